@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import WorkerMetrics
+from diloco_common.observe.metrics.worker import WorkerMetrics
 from diloco_common.ports import World
-from diloco_common.wire.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
+from diloco_common.wire.messages import FragmentStatus, LearnerPolicy, Pulse
 from diloco_worker.boundary import Start
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.connections import Connections
@@ -22,7 +22,7 @@ from diloco_worker.core.acts import Act
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.events import Joined
 from diloco_worker.core.replica import Replica
-from diloco_worker.inbox import Inbox
+from diloco_worker.council import Council
 from diloco_worker.learner import Learner, make_learner
 from diloco_worker.telemetry import LearnerTelemetry
 
@@ -90,10 +90,17 @@ class Posted:
         self.settle_s = settle_s
 
 
-def joined(epoch: int, policy: LearnerPolicy, *, generation: int = 1, num_fragments: int = 1) -> JoinAnswer:
-    """The answer of the only shard of a run."""
-    fragments = tuple(FragmentStatus(i, True, 0, 0, epoch) for i in range(num_fragments))
-    return JoinAnswer(generation, epoch, 1.0, 0, 1, num_fragments, "digest", policy, fragments, Pulse(0, 0))
+def joined(
+    epoch: int, policy: LearnerPolicy, *, generation: int = 1, num_fragments: int = 1,
+    fragments: Sequence[FragmentStatus] | None = None, digest: str = "digest", address: str = "shard:1",
+    index: int = 0, num_shards: int = 1,
+) -> Joined:  # fmt: skip
+    """The answer of a shard, by default the only one of a run; `fragments`: if some are not seeded."""
+    statuses = [FragmentStatus(i, True, 0, 0, epoch) for i in range(num_fragments)] if fragments is None else fragments
+    return Joined(
+        generation, epoch, 1.0, index, num_shards, num_fragments, digest, policy, tuple(statuses), Pulse(0, 0),
+        address=address,
+    )  # fmt: skip
 
 
 class Believes:
@@ -117,7 +124,7 @@ class Parts:
         """What connections share; the inbox is empty, and nobody can be dialed."""
         codec = CodecThread(torch.device(device), self.world, self.telemetry)
         dial: Any = None
-        return ConnectionContext(CALLER, (), dial, self.world, Inbox(), codec, self.telemetry)
+        return ConnectionContext(CALLER, (), dial, self.world, Council(), codec, self.telemetry)
 
     def learner(
         self, model: nn.Module, addresses: Sequence[str] = ("shard:1",), *, resumed: bool = False,

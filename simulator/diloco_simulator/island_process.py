@@ -29,7 +29,8 @@ from diloco_worker.core.connection import Caller
 from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
 from diloco_worker.core.parts import Holding, LocalFragment, Sharing, local_fragment
 from diloco_worker.core.replica import Replica
-from diloco_worker.island import make_island_learner
+from diloco_worker.council import IslandCouncil
+from diloco_worker.learner import make_learner
 from diloco_worker.telemetry import LearnerTelemetry
 
 if TYPE_CHECKING:
@@ -176,9 +177,9 @@ class Rank:
         log: Any = QuietLog(island.name, self._hear_error)
         silence: Any = Silence()
         telemetry = LearnerTelemetry(caller, process.clock, silence, log, history)
-        self.learner = make_island_learner(
+        self.learner = make_learner(
             self.replica, [str(i) for i in range(options.shards)], caller, self._dial, process.world(), self,
-            telemetry, start, self, size, island.goodbye,
+            telemetry, start, council=IslandCouncil(rank, size, self, island.goodbye),
         )  # fmt: skip
 
     # ------------------------------------------------------------ the product's exchange and background

@@ -29,8 +29,7 @@ from diloco_common.wire.manifest import cut
 from diloco_worker.core.parts import Seat, located
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.island import make_replica
-from diloco_worker.island_exchange import IslandGroup
+from diloco_worker.island import IslandGroup
 from waiting import DEADLINE_S
 
 ONE_PROCESS = "one process per device without torchrun"
@@ -177,7 +176,7 @@ def test_an_island_takes_ddp_and_fsdp2_and_nothing_else(make: Callable[[], nn.Mo
 @pytest.mark.parametrize("make", [plain, fsdp2, lambda: DistributedDataParallel(plain())])
 def test_a_model_of_an_island_has_the_names_and_shapes_that_it_has_alone(make: Callable[[], nn.Module]) -> None:
     group = IslandGroup(dist.group.WORLD)
-    assert make_replica(SharedSet(make()), None, group).specs == Replica(plain()).specs
+    assert group.replica(SharedSet(make()), None).specs == Replica(plain()).specs
 
 
 @pytest.mark.usefixtures("group")
@@ -205,7 +204,7 @@ def test_values_that_are_written_are_seen_after_a_forward_pass_without_gradients
     """The root module of FSDP2 stays gathered after one: what is written to its rows is not seen unless resharded."""
     model = fsdp2()
     group = IslandGroup(dist.group.WORLD)
-    replica = make_replica(SharedSet(model), None, group)
+    replica = group.replica(SharedSet(model), None)
     (fragment,) = cut(replica.specs, 1, 1).fragments
     with torch.no_grad():
         before = model(torch.ones(1, 4))
@@ -283,4 +282,4 @@ def test_the_built_in_worker_trains_alone_whatever_has_started_it(monkeypatch: p
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("make", "is_spread"), [(fsdp2, True), (lambda: DistributedDataParallel(plain()), False)])
 def test_parameters_are_spread_under_fsdp2_and_whole_under_ddp(make: Callable[[], nn.Module], is_spread: bool) -> None:
-    assert make_replica(SharedSet(make()), None, IslandGroup(dist.group.WORLD)).is_spread is is_spread
+    assert IslandGroup(dist.group.WORLD).replica(SharedSet(make()), None).is_spread is is_spread

@@ -32,17 +32,15 @@ from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import StoredVersion
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.options import Options
-from diloco_worker.boundary import StepBoundary
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core import events
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.events import Answered
-from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
+from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment, Pushes
 from diloco_worker.core.island_log import LEADER, IslandLog
 from diloco_worker.core.learner import LearnerCore
-from diloco_worker.core.pushes import Pushes
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
-from diloco_worker.island_boundary import IslandBoundary
+from diloco_worker.council import Council, IslandCouncil
 
 
 @contextmanager
@@ -451,13 +449,13 @@ def forget_values_that_were_never_sent(original: Any) -> Any:
 def take_any_epoch_for_the_same(original: Any) -> Any:
     """A learner that joins a restarted shard does not forget what the shard had announced before."""
 
-    def joined(self: ConnectionState, answer: Any) -> bool:
-        announced = dict(self.announced)
-        original(self, answer)
-        self.announced |= announced
+    def take_lease(self: ConnectionState, joined: Any) -> bool:
+        announced = dict(self.to_pull.now)
+        original(self, joined)
+        self.to_pull.now |= announced
         return False
 
-    return joined
+    return take_lease
 
 
 def compute_the_record_again(original: Any) -> Any:
@@ -594,17 +592,16 @@ def act_on_own_words(original: Any) -> Any:
 def know_only_of_own_parts(original: Any) -> Any:
     """Whether a contribution may have arrived is what each rank knows of its own push."""
 
-    def apply(self: IslandBoundary, event: Any) -> None:
-        contribution = self._core.fragments[event.fragment_id].contribution
+    def applies(self: IslandCouncil, event: Any, contribution: Any) -> None:
         is_sent = contribution is not None and contribution.pushes.may_have_arrived
-        original(self, replace(event, sent=contribution.tokens if contribution is not None and is_sent else 0))
+        original(self, replace(event, sent=contribution.tokens if is_sent else 0), contribution)
 
-    return apply
+    return applies
 
 
 def save_what_is_counted_so_far(original: Any) -> Any:
     """A checkpoint holds the last step, and the counts of the step before."""
-    return StepBoundary.trained
+    return Council.trained
 
 
 Mutant = tuple[Any, str, Callable[[Any], Any]]
@@ -648,7 +645,7 @@ MUTANTS: dict[str, Mutant] = {
         (Service, "push", answer_refusals_as_if_taken),
         (CodecThread, "payload", keep_quiet_about_values_that_are_not_finite),
         (Pushes, "begin", forget_values_that_were_never_sent),
-        (ConnectionState, "joined", take_any_epoch_for_the_same),
+        (ConnectionState, "take_lease", take_any_epoch_for_the_same),
         (Versions, "committed", compute_the_record_again),
         (LearnerFragment, "adopt", contribute_the_checkpoint_again),
         (CodecThread, "base", decode_onto_any_base),
@@ -663,7 +660,7 @@ MUTANTS: dict[str, Mutant] = {
         (events, "_subject", keep_one_answer_per_fragment),
         (Shard, "named", give_the_latest_whatever_is_wanted),
         (IslandLog, "_is_ready", act_on_own_words),
-        (IslandBoundary, "_apply", know_only_of_own_parts),
-        (IslandBoundary, "trained", save_what_is_counted_so_far),
+        (IslandCouncil, "applies", know_only_of_own_parts),
+        (IslandCouncil, "trained", save_what_is_counted_so_far),
     )
 }

@@ -20,14 +20,12 @@ from diloco_server.core.versions import Versions
 from diloco_server.shell.driver import EffectDriver
 from diloco_server.shell.host import AwakeClock
 from diloco_worker.boundary import StepBoundary
-from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.connection import AndTell, AsTold, ConnectionState
 from diloco_worker.core.events import EventQueue
-from diloco_worker.core.fragment import LearnerFragment
+from diloco_worker.core.fragment import LearnerFragment, Pushes
 from diloco_worker.core.island_log import IslandLog
 from diloco_worker.core.learner import LearnerCore
-from diloco_worker.core.pushes import Pushes
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
-from diloco_worker.island_connections import LeadersConnection
 
 # ------------------------------------------------------------ merging and stepping
 
@@ -292,9 +290,9 @@ def keep_what_an_epoch_announced(original: Any) -> Any:
     """Followers go on pulling what the epoch before had announced."""
 
     def take_lease(self: ConnectionState, joined: Any) -> bool:
-        announced = dict(self.announced)
+        announced = dict(self.to_pull.now)
         is_another = bool(original(self, joined))
-        self.announced |= announced
+        self.to_pull.now |= announced if isinstance(self.to_pull, AsTold) else {}
         return is_another
 
     return take_lease
@@ -318,11 +316,11 @@ def forget_the_newer_version(original: Any) -> Any:
 def hear_ends_of_any_epoch(original: Any) -> Any:
     """The end of a pull counts for whatever has that name."""
 
-    def fetch_ended(self: LeadersConnection, act: Any) -> None:
-        self._said.setdefault(act.fragment_id, (act.epoch, act.version))
-        original(self, act)
+    def ended(self: AndTell, fragment_id: int, version: Any, **how: bool) -> None:
+        self._said.setdefault(fragment_id, version)
+        original(self, fragment_id, version, **how)
 
-    return fetch_ended
+    return ended
 
 
 def wait_for_all_but_one_rank(original: Any) -> Any:
@@ -385,7 +383,7 @@ SLIPS: dict[str, Mutant] = {
         (ConnectionState, "take_lease", keep_what_an_epoch_announced),
         (IslandLog, "_joined", keep_pulls_of_the_epoch_before),
         (IslandLog, "_drop", forget_the_newer_version),
-        (LeadersConnection, "fetch_ended", hear_ends_of_any_epoch),
+        (AndTell, "ended", hear_ends_of_any_epoch),
         (IslandLog, "_is_ready", wait_for_all_but_one_rank),
         (IslandLog, "frame", say_versions_before_leases),
     )

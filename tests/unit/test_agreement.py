@@ -9,14 +9,14 @@ import pytest
 
 from diloco_common.errors import ConfigError, DilocoError, ManifestMismatch, Superseded, UnknownEncoding, WrongRun
 from diloco_common.wire.manifest import TensorSpec, cut
-from diloco_common.wire.messages import FragmentStatus, LearnerPolicy
+from diloco_common.wire.messages import FragmentStatus, LearnerPolicy, Pulse
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.events import Joined
 
 TENSORS = (TensorSpec("a", (8,)), TensorSpec("b", (8,)))
 DIGEST = cut(TENSORS, 2, 2).digest
 POLICY = LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True)
-FIRST = Joined("ps-0:50051", 0, 2, 2, DIGEST, POLICY, 1, ())
+FIRST = Joined(1, 1, 1.0, 0, 2, 2, DIGEST, POLICY, (), Pulse(0, 0), address="ps-0:50051")
 SECOND = replace(FIRST, address="ps-1:50051", shard_index=1)
 OTHERS = cut(TENSORS, 1, 1).digest
 

@@ -106,7 +106,7 @@ def test_what_a_shard_says_of_the_fragments_of_others_is_not_heard(directive: Di
         running = asyncio.create_task(connection.run())
         await until_async(lambda: connection.times_up, "the stream")
         await until_async(lambda: not connection.is_up, "its end")
-        assert connection.state.announced == {}
+        assert connection.state.to_pull.now == {}
         events = []
         while (event := context.inbox.pop()) is not None:
             events.append(type(event))

@@ -16,15 +16,14 @@ from diloco_common.errors import CannotConnect, IslandBroken, Superseded
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
 from diloco_worker.core import island_log
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
-from diloco_worker.core.island_log import LEADER_BYTES, RANK_BYTES, Fetch, IslandLog, Turn
-from diloco_worker.core.island_words import read_word, write_word
+from diloco_worker.core.island_log import LEADER_BYTES, RANK_BYTES, Fetch, IslandLog, Turn, read_word, write_word
 
 POLICY = LearnerPolicy(5, "int8", "bfloat16", "carry", 0.5, True)
 
 
 def joined(epoch: int, fragments: int = 3) -> Joined:
     statuses = tuple(FragmentStatus(i, True, 4, 3, epoch, 0) for i in range(fragments))
-    return Joined("ps:1", 0, 1, fragments, "digest", POLICY, epoch, statuses, generation=7, heartbeat_s=0.5)
+    return Joined(7, epoch, 0.5, 0, 1, fragments, "digest", POLICY, statuses, Pulse(0, 0), address="ps:1")
 
 
 def arrived(fragment_id: int, epoch: int, version: int, merged: int = 0) -> Arrived:

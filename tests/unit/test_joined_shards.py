@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diloco_common.wire.messages import LearnerPolicy
+from diloco_common.wire.messages import LearnerPolicy, Pulse
+from diloco_worker.core.agreement import Shards
 from diloco_worker.core.events import Joined
-from diloco_worker.core.shards import Shards
 
 POLICY = LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True)
-FIRST = Joined("ps-0:50051", 0, 2, 6, "digest", POLICY, 1, ())
+FIRST = Joined(1, 1, 1.0, 0, 2, 6, "digest", POLICY, (), Pulse(0, 0), address="ps-0:50051")
 SECOND = replace(FIRST, address="ps-1:50051", shard_index=1)
 
 

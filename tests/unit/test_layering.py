@@ -115,7 +115,7 @@ RULES = {
         "diloco_worker.whereabouts",
         never=CLOCKS_AND_CHANCE,
     ),
-    "diloco_worker.island_exchange": allow(  # timeouts of torch.distributed are timedeltas
+    "diloco_worker.island": allow(  # timeouts of torch.distributed are timedeltas
         "diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE - {"datetime"} | NETWORK
     ),
     "diloco_worker.joining": allow("diloco_worker", "diloco_common", never=NETWORK),

@@ -6,10 +6,10 @@ from torch import nn
 
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy
-from diloco_worker.core.events import Asked, Joined
+from diloco_worker.core.events import Asked
 from diloco_worker.core.fragment import AskedRound
 from diloco_worker.core.replica import Replica
-from parts import Parts
+from parts import Parts, joined
 
 POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
 
@@ -20,7 +20,16 @@ def test_a_round_that_asks_before_the_model_is_cut_is_answered_afterwards() -> N
     learner = Parts().learner(model, addresses)
     digest = cut(Replica(model).specs, 2, 2).digest
     first, second = (
-        Joined(address, index, 2, 2, digest, POLICY, 5 + index, (FragmentStatus(index, True, 0, 0, 5 + index),))
+        joined(
+            5 + index,
+            POLICY,
+            fragments=[FragmentStatus(index, True, 0, 0, 5 + index)],
+            num_fragments=2,
+            digest=digest,
+            address=address,
+            index=index,
+            num_shards=2,
+        )
         for index, address in enumerate(addresses)
     )
 

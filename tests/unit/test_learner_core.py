@@ -17,9 +17,9 @@ from diloco_common.errors import NormTooLarge, NotFinite, TooStale, WrongRound
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
 from diloco_worker.core import tensors
+from diloco_worker.core.connection import Lease
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
-from diloco_worker.core.pushes import Lease
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.tensors import Difference
 

@@ -11,10 +11,10 @@ from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy
 from diloco_worker import learner as shell
 from diloco_worker.core.acts import PushContribution, StepEnded, VersionApplied
-from diloco_worker.core.events import Arrived, Asked, Failed, Joined
+from diloco_worker.core.events import Arrived, Asked, Failed
 from diloco_worker.core.replica import Replica
 from diloco_worker.learner import Learner
-from parts import Parts
+from parts import Parts, joined
 
 EPOCH = 5
 FRAGMENTS = 3
@@ -41,7 +41,7 @@ def learner(parts, model):
     learner = parts.learner(model)
     digest = cut(Replica(model).specs, FRAGMENTS, 1).digest
     statuses = tuple(FragmentStatus(i, True, 0, 0, EPOCH) for i in range(FRAGMENTS))
-    learner._inbox.put(Joined("shard:1", 0, 1, FRAGMENTS, digest, POLICY, EPOCH, statuses))
+    learner._inbox.put(joined(EPOCH, POLICY, num_fragments=FRAGMENTS, fragments=statuses, digest=digest))
     for i in range(FRAGMENTS):
         arrive(learner, i, 0, 10.0)
     assert learner.begin()

@@ -74,14 +74,14 @@ def pulled(shard: Shard, *announced: int) -> tuple[ConnectionState, CodecThread]
         core = LearnerCore(replica, manifest, POLICY)
         context.codec.own({0: core.fragments[0].tensors})
         state = ConnectionState(CALLER, "shard")
-        state.joined(joined(EPOCH, POLICY))
+        state.take_lease(joined(EPOCH, POLICY))
         state.manifest = manifest
         shard.codec = context.codec
         transport: Any = shard
         puller = Puller(state, transport, context)
         running = asyncio.create_task(puller.run())
         for version in announced:
-            state.announced[0] = (EPOCH, version)
+            state.to_pull.announced(0, (EPOCH, version))
             puller.wake()
             arrived = await until_async(context.inbox.pop, f"version {version}")
             assert arrived.version == version
@@ -138,8 +138,8 @@ def test_a_call_that_is_refused_leaves_the_base_as_it_is(of_the_call: Refusal) -
 
 def test_another_epoch_of_the_shard_is_told_what_an_earlier_one_gave() -> None:
     state, codec = pulled(Shard(1), 1)
-    assert state.joined(joined(EPOCH + 1, POLICY))
-    assert state.announced == {}
+    assert state.take_lease(joined(EPOCH + 1, POLICY))
+    assert state.to_pull.now == {}
     assert codec.held(state.fragment_ids) == (Held(0, EPOCH, 1),)
 
 

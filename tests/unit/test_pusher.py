@@ -59,7 +59,7 @@ class Rig:
         self.pusher = Pusher(self.state, transport, self.context)
 
     def joins(self, epoch: int, generation: int = 1) -> None:
-        self.state.joined(joined(epoch, POLICY, generation=generation, num_fragments=FRAGMENTS))
+        self.state.take_lease(joined(epoch, POLICY, generation=generation, num_fragments=FRAGMENTS))
 
     def pushes(self, value: float = 0.0) -> list[Contribution]:
         """A contribution to each fragment; `value` is in each of them."""

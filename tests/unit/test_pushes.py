@@ -7,8 +7,8 @@ import torch
 
 from diloco_common.errors import BadChecksum, NormTooLarge
 from diloco_common.wire.messages import Outcome, PushAnswer
-from diloco_worker.core.fragment import Contribution
-from diloco_worker.core.pushes import Lease, Pushes
+from diloco_worker.core.connection import Lease
+from diloco_worker.core.fragment import Contribution, Pushes
 from diloco_worker.core.tensors import ContributionTensors
 
 TAKEN = [PushAnswer(Outcome.ACCEPTED), PushAnswer(Outcome.DUPLICATE)]
@@ -17,7 +17,9 @@ FIRST, SECOND = Lease(1, 1), Lease(1, 2)
 
 
 def contribution(shard_epoch: int) -> Contribution:
-    tensors = ContributionTensors(4, torch.zeros(2), None, lambda out: None, dtype=torch.bfloat16, error_feedback=False)
+    tensors = ContributionTensors(
+            4, torch.zeros(2), None, lambda out: None, dtype=torch.bfloat16, error_feedback=False, own=slice(0, 2)
+        )  # fmt: skip
     return Contribution(0, 4, shard_epoch, 1, 3, 0, 10, 1, tensors)
 
 

@@ -8,9 +8,8 @@ from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import FragmentStatus, LearnerPolicy
 from diloco_worker.boundary import SEED_HOLD_S
 from diloco_worker.core.acts import SeedFragment
-from diloco_worker.core.events import Joined
 from diloco_worker.core.replica import Replica
-from parts import Parts
+from parts import Parts, joined
 
 POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
 
@@ -28,7 +27,7 @@ class Rig:
         """It joins after so many seconds: how long it holds its seed."""
         self.parts.clock.now += after_s
         status = FragmentStatus(0, False, 0, 0, epoch)
-        self.learner._inbox.put(Joined("shard:1", 0, 1, 1, self._digest, POLICY, epoch, (status,)))
+        self.learner._inbox.put(joined(epoch, POLICY, fragments=[status], digest=self._digest))
         self.learner.poll()
         (act,) = (act for act in self.parts.posted.acts[-1] if isinstance(act, SeedFragment))
         return act.hold_s

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from builders import TinyText, make_settings
 from diloco_common.errors import VersionUndone
 from diloco_common.wire.manifest import Fragment, Piece, cut
-from diloco_common.wire.messages import FragmentStatus, LearnerPolicy
-from diloco_worker.core.events import Arrived, Joined
+from diloco_common.wire.messages import LearnerPolicy
+from diloco_worker.core.events import Arrived
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.core.undone import IN_A_ROW, REST, ROW, STEPS, Laid, is_gone
 from diloco_worker.masters import Masters, find_copies
 from lockstep import Lockstep
-from parts import Parts
+from parts import Parts, joined
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SGD: Make = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
@@ -241,7 +241,7 @@ def test_a_step_of_a_learner_raises_it() -> None:
     parts, model = Parts(), nn.ParameterList([nn.Parameter(torch.zeros(ROW))])
     learner = parts.learner(model)
     digest, policy = cut(Replica(model).specs, 1, 1).digest, LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
-    learner._inbox.put(Joined("shard:1", 0, 1, 1, digest, policy, 5, (FragmentStatus(0, True, 0, 0, 5),)))
+    learner._inbox.put(joined(5, policy, digest=digest))
     learner._inbox.put(Arrived(0, 0, 5, torch.zeros(ROW), 0))
     assert learner.begin()
     master = model[0].detach().clone()

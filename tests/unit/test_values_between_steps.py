@@ -11,7 +11,7 @@ from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy
 from diloco_worker.core.acts import PushContribution
 from diloco_worker.core.events import Arrived, Asked, Joined
 from diloco_worker.core.replica import Replica
-from parts import Parts
+from parts import Parts, joined
 
 EPOCH = 5
 POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
@@ -26,7 +26,7 @@ class Rig:
         self.learner = self.parts.learner(self.model, reads_later=snapshots == "background")
         digest = cut(Replica(self.model).specs, 2, 1).digest
         statuses = tuple(FragmentStatus(i, True, 0, 0, EPOCH) for i in range(2))
-        self.hears(Joined("shard:1", 0, 1, 2, digest, POLICY, EPOCH, statuses))
+        self.hears(joined(EPOCH, POLICY, num_fragments=2, fragments=statuses, digest=digest))
         for i in range(2):
             self.arrives(i, 0, 10.0)
         assert self.learner.begin()

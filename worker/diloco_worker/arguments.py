@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from diloco_common.errors import WrongCall, did_you_mean, shown
+from diloco_common.errors import ConfigError, WrongCall, did_you_mean, shown
 
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _TOKEN = re.compile(r"[!-~]+\Z")
@@ -59,6 +59,13 @@ def check_word(argument: str, word: object, known: Collection[str | None]) -> No
     if not any(word is one or (isinstance(word, str) and word == one) for one in known):
         choices = " or ".join(f'"{one}"' if one else "None" for one in known)
         raise WrongCall(f"{argument}= is {shown(word)}: it takes {choices}")
+
+
+def check_either(argument: str, word: object, known: Collection[str]) -> None:
+    """Raises ConfigError."""
+    if word not in known:
+        either = " nor ".join(f'"{one}"' for one in known)
+        raise ConfigError(f"{argument}={word!r} is neither {either}")
 
 
 def check_names(argument: str, given: object) -> None:

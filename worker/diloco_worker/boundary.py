@@ -1,7 +1,7 @@
 """The step boundary: events in, acts out. Owned by the training thread.
 
-Takes events from the inbox into the core, in their order, and the snapshots that rounds ask for. Returns what else is
-to be done about them, as plain values. Waits for nothing and sends nothing.
+Takes events that the council has decided on into the core, in their order, and the snapshots that rounds ask for.
+Returns what else is to be done about them, as plain values. Waits for nothing and sends nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from diloco_common.errors import DilocoError
+from diloco_common.errors import DilocoError, IslandBroken
 from diloco_common.ports import World
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Pulse
 from diloco_worker.core.acts import (
     Act,
+    FetchEnded,
+    FetchVersion,
     Figures,
     GiveUp,
+    LeaseTaken,
     ModelCut,
     PushAnswered,
     PushContribution,
@@ -27,11 +30,12 @@ from diloco_worker.core.acts import (
     VersionApplied,
     WorkCarried,
 )
+from diloco_worker.core.agreement import Shards
 from diloco_worker.core.events import Answered, Arrived, Asked, Event, Failed, Joined, Stopped
+from diloco_worker.core.island_log import Turn
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
-from diloco_worker.core.shards import Shards
-from diloco_worker.inbox import Inbox
+from diloco_worker.council import Council
 
 SEED_HOLD_S = 10.0
 """Where a run is under way, a learner that has nothing of a fragment yet lets those seed it that have trained on it.
@@ -53,20 +57,20 @@ class Start:
 
 
 class StepBoundary:
-    """The core of one learner, what has joined, and the inbox that both are fed from."""
+    """The core of one learner, what has joined, and the council that both are fed from. Ranks call it alike."""
 
     def __init__(
-        self, replica: Replica, addresses: Sequence[str], inbox: Inbox, pulse: Callable[[], Pulse], world: World,
+        self, replica: Replica, addresses: Sequence[str], council: Council, pulse: Callable[[], Pulse], world: World,
         start: Start,
     ) -> None:  # fmt: skip
-        """`pulse`: the state of the run, over all learners."""
+        """`pulse`: the state of the run, over all learners, as this process hears it."""
         self.core: LearnerCore | None = None
         """None until the first shard tells how the model is cut."""
         self.shards = Shards(len(addresses))
         self.is_resumed = start.resumed
         self.replica = replica
         self._addresses = addresses
-        self._inbox = inbox
+        self._council = council
         self._pulse = pulse
         self._is_stop_asked = False
         self.leave_asked_at: float | None = None
@@ -80,12 +84,12 @@ class StepBoundary:
     @property
     def pulse(self) -> Pulse:
         """The state of the run."""
-        return self._pulse()
+        return self._council.pulse(self._pulse())
 
     @property
     def is_stop_asked(self) -> bool:
         """Whether to stop, whatever the shards say."""
-        return self._is_stop_asked
+        return self._council.stops(is_asked=self._is_stop_asked)
 
     def ask_stop(self) -> None:
         """Make `is_stop_asked` true, soon. In any thread, and in signal handlers."""
@@ -94,7 +98,7 @@ class StepBoundary:
     @property
     def is_leave_asked(self) -> bool:
         """Whether to hand over what is trained, and go."""
-        return self.leave_asked_at is not None
+        return self._council.leaves(is_asked=self.leave_asked_at is not None)
 
     def ask_leave(self) -> None:
         """Make `is_leave_asked` true, soon. In any thread, and in signal handlers."""
@@ -102,19 +106,39 @@ class StepBoundary:
 
     def stepped(self, tokens: int) -> None:
         """An inner step on so many tokens has ended."""
-        self._core.stepped(tokens)
+        self._council.stepped(self._core, tokens)
 
     def cross(self, apply_s: float = math.inf) -> list[Act]:
-        """Take in what came, in order. Returns what to do about it, contributions included.
-
-        Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s` seconds:
-        an event may decide over those after it, so none overtakes another.
-        """
-        began, self._acts = self._clock(), []
+        """Take in what is decided, in order, and say what came. Returns what to do about it, contributions included."""
         try:
-            while (event := self._inbox.pop()) is not None:
+            acts = self._decided(self._council.hear(), apply_s)
+            if not any(isinstance(act, GiveUp) for act in acts):
+                is_leaving = self.leave_asked_at is not None
+                self._council.post(self.core, self._pulse, stop=self._is_stop_asked, leave=is_leaving)
+        except IslandBroken as error:
+            return [GiveUp(error)]
+        return acts
+
+    def _decided(self, turn: Turn, apply_s: float) -> list[Act]:
+        if turn.tokens is not None:
+            self._core.stepped(turn.tokens)
+        self._acts = [LeaseTaken(event) for event in turn.events if isinstance(event, Joined)]
+        self._take_all(apply_s if self._council.size == 1 else math.inf)
+        for f in turn.fetches:
+            self._acts.append(FetchVersion(f.fragment_id, self._owner(f.fragment_id), f.epoch, f.version))
+        for f, done in turn.ended:
+            self._acts.append(FetchEnded(f.fragment_id, self._owner(f.fragment_id), f.epoch, f.version, done))
+        acts, self._acts = self._acts, []
+        return acts
+
+    def _take_all(self, apply_s: float) -> None:
+        """Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s`
+        seconds: an event may decide over those after it, so none overtakes another."""
+        began = self._clock()
+        try:
+            while (event := self._council.pop()) is not None:
                 if isinstance(event, Arrived) and self._core.is_being_read(event.fragment_id):
-                    self._inbox.put_back(event)
+                    self._council.put_back(event)
                     break
                 self._take(event)
                 if self.core is not None:
@@ -125,8 +149,6 @@ class StepBoundary:
             self._acts.append(GiveUp(error))
         else:
             self._contribute()
-        acts, self._acts = self._acts, []
-        return acts
 
     def readiness(self) -> tuple[bool, str]:
         """Whether the learner has joined every shard and holds every fragment, and what is missing."""
@@ -142,8 +164,11 @@ class StepBoundary:
         return True, "joined"
 
     def has_what_can_be_had(self, shards_up: set[int]) -> bool:
-        """Whether there is a fragment from a shard, and all that are missing are of shards that are away."""
-        if self.core is None:
+        """Whether there is a fragment from a shard, and all that are missing are of shards that are away.
+
+        Several ranks wait for every shard: what is up differs between them.
+        """
+        if self.core is None or self._council.size > 1:
             return False
         missing = [f.fragment for f in self.core.fragments.values() if not f.is_adopted]
         return len(missing) < len(self.core.fragments) and not any(f.shard_index in shards_up for f in missing)
@@ -163,9 +188,9 @@ class StepBoundary:
         )  # fmt: skip
 
     def trained(self) -> tuple[int, int]:
-        """Inner steps and tokens of everything that the model holds. In the training thread."""
+        """Inner steps and tokens of everything that the model holds. In the training thread. Raises IslandBroken."""
         figures = self.figures()
-        return figures.inner_step, figures.tokens
+        return self._council.trained(figures.inner_step, figures.tokens)
 
     # ------------------------------------------------------------ events
 
@@ -216,8 +241,12 @@ class StepBoundary:
                 fragment = self._core.fragments[status.fragment_id]
                 is_held = others_may_know_more and not fragment.is_adopted
                 hold_s = self._hold_s(status.fragment_id, joined.epoch) if is_held else 0.0
-                values = fragment.tensors.values()
-                self._acts.append(SeedFragment(status.fragment_id, joined.shard_index, values, hold_s))
+                if (own := fragment.tensors.fragment.own).stop > own.start:
+                    values = fragment.tensors.values()[own]
+                    self._acts.append(SeedFragment(status.fragment_id, joined.shard_index, values, hold_s))
+
+    def _owner(self, fragment_id: int) -> int:
+        return self._core.manifest.fragments[fragment_id].shard_index
 
     def _hold_s(self, fragment_id: int, epoch: int) -> float:
         """What is left of the hold that began when this epoch of the shard was first seen without the fragment.
@@ -234,6 +263,7 @@ class StepBoundary:
     def _apply(self, event: Arrived) -> None:
         began, cpu_began = self._clock(), self._cpu_clock()
         fragment = self._core.fragments[event.fragment_id]
+        self._council.applies(event, fragment.contribution)
         replaced = fragment.tensors.anchor, fragment.contribution, event.difference
         applied = self._core.arrived(
             event.fragment_id, event.version, event.epoch, event.values, event.merged_version, event.difference,
@@ -264,5 +294,5 @@ class StepBoundary:
         taken = self.core.contribute()
         cpu_seconds = (self._cpu_clock() - began) / max(1, len(taken))
         for contribution in taken:
-            fragment = self.core.fragments[contribution.fragment_id]
-            self._acts.append(PushContribution(contribution, fragment.fragment.shard_index, cpu_seconds))
+            self._council.contributes(contribution)
+            self._acts.append(PushContribution(contribution, self._owner(contribution.fragment_id), cpu_seconds))

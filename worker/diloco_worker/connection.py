@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from diloco_common.codec import offered_names
-from diloco_common.errors import BadRequest, DilocoError, Refusal, refusal_from
-from diloco_common.ports import ControlStream, Unavailable
+from diloco_common.errors import BadRequest, DilocoError, Refusal, Unavailable, refusal_from
+from diloco_common.ports import ControlStream
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import (
     PROTOCOL,
@@ -33,10 +33,9 @@ from diloco_common.wire.messages import (
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import FetchEnded, FetchVersion
 from diloco_worker.core.agreement import Agreement, Objections
-from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.connection import ConnectionState, Lease
 from diloco_worker.core.dialing import CALL_S, GONE_S, SILENCE_HEARTBEATS, Dialing
 from diloco_worker.core.events import Asked, Failed, Joined, Stopped
-from diloco_worker.core.pushes import Lease
 from diloco_worker.puller import Puller
 from diloco_worker.pusher import Pusher
 
@@ -51,7 +50,7 @@ class Connection:
     """All that a learner keeps with one shard."""
 
     def __init__(self, address: str, progress: Progress, context: ConnectionContext) -> None:
-        self.state = ConnectionState(context.caller, address)
+        self.state = ConnectionState(context.caller, address, context.council.to_pull())
         self.is_up = False
         """Whether the shard speaks on the control stream."""
         self.times_up = 0
@@ -83,6 +82,11 @@ class Connection:
     @property
     def address(self) -> str:
         return self.state.address
+
+    @property
+    def _is_spoken_for(self) -> bool:
+        """Whether the leader joins, attends and says goodbye for this process."""
+        return self._c.caller.rank > 0
 
     @property
     def away(self) -> ShardAway | None:
@@ -123,25 +127,25 @@ class Connection:
         self._puller.wake()
 
     def take_lease(self, joined: Joined) -> None:
-        """In an island: the leader has joined, and this process speaks under its lease. The leader itself does so."""
-        if self._c.caller.rank:
-            mine = self.state.fragment_ids
-            if self.state.take_lease(joined):
-                self._c.codec.drop(lambda c: c.fragment_id in mine and c.shard_epoch != joined.epoch)
+        """The leader has joined, and this process speaks under its lease. The leader itself does so."""
+        if self._is_spoken_for:
+            self._take_lease(joined)
             self.is_up = True
         self._puller.wake()
 
     def fetch(self, fetch: FetchVersion) -> None:
-        """In an island: this version is to be pulled."""
-        self.state.announced[fetch.fragment_id] = (fetch.epoch, fetch.version)
+        """All ranks are to pull this version."""
+        self.state.to_pull.fetch(fetch.fragment_id, (fetch.epoch, fetch.version))
         self._puller.wake()
 
     def fetch_ended(self, ended: FetchEnded) -> None:
-        """In an island: all ranks have decided on a version. Only the leader goes on to the next."""
+        """All ranks have decided on a version."""
+        self.state.to_pull.ended(ended.fragment_id, (ended.epoch, ended.version), is_applied=ended.is_applied)
+        self._puller.wake()
 
     def newest(self, fragment_id: int) -> tuple[int, int] | None:
         """Epoch and number of the version that the shard has announced last; None: it has announced none."""
-        return self.state.announced.get(fragment_id)
+        return self.state.to_pull.newest(fragment_id)
 
     def report(self, progress: Progress) -> None:
         """Tell the shard, soon."""
@@ -160,9 +164,9 @@ class Connection:
             await self.pusher.settle(timeout_s)
 
     async def leave(self, at_most_s: float) -> None:
-        """Say goodbye, if anybody is there."""
+        """Say goodbye, if anybody is there, and nobody else does."""
         self._is_leaving = True
-        if self.is_up:
+        if self.is_up and not self._is_spoken_for:
             try:
                 await self._transport.leave(self.state.identity, min(GOODBYE_S, at_most_s))
             except (Refusal, Unavailable) as error:
@@ -179,6 +183,8 @@ class Connection:
 
     async def _stay_connected(self) -> None:
         """Raises what enough shards have against this learner."""
+        if self._is_spoken_for:
+            await asyncio.get_running_loop().create_future()
         world, telemetry = self._c.world, self._c.telemetry
         while True:
             self._dialing.begin(world.clock(), has_lease=self.state.has_lease)
@@ -211,20 +217,14 @@ class Connection:
 
     async def _join(self) -> None:
         """Get a lease. Raises a Refusal or Unavailable."""
-        state, codec = self.state, self._c.codec
-        mine = state.fragment_ids
         answer = await self._ask_for_lease()
-        joined = Joined(
-            self.address, answer.shard_index, answer.num_shards, answer.num_fragments, answer.manifest_digest,
-            answer.policy, answer.epoch, answer.fragments, answer.generation, answer.heartbeat_s, answer.rules,
-        )  # fmt: skip
+        joined = Joined.at(self.address, answer)
         try:
             self.agreement.take(joined)
         except DilocoError:
             await self._give_up(Lease(answer.epoch, answer.generation))
             raise
-        if state.joined(answer):
-            codec.drop(lambda c: c.fragment_id in mine and c.shard_epoch != answer.epoch)
+        self._take_lease(joined)
         self._c.inbox.put(joined)
         self._c.telemetry.log.event(
             "joined", shard=self.address, index=answer.shard_index, generation=answer.generation
@@ -245,6 +245,11 @@ class Connection:
             if clock() - asked < SLOW_S:
                 break
         return answer
+
+    def _take_lease(self, joined: Joined) -> None:
+        mine = self.state.fragment_ids
+        if self.state.take_lease(joined):
+            self._c.codec.drop(lambda c: c.fragment_id in mine and c.shard_epoch != joined.epoch)
 
     async def _give_up(self, lease: Lease) -> None:
         """The shard gave a lease, and is not believed: its rounds need not wait for this learner."""
@@ -308,7 +313,7 @@ class Connection:
                 self._c.inbox.put(Asked(directive, self.state.epoch))
             case Committed():
                 self._check_owned(directive)
-                self.state.announced[directive.fragment_id] = (directive.epoch, directive.version)
+                self.state.to_pull.announced(directive.fragment_id, (directive.epoch, directive.version))
                 self._puller.wake()
             case Pulse():
                 self.state.pulse = directive

@@ -18,13 +18,23 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from diloco_common.errors import DilocoError
-from diloco_common.ports import Unavailable
+from diloco_common.errors import DilocoError, Unavailable
 from diloco_common.wire.messages import Progress, Pulse, ShardAway
 from diloco_worker.connection import Connection
 from diloco_worker.context import ConnectionContext
-from diloco_worker.core.acts import Act, LastRounds, ModelCut, PushContribution, SeedFragment, StepEnded
+from diloco_worker.core.acts import (
+    Act,
+    FetchEnded,
+    FetchVersion,
+    LastRounds,
+    LeaseTaken,
+    ModelCut,
+    PushContribution,
+    SeedFragment,
+    StepEnded,
+)
 from diloco_worker.core.agreement import Agreement, Objections
+from diloco_worker.core.connection import Lease
 from diloco_worker.core.events import Failed
 
 
@@ -33,15 +43,13 @@ class Connections:
 
     def __init__(self, addresses: Sequence[str], progress: Progress, context: ConnectionContext) -> None:
         self._c = context
-        self._connections = [self._connect(address, progress) for address in addresses]
+        self._connections = [Connection(address, progress, context) for address in addresses]
+        self._leases: dict[int, Lease] = {}  # by shard, as all ranks have agreed on
         agreement, objections = Agreement(len(addresses), context.tensors), Objections(len(addresses))
         for connection in self._connections:
             connection.others_away = self._away
             connection.agreement, connection.objections = agreement, objections
             connection.num_gone = self._num_gone
-
-    def _connect(self, address: str, progress: Progress) -> Connection:
-        return Connection(address, progress, self._c)
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(self._connections)
@@ -116,6 +124,7 @@ class Connections:
     async def leave(self, settle_s: float) -> None:
         """Give pushes that are under way so many seconds to be answered; then say goodbye. `run` goes on."""
         await asyncio.gather(*(connection.settle(settle_s) for connection in self._connections))
+        await self._c.council.goodbye()
         await asyncio.gather(*(connection.leave(settle_s) for connection in self._connections))
 
     def _perform(self, act: Act) -> None:
@@ -125,7 +134,10 @@ class Connections:
                 for connection in self._connections:
                     connection.model_is_cut(act.manifest)
             case PushContribution():
-                if (owner := self._to(act.shard_index)) is not None:
+                if self._c.council.size > 1:
+                    # Written down for all ranks, and also if this one has no part of it, or no lease just now.
+                    self._c.telemetry.pushing(act, self._leases[act.shard_index])
+                if (owner := self._to(act.shard_index)) is not None and not act.contribution.tensors.is_others:
                     owner.pusher.push(act)
             case SeedFragment():
                 if (owner := self._to(act.shard_index)) is not None:
@@ -136,6 +148,17 @@ class Connections:
             case LastRounds():
                 for connection in self._connections:
                     connection.ask_last_rounds(act.fragment_ids)
+            case LeaseTaken():
+                self._leases[act.joined.shard_index] = Lease(act.joined.epoch, act.joined.generation)
+                for connection in self._connections:
+                    if connection.address == act.joined.address:
+                        connection.take_lease(act.joined)
+            case FetchVersion():
+                if (owner := self._to(act.shard_index)) is not None:
+                    owner.fetch(act)
+            case FetchEnded():
+                if (owner := self._to(act.shard_index)) is not None:
+                    owner.fetch_ended(act)
 
     def _to(self, shard_index: int) -> Connection | None:
         """The one to a shard that was joined; None: it came back as another one."""

@@ -10,7 +10,7 @@ from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import FrozenTensor, Tie
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core.connection import Caller
-from diloco_worker.inbox import Inbox
+from diloco_worker.council import Council, Inbox
 from diloco_worker.telemetry import LearnerTelemetry
 
 
@@ -24,14 +24,17 @@ class ConnectionContext:
     dial: Callable[[str], Transport]
     """The way to the shard at an address. Nothing is sent before the first call."""
     world: World
-    inbox: Inbox
+    council: Council
     codec: CodecThread
     telemetry: LearnerTelemetry
-    is_island: bool = False
-    """Whether this process is one of several that are one learner."""
     frozen: tuple[FrozenTensor, ...] = ()
     """What must be the same in all learners, as Join declares it."""
     ties: tuple[Tie, ...] = ()
     """Further names of tied parameters."""
     index: int | None = None
     """The number that this learner had in an earlier process."""
+
+    @property
+    def inbox(self) -> Inbox:
+        """Of the training thread."""
+        return self.council.inbox

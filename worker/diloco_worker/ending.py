@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from diloco_worker.boundary import StepBoundary
 from diloco_worker.connections import Connections
-
-WORDS_MAX = 150
-"""What the leader of an island says to its other ranks."""
+from diloco_worker.council import Council
 
 
 class Ending:
@@ -17,13 +15,10 @@ class Ending:
     usual_s: float
     """At most, where nobody says for how long to wait."""
 
-    def __init__(
-        self, boundary: StepBoundary, connections: Connections, agree: Callable[[str], str] | None = None
-    ) -> None:
-        """`agree`: what the leader of an island says; all ranks ask alike, and wait for it. None: there is one rank."""
+    def __init__(self, boundary: StepBoundary, connections: Connections, council: Council) -> None:
         self._boundary = boundary
         self._connections = connections
-        self._agree = agree
+        self._council = council
 
     def look(self, waited_s: float, wait_s: float | None) -> tuple[bool, str]:
         """Whether to wait no longer, and what is missing, in words; empty: nothing.
@@ -34,10 +29,7 @@ class Ending:
         gone = {c.address for c in self._connections if c.is_gone} if wait_s is None else set()
         is_late = waited_s >= (self.usual_s if wait_s is None else wait_s)
         is_over = not self.is_busy and (is_late or not (missing.keys() - gone or self.is_settling(waited_s)))
-        words = "; ".join(missing.values())
-        if self._agree is None:
-            return is_over, words
-        said = self._agree(f"{is_over:d}{words}"[:WORDS_MAX])
+        said = self._council.agree(f"{is_over:d}{'; '.join(missing.values())}")
         return said[0] == "1", said[1:]
 
     def missing(self) -> Mapping[str, str]:

@@ -7,12 +7,13 @@ Work of this learner that is on its way gets some seconds to be in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from diloco_worker.boundary import StepBoundary
 from diloco_worker.connections import Connections
+from diloco_worker.council import Council
 from diloco_worker.ending import Ending
 
 CONTRIBUTIONS_S = 5.0
@@ -26,10 +27,8 @@ class Finishing(Ending):
 
     usual_s = FINISH_S
 
-    def __init__(
-        self, boundary: StepBoundary, connections: Connections, agree: Callable[[str], str] | None = None
-    ) -> None:
-        super().__init__(boundary, connections, agree)
+    def __init__(self, boundary: StepBoundary, connections: Connections, council: Council) -> None:
+        super().__init__(boundary, connections, council)
         self._wanted: dict[int, tuple[int, int]] = {}  # fragment -> epoch and version, as announced first
 
     @torch.no_grad()

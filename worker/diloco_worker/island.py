@@ -1,107 +1,221 @@
-"""One rank of an island: a learner whose ranks train one model in lockstep, as DDP and FSDP2 do.
+"""An island in torch.distributed: how its ranks find each other, what each has of the model, and how frames go round.
 
-Every rank has a whole learner: core, step boundary, codec thread, connections. They differ in what they hold of the
-model, and in who speaks: the leader, rank 0, joins and attends; the others push and pull under its lease. How they stay
-in step: core/island_log.py. docs/islands.md is the design.
+One small all-reduce per step boundary, on a gloo group of its own. It is begun at one boundary and ended at the next,
+so it has a whole step to run. The user's own groups are never used: a collective in the background would come between
+theirs, in another order at every rank.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import itertools
+import os
+from collections.abc import Collection, Sequence
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from diloco_common.errors import ConfigError, UnsupportedModel
-from diloco_common.ports import Transport, World
+from diloco_common.errors import ConfigError, IslandBroken, UnsupportedModel, WrongCall
 from diloco_common.wire.manifest import model_digest
-from diloco_common.wire.messages import FrozenTensor, Progress
-from diloco_worker.boundary import Start
-from diloco_worker.codec_thread import CodecThread
-from diloco_worker.context import ConnectionContext
 from diloco_worker.core import parts
-from diloco_worker.core.connection import Caller
-from diloco_worker.core.island_log import IslandLog
+from diloco_worker.core.island_log import LEADER_BYTES, RANK_BYTES
 from diloco_worker.core.parts import Holding, Seat, Sharing
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.inbox import Inbox
-from diloco_worker.island_boundary import IslandBoundary
-from diloco_worker.island_connections import IslandConnections
-from diloco_worker.island_exchange import Exchange, IslandGroup
-from diloco_worker.learner import Background, Learner
+from diloco_worker.council import IslandCouncil
 from diloco_worker.state import LearnerState
-from diloco_worker.telemetry import LearnerTelemetry
-from diloco_worker.watch import ModelWatch
+
+TIMEOUT_S = 1800.0
+"""A rank that is away for longer has ended: as in the collectives of torch."""
+_GROUPS = itertools.count()
+"""Of this process. All ranks join alike, so they count alike."""
+GOODBYE_S = 5.0
+"""How long ranks wait for each other when they leave."""
+LOOK_S = 0.05
+"""How often they look whether all are there."""
 
 
-def form_island(island: Any, name: str, saved: LearnerState | None) -> tuple[IslandGroup, str]:
-    """The group of its ranks, and the leader's name for all of them. Raises ConfigError.
+def init_island(backend: str | None = None, **options: Any) -> None:
+    """`torch.distributed.init_process_group`, and it works after a restart by `torchrun --max-restarts`, too.
 
-    `saved`: the state that this rank goes on from. Ranks that begin with other counts would decide in other ways.
+    The ranks find each other by a store. That of torchrun's agent outlives them: in torch 2.13 ranks that were started
+    again read there where those before them listened, and gloo fails with "Connection refused". Here each start
+    has names of its own. Without torchrun it is the plain call. `options`: of `init_process_group`, but not `store`,
+    `rank`, `world_size` and `init_method`, which are torchrun's. Raises WrongCall without torchrun, or a second time.
     """
-    group = IslandGroup(island)
-    states = group.all_of(hashlib.sha256(repr(saved).encode()).hexdigest())
-    if different := [rank for rank, state in enumerate(states) if state != states[0]]:
-        raise ConfigError(
-            f"state=: ranks {different} of the island bring another state than rank 0, or only some ranks bring one; "
-            "load the same checkpoint in all"
-        )
-    return group, group.agree(name)
+    try:
+        _init(backend, options)
+    except ValueError as error:  # of torch: no torchrun, twice, ...
+        why = str(error).partition("\n")[0]
+        raise WrongCall(f"init_island: {why}; call it once, in a script that torchrun starts") from None
 
 
-def make_replica(model: SharedSet, mean_merge: Collection[str] | None, group: IslandGroup) -> Replica:
-    """This rank's part of the model. Raises UnsupportedModel, and ConfigError if ranks bring different models."""
+def _init(backend: str | None, options: dict[str, Any]) -> None:
+    from torch.distributed import distributed_c10d as c10d  # takes a second
+    from torch.distributed.rendezvous import rendezvous
 
-    def located(tensor: Tensor) -> tuple[Holding, Sharing]:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt is not None:
+        timeout = {name: options[name] for name in ("timeout",) if name in options}
+        store, rank, size = next(rendezvous("env://", **timeout))
+        options |= {"store": c10d.PrefixStore(f"start-{attempt}", store), "rank": rank, "world_size": size}
+    c10d.init_process_group(backend, **options)
+
+
+class IslandGroup:
+    """The ranks of an island, with a gloo group of their own. Making it is a collective call."""
+
+    def __init__(self, island: Any) -> None:
+        """`island`: a process group, or a device mesh. Raises ConfigError."""
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                "island= needs torch.distributed: call init_process_group before join, under torchrun for example"
+            )
+        ranks = _ranks_of(island)
+        self.ranks = ranks
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self._store = _own_store(ranks)
+        self._group: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=TIMEOUT_S))
+
+    def agree(self, text: str) -> str:
+        """The leader's text, at all ranks. At most 200 bytes."""
+        return self.all_of(text)[0]
+
+    def all_of(self, text: str) -> list[str]:
+        """The text of every rank, in their order. At most 200 bytes each."""
+        mine = torch.zeros(256, dtype=torch.uint8)
+        data = text.encode()
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = [torch.zeros_like(mine) for _ in range(self.size)]
+        self._group.allgather([everyone], [mine]).wait()
+        return [bytes(one.tolist()).rstrip(b"\0").decode() for one in everyone]
+
+    def council(self) -> IslandCouncil:
+        exchange = GlooExchange(self._group, self.rank, self.size)
+        return IslandCouncil(self.rank, self.size, exchange, self.goodbye, self.agree)
+
+    def agree_on(self, name: str, saved: LearnerState | None) -> str:
+        """The leader's name for all of them. Raises ConfigError.
+
+        `saved`: the state that this rank goes on from. Ranks that begin with other counts would decide in other ways.
+        """
+        states = self.all_of(hashlib.sha256(repr(saved).encode()).hexdigest())
+        if different := [rank for rank, state in enumerate(states) if state != states[0]]:
+            raise ConfigError(
+                f"state=: ranks {different} of the island bring another state than rank 0, or only some ranks bring "
+                "one; load the same checkpoint in all"
+            )
+        return self.agree(name)
+
+    def replica(self, model: SharedSet, mean_merge: Collection[str] | None) -> Replica:
+        """This rank's part of the model. Raises UnsupportedModel, and ConfigError if ranks bring different models."""
+        replica = Replica(model, mean_merge, seat=Seat(self.rank, self.size, self._located))
+        digests = self.all_of(model_digest(replica.specs))
+        if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise ConfigError(
+                f"ranks {different} of the island bring another model than rank 0; build the same one in all"
+            )
+        return replica
+
+    def _located(self, tensor: Tensor) -> tuple[Holding, Sharing]:
         ranks = sorted(tensor.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
-        if ranks != sorted(group.ranks):
-            raise UnsupportedModel(f"the model's device mesh has ranks {ranks}, the island {sorted(group.ranks)}")
+        if ranks != sorted(self.ranks):
+            raise UnsupportedModel(f"the model's device mesh has ranks {ranks}, the island {sorted(self.ranks)}")
         try:
             return parts.located(tensor)
         except ValueError as error:
             raise UnsupportedModel(f"a parameter {error}; {parts.SUPPORTED}") from None
 
-    replica = Replica(model, mean_merge, seat=Seat(group.rank, group.size, located))
-    digests = group.all_of(model_digest(replica.specs))
-    if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise ConfigError(f"ranks {different} of the island bring another model than rank 0; build the same one in all")
-    return replica
+    async def goodbye(self) -> None:
+        """Wait until all ranks are here, or for a few seconds.
+
+        By the store. A barrier of gloo, `monitored_barrier` too, waits for rank 0 as long as the group does (torch
+        2.13): a rank that fails alone would never end, and torchrun would never learn that it has failed.
+        """
+        with contextlib.suppress(RuntimeError, TimeoutError):  # the store has ended already; not all ranks leave
+            async with asyncio.timeout(GOODBYE_S):
+                self._store.add("leave", 1)
+                while self._store.add("leave", 0) < self.size:  # noqa: ASYNC110 - other processes add
+                    await asyncio.sleep(LOOK_S)
 
 
-def make_island_learner(
-    replica: Replica, addresses: Sequence[str], caller: Caller, dial: Callable[[str], Transport], world: World,
-    background: Background, telemetry: LearnerTelemetry, start: Start, exchange: Exchange, size: int,
-    goodbye: Callable[[], Awaitable[None]], frozen: Sequence[FrozenTensor] = (), *, index: int | None = None,
-    watch: ModelWatch | None = None, agree: Callable[[str], str] | None = None,
-) -> Learner:  # fmt: skip
-    """The learner of one rank, in some world. As `make_learner`; nothing is dialed before `start`.
+class GlooExchange:
+    """An `Exchange`: each rank writes into its own part of a vector of zeros, and the maximum is taken."""
 
-    Args:
-        exchange: to the other ranks.
-        size: ranks of the island.
-        goodbye: waits until all ranks leave.
-        agree: what the leader says, at all ranks; all wait for it. Needed by `Learner.finish`.
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group = group
+        self._places = _places(size)
+        self._mine = self._places[rank]
+        self._buffers = [torch.zeros(self._places[-1].stop, dtype=torch.uint8) for _ in range(2)]
+        self._work: Any = None
+        self._posted: Tensor | None = None
+
+    def begin(self, frame: bytes) -> None:
+        self._buffers.reverse()
+        posted = self._posted = self._buffers[0]
+        flat = posted.numpy()
+        flat.fill(0)
+        flat[self._mine.start : self._mine.start + len(frame)] = np.frombuffer(frame, np.uint8)
+        try:
+            self._work = self._group.allreduce([posted], dist.ReduceOp.MAX)
+        except RuntimeError as error:
+            raise _broken(error) from None
+
+    def look(self) -> list[bytes] | None:
+        if self._work is None or self._posted is None:
+            return None
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _broken(error) from None
+        flat = self._posted.numpy()
+        return [flat[place].tobytes() for place in self._places]
+
+    def end(self) -> list[bytes] | None:
+        try:
+            return self.look()
+        finally:
+            self._work = None
+
+
+def _own_store(ranks: Sequence[int]) -> Any:
+    """Where the ranks of a gloo group find each other, under a name of its own.
+
+    `new_group` would meet under the same name again after torchrun has restarted all ranks, and read from the store
+    where ranks listened that have ended (torch 2.13).
     """
-    telemetry.is_island = True
-    telemetry.born(start.inner_step, start.tokens)
-    inbox, log = Inbox(), IslandLog(caller.rank, size)
-    codec = CodecThread(replica.device, world, telemetry)
-    context = ConnectionContext(
-        caller,
-        tuple(replica.specs),
-        dial,
-        world,
-        inbox,
-        codec,
-        telemetry,
-        is_island=True,
-        frozen=tuple(frozen),
-        ties=replica.ties,
-        index=index,
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = f"diloco-island/{restarts}/{next(_GROUPS)}/{ranks[0]}"
+    return dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+def _places(size: int) -> Sequence[slice]:
+    """Where each rank's frame lies."""
+    return [slice(0, LEADER_BYTES)] + [
+        slice(LEADER_BYTES + i * RANK_BYTES, LEADER_BYTES + (i + 1) * RANK_BYTES) for i in range(size - 1)
+    ]
+
+
+def _ranks_of(island: Any) -> list[int]:
+    """Raises ConfigError."""
+    if hasattr(island, "mesh") and hasattr(island, "mesh_dim_names"):
+        return [int(rank) for rank in island.mesh.flatten().tolist()]
+    try:
+        return list(dist.get_process_group_ranks(island))
+    except (KeyError, ValueError, TypeError, AttributeError):
+        raise ConfigError(
+            f"island={island!r} is neither a process group nor a device mesh; the usual is island=dist.group.WORLD"
+        ) from None
+
+
+def _broken(error: RuntimeError) -> IslandBroken:
+    return IslandBroken(
+        f"another rank of the island has ended, or does not answer: {str(error).splitlines()[0][:200]}; torchrun "
+        "restarts all ranks together if it may (--max-restarts)"
     )
-    connections = IslandConnections(addresses, Progress(start.inner_step, start.tokens), context, goodbye)
-    boundary = IslandBoundary(replica, addresses, inbox, lambda: connections.pulse, world, start, log, exchange)
-    telemetry.figures = boundary.figures
-    return Learner(boundary, connections, background, context, watch, agree)

@@ -27,7 +27,7 @@ from diloco_common.ports import World
 from diloco_common.wire.addresses import write_address
 from diloco_common.wire.manifest import model_digest
 from diloco_worker import children, frozen_tensors, uncaught
-from diloco_worker.arguments import check_names, check_path, check_seconds, check_who, check_word
+from diloco_worker.arguments import check_either, check_names, check_path, check_seconds, check_who, check_word
 from diloco_worker.boundary import Start
 from diloco_worker.companions import Companions
 from diloco_worker.connections import Connections
@@ -41,8 +41,7 @@ from diloco_worker.credentials import Credentials
 from diloco_worker.frozen_tensors import FrozenRule
 from diloco_worker.grpc_transport import GrpcTransport
 from diloco_worker.interrupts import as_one_line
-from diloco_worker.island import form_island, make_island_learner, make_replica
-from diloco_worker.island_exchange import IslandGroup
+from diloco_worker.island import IslandGroup
 from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
 from diloco_worker.masters import Masters, find_copies
 from diloco_worker.network_thread import NetworkThread
@@ -161,16 +160,12 @@ def join(
     module = as_module(model)
     _check_ranks(module, island)
     chosen = SharedSet(module, shared, private)
-    group: IslandGroup | None = None
-    if ranks.is_together(island):
-        group, name = form_island(island, name, saved)
-    for argument, word, known in (
-        ("frozen", frozen, ("same", "any")), ("residuals", residuals, ("device", "host")),
-        ("snapshots", snapshots, ("step", "background")),
-    ):  # fmt: skip
-        if word not in known:
-            either = " nor ".join(f'"{one}"' for one in known)
-            raise ConfigError(f"{argument}={word!r} is neither {either}")
+    group = IslandGroup(island) if ranks.is_together(island) else None
+    if group is not None:
+        name = group.agree_on(name, saved)
+    check_either("frozen", frozen, ("same", "any"))
+    check_either("residuals", residuals, ("device", "host"))
+    check_either("snapshots", snapshots, ("step", "background"))
     replica, averaged = _replica_of(chosen, mean_merge, companions, masters, group)
     replica.reads_later = snapshots == "background" and replica.device.type == "cpu" and group is None
     world = real_world()
@@ -178,28 +173,17 @@ def join(
     if caller.rank:  # the leader speaks for all
         http, address_file, history, name = None, None, None, f"{name}/{caller.rank}"
     telemetry = _telemetry(caller, name, world, history, credentials)
-    if replica.device.type == "cpu":
-        _say_kernels(telemetry.log)
-    if residuals == "host":
-        _stow_residuals(replica, telemetry.log)
-    telemetry.model(replica.specs, sum(p.numel() for p in chosen.frozen.values()))
-    start = Start() if saved is None else Start(saved.inner_step, saved.tokens, resumed=True)
-    declared = frozen_tensors.declare(chosen) if frozen == "same" else ()
+    _say_what_it_takes(replica, chosen, telemetry, residuals)
     network = NetworkThread(None if http is None else partial(_http_server, http, telemetry, credentials))
-    dial, index = partial(GrpcTransport, credentials=credentials), taken(run, caller.learner_id)
-    if index is None and saved is not None:
-        index = saved.index
-    watch = None if replica.is_spread else ModelWatch(chosen, *(() if averaged is None else (averaged.check,)))
-    if group is None:
-        learner = make_learner(
-            replica, addresses, caller, dial, world, network, telemetry, start, index=index, frozen=declared,
-            watch=watch,
-        )  # fmt: skip
-    else:
-        learner = make_island_learner(
-            replica, addresses, caller, dial, world, network, telemetry, start, group.exchange(), group.size,
-            group.goodbye, declared, index=index, watch=watch, agree=group.agree,
-        )  # fmt: skip
+    index = taken(run, caller.learner_id)
+    learner = make_learner(
+        replica, addresses, caller, partial(GrpcTransport, credentials=credentials), world, network, telemetry,
+        Start() if saved is None else Start(saved.inner_step, saved.tokens, resumed=True),
+        index=saved.index if index is None and saved is not None else index,
+        frozen=frozen_tensors.declare(chosen) if frozen == "same" else (),
+        watch=None if replica.is_spread else ModelWatch(chosen, averaged),
+        council=None if group is None else group.council(),
+    )  # fmt: skip
     children.joined(run, caller.learner_id)
     learner.listen()
     try:
@@ -259,7 +243,7 @@ def _replica_of(
     elif companions is not None:
         raise UnsupportedModel("companions=: an island cannot average its momentum yet; leave it local")
     else:
-        replica, averaged = make_replica(chosen, mean_merge, group), None
+        replica, averaged = group.replica(chosen, mean_merge), None
     if masters is not None:
         if replica.is_spread:
             raise UnsupportedModel("masters=: copies under fully_shard get no versions yet; shard float32 parameters")
@@ -344,21 +328,20 @@ def _threads(count: int, name: str) -> Executor:
     return executor
 
 
-def _say_kernels(log: Log) -> None:
-    if isinstance(why := native.find(), str):
+def _say_what_it_takes(replica: Replica, chosen: SharedSet, telemetry: LearnerTelemetry, residuals: str) -> None:
+    """What is synchronised, by what, and where residuals lie."""
+    log, is_on_cpu = telemetry.log, replica.device.type == "cpu"
+    if is_on_cpu and isinstance(why := native.find(), str):
         log.warning("no native kernels: encoding takes several times as long", why=why)
-    else:
+    elif is_on_cpu:
         log.event("kernels", origin=native.origin())
-
-
-def _stow_residuals(replica: Replica, log: Log) -> None:
-    """Keep them in host memory, where the device can."""
-    if replica.device.type == "cuda":
+    if residuals == "host" and replica.device.type == "cuda":
         replica.stow = in_pinned_memory
-    else:
+    elif residuals == "host":
         log.warning(
             'residuals="host" changes nothing: memory can be pinned for CUDA devices only', device=replica.device.type
         )
+    telemetry.model(replica.specs, sum(p.numel() for p in chosen.frozen.values()))
 
 
 def _warn_of_noise(push: str, log: Log) -> None:

@@ -47,9 +47,9 @@ from diloco_worker.core.diverging import Diverging
 from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
+from diloco_worker.council import Council
 from diloco_worker.finishing import Finishing
 from diloco_worker.following import Amount, Following
-from diloco_worker.inbox import Inbox
 from diloco_worker.interrupts import as_one_line
 from diloco_worker.leaving import LEAVE_S, Leaving
 from diloco_worker.masters import is_schedule_free
@@ -100,11 +100,9 @@ class Learner(LearnerView):
 
     def __init__(
         self, boundary: StepBoundary, connections: Connections, background: Background, context: ConnectionContext,
-        watch: ModelWatch | None = None, agree: Callable[[str], str] | None = None,
+        watch: ModelWatch | None = None,
     ) -> None:  # fmt: skip
-        """`watch`: looks whether the model is still the one that joined; None: nobody can replace it.
-
-        `agree`: what the leader of an island says; all ranks ask alike, and wait for it. None: there is one rank."""
+        """`watch`: looks whether the model is still the one that joined; None: nobody can replace it."""
         super().__init__(boundary, connections, context.telemetry, context.index)
         self.step_time_s = 0.0
         """Moving average."""
@@ -117,8 +115,8 @@ class Learner(LearnerView):
         self._began = self._step_ended = self._clock()
         self._loss: float | None = None
         self._loss_read = 0.0
-        self._finishing = Finishing(boundary, connections, agree)
-        self._leaving = Leaving(boundary, connections, agree)
+        self._finishing = Finishing(boundary, connections, context.council)
+        self._leaving = Leaving(boundary, connections, context.council)
         self._watch = watch
         self._others = OtherValues(boundary.replica, self._settle)
         self._diverging = Diverging(len(list(connections)))
@@ -509,7 +507,7 @@ class Learner(LearnerView):
 def make_learner(
     replica: Replica, addresses: Sequence[str], caller: Caller, dial: Callable[[str], Transport], world: World,
     background: Background, telemetry: LearnerTelemetry, start: Start, *, index: int | None = None,
-    frozen: Sequence[FrozenTensor] = (), watch: ModelWatch | None = None,
+    frozen: Sequence[FrozenTensor] = (), watch: ModelWatch | None = None, council: Council | None = None,
 ) -> Learner:  # fmt: skip
     """A learner in some world, with its parts. Nothing is dialed before `start`.
 
@@ -519,15 +517,17 @@ def make_learner(
         index: the learner's number in an earlier process.
         frozen: what must be the same in all learners.
         watch: looks whether the model is still the one that joined; None: nobody can replace it.
+        council: the processes that are this learner; None: this one alone.
     """
+    council = council or Council()
+    telemetry.holds_all = council.size == 1
     telemetry.born(start.inner_step, start.tokens)
-    inbox = Inbox()
     codec = CodecThread(replica.device, world, telemetry)
     context = ConnectionContext(
-        caller, tuple(replica.specs), dial, world, inbox, codec, telemetry, frozen=tuple(frozen), ties=replica.ties,
+        caller, tuple(replica.specs), dial, world, council, codec, telemetry, frozen=tuple(frozen), ties=replica.ties,
         index=index,
     )  # fmt: skip
     connections = Connections(addresses, Progress(start.inner_step, start.tokens), context)
-    boundary = StepBoundary(replica, addresses, inbox, lambda: connections.pulse, world, start)
+    boundary = StepBoundary(replica, addresses, council, lambda: connections.pulse, world, start)
     telemetry.figures = boundary.figures
     return Learner(boundary, connections, background, context, watch)

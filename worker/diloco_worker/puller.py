@@ -16,15 +16,16 @@ from diloco_common.errors import (
     DilocoError,
     NotFinite,
     Refusal,
+    Unavailable,
     UnknownEncoding,
     VersionGone,
 )
-from diloco_common.ports import Transport, Unavailable
+from diloco_common.ports import Transport
 from diloco_common.wire.messages import PullHeader, PullRequest, Range
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.dialing import backoff_s, call_s
-from diloco_worker.core.events import Gone
+from diloco_worker.core.events import Event
 
 UNREADABLE = (BadRequest, BadSize, BadChecksum, BadEncoding, UnknownEncoding, NotFinite)
 """What came cannot be read: the next pull asks for the values. Other refusals are of the call, and cost no base."""
@@ -38,10 +39,6 @@ class Puller:
         self._transport = transport
         self._c = context
         self._has_news = asyncio.Event()
-        self.found: Callable[[int, tuple[int, int]], None] = lambda fragment_id, version: None
-        """Called when the bytes of a version begin to come; from then on the shard holds it for an island."""
-        self.gone: Callable[[int, tuple[int, int]], None] = self._say_gone
-        """Called when the shard no longer holds a version that an island wants."""
         self.failed: Callable[[DilocoError], None] = lambda error: None
         """Called when a pull fails in a way that nobody thought of."""
 
@@ -57,15 +54,15 @@ class Puller:
             self._has_news.clear()
             if state.manifest is None:
                 continue
-            for fragment_id, version in sorted(state.announced.items()):
+            for fragment_id, version in sorted(state.to_pull.now.items()):
                 if not state.has_lease or self._has(fragment_id, version):
                     continue
                 try:
                     await self._pull(fragment_id, version)
                     attempt = 0
                 except VersionGone:
-                    self._is_fetched(fragment_id, version)
-                    self.gone(fragment_id, version)
+                    self._tell(state.to_pull.gone(fragment_id, version))
+                    self._has_news.set()
                 except Exception as error:
                     if isinstance(error, UNREADABLE):
                         self._c.codec.lose_base(fragment_id)
@@ -79,37 +76,33 @@ class Puller:
                     attempt += 1
 
     def _has(self, fragment_id: int, version: tuple[int, int]) -> bool:
-        """In an island a version is pulled even if it is held: the others may have dropped it."""
-        return not self._c.is_island and self._c.codec.base(fragment_id) == version
+        return not self._state.to_pull.is_by_name and self._c.codec.base(fragment_id) == version
 
-    def _say_gone(self, fragment_id: int, version: tuple[int, int]) -> None:
-        self._c.inbox.put(Gone(fragment_id, *version))
-
-    def _is_fetched(self, fragment_id: int, version: tuple[int, int]) -> None:
-        """In an island: this version was pulled, or cannot be."""
-        if self._state.announced.get(fragment_id) == version:
-            del self._state.announced[fragment_id]
+    def _tell(self, event: Event | None) -> None:
+        if event is not None:
+            self._c.inbox.put(event)
 
     async def _pull(self, fragment_id: int, want: tuple[int, int]) -> None:
-        """One attempt; `want` counts in an island, elsewhere the latest does.
+        """One attempt; `want` counts where versions are pulled by name, elsewhere the latest does.
 
         Raises Unavailable, or a Refusal of the call or of the bytes.
         """
         state, codec = self._state, self._c.codec
         assert state.manifest is not None
-        assert state.policy is not None
         epoch, local = state.epoch, codec.local(fragment_id)
         fragment = local or state.manifest.fragments[fragment_id]
         held = num_elements = fragment.num_elements
         encodings = pull_encodings(fragment.encoding(state.policy.pull_encoding))
         request = PullRequest(fragment_id, encodings, codec.base(fragment_id))
-        if local is not None and self._c.is_island:
+        if local is not None and state.to_pull.is_by_name:
             have = None if request.have == want else request.have  # it may have been dropped since
             request = replace(request, have=have, want=want, ranges=local.ranges)
             if not num_elements:  # one element, for what is said of the version; and so that the shard holds it
                 request, num_elements = replace(request, ranges=(Range(0, 1),), have=None), 1
         parts = self._transport.pull(state.identity, request, call_s(4 * num_elements))
-        header, payload = await read_version(parts, request, num_elements, lambda: self.found(fragment_id, want))
+        header, payload = await read_version(
+            parts, request, num_elements, lambda: self._tell(state.to_pull.begun(fragment_id, want))
+        )
         if payload is None:
             return
         self._c.telemetry.pulled(payload.header.num_bytes)
@@ -118,8 +111,7 @@ class Puller:
             return
         if held:
             codec.hold(arrived, header.tokens_merged)
-        if self._c.is_island:
-            self._is_fetched(fragment_id, want)
+        state.to_pull.pulled(fragment_id, want)
         self._c.inbox.put(arrived)
 
 

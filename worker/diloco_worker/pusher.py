@@ -7,16 +7,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from diloco_common.codec import Payload, PayloadHeader, usual_chunk_elements
-from diloco_common.errors import DilocoError, NotFinite, Refusal, refusal_from
-from diloco_common.ports import Transport, Unavailable
+from diloco_common.errors import DilocoError, NotFinite, Refusal, Unavailable, refusal_from
+from diloco_common.ports import Transport
 from diloco_common.wire.messages import PUSHES_AT_ONCE, Outcome, PushAnswer, PushHeader
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import PushContribution, SeedFragment
-from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.connection import ConnectionState, Lease
 from diloco_worker.core.dialing import TRY_AGAIN, backoff_s, call_s
 from diloco_worker.core.events import Answered, Failed
 from diloco_worker.core.fragment import Contribution
-from diloco_worker.core.pushes import Lease
 
 SEEDS_AT_ONCE = 2
 """Seeds encoded and pushed at once; a shard refuses more than a few of all learners together."""
@@ -40,7 +39,7 @@ class Pusher:
         """Push a contribution in the background, once it is encoded."""
         contribution, lease = act.contribution, self._state.lease
         if contribution.begin_push(lease):
-            if not self._c.is_island:  # there the leader speaks for all ranks
+            if self._c.council.size == 1:  # else the leader speaks for all ranks
                 self._c.telemetry.pushing(act, lease)
             name = f"push {contribution.fragment_id} of round {contribution.round}"
             self._start(self._push_contribution(contribution, lease), name)
@@ -93,7 +92,6 @@ class Pusher:
             return self._empty_payload(fragment_id), True
 
     def _empty_payload(self, fragment_id: int) -> Payload:
-        assert self._state.policy is not None
         assert self._state.manifest is not None
         fragment = self._c.codec.local(fragment_id) or self._state.manifest.fragments[fragment_id]
         num_elements = fragment.num_elements
@@ -122,7 +120,7 @@ class Pusher:
         assert task is not None
         self._on_hold.discard(task)
         async with self._seeding:
-            if act.fragment_id in self._state.announced:  # another learner was first
+            if act.fragment_id in self._state.to_pull.now:  # another learner was first
                 return
             try:
                 payload = await self._c.codec.encode_seed(act.values)

@@ -26,9 +26,8 @@ from diloco_worker.core.acts import (
     VersionApplied,
     WorkCarried,
 )
-from diloco_worker.core.connection import Caller
+from diloco_worker.core.connection import Caller, Lease
 from diloco_worker.core.fragment import Fate
-from diloco_worker.core.pushes import Lease
 
 
 class LearnerTelemetry:
@@ -45,8 +44,8 @@ class LearnerTelemetry:
         """Whether the learner has joined every shard and holds every fragment, and what is missing."""
         self.hung_s = WorkerSettings().hung_s
         """Seconds without the end of an inner step after which the training thread counts as hung; 0: never."""
-        self.is_island = False
-        """Whether this process holds only a part of each fragment, perhaps."""
+        self.holds_all = True
+        """Whether this process holds all of each fragment."""
         self.figures: Callable[[], Figures] = Figures
         """How far the learner is. Asked in any thread but the training's, which has no time to spare."""
         self.bytes_pushed = 0
@@ -236,7 +235,7 @@ class LearnerTelemetry:
         contribution = act.contribution
         if self._history is not None:
             number = contribution.round if contribution is not None else None
-            checksum = None if self.is_island else fingerprint(act.values.float().cpu().numpy().tobytes())
+            checksum = fingerprint(act.values.float().cpu().numpy().tobytes()) if self.holds_all else None
             self._write(
                 "applied", fragment=act.fragment_id, epoch=act.epoch, version=act.version, checksum=checksum,
                 merged=number if act.fate is Fate.MERGED else None,

@@ -17,9 +17,9 @@ Nobody notices `parameter.data.copy_(...)`. Other values go through other_values
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import cycle
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -42,11 +42,18 @@ AT_ONCE = 16
 """Parameters that a step looks at. With 500, that is each of them every 32nd step."""
 
 
+class Watched(Protocol):
+    """What has a watch of its own."""
+
+    def check(self) -> None:
+        """At every step. Raises ModelChanged."""
+
+
 class ModelWatch:
     """The parameters of one model, as they were when it joined. Owned by the training thread."""
 
-    def __init__(self, chosen: SharedSet, beside: Callable[[], None] = lambda: None) -> None:
-        """`beside`: looks at what is synchronised beside it. Raises ModelChanged."""
+    def __init__(self, chosen: SharedSet, beside: Watched | None = None) -> None:
+        """`beside`: what is synchronised beside it."""
         self._beside = beside
         self._chosen = chosen
         self._by_name = names.parameters(chosen.model)
@@ -72,7 +79,8 @@ class ModelWatch:
 
     def check(self) -> None:
         """At every step. Raises ModelChanged."""
-        self._beside()
+        if self._beside is not None:
+            self._beside.check()
         self._check(next(self._next))
         if self._loaded.happened:
             raise ModelChanged(
@@ -83,7 +91,8 @@ class ModelWatch:
 
     def check_in_place(self) -> None:
         """Whether all is what it was, whatever their values. Raises ModelChanged."""
-        self._beside()
+        if self._beside is not None:
+            self._beside.check()
         for turn in self._turns:
             self._check(turn)
 

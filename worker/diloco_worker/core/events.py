@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Self
 
 from torch import Tensor
 
 from diloco_common.errors import DilocoError
-from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, PushAnswer
+from diloco_common.wire.messages import Collect, JoinAnswer, PushAnswer
 from diloco_worker.core.tensors import Difference
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(JoinAnswer):
     """A shard gave a lease."""
 
-    address: str
-    shard_index: int
-    num_shards: int
-    num_fragments: int
-    manifest_digest: str
-    policy: LearnerPolicy
-    epoch: int
-    fragments: tuple[FragmentStatus, ...]
-    generation: int = 0
-    heartbeat_s: float = 1.0
-    rules: str = ""
-    """As `JoinAnswer` has them."""
+    address: str = field(kw_only=True)
+
+    @classmethod
+    def at(cls, address: str, answer: JoinAnswer) -> Self:
+        return cls(**{f.name: getattr(answer, f.name) for f in fields(JoinAnswer)}, address=address)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from enum import Enum
 from torch import Tensor
 
 from diloco_common.wire.manifest import Fragment
-from diloco_worker.core.pushes import Lease, Pushes
+from diloco_common.wire.messages import Outcome, PushAnswer
+from diloco_worker.core.connection import Lease
 from diloco_worker.core.tensors import ContributionTensors, Difference, FragmentTensors
 
 
@@ -24,6 +25,40 @@ class Fate(Enum):
     MERGED = "merged"  # it is in a version
     CARRIED = "carried"  # it is in none; the work is in the next contribution
     FORGOTTEN = "forgotten"  # the shard no longer knows; counted as merged, so that nothing counts twice
+
+
+class Pushes:
+    """What was sent of one contribution, and whether to send it again. Owned by whoever sends.
+
+    A round may ask again for what is under way. What was sent under one lease may be sent again under the next. Only an
+    answer under the current lease counts. LATE or REJECTED is then final, whatever became of the pushes before. A shard
+    that holds the contribution, or has merged it, answers DUPLICATE instead. It takes nothing more that was sent under
+    older leases.
+    """
+
+    def __init__(self) -> None:
+        self.may_have_arrived = False
+        """Whether values of the contribution were ever sent: a shard may have them. Never reset."""
+        self.is_refused = False
+        """Whether it came too late, or was refused. Nobody pushes it again. Never reset."""
+        self._under_way: set[Lease] = set()
+
+    def begin(self, lease: Lease) -> bool:
+        """Whether to push now: not while a push under this lease is under way, and not what was refused."""
+        if self.is_refused or lease in self._under_way:
+            return False
+        self._under_way.add(lease)
+        return True
+
+    def sending_values(self) -> None:
+        """Values are about to leave. Word that they are not finite is no value: no version can hold it."""
+        self.may_have_arrived = True
+
+    def ended(self, lease: Lease, answer: PushAnswer | None) -> None:
+        """The push under this lease has its answer; None: it will never have one, or not under the current lease."""
+        self._under_way.discard(lease)
+        if answer is not None and answer.outcome in (Outcome.LATE, Outcome.REJECTED):
+            self.is_refused = True
 
 
 @dataclass(eq=False)
@@ -47,7 +82,7 @@ class Contribution:
     asked_again: AskedRound | None = None
     """The round has asked once more while this was under way. If this turns out to be refused, it waits for another."""
     may_have_arrived: bool | None = None
-    """In an island, as all ranks have agreed on: whether a shard may have all of it. None: `pushes` knows."""
+    """As all ranks have agreed on, whether a shard may have all of it. None: there is one, and `pushes` knows."""
 
     def begin_push(self, lease: Lease) -> bool:
         """Whether to push it now under this lease. If so, tell `pushes` when that has ended.

@@ -13,21 +13,22 @@ that all have it. Fragments do not wait for each other. If one rank cannot get t
 A frame has room for a few dozen words. Of those that wait for the next one, a newer word takes the place of an older
 one about the same fragment, so an island with many fragments hears a little less, and nothing that is over.
 
-Pure: the shell hands frames over (`island_exchange.py`).
+Pure: the shell hands frames over (`council.py`).
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from diloco_common.errors import IslandBroken, error_from
-from diloco_common.wire.messages import Outcome, Pulse
+from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
 from diloco_common.wire.newest import Newest
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
-from diloco_worker.core.island_words import LeaveAsked, Ready, StopAsked, Word, read_word, write_word
 
 LEADER = 0
 LEADER_BYTES = 4096
@@ -39,6 +40,85 @@ APPLY_ELEMENTS = 1 << 22
 next one. By size, not by time: all ranks must stop at the same one."""
 
 _HEAD = struct.Struct("<qH")  # tokens of the step, -1 at a poll; bytes of words
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """This rank has pulled and decoded its ranges of a version."""
+
+    fragment_id: int
+    epoch: int
+    version: int
+    merged_version: int
+    forgotten_version: int
+    sent: int
+    """As in `Arrived`."""
+
+    @classmethod
+    def of(cls, arrived: Arrived) -> Ready:
+        return cls(
+            arrived.fragment_id, arrived.epoch, arrived.version, arrived.merged_version, arrived.forgotten_version,
+            arrived.sent,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """All ranks shall stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAsked:
+    """All ranks shall leave."""
+
+
+Word = Event | Ready | StopAsked | LeaveAsked | Pulse
+
+
+_TYPES: dict[str, Callable[..., Any]] = {
+    kind.__name__: kind
+    for kind in (
+        FragmentStatus, LearnerPolicy, Pulse, Asked, Collect, Announced, Answered, PushAnswer, Outcome, Stopped,
+        Gone, Ready, StopAsked, LeaveAsked,
+    )
+}  # fmt: skip
+_TYPES |= {
+    "tuple": lambda *entries: entries,
+    "Failed": lambda code, words: Failed(error_from(code, words)),
+    "Joined": lambda *said: Joined(*said[:-1], address=said[-1]),
+}
+
+
+def write_word(word: Word) -> bytes:
+    """One line of JSON, its end included. Values are never said, only that they are ready.
+
+    The ranks of an island run the same release and believe each other, so nothing is checked here.
+    """
+    assert not isinstance(word, Arrived)
+    return json.dumps(_as_json(word), separators=(",", ":")).encode() + b"\n"
+
+
+def read_word(line: bytes) -> Word:
+    word: Word = _from_json(json.loads(line))
+    return word
+
+
+def _as_json(value: Any) -> Any:
+    """What has fields, or entries, begins with the name of its type."""
+    match value:
+        case Failed():
+            return ["Failed", value.error.code, str(value.error)]
+        case Outcome():
+            return ["Outcome", value.value]
+        case tuple():
+            return ["tuple", *map(_as_json, value)]
+        case None | bool() | int() | float() | str():
+            return value
+    return [type(value).__name__, *(_as_json(getattr(value, f.name)) for f in fields(value))]
+
+
+def _from_json(said: Any) -> Any:
+    return _TYPES[said[0]](*map(_from_json, said[1:])) if isinstance(said, list) else said
 
 
 @dataclass(frozen=True, slots=True)

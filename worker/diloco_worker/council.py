@@ -1,0 +1,241 @@
+"""The council of a learner: the processes that decide together what happens at a step boundary.
+
+A process alone is a council of one: what it hears is decided. The ranks of an island train one model in lockstep, as
+DDP and FSDP2 do. Every rank has a whole learner: core, step boundary, codec thread, connections. They differ in what
+they hold of the model (core/parts.py), and in who speaks: the leader, rank 0, joins and attends; the others push and
+pull under its lease. What a rank hears from shards it says to the others first, and all of them feed their cores with
+the same events at the same boundary (core/island_log.py). docs/islands.md is the design.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Protocol
+
+from diloco_common.wire.messages import Pulse
+from diloco_worker.core.connection import AndTell, AsTold, ToPull
+from diloco_worker.core.events import Arrived, Event, EventQueue
+from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.island_log import IslandLog, Turn, tokens_of
+from diloco_worker.core.learner import LearnerCore
+
+WORDS_MAX = 150
+"""What the leader says to the other ranks, in letters."""
+
+
+class Inbox:
+    """An event queue with one reader, the training thread, and one writer, the network thread."""
+
+    def __init__(self) -> None:
+        self._events = EventQueue()
+        self._changed = threading.Condition()
+        self._has_new = False  # whether the queue holds an event that was not put back
+
+    def put(self, event: Event) -> None:
+        with self._changed:
+            self._events.put(event)
+            self._has_new = True
+            self._changed.notify()
+
+    def pop(self) -> Event | None:
+        """The oldest event; None: there is none. Never waits."""
+        with self._changed:
+            event = self._events.pop()
+            self._has_new = len(self._events) > 0
+            return event
+
+    def put_back(self, event: Event) -> None:
+        """The reader cannot use the event yet. It will be popped next, unless a newer one of its kind has come."""
+        with self._changed:
+            self._events.put_back(event)
+            self._has_new = False
+
+    def unread(self) -> list[Event]:
+        """What waits in it, the oldest first. It stays there."""
+        with self._changed:
+            return list(self._events)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is an event that was not put back, or until the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_new, timeout_s)
+
+
+class Council:
+    """Of one. Owned by the training thread, but for the inbox."""
+
+    size = 1
+    """Processes in it."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox()
+        """What this process hears from shards."""
+
+    def to_pull(self) -> ToPull:
+        """Which versions this process pulls from a shard."""
+        return ToPull()
+
+    # ------------------------------------------------------------ at a step boundary
+
+    def hear(self) -> Turn:
+        """What is decided at this boundary, but for what `pop` gives. Raises IslandBroken."""
+        return Turn(None, (), ())
+
+    def pop(self) -> Event | None:
+        """The next event that is decided; None: there is none."""
+        return self.inbox.pop()
+
+    def put_back(self, event: Event) -> None:
+        """It cannot be used yet."""
+        self.inbox.put_back(event)
+
+    def stepped(self, core: LearnerCore, tokens: int) -> None:
+        """An inner step of this process on so many tokens has ended."""
+        core.stepped(tokens)
+
+    def trained(self, inner_step: int, tokens: int) -> tuple[int, int]:
+        """Inner steps and tokens of what the model holds, where the core has counted these. Raises IslandBroken."""
+        return inner_step, tokens
+
+    def contributes(self, contribution: Contribution) -> None:
+        """It is about to be pushed."""
+
+    def applies(self, arrived: Arrived, contribution: Contribution | None) -> None:
+        """This version is about to be applied, while that contribution is under way."""
+
+    def post(self, core: LearnerCore | None, pulse: Callable[[], Pulse], *, stop: bool, leave: bool) -> None:
+        """Say what this process knows, and whether it wants to stop or to leave. Raises IslandBroken."""
+
+    # ------------------------------------------------------------ what all have heard
+
+    def pulse(self, mine: Pulse) -> Pulse:
+        """The state of the run. `mine`: as this process has heard it."""
+        return mine
+
+    def stops(self, *, is_asked: bool) -> bool:
+        """Whether all stop. `is_asked`: this process was asked to."""
+        return is_asked
+
+    def leaves(self, *, is_asked: bool) -> bool:
+        """Whether all leave."""
+        return is_asked
+
+    def agree(self, text: str) -> str:
+        """What the leader says. All ranks ask alike, and wait for it."""
+        return text
+
+    async def goodbye(self) -> None:
+        """Wait until all leave."""
+
+
+class Exchange(Protocol):
+    """Every rank's frame goes to every rank."""
+
+    def begin(self, frame: bytes) -> None:
+        """Post this rank's frame. Never waits."""
+
+    def look(self) -> list[bytes] | None:
+        """The frames that were posted last, in the order of the ranks. None: nothing was posted.
+
+        Waits until every rank has posted: no longer than their own collectives make them wait. One rank may look while
+        the others do not. Raises IslandBroken.
+        """
+
+    def end(self) -> list[bytes] | None:
+        """As `look`, once: then nothing is posted."""
+
+
+class IslandCouncil(Council):
+    """Of several ranks, which all cross the same boundaries."""
+
+    def __init__(
+        self, rank: int, size: int, exchange: Exchange, goodbye: Callable[[], Awaitable[None]],
+        agree: Callable[[str], str] = str,
+    ) -> None:  # fmt: skip
+        """`goodbye` waits until all ranks leave; `agree` gives what the leader says."""
+        super().__init__()
+        self.size = size
+        self._rank = rank
+        self._log = IslandLog(rank, size)
+        self._exchange, self._goodbye, self._agree = exchange, goodbye, agree
+        self._agreed: deque[Event] = deque()
+        self._tokens: int | None = None
+        self._has_asked_stop = self._has_asked_leave = False
+
+    def to_pull(self) -> ToPull:
+        return AsTold() if self._rank else AndTell()
+
+    def hear(self) -> Turn:
+        """What all ranks have posted at the boundary before."""
+        frames = self._exchange.end()
+        turn = Turn(None, (), ()) if frames is None else self._log.hear(frames)
+        self._agreed.extend(turn.events)
+        return turn
+
+    def pop(self) -> Event | None:
+        return self._agreed.popleft() if self._agreed else None
+
+    def put_back(self, event: Event) -> None:
+        raise AssertionError("an island never reads later, so no version waits for a snapshot")
+
+    def stepped(self, core: LearnerCore, tokens: int) -> None:
+        """They count at the next boundary, when the sum over all ranks is known."""
+        self._tokens = tokens
+
+    def trained(self, inner_step: int, tokens: int) -> tuple[int, int]:
+        """The model holds the last step already; the core counts it at the next boundary."""
+        frames = self._exchange.look()
+        more = None if frames is None else tokens_of(frames)
+        return (inner_step, tokens) if more is None else (inner_step + 1, tokens + more)
+
+    def contributes(self, contribution: Contribution) -> None:
+        contribution.may_have_arrived = True  # until a version tells: `applies`
+
+    def applies(self, arrived: Arrived, contribution: Contribution | None) -> None:
+        """What the version tells goes by what all ranks had sent of it. Values that are not finite were never sent: no
+        version holds them."""
+        if contribution is not None and arrived.version >= contribution.round:
+            contribution.may_have_arrived = arrived.sent == contribution.tokens
+
+    def post(self, core: LearnerCore | None, pulse: Callable[[], Pulse], *, stop: bool, leave: bool) -> None:
+        if core is not None and not self._log.elements:
+            self._log.elements = {f.fragment_id: f.num_elements for f in core.manifest.fragments}
+        while (event := self.inbox.pop()) is not None:
+            if isinstance(event, Arrived) and core is not None:
+                event = _with_what_was_sent(event, core.fragments[event.fragment_id].contribution)
+            self._log.say(event)
+        self._log.say_pulse(pulse())
+        if stop and not self._has_asked_stop:
+            self._has_asked_stop = True
+            self._log.ask_stop()
+        if leave and not self._has_asked_leave:
+            self._has_asked_leave = True
+            self._log.ask_leave()
+        tokens, self._tokens = self._tokens, None
+        self._exchange.begin(self._log.frame(tokens))
+
+    def pulse(self, mine: Pulse) -> Pulse:
+        return self._log.pulse
+
+    def stops(self, *, is_asked: bool) -> bool:
+        return self._log.is_stop_asked
+
+    def leaves(self, *, is_asked: bool) -> bool:
+        return self._log.is_leave_asked
+
+    def agree(self, text: str) -> str:
+        return self._agree(text[:WORDS_MAX])
+
+    async def goodbye(self) -> None:
+        """Pushes settle at all ranks before the leader says goodbye: with the lease, half contributions end."""
+        await self._goodbye()
+
+
+def _with_what_was_sent(arrived: Arrived, contribution: Contribution | None) -> Arrived:
+    """After it came: of what is sent from now on, it holds nothing."""
+    if contribution is None or not (contribution.tensors.is_others or contribution.pushes.may_have_arrived):
+        return arrived
+    return replace(arrived, sent=contribution.tokens)
