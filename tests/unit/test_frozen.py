@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from test_shard import MODEL, Rig
 
 from diloco_common.errors import FrozenMismatch
 from diloco_common.wire.messages import FrozenTensor
 from diloco_server.core.model import SHOWN
+from rig import MODEL, Rig
 
 
 def base(values: int, *, names: str = "abc", form: str = "bfloat16 [4, 4]") -> list[FrozenTensor]:

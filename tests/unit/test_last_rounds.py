@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_shard import ACCEPTED, TOKENS, Rig
 from torch import nn
 
 from builders import make_settings
-from diloco_common.wire.messages import Collect
+from diloco_common.wire.messages import Collect, Outcome
 from diloco_server.core.rounds import LAST_S
 from lockstep import Lockstep
+from rig import TOKENS, Rig
 
 NOTHING, FRAGMENT_0 = frozenset[int](), frozenset([0])
 
@@ -35,7 +35,7 @@ def test_a_learner_that_leaves_gets_a_round_out_of_turn_and_those_are_asked_that
     rig = leaving("a", "b", "c")
     assert [rig.told_of(i, Collect) for i in "abc"] == [[Collect(0, 2, 7)]] * 3
     for learner_id in "abc":
-        assert rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3).outcome is ACCEPTED
+        assert rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3).outcome is Outcome.ACCEPTED
     assert rig.state.version == 2
     rig.assert_accounts_balance()
 

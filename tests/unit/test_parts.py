@@ -15,22 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from builders import decoded, make_settings, random_values
+from builders import decoded, random_values
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.parts import Range, cut_chunks, cut_header, num_elements, spans
 from diloco_common.errors import Busy, Refusal, VersionGone
 from diloco_common.wire.manifest import TensorSpec
-from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader, VersionId
+from diloco_common.wire.messages import Outcome, PushAnswer, VersionId
 from diloco_server.core import parts as parts_module
 from diloco_server.core.fragment import KEPT_MAX
-from diloco_server.core.membership import Member
 from diloco_server.core.merge import PieceNorms
 from diloco_server.core.parts import HalfContribution, Part, Place, places_of
-from lockstep import ShardShell
+from rig import TOKENS, H, Rig
 
 MODEL = [TensorSpec("a", (30, 20)), TensorSpec("b", (500,)), TensorSpec("c", (7, 11))]
 SIZE = 1177
-TOKENS, STEPS = 10, 4
 
 
 def cut_in(*bounds: int) -> list[tuple[Range, ...]]:
@@ -56,44 +54,22 @@ def laid_out(values: Tensor, ranges: Sequence[Range]) -> Tensor:
     return out
 
 
-class Rig(ShardShell):
-    """A shard of one fragment, learners that are islands, and some that are not."""
+class Islands(Rig):
+    """Learners that are islands, and some that are not."""
 
     def __init__(self, **sync: Any) -> None:
-        sync = {"sync_every": STEPS, "quorum": "all", "merge": "rda", "push": "int8"} | sync
-        super().__init__(make_settings(sync=sync, outer={"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}), epoch=7)
-        self.members: dict[str, Member] = {}
-        self.steps: dict[str, int] = {}
-
-    def join(self, learner_id: str, process_id: str = "process") -> None:
-        self.members[learner_id] = self.shard.join(learner_id, process_id, MODEL, self.now)
-        self.steps[learner_id] = self.steps.get(learner_id, 0)
-        self.report(learner_id)
-
-    def report(self, learner_id: str) -> None:
-        steps = self.steps[learner_id]
-        self.shard.progress(self.members[learner_id], Progress(steps, steps * TOKENS), self.now)
-        self.advance()
-
-    def step(self, *learner_ids: str) -> None:
-        for learner_id in learner_ids:
-            self.steps[learner_id] += STEPS
-            self.report(learner_id)
-
-    def header(self, payload: Payload, **changes: Any) -> PushHeader:
-        assert self.shard.manifest is not None
-        header = PushHeader(0, 1, 7, 0, STEPS * TOKENS, STEPS, payload.header, self.shard.manifest.digest)
-        return replace(header, **changes)
+        super().__init__(MODEL, sync={"merge": "rda", "push": "int8"} | sync)
 
     def push_part(
-        self, learner_id: str, values: Tensor, ranges: Sequence[tuple[Range, ...]], part: int, **changes: Any
-    ) -> PushAnswer:
+        self, learner_id: str, values: Tensor, ranges: Sequence[tuple[Range, ...]], part: int, number: int = 1,
+        **changes: Any,
+    ) -> PushAnswer:  # fmt: skip
         """As the service does: by the header first, then with the bytes."""
         mine = ranges[part]
-        encoding = "float32" if changes.get("round") == 0 else self.settings.sync.push
+        encoding = self.settings.sync.push if number else "float32"
         flat = laid_out(values, mine) if mine else torch.zeros(1)
         payload = encode_payload(flat, encoding, chunk_elements=256)
-        header = self.header(payload, part=part, num_parts=len(ranges), ranges=mine, **changes)
+        header = self.header(number, payload, part=part, num_parts=len(ranges), ranges=mine, **changes)
         member = self.members[learner_id]
         answer = self.shard.admit(member, header)
         if answer is None:
@@ -106,19 +82,15 @@ class Rig(ShardShell):
 
     def push_whole(self, learner_id: str, values: Tensor) -> PushAnswer:
         payload = encode_payload(values.clone(), self.settings.sync.push, chunk_elements=256)
-        return self.push(self.members[learner_id], self.header(payload), payload)
+        return self.push(self.members[learner_id], self.header(1, payload), payload)
 
-    def seed(self, learner_id: str, values: Tensor) -> None:
-        for part in range(2):
-            self.push_part(learner_id, values, cut_in(600), part, round=0, tokens=0, steps=0)
+    def seed(self, learner_id: str, value: float = 0.0, **changes: Any) -> PushAnswer:
+        """In two parts."""
+        values = torch.full((SIZE,), value)
+        return [self.push_part(learner_id, values, cut_in(600), part, 0, **changes) for part in range(2)][-1]
 
-    def started(self, *learner_ids: str) -> Rig:
-        """Version 0 was brought in two parts, and round 1 is open."""
-        for learner_id in learner_ids:
-            self.join(learner_id)
-        self.seed(learner_ids[0], torch.zeros(SIZE))
-        self.step(*learner_ids)
-        assert self.round is not None
+    def started(self, *learner_ids: str) -> Islands:
+        super().started(*learner_ids)
         return self
 
     @property
@@ -130,10 +102,9 @@ class Rig(ShardShell):
         return self.shard.fragments[0].version
 
     @property
-    def theta(self) -> Tensor:
-        values = self.shard.fragments[0].values
-        assert values is not None
-        return values.theta
+    def values(self) -> Tensor:
+        assert self.state.values is not None
+        return self.state.values.theta
 
 
 HELD = PushAnswer(Outcome.ACCEPTED, "PART")
@@ -144,7 +115,7 @@ HELD = PushAnswer(Outcome.ACCEPTED, "PART")
 def test_parts_in_any_order_are_merged_as_the_whole_is(seed: int, parts: int, merge: str) -> None:
     island, other = random_values(SIZE, seed), random_values(SIZE, seed + 1)
     ranges = of_rows(seed, parts)
-    rigs = [Rig(merge=merge, push="float32").started("island", "other") for _ in range(2)]
+    rigs = [Islands(merge=merge, push="float32").started("island", "other") for _ in range(2)]
     order = [part for part in range(parts) if ranges[part]]
     random.Random(seed).shuffle(order)
 
@@ -155,7 +126,7 @@ def test_parts_in_any_order_are_merged_as_the_whole_is(seed: int, parts: int, me
         rig.push_whole("other", other)
         assert rig.version == 1
 
-    torch.testing.assert_close(rigs[0].theta, rigs[1].theta)
+    torch.testing.assert_close(rigs[0].values, rigs[1].values)
 
 
 def test_blocks_begin_where_those_of_the_whole_begin() -> None:
@@ -170,7 +141,7 @@ def test_blocks_begin_where_those_of_the_whole_begin() -> None:
 
 
 def test_fewer_parts_are_nothing() -> None:
-    rig = Rig(quorum=1, grace=0.0).started("island", "other")
+    rig = Islands(quorum=1, grace=0.0).started("island", "other")
     ranges = cut_in(300, 900)
     rig.push_part("island", torch.ones(SIZE), ranges, 0)
     rig.push_part("island", torch.ones(SIZE), ranges, 2)
@@ -179,15 +150,15 @@ def test_fewer_parts_are_nothing() -> None:
     rig.push_whole("other", torch.zeros(SIZE))
 
     assert rig.version == 1
-    assert rig.theta.abs().max() == 0.0
+    assert rig.values.abs().max() == 0.0
     late = rig.push_part("island", torch.ones(SIZE), ranges, 1)
     assert late.outcome is Outcome.LATE
     ledger = rig.shard.ledger
-    assert (ledger.participants, ledger.late, ledger.tokens_accepted) == (1, 1, STEPS * TOKENS)
+    assert (ledger.participants, ledger.late, ledger.tokens_accepted) == (1, 1, H * TOKENS)
 
 
 def test_a_part_that_comes_twice_counts_once() -> None:
-    rig = Rig().started("island")
+    rig = Islands().started("island")
     ranges = cut_in(600)
     assert [rig.push_part("island", torch.ones(SIZE), ranges, 0) for _ in range(3)] == [HELD] * 3
     assert rig.push_part("island", torch.ones(SIZE), ranges, 1) == PushAnswer(Outcome.ACCEPTED)
@@ -197,7 +168,7 @@ def test_a_part_that_comes_twice_counts_once() -> None:
 
 
 def test_one_part_that_is_not_finite_voids_all() -> None:
-    rig = Rig(quorum=1).started("island", "other")
+    rig = Islands(quorum=1).started("island", "other")
     ranges = cut_in(300, 900)
     rig.push_part("island", torch.ones(SIZE), ranges, 0)
     bad = rig.push_part("island", torch.ones(SIZE), ranges, 1, not_finite=True)
@@ -212,12 +183,12 @@ def test_one_part_that_is_not_finite_voids_all() -> None:
 
 def test_a_round_that_opens_again_does_not_wait_for_what_was_refused_before() -> None:
     """The island has not heard it yet when it is asked again, and sends the same contribution once more."""
-    rig = Rig().started("island", "other")
+    rig = Islands().started("island", "other")
     ranges = cut_in(600)
     bad = rig.push_part("island", torch.ones(SIZE), ranges, 1, not_finite=True)
     rig.push_part("other", torch.ones(SIZE), ranges, 1, not_finite=True)
     assert rig.round is None
-    rig.step("island", "other")
+    rig.step("island", "other", steps=H)
     assert rig.round.missing == ["island", "other"]
 
     assert rig.push_part("island", torch.ones(SIZE), ranges, 0) == bad
@@ -227,7 +198,7 @@ def test_a_round_that_opens_again_does_not_wait_for_what_was_refused_before() ->
 
 
 def test_of_what_is_refused_all_parts_go_and_those_of_the_next_one_stay() -> None:
-    rig = Rig(quorum=1).started("island", "other")
+    rig = Islands(quorum=1).started("island", "other")
     ranges = cut_in(600)
     first, second, third = ({"tokens": tokens} for tokens in (40, 39, 38))
     rig.push_part("island", torch.ones(SIZE), ranges, 1, not_finite=True, **first)
@@ -242,7 +213,7 @@ def test_of_what_is_refused_all_parts_go_and_those_of_the_next_one_stay() -> Non
 
 
 def test_a_copy_of_what_was_refused_gets_its_answer_again_whatever_was_taken_since() -> None:
-    rig = Rig().started("island", "other")
+    rig = Islands().started("island", "other")
     ranges = cut_in(600)
     bad = rig.push_part("island", torch.ones(SIZE), ranges, 1, not_finite=True)
     for part in (0, 1):
@@ -253,14 +224,14 @@ def test_a_copy_of_what_was_refused_gets_its_answer_again_whatever_was_taken_sin
 
 
 def test_squares_that_overflow_together_are_refused_as_those_of_a_whole_contribution() -> None:
-    rig = Rig(push="float32").started("island")
+    rig = Islands(push="float32").started("island")
     ranges, values = cut_in(250), torch.zeros(SIZE)
     values[[0, 400]] = 1.7e19  # of one piece: each square is below the largest float32, their sum is not
     whole = PieceNorms((payload := encode_payload(values.clone(), "float32")).header, 1, [Place(0, 0, SIZE)])
     for chunk in payload.chunks:
         whole.add(chunk)
     assert not math.isfinite(*whole.finish())
-    header = rig.header(payload)
+    header = rig.header(1, payload)
     half = HalfContribution(header, SIZE)
     for part in (0, 1):
         half.add(replace(header, part=part), Part(ranges[part], payload), [1.7e19])
@@ -269,7 +240,7 @@ def test_squares_that_overflow_together_are_refused_as_those_of_a_whole_contribu
 
 @pytest.mark.parametrize("ending", ["joins again", "leaves", "is silent"])
 def test_half_a_contribution_ends_with_the_lease(ending: str) -> None:
-    rig = Rig().started("island", "other")
+    rig = Islands().started("island", "other")
     ranges = cut_in(600)
     rig.push_part("island", torch.ones(SIZE), ranges, 0)
     if ending == "joins again":
@@ -294,7 +265,7 @@ def test_half_a_contribution_ends_with_the_lease(ending: str) -> None:
     ],
 )
 def test_parts_that_do_not_belong_together_void_the_contribution(what: str, changes: Any, ranges: Any) -> None:
-    rig = Rig(quorum=1).started("island", "other")
+    rig = Islands(quorum=1).started("island", "other")
     rig.push_part("island", torch.ones(SIZE), cut_in(600), 0)
     answer = rig.push_part("island", torch.ones(SIZE), ranges, 1, **changes)
     assert answer.code == "CONTRIBUTION_CONFLICT", what
@@ -302,23 +273,23 @@ def test_parts_that_do_not_belong_together_void_the_contribution(what: str, chan
 
 
 def test_ranges_lie_in_the_fragment() -> None:
-    rig = Rig(quorum=1).started("island", "other")
+    rig = Islands(quorum=1).started("island", "other")
     payload = encode_payload(torch.ones(10), "int8")
-    header = rig.header(payload, num_parts=2, ranges=(Range(SIZE - 5, SIZE + 5),))
+    header = rig.header(1, payload, num_parts=2, ranges=(Range(SIZE - 5, SIZE + 5),))
     answer = rig.shard.admit(rig.members["island"], header)
     assert answer is not None
     assert answer.code == "BAD_SIZE"
 
 
 def test_an_empty_part_is_legal_and_is_nothing() -> None:
-    rig = Rig().started("island")
+    rig = Islands().started("island")
     ranges = [(Range(0, SIZE),), ()]
     assert rig.push_part("island", torch.ones(SIZE), ranges, 1) == HELD
     assert rig.push_part("island", torch.ones(SIZE), ranges, 0) == PushAnswer(Outcome.ACCEPTED)
 
 
 def test_an_empty_part_says_nothing_of_when_the_others_come() -> None:
-    rig = Rig().started("island")
+    rig = Islands().started("island")
     arrivals, call = rig.members["island"].arrivals, rig.shard.fragments[0].call
     before = arrivals.expected_at(call, SIZE), arrivals.s_per_element, arrivals.lag_s
     rig.push_part("island", torch.ones(SIZE), [(Range(0, SIZE),), ()], 1)
@@ -329,7 +300,7 @@ def test_an_empty_part_says_nothing_of_when_the_others_come() -> None:
 def test_half_a_contribution_is_bounded(monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
     """Each part has two ranges of one element, with about 200 of padding before them."""
     monkeypatch.setattr(parts_module, limit, most)
-    rig = Rig(quorum=1).started("island", "other")
+    rig = Islands(quorum=1).started("island", "other")
     ranges = [tuple(Range(at, at + 1) for at in (first, first + 2)) for first in range(180, 250, 4)]
     answers = [rig.push_part("island", torch.ones(SIZE), ranges, part) for part in range(len(ranges))]
     assert answers[0] == HELD
@@ -339,7 +310,7 @@ def test_half_a_contribution_is_bounded(monkeypatch: pytest.MonkeyPatch, limit: 
 
 @given(seed=st.integers(0, 10_000))
 def test_norms_of_chunks_are_those_of_the_pieces_wherever_ranges_and_chunks_end(seed: int) -> None:
-    rig, values = Rig(push="float32"), random_values(SIZE, seed)
+    rig, values = Islands(push="float32"), random_values(SIZE, seed)
     rig.join("island")
     pieces = rig.shard.fragments[0].fragment.pieces
     for ranges in filter(None, of_rows(seed, 3)):
@@ -365,69 +336,63 @@ def test_an_element_is_in_one_part_alone(seed: int) -> None:
 
 
 def test_version_0_may_come_in_parts() -> None:
-    rig, values = Rig(), random_values(SIZE, 3)
+    rig, values = Islands(), random_values(SIZE, 3)
     rig.join("island")
-    rig.seed("island", values)
-    assert torch.equal(rig.theta, values)
+    for part in (0, 1):
+        rig.push_part("island", values, cut_in(600), part, 0)
+    assert torch.equal(rig.values, values)
 
 
 def test_while_one_island_brings_version_0_in_parts_others_do_not() -> None:
-    rig = Rig()
-    rig.join("island")
-    rig.join("other")
-    rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, round=0, tokens=0, steps=0)
+    rig = Islands()
+    rig.join("island", "other")
+    rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, 0)
     with pytest.raises(Busy):
-        rig.push_part("other", torch.ones(SIZE), cut_in(600), 0, round=0, tokens=0, steps=0)
+        rig.push_part("other", torch.ones(SIZE), cut_in(600), 0, 0)
     rig.shard.leave(rig.members["island"])
-    rig.seed("other", torch.full((SIZE,), 2.0))
-    assert rig.theta.unique().tolist() == [2.0]
-
-
-SEED: Any = {"round": 0, "tokens": 0, "steps": 0}
+    rig.seed("other", 2.0)
+    assert rig.values.unique().tolist() == [2.0]
 
 
 def test_a_whole_version_0_wins_over_half_of_one() -> None:
-    rig = Rig()
-    rig.join("island")
-    rig.join("other")
-    rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, **SEED)
+    rig = Islands()
+    rig.join("island", "other")
+    rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, 0)
     payload = encode_payload(torch.full((SIZE,), 2.0), "float32", chunk_elements=256)
-    assert rig.push(rig.members["other"], rig.header(payload, **SEED), payload).outcome is Outcome.ACCEPTED
-    assert rig.theta.unique().tolist() == [2.0]
-    assert rig.push_part("island", torch.ones(SIZE), cut_in(600), 1, **SEED).outcome is Outcome.DUPLICATE
+    assert rig.push(rig.members["other"], rig.header(0, payload), payload).outcome is Outcome.ACCEPTED
+    assert rig.values.unique().tolist() == [2.0]
+    assert rig.push_part("island", torch.ones(SIZE), cut_in(600), 1, 0).outcome is Outcome.DUPLICATE
 
 
 def test_half_of_version_0_gives_way_once_no_part_has_come_for_a_lease() -> None:
-    rig = Rig()
-    rig.join("island")
-    rig.join("other")
-    rig.push_part("island", torch.ones(SIZE), cut_in(300, 600), 0, **SEED)
+    rig = Islands()
+    rig.join("island", "other")
+    rig.push_part("island", torch.ones(SIZE), cut_in(300, 600), 0, 0)
     lease_s = rig.settings.lease.lease_s
     for _ in range(4):  # reports keep both leases
         rig.now += lease_s / 4
         with pytest.raises(Busy):
-            rig.push_part("other", torch.ones(SIZE), cut_in(600), 0, **SEED)
+            rig.push_part("other", torch.ones(SIZE), cut_in(600), 0, 0)
         rig.report("island")
         rig.report("other")
-    rig.seed("other", torch.full((SIZE,), 2.0))
-    assert rig.theta.unique().tolist() == [2.0]
+    rig.seed("other", 2.0)
+    assert rig.values.unique().tolist() == [2.0]
 
 
 def test_half_of_version_0_ends_with_a_part_that_is_refused() -> None:
-    rig = Rig()
-    rig.join("island")
-    rig.join("other")
-    rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, **SEED)
-    assert rig.push_part("island", torch.ones(SIZE), cut_in(500), 1, **SEED).code == "CONTRIBUTION_CONFLICT"
-    rig.seed("other", torch.full((SIZE,), 2.0))
-    assert rig.theta.unique().tolist() == [2.0]
+    rig = Islands()
+    rig.join("island", "other")
+    rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, 0)
+    assert rig.push_part("island", torch.ones(SIZE), cut_in(500), 1, 0).code == "CONTRIBUTION_CONFLICT"
+    rig.seed("other", 2.0)
+    assert rig.values.unique().tolist() == [2.0]
 
 
 # ------------------------------------------------------------------ versions by name
 
 
 def test_a_version_is_held_while_an_island_pulls_it_and_says_what_it_said() -> None:
-    rig = Rig(quorum=1).started("island", "other")
+    rig = Islands(quorum=1).started("island", "other")
     rig.shard.named(0, VersionId(7, 0), "island")
     rig.push_whole("island", torch.ones(SIZE))
     assert rig.version == 1
@@ -443,15 +408,15 @@ def test_a_version_is_held_while_an_island_pulls_it_and_says_what_it_said() -> N
 
 def test_an_island_holds_one_version_and_all_of_them_a_few() -> None:
     names = [f"island-{i}" for i in range(KEPT_MAX + 2)]
-    rig = Rig(quorum=1).started(*names)
+    rig = Islands(quorum=1).started(*names)
     for number, name in enumerate(names):
         rig.shard.named(0, VersionId(7, number), name)
         rig.shard.named(0, VersionId(7, number), "island-0")
         payload = encode_payload(torch.ones(SIZE), "int8", chunk_elements=256)
-        header = rig.header(payload, round=number + 1, base_version=number)
+        header = rig.header(number + 1, payload)
         rig.push(rig.members[name], header, payload)
         assert rig.version == number + 1
-        rig.step(*names)
+        rig.step(*names, steps=H)
     assert [version for _, version in rig.shard.fragments[0].kept] == list(range(2, KEPT_MAX + 2))
     with pytest.raises(VersionGone):
         rig.shard.named(0, VersionId(7, 1), "island-1")
@@ -479,13 +444,12 @@ def test_ranges_are_cut_out_of_a_version(seed: int) -> None:
 def test_whatever_happens_nothing_torn_is_merged_and_no_token_counts_twice(seed: int) -> None:
     """Ranks push in any order, repeat, die and come back with another number of ranks; rounds close meanwhile."""
     r = random.Random(seed)
-    rig = Rig(quorum=1, grace=0.0, push="float32", merge="mean").started("island", "other")
+    rig = Islands(quorum=1, grace=0.0, push="float32", merge="mean").started("island", "other")
     generation = 0
     for round_number in range(1, 6):
         merged_before = rig.shard.ledger.tokens_merged
         ranges = of_rows(r.randrange(1000), r.randrange(2, 5))
         value = float(r.randrange(1, 5))
-        changes = {"round": round_number, "base_version": round_number - 1}
         for _ in range(r.randrange(12)):
             if rig.version >= round_number:
                 break
@@ -495,20 +459,20 @@ def test_whatever_happens_nothing_torn_is_merged_and_no_token_counts_twice(seed:
                 rig.join("island", f"process {generation}")
                 value, ranges = value + 10, of_rows(r.randrange(1000), r.randrange(2, 5))
             elif what < 0.15:
-                rig.push_part("island", torch.ones(SIZE), ranges, 0, not_finite=True, **changes)
+                rig.push_part("island", torch.ones(SIZE), ranges, 0, round_number, not_finite=True)
             else:
                 part = r.randrange(len(ranges))
                 try:
-                    rig.push_part("island", torch.full((SIZE,), value), ranges, part, **changes)
+                    rig.push_part("island", torch.full((SIZE,), value), ranges, part, round_number)
                 except Refusal as refusal:
                     raise AssertionError(refusal) from refusal
             half = rig.round and rig.round.halves.get("island")
             assert not half or half.num_bytes <= 4 * (SIZE + 255 * 40)
-        before = rig.theta.clone() if rig.version < round_number else None
+        before = rig.values.clone() if rig.version < round_number else None
         if before is not None:
             payload = encode_payload(torch.zeros(SIZE), "float32", chunk_elements=256)
-            rig.push(rig.members["other"], rig.header(payload, **changes), payload)
+            rig.push(rig.members["other"], rig.header(round_number, payload), payload)
         assert rig.version == round_number
-        assert len(rig.theta.unique()) == 1, "a torn contribution was merged"
-        assert rig.shard.ledger.tokens_merged - merged_before in (STEPS * TOKENS, 2 * STEPS * TOKENS)
-        rig.step("island", "other")
+        assert len(rig.values.unique()) == 1, "a torn contribution was merged"
+        assert rig.shard.ledger.tokens_merged - merged_before in (H * TOKENS, 2 * H * TOKENS)
+        rig.step("island", "other", steps=H)

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from builders import make_contribution, make_settings
-from diloco_common.codec import encode_payload
+from builders import make_contribution
 from diloco_common.wire.manifest import TensorSpec
-from diloco_common.wire.messages import Collect, Outcome, Progress, PushAnswer, PushHeader
+from diloco_common.wire.messages import Collect, Outcome, PushAnswer
 from diloco_server.core.ledger import LearnerQuarantined, LearnerReleased
-from diloco_server.core.membership import Member
 from diloco_server.core.trust.conduct import LONGEST, OUTLIERS, VOTES, Quarantine, far_off
-from lockstep import ShardShell
+from rig import TOKENS, Rig
 
 FIRST_S = 60.0
 LIVE = ("a", "b", "c", "d")
@@ -117,53 +115,34 @@ def test_far_off_is_eight_times_the_usual_norm(
 # ------------------------------------------------------------------ in a shard
 
 
-class Run(ShardShell):
+class Run(Rig):
     """Four learners and fragments of four elements; each round one of them sends what the test says."""
 
     def __init__(self, fragments: int = 1, **settings: dict[str, Any]) -> None:
-        self.model = [TensorSpec(f"w{i}", (4,)) for i in range(fragments)]
         super().__init__(
-            make_settings(
-                sync={"sync_every": 1, "quorum": "all", "fragments": fragments},
-                lease={"lease_s": 1e6, "stalled_s": 1e6},
-                **settings,
-            )
-        )
-        self.members: dict[str, Member] = {}
-        self.steps = 0
-        for learner_id in LIVE:
-            self.join(learner_id)
+            [TensorSpec(f"w{i}", (4,)) for i in range(fragments)], sync={"sync_every": 1, "fragments": fragments},
+            lease={"lease_s": 1e6, "stalled_s": 1e6}, **settings,
+        )  # fmt: skip
+        self.join(*LIVE)
         for fragment_id in range(fragments):
             self.push_values("a", 0, 1.0, fragment_id)
 
-    def join(self, learner_id: str, process_id: str = "process") -> None:
-        member = self.shard.join(learner_id, process_id, self.model, self.now)
-        self.shard.progress(member, Progress(self.steps, 10 * self.steps), self.now)
-        self.members[learner_id] = member
-
     def push_values(self, learner_id: str, round_number: int, value: float, fragment_id: int = 0) -> PushAnswer:
-        payload = encode_payload(torch.full((4,), value if math.isfinite(value) else 0.0), "float32")
-        assert self.shard.manifest is not None
-        header = PushHeader(
-            fragment_id, round_number, 1, max(0, round_number - 1), 10, 1, payload.header, self.shard.manifest.digest,
-            not_finite=not math.isfinite(value),
+        is_finite = math.isfinite(value)
+        return self.bring(
+            learner_id, round_number, torch.full((4,), value if is_finite else 0.0), fragment_id=fragment_id,
+            not_finite=not is_finite, tokens=TOKENS, steps=1,
         )  # fmt: skip
-        return self.push(self.members[learner_id], header, payload)
 
-    def step(self) -> int:
+    def next_round(self) -> int:
         """Everybody takes a step and reports. Returns the round that is open then."""
-        self.steps += 1
-        for learner_id in LIVE:
-            member = self.members[learner_id]
-            self.shard.progress(member, Progress(self.steps, 10 * self.steps), self.now)
-        self.advance()
-        state = self.shard.fragments[0]
-        assert state.round is not None
-        return state.round.round
+        self.step(*LIVE)
+        assert self.state.round is not None
+        return self.state.round.round
 
     def round(self, bad: float) -> PushAnswer:
         """a, b and c send 0.01, d something else. Returns the answer to d."""
-        number = self.step()
+        number = self.next_round()
         answer = self.push_values("d", number, bad)
         for learner_id in "abc":
             self.push_values(learner_id, number, 0.01)
@@ -177,20 +156,20 @@ def test_rounds_go_on_without_a_learner_that_is_an_outlier_again_and_again(bad: 
         run.round(0.01)
     for _ in range(OUTLIERS):
         run.round(bad)
-    (fact,) = [e for e in run.events if isinstance(e, LearnerQuarantined)]
+    (fact,) = run.noted(LearnerQuarantined)
     assert (fact.learner_id, fact.outliers, fact.for_s) == ("d", OUTLIERS, FIRST_S)
     run.take_told("d")
-    version = run.shard.fragments[0].version
+    version = run.state.version
 
-    number = run.step()
-    assert [d for d in run.take_told("d") if isinstance(d, Collect)] == [], "it is not asked"
+    number = run.next_round()
+    assert run.told_of("d", Collect) == [], "it is not asked"
     answer = run.push_values("d", number, 0.01)
     assert (answer.outcome, answer.code) == (Outcome.REJECTED, "QUARANTINED")
     assert "8 of its last" in answer.message
     assert "another 60 s" in answer.message
     for learner_id in "abc":
         run.push_values(learner_id, number, 0.01)
-    assert run.shard.fragments[0].version == version + 1, "nobody waits for it"
+    assert run.state.version == version + 1, "nobody waits for it"
 
 
 def test_joining_again_under_the_same_id_changes_nothing() -> None:
@@ -198,22 +177,22 @@ def test_joining_again_under_the_same_id_changes_nothing() -> None:
     for _ in range(OUTLIERS):
         run.round(math.nan)
     for process_id in ("process", "another process"):
-        run.join("d", process_id)
-        assert run.push_values("d", run.step(), 0.01).code == "QUARANTINED"
+        run.join("d", process_id=process_id)
+        assert run.push_values("d", run.next_round(), 0.01).code == "QUARANTINED"
     run.shard.leave(run.members["d"])
-    run.join("d", "a third process")
-    assert run.push_values("d", run.step(), 0.01).code == "QUARANTINED"
+    run.join("d", process_id="a third process")
+    assert run.push_values("d", run.next_round(), 0.01).code == "QUARANTINED"
 
 
 def test_it_is_asked_again_when_the_time_is_over() -> None:
     run = Run()
     for _ in range(OUTLIERS):
         run.round(math.nan)
-    number = run.step()
+    number = run.next_round()
     for learner_id in "abc":
         run.push_values(learner_id, number, 0.01)
     run.advance(FIRST_S)
-    assert [e.learner_id for e in run.events if isinstance(e, LearnerReleased)] == ["d"]
+    assert [e.learner_id for e in run.noted(LearnerReleased)] == ["d"]
     for _ in range(VOTES):
         assert run.round(0.01).outcome is Outcome.ACCEPTED
     assert run.shard.quarantine.conduct("d").times == 0
@@ -222,7 +201,7 @@ def test_it_is_asked_again_when_the_time_is_over() -> None:
 def test_of_other_open_rounds_none_waits_for_it_either() -> None:
     run = Run(fragments=2)
     for _ in range(OUTLIERS):
-        number = run.step()
+        number = run.next_round()
         for learner_id in "abc":
             for fragment_id in (0, 1):
                 run.push_values(learner_id, number, 0.01, fragment_id)
@@ -236,7 +215,7 @@ def test_of_other_open_rounds_none_waits_for_it_either() -> None:
 
 def test_a_repeated_push_is_one_vote() -> None:
     run = Run()
-    number = run.step()
+    number = run.next_round()
     for _ in range(3 * OUTLIERS):
         run.push_values("d", number, math.nan)
     assert run.shard.quarantine.conduct("d").outliers == 1
@@ -259,13 +238,13 @@ def test_a_learner_that_multiplies_its_norm_each_time_is_refused_soon_and_for_go
     run = Run(guard={"quarantine_s": 0.0})
     outcomes = []
     for i in range(40):
-        number = run.step()
+        number = run.next_round()
         outcomes.append(run.push_values("d", number, 0.01 * 12.0 ** (i / 4)).outcome)
         for learner_id in "abc":
             run.push_values(learner_id, number, 0.01 if learner_id in others else 0.0)
     refused = outcomes.index(Outcome.REJECTED)
     assert set(outcomes[refused:]) == {Outcome.REJECTED}
     assert 0.01 * 12.0 ** (refused / 4) < 200 * 0.01 * 1000
-    values = run.shard.fragments[0].values
+    values = run.state.values
     assert values is not None
     assert float(values.theta.abs().max()) < 2.0

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from builders import decoded, make_settings, random_values
+from builders import random_values
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.errors import (
     BadChecksum,
@@ -35,10 +34,7 @@ from diloco_common.wire.messages import (
     Drain,
     Evicted,
     Outcome,
-    Progress,
     Pulse,
-    PushAnswer,
-    PushHeader,
     Stop,
 )
 from diloco_server.core.cadence import Rest
@@ -52,113 +48,9 @@ from diloco_server.core.ledger import (
     RoundOpened,
     VersionCommitted,
 )
-from diloco_server.core.membership import Member
 from diloco_server.core.shard import Shard
 from diloco_server.shell.driver import EffectDriver
-from lockstep import ShardShell
-
-SIZE = 8
-MODEL = [TensorSpec("w", (SIZE,))]
-TOKENS = 10
-"""Of every inner step."""
-EPOCH = 7
-
-
-class Rig(ShardShell):
-    """A shard of one fragment with 8 elements, and learners that are names."""
-
-    def __init__(self, model: list[TensorSpec] = MODEL, **sections: dict[str, Any]) -> None:
-        sync = {"sync_every": 4, "quorum": "all", "merge": "mean"} | sections.pop("sync", {})
-        outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0} | sections.pop("outer", {})
-        super().__init__(make_settings(sync=sync, outer=outer, **sections), EPOCH)
-        self.model = model
-        self.members: dict[str, Member] = {}
-        self.steps: dict[str, int] = {}
-
-    def join(self, *learner_ids: str, process_id: str = "process") -> Member:
-        for learner_id in learner_ids:
-            self.members[learner_id] = self.shard.join(learner_id, process_id, self.model, self.now)
-            self.steps.setdefault(learner_id, 0)
-            self.report(learner_id)
-        return self.members[learner_ids[-1]]
-
-    def report(self, learner_id: str, **more: Any) -> None:
-        steps = self.steps[learner_id]
-        self.shard.progress(self.members[learner_id], Progress(steps, steps * TOKENS, **more), self.now)
-        self.advance()
-
-    def step(self, *learner_ids: str, steps: int = 1) -> None:
-        for learner_id in learner_ids:
-            self.steps[learner_id] += steps
-            self.report(learner_id)
-
-    def header(self, round_number: int, payload: Payload, **changes: Any) -> PushHeader:
-        assert self.shard.manifest is not None
-        header = PushHeader(
-            fragment_id=0, round=round_number, epoch=EPOCH, base_version=max(0, round_number - 1), tokens=4 * TOKENS,
-            steps=4, payload=payload.header, manifest_digest=self.shard.manifest.digest,
-        )  # fmt: skip
-        return replace(header, **changes)
-
-    def seed(self, learner_id: str, value: float = 0.0, **changes: Any) -> PushAnswer:
-        payload = encode_payload(torch.full((SIZE,), value), "float32")
-        return self.push(self.members[learner_id], self.header(0, payload, tokens=0, steps=0, **changes), payload)
-
-    def contribute(
-        self, learner_id: str, round_number: int, values: Tensor | float = 1.0, **changes: Any
-    ) -> PushAnswer:
-        flat = torch.full((SIZE,), values) if isinstance(values, float) else values.clone()
-        payload = encode_payload(flat, self.settings.sync.push)
-        return self.push(self.members[learner_id], self.header(round_number, payload, **changes), payload)
-
-    def started(self, *learner_ids: str) -> Rig:
-        """Everybody has joined, version 0 is zeros, and round 1 has been opened by four steps of each."""
-        self.join(*learner_ids)
-        self.seed(learner_ids[0])
-        self.step(*learner_ids, steps=4)
-        assert self.state.round is not None
-        return self
-
-    def silence(self, learner_id: str, *others: str) -> None:
-        """The learner is silent until its lease is over; the others are not."""
-        for _ in range(7):
-            self.now += 1.0
-            for other in others:
-                self.report(other)
-        self.advance()
-        assert not self.members[learner_id].live
-
-    @property
-    def state(self):
-        return self.shard.fragments[0]
-
-    @property
-    def theta(self) -> list[float]:
-        _, payload = self.shard.published(0)
-        return sorted(set(decoded(payload).tolist()))
-
-    def told_of(self, learner_id: str, kind: type) -> list[Any]:
-        return [d for d in self.take_told(learner_id) if isinstance(d, kind)]
-
-    def noted(self, kind: type) -> list[Any]:
-        return [e for e in self.events if isinstance(e, kind)]
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """All that a refused push may not change."""
-        s = self.state
-        collected = None if s.round is None else (s.round.round, dict(s.round.contributions), dict(s.round.asked))
-        values = None if s.values is None else s.values.theta.tolist()
-        ledger = self.shard.ledger
-        return s.record.copy(), s.phase, values, collected, ledger.tokens_accepted, ledger.tokens_merged
-
-    def assert_accounts_balance(self) -> None:
-        """Every accepted token is merged, fenced, or in an open or closing round."""
-        held = [*self.state.round.contributions.values()] if self.state.round else []
-        computing = [*self.state.closed.contributions.values()] if self.state.closed else []
-        ledger = self.shard.ledger
-        assert ledger.tokens_in_flight == sum(c.tokens for c in [*held, *computing])
-        assert ledger.tokens_accepted == ledger.tokens_merged + ledger.tokens_fenced + ledger.tokens_in_flight
-
+from rig import EPOCH, MODEL, SIZE, TOKENS, Rig
 
 ACCEPTED, DUPLICATE, LATE, REJECTED = Outcome.ACCEPTED, Outcome.DUPLICATE, Outcome.LATE, Outcome.REJECTED
 

@@ -12,92 +12,71 @@ from typing import Any
 import pytest
 import torch
 
-from builders import make_settings
-from diloco_common.codec import encode_payload
 from diloco_common.errors import Superseded
-from diloco_common.wire.manifest import TensorSpec
-from diloco_common.wire.messages import Collect, Committed, Held, Outcome, Progress, PushAnswer, PushHeader, Stop
+from diloco_common.wire.messages import Collect, Committed, Held, Outcome, PushAnswer, Stop
 from diloco_server.core.fragment import Restored
 from diloco_server.core.ledger import VersionsLost
-from diloco_server.core.membership import Member
-from lockstep import ShardShell
-
-SIZE = 8
-MODEL = [TensorSpec("w", (SIZE,))]
-TOKENS = 10
+from rig import TOKENS, Rig
 
 
-class Rig(ShardShell):
-    """One epoch of a shard of one fragment, K = all, and learners that are names."""
+class Life(Rig):
+    """One epoch of a shard, K = all, H = 1."""
 
     def __init__(self, epoch: int, restored: Restored | None = None, **run: Any) -> None:
-        sync = {"sync_every": 1, "quorum": "all", "merge": "mean"}
         outer = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
-        super().__init__(make_settings(sync=sync, outer=outer, run=run), epoch)
-        self.members: dict[str, Member] = {}
-        self.steps: dict[str, int] = {}
+        super().__init__(epoch=epoch, sync={"sync_every": 1}, outer=outer, run=run)
         if restored is not None:
             self.shard.restore(KNOWN.shard.manifest, [restored])  # type: ignore[arg-type]
 
-    def join(self, name: str, held: tuple[int, int] | None = None, process_id: str = "process") -> None:
+    def come(self, name: str, held: tuple[int, int] | None = None, process_id: str = "process") -> None:
+        """Join, listen, and take a step."""
         told = [Held(0, *held)] if held else []
-        self.members[name] = self.shard.join(name, f"{name}'s {process_id}", MODEL, self.now, told)
-        self.shard.attend(self.members[name])
-        self.step(name)
-
-    def step(self, name: str) -> None:
         self.steps[name] = self.steps.get(name, 0) + 1
-        self.shard.progress(self.members[name], Progress(self.steps[name], self.steps[name] * TOKENS), self.now)
+        self.shard.attend(self.join(name, process_id=f"{name}'s {process_id}", held=told))
         self.advance()
 
-    def push(self, name: str, round_number: int, base: tuple[int, int]) -> PushAnswer:  # type: ignore[override]
+    def push_from(self, name: str, round_number: int, base: tuple[int, int]) -> PushAnswer:
         """A contribution that is relative to the version `base`, as (epoch, version)."""
-        payload = encode_payload(torch.full((SIZE,), float(round_number)), "float32")
-        assert self.shard.manifest is not None
-        header = PushHeader(
-            0, round_number, base[0], base[1], TOKENS, 1, payload.header, self.shard.manifest.digest
-        )  # fmt: skip
-        return super().push(self.members[name], header, payload)
+        return self.contribute(
+            name, round_number, float(round_number), epoch=base[0], base_version=base[1], tokens=TOKENS, steps=1
+        )
 
-    def seeded(self) -> Rig:
-        self.join("ann")
-        payload = encode_payload(torch.ones(SIZE), "float32")
-        assert self.shard.manifest is not None
-        header = PushHeader(0, 0, self.shard.epoch, 0, 0, 0, payload.header, self.shard.manifest.digest)
-        super().push(self.members["ann"], header, payload)
+    def seeded(self) -> Life:
+        self.come("ann")
+        self.seed("ann", 1.0)
         return self
 
-    def trained(self, rounds: int) -> Rig:
+    def trained(self, rounds: int) -> Life:
         for _ in range(rounds):
-            state = self.shard.fragments[0]
             self.step("ann")
-            assert self.push("ann", state.version + 1, state.version_id).outcome is Outcome.ACCEPTED
+            answer = self.push_from("ann", self.state.version + 1, self.state.version_id)
+            assert answer.outcome is Outcome.ACCEPTED
         return self
 
     def kept(self, *, is_new_line: bool = False) -> Restored:
         """What a store would bring back, were the shard killed now."""
-        state = self.shard.fragments[0]
+        state = self.state
         record, values = deepcopy((state.record, state.values))  # payloads never change
         return Restored(record, values, state.published, is_new_line)  # type: ignore[arg-type]
 
     @property
     def identity(self) -> tuple[int, int]:
-        return self.shard.fragments[0].version_id
+        return self.state.version_id
 
     def merged(self, name: str) -> int:
         return self.shard.join_answer(name).fragments[0].merged_version
 
 
-KNOWN = Rig(3).seeded()
+KNOWN = Life(3).seeded()
 
 
-def first_epoch(rounds: int = 2) -> Rig:
-    return Rig(3).seeded().trained(rounds)
+def first_epoch(rounds: int = 2) -> Life:
+    return Life(3).seeded().trained(rounds)
 
 
 def test_a_restart_brings_a_version_back_under_its_name() -> None:
     old = first_epoch()
-    new = Rig(4, old.kept())
+    new = Life(4, old.kept())
     assert new.identity == old.identity == (3, 2)
     assert new.shard.epoch == 4
     assert new.merged("ann") == 2
@@ -106,12 +85,12 @@ def test_a_restart_brings_a_version_back_under_its_name() -> None:
 
 
 def test_learners_go_on_with_what_they_hold() -> None:
-    new = Rig(4, first_epoch().kept())
-    new.join("ann", held=(3, 2))
+    new = Life(4, first_epoch().kept())
+    new.come("ann", held=(3, 2))
     assert Committed(0, 2, 3) in new.told["ann"]
     new.step("ann")
     assert Collect(0, 3, 3) in new.take_told("ann")
-    assert new.push("ann", 3, (3, 2)).outcome is Outcome.ACCEPTED
+    assert new.push_from("ann", 3, (3, 2)).outcome is Outcome.ACCEPTED
     assert (new.identity, new.merged("ann")) == ((4, 3), 3)
     assert not new.events or not [e for e in new.events if isinstance(e, VersionsLost)]
 
@@ -119,8 +98,8 @@ def test_learners_go_on_with_what_they_hold() -> None:
 def test_the_same_contributions_make_the_same_bytes_with_a_restart_in_between() -> None:
     """P3: momentum comes back bit for bit, too."""
     whole = first_epoch(5)
-    restarted = Rig(4, first_epoch(3).kept())
-    restarted.join("ann", held=(3, 3))
+    restarted = Life(4, first_epoch(3).kept())
+    restarted.come("ann", held=(3, 3))
     restarted.trained(2)
     mine, theirs = (rig.shard.fragments[0].values for rig in (whole, restarted))
     assert mine is not None
@@ -131,36 +110,36 @@ def test_the_same_contributions_make_the_same_bytes_with_a_restart_in_between() 
 
 def test_a_version_that_was_made_durable_but_not_announced_tells_who_is_in_it() -> None:
     """P1: ann's contribution was merged, the shard was killed before it could say so."""
-    new = Rig(4, first_epoch(2).kept())
-    new.join("ann", held=(3, 1))
+    new = Life(4, first_epoch(2).kept())
+    new.come("ann", held=(3, 1))
     (status,) = new.shard.join_answer("ann").fragments
     assert (status.epoch, status.version, status.merged_version) == (3, 2, 2)
     new.step("ann")
-    assert new.push("ann", 2, (3, 1)).outcome is Outcome.DUPLICATE, "her retry of round 2 is not merged again"
+    assert new.push_from("ann", 2, (3, 1)).outcome is Outcome.DUPLICATE, "her retry of round 2 is not merged again"
     assert new.shard.ledger.duplicates == 1
     assert new.identity == (3, 2)
 
 
 def test_another_process_of_the_same_id_is_not_told_of_merges_that_are_not_its_own() -> None:
     """P1: membership does not outlive a restart, what was merged and by whom does."""
-    new = Rig(4, first_epoch().kept())
-    new.join("ann", process_id="other process")
+    new = Life(4, first_epoch().kept())
+    new.come("ann", process_id="other process")
     assert new.merged("ann") == 0
 
 
 def test_a_process_cannot_come_back_after_another_of_its_id_even_over_a_restart() -> None:
     """Its merges are forgotten then: it would carry what is merged."""
-    new = Rig(4, first_epoch().kept())
-    new.join("ann", process_id="other process")
+    new = Life(4, first_epoch().kept())
+    new.come("ann", process_id="other process")
 
     with pytest.raises(Superseded):
-        new.join("ann")
+        new.come("ann")
 
 
 def test_generations_of_the_old_epoch_are_fenced_off() -> None:
     """P4: a lease is (epoch, generation); epochs are never used again, so generations need not be kept."""
-    new = Rig(4, first_epoch().kept())
-    new.join("ann", held=(3, 2))
+    new = Life(4, first_epoch().kept())
+    new.come("ann", held=(3, 2))
     generation = new.members["ann"].generation
     with pytest.raises(Exception, match="has no lease here since this shard restarted"):
         new.shard.check("ann", generation, 3)
@@ -169,25 +148,25 @@ def test_generations_of_the_old_epoch_are_fenced_off() -> None:
 
 def test_a_version_that_is_behind_what_was_announced_gets_a_name_of_its_own() -> None:
     """faults.md 8: (3, 3) rotted, version 2 came back. Nobody may confuse two versions 3."""
-    new = Rig(4, first_epoch(2).kept(is_new_line=True))
+    new = Life(4, first_epoch(2).kept(is_new_line=True))
     assert new.identity == (4, 2)
-    new.join("ann", held=(3, 3))
+    new.come("ann", held=(3, 3))
     assert [e for e in new.events if isinstance(e, VersionsLost)] == [VersionsLost(0, 3, 2, 3, "ann")]
     assert Committed(0, 2, 4) in new.take_told("ann")
     new.step("ann")
-    lost = new.push("ann", 3, (3, 3))
+    lost = new.push_from("ann", 3, (3, 3))
     assert (lost.outcome, lost.code) == (Outcome.REJECTED, "WRONG_EPOCH")
 
 
 def test_a_learner_that_holds_what_is_lost_makes_the_shard_begin_a_new_line() -> None:
     """Durability "interval", or a disk that lied: the shard cannot know by itself. faults.md 5."""
-    new = Rig(4, first_epoch(1).kept())
-    new.join("ben", held=(3, 1))
+    new = Life(4, first_epoch(1).kept())
+    new.come("ben", held=(3, 1))
     new.take_told("ben")
     assert new.identity == (3, 1)
 
-    new.join("ann", held=(3, 3))
-    new.join("cat", held=(3, 2))
+    new.come("ann", held=(3, 3))
+    new.come("cat", held=(3, 2))
 
     assert new.identity == (4, 1)
     assert [e for e in new.events if isinstance(e, VersionsLost)] == [VersionsLost(0, 3, 1, 3, "ann")]
@@ -196,68 +175,68 @@ def test_a_learner_that_holds_what_is_lost_makes_the_shard_begin_a_new_line() ->
 
 def test_a_fragment_that_came_back_with_nothing_is_a_loss_too() -> None:
     """Its file was taken away, or the shard keeps nothing: a learner brings it again, and version 3 is gone."""
-    new = Rig(4)
-    new.join("ann", held=(3, 2))
-    new.join("ben", held=(3, 3))
-    new.join("cat", held=(3, 1))
-    new.join("dan")
+    new = Life(4)
+    new.come("ann", held=(3, 2))
+    new.come("ben", held=(3, 3))
+    new.come("cat", held=(3, 1))
+    new.come("dan")
     lost = [e for e in new.events if isinstance(e, VersionsLost)]
     assert lost == [VersionsLost(0, 3, 0, 2, "ann"), VersionsLost(0, 3, 0, 3, "ben")]
 
 
 def test_a_version_of_a_later_epoch_than_the_one_that_came_back_is_a_loss_that_needs_no_new_name() -> None:
     """(4, 3) and the files of that epoch are gone; no other version will ever be called that."""
-    new = Rig(5, first_epoch(2).kept())
-    new.join("ann", held=(4, 3))
+    new = Life(5, first_epoch(2).kept())
+    new.come("ann", held=(4, 3))
     assert [e for e in new.events if isinstance(e, VersionsLost)] == [VersionsLost(0, 4, 2, 3, "ann")]
     assert new.identity == (3, 2)
-    new.join("ben", held=(3, 3))
+    new.come("ben", held=(3, 3))
     assert new.identity == (5, 2), "(3, 3) is another matter: ben would not pull (3, 2)"
 
 
 def test_what_this_epoch_has_made_is_no_loss() -> None:
-    new = Rig(4).seeded().trained(2)
-    new.join("ann", held=(4, 2))
+    new = Life(4).seeded().trained(2)
+    new.come("ann", held=(4, 2))
     assert not [e for e in new.events if isinstance(e, VersionsLost)]
 
 
 def test_what_is_relative_to_the_recovered_version_counts_under_its_new_name() -> None:
     """The bytes are the same, so ben's contribution to the open round is good; ann's, to a lost version, is not."""
-    new = Rig(4, first_epoch(1).kept())
-    new.join("ben", held=(3, 1))
+    new = Life(4, first_epoch(1).kept())
+    new.come("ben", held=(3, 1))
     new.step("ben")
-    new.join("ann", held=(3, 2))
+    new.come("ann", held=(3, 2))
     assert new.identity == (4, 1)
-    assert new.push("ben", 2, (3, 1)).outcome is Outcome.ACCEPTED
-    assert new.push("ann", 2, (3, 2)).code == "WRONG_EPOCH"
+    assert new.push_from("ben", 2, (3, 1)).outcome is Outcome.ACCEPTED
+    assert new.push_from("ann", 2, (3, 2)).code == "WRONG_EPOCH"
     assert (new.identity, new.merged("ben"), new.merged("ann")) == ((4, 2), 2, 1)
 
 
 def test_who_was_asked_under_the_old_name_is_asked_again_under_the_new_one() -> None:
     """Else a learner that has pulled the new name would wait for a version of the old one, and the round for it."""
-    new = Rig(4, first_epoch(1).kept())
-    new.join("ben", held=(3, 1))
+    new = Life(4, first_epoch(1).kept())
+    new.come("ben", held=(3, 1))
     new.step("ben")
     assert Collect(0, 2, 3) in new.take_told("ben")
-    new.join("ann", held=(3, 2))
+    new.come("ann", held=(3, 2))
     assert [d for d in new.take_told("ben") if isinstance(d, Collect | Committed)] == [
         Committed(0, 1, 4), Collect(0, 2, 4),
     ]  # fmt: skip
 
 
 def test_two_versions_of_one_number_have_two_names() -> None:
-    lost, new = first_epoch(2), Rig(4, first_epoch(1).kept())
-    new.join("ben", held=(3, 1))
+    lost, new = first_epoch(2), Life(4, first_epoch(1).kept())
+    new.come("ben", held=(3, 1))
     new.step("ben")
-    new.push("ben", 2, (3, 1))
+    new.push_from("ben", 2, (3, 1))
     assert (lost.identity, new.identity) == ((3, 2), (4, 2))
     assert new.shard.fragments[0].before == (3, 1), "a change leads from what ben holds"
 
 
 def test_a_run_that_was_over_is_over() -> None:
-    new = Rig(4, first_epoch(2).kept(), tokens=2 * TOKENS)
+    new = Life(4, first_epoch(2).kept(), tokens=2 * TOKENS)
     assert new.shard.done
-    new.join("ann", held=(3, 2))
+    new.come("ann", held=(3, 2))
     assert Stop() in new.take_told("ann")
 
 
@@ -265,9 +244,9 @@ def test_a_process_that_slept_through_its_successor_and_a_restart_is_not_told_th
     """Its contribution is in version 2. Another process took its id then, so its merges were dropped, and the restart
     took with it the knowledge that it had been replaced."""
     old = first_epoch()
-    old.join("ann", process_id="other process")
-    new = Rig(4, old.kept())
-    new.join("ann", held=(3, 1))
+    old.come("ann", process_id="other process")
+    new = Life(4, old.kept())
+    new.come("ann", held=(3, 1))
     (status,) = new.shard.join_answer("ann").fragments
     assert (status.merged_version, status.forgotten_version) == (0, 2)
 
