@@ -6,16 +6,12 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
-from builders import make_settings
-from diloco_common.codec import encode_payload
-from diloco_common.wire.manifest import TensorSpec
-from diloco_common.wire.messages import Outcome, Progress, PushHeader
+from diloco_common.wire.messages import Outcome, Progress
 from diloco_server.core.ledger import RoundClosed
 from diloco_server.core.trust.arrivals import Arrivals, Call, Expected, next_boundary
 from diloco_server.core.trust.trail import Trail
-from lockstep import ShardShell
+from rig import TOKENS, Rig
 
 STEP_S = 1.0
 PATIENCE_S = 2.4
@@ -108,43 +104,27 @@ def test_a_link_that_nothing_measures_any_more_is_believed_better_with_every_rou
 # ------------------------------------------------------------------ rounds
 
 
-class Crowd(ShardShell):
-    """One fragment and learners that step, report and push as they are told, in virtual time."""
+class Crowd(Rig):
+    """Learners that step, report and push as they are told."""
 
     def __init__(self, lease_s: float = 1e6, **sync: Any) -> None:
-        sync = {"grace": "adaptive", "sync_every": 24, "merge": "mean"} | sync
-        super().__init__(make_settings(sync=sync, lease={"lease_s": lease_s, "heartbeat_s": 1.0}), epoch=1)
-        self.members: dict[str, Any] = {}
-        self.steps: dict[str, int] = {}
+        sync = {"grace": "adaptive", "sync_every": 24, "quorum": 1} | sync
+        super().__init__(sync=sync, lease={"lease_s": lease_s, "heartbeat_s": 1.0})
         self.merged_steps: dict[str, int] = {}
 
-    def join(self, *learner_ids: str) -> None:
-        for learner_id in learner_ids:
-            self.members[learner_id] = self.shard.join(learner_id, "p", [TensorSpec("w", (8,))], self.now)
-            self.steps[learner_id] = 0
-        payload = encode_payload(torch.zeros(8), "float32")
-        member = self.members[learner_ids[0]]
-        self.push(member, self._header(0, 0, payload), payload)
+    def come(self, *learner_ids: str) -> None:
+        self.join(*learner_ids)
+        self.seed(learner_ids[0])
 
-    def report(self, learner_id: str) -> None:
-        steps = self.steps[learner_id]
-        self.shard.progress(self.members[learner_id], Progress(steps, 10 * steps, None, STEP_S), self.now)
-        self.advance()
+    def report(self, learner_id: str, **more: Any) -> None:
+        super().report(learner_id, step_time_s=STEP_S, **more)
 
-    def step(self, learner_id: str) -> None:
-        self.steps[learner_id] += 1
-        self.report(learner_id)
-
-    def contribute(self, learner_id: str) -> Outcome:
-        payload = encode_payload(torch.ones(8), "float32")
-        state = self.shard.fragments[0]
-        round_number = state.version + 1
+    def answers(self, learner_id: str) -> None:
+        """With all that it has trained since it was merged last."""
         trained = self.steps[learner_id] - self.merged_steps.get(learner_id, 0)
-        header = self._header(round_number, trained, payload)
-        answer = self.push(self.members[learner_id], header, payload)
+        answer = self.contribute(learner_id, self.state.version + 1, tokens=TOKENS * trained, steps=trained)
         if answer.outcome is Outcome.ACCEPTED:
             self.merged_steps[learner_id] = self.steps[learner_id]
-        return answer.outcome
 
     def run(self, seconds: float, step_s: dict[str, float], *, silent: tuple[str, ...] = ()) -> list[RoundClosed]:
         """Everybody steps at a pace, and answers at the boundary; these do not answer. Rounds that closed meanwhile."""
@@ -159,28 +139,21 @@ class Crowd(ShardShell):
                 if due[name] <= self.now + 1e-9:
                     due[name] += step_s[name]
                     self.step(name)
-                    collecting = self.shard.fragments[0].round
+                    collecting = self.state.round
                     if collecting and name in collecting.missing and asked.get(name) != collecting.round:
                         asked[name] = collecting.round
                         if name not in silent:
-                            self.contribute(name)
+                            self.answers(name)
         return self.closed[before:]
 
     @property
     def closed(self) -> list[RoundClosed]:
-        return [event for event in self.events if isinstance(event, RoundClosed)]
-
-    def _header(self, round_number: int, steps: int, payload: Any) -> PushHeader:
-        assert self.shard.manifest is not None
-        version = self.shard.fragments[0].version if self.shard.fragments else 0
-        return PushHeader(
-            0, round_number, 1, version, 10 * steps, steps, payload.header, self.shard.manifest.digest
-        )  # fmt: skip
+        return self.noted(RoundClosed)
 
 
 def test_everybody_who_is_alive_is_in_every_round_whatever_the_overlap_leaves() -> None:
     crowd = Crowd()
-    crowd.join("a", "b", "c")
+    crowd.come("a", "b", "c")
     crowd.shard.grace.to_publish.add(5.0)  # a slow disk left Eq. 3 no window at all
     closed = crowd.run(200.0, {"a": 1.0, "b": 1.1, "c": 1.2})
     assert len(closed) > 4
@@ -189,7 +162,7 @@ def test_everybody_who_is_alive_is_in_every_round_whatever_the_overlap_leaves() 
 
 def test_a_learner_five_times_slower_is_waited_for_where_its_step_ends_in_time() -> None:
     crowd = Crowd()
-    crowd.join("a", "b", "c", "slow")
+    crowd.come("a", "b", "c", "slow")
     closed = crowd.run(600.0, {"a": 1.0, "b": 1.1, "c": 1.2, "slow": 5.0})
     assert all(c.participants >= 3 for c in closed)
     with_all = [c for c in closed if c.participants == 4]
@@ -202,7 +175,7 @@ def test_a_learner_five_times_slower_is_waited_for_where_its_step_ends_in_time()
 
 def test_who_reports_and_never_contributes_costs_the_patience_and_after_some_rounds_nothing() -> None:
     crowd = Crowd()
-    crowd.join("a", "b", "ghost")
+    crowd.come("a", "b", "ghost")
     paces = {"a": 1.0, "b": 1.1, "ghost": 1.0}
     waiting = crowd.run(24 * 14.0, paces, silent=("ghost",))
     assert max(c.open_s for c in waiting) <= 1.1 + PATIENCE_S * 1.1 + 0.1
@@ -212,7 +185,7 @@ def test_who_reports_and_never_contributes_costs_the_patience_and_after_some_rou
 
 def test_a_learner_that_has_hung_is_not_waited_for_although_it_holds_a_lease() -> None:
     crowd = Crowd()
-    crowd.join("a", "b", "hung")
+    crowd.come("a", "b", "hung")
     crowd.run(60.0, {"a": 1.0, "b": 1.1, "hung": 1.0})
     closed = crowd.run(120.0, {"a": 1.0, "b": 1.1})
     assert [c.participants for c in closed[1:]] == [2] * (len(closed) - 1)
@@ -222,14 +195,13 @@ def test_a_learner_that_has_hung_is_not_waited_for_although_it_holds_a_lease() -
 def test_who_is_asked_late_does_not_say_alone_what_is_usual() -> None:
     crowd = Crowd(lease_s=10.0, quorum="all")
     paces = {"a": 1.0, "b": 1.0, "c": 1.0}
-    crowd.join(*paces)
-    while crowd.shard.fragments[0].round is None:
+    crowd.come(*paces)
+    while crowd.state.round is None:
         crowd.run(1.0, paces, silent=tuple(paces))
-    collecting = crowd.shard.fragments[0].round
+    collecting = crowd.state.round
     began = collecting.opened_at
     assert began <= collecting.usual_at <= began + 2.0
-    crowd.members["late"] = crowd.shard.join("late", "p", [TensorSpec("w", (8,))], crowd.now)
-    crowd.steps["late"] = 0
+    crowd.join("late")
     while "late" not in collecting.asked:
         crowd.run(1.0, paces | {"late": 1.0}, silent=(*paces, "late"))
         assert crowd.now < began + 30.0
@@ -238,6 +210,6 @@ def test_who_is_asked_late_does_not_say_alone_what_is_usual() -> None:
 
 def test_overwriting_learners_lose_work_while_a_round_waits_so_it_waits_for_the_slack_alone() -> None:
     crowd = Crowd(on_commit="overwrite", grace_gamma=0.5, overlap_steps=2)
-    crowd.join("a", "b")
+    crowd.come("a", "b")
     crowd.run(30.0, {"a": 1.0, "b": 1.1})
     assert 0 <= crowd.shard.grace_s() <= 1.1

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from builders import make_settings
-from diloco_common.codec import encode_payload
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
-from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
+from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_server.core.ledger import LearnerQuarantined
-from diloco_server.core.membership import Member
 from diloco_server.core.trust.lengths import CROWD, FAR, SETTLED, STRAIGHT, Lengths, Way
-from lockstep import ShardShell
+from rig import TOKENS, Rig
 
 SIZE, H, USUAL = 64, 24, 0.1
 """Elements; inner steps between rounds; the norm of an honest contribution."""
@@ -31,30 +28,19 @@ class Sick:
     direction: float = 1.0
 
 
-class Crowd(ShardShell):
+class Crowd(Rig):
     """Learners in lockstep. Every step takes a second; a round comes every H of them."""
 
-    def __init__(self, learners: str, **settings: Any) -> None:
-        sync = {"sync_every": H, "fragments": 1, "merge": "mean", "quorum": "all"} | settings.pop("sync", {})
-        outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
-        super().__init__(make_settings(sync=sync, outer=outer, lease={"lease_s": 1e6, "stalled_s": 1e6}, **settings))
-        self.steps = dict.fromkeys(learners, 0)
+    def __init__(self, learners: str, sync: dict[str, Any] | None = None, **settings: Any) -> None:
+        sync = {"sync_every": H, "fragments": 1} | (sync or {})
+        super().__init__([TensorSpec("w", (SIZE,))], sync=sync, lease={"lease_s": 1e6, "stalled_s": 1e6}, **settings)
         self.since = dict.fromkeys(learners, 0)
-        self.members: dict[str, Member] = {}
-        for learner in learners:
-            self.members[learner] = self.shard.join(learner, f"of {learner}", [TensorSpec("w", (SIZE,))], self.now)
-            self.shard.progress(self.members[learner], Progress(0, 0), self.now)
+        self.join(*learners)
         self.push_values(learners[0], 0, torch.ones(SIZE))
 
     def push_values(self, learner: str, number: int, values: torch.Tensor, **claims: int) -> PushAnswer:
-        payload = encode_payload(values.clone(), "float32")
         steps = claims.get("steps", self.steps[learner] - self.since[learner])
-        assert self.shard.manifest is not None
-        header = PushHeader(
-            0, number, 1, max(0, number - 1), claims.get("tokens", 10 * steps), steps, payload.header,
-            self.shard.manifest.digest,
-        )  # fmt: skip
-        answer = self.push(self.members[learner], header, payload)
+        answer = self.bring(learner, number, values, steps=steps, tokens=claims.get("tokens", TOKENS * steps))
         if answer.outcome is Outcome.ACCEPTED:
             self.since[learner] = self.steps[learner]
         return answer
@@ -63,16 +49,11 @@ class Crowd(ShardShell):
         """Everybody steps, by 1 per second or its speed. Returns the round that is open then."""
         for _ in range(seconds):
             self.now += 1.0
-            for learner, member in self.members.items():
+            for learner in self.members:
                 self.steps[learner] += speeds.get(learner, 1)
-                step_s = 1 / max(1, speeds.get(learner, 1))
-                self.shard.progress(
-                    member, Progress(self.steps[learner], 10 * self.steps[learner], None, step_s), self.now
-                )
-            self.advance()
-        state = self.shard.fragments[0]
-        assert state.round is not None
-        return state.round.round
+                self.report(learner, step_time_s=1 / max(1, speeds.get(learner, 1)))
+        assert self.state.round is not None
+        return self.state.round.round
 
     def round(self, *sick: Sick, **norms: float) -> dict[str, PushAnswer]:
         """One round: everybody sends `USUAL`, or what is said. Returns the answers."""
@@ -93,13 +74,13 @@ class Crowd(ShardShell):
 
     @property
     def named(self) -> set[str]:
-        return {e.learner_id for e in self.events if isinstance(e, LearnerQuarantined)}
+        return {e.learner_id for e in self.noted(LearnerQuarantined)}
 
     @property
-    def theta(self) -> float:
-        values = self.shard.fragments[0].values
-        assert values is not None
-        return float(values.theta.norm())
+    def length(self) -> float:
+        """Of the values."""
+        assert self.state.values is not None
+        return float(self.state.values.theta.norm())
 
 
 @pytest.mark.parametrize("learners", ["ab", "abc", "abcdefgh"])
@@ -113,7 +94,7 @@ def test_values_grown_by_any_factor_move_nothing_and_their_learner_is_named(lear
         assert answers["b"].code in ("NORM_TOO_LARGE", "NOT_FINITE", "QUARANTINED")
         assert answers["a"].outcome is Outcome.ACCEPTED
     assert crowd.named == {"b"}
-    assert crowd.theta < 10.0
+    assert crowd.length < 10.0
 
 
 @pytest.mark.parametrize("learners", ["abc", "abcdefgh"])
@@ -122,10 +103,10 @@ def test_in_the_first_round_of_all_the_one_that_is_far_off_is_left_out(learners:
     crowd = Crowd(learners)
     answers = crowd.round(Sick("a", 300.0))
     assert answers["a"].outcome is Outcome.ACCEPTED
-    assert crowd.shard.fragments[0].version == 1
-    assert crowd.shard.fragments[0].status("a").merged_version == 0, "it hears that, and carries the work"
-    assert crowd.shard.fragments[0].status("b").merged_version == 1
-    assert crowd.theta == pytest.approx(8.0, abs=0.5)
+    assert crowd.state.version == 1
+    assert crowd.state.status("a").merged_version == 0, "it hears that, and carries the work"
+    assert crowd.state.status("b").merged_version == 1
+    assert crowd.length == pytest.approx(8.0, abs=0.5)
     assert crowd.shard.ledger.tokens_in_flight == 0
 
 
@@ -258,10 +239,10 @@ def test_who_was_left_out_counts_as_a_stranger_until_it_is_cleared() -> None:
         crowd.round(Sick("b", 1000.0))
     while crowd.shard.quarantine.holds("b"):
         crowd.round()
-    before = crowd.theta
+    before = crowd.length
     crowd.round(Sick("b", 6 * USUAL))
     assert crowd.shard._rounds.trust.is_strange("b")
-    assert abs(crowd.theta - before) < USUAL, "it is cut to the others"
+    assert abs(crowd.length - before) < USUAL, "it is cut to the others"
     for _ in range(20):
         crowd.round()
     assert not crowd.shard._rounds.trust.is_strange("b")
@@ -274,7 +255,7 @@ def test_a_stranger_is_never_alone_in_a_round_and_counts_for_no_more_than_others
     before = crowd.shard.tokens_merged
     number = crowd.train(H, a=16)
     crowd.push_values("a", number, torch.ones(SIZE))
-    assert crowd.shard.fragments[0].round is not None, "half of the others have to be in it"
+    assert crowd.state.round is not None, "half of the others have to be in it"
     crowd.push_values("b", number, torch.ones(SIZE))
-    assert crowd.shard.fragments[0].version == number
+    assert crowd.state.version == number
     assert crowd.shard.tokens_merged - before == 2 * 10 * H
