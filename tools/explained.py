@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from diloco_deploy.explain.pages import with_parts
+from diloco_deploy.explain.catalogue import with_parts
 from written import ROOT, written
 
 

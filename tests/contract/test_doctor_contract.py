@@ -17,7 +17,7 @@ from certificates import Certificates
 from diloco_common.settings import Settings
 from diloco_common.wire import rpc
 from diloco_common.wire.messages import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S, PROTOCOL
-from diloco_deploy.doctor import shards, way
+from diloco_deploy.doctor import shards
 from diloco_deploy.doctor.checks import Check, Door, Finding, Known, State, run_checks
 from diloco_deploy.doctor.command import Patient, look
 from diloco_deploy.explain.catalogue import CODES
@@ -90,7 +90,7 @@ def test_a_name_that_there_is_not(monkeypatch):
     def unknown(*_: object, **__: object) -> object:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr(way.socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(shards.socket, "getaddrinfo", unknown)
     assert failures(found_at("no-such-host.invalid:50051")) == ["NAME_UNKNOWN"]
 
 

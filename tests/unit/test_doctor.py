@@ -16,7 +16,7 @@ from diloco_common.errors import CannotConnect
 from diloco_common.settings import Settings, ShardSettings
 from diloco_common.wire.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
 from diloco_deploy.cli import main
-from diloco_deploy.doctor import command, machine, shards, way
+from diloco_deploy.doctor import command, machine, shards
 from diloco_deploy.doctor.checks import Check, Finding, Found, State, failure, ok, run_checks
 from diloco_deploy.doctor.machine import Shard, Written
 from diloco_deploy.explain.catalogue import CODES
@@ -105,14 +105,14 @@ def test_a_clock_matters_most_where_something_proves_who_calls(
 
 
 def test_a_far_link_is_a_warning() -> None:
-    assert verdict(way.round_trip("ps-0:1", 0.7)) == ("warning", "LINK_FAR")
-    assert verdict(way.round_trip("ps-0:1", 0.08)) == ("ok", "OK")
+    assert verdict(shards.round_trip("ps-0:1", 0.7)) == ("warning", "LINK_FAR")
+    assert verdict(shards.round_trip("ps-0:1", 0.08)) == ("ok", "OK")
 
 
 def test_a_certificate_is_renewed_before_it_ends() -> None:
     now = datetime(2026, 11, 22, tzinfo=UTC)
-    assert verdict(way.validity("it", now + timedelta(days=13), now)) == ("warning", "CERTIFICATE_ENDS_SOON")
-    assert verdict(way.validity("it", now + timedelta(days=15), now)) == ("ok", "OK")
+    assert verdict(shards.validity("it", now + timedelta(days=13), now)) == ("warning", "CERTIFICATE_ENDS_SOON")
+    assert verdict(shards.validity("it", now + timedelta(days=15), now)) == ("ok", "OK")
 
 
 # ---------------------------------------------------------------- the disk

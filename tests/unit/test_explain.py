@@ -17,9 +17,8 @@ import diloco_worker
 from diloco_common.errors import ConfigError, DilocoError, Refusal
 from diloco_common.observe.metrics.shard import rejections
 from diloco_common.wire import rpc
-from diloco_deploy.explain.catalogue import CODES, ENTRIES, explain, find, of_kind, plain_text
+from diloco_deploy.explain.catalogue import CODES, ENTRIES, explain, find, of_kind, plain_text, with_parts
 from diloco_deploy.explain.codes import Kind
-from diloco_deploy.explain.pages import with_parts
 
 NOT_IMPORTED = ("__main__", ".hf", ".lightning")
 """They start a program, or need a package that is not ours. They define no errors."""

@@ -12,22 +12,18 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from diloco_common.errors import DataError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from diloco_common import quantities
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, DataError
 from diloco_common.options import Dtype, number
 from diloco_deploy import units
 from diloco_deploy.run.folder import shards_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")

@@ -5,7 +5,8 @@ One runs after the other: each within its time, none able to harm another, and a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,9 +17,6 @@ from diloco_deploy.explain.catalogue import CODES
 if TYPE_CHECKING:
     from diloco_common.trust.tls import TlsFiles
     from diloco_common.wire.messages import JoinAnswer
-
-import threading
-from collections.abc import Callable, Iterator, Sequence
 
 
 class State(StrEnum):

@@ -10,27 +10,21 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 from json import dumps
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+from cyclopts import Parameter
+
+from diloco_common import quantities
 from diloco_common.command import version
-from diloco_common.errors import plain
+from diloco_common.errors import ConfigError, plain
+from diloco_common.options import NO_SETTINGS, Flag, Json, SettingsOptions, number, setting, settings_from
 from diloco_common.settings import Settings
-from diloco_common.wire.messages import PROTOCOL
-from diloco_deploy.doctor import way
 from diloco_deploy.doctor.checks import TOTAL_S, Check, Door, Finding, Found, Known, State, run_checks, warning
 from diloco_deploy.run.folder import shards_in
 
 if TYPE_CHECKING:
     from diloco_deploy.doctor.machine import Shard
-
-from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
-
-from diloco_common import quantities
-from diloco_common.errors import ConfigError
-from diloco_common.options import NO_SETTINGS, Flag, Json, SettingsOptions, number, setting, settings_from
 
 MARKS = {State.OK: "ok", State.WARNING: "WARNING", State.FAILURE: "FAILURE", State.SKIPPED: "skipped"}
 AT_ONCE = 16
@@ -103,19 +97,19 @@ def _ways(patient: Patient, ends_at: float) -> Iterator[Found]:
 
 def _walked(door: Door, known: Known, ends_at: float) -> Iterator[Found]:
     """One way."""
-
+    from diloco_common.wire.messages import PROTOCOL
     from diloco_deploy.doctor import shards
 
     def port() -> Finding:
-        found = way.port(door.address)
+        found = shards.port(door.address)
         known.round_trip_s[door.address] = found.figures.get("round_trip_s", 0.0)
         return found
 
     a = door.address
     checks = [
-        Check("name", a, 4.0, partial(way.name, a)),
+        Check("name", a, 4.0, partial(shards.name, a)),
         Check("port", a, 4.0, port, ("name",)),
-        Check("tls", a, 7.0, partial(way.handshake, a, door.files), ("port",)),
+        Check("tls", a, 7.0, partial(shards.handshake, a, door.files), ("port",)),
         Check("run", a, 12.0, partial(shards.describe, door, known, PROTOCOL), ("port", "tls")),
         Check("clock", a, 9.0, partial(shards.measure, door, known), ("run",)),
         Check("version", a, 1.0, partial(shards.version, door, known, _ours()), ("run",)),

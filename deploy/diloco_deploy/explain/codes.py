@@ -1,9 +1,11 @@
-"""Every code but the alerts, explained: errors, findings of `diloco doctor`, outcomes, exit codes."""
+"""Every code, explained: errors, findings of `diloco doctor`, outcomes, exit codes; alerts.md has the alerts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from diloco_common.errors import CALLS, DilocoError, Refusal, all_kinds
 
@@ -263,3 +265,14 @@ EXITS = (
     _exit(130, "interrupted", NOTHING),
     _exit(143, "ended by SIGTERM, once what a learner had trained was handed over", NOTHING),
 )
+
+
+def _alerts(page: str) -> Iterator[Entry]:
+    """Each is a heading, a paragraph that says what it means, and what to do."""
+    for part in page.removeprefix("## ").split("\n## "):
+        code, means, do = part.rstrip("\n").split("\n\n", 2)
+        yield Entry(code, Kind.ALERT, means, do)
+
+
+ALERTS = tuple(_alerts((Path(__file__).parent / "alerts.md").read_text(encoding="utf-8")))
+"""Of Prometheus. The wrapped lines are those of docs/runbook.md."""
