@@ -216,7 +216,7 @@ class LocalCluster:
     ) -> None:
         """Shards of a cluster that `keeps` have a data folder each, `data(index)`."""
         self.folder = folder
-        self._own_interpreter = own_interpreter
+        self.own_interpreter = own_interpreter
         self._keeps = keeps
         self.settings = {**TINY, **(settings or {})}
         self.shards: list[Process] = []
@@ -281,7 +281,7 @@ class LocalCluster:
             process.kill()
 
     def _process(self, name: str, module: str, arguments: Callable[[], Sequence[str]]) -> Process:
-        return Process(name, module, arguments, self.folder, own_interpreter=self._own_interpreter)
+        return Process(name, module, arguments, self.folder, own_interpreter=self.own_interpreter)
 
     def _add_shard(self, index: int, count: int, flags: Sequence[str]) -> Process:
         where: dict[str, object] = {"shard.index": index, "shard.count": count}

@@ -51,6 +51,8 @@ PATIENT = {"lease.lease_s": 8, "lease.heartbeat_s": 1.6}
 STEP_S = 0.004
 TOKENS = 8
 """Of one inner step."""
+CALM_S = 0.015
+"""Between two steps, where nothing is shown by their number."""
 ANSWER_S = 120.0
 FAULT_SECONDS = float(os.environ.get("FAULT_SECONDS", "0"))
 """How long faults last that may last long, at least; otherwise they last until their effect is seen."""
@@ -95,6 +97,8 @@ class Options:
     """Between two attempts to reach a shard: who loses it ten times in ten seconds would soon wait for 3 s."""
     width: int = 24
     """The model has about width ** 2 parameters."""
+    step_s: float = STEP_S
+    """Between two steps."""
 
 
 class SteadyLearner:
@@ -283,7 +287,7 @@ def _learn(name: str, shards: str, options: Options, control: Connection, log: P
             else:
                 learner.poll()
             _look(learner, history)
-            if control.poll(STEP_S):
+            if control.poll(options.step_s):
                 match control.recv():
                     case "pause":
                         stepping = False

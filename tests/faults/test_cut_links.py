@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from networks import Namespace, need_namespaces
 from processes import until
-from steady import FAULT_SECONDS, SteadyCluster
+from steady import CALM_S, FAULT_SECONDS, SteadyCluster
 
 from diloco_worker.core.dialing import LONGEST_S
 
@@ -29,7 +29,9 @@ def namespace() -> Iterator[Namespace]:
 def shared(namespace: Namespace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SteadyCluster]:
     """Two shards and `near` outside, `far` behind the link."""
     settings = {"shard.listen": f"{namespace.near}:0", "security.insecure": True}
-    with SteadyCluster(tmp_path_factory.mktemp("cut"), settings, shards=2, longest_wait_s=LONGEST_S) as cluster:
+    with SteadyCluster(
+        tmp_path_factory.mktemp("cut"), settings, shards=2, longest_wait_s=LONGEST_S, step_s=CALM_S
+    ) as cluster:
         cluster.add("near")
         cluster.add("far", namespace=namespace.name)
         yield cluster
@@ -91,7 +93,7 @@ def test_a_learner_cut_off_from_all_trains_on_and_its_work_arrives(
     until(lambda: far.ask().connected == [False, False], "far to notice")
     until(lambda: not any(is_alive(cluster, "far", shard) for shard in (0, 1)), "both shards to evict far")
     alone = far.ask()
-    until(lambda: far.ask().steps > alone.steps + 50, "steps of far alone")
+    until(lambda: far.ask().steps > alone.steps + 20, "steps of far alone")
     for shard in (0, 1):
         await_rounds(cluster, shard)
     until(lambda: time.monotonic() - began > FAULT_SECONDS, "the time that was asked for", FAULT_SECONDS + 10)

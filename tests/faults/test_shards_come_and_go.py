@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from processes import until, versions
-from steady import FAULT_SECONDS, SteadyCluster
+from steady import CALM_S, FAULT_SECONDS, SteadyCluster
 
 LEASE_S = 2.0
 FROZEN_S = max(2 * LEASE_S, FAULT_SECONDS)
@@ -15,7 +15,7 @@ FROZEN_S = max(2 * LEASE_S, FAULT_SECONDS)
 
 def test_a_frozen_shard_is_noticed_and_holds_up_nobody(tmp_path: Path) -> None:
     """Fault 4: SIGSTOP for longer than a lease, SIGCONT; learners train on with the other shard."""
-    with SteadyCluster(tmp_path, {"lease.lease_s": LEASE_S}, shards=2) as cluster:
+    with SteadyCluster(tmp_path, {"lease.lease_s": LEASE_S}, shards=2, step_s=CALM_S) as cluster:
         cluster.add("ann", "ben")
         frozen, other = cluster.shards
         frozen.signal(signal.SIGSTOP)
@@ -39,7 +39,7 @@ def test_a_frozen_shard_is_noticed_and_holds_up_nobody(tmp_path: Path) -> None:
 
 def test_all_shards_are_restarted_one_after_the_other_under_load(tmp_path: Path) -> None:
     """Fault 22: SIGTERM and a new start, each shard in turn; no learner exits, nothing is lost."""
-    with SteadyCluster(tmp_path, shards=3) as cluster:
+    with SteadyCluster(tmp_path, shards=3, step_s=CALM_S) as cluster:
         cluster.add("ann", "ben")
         for shard in cluster.shards:
             kept, steps, epoch = versions(shard.status()), [h.steps for h in cluster.ask()], shard.status()["epoch"]
