@@ -26,7 +26,7 @@ from diloco_server.core.trust.trail import STEPS_FACTOR
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What each fragment is to merge."""
+    """The run ends once every fragment has merged so many tokens, whoever is alive."""
 
     tokens: int
     """0: the run has no end."""

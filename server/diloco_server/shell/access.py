@@ -26,6 +26,8 @@ from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_server.shell.audit import Audit, NoAudit
 
 BEARER = "Bearer "
+LOOK_S = 0.25
+"""How often to look whether files have changed: whoever is revoked is out within a second."""
 
 
 @dataclass(eq=False, slots=True)
@@ -148,10 +150,6 @@ class Callers:
             raise Revoked(f"{what} was revoked; if this learner is welcome, issue another")
         if is_over or self._wall_clock() >= proof.expires:
             raise Expired(f"{what} has expired; issue another (no restart is needed: workers read the files again)")
-
-
-LOOK_S = 0.25
-"""How often to look whether files have changed: whoever is revoked is out within a second."""
 
 
 class AccessFiles:

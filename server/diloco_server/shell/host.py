@@ -48,27 +48,6 @@ from diloco_server.shell.telemetry import ShardTelemetry
 from diloco_server.storage.store import Store
 from diloco_server.storage.version_file import StoredVersion
 
-
-class AwakeClock:
-    """Monotonic seconds. A gap between two calls counts as at most `longest_s`: the shard asks many times a second."""
-
-    def __init__(self, longest_s: float, clock: Clock, on_waking: Callable[[float, float], None]) -> None:
-        """`on_waking` is called with the seconds that do not count, and with the first answer after them."""
-        self._longest_s = longest_s
-        self._clock = clock
-        self._on_waking = on_waking
-        self._asked_at = clock()
-        self._asleep_s = 0.0
-
-    def __call__(self) -> float:
-        now = self._clock()
-        asleep_s, self._asked_at = now - self._asked_at - self._longest_s, now
-        if asleep_s > 0:
-            self._asleep_s += asleep_s
-            self._on_waking(asleep_s, now - self._asleep_s)
-        return now - self._asleep_s
-
-
 TICK_S = 0.02
 """The resolution of grace windows and leases."""
 DECISION_WAIT = 4.0
@@ -448,3 +427,30 @@ class ShardHost:
         """Make a version durable, as far as the settings ask for it. It may be announced when this returns."""
         assert self.shard.manifest is not None
         await self.keeper.keep(version, self.shard.manifest)
+
+
+class AwakeClock:
+    """Monotonic seconds of a shard, but only those during which the shard itself is awake.
+
+    A process may be frozen for longer than a lease (SIGSTOP, a suspended machine). On waking, it may look at the time
+    before it reads the messages of its learners. With a plain clock, it would then take all of them for silent.
+    Learners train on meanwhile, so whoever judges what they bring has to know of it: `on_waking`.
+
+    A gap between two calls counts as at most `longest_s`: the shard asks many times a second.
+    """
+
+    def __init__(self, longest_s: float, clock: Clock, on_waking: Callable[[float, float], None]) -> None:
+        """`on_waking` is called with the seconds that do not count, and with the first answer after them."""
+        self._longest_s = longest_s
+        self._clock = clock
+        self._on_waking = on_waking
+        self._asked_at = clock()
+        self._asleep_s = 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        asleep_s, self._asked_at = now - self._asked_at - self._longest_s, now
+        if asleep_s > 0:
+            self._asleep_s += asleep_s
+            self._on_waking(asleep_s, now - self._asleep_s)
+        return now - self._asleep_s

@@ -33,11 +33,20 @@ from diloco_server.storage.regular import RegularCheckpoints
 from diloco_server.storage.store import Found, Store
 from diloco_server.storage.version_file import StoredVersion
 
+RETRY_S = 1.0
+WRITERS = 2
+"""While one waits for the disk, another prepares its bytes; more only split the disk's bandwidth."""
+SAY_AGAIN_S = 30.0
+"""How often a disk that goes on failing is mentioned."""
+
 T = TypeVar("T")
 
 
 class Writers:
-    """Work is given by one event loop, which owns this."""
+    """Threads that write to a data folder. Work is given by one event loop, which owns this.
+
+    It knows whether a thread still writes: nothing can call back a write that hangs.
+    """
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
@@ -65,13 +74,6 @@ class Writers:
         for wait in pending:
             wait.cancel()  # the write goes on
         return not pending
-
-
-RETRY_S = 1.0
-WRITERS = 2
-"""While one waits for the disk, another prepares its bytes; more only split the disk's bandwidth."""
-SAY_AGAIN_S = 30.0
-"""How often a disk that goes on failing is mentioned."""
 
 
 class Keeper:

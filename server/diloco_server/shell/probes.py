@@ -39,6 +39,12 @@ WATCHES_EACH, WATCHES_MAX = 2, 64
 """Watches that may be open of one account, and of all of them together."""
 WATCH_S = 600.0
 """Seconds that a Watch lasts at most. Who still cares asks again; who is gone takes no place for long."""
+PROBES_MAX = 2
+"""Probes that may be open at once, of all accounts; one of each."""
+PROBES, PROBES_PER_S = 4, 0.2
+"""Of one account: so many at once, and so many per second in the long run."""
+_FRAMING = 64
+"""Bytes of a message beside its zeros, at most."""
 Status = health_pb2.HealthCheckResponse
 
 
@@ -124,14 +130,6 @@ class Health:
         except Refusal as refusal:
             self._refused("", refusal.code, str(refusal))
             await rpc.refuse(context, refusal)
-
-
-PROBES_MAX = 2
-"""Probes that may be open at once, of all accounts; one of each."""
-PROBES, PROBES_PER_S = 4, 0.2
-"""Of one account: so many at once, and so many per second in the long run."""
-_FRAMING = 64
-"""Bytes of a message beside its zeros, at most."""
 
 
 class Probe:
