@@ -97,7 +97,7 @@ RULES = {
         "diloco_protos",
         "diloco_server.shell.access",
         "diloco_server.shell.audit",
-        "diloco_server.shell.rate",
+        "diloco_server.shell.quotas",
         never=CLOCKS_AND_CHANCE,
     ),
     "diloco_server.shell.audit": allow("diloco_server", "diloco_common", never=NETWORK),

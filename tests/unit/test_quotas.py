@@ -6,8 +6,7 @@ import pytest
 
 from diloco_common.errors import Busy
 from diloco_server.shell import quotas
-from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Takers
-from diloco_server.shell.rate import Rate
+from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Rate, Takers
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from diloco_common.errors import VersionDamaged
 from diloco_common.wire.manifest import Manifest, TensorSpec, companion_of, cut
 from diloco_server.storage.checkpoint import find_damage, read_manifest
 from diloco_server.storage.filesystem import Disk
-from diloco_server.storage.regular import RegularCheckpoints
+from diloco_server.storage.folders import RegularCheckpoints
 from diloco_server.storage.store import FileStore
 from stores import MANIFEST, ORIGIN, make_version, open_store
 
@@ -188,7 +188,7 @@ def test_a_disk_that_refuses_is_tried_again_with_the_next_version(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("diloco_server.storage.regular.write_manifest", full)
+        patch.setattr("diloco_server.storage.folders.write_manifest", full)
         with pytest.raises(OSError, match="No space"):
             shard.write(*refused)
     assert shard.checkpoints == {}

@@ -24,8 +24,7 @@ from diloco_deploy import units
 from diloco_deploy.checkpoint.objects import copy_checkpoint
 from diloco_deploy.checkpoint.sources import Whole, data_folders, join, open_checkpoint, open_whole, shard_folders
 from diloco_server.storage.checkpoint import Contents, find_damage, joined, total_tokens
-from diloco_server.storage.folders import place, restore, take_checkpoint
-from diloco_server.storage.regular import FOLDER
+from diloco_server.storage.folders import FOLDER, place, restore, take_checkpoint
 from diloco_worker.export import empty_tensors, lay_out, write_model
 
 

@@ -29,7 +29,7 @@ from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Values
 from diloco_server.core.fragment import Restored
 from diloco_server.core.outer import OuterOptimizer
-from diloco_server.storage.regular import RegularCheckpoints
+from diloco_server.storage.folders import RegularCheckpoints
 from diloco_server.storage.store import Found, Store
 from diloco_server.storage.version_file import StoredVersion
 

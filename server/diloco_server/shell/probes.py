@@ -27,8 +27,7 @@ from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.messages import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
-from diloco_server.shell.quotas import Places
-from diloco_server.shell.rate import Rate
+from diloco_server.shell.quotas import Places, Rate
 from diloco_server.shell.servicer import Context, Messages, only
 from diloco_server.shell.waits import BODY_S, Bodies
 

@@ -42,8 +42,7 @@ from diloco_common.wire.messages import (
 )
 from diloco_server.shell.control_streams import ControlStream
 from diloco_server.shell.host import ShardHost
-from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Takers
-from diloco_server.shell.rate import Rate
+from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Rate, Takers
 from diloco_server.shell.rules import check_codecs
 from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
 

@@ -26,7 +26,7 @@ from diloco_common.wire.messages import JoinRequest, Outcome, Progress, PullHead
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
 from diloco_server.shell.audit import Audit, NoAudit
-from diloco_server.shell.rate import Rate
+from diloco_server.shell.quotas import Rate
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Messages: TypeAlias = AsyncIterator[bytes]

@@ -7,6 +7,11 @@ there is a newer one.
 It is restored for any number of shards. That number decides where fragments are placed, but not how the model is cut.
 So values, momentum and anchors are written unchanged, bit for bit; only the header of a file changes. No `epoch-` file
 is written: the shards take epochs that the run cannot have had before (docs/version-file.md).
+
+The regular checkpoints of a shard, one every `checkpoint.every` versions, are `checkpoints/version-NNN` in its folder.
+Checkpoint N takes the first version of each fragment, from N on, that reaches the disk. That is N itself, unless
+versions are written by interval. So all shards agree on names and contents without talking. Companions number their
+versions more slowly: the newest of each is taken once those of the model are there.
 """
 
 from __future__ import annotations
@@ -14,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from diloco_common.errors import CheckpointExists, CheckpointIncomplete, ConfigError, NoCheckpoint, VersionDamaged
-from diloco_common.wire.manifest import Manifest, cut
+from diloco_common.wire.manifest import Fragment, Manifest, cut
 from diloco_server.storage.checkpoint import (
     MANIFEST,
     CheckpointFile,
@@ -39,6 +45,9 @@ from diloco_server.storage.version_file import (
     write_version,
 )
 
+FOLDER = "checkpoints"
+"""In a data folder, and in the folder of a cluster."""
+_NAME = re.compile(r"version-(\d{12})")
 TRIES = 100
 """Attempts to link a fragment whose files keep vanishing. A shard would have to make a version during each of them."""
 _NO_HARD_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
@@ -212,3 +221,115 @@ def restore(versions: Iterable[tuple[Header, StoredVersion]], manifest: Manifest
     except BaseException:
         shutil.rmtree(half, ignore_errors=True)
         raise
+
+
+class RegularCheckpoints:
+    """Makes checkpoints as versions reach the disk, and removes old ones."""
+
+    def __init__(self, data_dir: Path, every: int, keep: int) -> None:
+        self._data_dir, self._every, self._keep = data_dir, every, keep
+        self._folder = data_dir / FOLDER
+        self._done: list[int] = []  # ascending
+        self._open: dict[int, set[int]] = {}  # checkpoint -> fragments that are in it
+        self._newest: dict[int, int] = {}  # fragment of another kind -> its newest version on disk
+
+    def begin(self, recovered: Mapping[int, int], manifest: Manifest, shard_index: int) -> list[int]:
+        """Go on after earlier epochs. `recovered`: fragment -> the version it came back with. Raises OSError."""
+        found = {int(m[1]): path for path in self._folder.glob("version-*") if (m := _NAME.fullmatch(path.name))}
+        self._done = sorted(number for number, path in found.items() if is_checkpoint(path))
+        for number in found.keys() - self._done:  # begin unfinished ones anew: they may hold a version that is lost now
+            shutil.rmtree(found[number])
+        self._newest = {
+            f.fragment_id: recovered[f.fragment_id]
+            for f in manifest.owned_by(shard_index)
+            if not f.traits.is_of_model and f.fragment_id in recovered
+        }
+        finished: list[int] = []
+        for fragment_id, newest in recovered.items():
+            if fragment_id in self._newest:
+                continue
+            names = version_names(fragment_id, [path.name for path in self._data_dir.iterdir()])
+            versions = sorted(int(name.rpartition("-")[2].partition(".")[0]) for name in names)
+            for version in versions:
+                if version <= newest:
+                    finished += self.written(fragment_id, version, manifest, shard_index)
+        return finished
+
+    def written(self, fragment_id: int, version: int, manifest: Manifest, shard_index: int) -> list[int]:
+        """A version is on disk. Returns the checkpoints that it completes.
+
+        Raises OSError. Then the fragment's next version takes its place.
+        """
+        owned = manifest.owned_by(shard_index)
+        of_model = {fragment.fragment_id for fragment in owned if fragment.traits.is_of_model}
+        is_of_model = fragment_id in of_model
+        if is_of_model:
+            self._open_if_due(version)
+        else:
+            self._newest[fragment_id] = version
+        finished: list[int] = []
+        for number, there in sorted(self._open.items()):
+            if is_of_model and number > version:
+                continue
+            if is_of_model and fragment_id not in there:
+                name = version_name(fragment_id, version)
+                try:
+                    hard_link(self._data_dir / name, self._folder / _name(number) / name)
+                except FileNotFoundError:
+                    if (self._data_dir / name).exists():
+                        del self._open[number]  # somebody has deleted the checkpoint's folder
+                        continue
+                    return finished  # the fragment has later versions already
+                there.add(fragment_id)
+            if of_model <= there and self._finish(number, owned):
+                finished.append(number)
+        return finished
+
+    def _open_if_due(self, version: int) -> None:
+        due = version // self._every * self._every
+        if due > max([0, *self._done[-1:], *self._open]):
+            Disk(self._folder / _name(due))  # makes the folder, and makes it survive a crash
+            self._open[due] = set(fragments_in(self._folder / _name(due)))
+
+    def _finish(self, number: int, owned: Sequence[Fragment]) -> bool:
+        folder = self._folder / _name(number)
+        if folder.is_dir() and not self._link_newest(folder, owned):
+            return False
+        if not folder.is_dir() or set(fragments_in(folder)) != {fragment.fragment_id for fragment in owned}:
+            del self._open[number]  # somebody has deleted files of it
+            return False
+        disk = Disk(folder)
+        names = [name for name in disk.names() if name.startswith("fragment-") and not name.endswith(".tmp")]
+        try:
+            described = [describe(disk, name) for name in names]
+        except VersionDamaged:
+            del self._open[number]  # the next one may be better
+            shutil.rmtree(folder)
+            raise
+        write_manifest(disk, contents_of(described))
+        Disk(self._folder).sync_names()
+        del self._open[number]
+        self._done.append(number)
+        while len(self._done) > self._keep:
+            remove_checkpoint(self._folder / _name(self._done[0]))
+            del self._done[0]
+        return True
+
+    def _link_newest(self, folder: Path, owned: Sequence[Fragment]) -> bool:
+        """The newest version of the other kinds. False if one is not there, or no longer: a newer one comes."""
+        there = fragments_in(folder)
+        for fragment in owned:
+            if fragment.traits.is_of_model or fragment.fragment_id in there:
+                continue
+            if fragment.fragment_id not in self._newest:
+                return False
+            name = version_name(fragment.fragment_id, self._newest[fragment.fragment_id])
+            try:
+                hard_link(self._data_dir / name, folder / name)
+            except FileNotFoundError:
+                return False
+        return True
+
+
+def _name(number: int) -> str:
+    return f"version-{number:012d}"
