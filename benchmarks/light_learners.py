@@ -43,7 +43,7 @@ from diloco_common.wire.messages import (
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_worker.core.dialing import TRY_AGAIN, backoff_s
-from diloco_worker.pusher import SEEDS_AT_ONCE
+from diloco_worker.shell.pusher import SEEDS_AT_ONCE
 
 TOKENS_PER_STEP = 1000
 CALL_S = 300.0

@@ -14,17 +14,17 @@ from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics.worker import WorkerMetrics
 from diloco_common.ports import World
 from diloco_common.wire.messages import FragmentStatus, LearnerPolicy, Pulse
-from diloco_worker.boundary import Start
-from diloco_worker.codec_thread import CodecThread
-from diloco_worker.connections import Connections
-from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import Act
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.events import Joined
 from diloco_worker.core.replica import Replica
-from diloco_worker.council import Council
 from diloco_worker.learner import Learner, make_learner
-from diloco_worker.telemetry import LearnerTelemetry
+from diloco_worker.shell.boundary import Start
+from diloco_worker.shell.codec_thread import CodecThread
+from diloco_worker.shell.connections import Connections
+from diloco_worker.shell.context import ConnectionContext
+from diloco_worker.shell.council import Council
+from diloco_worker.shell.telemetry import LearnerTelemetry
 
 CALLER = Caller("local", "cat", "process of cat")
 

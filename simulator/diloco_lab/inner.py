@@ -13,9 +13,9 @@ import torch
 
 from diloco_common.settings import Settings
 from diloco_lab.tasks import Stackable, Task, inner_step
-from diloco_worker.companions import Companions
 from diloco_worker.core.momentum import Companion
 from diloco_worker.core.shared_set import SharedSet
+from diloco_worker.shell.companions import Companions
 
 
 class InnerSteps:

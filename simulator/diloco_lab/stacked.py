@@ -20,8 +20,8 @@ from diloco_common.settings import TrainSettings
 from diloco_demo.gpt import GPT, Layer, norm, rotate
 from diloco_demo.muon import RMS_OF_ADAMW, orthogonal
 from diloco_demo.shapes import BYTES
-from diloco_worker.companions import most_of
 from diloco_worker.core.momentum import Companion, Pace
+from diloco_worker.shell.companions import most_of
 
 ADAMW_EPS = 1e-8
 """As torch has it."""

@@ -36,7 +36,7 @@ from diloco_simulator.shard_disk import ShardDisk
 from diloco_simulator.shard_process import ShardProcess
 from diloco_simulator.timeline import Timeline
 from diloco_simulator.verify.judge import violations
-from diloco_worker.boundary import Start
+from diloco_worker.shell.boundary import Start
 
 TAIL = 60
 OF_AN_EARLIER_RUN = 0.3

@@ -20,7 +20,7 @@ from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Round
 from diloco_server.core.rounds import LAST_S
 from diloco_simulator import wire
-from diloco_worker.core.diverging import REFUSALS_MAX
+from diloco_worker.core.agreement import REFUSALS_MAX
 
 Name = tuple[int, int, int]
 """Of a version: fragment, the epoch that it was made in, and its number."""

@@ -22,16 +22,16 @@ from diloco_simulator.model import AVERAGED, Counting
 from diloco_simulator.process import Process
 from diloco_simulator.silence import QuietLog, Silence
 from diloco_simulator.transport import MemoryTransport
-from diloco_worker.boundary import Start
-from diloco_worker.connections import Connections
 from diloco_worker.core.acts import Act, PushAnswered, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
 from diloco_worker.core.parts import Holding, LocalFragment, Sharing, local_fragment
 from diloco_worker.core.replica import Replica
-from diloco_worker.council import IslandCouncil
 from diloco_worker.learner import make_learner
-from diloco_worker.telemetry import LearnerTelemetry
+from diloco_worker.shell.boundary import Start
+from diloco_worker.shell.connections import Connections
+from diloco_worker.shell.council import IslandCouncil
+from diloco_worker.shell.telemetry import LearnerTelemetry
 
 if TYPE_CHECKING:
     from diloco_simulator.cluster import Cluster

@@ -18,7 +18,7 @@ from diloco_common.settings import (
     SyncSettings,
 )
 from diloco_simulator.plot import FOREIGN, MANNERS, TACTICS
-from diloco_worker.boundary import SEED_HOLD_S
+from diloco_worker.shell.boundary import SEED_HOLD_S
 
 FAULTS = (
     "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "drain shard",

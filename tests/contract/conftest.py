@@ -15,7 +15,7 @@ from training import Training
 
 from diloco_common.observe.logs import TextFormatter
 from diloco_common.settings import Settings
-from diloco_worker.notice import Notice
+from diloco_worker.shell.exits import Notice
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,11 @@ from training import Training, tiny_model
 
 import diloco_worker
 from diloco_common.errors import ConfigError, LearnerEnded, ModelChanged, NotFinite
-from diloco_worker import connection
-from diloco_worker.core.diverging import REFUSALS_MAX
+from diloco_worker.core.agreement import REFUSALS_MAX
 from diloco_worker.export import lay_out
-from diloco_worker.finishing import Finishing
-from diloco_worker.interrupts import Interrupted
+from diloco_worker.shell import connection
+from diloco_worker.shell.ending import Finishing
+from diloco_worker.shell.exits import Interrupted
 from waiting import until
 
 EXACT = {"push": "float32", "pull": "float32", "quorum": 1}

@@ -12,7 +12,7 @@ import pytest
 
 from diloco_common import forks
 from diloco_common.errors import ChildOfLearner
-from diloco_worker import children
+from diloco_worker.shell import home as children
 
 FORK = """
 {first}

@@ -15,7 +15,8 @@ from diloco_common.errors import CannotConnect
 from diloco_common.trust.identity import Identity
 from diloco_server.shell import server
 from diloco_server.shell.servicer import ParameterServer
-from diloco_worker import boundary, learner
+from diloco_worker import learner
+from diloco_worker.shell import boundary
 from waiting import DEADLINE_S
 
 

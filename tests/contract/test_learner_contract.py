@@ -308,7 +308,7 @@ def test_a_resumed_learner_lets_a_new_one_begin_a_run_of_which_nothing_is_left(s
 
 
 def test_a_resumed_learner_to_whom_nobody_comes_begins_with_what_it_has(serve, train, monkeypatch):
-    monkeypatch.setattr("diloco_worker.boundary.SEED_HOLD_S", 0.2)
+    monkeypatch.setattr("diloco_worker.shell.boundary.SEED_HOLD_S", 0.2)
     shard = serve(settings_with())
     train(shard.address, "resumed", seed=1, state=state_of("resumed"))
     assert shard.version() == 0

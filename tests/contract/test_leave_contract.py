@@ -13,7 +13,7 @@ from in_process import InProcessShard, settings_with
 from training import Training
 
 from diloco_common.errors import LearnerEnded
-from diloco_worker import connection
+from diloco_worker.shell import connection
 
 H = 500
 EXACT = {"push": "float32", "pull": "float32", "sync_every": H, "fragments": 2}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco_worker.notice import Notice
+from diloco_worker.shell.exits import Notice
 
 
 @pytest.fixture
@@ -76,6 +76,7 @@ AGAIN = "handler = signal.getsignal(signal.SIGTERM); notice.end(is_heeded=True);
 @pytest.mark.parametrize("what", [LATE, AGAIN + "; signal.raise_signal(signal.SIGTERM)"], ids=["late", "put back"])
 def test_a_signal_for_no_learner_ends_the_process(what: str) -> None:
     """One that came while the learner closed, or to a handler that was put back later, as Lightning does."""
-    code = f"import signal; from diloco_worker.notice import Notice; notice = Notice(lambda: None); {what}; print('on')"
+    begin = "import signal; from diloco_worker.shell.exits import Notice; notice = Notice(lambda: None)"
+    code = f"{begin}; {what}; print('on')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr

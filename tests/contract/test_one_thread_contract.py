@@ -17,14 +17,14 @@ from training import tiny_model
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import WorkerMetrics
 from diloco_common.ports import World
-from diloco_worker.boundary import Start
-from diloco_worker.connections import Connections
 from diloco_worker.core.acts import Act
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.replica import Replica
-from diloco_worker.grpc_transport import GrpcTransport
 from diloco_worker.learner import make_learner
-from diloco_worker.telemetry import LearnerTelemetry
+from diloco_worker.shell.boundary import Start
+from diloco_worker.shell.connections import Connections
+from diloco_worker.shell.grpc_transport import GrpcTransport
+from diloco_worker.shell.telemetry import LearnerTelemetry
 from waiting import until_async
 
 

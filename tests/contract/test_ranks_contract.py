@@ -29,7 +29,7 @@ from diloco_common.wire.manifest import cut
 from diloco_worker.core.parts import Seat, located
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.island import IslandGroup
+from diloco_worker.shell.island import IslandGroup
 from waiting import DEADLINE_S
 
 ONE_PROCESS = "one process per device without torchrun"

@@ -40,7 +40,7 @@ from diloco_simulator.learner_process import LearnerProcess
 from diloco_simulator.model import PATTERN
 from diloco_simulator.options import Options, draw_memory
 from diloco_simulator.transport import MemoryTransport
-from diloco_worker.boundary import Start
+from diloco_worker.shell.boundary import Start
 
 LIAR = "1"
 """Address of the shard that lies."""

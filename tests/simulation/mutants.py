@@ -32,7 +32,6 @@ from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import StoredVersion
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.options import Options
-from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core import events
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.events import Answered
@@ -40,7 +39,8 @@ from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment, Pus
 from diloco_worker.core.island_log import LEADER, IslandLog
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
-from diloco_worker.council import Council, IslandCouncil
+from diloco_worker.shell.codec_thread import CodecThread
+from diloco_worker.shell.council import Council, IslandCouncil
 
 
 @contextmanager

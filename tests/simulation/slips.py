@@ -19,13 +19,13 @@ from diloco_server.core.rounds import Rounds
 from diloco_server.core.versions import Versions
 from diloco_server.shell.driver import EffectDriver
 from diloco_server.shell.host import AwakeClock
-from diloco_worker.boundary import StepBoundary
 from diloco_worker.core.connection import AndTell, AsTold, ConnectionState
 from diloco_worker.core.events import EventQueue
 from diloco_worker.core.fragment import LearnerFragment, Pushes
 from diloco_worker.core.island_log import IslandLog
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
+from diloco_worker.shell.boundary import StepBoundary
 
 # ------------------------------------------------------------ merging and stepping
 

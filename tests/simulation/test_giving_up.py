@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco_simulator.invariants import Violation, superseded_only_by_another
-from diloco_worker.core.diverging import REFUSALS_MAX
+from diloco_worker.core.agreement import REFUSALS_MAX
 
 
 def test_a_learner_may_give_up_where_its_contributions_were_made_to_hold_nan_often_enough() -> None:

@@ -22,11 +22,11 @@ from diloco_demo.gpt import build_gpt
 from diloco_demo.training import make_optimizer
 from diloco_server.core.fragment import FragmentState
 from diloco_server.shell.telemetry import ShardHistory
-from diloco_worker.companions import Companions, most_of
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.momentum import Companion, Pace
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
+from diloco_worker.shell.companions import Companions, most_of
 from lockstep import Lockstep
 
 SYNC = {"sync_every": 1, "quorum": "all", "merge": "rda"}

@@ -12,10 +12,10 @@ from torch import nn
 
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, Committed, Directive, LearnerPolicy, Progress, PullHeader, Pulse
-from diloco_worker.connection import Connection
 from diloco_worker.core.events import Failed, Joined
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
+from diloco_worker.shell.connection import Connection
 from parts import Believes, Parts, joined
 from waiting import until_async
 

@@ -11,9 +11,9 @@ from diloco_common.errors import DilocoError
 from diloco_common.ports import Unavailable
 from diloco_common.wire import protobuf
 from diloco_common.wire.messages import Directive, LearnerPolicy, Progress, Pulse, ShardAway
-from diloco_worker.connections import Connections
 from diloco_worker.core.acts import ModelCut, StepEnded
 from diloco_worker.core.events import Failed
+from diloco_worker.shell.connections import Connections
 from parts import Believes, Parts, joined
 from waiting import until_async
 

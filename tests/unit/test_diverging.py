@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco_common.errors import NotFinite
 from diloco_common.wire.messages import Outcome, PushAnswer
-from diloco_worker.core.diverging import REFUSALS_MAX, Diverging
+from diloco_worker.core.agreement import REFUSALS_MAX, Diverging
 
 REFUSED = PushAnswer(Outcome.REJECTED, NotFinite.code)
 ACCEPTED = PushAnswer(Outcome.ACCEPTED)

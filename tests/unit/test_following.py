@@ -12,8 +12,8 @@ from torch import nn
 
 from diloco_common.errors import ConfigError
 from diloco_common.observe.logs import Log
-from diloco_worker.core.counted import counted
 from diloco_worker.following import Following
+from diloco_worker.shell.arguments import counted
 
 LOG = Log("cat")
 

@@ -13,7 +13,7 @@ import pytest
 
 from diloco_common.errors import ChildOfLearner
 from diloco_common.forks import danger
-from diloco_worker import children
+from diloco_worker.shell import home as children
 
 ROOTS = ("common", "server", "worker", "deploy", "simulator", "examples/demo")
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from diloco_common.wire.messages import FrozenTensor
-from diloco_worker import frozen_tensors
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.frozen_tensors import declare
+from diloco_worker.shell import frozen_tensors
+from diloco_worker.shell.frozen_tensors import declare
 
 
 class Lora(nn.Module):

@@ -9,7 +9,7 @@ from diloco_common.observe.metrics.worker import WorkerMetrics
 from diloco_common.wire.messages import Pulse
 from diloco_deploy.run.supervisor import Hanging
 from diloco_worker.core.connection import Caller
-from diloco_worker.telemetry import LearnerTelemetry
+from diloco_worker.shell.telemetry import LearnerTelemetry
 
 
 @pytest.mark.parametrize(

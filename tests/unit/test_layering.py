@@ -81,8 +81,8 @@ PRODUCTION = frozenset({
     "diloco_common.trust.tokens", "diloco_common.wire.by_name", "diloco_common.wire.handshake",
     "diloco_common.wire.protobuf", "diloco_common.wire.rpc", "diloco_server.shell.access",
     "diloco_server.shell.probes", "diloco_server.shell.server", "diloco_server.shell.servicer",
-    "diloco_worker.credentials", "diloco_worker.grpc_transport", "diloco_worker.joining",
-    "diloco_worker.network_thread", "diloco_worker.number", "grpc", "secrets", "ssl", "threading", "time",
+    "diloco_worker.shell.credentials", "diloco_worker.shell.grpc_transport", "diloco_worker.joining",
+    "diloco_worker.shell.network_thread", "diloco_worker.number", "grpc", "secrets", "ssl", "threading", "time",
 })  # fmt: skip
 """The other world: the simulator runs the shells, and nothing of this."""
 RULES = {
@@ -108,14 +108,13 @@ RULES = {
     ),
     "diloco_server.core": core("diloco_server"),
     "diloco_worker": allow("diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
-    "diloco_worker.grpc_transport": allow(
+    "diloco_worker.shell.grpc_transport": allow(
         "diloco_common",
         "diloco_protos",
-        "diloco_worker.credentials",
-        "diloco_worker.whereabouts",
+        "diloco_worker.shell.credentials",
         never=CLOCKS_AND_CHANCE,
     ),
-    "diloco_worker.island": allow(  # timeouts of torch.distributed are timedeltas
+    "diloco_worker.shell.island": allow(  # timeouts of torch.distributed are timedeltas
         "diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE - {"datetime"} | NETWORK
     ),
     "diloco_worker.joining": allow("diloco_worker", "diloco_common", never=NETWORK),

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from builders import make_settings
 from diloco_common.errors import UnsupportedModel
 from diloco_common.wire.manifest import cut
-from diloco_worker.companions import Companions
 from diloco_worker.core import layout
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
+from diloco_worker.shell.companions import Companions
 from lockstep import Lockstep
 
 SHAPE = 5, 3, 2, 4

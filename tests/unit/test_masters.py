@@ -14,7 +14,7 @@ from diloco_common.errors import VersionUndone, WrongCall
 from diloco_common.wire.manifest import cut
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.masters import Masters, find_copies
+from diloco_worker.shell.masters import Masters, find_copies
 
 
 class Net(nn.Module):

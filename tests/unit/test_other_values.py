@@ -17,8 +17,8 @@ from diloco_common.errors import ModelChanged, WrongCall
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet, as_module
 from diloco_worker.learner import Learner
-from diloco_worker.other_values import OtherValues, beside, write
-from diloco_worker.watch import AT_ONCE, ModelWatch
+from diloco_worker.shell.other_values import OtherValues, beside, write
+from diloco_worker.shell.watch import AT_ONCE, ModelWatch
 
 
 class Net(nn.Module):

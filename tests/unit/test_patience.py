@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_worker.core.dialing import ANNOUNCE_WAIT_S
-from diloco_worker.patience import FIRST_S, Patience
+from diloco_worker.shell.ending import FIRST_S, Patience
 
 
 class Said:

@@ -24,12 +24,12 @@ from diloco_common.errors import (
 )
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Held, LearnerPolicy, PullHeader, PullRequest
-from diloco_worker import puller as module
-from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
-from diloco_worker.puller import Puller
+from diloco_worker.shell import puller as module
+from diloco_worker.shell.codec_thread import CodecThread
+from diloco_worker.shell.puller import Puller
 from parts import CALLER, Parts, joined
 from waiting import until_async
 

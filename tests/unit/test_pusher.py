@@ -20,7 +20,7 @@ from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
-from diloco_worker.pusher import Pusher
+from diloco_worker.shell.pusher import Pusher
 from parts import CALLER, Parts, joined
 from waiting import until_async
 

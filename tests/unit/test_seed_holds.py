@@ -6,9 +6,9 @@ from torch import nn
 
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import FragmentStatus, LearnerPolicy
-from diloco_worker.boundary import SEED_HOLD_S
 from diloco_worker.core.acts import SeedFragment
 from diloco_worker.core.replica import Replica
+from diloco_worker.shell.boundary import SEED_HOLD_S
 from parts import Parts, joined
 
 POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)

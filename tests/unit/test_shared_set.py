@@ -11,7 +11,7 @@ from torch import nn
 from diloco_common.errors import DilocoError, UnsupportedModel, WrongCall
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.frozen_tensors import declare
+from diloco_worker.shell.frozen_tensors import declare
 
 
 class Net(nn.Module):

@@ -18,7 +18,7 @@ from diloco_worker.core.events import Arrived
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.core.undone import IN_A_ROW, REST, ROW, STEPS, Laid, is_gone
-from diloco_worker.masters import Masters, find_copies
+from diloco_worker.shell.masters import Masters, find_copies
 from lockstep import Lockstep
 from parts import Parts, joined
 

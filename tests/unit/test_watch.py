@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diloco_common.errors import ModelChanged
 from diloco_worker.core.shared_set import Patterns, SharedSet
-from diloco_worker.watch import AT_ONCE, ModelWatch
+from diloco_worker.shell.watch import AT_ONCE, ModelWatch
 
 
 class Net(nn.Module):

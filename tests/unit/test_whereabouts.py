@@ -9,8 +9,8 @@ import pytest
 from diloco_common.errors import ConfigError
 from diloco_common.ports import Unavailable
 from diloco_common.wire.addresses import write_address
-from diloco_worker import whereabouts
-from diloco_worker.whereabouts import Whereabouts, addresses_of
+from diloco_worker.shell import credentials as whereabouts
+from diloco_worker.shell.credentials import Whereabouts, addresses_of
 
 
 def test_an_address_stays() -> None:

@@ -17,11 +17,11 @@ import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)
 if TYPE_CHECKING:
     from diloco_worker.export import write_model
     from diloco_worker.global_model import pull_global_model
-    from diloco_worker.island import init_island
     from diloco_worker.joining import digest_of, join
     from diloco_worker.learner import Learner
     from diloco_worker.number import take_number
     from diloco_worker.progress_lr import ProgressLR
+    from diloco_worker.shell.island import init_island
     from diloco_worker.state import blank_state
 
 __all__ = [
@@ -40,7 +40,7 @@ _MODULES = {
     "ProgressLR": "diloco_worker.progress_lr",
     "blank_state": "diloco_worker.state",
     "digest_of": "diloco_worker.joining",
-    "init_island": "diloco_worker.island",
+    "init_island": "diloco_worker.shell.island",
     "join": "diloco_worker.joining",
     "pull_global_model": "diloco_worker.global_model",
     "take_number": "diloco_worker.number",

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from diloco_common.errors import ConfigError
 from diloco_common.observe.logs import Log
-from diloco_worker.core.counted import counted
+from diloco_worker.shell.arguments import counted
 
 Amount = int | Callable[[], int]
 """Of each step; a function is asked after each."""

@@ -16,10 +16,10 @@ from diloco_common.ports import Transport, Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.manifest import Fragment, Manifest, cut
 from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest, PullRequest
-from diloco_worker.credentials import Credentials
 from diloco_worker.export import empty_tensors, lay_out
-from diloco_worker.grpc_transport import GrpcTransport
-from diloco_worker.puller import read_version
+from diloco_worker.shell.credentials import Credentials
+from diloco_worker.shell.grpc_transport import GrpcTransport
+from diloco_worker.shell.puller import read_version
 
 CALL_S = 120.0
 

@@ -20,12 +20,12 @@ from typing import Any
 from torch import nn
 
 from diloco_common.errors import ConfigError, WrongCall
-from diloco_worker import uncaught
-from diloco_worker.arguments import check_options
 from diloco_worker.joining import join
 from diloco_worker.learner import Learner
 from diloco_worker.progress_lr import Shape, share
-from diloco_worker.whereabouts import addresses_of
+from diloco_worker.shell import exits
+from diloco_worker.shell.arguments import check_options
+from diloco_worker.shell.credentials import addresses_of
 
 try:
     from transformers import TrainerCallback
@@ -51,7 +51,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         """`save_to`: folder for the global model; None: `global` in the Trainer's `output_dir`. `options`: of `join`
         (run, learner_id, tls, token, ...), but not `island`. Raises ConfigError, and WrongCall."""
         if options.get("log", "stderr") is not None:
-            uncaught.say_in_one_line()  # as `join` does, which comes later
+            exits.say_in_one_line()  # as `join` does, which comes later
         if options.get("island") is not None:
             raise ConfigError(
                 "DilocoCallback takes no island=: the Trainer has summed the tokens of all ranks already, and islands "

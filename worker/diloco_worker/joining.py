@@ -26,31 +26,30 @@ from diloco_common.observe.metrics import WorkerMetrics
 from diloco_common.ports import World
 from diloco_common.wire.addresses import write_address
 from diloco_common.wire.manifest import model_digest
-from diloco_worker import children, frozen_tensors, uncaught
-from diloco_worker.arguments import check_either, check_names, check_path, check_seconds, check_who, check_word
-from diloco_worker.boundary import Start
-from diloco_worker.companions import Companions
-from diloco_worker.connections import Connections
 from diloco_worker.core import ranks
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.layout import in_pinned_memory
 from diloco_worker.core.ranks import Island, Rank
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import Models, Patterns, SharedSet, as_module
-from diloco_worker.credentials import Credentials
-from diloco_worker.frozen_tensors import FrozenRule
-from diloco_worker.grpc_transport import GrpcTransport
-from diloco_worker.interrupts import as_one_line
-from diloco_worker.island import IslandGroup
 from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
-from diloco_worker.masters import Masters, find_copies
-from diloco_worker.network_thread import NetworkThread
 from diloco_worker.number import taken
-from diloco_worker.patience import Patience
+from diloco_worker.shell import exits, frozen_tensors, home
+from diloco_worker.shell.arguments import check_either, check_names, check_path, check_seconds, check_who, check_word
+from diloco_worker.shell.boundary import Start
+from diloco_worker.shell.companions import Companions
+from diloco_worker.shell.connections import Connections
+from diloco_worker.shell.credentials import Credentials, addresses_of
+from diloco_worker.shell.ending import Patience
+from diloco_worker.shell.exits import as_one_line
+from diloco_worker.shell.frozen_tensors import FrozenRule
+from diloco_worker.shell.grpc_transport import GrpcTransport
+from diloco_worker.shell.island import IslandGroup
+from diloco_worker.shell.masters import Masters, find_copies
+from diloco_worker.shell.network_thread import NetworkThread
+from diloco_worker.shell.telemetry import LearnerTelemetry
+from diloco_worker.shell.watch import ModelWatch
 from diloco_worker.state import read_state
-from diloco_worker.telemetry import LearnerTelemetry
-from diloco_worker.watch import ModelWatch
-from diloco_worker.whereabouts import addresses_of
 
 
 def join(
@@ -156,7 +155,7 @@ def join(
     credentials = Credentials(None if tls is None else Path(tls), token)
     saved = read_state(state, run)
     name = credentials.learner_id(learner_id or (saved.learner_id if saved is not None else ""), run)
-    children.check_may_join(run, name)
+    home.check_may_join(run, name)
     module = as_module(model)
     _check_ranks(module, island)
     chosen = SharedSet(module, shared, private)
@@ -184,7 +183,7 @@ def join(
         watch=None if replica.is_spread else ModelWatch(chosen, averaged),
         council=None if group is None else group.council(),
     )  # fmt: skip
-    children.joined(run, caller.learner_id)
+    home.joined(run, caller.learner_id)
     learner.listen()
     try:
         learner.start()
@@ -256,7 +255,7 @@ def _listen(log: Literal["stderr"] | None) -> None:
     check_word("log", log, ("stderr", None))
     if log == "stderr":
         logs.listen()
-        uncaught.say_in_one_line()
+        exits.say_in_one_line()
     else:
         logs.keep_quiet()
 

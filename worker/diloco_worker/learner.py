@@ -34,33 +34,29 @@ from torch.optim import Optimizer
 from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, VersionUndone, WrongCall
 from diloco_common.ports import Transport, World
 from diloco_common.wire.messages import FrozenTensor, Progress
-from diloco_worker import children
-from diloco_worker.arguments import check_seconds
-from diloco_worker.boundary import Start, StepBoundary
-from diloco_worker.codec_thread import CodecThread
-from diloco_worker.connections import Connections
-from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import Act, GiveUp, LastRounds, PushAnswered, PushContribution, StepEnded, VersionApplied
+from diloco_worker.core.agreement import Diverging
 from diloco_worker.core.connection import Caller
-from diloco_worker.core.counted import check_loss, counted
-from diloco_worker.core.diverging import Diverging
 from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
-from diloco_worker.council import Council
-from diloco_worker.finishing import Finishing
 from diloco_worker.following import Amount, Following
-from diloco_worker.interrupts import as_one_line
-from diloco_worker.leaving import LEAVE_S, Leaving
-from diloco_worker.masters import is_schedule_free
-from diloco_worker.notice import Notice, as_exit
-from diloco_worker.one_thread import OneThread, one_thread
-from diloco_worker.other_values import OtherValues, Values, write
-from diloco_worker.patience import Patience
+from diloco_worker.shell import home
+from diloco_worker.shell.arguments import check_loss, check_seconds, counted
+from diloco_worker.shell.boundary import Start, StepBoundary
+from diloco_worker.shell.codec_thread import CodecThread
+from diloco_worker.shell.connections import Connections
+from diloco_worker.shell.context import ConnectionContext
+from diloco_worker.shell.council import Council
+from diloco_worker.shell.ending import LEAVE_S, Finishing, Leaving, Patience
+from diloco_worker.shell.exits import Notice, as_exit, as_one_line
+from diloco_worker.shell.home import OneThread, one_thread
+from diloco_worker.shell.masters import is_schedule_free
+from diloco_worker.shell.other_values import OtherValues, Values, write
+from diloco_worker.shell.telemetry import LearnerTelemetry
+from diloco_worker.shell.watch import ModelWatch
 from diloco_worker.state import LearnerState
-from diloco_worker.telemetry import LearnerTelemetry
 from diloco_worker.view import LearnerView
-from diloco_worker.watch import ModelWatch
 
 STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
@@ -106,7 +102,7 @@ class Learner(LearnerView):
         super().__init__(boundary, connections, context.telemetry, context.index)
         self.step_time_s = 0.0
         """Moving average."""
-        self._home = children.Home()
+        self._home = home.Home()
         self.one_thread = OneThread()
         self._background = background
         self._codec = context.codec
@@ -365,7 +361,7 @@ class Learner(LearnerView):
         check_seconds("settle_s", settle_s)
         if not self._home.is_here:
             return
-        children.left(self.telemetry.caller.run_id, self.learner_id)
+        home.left(self.telemetry.caller.run_id, self.learner_id)
         if self.state != "stopped":
             self.telemetry.state = "done" if self._boundary.shards.have_stopped else "stopped"
             self.telemetry.ended()

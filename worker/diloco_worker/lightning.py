@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from diloco_common.errors import ConfigError, WrongCall
-from diloco_worker import uncaught
-from diloco_worker.arguments import check_options, check_word
-from diloco_worker.core.counted import Counted, counted
 from diloco_worker.joining import join
 from diloco_worker.learner import Learner
 from diloco_worker.progress_lr import SHAPES, ProgressLR, Shape
-from diloco_worker.whereabouts import addresses_of
+from diloco_worker.shell import exits
+from diloco_worker.shell.arguments import Counted, check_options, check_word, counted
+from diloco_worker.shell.credentials import addresses_of
 
 try:
     from lightning.pytorch import Callback
@@ -78,7 +77,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         Raises ConfigError, and WrongCall.
         """
         if options.get("log", "stderr") is not None:
-            uncaught.say_in_one_line()  # as `join` does, which comes later
+            exits.say_in_one_line()  # as `join` does, which comes later
         if options.get("island") is not None:
             raise ConfigError(
                 "DilocoCallback takes no island=: give each device a Trainer of its own (devices=1), each a learner, "

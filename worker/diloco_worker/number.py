@@ -20,12 +20,11 @@ from diloco_common.observe.logs import Log
 from diloco_common.ports import Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest
-from diloco_worker import children, uncaught
-from diloco_worker.arguments import check_seconds, check_who
-from diloco_worker.credentials import Credentials
-from diloco_worker.grpc_transport import GrpcTransport
-from diloco_worker.patience import Patience
-from diloco_worker.whereabouts import addresses_of
+from diloco_worker.shell import exits, home
+from diloco_worker.shell.arguments import check_seconds, check_who
+from diloco_worker.shell.credentials import Credentials, addresses_of
+from diloco_worker.shell.ending import Patience
+from diloco_worker.shell.grpc_transport import GrpcTransport
 
 ATTEMPT_S = 1.0
 """For the answers of all shards; then it is tried again."""
@@ -50,13 +49,13 @@ def take_number(
         HandshakeFailed, Refusal, ChildOfLearner: as `join` does.
     """
     logs.listen()
-    uncaught.say_in_one_line()
+    exits.say_in_one_line()
     addresses = addresses_of(shards)
     check_who(run, learner_id, tls, token)
     check_seconds("wait_s", wait_s)
     credentials = Credentials(None if tls is None else Path(tls), token)
     name = credentials.learner_id(learner_id, run)
-    children.check_may_join(run, name)
+    home.check_may_join(run, name)
     began = time.monotonic()
     patience = Patience(Log(name), "waiting for a number", began)
     with ThreadPoolExecutor(1, "diloco-number") as thread:  # a notebook has a running event loop in this one

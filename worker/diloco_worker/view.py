@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 
-from diloco_worker.boundary import StepBoundary
-from diloco_worker.connections import Connections
-from diloco_worker.telemetry import LearnerTelemetry
+from diloco_worker.shell.boundary import StepBoundary
+from diloco_worker.shell.connections import Connections
+from diloco_worker.shell.telemetry import LearnerTelemetry
 
 
 class LearnerView:

@@ -29,8 +29,8 @@ from diloco_common.wire.manifest import Fragment, cut
 from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest, PullRequest, PushHeader
 from diloco_simulator.hostile import HostileLearner
 from diloco_simulator.plot import MANNERS, TACTICS, Plot
-from diloco_worker.credentials import Credentials
-from diloco_worker.grpc_transport import GrpcTransport
+from diloco_worker.shell.credentials import Credentials
+from diloco_worker.shell.grpc_transport import GrpcTransport
 
 CALL_S = 10.0
 ANSWERS = 0.7

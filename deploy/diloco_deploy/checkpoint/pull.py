@@ -40,7 +40,7 @@ def pull_into(
     """
     from diloco_worker.export import write_model
     from diloco_worker.global_model import pull_global_model
-    from diloco_worker.whereabouts import addresses_of
+    from diloco_worker.shell.credentials import addresses_of
 
     began = time.perf_counter()
     addresses = addresses_of(shards)

@@ -69,7 +69,7 @@ lose their leases together."""
 
 REPORTS, REPORTS_PER_S = 100, 100.0
 """Reports on one control stream: so many at once, and so many per second in the long run; further ones wait, none is
-lost. A learner draws them together and sends 50 per second at most (`worker/connection.py: REPORT_EVERY_S`)."""
+lost. A learner draws them together and sends 50 per second at most (`worker/shell/connection.py: REPORT_EVERY_S`)."""
 
 SEEDS_AT_ONCE = 4
 """Seeds received at once, of different fragments. Learners that start together all bring the whole model in float32:

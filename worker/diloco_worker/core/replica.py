@@ -21,11 +21,10 @@ from diloco_common.wire.messages import Tie
 from diloco_worker.core import layout, momentum, names
 from diloco_worker.core.buffers import Buffers
 from diloco_worker.core.copies import Copied, FindCopies
-from diloco_worker.core.heads import embeddings_and_heads
 from diloco_worker.core.momentum import Companion
 from diloco_worker.core.parameters import Parameters
 from diloco_worker.core.parts import ALONE, LocalFragment, Seat
-from diloco_worker.core.shared_set import SharedSet
+from diloco_worker.core.shared_set import SharedSet, embeddings_and_heads
 from diloco_worker.core.undone import Laid
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

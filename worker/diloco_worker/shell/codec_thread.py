@@ -26,7 +26,7 @@ from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.layout import wait_for_device
 from diloco_worker.core.parts import LocalFragment
 from diloco_worker.core.tensors import Difference, FragmentTensors
-from diloco_worker.telemetry import LearnerTelemetry
+from diloco_worker.shell.telemetry import LearnerTelemetry
 
 SEED_ENCODING = "float32"
 

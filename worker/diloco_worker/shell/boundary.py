@@ -35,7 +35,7 @@ from diloco_worker.core.events import Answered, Arrived, Asked, Event, Failed, J
 from diloco_worker.core.island_log import Turn
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
-from diloco_worker.council import Council
+from diloco_worker.shell.council import Council
 
 SEED_HOLD_S = 10.0
 """Where a run is under way, a learner that has nothing of a fragment yet lets those seed it that have trained on it.

@@ -20,8 +20,6 @@ from typing import Any
 
 from diloco_common.errors import DilocoError, Unavailable
 from diloco_common.wire.messages import Progress, Pulse, ShardAway
-from diloco_worker.connection import Connection
-from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import (
     Act,
     FetchEnded,
@@ -36,6 +34,8 @@ from diloco_worker.core.acts import (
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import Lease
 from diloco_worker.core.events import Failed
+from diloco_worker.shell.connection import Connection
+from diloco_worker.shell.context import ConnectionContext
 
 
 class Connections:

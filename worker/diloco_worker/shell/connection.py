@@ -30,14 +30,14 @@ from diloco_common.wire.messages import (
     ShardAway,
     Stop,
 )
-from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import FetchEnded, FetchVersion
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import ConnectionState, Lease
 from diloco_worker.core.dialing import CALL_S, GONE_S, SILENCE_HEARTBEATS, Dialing
 from diloco_worker.core.events import Asked, Failed, Joined, Stopped
-from diloco_worker.puller import Puller
-from diloco_worker.pusher import Pusher
+from diloco_worker.shell.context import ConnectionContext
+from diloco_worker.shell.puller import Puller
+from diloco_worker.shell.pusher import Pusher
 
 GOODBYE_S = 1.0
 SLOW_S = 2.0

@@ -14,8 +14,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from diloco_common.observe.http import HttpServer
-from diloco_worker.connections import Connections
 from diloco_worker.core.acts import Act
+from diloco_worker.shell.connections import Connections
 
 STOP_S = 20.0
 LAST_S = 1.0

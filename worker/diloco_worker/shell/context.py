@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from diloco_common.ports import Transport, World
 from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import FrozenTensor, Tie
-from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core.connection import Caller
-from diloco_worker.council import Council, Inbox
-from diloco_worker.telemetry import LearnerTelemetry
+from diloco_worker.shell.codec_thread import CodecThread
+from diloco_worker.shell.council import Council, Inbox
+from diloco_worker.shell.telemetry import LearnerTelemetry
 
 
 @dataclass(frozen=True)

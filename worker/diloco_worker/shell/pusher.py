@@ -10,12 +10,12 @@ from diloco_common.codec import Payload, PayloadHeader, usual_chunk_elements
 from diloco_common.errors import DilocoError, NotFinite, Refusal, Unavailable, refusal_from
 from diloco_common.ports import Transport
 from diloco_common.wire.messages import PUSHES_AT_ONCE, Outcome, PushAnswer, PushHeader
-from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import PushContribution, SeedFragment
 from diloco_worker.core.connection import ConnectionState, Lease
 from diloco_worker.core.dialing import TRY_AGAIN, backoff_s, call_s
 from diloco_worker.core.events import Answered, Failed
 from diloco_worker.core.fragment import Contribution
+from diloco_worker.shell.context import ConnectionContext
 
 SEEDS_AT_ONCE = 2
 """Seeds encoded and pushed at once; a shard refuses more than a few of all learners together."""

@@ -28,7 +28,7 @@ from diloco_worker.core.island_log import LEADER_BYTES, RANK_BYTES
 from diloco_worker.core.parts import Holding, Seat, Sharing
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.council import IslandCouncil
+from diloco_worker.shell.council import IslandCouncil
 from diloco_worker.state import LearnerState
 
 TIMEOUT_S = 1800.0

@@ -30,8 +30,7 @@ from diloco_common.wire.messages import (
     PushHeader,
 )
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_worker.credentials import Credentials
-from diloco_worker.whereabouts import Whereabouts
+from diloco_worker.shell.credentials import Credentials, Whereabouts
 
 Multicallable: TypeAlias = Callable[..., Any]
 Calls = TypeVar("Calls")

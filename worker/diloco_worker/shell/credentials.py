@@ -1,6 +1,8 @@
-"""What a caller proves itself with: TLS files and a bearer token. Both are read again when they change.
+"""How shards are reached: where they are, and what a caller proves itself with.
 
-So a learner that runs for longer than its certificate is valid goes on with the next one.
+All of it is read again when it changes: a learner that runs for longer than its certificate is valid goes on with the
+next one. An address may be `@FILE`, the address file of a shard that may come back on another machine: the shard writes
+it when it has bound its ports (`--address-file`), whole or not at all.
 """
 
 from __future__ import annotations
@@ -8,13 +10,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, WrongCall, shown
+from diloco_common.ports import Unavailable
 from diloco_common.settings import SecuritySettings
 from diloco_common.trust.identity import Scope, Subject, check_learner_id
 from diloco_common.trust.security import read_bearer_token
 from diloco_common.trust.tls import Stamp, TlsFiles, TlsFolder, stamp_of
+from diloco_common.wire.addresses import parse_address, read_address
+
+FILE_MARK = "@"
+MISSING: Stamp = (None,)
 
 
 class Credentials:
@@ -72,3 +80,44 @@ class Credentials:
         stamp = stamp_of([path])
         self._token = read_bearer_token(SecuritySettings(token_file=path))
         self._token_stamp = stamp
+
+
+def addresses_of(shards: str | Sequence[str]) -> list[str]:
+    """The addresses of all shards of a run, or the files that name them, each once. Raises ConfigError."""
+    if not isinstance(shards, list | tuple | set | frozenset | str) or not all(isinstance(a, str) for a in shards):
+        raise WrongCall(f"shards is {shown(shards)}: give addresses, such as ps-0:50051,ps-1:50051, or a list of them")
+    named = shards.split(",") if isinstance(shards, str) else list(shards)
+    stripped = [a.strip() for a in named if a.strip()]
+    addresses = [a if a.startswith(FILE_MARK) else str(parse_address(a)) for a in stripped]
+    if not addresses:
+        raise ConfigError("no shard addresses given; name all shards, such as ps-0:50051,ps-1:50051")
+    twice = sorted({a for a in addresses if addresses.count(a) > 1})
+    if twice:
+        raise ConfigError(f"shard {twice[0]} is named twice; name every shard once")
+    return addresses
+
+
+class Whereabouts:
+    """Of one shard. An address file is read again before each call, if it has changed."""
+
+    def __init__(self, given: str) -> None:
+        """`given`: host:port or `@FILE`."""
+        self._file = Path(given[len(FILE_MARK) :]) if given.startswith(FILE_MARK) else None
+        self._address = "" if self._file is not None else given
+        self._stamp: Stamp = ()
+
+    def now(self) -> str:
+        """host:port; what was read last while the file is gone: the shard may be where it was.
+
+        Raises Unavailable: the shard has not been anywhere yet.
+        """
+        if self._file is not None and (stamp := stamp_of([self._file])) != self._stamp:
+            found = read_address(self._file)
+            if found is not None and found.role == "shard" and found.grpc:
+                self._address = found.grpc
+                self._stamp = stamp  # a read that failed is done again, although the file may stay as it is
+            elif stamp == MISSING:
+                self._stamp = stamp
+        if not self._address:
+            raise Unavailable(f"{self._file} names no address: the shard that writes it has not started yet")
+        return self._address

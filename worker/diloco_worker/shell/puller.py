@@ -22,10 +22,10 @@ from diloco_common.errors import (
 )
 from diloco_common.ports import Transport
 from diloco_common.wire.messages import PullHeader, PullRequest, Range
-from diloco_worker.context import ConnectionContext
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.dialing import backoff_s, call_s
 from diloco_worker.core.events import Event
+from diloco_worker.shell.context import ConnectionContext
 
 UNREADABLE = (BadRequest, BadSize, BadChecksum, BadEncoding, UnknownEncoding, NotFinite)
 """What came cannot be read: the next pull asks for the values. Other refusals are of the call, and cost no base."""

@@ -1,0 +1,163 @@
+"""How a learner ends: what it waits for, how long, and how a person hears of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from diloco_common.observe.logs import Log
+from diloco_worker.core.dialing import ANNOUNCE_WAIT_S
+from diloco_worker.shell.boundary import StepBoundary
+from diloco_worker.shell.connections import Connections
+from diloco_worker.shell.council import Council
+
+CONTRIBUTIONS_S = 5.0
+"""The rounds that hold work of this learner have so many seconds to become versions."""
+FINISH_S = 60.0
+"""For the last versions; what is waited for is a pull of each fragment, at most."""
+LEAVE_S = 25.0
+"""For what was trained since the last contributions. Clouds give 30 seconds of warning, or more."""
+FIRST_S = 1.5
+"""What takes longer than this is said."""
+
+
+class Ending:
+    """What is still missing at an end. Owned by the training thread."""
+
+    usual_s: float
+    """At most, where nobody says for how long to wait."""
+
+    def __init__(self, boundary: StepBoundary, connections: Connections, council: Council) -> None:
+        self._boundary = boundary
+        self._connections = connections
+        self._council = council
+
+    def look(self, waited_s: float, wait_s: float | None) -> tuple[bool, str]:
+        """Whether to wait no longer, and what is missing, in words; empty: nothing.
+
+        At most `wait_s` seconds; None: `usual_s`, and not for shards that are gone.
+        """
+        missing = self.missing()
+        gone = {c.address for c in self._connections if c.is_gone} if wait_s is None else set()
+        is_late = waited_s >= (self.usual_s if wait_s is None else wait_s)
+        is_over = not self.is_busy and (is_late or not (missing.keys() - gone or self.is_settling(waited_s)))
+        said = self._council.agree(f"{is_over:d}{'; '.join(missing.values())}")
+        return said[0] == "1", said[1:]
+
+    def missing(self) -> Mapping[str, str]:
+        """Address of a shard -> what has not come from it, or gone to it, in words."""
+        raise NotImplementedError
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this is no moment to end."""
+        return False
+
+    def is_settling(self, waited_s: float) -> bool:
+        """Whether something is to be waited for although nothing is missing."""
+        return False
+
+
+class Finishing(Ending):
+    """The end of a run: the last version of every fragment of the model, and then it holds nothing but those.
+
+    A shard that has reached the budget makes no versions any more, and what it announced last is final. Where training
+    ends earlier, the versions count that were announced when `finish` was called: others go on, and would announce for
+    ever. Work of this learner that is on its way gets some seconds to be in them.
+    """
+
+    usual_s = FINISH_S
+
+    def __init__(self, boundary: StepBoundary, connections: Connections, council: Council) -> None:
+        super().__init__(boundary, connections, council)
+        self._wanted: dict[int, tuple[int, int]] = {}  # fragment -> epoch and version, as announced first
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """theta <- the values of the versions that the learner holds, in place of all local progress."""
+        assert self._boundary.core is not None
+        for fragment in self._boundary.core.exported:
+            fragment.tensors.restore()
+
+    def missing(self) -> Mapping[str, str]:
+        """The versions that have not come, and the shards that do not say whether there are some."""
+        core = self._boundary.core
+        if core is None:
+            return {"": "the model is not cut yet"}
+        there = {c.state.shard_index: c for c in self._connections if c.is_up}
+        away = {c.address: f"no answer from {c.address}" for c in self._connections if not c.is_up}
+        late: dict[str, int] = {}
+        for fragment in core.exported:
+            i = fragment.fragment.fragment_id
+            connection = there.get(fragment.fragment.shard_index)
+            if connection is None:
+                continue
+            announced = connection.newest(i)
+            wanted = self._wanted.setdefault(i, announced) if announced is not None else None
+            if wanted is not None and announced is not None and wanted[0] != announced[0]:  # the shard has restarted
+                wanted = self._wanted[i] = announced
+            if wanted is None or fragment.epoch != wanted[0] or fragment.version < wanted[1]:
+                late[connection.address] = late.get(connection.address, 0) + 1
+        return away | {shard: f"the last version of {n} fragments of {shard}" for shard, n in late.items()}
+
+    def is_settling(self, waited_s: float) -> bool:
+        return self._has_contributions and waited_s < CONTRIBUTIONS_S
+
+    @property
+    def _has_contributions(self) -> bool:
+        """Whether work of this learner is on its way into a version of the model."""
+        core = self._boundary.core
+        if core is None or self._boundary.shards.have_stopped:
+            return False
+        return any(fragment.contribution is not None for fragment in core.of_model)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a snapshot is being taken: not the moment to write to the model."""
+        core = self._boundary.core
+        return core is not None and any(f.tensors.is_being_read for f in core.fragments.values())
+
+
+class Leaving(Ending):
+    """Leaving with warning: what a learner has trained goes into a version before it is gone.
+
+    It tells each shard which fragments hold work that nobody else has. The shard opens a round of each out of turn, and
+    the learner contributes as to any other. Where a contribution is under way, its fate is waited for first.
+    """
+
+    usual_s = LEAVE_S
+
+    def missing(self) -> Mapping[str, str]:
+        """Work that no version has, as far as a shard would still make one."""
+        core, shards = self._boundary.core, self._boundary.shards
+        if core is None:
+            return {}  # nothing was trained
+        unmerged = Counter(f.fragment.shard_index for f in core.of_model if f.tokens_since(core.tokens) > 0)
+        address = {c.state.shard_index: c.address for c in self._connections}
+        held = {address.get(i, f"shard {i}"): n for i, n in unmerged.items() if not shards.has_stopped(i)}
+        return {shard: f"work on {n} fragments of {shard}" for shard, n in held.items()}
+
+
+class Patience:
+    """How a person hears of one wait: soon, and then now and then. Times are seconds of any clock."""
+
+    def __init__(self, log: Log, what: str, began: float) -> None:
+        self._log = log
+        self._what = what
+        self._began = began
+        self._say_at = began + FIRST_S
+        self._has_said = False
+
+    def still(self, why: str, now: float) -> None:
+        """It is not over, and this is what is missing."""
+        if now >= self._say_at:
+            self._log.event(self._what, for_s=round(now - self._began), why=why)
+            self._say_at = now + ANNOUNCE_WAIT_S
+            self._has_said = True
+
+    def over(self, now: float) -> None:
+        """Say so, if anybody heard that it was waited for."""
+        if self._has_said:
+            self._log.event(f"{self._what}: done", for_s=round(now - self._began))
