@@ -112,6 +112,17 @@ class Process:
         return threads
 
 
+class VirtualTask(Task[T]):
+    """A task whose hash is its number. The order of sets of tasks would else depend on where in memory they lie."""
+
+    def __init__(self, coro: Any, *, number: int, loop: Any, name: str | None) -> None:
+        self._number = number
+        super().__init__(coro, loop=loop, name=name)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualThreads(Executor):
     """Threads of one process. A job takes a random time; it looks at the world once, somewhere within it."""
 
@@ -180,6 +191,7 @@ class VirtualLoop:
         self._timeline = process.timeline
         self.get_debug = bool  # gives False, and no Python frame: it is asked at every handle
         self._as_loop: Any = self
+        self._tasks = 0
 
     def time(self) -> float:
         return self._timeline.now
@@ -206,7 +218,8 @@ class VirtualLoop:
         return Future(loop=self._as_loop)
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Task[Any]:
-        return Task(coro, loop=self._as_loop, name=name)
+        self._tasks += 1
+        return VirtualTask(coro, number=self._tasks, loop=self._as_loop, name=name)
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> Future[T]:
         assert executor is not None
