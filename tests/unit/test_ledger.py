@@ -118,7 +118,7 @@ def draw(random_: random.Random) -> Fact:
             LearnerJoined(learner, number, returned=number > 1),
             LearnerGone(learner, number, gone),
             LearnerForgotten(learner),
-            LearnerQuarantined(learner, "NOT_FINITE", 8, 60.0),
+            LearnerQuarantined(learner, "NOT_FINITE", 8, 60),
             LearnerReleased(learner),
             SameLosses(learner, "d"),
             BudgetReached(tokens),
@@ -194,6 +194,39 @@ def test_the_staleness_of_a_learner_is_kept_as_long_as_the_learner(shard: Shard)
     assert shard.ledger.staleness == {"ann": 2}
     shard.note(LearnerForgotten("ann"))
     assert shard.ledger.staleness == {}
+
+
+@pytest.mark.parametrize(
+    ("fact", "level", "words", "facts"),
+    [
+        (LearnerJoined("ann", 2, returned=True), "event", "returned", {"learner": "ann", "generation": 2}),
+        (LearnerGone("ann", 2, "LEFT"), "event", "left", {"learner": "ann", "generation": 2}),
+        (
+            LearnerGone("ann", 2, "SUPERSEDED"),
+            "event",
+            "replaced",
+            {"learner": "ann", "generation": 2, "code": "SUPERSEDED"},
+        ),
+        (LearnerGone("ann", 2, "STALLED"), "event", "evicted", {"learner": "ann", "generation": 2, "code": "STALLED"}),
+        (
+            RoundClosed(0, 1, CloseReason.ALL, 2, 3, 1, 1.23456),
+            "debug",
+            "round closed",
+            {"fragment": 0, "round": 1, "why": "all", "participants": 2, "asked": 3, "open_s": 1.235},
+        ),
+        (
+            LearnerQuarantined("ann", "NOT_FINITE", 8, 60),
+            "warning",
+            "quarantined",
+            {"learner": "ann", "why": "NOT_FINITE", "outliers": 8, "for_s": 60},
+        ),
+        (BudgetReached(80), "event", "budget reached", {"tokens_merged": 80}),
+    ],
+)
+def test_a_fact_is_told_in_words_and_names_that_people_know(
+    fact: Fact, level: str, words: str, facts: dict[str, Any]
+) -> None:
+    assert module.told_of(fact) == (words, facts, level)
 
 
 def test_a_loss_that_nobody_has_reported_is_not_zero(shard: Shard) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -132,7 +132,7 @@ class LearnerQuarantined:
     """The last evidence against it."""
     outliers: int
     """Among its last contributions."""
-    for_s: float
+    for_s: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,6 @@ class Told(NamedTuple):
     facts: Mapping[str, Any]
     level: Literal["debug", "event", "warning", "error"] = "event"
     """Of its line in the log."""
-    is_news: bool = True
-    """It is among the events of /status and /rounds; else it is in the log alone."""
 
 
 def told_of(fact: Fact) -> Told | None:
@@ -191,51 +189,45 @@ def told_of(fact: Fact) -> Told | None:
     match fact:
         case ContributionAnswered(header=header, answer=answer) if answer.outcome is Outcome.REJECTED:
             facts = {"fragment": header.fragment_id, "round": header.round, "code": answer.code, "why": answer.message}
-            return Told("contribution refused", facts, "warning", is_news=False)
+            return Told("contribution refused", facts, "warning")
         case RoundOpened():
-            facts = {"fragment": fact.fragment_id, "round": fact.round, "asked": fact.asked}
-            return Told("round opened", facts, "debug", is_news=False)
+            return Told("round opened", _shown(fact), "debug")
         case RoundClosed():
-            facts = {
-                "fragment": fact.fragment_id, "round": fact.round, "why": fact.why,
-                "participants": fact.participants, "asked": fact.asked, "open_s": round(fact.open_s, 3),
-            }  # fmt: skip
-            return Told("round closed", facts, "debug", is_news=False)
+            return Told("round closed", _shown(fact, "late"), "debug")
         case VersionCommitted():
-            facts = {
-                "fragment": fact.fragment_id, "version": fact.version, "participants": fact.participants,
-                "tokens": fact.tokens, "round_s": round(fact.round_s, 3),
-            }  # fmt: skip
-            return Told("version committed", facts, "debug", is_news=False)
+            return Told("version committed", _shown(fact), "debug")
         case VersionsLost():
-            facts = {
-                "fragment": fact.fragment_id, "epoch": fact.epoch, "recovered": fact.recovered, "seen": fact.seen,
-                "learner": fact.learner_id,
-            }  # fmt: skip
-            return Told("versions lost", facts, "error")
+            return Told("versions lost", _shown(fact), "error")
         case LearnerJoined():
-            facts = {"learner": fact.learner_id, "generation": fact.generation}
-            return Told("returned" if fact.returned else "joined", facts)
+            return Told("returned" if fact.returned else "joined", _shown(fact, "returned"))
         case LearnerGone():
-            facts = {"learner": fact.learner_id, "generation": fact.generation}
-            return Told(fact.how, facts if fact.how == "left" else facts | {"code": fact.code})
+            return Told(fact.how, _shown(fact, "code") if fact.how == "left" else _shown(fact))
         case LearnerQuarantined():
-            facts = {
-                "learner": fact.learner_id, "why": fact.why, "outliers": fact.outliers, "for_s": round(fact.for_s),
-            }  # fmt: skip
-            return Told("quarantined", facts, "warning")
+            return Told("quarantined", _shown(fact), "warning")
         case LearnerReleased():
-            return Told("released", {"learner": fact.learner_id})
+            return Told("released", _shown(fact))
         case SameLosses():
             words = "same losses: these learners train on the same batches; order their data by learner.seed"
-            return Told(words, {"learner": fact.learner_id, "other": fact.other}, "warning")
+            return Told(words, _shown(fact), "warning")
         case BudgetReached():
-            return Told("budget reached", {"tokens_merged": fact.tokens_merged})
+            return Told("budget reached", _shown(fact))
         case _:
             return None
 
 
+def _shown(fact: Fact, *left_out: str) -> dict[str, Any]:
+    """Its fields, by the names that people know."""
+    values = {f.name.removesuffix("_id"): getattr(fact, f.name) for f in fields(fact) if f.name not in left_out}
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
+
+
 # ------------------------------------------------------------------ the account
+
+
+NEWS = (
+    VersionsLost, LearnerJoined, LearnerGone, LearnerQuarantined, LearnerReleased, SameLosses, BudgetReached,
+)  # fmt: skip
+"""Facts that are among the events of /status and /rounds; others are in the log alone."""
 
 
 class Event(NamedTuple):
@@ -243,7 +235,7 @@ class Event(NamedTuple):
 
     seq: int
     at: float
-    told: Told
+    fact: Fact
 
 
 @dataclass
@@ -337,10 +329,9 @@ class Ledger:
         """Count a fact. The only way that this changes."""
         self._count(fact)
         self._trace(fact, now)
-        told = told_of(fact)
-        if told is not None and told.is_news:
+        if isinstance(fact, NEWS):
             self._seq += 1
-            self.events.append(Event(self._seq, now, told))
+            self.events.append(Event(self._seq, now, fact))
 
     def _count(self, fact: Fact) -> None:
         match fact:

@@ -248,7 +248,7 @@ class Rounds:
         if for_s is None:
             return
         outliers = self.quarantine.conduct(learner_id).outliers
-        self._outbox.note(LearnerQuarantined(learner_id, evidence, outliers, for_s))
+        self._outbox.note(LearnerQuarantined(learner_id, evidence, outliers, round(for_s)))
         member = self._membership.get(learner_id)
         if member is None:
             return

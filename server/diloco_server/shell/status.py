@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco_server.core.fragment import FragmentState
-from diloco_server.core.ledger import Event, TracedRound
+from diloco_server.core.ledger import Event, TracedRound, told_of
 from diloco_server.core.membership import Member
 from diloco_server.core.trust.conduct import Conduct
 from diloco_server.shell.host import ShardHost
@@ -86,7 +86,8 @@ def rounds_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:
 
 
 def _events(events: Iterable[Event], now: float) -> list[dict[str, Any]]:
-    return [{"ago_s": round(now - at, 3), "event": told.words, **told.facts} for _, at, told in events]
+    told = [(at, told_of(fact)) for _, at, fact in events]
+    return [{"ago_s": round(now - at, 3), "event": of.words, **of.facts} for at, of in told if of is not None]
 
 
 def _learner(member: Member, conduct: Conduct, staleness: int | None, now: float) -> dict[str, Any]:
