@@ -15,6 +15,7 @@ from cryptography import x509
 
 from diloco_common.settings import Settings
 from diloco_common.trust.tls import CA, CERTIFICATE, KEY, read_folder
+from diloco_deploy.cli import main
 from programs import need
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -89,6 +90,15 @@ def slurm_node(folder: Path, codes: Sequence[object] = (), state: str = "") -> d
     return {"PATH": path, "RUN_DIR": str(run_folder), "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "12", **ours}
 
 
+def has_begun(node: dict[str, str], *, count: str | None) -> None:
+    """The run of this node has an authority, and a file that says how many shards it has."""
+    folder = Path(node["RUN_DIR"])
+    assert main(["certs", "init", "--folder", str(folder / "certs")]) == 0
+    if count is not None:
+        (folder / "run").mkdir()
+        (folder / "run/count").write_text(count)
+
+
 def a_shard(index: int, node_name: str, node: dict[str, str]) -> list[str]:
     said = run(
         "bash", SHARDS, SLURM_ARRAY_TASK_ID=str(index), SLURM_ARRAY_TASK_COUNT="2", SLURMD_NODENAME=node_name, **node
@@ -135,13 +145,10 @@ def test_a_run_keeps_the_number_of_shards_that_it_began_with(tmp_path: Path) -> 
     assert "--index 1 --count 2 " in alone
 
 
-@pytest.mark.parametrize("is_empty", [False, True])
-def test_a_worker_waits_until_the_run_is_there(tmp_path: Path, is_empty: bool) -> None:
+@pytest.mark.parametrize("count", [None, ""], ids=["no file", "an empty file"])
+def test_a_worker_waits_until_the_run_is_there(tmp_path: Path, count: str | None) -> None:
     node = slurm_node(tmp_path)
-    run("diloco", "certs", "init", "--folder", f"{node['RUN_DIR']}/certs", **node)
-    if is_empty:
-        (Path(node["RUN_DIR"]) / "run").mkdir()
-        (Path(node["RUN_DIR"]) / "run/count").touch()
+    has_begun(node, count=count)
     worker = run("bash", WORKERS, SLURM_ARRAY_TASK_ID="5", **node)
     assert worker.startswith(f"waits\n--shards @{node['RUN_DIR']}/run/shard-0.json,")
 
@@ -164,9 +171,7 @@ def test_a_job_of_a_worker_goes_on_unless_it_is_done_or_cancelled(
     tmp_path: Path, codes: list[object], state: str, then: list[str]
 ) -> None:
     node = slurm_node(tmp_path, codes, state)
-    run("diloco", "certs", "init", "--folder", f"{node['RUN_DIR']}/certs", **node)
-    (Path(node["RUN_DIR"]) / "run").mkdir()
-    (Path(node["RUN_DIR"]) / "run/count").write_text("2\n")
+    has_begun(node, count="2\n")
     said = run("bash", WORKERS, SLURM_ARRAY_TASK_ID="5", **node).splitlines()
     assert [line for line in said if not line.startswith("--shards")] == then
 
@@ -187,9 +192,7 @@ def test_what_somebody_has_to_look_at_is_not_tried_again(tmp_path: Path, script:
         folder = tmp_path / str(code)
         folder.mkdir()
         node = slurm_node(folder, [code])
-        run("diloco", "certs", "init", "--folder", f"{node['RUN_DIR']}/certs", **node)
-        (Path(node["RUN_DIR"]) / "run").mkdir()
-        (Path(node["RUN_DIR"]) / "run/count").write_text("2\n")
+        has_begun(node, count="2\n")
         env = {**node, "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "2", "SLURMD_NODENAME": "node-7"}
         ended = subprocess.run(["bash", SCRIPTS[script]], env=env, capture_output=True, check=False)
         assert (ended.returncode, b"requeue" in ended.stdout) == (code, False)
