@@ -236,7 +236,8 @@ def test_settings_and_flags_are_ours(file: Path) -> None:
         section, key = name.split(".")
         assert hasattr(getattr(settings, section), key), name
     (program,) = set(re.findall(r"\bdiloco-(?:server|worker)\b(?= -)", text))
-    known = run(sys.executable, "-m", program.replace("-", "_"), "--help", **os.environ)
+    module = {"diloco-server": "diloco_server", "diloco-worker": "diloco_demo"}[program]
+    known = run(sys.executable, "-m", module, "--help", **os.environ)
     flags = set(re.findall(r"(?<=\s)--(listen|http|index|count|shards|learner-id)\b", text))
     assert flags
     assert all(f"--{flag} " in known for flag in flags)
