@@ -148,7 +148,7 @@ class _Become:
             os.chdir(self.folder)
         sys.argv = [self.program, *self.arguments]
         if self.forks_children:
-            from diloco_deploy import supervisor
+            from diloco_deploy.run import supervisor
 
             supervisor.subprocess = SimpleNamespace(Popen=_Child, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
         _run_to_the_end(self.program)

@@ -1,4 +1,4 @@
-"""`diloco certs` and `diloco token issue`: what is in the folder, and what is refused."""
+"""`diloco certs` and `diloco token`: what is in the folder, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from certificates import Certificates
 from diloco_common.errors import ConfigError, SecretExposed, WrongIdentity
+from diloco_common.settings import SecuritySettings
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject, subject_of, subject_of_uri
 from diloco_common.trust.revocations import read_revocations
+from diloco_common.trust.security import read_bearer_token
 from diloco_common.trust.tls import TlsFolder, proof_of, read_folder
 from diloco_deploy.cli import main
 from diloco_deploy.trust.authority import open_authority
+from diloco_deploy.trust.commands import make_bearer_token
 
 
 @pytest.fixture
@@ -300,3 +303,31 @@ def test_a_certificate_is_listed_before_anybody_can_use_it(folder: Path) -> None
     with pytest.raises(ConfigError, match="cannot be written"):
         authority.issue(subject_of("r1", "learner/a"), datetime.now(UTC))
     assert [str(one.subject) for one in authority.registry.issued()] == ["learner/a"]
+
+
+def test_a_token_is_made_once_and_is_one_that_shards_take(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    assert main(["token", str(file)]) == 0
+    made = read_bearer_token(SecuritySettings(token_file=file))
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert main(["token", str(file)]) == 0
+    assert read_bearer_token(SecuritySettings(token_file=file)) == made
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_token_that_is_there_asks_for_no_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    file.write_text("a-token-that-somebody-made")
+    monkeypatch.setattr("os.open", None)
+    assert not make_bearer_token(file)
+
+
+def test_two_runs_have_different_tokens(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        main(["token", str(tmp_path / name)])
+    assert (tmp_path / "a").read_text() != (tmp_path / "b").read_text()
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_in_one_line(tmp_path: Path, capsys) -> None:
+    assert main(["token", str(tmp_path / "absent" / "token")]) == 2
+    assert "cannot make a bearer token here: No such file or directory [BAD_CONFIG]" in capsys.readouterr().err

@@ -1,0 +1,267 @@
+"""`diloco up`: what it refuses, its folder between two starts, ports, and what the exit or silence of a child means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from diloco_common.errors import ConfigError, InUse
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics.worker import WorkerMetrics
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import load, save
+from diloco_common.wire.messages import Pulse
+from diloco_deploy.run.children import Programs, nth_port
+from diloco_deploy.run.folder import Files, Outputs, anchored
+from diloco_deploy.run.supervisor import DEATHS_MAX, Action, Hanging, Kind, verdict_on_exit
+from diloco_deploy.run.up import bring_up, check_cluster
+from diloco_worker.core.connection import Caller
+from diloco_worker.shell.telemetry import LearnerTelemetry
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "was_up", "deaths", "restart", "action", "exit_code"),
+    [
+        ("worker", 0, True, 1, True, Action.ENDED, 0),
+        ("job", 0, False, 1, True, Action.ENDED, 0),
+        # A shard never ends by itself.
+        ("shard", 0, True, 1, True, Action.AGAIN, 0),
+        # What was never up and says why would say the same again.
+        ("shard", 4, False, 1, True, Action.FAIL, 4),
+        ("worker", 2, False, 1, True, Action.FAIL, 2),
+        ("worker", 1, False, 1, True, Action.FAIL, 1),
+        ("worker", -9, False, 1, True, Action.AGAIN, 0),
+        ("worker", -9, True, 1, True, Action.AGAIN, 0),
+        ("worker", 1, True, DEATHS_MAX, True, Action.AGAIN, 0),
+        ("worker", 1, True, DEATHS_MAX + 1, True, Action.FAIL, 1),
+        ("worker", -9, True, DEATHS_MAX + 1, True, Action.FAIL, 1),
+        ("worker", -9, True, 1, False, Action.LOST, 1),
+        ("shard", -9, True, 1, False, Action.FAIL, 1),
+        ("job", 3, False, 1, True, Action.FAIL, 3),
+        ("job", -9, False, 1, True, Action.FAIL, 1),
+    ],
+)
+def test_the_exit_of_a_child_is_judged(
+    kind: Kind, code: int, was_up: bool, deaths: int, restart: bool, action: Action, exit_code: int
+) -> None:
+    verdict = verdict_on_exit(kind, code, was_up=was_up, deaths=deaths, restart=restart)
+    assert (verdict.action, verdict.exit_code) == (action, exit_code)
+
+
+def test_the_wait_before_a_new_start_doubles_up_to_a_bound() -> None:
+    waits = [
+        verdict_on_exit("worker", -9, was_up=True, deaths=deaths, restart=True).wait_s
+        for deaths in range(1, DEATHS_MAX + 1)
+    ]
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "out_of_memory", "said"),
+    [
+        (3, False, "died (exit code 3)"),
+        (-9, False, "died (signal 9)"),
+        (-9, True, "died (signal 9: the machine or its container ran out of memory)"),
+        (1, True, "died (exit code 1)"),  # somebody else was killed meanwhile
+    ],
+)
+def test_a_death_says_its_cause_also_lack_of_memory(code: int, out_of_memory: bool, said: str) -> None:
+    """Fault 18."""
+    verdict = verdict_on_exit("worker", code, was_up=True, deaths=1, restart=True, out_of_memory=out_of_memory)
+    assert verdict.why == said
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "looks", "heard", "hung_at"),
+    [
+        (60.0, range(100), {}, 61),  # never heard: counted from when its ports are known
+        (60.0, range(150), {50: False}, 111),
+        (60.0, range(50), {}, None),
+        (0.0, range(1000), {5: True}, None),  # off
+        (60.0, range(20), {7: True}, 7),  # it says so itself
+        (60.0, [0, 1, 1000, 1001, 1040], {}, None),  # we were stopped ourselves, or the machine slept
+        (60.0, [0, 1, 1000, *range(1001, 1100)], {}, 1060),
+    ],
+)
+def test_a_process_hangs_by_silence_or_by_its_own_word(
+    limit_s: float, looks: list[int], heard: dict[int, bool], hung_at: int | None
+) -> None:
+    hanging = Hanging(limit_s)
+    for now in looks:
+        if now in heard:
+            hanging.heard("worker-0", now, is_hung=heard[now])
+        if hanging.look(["worker-0"], now):
+            assert now == hung_at
+            return
+    assert hung_at is None
+
+
+def test_a_new_process_begins_with_the_whole_time() -> None:
+    hanging = Hanging(3.0)
+    for now in range(5):
+        found = hanging.look(["worker-0"], now)
+    assert found
+    assert not hanging.look([], 5.0)  # it was killed
+    assert not any(hanging.look(["worker-0"], 6.0 + now) for now in range(3))
+
+
+def test_a_worker_hangs_if_it_trains_and_ends_no_step() -> None:
+    now = [0.0]
+    telemetry = LearnerTelemetry(Caller("run", "worker-0", "process"), lambda: now[0], WorkerMetrics(), Log("worker-0"))
+    now[0] = 1e6  # it waits for shards for as long as that takes
+    assert telemetry.health == (True, "joining")
+    telemetry.trains()
+    now[0] += telemetry.hung_s - 1.0
+    assert telemetry.health[0]
+    now[0] += 2.0
+    assert telemetry.health == (False, "no inner step has ended for 1801 s")
+    assert telemetry.status(Pulse(0, 0), ())["hung"]
+    telemetry.hung_s = 0.0
+    assert telemetry.health[0]
+
+
+NO_PROGRAMS = Programs("never-started", "never-started")
+
+
+def settings_for(folder: Path, *overrides: str) -> Settings:
+    return load(None, {}, [f"cluster.folder={folder}", "cluster.workers=2", *overrides]).settings
+
+
+def test_a_second_cluster_in_the_same_folder_is_refused_with_the_owner(tmp_path: Path) -> None:
+    files = Files(tmp_path, Outputs())
+    with files.owned(), pytest.raises(InUse, match=f"pid {os.getpid()}"):
+        bring_up(settings_for(tmp_path), Outputs(), NO_PROGRAMS)
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        bring_up(settings_for(tmp_path / "file" / "run"), Outputs(), NO_PROGRAMS)
+
+
+@pytest.mark.parametrize("outputs", [Outputs(report=Path("folder")), Outputs(model=Path("folder"))])
+def test_an_output_that_is_a_folder_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outputs: Outputs
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="folder: cannot be written: it is a folder"):
+        bring_up(settings_for(tmp_path / "run"), outputs, NO_PROGRAMS)
+
+
+@pytest.mark.parametrize(("quorum", "fits"), [("2", True), ("all", True), ("3", False)])
+def test_a_quorum_above_the_number_of_workers_is_refused(tmp_path: Path, quorum: str, fits: bool) -> None:
+    settings = settings_for(tmp_path, f"sync.quorum={quorum}")
+    if fits:
+        check_cluster(settings)
+        return
+    with pytest.raises(ConfigError, match=r"sync.quorum \(3\) is above cluster.workers \(2\)"):
+        check_cluster(settings)
+
+
+@pytest.mark.parametrize(
+    ("address", "third"),
+    [
+        ("127.0.0.1:0", "127.0.0.1:0"),
+        ("127.0.0.1:7000", "127.0.0.1:7002"),
+        ("[::1]:7000", "[::1]:7002"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_processes_after_the_first_take_the_ports_that_follow(address: str, third: str) -> None:
+    assert nth_port(address, 2) == third
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    """A folder in which a run of two shards and a worker was begun."""
+    files = Files(tmp_path, Outputs())
+    with files.owned():
+        assert files.prepare(settings_for(tmp_path), fresh=False) is False
+    save(settings_for(tmp_path), files.settings)
+    for folder in (files.shard_folder(0), files.shard_folder(1), files.worker_folder(0)):
+        folder.mkdir()
+    (files.shard_folder(0) / "fragment-0000-version-000000000003.safetensors").touch()
+    (files.worker_folder(0) / "checkpoint.safetensors").touch()
+    (tmp_path / "shard-notes").mkdir()
+    return files
+
+
+def folders(files: Files) -> list[str]:
+    return sorted(path.name for path in files.folder.iterdir() if path.is_dir() and path.name not in ("run", "logs"))
+
+
+@pytest.mark.parametrize("change", ["run.tokens=7", "cluster.workers=9", "outer.lr=0.1", "lease.lease_s=9"])
+def test_the_same_command_goes_on_with_the_run_and_may_change_how_it_is_run(files: Files, change: str) -> None:
+    """faults.md 6."""
+    assert files.prepare(settings_for(files.folder, change), fresh=False) is True
+    assert folders(files) == ["shard-0", "shard-1", "shard-notes", "worker-0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("run.seed=5", "run.seed: 0 <-> 5"),
+        ("model.width=48", "model.width: 96 <-> 48"),
+        ("sync.fragments=5", "sync.fragments: 24 <-> 5"),
+        ("cluster.shards=3", "cluster.shards: 2 <-> 3"),
+        ("data.held_out=0.2", "data.held_out: 0.05 <-> 0.2"),
+        ("train.average_momentum=true", "train.average_momentum: False <-> True"),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused_with_the_differences(files: Files, change: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        files.prepare(settings_for(files.folder, change), fresh=False)
+    assert "--fresh" in str(refused.value)
+    assert folders(files) == ["shard-0", "shard-1", "shard-notes", "worker-0"]
+
+
+def test_a_fresh_run_deletes_the_old_one_and_nothing_else(files: Files) -> None:
+    assert files.prepare(settings_for(files.folder, "run.seed=5"), fresh=True) is False
+    assert folders(files) == ["shard-notes"]
+
+
+def test_checkpoints_of_workers_go_where_no_shard_kept_a_version(files: Files) -> None:
+    for path in files.shard_folder(0).iterdir():
+        path.unlink()
+    assert files.prepare(settings_for(files.folder), fresh=False) is False
+    assert folders(files) == ["shard-notes"]
+
+
+def test_checkpoints_that_are_all_that_is_left_are_not_deleted_by_accident(files: Files) -> None:
+    checkpoint = files.shard_folder(0) / "checkpoints" / "version-000000000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "checkpoint.json").touch()
+    for path in files.shard_folder(0).glob("fragment-*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="diloco restore"):
+        files.prepare(settings_for(files.folder), fresh=False)
+    assert checkpoint.exists()
+    assert files.prepare(settings_for(files.folder), fresh=True) is False
+    assert not checkpoint.exists()
+
+
+def test_shards_may_keep_their_versions_elsewhere(files: Files, tmp_path: Path) -> None:
+    other = Files(files.folder, Outputs(), tmp_path / "disk")
+    assert other.shard_folder(1) == tmp_path / "disk" / "shard-1"
+
+
+def test_a_data_folder_other_than_that_of_the_run_is_refused_and_nothing_is_deleted(
+    files: Files, tmp_path: Path
+) -> None:
+    other = Files(files.folder, Outputs(), tmp_path / "disk")
+    with pytest.raises(ConfigError, match=r"shard.data_dir: None <-> "):
+        other.prepare(settings_for(files.folder, f"shard.data_dir={tmp_path / 'disk'}"), fresh=False)
+    assert folders(files) == ["shard-0", "shard-1", "shard-notes", "worker-0"]
+
+
+def test_settings_mean_the_same_to_a_command_that_is_typed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = anchored(settings_for(Path("run"), "shard.data_dir=disk", "data.source=text"))
+    assert (settings.cluster.folder, settings.shard.data_dir) == (tmp_path / "run", tmp_path / "disk")
+    assert settings.data.source == str(tmp_path / "text")
+    assert anchored(settings_for(Path("run"))).data.source == "stdlib"
