@@ -59,7 +59,8 @@ def settings_for(folder: Path, *overrides: str) -> Settings:
 class Command:
     """`diloco up` as a process of its own."""
 
-    def __init__(self, folder: Path, *overrides: str, drain_s: float = 20.0) -> None:
+    def __init__(self, folder: Path, worker: str, *overrides: str, drain_s: float = 20.0) -> None:
+        """`worker`: what stand-ins for workers do."""
         self.folder = folder
         cluster = [f"cluster.folder={folder}", "cluster.shards=2", "cluster.workers=2"]
         self.process = subprocess.Popen(
@@ -67,7 +68,14 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, "FAKE_WORKER": worker},
         )
+
+    def trains(self) -> Command:
+        """Itself, once both workers are up."""
+        self.children()
+        until(lambda: (found := read_record(self.folder)) and found.members["worker-1"].process == "up", "the record")
+        return self
 
     def children(self) -> list[psutil.Process]:
         """Shards and workers, once all of them are up."""
@@ -84,8 +92,8 @@ class Command:
 def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     started: list[Command] = []
 
-    def start(*overrides: str, drain_s: float = 20.0) -> Command:
-        started.append(Command(tmp_path / "run", *overrides, drain_s=drain_s))
+    def start(worker: str, *overrides: str, drain_s: float = 20.0) -> Command:
+        started.append(Command(tmp_path / "run", worker, *overrides, drain_s=drain_s))
         return started[-1]
 
     yield start
@@ -138,12 +146,8 @@ def test_a_killed_worker_is_started_again(
     assert "worker-0 started again" in said
 
 
-def test_a_worker_that_hangs_is_killed_and_started_again(
-    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_WORKER", "waits")
-    up = command("cluster.hung_s=1")
-    all_train(up)
+def test_a_worker_that_hangs_is_killed_and_started_again(command: Callable[..., Command]) -> None:
+    up = command("waits", "cluster.hung_s=1").trains()
     found = read_address(up.folder / "run" / "worker-0.json")
     assert found is not None
     os.kill(found.pid, signal.SIGSTOP)
@@ -201,11 +205,8 @@ def test_a_failed_evaluation_leaves_the_report_of_the_training(
     assert "no shard answers" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_in_order_and_says_what_lies_where(
-    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_WORKER", "waits")
-    up = command()
+def test_ctrl_c_ends_in_order_and_says_what_lies_where(command: Callable[..., Command]) -> None:
+    up = command("waits")
     children = up.children()
     up.process.send_signal(signal.SIGINT)
     code, said = up.end()
@@ -218,11 +219,8 @@ def test_ctrl_c_ends_in_order_and_says_what_lies_where(
     assert report["tokens"] == 1200, "workers were drained, so their last words are known"
 
 
-def test_a_second_ctrl_c_kills_who_does_not_listen(
-    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_WORKER", "deaf")
-    up = command()
+def test_a_second_ctrl_c_kills_who_does_not_listen(command: Callable[..., Command]) -> None:
+    up = command("deaf")
     children = up.children()
     up.process.send_signal(signal.SIGINT)
     assert up.process.stdout is not None
@@ -234,21 +232,15 @@ def test_a_second_ctrl_c_kills_who_does_not_listen(
     assert gone(children)
 
 
-def test_children_end_when_the_command_is_killed(
-    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_WORKER", "waits")
-    up = command()
+def test_children_end_when_the_command_is_killed(command: Callable[..., Command]) -> None:
+    up = command("waits")
     children = up.children()
     up.process.kill()
     until(lambda: gone(children), "its children to end", 30.0)
 
 
-def test_a_killed_shard_comes_back_on_the_same_ports(
-    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_WORKER", "waits")
-    up = command()
+def test_a_killed_shard_comes_back_on_the_same_ports(command: Callable[..., Command]) -> None:
+    up = command("waits")
     children = up.children()
     file = up.folder / "run" / "shard-1.json"
     before = json.loads(file.read_text())
@@ -266,12 +258,10 @@ def test_a_killed_shard_comes_back_on_the_same_ports(
 
 
 def test_workers_come_and_go_while_it_runs_and_who_was_told_to_leave_is_no_end(
-    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., Command], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FAKE_WORKER", "waits")
-    up = command()
-    up.children()
-    until(lambda: (found := read_record(up.folder)) and found.members["worker-1"].process == "up", "the record")
+    up = command("waits")
+    up.trains()
     third = up.folder / "run" / "worker-2.json"
 
     assert main(["scale", "--workers", "3", "--folder", str(up.folder)]) == 0
@@ -288,28 +278,16 @@ def test_workers_come_and_go_while_it_runs_and_who_was_told_to_leave_is_no_end(
     assert "2 -> 3 workers (1 start)" in capsys.readouterr().out
 
 
-def all_train(up: Command) -> None:
-    """Wait until both workers are up."""
-    up.children()
-    until(lambda: (found := read_record(up.folder)) and found.members["worker-1"].process == "up", "the record")
-
-
 def test_a_worker_that_does_not_leave_is_killed_and_the_number_can_change_again(
-    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., Command],
 ) -> None:
-    monkeypatch.setenv("FAKE_WORKER", "deaf")
-    up = command(drain_s=0.5)
-    all_train(up)
+    up = command("deaf", drain_s=0.5).trains()
     for workers in (1, 2):
         assert main(["scale", "--workers", str(workers), "--folder", str(up.folder)]) == 0
 
 
-def test_a_worker_that_was_still_leaving_is_waited_for_at_the_end(
-    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_WORKER", "deaf")
-    up = command()
-    all_train(up)
+def test_a_worker_that_was_still_leaving_is_waited_for_at_the_end(command: Callable[..., Command]) -> None:
+    up = command("deaf").trains()
     assert main(["scale", "--workers", "1", "--folder", str(up.folder)]) == 0
     up.process.send_signal(signal.SIGINT)
     until(lambda: (found := read_record(up.folder)) and not found.training, "the end of training")
@@ -347,13 +325,10 @@ def test_a_wish_that_is_written_while_another_is_read_is_not_lost(
     assert take_wish(tmp_path) is None
 
 
-def test_the_record_names_a_killed_worker_and_how_often_it_was_started(
-    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_WORKER", "waits")
-    up = command()
+def test_the_record_names_a_killed_worker_and_how_often_it_was_started(command: Callable[..., Command]) -> None:
+    up = command("waits")
     children = up.children()
-    until(lambda: (found := read_record(up.folder)) and found.members["worker-1"].process == "up", "the record")
+    up.trains()
     children[3].kill()
 
     def again() -> bool:

@@ -292,7 +292,7 @@ def test_the_words_of_a_shard_do_not_steer_the_terminal(
 ) -> None:
     finding = failure("DISK_SLOW", "the shard is \x1b]0;mine\x07\x1b[2J", "do\nok       all is well")
     monkeypatch.setattr(command, "look", lambda _: [Found(Check("disk", "", 1.0, lambda: finding), finding)])
-    command.doctor(command.Patient(Settings()))
+    command.examine(command.Patient(Settings()))
     first, second, *_ = capsys.readouterr().out.split("\n")
     assert first.isprintable()
     assert second.endswith(r"do\nok       all is well")
