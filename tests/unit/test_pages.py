@@ -1,0 +1,274 @@
+"""Pages of docs/: what they name exists, what they show is what tests run, and no figure was typed by hand."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco_common.codec import encode_payload, encoding_names, num_payload_bytes
+from diloco_common.settings import SyncSettings
+from pages import UNTESTED, blocks, followed
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS, DOCS = ROOT / "tests", ROOT / "docs"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import quality  # noqa: E402
+import versus  # noqa: E402
+import versus_page  # noqa: E402
+
+
+def text_of(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def functions(file: Path) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in parsed(file).body if isinstance(node, ast.FunctionDef)}
+
+
+# ---------------------------------------------------------------- all pages
+
+PAGES = sorted(path for folder in (ROOT, DOCS) for path in folder.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not page.parent.joinpath(link).exists()] == []
+
+
+# ---------------------------------------------------------------- architecture.md
+
+ARCHITECTURE = text_of("architecture.md")
+FILES = sorted(set(re.findall(r"`((?:common|server|worker|simulator)/(?!diloco_)[\w/]+\.py)\b", ARCHITECTURE)))
+NAMED = sorted(set(re.findall(r"`([\w/]+\.py): ([\w.]+)`", ARCHITECTURE)))
+(PICTURE,) = re.findall(r"^```\n( LEARNER.*?)^```", ARCHITECTURE, re.M | re.S)
+HOPS = re.findall(r"^\| (\d+) \| (.*?) \|", ARCHITECTURE, re.M)
+
+
+def source(file: str) -> Path:
+    """Of a file as the page names it: server/shell/host.py."""
+    part, _, path = file.partition("/")
+    return ROOT / part / f"diloco_{part}" / path
+
+
+def defines(body: list[ast.stmt], dotted: str) -> bool:
+    """Whether a module or class has such a function, class or constant."""
+    name, _, rest = dotted.partition(".")
+    for node in body:
+        match node:
+            case ast.ClassDef(name=found) if found == name:
+                return not rest or defines(node.body, rest)
+            case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) if found == dotted:
+                return True
+            case ast.Assign(targets=targets) if dotted in [getattr(target, "id", None) for target in targets]:
+                return True
+    return False
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_that_the_page_names_exists(file: str) -> None:
+    assert source(file).is_file()
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED)
+def test_a_name_on_the_page_is_in_its_file(file: str, name: str) -> None:
+    assert defines(parsed(source(file)).body, name)
+
+
+def test_the_picture_has_the_hops_and_hand_overs_that_the_page_lists() -> None:
+    drawn = [int(number) for number in re.findall(r"[│▶┤] +(\d+) +\w", PICTURE)]
+    assert sorted(drawn) == [int(number) for number, _ in HOPS] == list(range(1, len(HOPS) + 1))
+    assert all(re.search(r"\.py: ", where) for _, where in HOPS)
+    letters = re.findall(r"(?<!\S)([a-z])(?!\S)", PICTURE)
+    (counted,) = re.findall(r"There are (\d+) on this way", ARCHITECTURE)
+    assert sorted(letters) == [chr(ord("a") + i) for i in range(int(counted))]
+    assert "TO FILL" not in ARCHITECTURE
+
+
+# ---------------------------------------------------------------- reliability.md and security.md
+
+CASES = {*range(1, 15), *range(16, 21), *range(22, 26)}
+TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
+ROWS = [
+    (int(case), path, test)
+    for case, cell in re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", text_of("reliability.md"), re.MULTILINE)
+    for path, test in TEST.findall(cell)
+]
+
+
+def test_every_case_has_its_row() -> None:
+    assert {case for case, _, _ in ROWS} == CASES
+
+
+@pytest.mark.parametrize(("case", "path", "test"), ROWS)
+def test_the_test_of_a_case_exists_and_names_it(case: int, path: str, test: str) -> None:
+    found = functions(TESTS / path)
+    assert test in found
+    said = f"{ast.get_docstring(found[test]) or ''} {ast.get_docstring(parsed(TESTS / path)) or ''}"
+    numbers = re.findall(r"(?:Faults?|faults\.md) (\d+(?:(?:, | and )\d+)*)", said)
+    assert case in {int(n) for each in numbers for n in re.findall(r"\d+", each)}
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    rows = re.findall(r"^\| (P\d+) \|.*\| ([^|]+) \|$", text_of("reliability.md"), re.MULTILINE)
+    assert [promise for promise, _ in rows] == [f"P{i}" for i in range(1, 8)]
+    for promise, cell in rows:
+        named = TEST.findall(cell)
+        assert named, promise
+        assert [test for path, test in named if test not in functions(TESTS / path)] == [], promise
+
+
+def test_who_might_do_harm_is_tested() -> None:
+    """Each row of the table names files of tests, in its last column."""
+    table = text_of("security.md").split("## Who might do harm, and what holds")[1].split("\n\n")[1]
+    rows = table.splitlines()[2:]
+    assert len(rows) == 8
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)`", row.split(" | ")[-1])
+        assert named, row
+        assert all((TESTS / path).is_file() for path in named), row
+
+
+# ---------------------------------------------------------------- simulation.md
+
+SIMULATION = re.search(r"### Promises(.*?)### Invariants(.*?)### What a loss", text_of("simulation.md"), re.S)
+
+
+def test_what_the_page_says_is_checked_is_checked() -> None:
+    assert SIMULATION is not None
+    promises, invariants = (
+        {name for cell in re.findall(r"^\| (`.*?) \|", section, re.M) for name in re.findall(r"`(\w+)`", cell)}
+        for section in SIMULATION.groups()
+    )
+    judge = functions(ROOT / "simulator/diloco_simulator/verify/judge.py")["violations"]
+    assert promises == {node.func.id for node in ast.walk(judge) if isinstance(node, ast.Call)}  # type: ignore[attr-defined]
+    of_the_cluster = {"well_again_after_faults"}
+    assert invariants - of_the_cluster <= functions(ROOT / "simulator/diloco_simulator/invariants.py").keys()
+    cluster = (ROOT / "simulator/diloco_simulator/cluster.py").read_text(encoding="utf-8")
+    assert all(f'"{name}"' in cluster for name in of_the_cluster)
+
+
+# ---------------------------------------------------------------- deploy.md, launchers.md and getting-started.md
+
+
+def test_every_block_is_followed_or_says_why_not() -> None:
+    story = (TESTS / "e2e/test_compose.py").read_text()
+    page = DOCS / "deploy.md"
+    assert sorted(followed(page)) == sorted(re.findall(r'page\.follow\("(.*)"\)', story))
+    untested = blocks(page).keys() - followed(page).keys()
+    assert untested
+    assert all(len(name.removeprefix(UNTESTED).split()) > 2 for name in untested)
+    assert list(followed(DOCS / "launchers.md")) == ["ray"]
+    assert 'blocks(ROOT / "docs/launchers.md")["ray"]' in (TESTS / "launchers/test_ray.py").read_text()
+    assert 'blocks(ROOT / "docs/operations.md")["slurm"]' in (TESTS / "launchers/test_slurm.py").read_text()
+
+
+def test_getting_started_shows_commands_of_the_page_that_is_followed() -> None:
+    (shown,) = re.findall(r"^## In containers\n+```sh\n(.*?)^```", text_of("getting-started.md"), re.M | re.S)
+    commands = "\n".join(followed(DOCS / "deploy.md").values())
+    for line in shown.splitlines():
+        assert line.partition("  #")[0].strip() in commands
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["```\ndocker ps\n```\n", "```sh\ndocker ps\n```\n", "  ```sh\n  docker ps\n  ```\n", "```bash up\nls\n```\n",
+     "```sh up\nls\n```\n```sh up\nls\n```\n"],
+    ids=["no language", "no name", "indented", "another shell", "twice"],
+)  # fmt: skip
+def test_a_block_that_nobody_would_run_is_found(tmp_path: Path, text: str) -> None:
+    (tmp_path / "page.md").write_text(text)
+    with pytest.raises(ValueError, match="name of its own"):
+        blocks(tmp_path / "page.md")
+
+
+def test_a_block_that_is_no_command_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("```text\nworker_1 | serving\n```\n\n```sh up\nls\n```\n")
+    assert blocks(tmp_path / "page.md") == {"up": "ls\n"}
+
+
+# ---------------------------------------------------------------- quality.md
+
+
+def test_a_figure_that_was_typed_is_replaced_by_the_result() -> None:
+    text, results = quality.PAGE.read_text(), quality.load()
+    typed = text.replace("| 1.996 | 1.921 |", "| 1.006 | 1.021 |")
+    assert typed != text
+    assert quality.rebuilt(typed, results) == quality.rebuilt(text, results) == text
+
+
+# ---------------------------------------------------------------- comparison.md
+
+FAILED = {"system": "torchft", "link": "100mbit", "case": "plain", "failed": "too many deaths; the last: a | b"}
+
+
+def result(deaths: list[str]) -> dict[str, Any]:
+    return {
+        "system": "ours", "link": "100mbit", "case": "plain", "merged_per_s": 1000.0, "stall_max_s": 0.051,
+        "bytes_per_token": 7.0, "deaths": deaths, "losses": [[0.0, 5.6], [5.0, 3.0], [10.0, 0.1]], "seconds": 2.0,
+        "times": {"warm": 8.0},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (result([]), "| 100 Mbit/s | ours | 1000 | 51 ms | 7 | 3.00 |"),
+        (result(["a"]), "| 100 Mbit/s | ours | 1000; 1 processes ended by themselves | 51 ms | 7 | 3.00 |"),
+        (FAILED, "torchft | could not: too many deaths; the last: a / b |"),
+    ],
+    ids=["well", "with a death", "not at all"],
+)
+def test_a_row_has_the_loss_before_the_end_and_the_longest_stall(measured: dict[str, Any], said: str) -> None:
+    assert said in versus_page.tables([measured])["plain"]
+
+
+def test_the_page_has_what_is_on_record() -> None:
+    results = [r for r in versus.read(versus.RESULTS) if r["seed"] == 0]
+    page = versus_page.PAGE.read_text()
+    for table in (*versus_page.tables(results).values(), versus_page.longer_table(versus.read(versus.LONGER))):
+        assert table in page
+
+
+# ---------------------------------------------------------------- wan.md
+
+_, _, WAN = text_of("wan.md").partition("| encoding |")
+HEADING, _, *LINES = WAN.partition("\n\n")[0].splitlines()
+PARAMETERS, STEP_S = 10**9, 1.0
+ROUNDED = 0.005
+"""The page has three digits that count."""
+TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES]
+EVERY = [int(h) for h in re.findall(r"H = (\d+)", HEADING)]
+ENCODINGS = [(name, row[1:]) for row in TABLE for name in re.findall(r"[a-z]+\w*", row[0].partition("(")[0])]
+
+
+def test_the_table_has_every_encoding_and_names_the_defaults() -> None:
+    assert sorted(name for name, _ in ENCODINGS) == sorted(encoding_names())
+    marked = {row[0].partition(" ")[0]: row[0] for row in TABLE}
+    assert "default of pushes" in marked[SyncSettings().push]
+    assert "default of pulls" in marked[SyncSettings().pull]
+
+
+@pytest.mark.parametrize(("name", "cells"), ENCODINGS, ids=[name for name, _ in ENCODINGS])
+def test_rates_follow_from_the_formula_and_payloads_are_so_long(name: str, cells: list[str]) -> None:
+    bits = 8 * num_payload_bytes(name, PARAMETERS) / PARAMETERS
+    assert float(cells[0]) == pytest.approx(bits, rel=ROUNDED)
+    for cell, every in zip(cells[1:], EVERY, strict=True):
+        rate = PARAMETERS * bits / (every * STEP_S)
+        gigabytes, megabits = (float(number) for number in re.findall(r"[\d.]+", cell))
+        assert gigabytes == pytest.approx(rate * 3600 / 8 / 1e9, rel=ROUNDED)
+        assert megabits == pytest.approx(rate / 1e6, rel=ROUNDED)
+    values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    payload = encode_payload(values, name)
+    assert sum(len(chunk) for chunk in payload.chunks) == num_payload_bytes(name, values.numel())
