@@ -16,7 +16,7 @@ from diloco_common.observe.histories import Line, gather
 from diloco_common.observe.history import read_history
 from diloco_common.settings_loader import Given, load, save
 from diloco_common.wire.addresses import Endpoints, Role, read_address
-from diloco_deploy.cluster.members import Member
+from diloco_deploy.cluster.members import OnRay
 from diloco_deploy.cluster.record import read_record
 from diloco_deploy.run import ray_up
 from diloco_deploy.run.folder import Files, Outputs
@@ -24,7 +24,7 @@ from diloco_deploy.run.ray_member import Look, Plan
 from diloco_simulator.verify.judge import violations
 
 HOST = "127.0.0.1"
-Make = Callable[[str], Member]
+Make = Callable[[str], OnRay]
 
 
 @pytest.fixture
@@ -34,13 +34,13 @@ def make(tmp_path: Path) -> Iterator[Make]:
     for part in ("run", "logs"):
         (tmp_path / part).mkdir()
     save(load(None, {}, flags=flags).settings, tmp_path / "settings.json")
-    made: list[Member] = []
+    made: list[OnRay] = []
 
-    def member(name: str) -> Member:
+    def member(name: str) -> OnRay:
         role: Role = "shard" if name.startswith("shard") else "worker"
         history = tmp_path / "history"
         plan = Plan(name, role, 0, tmp_path, 1, "", has_certificates=False, restart=True, history=history)
-        made.append(Member(plan, HOST))
+        made.append(OnRay(plan, HOST))
         return made[-1]
 
     yield member
@@ -53,7 +53,7 @@ def known(tmp_path: Path) -> Endpoints | None:
     return read_address(tmp_path / "run/shard-0.json")
 
 
-def until_up(member: Member) -> list[str]:
+def until_up(member: OnRay) -> list[str]:
     """Look after it until it is up. Returns what it said."""
     events: list[str] = []
 

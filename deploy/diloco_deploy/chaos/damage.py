@@ -22,7 +22,7 @@ _NEW_MOUNTS = 0x00020000
 
 
 class SmallDisks:
-    """One disk per shard."""
+    """One disk per shard: tmpfs, in a mount namespace."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         """Mount a disk at each folder. `folders`: name of a shard -> its data folder. Raises ConfigError."""
@@ -86,7 +86,8 @@ class NoLinks(Exception):
 
 
 class Links:
-    """All network links of a cluster.
+    """All network links of a cluster. Each worker dials the shards at a loopback address of its own, so that a rule
+    can tell the links of different workers apart.
 
     Make it in the main thread: this thread enters the namespace, and so does every process that it starts later.
     """

@@ -160,7 +160,8 @@ LOSSES = {
     "never_merged": "trained by living workers, but not merged",
     "slower": "inner steps slower than without faults, and work in hand when the measured time began and ended",
 }
-"""Cause, as in the result -> its meaning."""
+"""Cause, as in the result -> its meaning: where alive worker-seconds went that left no token in the model. All but the
+last are read from the histories; the last is the rest, so that their sum explains all missing goodput."""
 
 
 def losses(histories: Histories, run: ChaosRun, work: Work, baseline: dict[str, Any]) -> dict[str, float]:

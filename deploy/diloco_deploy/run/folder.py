@@ -218,7 +218,7 @@ def _numbered(folder: Path, name: str) -> list[Path]:
 
 
 class LocalShards(NamedTuple):
-    """What a caller of them needs."""
+    """The way to the shards that `diloco up` runs in a folder: addresses, run and certificate. Nobody is asked."""
 
     addresses: tuple[str, ...]
     run: str

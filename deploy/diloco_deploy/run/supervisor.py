@@ -1,7 +1,8 @@
 """Child processes: start them, notice when they die, start them again, and never leave one behind.
 
 The pure function `verdict_on_exit` decides what a death means. Each child has its own POSIX session (setsid), so Ctrl-C
-reaches only us. Children end with us even if we are killed (`diloco_common.child`).
+reaches only us. Children end with us even if we are killed (`diloco_common.child`). `Hanging` says who lives and does
+nothing, and `Interrupts` counts what asks us to end.
 """
 
 from __future__ import annotations
@@ -354,7 +355,10 @@ LOOKS_WITHIN_S = 5.0
 
 
 class Hanging:
-    """Who was heard when."""
+    """Which processes hang: they live, but answer nothing, or say themselves that nothing goes on. Pure: times come in.
+
+    Only time in which we looked counts: if this process was stopped itself, or the machine slept, nobody is to blame.
+    """
 
     def __init__(self, limit_s: float) -> None:
         """`limit_s`: seconds of silence after which a process hangs; 0: never."""

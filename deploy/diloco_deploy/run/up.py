@@ -1,7 +1,7 @@
 """`diloco up`: one cluster on this machine, from the first process to the exported model.
 
 Starts shards first, then workers. At the end it evaluates the global model while the shards still hold it.
-`supervisor.py` decides what the death of a child means, `members.py` notes it, and `live.py` shows the state.
+`supervisor.py` decides what the death of a child means, `members.py` notes it, and `show/terminal.py` shows the state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""What must not be overwritten: an authority, and certificates and tokens of others."""
+"""The folder of a run's certificate authority: it makes certificates and signed tokens, and takes them back.
+
+    ca.pem, ca.key        the authority, P-256, ten years
+    token.pub, token.key  Ed25519, for signed tokens; made with the first one
+    issued.jsonl          what was issued, one line each
+    revoked.json          the deny-list: the master copy
+    learner-a/ ...        ca.pem, cert.pem and key.pem of one identity, to be copied to its machine
+
+The folder and the keys in it are for their owner alone. Nothing of others is overwritten: no authority, and no
+certificates and tokens of somebody else.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +22,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -32,69 +42,7 @@ from diloco_deploy.trust.registry import ISSUED, Issued, Registry, write_private
 
 CA_KEY, TOKEN_KEY, TOKEN_PUBLIC = "ca.key", "token.key", "token.pub"
 _BESIDE_THE_KEY = (CA, TOKEN_KEY, TOKEN_PUBLIC, ISSUED, REVOKED)
-
-
-def check_no_authority(folder: Path) -> None:
-    """Where no authority's key is, nothing else of one may be: it would be lost. Raises ConfigError."""
-    found = [name for name in _BESIDE_THE_KEY if os.path.lexists(folder / name)]
-    if found:
-        raise ConfigError(
-            f"{folder} holds {', '.join(found)} of an authority, but not its {CA_KEY}; bring that back, give another "
-            "--folder, or remove these files if the authority is no more"
-        )
-
-
-def check_free_for_certificate(into: Path, subject: Subject, ca: bytes) -> None:
-    """A folder may hold a certificate of the same subject, or nothing that is written there. Raises ConfigError.
-
-    `ca`: ca.pem of the authority that issues.
-    """
-    if any(os.path.lexists(into / name) for name in (CA_KEY, TOKEN_KEY, ISSUED)):
-        raise ConfigError(f"{into} is the folder of an authority; give a certificate a folder of its own (--out)")
-    if os.path.lexists(into / CERTIFICATE):
-        held = _subject_in(into / CERTIFICATE)
-        if held != subject:
-            raise ConfigError(f"{into} holds a certificate of {held or 'somebody else'}, not of {subject}; {_ELSE}")
-        return
-    if os.path.lexists(into / KEY):
-        raise ConfigError(f"{into} holds {KEY} without a certificate: nobody knows whose it is; {_ELSE}")
-    if os.path.lexists(into / CA) and not _holds(into / CA, ca):
-        raise ConfigError(f"{into} holds {CA} of another authority; {_ELSE}")
-
-
-def check_free_for_token(path: Path, subject: Subject, authority: Path, key: Ed25519PublicKey) -> None:
-    """A file may hold a token of the same subject, or not be there. Raises ConfigError.
-
-    `authority`: its folder, in which its own files are to be. `key`: with which it signs.
-    """
-    if path.name in (CA_KEY, *_BESIDE_THE_KEY) and path.parent.resolve() == authority.resolve():
-        raise ConfigError(f"{path} is a file of the authority; {_ELSE}")
-    if not os.path.lexists(path):
-        return
-    try:
-        with path.open("rb") as file:
-            held = verify_token(key, file.read(TOKEN_MAX + 2).decode().strip()).subject
-    except (OSError, ValueError, DilocoError):
-        raise ConfigError(f"{path} exists and holds no token of this authority; {_ELSE}") from None
-    if held != subject:
-        raise ConfigError(f"{path} holds a token of {held}, not of {subject}; {_ELSE}")
-
-
 _ELSE = "give another --out, or remove it if nobody needs it"
-
-
-def _subject_in(certificate: Path) -> Subject | None:
-    try:
-        return subject_of_certificate(certificate.read_bytes(), certificate)
-    except (OSError, ValueError, ConfigError):
-        return None
-
-
-def _holds(path: Path, content: bytes) -> bool:
-    try:
-        return path.read_bytes() == content
-    except OSError:
-        return False
 
 
 CA_DAYS, CERTIFICATE_DAYS, TOKEN_DAYS = 3650, 90, 30
@@ -154,12 +102,33 @@ class Authority:
         return token, self.registry.note(Issued("token", subject.uri, serial, expires))
 
     def check_free(self, into: Path, subject: Subject) -> None:
-        """Whether a certificate may be put into a folder and overwrites nothing of others. Raises ConfigError."""
-        check_free_for_certificate(into, subject, self._certificate.public_bytes(Encoding.PEM))
+        """A folder may hold a certificate of the same subject, or nothing that is written there. Raises ConfigError."""
+        if any(os.path.lexists(into / name) for name in (CA_KEY, TOKEN_KEY, ISSUED)):
+            raise ConfigError(f"{into} is the folder of an authority; give a certificate a folder of its own (--out)")
+        if os.path.lexists(into / CERTIFICATE):
+            held = _subject_in(into / CERTIFICATE)
+            if held != subject:
+                raise ConfigError(f"{into} holds a certificate of {held or 'somebody else'}, not of {subject}; {_ELSE}")
+            return
+        if os.path.lexists(into / KEY):
+            raise ConfigError(f"{into} holds {KEY} without a certificate: nobody knows whose it is; {_ELSE}")
+        if os.path.lexists(into / CA) and not _holds(into / CA, self._certificate.public_bytes(Encoding.PEM)):
+            raise ConfigError(f"{into} holds {CA} of another authority; {_ELSE}")
 
     def check_free_for_token(self, path: Path, subject: Subject) -> None:
-        """The same for a token. Raises ConfigError, SecretExposed."""
-        check_free_for_token(path, subject, self.folder, self._token_key().public_key())
+        """A file may hold a token of the same subject, or not be there. Raises ConfigError, SecretExposed."""
+        key = self._token_key().public_key()
+        if path.name in (CA_KEY, *_BESIDE_THE_KEY) and path.parent.resolve() == self.folder.resolve():
+            raise ConfigError(f"{path} is a file of the authority; {_ELSE}")
+        if not os.path.lexists(path):
+            return
+        try:
+            with path.open("rb") as file:
+                held = verify_token(key, file.read(TOKEN_MAX + 2).decode().strip()).subject
+        except (OSError, ValueError, DilocoError):
+            raise ConfigError(f"{path} exists and holds no token of this authority; {_ELSE}") from None
+        if held != subject:
+            raise ConfigError(f"{path} holds a token of {held}, not of {subject}; {_ELSE}")
 
     def _sign(
         self,
@@ -220,7 +189,7 @@ def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
                 f"{folder} holds the authority of run {found!r}, not of {run_id!r}; give another --folder"
             )
         return False
-    check_no_authority(folder)
+    _check_no_authority(folder)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name(
         [x509.NameAttribute(NameOID.ORGANIZATION_NAME, "diloco"), x509.NameAttribute(NameOID.COMMON_NAME, run_id)]
@@ -262,6 +231,16 @@ def open_authority(folder: Path) -> Authority:
         raise ConfigError(f"{folder}: {CA_KEY} is not the key of {CA}")
     (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return Authority(folder, str(name.value), certificate, key)
+
+
+def _check_no_authority(folder: Path) -> None:
+    """Where no authority's key is, nothing else of one may be: it would be lost. Raises ConfigError."""
+    found = [name for name in _BESIDE_THE_KEY if os.path.lexists(folder / name)]
+    if found:
+        raise ConfigError(
+            f"{folder} holds {', '.join(found)} of an authority, but not its {CA_KEY}; bring that back, give another "
+            "--folder, or remove these files if the authority is no more"
+        )
 
 
 def _private_pem(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
@@ -319,3 +298,17 @@ def is_good(folder: Path, subject: Subject, hosts: Sequence[str], revoked: set[s
         and (ends - now) > KEEP_SHARE * (ends - begins)
         and {host.strip("[]") for host in hosts} <= known | {*HERE}
     )
+
+
+def _subject_in(certificate: Path) -> Subject | None:
+    try:
+        return subject_of_certificate(certificate.read_bytes(), certificate)
+    except (OSError, ValueError, ConfigError):
+        return None
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False

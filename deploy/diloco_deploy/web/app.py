@@ -31,7 +31,11 @@ _SESSION = b"diloco live page"
 
 
 class Access:
-    """Decides on one request."""
+    """Decides who may look. There are three ways, whatever the address.
+
+    Nothing is asked, as the shards ask for nothing; a key, as a cookie or a bearer token; or, over TLS, the certificate
+    of an observer or admin.
+    """
 
     def __init__(
         self, key: str | None, token: str | None = None, admits: Callable[[bytes | None], bool] | None = None

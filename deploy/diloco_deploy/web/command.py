@@ -101,7 +101,10 @@ _START_S = 10.0
 
 
 class PageThread:
-    """Owned by the main thread, which starts and stops it. Nothing else passes between the two."""
+    """A page beside `diloco up`: one that cannot be served ends no run.
+
+    Owned by the main thread, which starts and stops it. Nothing else passes between the two.
+    """
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         """`folder`: of the cluster."""

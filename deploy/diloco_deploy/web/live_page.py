@@ -69,7 +69,7 @@ def in_folder(folder: Path) -> Watched:
 
 
 class Credentials:
-    """Owned by one event loop."""
+    """What shards are shown, read again when the files change. Owned by one event loop."""
 
     def __init__(self, tls: Path | None, token: str | None) -> None:
         """`tls`: folder with the certificate of an observer or admin; shards are asked over TLS then.
