@@ -1,16 +1,24 @@
-"""What arrives at the port without being a proper call: raw sockets, frames written by hand (faults.md 23)."""
+"""What arrives at a port, proper or not, and where learners find it: raw sockets, bursts, streams (faults.md 23)."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
 import struct
+from collections import Counter
+from pathlib import Path
 
+import grpc
 import pytest
 from in_process import TENSORS, InProcessShard, settings_with
+from training import tiny_model
 
+import diloco_worker
+from diloco_common.errors import CannotConnect
 from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.addresses import write_address
 from diloco_common.wire.messages import PROTOCOL, Committed, Pulse
 from diloco_protos import parameter_server_pb2 as pb
 from waiting import until
@@ -181,3 +189,91 @@ def test_a_learner_that_reads_slowly_hears_the_newest(serve, clock):
 
     stream.hear(Pulse)
     assert len(stream.heard) < 100
+
+
+# ---------------------------------------------------------------- bursts of calls
+
+
+CONNECTIONS = 16
+CALLS = 120
+"""On each connection: together more than gRPC's own limit, where it begins to cancel calls by chance."""
+
+
+async def _burst() -> Counter[grpc.StatusCode]:
+    async def answer(request: bytes, context: object) -> bytes:
+        return b""
+
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    methods = {"Call": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("burst", methods)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", rpc.BULK_CHANNEL_OPTIONS) for _ in range(CONNECTIONS)]
+    try:
+        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        calls = [channel.unary_unary("/burst/Call")(b"", timeout=60.0) for channel in channels for _ in range(CALLS)]
+        return Counter(await asyncio.gather(*(call.code() for call in calls)))
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+        await server.stop(0)
+
+
+def test_no_call_of_a_burst_is_cancelled() -> None:
+    assert asyncio.run(_burst()) == {grpc.StatusCode.OK: CONNECTIONS * CALLS}
+
+
+# ---------------------------------------------------------------- refused control streams
+
+
+ENOUGH = 60
+"""A refusal that met a report on its way was lost one time in five."""
+
+
+def test_a_refused_stream_leads_to_a_new_lease_every_time(serve, front, train, monkeypatch):
+    """Else the learner takes the shard for silent, and asks under the old lease again after a longer wait."""
+    monkeypatch.setattr("diloco_worker.core.dialing.LONGEST_S", 0.001)
+    shard = serve()
+    between = front(shard)
+    train(between.address, "a")
+    between.refuse_attend = True
+    between.loop.look(lambda: (between.joins.clear(), between.attends.clear()))
+    shard.break_streams()
+
+    until(lambda: len(between.attends) >= ENOUGH, "refused streams")
+
+    joins, attends = between.loop.look(lambda: (between.joins[: ENOUGH - 1], between.attends[:ENOUGH]))
+    assert len(joins) == ENOUGH - 1
+    assert sorted(joins + attends)[::2] == attends, "a Join after each refusal, and nothing else"
+
+
+# ---------------------------------------------------------------- shards that move
+
+
+def tell(file: Path, shard: InProcessShard) -> None:
+    write_address(file, "shard", "shard-0", grpc=shard.address, http="127.0.0.1:1")
+
+
+def test_a_learner_follows_a_shard_that_moves(serve, train, tmp_path):
+    settings = settings_with(shard={"data_dir": tmp_path / "data"})
+    file = tmp_path / "shard-0.json"
+    old = serve(settings)
+    tell(file, old)
+    a = train(f"@{file}")
+    a.until(lambda: old.version() > 0, "a version")
+
+    old.stop()
+    new = serve(settings)
+    assert new.address != old.address
+    tell(file, new)
+    came_back_with = new.version()
+
+    a.until(lambda: new.version() > came_back_with, "a contributes where the shard is now")
+
+
+def test_a_learner_waits_for_a_shard_that_has_not_started_yet(serve, tmp_path):
+    file = tmp_path / "shard-0.json"
+    with pytest.raises(CannotConnect, match="no run to join"):
+        diloco_worker.join(f"@{file}", tiny_model(), learner_id="a", wait_s=0.2)
+
+    tell(file, serve())
+    diloco_worker.join(f"@{file}", tiny_model(), learner_id="a", wait_s=20.0).close()

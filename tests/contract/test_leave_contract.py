@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from in_process import InProcessShard, settings_with
-from training import Training
+from torch import nn
+from training import Training, state_of
 
-from diloco_common.errors import LearnerEnded
-from diloco_worker.shell import connection
+import diloco_worker
+from diloco_common.errors import CannotConnect, LearnerEnded
+from diloco_common.trust.identity import Identity
+from diloco_server.shell import server
+from diloco_server.shell.servicer import ParameterServer
+from diloco_worker import learner
+from diloco_worker.shell import boundary, connection
+from diloco_worker.shell.exits import Notice
+from waiting import DEADLINE_S
 
 H = 500
 EXACT = {"push": "float32", "pull": "float32", "sync_every": H, "fragments": 2}
@@ -181,3 +195,111 @@ def test_a_handler_of_the_users_own_stays(serve, train):
         assert came == [1]
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# ---------------------------------------------------------------- the end of a learner: what it waits for, and what not
+
+
+class LateGoodbye(ParameterServer):
+    """Ends the control stream of a learner that leaves, and answers it a while later."""
+
+    async def Leave(self, caller: Identity, requests: Any, context: Any) -> Any:
+        answer = await super().Leave(caller, requests, context)
+        for stream in list(self._service._host.streams):
+            stream.end()
+        await asyncio.sleep(0.3)
+        return answer
+
+
+def test_a_learner_waits_for_the_answer_to_its_goodbye(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ParameterServer", LateGoodbye)
+    shard = serve()
+    learner = diloco_worker.join(shard.address, nn.Linear(4, 2), learner_id="a", wait_s=20)
+
+    learner.close()
+
+    assert shard.member_state("a") == "left"
+
+
+def test_a_learner_does_not_wait_for_seeds_on_hold(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed learner holds its seeds back for 10 s. Pushes under way get half of that."""
+    shard = serve()
+    monkeypatch.setattr(learner, "SETTLE_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(boundary, "SEED_HOLD_S", 20 * DEADLINE_S)
+    began = time.monotonic()
+
+    with pytest.raises(CannotConnect, match="fragments are not there yet"):
+        diloco_worker.join(shard.address, nn.Linear(4, 2), learner_id="a", wait_s=10.0, state=state_of("a"))
+
+    assert time.monotonic() - began < DEADLINE_S
+
+
+# ---------------------------------------------------------------- whom SIGTERM is for
+
+
+@pytest.fixture
+def heard() -> Iterator[list[str]]:
+    yield []
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_it_tells_the_learner_and_goes_with_it(heard: list[str]) -> None:
+    notice = Notice(lambda: heard.append("once"))
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == ["once"]
+    notice.end(is_heeded=True)
+    notice.end(is_heeded=True)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_that_is_there_stays(heard: list[str]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("mine"))
+    notice = Notice(lambda: heard.append("ours"))
+    signal.raise_signal(signal.SIGTERM)
+    notice.end(is_heeded=False)
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == ["mine", "mine"]
+
+
+def test_the_next_learner_takes_the_place_of_one_that_is_gone(heard: list[str]) -> None:
+    """Lightning puts the handler back that it found, after the learner has ended."""
+    first = Notice(lambda: heard.append("first"))
+    first.end(is_heeded=False)
+    signal.signal(signal.SIGTERM, first)
+    second = Notice(lambda: heard.append("second"))
+    signal.raise_signal(signal.SIGTERM)
+    second.end(is_heeded=True)
+    assert heard == ["second"]
+
+
+def test_in_another_thread_it_does_not_listen(heard: list[str]) -> None:
+    thread = threading.Thread(target=lambda: Notice(lambda: heard.append("ours")))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_forked_child_ends_by_it(heard: list[str]) -> None:
+    notice = Notice(lambda: heard.append("ours"))
+    fork = multiprocessing.get_context("fork")
+    is_up = fork.Event()
+    child = fork.Process(target=lambda: (is_up.set(), threading.Event().wait()))
+    child.start()
+    assert is_up.wait(60)  # Python drops signals that come while a child begins
+    child.terminate()
+    child.join(60)
+    notice.end(is_heeded=True)
+    assert (child.exitcode, heard) == (-signal.SIGTERM, [])
+
+
+LATE = "signal.raise_signal(signal.SIGTERM); notice.end(is_heeded=False)"
+AGAIN = "handler = signal.getsignal(signal.SIGTERM); notice.end(is_heeded=True); signal.signal(signal.SIGTERM, handler)"
+
+
+@pytest.mark.parametrize("what", [LATE, AGAIN + "; signal.raise_signal(signal.SIGTERM)"], ids=["late", "put back"])
+def test_a_signal_for_no_learner_ends_the_process(what: str) -> None:
+    """One that came while the learner closed, or to a handler that was put back later, as Lightning does."""
+    begin = "import signal; from diloco_worker.shell.exits import Notice; notice = Notice(lambda: None)"
+    code = f"{begin}; {what}; print('on')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr

@@ -1,0 +1,143 @@
+"""What a process has of its machine: memory, ports, and systemd that watches it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco_common.errors import ConfigError, InUse
+from diloco_common.observe import http
+from diloco_common.wire.addresses import bind_socket, bound_address, who_listens
+
+PROBE = """
+import ctypes, json, sys
+from diloco_common.allocator import MIB, tune_allocator
+
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split())]
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+libc.mallinfo2.restype = Mallinfo2
+
+def mapped_by(num_bytes):
+    before = libc.mallinfo2().hblks
+    chunk = libc.malloc(num_bytes)
+    count = libc.mallinfo2().hblks - before
+    libc.free(chunk)
+    return count
+
+default = mapped_by(24 * MIB)
+tuned = tune_allocator()
+chunk = mapped_by(24 * MIB)
+kept = libc.mallinfo2().fordblks >= 24 * MIB
+print(json.dumps([default, tuned, chunk, kept, mapped_by(256 * MIB)]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="libc is not a recent glibc")
+def test_chunks_come_from_the_heap_and_stay_there_after_they_are_freed():
+    out = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True).stdout
+
+    default, tuned, chunk, kept, huge = json.loads(out)
+    assert tuned is True
+    assert (default, chunk) == (1, 0), "one mapping of its own before, none after"
+    assert kept, "freed memory waits for the next chunk"
+    assert huge == 1, "tensors larger than the threshold still go back to the kernel"
+
+
+HOLES = """
+import ctypes, json, mmap
+from pathlib import Path
+from diloco_common.allocator import MIB, trim, tune_allocator
+
+tune_allocator()
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+chunks = [bytes(2 * MIB + i) for i in range(40)]
+filled = resident()
+del chunks[::2]
+freed = resident()
+trim()
+print(json.dumps([filled - freed, freed - resident()]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="libc is not a recent glibc")
+def test_holes_between_chunks_are_given_back_when_they_are_said_to_be_of_no_use():
+    out = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True).stdout
+    by_itself, given_back = json.loads(out)
+    assert by_itself < 10 * 2**20 < 30 * 2**20 < given_back, "20 of 40 chunks of 2 MiB were freed"
+
+
+# ---------------------------------------------------------------- ports: who gets one, and who has it already
+
+
+def test_port_0_gives_a_free_port_that_can_be_connected_to():
+    with bind_socket("127.0.0.1:0") as sock:
+        address = bound_address(sock)
+
+        assert address.port != 0
+        socket.create_connection((address.host, address.port), timeout=5).close()
+
+
+def test_a_port_in_use_is_reported_with_the_process_that_has_it():
+    with bind_socket("127.0.0.1:0") as first:
+        address = str(bound_address(first))
+
+        with pytest.raises(InUse) as refused:
+            bind_socket(address)
+
+    assert address in str(refused.value)
+    if os.path.exists("/proc/net/tcp"):
+        assert f"process {os.getpid()} (" in str(refused.value)
+
+
+def test_nobody_listens_on_a_port_that_is_bound_but_not_listening():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+
+        assert who_listens(sock.getsockname()[1]) is None
+
+
+def test_a_host_of_another_machine_is_refused():
+    with pytest.raises(ConfigError, match="no interface of this machine"):
+        bind_socket("192.0.2.1:0")  # a documentation address: nobody has it
+
+
+# ---------------------------------------------------------------- what systemd hears of a process
+
+
+def test_systemd_hears_from_a_process_for_as_long_as_it_makes_progress(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(0.0)
+        environ = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "4000", "WATCHDOG_PID": str(os.getpid())}
+        looks = [True, True, False, True]
+
+        def is_alive() -> bool:
+            if not looks:
+                raise EOFError
+            return looks.pop(0)
+
+        with pytest.raises(EOFError):
+            asyncio.run(http.feed_watchdog(is_alive, environ))
+        assert [systemd.recv(64) for _ in range(3)] == [b"WATCHDOG=1"] * 3
+        with pytest.raises(BlockingIOError):
+            systemd.recv(64)
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"NOTIFY_SOCKET": "/x"}, {"NOTIFY_SOCKET": "/x", "WATCHDOG_USEC": "9", "WATCHDOG_PID": "1"}]
+)
+def test_where_nobody_listens_nothing_is_said(environ: dict[str, str]) -> None:
+    asyncio.run(asyncio.wait_for(http.feed_watchdog(lambda: True, environ), 5.0))
