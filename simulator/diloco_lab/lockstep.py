@@ -310,7 +310,7 @@ class LockstepRun:
         model = self.task.model()
         replica = Replica(model)
         for rig in self.shards:
-            for state in rig.shard.of_model:
+            for state in rig.shard.versions.of_model:
                 assert state.values is not None
                 replica.write(state.fragment, state.values.theta)
         return model
@@ -337,7 +337,7 @@ class LockstepRun:
 
     def _versions(self) -> int:
         """Of the fragment that has the fewest."""
-        return min(state.version for rig in self.shards for state in rig.shard.of_model)
+        return min(state.version for rig in self.shards for state in rig.shard.versions.of_model)
 
     def _finish(self) -> Outcome:
         out = self.outcome

@@ -146,9 +146,9 @@ class ShardProcess:
             invariants.halves_are_bounded(state, collecting)
             invariants.contributions_are_whole(state, collecting)
             if collecting.quorum_at is not None:
-                self._grace_s_max = max(self._grace_s_max, host.shard.grace_s())
+                self._grace_s_max = max(self._grace_s_max, host.shard.rounds.grace_s())
                 invariants.nobody_delays_a_round_beyond_its_grace(
-                    state, collecting, host.shard.quorum(collecting), now - collecting.quorum_at,
+                    state, collecting, host.shard.rounds.quorum(collecting), now - collecting.quorum_at,
                     self._grace_s_max + self._options.tick_s,
                 )  # fmt: skip
 
@@ -161,13 +161,13 @@ class ShardProcess:
         soon_s = 2 * self._options.tick_s + self._options.look_every_s
         if not expected:
             yield (*name, "nobody is expected any more", *sorted(held)), soon_s
-        elif len(held) >= max(1, needed(host.shard.quorum(collecting), len(collecting.asked))):
-            self._grace_s_max = max(self._grace_s_max, host.shard.grace_s())
+        elif len(held) >= max(1, needed(host.shard.rounds.quorum(collecting), len(collecting.asked))):
+            self._grace_s_max = max(self._grace_s_max, host.shard.rounds.grace_s())
             last_s = LAST_S if collecting.last_of & expected else 0.0
             yield (*name, "it has its quorum"), self._grace_s_max + last_s + soon_s
         else:
             for i in live.keys() - expected - held.keys():
-                if host.shard.quarantine.holds(i):
+                if host.shard.trust.quarantine.holds(i):
                     continue
                 if live[i].takes_part(state.fragment.fragment_id) and live[i].first_step is not None:
                     can = (*name, f"{i} can be asked", live[i].generation, live[i].asked)
@@ -187,7 +187,7 @@ class ShardProcess:
             slowest_s = max((m.counted.step_time_s for m in host.shard.membership.live()), default=0.0)
             steps = 2.5 * max(sync.patience * sync.sync_every, sync.overlap_steps)
             at_most_s = slowest_s * (steps if options.on_commit == "carry" else 1.0)
-        invariants.windows_are_as_set(host.shard.grace_s(), at_most_s)
+        invariants.windows_are_as_set(host.shard.rounds.grace_s(), at_most_s)
 
     def _takes_s(self, threads: str) -> float:
         match threads:

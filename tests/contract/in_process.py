@@ -345,7 +345,7 @@ class Caller:
             payload = encode_payload(torch.full((fragment.num_elements,), value), "float32")
             header = self.header(payload, fragment_id=fragment.fragment_id, round=0, tokens=0, steps=0)
             assert self.push(header, payload).outcome in (pb.PushResponse.ACCEPTED, pb.PushResponse.DUPLICATE)
-        until(lambda: self.shard.core.all_seeded, "all fragments are seeded")
+        until(lambda: self.shard.core.versions.all_seeded, "all fragments are seeded")
 
     def header(self, payload: Payload, **changes: Any) -> PushHeader:
         """The right header of a contribution, unless a change is asked for."""

@@ -191,7 +191,7 @@ def test_counters_stop_before_they_could_not_be_sent(serve: Serve, clock: Clock)
         payload, round=0, tokens=0, steps=0, tokens_merged=bounds.TOKENS_COUNTED_MAX, epoch=shard.core.epoch
     )
     assert caller.push(header, payload).outcome == ACCEPTED
-    until(lambda: shard.core.all_seeded, "the seed")
+    until(lambda: shard.core.versions.all_seeded, "the seed")
     stream = caller.attend()
     for step in (0, 1):
         stream.say(step, tokens=TOKENS * step)
@@ -220,13 +220,13 @@ def say(shard: InProcessShard, ghost: tuple[str, Attendance], step: int, step_ti
 
 def test_ghosts_with_long_steps_do_not_hold_the_rounds_of_others_open(serve: Serve, clock: Clock) -> None:
     shard, honest = lively(serve, clock, sync={"grace": "adaptive"})
-    before = shard.core.grace_s()
+    before = shard.core.rounds.grace_s()
     haunting = ghosts(shard, [f"ghost-{i}" for i in range(5)])
     for step in range(1, 13):
         for ghost in haunting:
             say(shard, ghost, step, 1e6)
         clock.now += 1.0
-        assert shard.core.grace_s() <= max(before, 1.1)
+        assert shard.core.rounds.grace_s() <= max(before, 1.1)
         honest.steps += 1
         honest.report()
 

@@ -559,7 +559,7 @@ def test_a_seed_that_is_not_finite_leaves_the_fragment_to_the_next(serve, clock)
     answer = a.push(a.header(payload, round=0, tokens=0, steps=0), payload)
 
     assert (answer.outcome, answer.code) == (REJECTED, "NOT_FINITE")
-    assert not shard.core.all_seeded
+    assert not shard.core.versions.all_seeded
     a.seed(0.5)
 
 

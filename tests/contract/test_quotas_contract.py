@@ -165,7 +165,7 @@ def test_pulls_that_read_only_the_header_cost_little(serve, crowd) -> None:
     ann.join(tensors)
     values = encode_payload(torch.zeros(8_000_000), "float32")
     ann.push(ann.header(values, round=0, tokens=0, steps=0), values)
-    until(lambda: shard.core.all_seeded, "version 0")
+    until(lambda: shard.core.versions.all_seeded, "version 0")
     stream = ann.attend()
     memory = Memory()
     metadata = [*rpc.metadata_of(shard.caller("").identity, None), ("grpc-timeout", "60S")]

@@ -71,7 +71,7 @@ def test_a_seed_arrives_over_a_link_on_which_a_chunk_outlasts_the_lease(thin):
     shard, address = thin
     model = nn.Linear(NUM_ELEMENTS // 10, 10, bias=False)
     with diloco_worker.join(address, model, learner_id="a", wait_s=120.0):
-        assert shard.core.all_seeded
+        assert shard.core.versions.all_seeded
         found = shard.core.fragments[0].values
         assert found is not None
         assert torch.equal(found.theta.bfloat16().float(), model.weight.detach().flatten())

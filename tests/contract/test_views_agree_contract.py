@@ -119,7 +119,7 @@ class Run:
             self.ann.append(ann)
             self.bob.append(bob)
             assert await shard.push(ann, 0) is Outcome.ACCEPTED
-            await until_async(lambda shard=shard: shard.host.shard.all_seeded, "version 0")
+            await until_async(lambda shard=shard: shard.host.shard.versions.all_seeded, "version 0")
             for caller in (ann, bob):
                 shard.steps(caller, 0, 1)
             await until_async(lambda shard=shard: shard.host.shard.open_rounds == 1, "a round")

@@ -333,7 +333,7 @@ def reuse_an_epoch(original: Any) -> Any:
 def forget_what_was_merged(original: Any) -> Any:
     """A shard that restarts does not look at the merged contributions in its files."""
 
-    def restore(self: Shard, manifest: Any, fragments: Any) -> None:
+    def restore(self: Versions, manifest: Any, fragments: Any) -> None:
         forgetful = [replace(f, record=replace(f.record, merged_versions={}, merged_by={})) for f in fragments]
         original(self, manifest, forgetful)
 
@@ -633,7 +633,7 @@ MUTANTS: dict[str, Mutant] = {
         (FileStore, "__init__", skip_the_sync_of_names),
         (FileStore, "__init__", rename_before_sync),
         (FileStore, "_begin_epoch", reuse_an_epoch),
-        (Shard, "restore", forget_what_was_merged),
+        (Versions, "restore", forget_what_was_merged),
         (version_file, "google_crc32c", accept_damaged_files),
         (FileStore, "_recover_fragment", keep_the_old_name),
         (CodecThread, "held", forget_what_is_held),

@@ -154,7 +154,7 @@ class Crowd(Rig):
 def test_everybody_who_is_alive_is_in_every_round_whatever_the_overlap_leaves() -> None:
     crowd = Crowd()
     crowd.come("a", "b", "c")
-    crowd.shard.grace.to_publish.add(5.0)  # a slow disk left Eq. 3 no window at all
+    crowd.shard.rounds.grace.to_publish.add(5.0)  # a slow disk left Eq. 3 no window at all
     closed = crowd.run(200.0, {"a": 1.0, "b": 1.1, "c": 1.2})
     assert len(closed) > 4
     assert [(c.participants, str(c.why)) for c in closed] == [(3, "all")] * len(closed)
@@ -212,4 +212,4 @@ def test_overwriting_learners_lose_work_while_a_round_waits_so_it_waits_for_the_
     crowd = Crowd(on_commit="overwrite", grace_gamma=0.5, overlap_steps=2)
     crowd.come("a", "b")
     crowd.run(30.0, {"a": 1.0, "b": 1.1})
-    assert 0 <= crowd.shard.grace_s() <= 1.1
+    assert 0 <= crowd.shard.rounds.grace_s() <= 1.1

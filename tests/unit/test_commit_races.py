@@ -42,13 +42,13 @@ class Writing:
         self.now = 0.0
         self.join("ann", "process 1")
         self.push(0)
-        self.shard.seeded(self.shard.seed_record(0), VALUES, PUBLISHED)
+        self.shard.versions.seeded(self.shard.versions.seed_record(0), VALUES, PUBLISHED)
         self.contribute(1)
         self.begin_writing()
 
     def begin_writing(self) -> None:
         assert self.shard.fragments[0].phase is Phase.MERGING
-        self.record = self.shard.next_record(0)
+        self.record = self.shard.versions.next_record(0)
         self.on_disk = deepcopy(self.record)
 
     def join(self, learner_id: str, process_id: str) -> None:
@@ -90,7 +90,7 @@ class Writing:
         """A shard that begins from the file."""
         assert self.shard.manifest is not None
         shard = make_shard(epoch=2)
-        shard.restore(self.shard.manifest, [Restored(self.on_disk, VALUES, PUBLISHED, is_new_line=False)])
+        shard.versions.restore(self.shard.manifest, [Restored(self.on_disk, VALUES, PUBLISHED, is_new_line=False)])
         return shard
 
 
@@ -199,8 +199,8 @@ def test_a_seed_has_one_record_too() -> None:
     assert shard.manifest is not None
     header = PushHeader(0, 0, 1, 0, 0, 0, PAYLOAD.header, shard.manifest.digest, tokens_merged=70)
     shard.contribute(member, header, PAYLOAD, (3.0,), 0.0)
-    record = shard.seed_record(0)
+    record = shard.versions.seed_record(0)
     shard.join("ann", "process 2", MODEL, 1.0)
-    shard.seeded(record, VALUES, PUBLISHED)
+    shard.versions.seeded(record, VALUES, PUBLISHED)
     assert record == Record(0, 1, 0, {}, {}, 70, (), 3.0)
     assert shard.fragments[0].record == record

@@ -197,7 +197,7 @@ def test_ordinary_companions_do_not_thin_out_the_votes_on_quarantine() -> None:
         cluster.join(name, linear(), momentum())
     for _ in range(5):
         round_of(cluster, lambda: None)
-    quarantine = cluster.shards[0].shard.quarantine
+    quarantine = cluster.shards[0].shard.trust.quarantine
     assert [list(quarantine.conduct(name).votes) for name in "abc"] == 3 * [5 * [False]]
 
 

@@ -28,7 +28,7 @@ def make_shard(fragments: int, version: int = 5, **sync: object) -> Shard:
     manifest = cut(SPECS[:fragments], fragments, 1)
     values = Values(torch.ones(1), [])
     published = Published(encode_payload(values.theta, "float32"))
-    shard.restore(
+    shard.versions.restore(
         manifest,
         [Restored(Record(p, 1, version, {}, {}, 0, (), 1.0), values, published, False) for p in range(fragments)],
     )
@@ -92,7 +92,7 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
                     for asked in list(state.round.asked):
                         state.round.lose(asked, quorum)
         shard._expire(float(now))
-        shard._rounds._outbox.now = float(now)
+        shard.rounds._outbox.now = float(now)
         for state in [s for s in shard.fragments.values() if s.round is not None and s.round.is_void]:
             state.abandon_round()
         found = {p: dumb(shard, state, 4, quorum) for p, state in shard.fragments.items()}
@@ -144,7 +144,7 @@ def test_a_round_asks_those_that_have_most_of_an_interval(
     manifest = cut(SPECS[:1], 1, 1)
     values = Values(torch.ones(1), [])
     published = Published(encode_payload(values.theta, "float32"))
-    shard.restore(manifest, [Restored(Record(0, 1, 5, {}, {}, 0, (), 1.0), values, published, False)])
+    shard.versions.restore(manifest, [Restored(Record(0, 1, 5, {}, {}, 0, (), 1.0), values, published, False)])
     (state,) = shard.fragments.values()
     for name, steps in (("fast", 4), ("slow", 2)):
         member = shard.join(name, f"process {name}", SPECS[:1], 0.0)

@@ -73,11 +73,11 @@ def test_a_seed_that_cannot_be_kept_is_not_announced_and_another_may_follow() ->
     with pytest.raises(OSError, match="no space left"):
         shard.bring(member, 0)
     assert shard.announced == []
-    assert not shard.shard.all_seeded
+    assert not shard.shard.versions.all_seeded
 
     shard.refuses = False
     assert shard.bring(member, 0) is Outcome.ACCEPTED
-    assert shard.shard.all_seeded
+    assert shard.shard.versions.all_seeded
 
 
 def test_a_job_that_waits_cannot_be_done_at_once() -> None:

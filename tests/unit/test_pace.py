@@ -74,7 +74,7 @@ class Crowd(ShardShell):
         actor = self.actors[learner_id] = Actor(learner_id, member, step_s, **lies)
         actor.next_at = self.now + step_s
         self.report(actor)
-        if not self.shard.all_seeded:
+        if not self.shard.versions.all_seeded:
             self.push(member, self.header(0, 0, 0), PAYLOAD)
         return actor
 
@@ -228,12 +228,12 @@ def test_ghosts_that_report_long_steps_widen_no_window() -> None:
     crowd = Crowd(sync={"grace": "adaptive"})
     honest(crowd, 1)
     crowd.run(40)
-    before = crowd.shard.grace_s()
+    before = crowd.shard.rounds.grace_s()
     for i in range(5):
         crowd.join(f"ghost-{i}", 1.0, contributes=False, step_time_s=1e6)
     for _ in range(50):
         crowd.run(1.0)
-        assert crowd.shard.grace_s() <= max(before, 1.0)
+        assert crowd.shard.rounds.grace_s() <= max(before, 1.0)
 
 
 def test_step_times_are_held_against_what_passes_between_reports() -> None:
@@ -241,7 +241,7 @@ def test_step_times_are_held_against_what_passes_between_reports() -> None:
     for i in range(3):
         crowd.join(f"liar-{i}", 1.0, step_time_s=1e6)  # these do contribute, and are the majority
     crowd.run(60)
-    assert 0 < crowd.shard.grace_s() <= 2.1
+    assert 0 < crowd.shard.rounds.grace_s() <= 2.1
 
 
 # ------------------------------------------------------------------ contributions

@@ -195,7 +195,7 @@ def test_it_is_asked_again_when_the_time_is_over() -> None:
     assert [e.learner_id for e in run.noted(LearnerReleased)] == ["d"]
     for _ in range(VOTES):
         assert run.round(0.01).outcome is Outcome.ACCEPTED
-    assert run.shard.quarantine.conduct("d").times == 0
+    assert run.shard.trust.quarantine.conduct("d").times == 0
 
 
 def test_of_other_open_rounds_none_waits_for_it_either() -> None:
@@ -207,9 +207,9 @@ def test_of_other_open_rounds_none_waits_for_it_either() -> None:
                 run.push_values(learner_id, number, 0.01, fragment_id)
         assert run.shard.fragments[1].round is not None, "it waits for d"
         run.push_values("d", number, math.nan)
-        if not run.shard.quarantine.holds("d"):
+        if not run.shard.trust.quarantine.holds("d"):
             run.push_values("d", number, 0.01, 1)
-    assert run.shard.quarantine.holds("d")
+    assert run.shard.trust.quarantine.holds("d")
     assert run.shard.fragments[1].version == number
 
 
@@ -218,8 +218,8 @@ def test_a_repeated_push_is_one_vote() -> None:
     number = run.next_round()
     for _ in range(3 * OUTLIERS):
         run.push_values("d", number, math.nan)
-    assert run.shard.quarantine.conduct("d").outliers == 1
-    assert not run.shard.quarantine.holds("d")
+    assert run.shard.trust.quarantine.conduct("d").outliers == 1
+    assert not run.shard.trust.quarantine.holds("d")
 
 
 def test_what_was_taken_before_is_answered_as_before() -> None:
@@ -228,7 +228,7 @@ def test_what_was_taken_before_is_answered_as_before() -> None:
     run.round(0.01)
     for _ in range(OUTLIERS):
         run.round(math.nan)
-    assert run.shard.quarantine.holds("d")
+    assert run.shard.trust.quarantine.holds("d")
     assert run.push_values("d", 1, 0.01).outcome is Outcome.DUPLICATE
 
 

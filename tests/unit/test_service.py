@@ -114,7 +114,7 @@ class Rig:
     async def seeded(self) -> Identity:
         caller = await self.join()
         assert (await self.push(caller, 0)).outcome is Outcome.ACCEPTED
-        await until_async(lambda: self.host.shard.all_seeded, "version 0")
+        await until_async(lambda: self.host.shard.versions.all_seeded, "version 0")
         return caller
 
 

@@ -62,10 +62,10 @@ def test_the_first_values_become_version_0_and_everybody_is_told() -> None:
     rig = Rig()
     rig.join("a", "b")
     rig.take_told("a")
-    assert not rig.shard.all_seeded
+    assert not rig.shard.versions.all_seeded
     assert rig.seed("b", 3.0).outcome is ACCEPTED
     assert rig.theta == [3.0]
-    assert rig.shard.all_seeded
+    assert rig.shard.versions.all_seeded
     for learner_id in "ab":
         assert rig.told_of(learner_id, Committed) == [Committed(0, 0, EPOCH)]
 
@@ -87,7 +87,7 @@ def test_a_seed_that_could_not_be_used_leaves_room_for_another() -> None:
     rig.holds_jobs = True
     rig.seed("a", 1.0, tokens_merged=12345)
     rig.jobs.clear()
-    rig.shard.seed_failed(0)
+    rig.shard.fragments[0].fail_seed()
     assert rig.shard.tokens_merged == 0, "nothing was merged into what is not there"
     rig.holds_jobs = False
     assert rig.seed("b", 2.0).outcome is ACCEPTED
@@ -581,7 +581,7 @@ def test_a_straggler_does_not_widen_the_grace_window_of_the_others() -> None:
     rig.join("a", "b", "c")
     for learner_id, step_time_s in (("a", 0.1), ("b", 0.1), ("c", 100.0)):
         rig.report(learner_id, step_time_s=step_time_s)
-    assert rig.shard.grace_s() <= 0.1
+    assert rig.shard.rounds.grace_s() <= 0.1
 
 
 def test_what_was_refused_is_answered_the_same_again_and_what_is_right_may_still_be_pushed() -> None:

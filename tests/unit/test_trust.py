@@ -237,15 +237,15 @@ def test_who_was_left_out_counts_as_a_stranger_until_it_is_cleared() -> None:
         crowd.round()
     while "b" not in crowd.named:
         crowd.round(Sick("b", 1000.0))
-    while crowd.shard.quarantine.holds("b"):
+    while crowd.shard.trust.quarantine.holds("b"):
         crowd.round()
     before = crowd.length
     crowd.round(Sick("b", 6 * USUAL))
-    assert crowd.shard._rounds.trust.is_strange("b")
+    assert crowd.shard.trust.is_strange("b")
     assert abs(crowd.length - before) < USUAL, "it is cut to the others"
     for _ in range(20):
         crowd.round()
-    assert not crowd.shard._rounds.trust.is_strange("b")
+    assert not crowd.shard.trust.is_strange("b")
 
 
 def test_a_stranger_is_never_alone_in_a_round_and_counts_for_no_more_than_others() -> None:

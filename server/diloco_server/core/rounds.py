@@ -13,7 +13,7 @@ from statistics import median_low
 
 from diloco_common.codec import Payload
 from diloco_common.errors import Busy, ContributionConflict, NormTooLarge, NotSeeded, Quarantined, Refusal
-from diloco_common.settings import GuardSettings, SyncSettings
+from diloco_common.settings import SyncSettings
 from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core import admission
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
@@ -35,7 +35,7 @@ from diloco_server.core.membership import Member, Membership
 from diloco_server.core.parts import HalfContribution, Part, PartedPayload, is_part, whole_of
 from diloco_server.core.round import Contribution, Round, total_norm
 from diloco_server.core.trust.arrivals import Call
-from diloco_server.core.trust.conduct import CODES, Quarantine
+from diloco_server.core.trust.conduct import CODES
 from diloco_server.core.trust.trust import Trust
 from diloco_server.core.versions import Versions
 
@@ -51,21 +51,17 @@ class Rounds:
     """The rounds of all fragments of one shard, and the account of what was pushed to them."""
 
     def __init__(
-        self, sync: SyncSettings, guard: GuardSettings, lease_s: float, membership: Membership, versions: Versions,
+        self, sync: SyncSettings, lease_s: float, trust: Trust, membership: Membership, versions: Versions,
         outbox: Outbox, cadence: CadenceRule,
     ) -> None:  # fmt: skip
         self.grace = GraceWindow(sync)
-        self.trust = Trust(guard, membership)
+        self._trust = trust
         self._sync = sync
         self._due = DueFragments(sync, cadence, versions)
         self._lease_s = lease_s
         self._membership = membership
         self._versions = versions
         self._outbox = outbox
-
-    @property
-    def quarantine(self) -> Quarantine:
-        return self.trust.quarantine
 
     @property
     def _now(self) -> float:
@@ -120,7 +116,7 @@ class Rounds:
             state.begin_seed(total_norm(piece_norms), self._versions.budget.believed(tokens_merged))
             self._outbox.add(SeedFragment(header.fragment_id, payload))
         else:
-            is_strange = self.trust.is_strange(member.learner_id)
+            is_strange = self._trust.is_strange(member.learner_id)
             self._accept(state, Contribution.of(member, header, payload, piece_norms, is_strange=is_strange), now)
             member.contributes()
             member.takes_last(header.fragment_id)  # what an older report asks for is in this one
@@ -136,7 +132,7 @@ class Rounds:
         self, member: Member, header: PushHeader, piece_norms: Sequence[float], state: FragmentState, *, is_whole: bool
     ) -> None:
         every = self._due.usual_steps(state.fragment)
-        self.trust.check_values(member, header, piece_norms, state, every, self._now, is_whole=is_whole)
+        self._trust.check_values(member, header, piece_norms, state, every, self._now, is_whole=is_whole)
 
     def _half(self, member: Member, state: FragmentState, header: PushHeader) -> HalfContribution:
         """Where the part belongs: with those that came before, if there are any."""
@@ -173,7 +169,7 @@ class Rounds:
         if self._versions.manifest is None:
             raise NotSeeded("no learner has joined since this shard started; join again")
         admission.check_origin(header, self._versions.manifest)
-        if self.quarantine.holds(member.learner_id):
+        if self._trust.quarantine.holds(member.learner_id):
             raise self._quarantined(member)
         state = self._versions.owned(header.fragment_id)
         is_known = is_part(header) and state.answered(member.learner_id, whole_of(header)) is not None
@@ -186,7 +182,7 @@ class Rounds:
             return answer
         if answer is None:
             if not header.is_seed:
-                self.trust.check_claims(member, header, self._now)
+                self._trust.check_claims(member, header, self._now)
             return None
         if answer.outcome is Outcome.LATE:
             member.is_late()
@@ -244,10 +240,10 @@ class Rounds:
     def _vote(self, learner_id: str, evidence: str) -> None:
         """A contribution of a learner was looked at. From the moment that it is in quarantine no round waits for it."""
         live = [m.learner_id for m in self._membership.live()]
-        for_s = self.quarantine.vote(learner_id, evidence, self._now, live)
+        for_s = self._trust.quarantine.vote(learner_id, evidence, self._now, live)
         if for_s is None:
             return
-        outliers = self.quarantine.conduct(learner_id).outliers
+        outliers = self._trust.quarantine.conduct(learner_id).outliers
         self._outbox.note(LearnerQuarantined(learner_id, evidence, outliers, round(for_s)))
         member = self._membership.get(learner_id)
         if member is None:
@@ -257,7 +253,7 @@ class Rounds:
                 member.missed[Quarantined.code] += 1
 
     def _quarantined(self, member: Member) -> Quarantined:
-        conduct = self.quarantine.conduct(member.learner_id)
+        conduct = self._trust.quarantine.conduct(member.learner_id)
         assert conduct.until is not None
         return Quarantined(
             f"{member.learner_id}: {conduct.outliers} of its last {len(conduct.votes)} contributions were outliers "
@@ -310,10 +306,10 @@ class Rounds:
 
     def tick(self, now: float, *, may_open: bool) -> None:
         """Open and close what is due."""
-        for learner_id in self.quarantine.release(now):
+        for learner_id in self._trust.quarantine.release(now):
             self._outbox.note(LearnerReleased(learner_id))
             if self._membership.get(learner_id) is None:
-                self.trust.forget(learner_id)
+                self._trust.forget(learner_id)
         grace_s: float | None = None  # computed once, and only where a round has its quorum
         for state in self._collecting():
             assert state.round is not None
@@ -378,12 +374,12 @@ class Rounds:
         """Quarantined learners count for nothing here: neither for when a round is due, nor for its quorum."""
         live = [
             m for m in self._membership.live()
-            if m.first_step is not None and not self.quarantine.holds(m.learner_id)
+            if m.first_step is not None and not self._trust.quarantine.holds(m.learner_id)
         ]  # fmt: skip
         for state in self._collecting():
             if state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
                 self._ask_again(state, live, now)
-        self._open_some(self._due.among(live, self.trust.quorum(live, self._sync.quorum)), live, now)
+        self._open_some(self._due.among(live, self._trust.quorum(live, self._sync.quorum)), live, now)
 
     def _note_merged(self, member: Member, contribution: Contribution) -> None:
         """All that counted when the round asked is merged with this: its next contribution is what came since."""
@@ -407,7 +403,7 @@ class Rounds:
         steps = {m.learner_id: m.counted.inner_step for m in live}
         askings: dict[tuple[bool, ...], Asking] = {}  # by whom they ask: most fragments ask the same
         opening = due[:at_once]
-        all_asked = self._due.asked(opening, live, asks_all=self.trust.asks_all)
+        all_asked = self._due.asked(opening, live, asks_all=self._trust.asks_all)
         for fragment_id, asked in zip(opening, all_asked, strict=True):
             key = tuple(asked)
             if key not in askings:
@@ -462,7 +458,7 @@ class Rounds:
         contributions = [closed.contributions[i] for i in sorted(closed.contributions)]
         beside: list[Contribution] = []
         if state.fragment.traits.is_whole:
-            live = {m.learner_id for m in self._membership.live() if not self.quarantine.holds(m.learner_id)}
+            live = {m.learner_id for m in self._membership.live() if not self._trust.quarantine.holds(m.learner_id)}
             contributions, beside = state.latest.take(closed, live)
         open_s, asked = now - closed.opened_at, len(closed.asked)
         self._outbox.note(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(late), open_s))
@@ -472,10 +468,10 @@ class Rounds:
         """A round is about to close: everybody in it gets a vote, and what is far off is left out. Returns whose."""
         if not state.fragment.traits.norms_tell:
             return ()  # their norms tell nothing, so such a vote would only thin out those that do
-        evidence = self.trust.evidence(collecting.contributions, state, self._due.usual_steps(state.fragment))
+        evidence = self._trust.evidence(collecting.contributions, state, self._due.usual_steps(state.fragment))
         for learner_id, words in evidence.items():
             self._vote(learner_id, words)
-        if not self.trust.leaves_out or all(evidence.values()):
+        if not self._trust.leaves_out or all(evidence.values()):
             return ()
         far = tuple(one for one, words in evidence.items() if words)
         for learner_id in far:
@@ -488,4 +484,4 @@ class Rounds:
     def quorum(self, collecting: Round) -> Quorum:
         """How many contributions let this round close."""
         found = (self._membership.get(learner_id) for learner_id in collecting.asked)
-        return self.trust.quorum((m for m in found if m is not None), self._sync.quorum)
+        return self._trust.quorum((m for m in found if m is not None), self._sync.quorum)

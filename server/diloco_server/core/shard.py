@@ -2,9 +2,10 @@
 
 Callers say what happened and when (`join`, `progress`, `admit`, `contribute`, `committed`, ..., `tick`). The shard
 changes its state and leaves effects for the shell to carry out. This is the face, and what follows for rounds and
-versions when somebody comes or goes; the other decisions are in three parts:
+versions when somebody comes or goes; the other decisions are in four parts, which answer questions themselves:
 
     membership.py   who may speak
+    trust/          what is believed of a learner
     rounds.py       rounds: when they open and close, and what becomes of a push
     versions.py     seeding, restoring, committing and announcing
 """
@@ -42,17 +43,16 @@ from diloco_common.wire.messages import (
     Tie,
     VersionId,
 )
-from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.cadence import CadenceRule, GraceWindow, Quorum, every_h_steps
+from diloco_server.core.arithmetic import Published
+from diloco_server.core.cadence import CadenceRule, every_h_steps
 from diloco_server.core.effects import Effect, Outbox
-from diloco_server.core.fragment import FragmentState, Restored, status_of
+from diloco_server.core.fragment import FragmentState, status_of
 from diloco_server.core.ledger import LearnerForgotten, LearnerGone, LearnerJoined, Ledger, SameLosses
 from diloco_server.core.membership import Likeness, Member, Membership, superseded
 from diloco_server.core.model import check_model
 from diloco_server.core.record import Record
-from diloco_server.core.round import Round
 from diloco_server.core.rounds import Rounds
-from diloco_server.core.trust.conduct import Quarantine
+from diloco_server.core.trust.trust import Trust
 from diloco_server.core.versions import Versions
 
 
@@ -67,12 +67,13 @@ class Shard:
         """No joins and no new rounds any more."""
         self._likeness = Likeness()
         self._outbox = Outbox(self.membership)
-        sync, guard = settings.sync, settings.guard
-        self._versions = Versions(
-            settings.run, settings.shard, sync.fragments, guard.norm_window, epoch, self.membership, self._outbox
-        )
-        self._rounds = Rounds(
-            sync, guard, settings.lease.lease_s, self.membership, self._versions, self._outbox, cadence
+        self.trust = Trust(settings.guard, self.membership)
+        self.versions = Versions(
+            settings.run, settings.shard, settings.sync.fragments, settings.guard.norm_window, epoch, self.membership,
+            self._outbox,
+        )  # fmt: skip
+        self.rounds = Rounds(
+            settings.sync, settings.lease.lease_s, self.trust, self.membership, self.versions, self._outbox, cadence
         )
 
     def take_effects(self) -> list[Effect]:
@@ -93,7 +94,7 @@ class Shard:
         """
         self._check_not_draining()
         self._outbox.now = now
-        membership, versions = self.membership, self._versions
+        membership, versions = self.membership, self.versions
         membership.welcome(learner_id, process_id, now - age_s)
         versions.adopt_or_check(tensors)
         versions.check_frozen(frozen)
@@ -109,7 +110,7 @@ class Shard:
         membership.replace(member, versions.forget_others(learner_id, process_id))
         self._outbox.note(LearnerJoined(learner_id, member.generation, returned=old is not None))
         for state in versions.look_for_losses(learner_id, held):
-            self._rounds.ask_missing(state)
+            self.rounds.ask_missing(state)
         return member
 
     def take_number(self, learner_id: str, now: float) -> int:
@@ -159,7 +160,7 @@ class Shard:
         """A learner says goodbye. What it contributed to open rounds counts; nobody waits for more of it."""
         self.membership.leave(member)
         self._outbox.note(LearnerGone(member.learner_id, member.generation, "LEFT"))
-        self._rounds.leave(member)
+        self.rounds.leave(member)
 
     def revoke(self, member: Member) -> None:
         """A learner may call no longer. What it contributed to open rounds is fenced off."""
@@ -172,65 +173,42 @@ class Shard:
             refusal = self.membership.eviction(member)
             self._end(member, refusal.code, str(refusal))
         for learner_id in self.membership.forget():
-            self._versions.forget(learner_id)
-            self._rounds.trust.forget(learner_id)
+            self.versions.forget(learner_id)
+            self.trust.forget(learner_id)
             self._outbox.note(LearnerForgotten(learner_id))
 
     def _end(self, member: Member, code: str, words: str) -> None:
         """A generation is over: tell it, and fence it off."""
         self._outbox.tell(member, Evicted(code, words))
         self._outbox.note(LearnerGone(member.learner_id, member.generation, code))
-        self._rounds.lose(member, code)
+        self.rounds.lose(member, code)
 
     # ------------------------------------------------------------ contributions
 
     def admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
         """Decide on a push by its header alone. None: send the bytes; else this is the answer."""
-        return self._rounds.admit(member, header)
+        return self.rounds.admit(member, header)
 
     def contribute(
         self, member: Member, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...], now: float
     ) -> PushAnswer:
         """Take a push that was admitted, once its bytes are whole and valid. Raises Busy."""
         self._outbox.now = now
-        return self._rounds.contribute(member, header, payload, piece_norms, now)
+        return self.rounds.contribute(member, header, payload, piece_norms, now)
 
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
         """Refuse a push that was admitted, because of its bytes."""
-        return self._rounds.reject(member, header, refusal)
+        return self.rounds.reject(member, header, refusal)
 
     # ------------------------------------------------------------ versions
-
-    def restore(self, manifest: Manifest, fragments: Sequence[Restored]) -> None:
-        """Go on from versions that were kept, before anybody joins."""
-        self._versions.restore(manifest, fragments)
-
-    def seed_record(self, fragment_id: int) -> Record:
-        """What is to be kept with version 0, once that is computed."""
-        return self._versions.seed_record(fragment_id)
-
-    def seeded(self, record: Record, values: Values, published: Published) -> None:
-        """Version 0 is durable with this record: announce it."""
-        self._versions.seeded(record, values, published)
-
-    def seed_failed(self, fragment_id: int) -> None:
-        """The seed could not be used; another learner may seed."""
-        self.fragments[fragment_id].fail_seed()
-
-    def next_record(self, fragment_id: int) -> Record:
-        """What is to be kept with the next version, once that is computed. Call it once per version.
-
-        Learners may come and go until `committed` gets the same record back.
-        """
-        return self._versions.next_record(fragment_id)
 
     def committed(self, record: Record, published: Published, now: float) -> None:
         """The next version is durable with this record: announce it."""
         self._outbox.now = now
         closed = self.fragments[record.fragment_id].closed
         assert closed is not None
-        self._rounds.committed(closed, record.fragment_id, now)
-        self._versions.committed(record, published)
+        self.rounds.committed(closed, record.fragment_id, now)
+        self.versions.committed(record, published)
 
     # ------------------------------------------------------------ time
 
@@ -238,7 +216,7 @@ class Shard:
         """Let time pass: leases end, rounds open and close. Call often, and after every event."""
         self._outbox.now = now
         self._expire(now)
-        self._rounds.tick(now, may_open=not self.draining)
+        self.rounds.tick(now, may_open=not self.draining)
 
     def slept(self, seconds: float, now: float) -> None:
         """This process was frozen until now. Leases and rounds stood still, but learners may have trained on."""
@@ -260,63 +238,38 @@ class Shard:
     @property
     def manifest(self) -> Manifest | None:
         """None until the first learner has brought the model, or a version was restored."""
-        return self._versions.manifest
+        return self.versions.manifest
 
     @property
     def fragments(self) -> dict[int, FragmentState]:
         """Those that this shard owns; none before there is a manifest."""
-        return self._versions.fragments
-
-    @property
-    def of_model(self) -> list[FragmentState]:
-        """Of these, what the progress of the run is counted by."""
-        return self._versions.of_model
+        return self.versions.fragments
 
     @property
     def done(self) -> bool:
         """The token budget is reached; no round opens any more."""
-        return self._versions.done
+        return self.versions.done
 
     @property
     def ledger(self) -> Ledger:
         return self._outbox.ledger
 
     @property
-    def quarantine(self) -> Quarantine:
-        return self._rounds.quarantine
-
-    def quorum(self, collecting: Round) -> Quorum:
-        """How many contributions let this round close."""
-        return self._rounds.quorum(collecting)
-
-    @property
-    def grace(self) -> GraceWindow:
-        return self._rounds.grace
-
-    @property
     def tokens_merged(self) -> int:
         """Progress of this shard: merged tokens, averaged over its fragments."""
-        return self._versions.tokens_merged
+        return self.versions.tokens_merged
 
     @property
     def open_rounds(self) -> int:
         """Fragments that are collecting contributions."""
-        return len(self._versions.phases.collecting)
-
-    @property
-    def all_seeded(self) -> bool:
-        return self._versions.all_seeded
-
-    def grace_s(self) -> float:
-        """The grace window now, in seconds."""
-        return self._rounds.grace_s()
+        return len(self.versions.phases.collecting)
 
     def pulse(self) -> Pulse:
         return Pulse(self.tokens_merged, self.settings.run.tokens, len(self.membership.live()))
 
     def owned(self, fragment_id: int) -> FragmentState:
         """Raises UnknownFragment."""
-        return self._versions.owned(fragment_id)
+        return self.versions.owned(fragment_id)
 
     def published(self, fragment_id: int) -> tuple[int, Payload]:
         """The latest announced version and its values. Raises UnknownFragment or NotSeeded."""
@@ -377,7 +330,7 @@ class Shard:
             fragments=tuple(state.status(learner_id) for _, state in sorted(self.fragments.items())),
             pulse=self.pulse(),
             tensors=tensors,
-            ties=self._versions.ties if tensors else (),
+            ties=self.versions.ties if tensors else (),
             index=index,
             rules=rules,
         )

@@ -141,7 +141,10 @@ class Versions:
         self._announce(state)
 
     def next_record(self, fragment_id: int) -> Record:
-        """The record of the version that is being made."""
+        """The record of the version that is being made. Call it once per version.
+
+        Learners may come and go until `Shard.committed` gets the same record back.
+        """
         state = self.fragments[fragment_id]
         assert state.closed is not None
         return next_record(

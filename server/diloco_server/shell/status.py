@@ -38,10 +38,10 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "done": shard.done,
         "data_dir": str(settings.shard.data_dir) if settings.shard.data_dir else None,
         "unwritten": host.keeper.unwritten,
-        "grace_s": shard.grace_s(),
+        "grace_s": shard.rounds.grace_s(),
         "rules": host.driver.rules.sources,
         "learners": [
-            _learner(m, shard.quarantine.conduct(m.learner_id), ledger.staleness.get(m.learner_id), now)
+            _learner(m, shard.trust.quarantine.conduct(m.learner_id), ledger.staleness.get(m.learner_id), now)
             for m in shard.membership.all()
         ],
         "fragments": [_fragment(s) for _, s in sorted(shard.fragments.items())],

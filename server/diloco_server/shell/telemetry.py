@@ -133,7 +133,7 @@ class ShardTelemetry:
         opened_at = [s.round.opened_at for s in shard.fragments.values() if s.round is not None]
         rounds.open.set(len(opened_at))
         rounds.oldest.set(now - min(opened_at, default=now))
-        rounds.grace.set(shard.grace_s())
+        rounds.grace.set(shard.rounds.grace_s())
         self._sample_ledger()
         live = shard.membership.live()
         self._metrics.learners.live(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))
@@ -164,7 +164,7 @@ class ShardTelemetry:
         learners.contributions.follow_all(
             {"asked": member.asked, "contributed": member.contributed, "merged": member.merged}, learner
         )
-        learners.quarantined.labels(learner).set(self._shard.quarantine.holds(learner))
+        learners.quarantined.labels(learner).set(self._shard.trust.quarantine.holds(learner))
         learners.silent.labels(learner).set(now - member.last_heard)
         learners.inner_step.labels(learner).set(progress.inner_step)
         learners.tokens.labels(learner).set(progress.tokens)
