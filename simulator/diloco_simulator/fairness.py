@@ -6,16 +6,14 @@ Follows the histories of shards and learners while they are written, and looks a
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco_server.core.merge import allowed
 from diloco_server.core.round import Contribution
 from diloco_server.core.trust import cuts
 from diloco_server.core.trust.trail import STEPS_FACTOR, STEPS_KNOWN
 from diloco_simulator import invariants
-
-if TYPE_CHECKING:
-    from diloco_simulator.cluster import Cluster
+from diloco_simulator.processes import Processes
 
 SPARE_ROUNDS = 3
 """Of an epoch of a shard: the first round of a fragment comes before H steps, and steps are reported a moment late."""
@@ -28,7 +26,7 @@ SPARE_ROUNDS_OF_A_BUDGET = 10
 class Fairness:
     """Watches one cluster that has hostile learners."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Processes) -> None:
         self._cluster = cluster
         self._options = cluster.options
         self._steps = 0  # of honest learners

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from diloco_simulator.cluster import Cluster
+from diloco_simulator.processes import Processes
 
 
 class Faults:
     """Breaks a cluster again and again until `faults_s`, then heals it."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Processes) -> None:
         self._cluster = cluster
         self._options = cluster.options
         self._random = random.Random(f"faults {cluster.options.seed}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,10 +11,8 @@ from diloco_simulator.hostile import HostileLearner
 from diloco_simulator.model import AVERAGED, PATTERN, SHAPES, part_of
 from diloco_simulator.plot import Plot
 from diloco_simulator.process import Process
+from diloco_simulator.stage import Stage
 from diloco_simulator.transport import UntrustedTransport
-
-if TYPE_CHECKING:
-    from diloco_simulator.cluster import Cluster
 
 TENSORS = tuple(
     TensorSpec(name, shape, "mean" if name in AVERAGED else "run") for name, shape in sorted(SHAPES.items())
@@ -25,7 +22,7 @@ TENSORS = tuple(
 class HostileProcess:
     """A process that does harm until it is killed."""
 
-    def __init__(self, cluster: Cluster, number: int) -> None:
+    def __init__(self, cluster: Stage, number: int) -> None:
         options, name = cluster.options, f"x{number}"
         self.process = Process(cluster.timeline, name, cluster.seed_of(name), lambda _: 0.0)
         plot = Plot(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from torch import Tensor
 from diloco_common.errors import DilocoError
 from diloco_common.wire.manifest import Fragment
 from diloco_simulator import invariants
-from diloco_simulator.learner_process import LOOK_S, SAVES, SETTLE_S, Account, Checkpoint, refused_since
+from diloco_simulator.learner_process import LOOK_S, SAVES, SETTLE_S, Account, refused_since
 from diloco_simulator.model import AVERAGED, Counting
 from diloco_simulator.process import Process
-from diloco_simulator.silence import QuietLog, Silence
+from diloco_simulator.stage import Checkpoint, QuietLog, Silence, Stage
 from diloco_simulator.transport import MemoryTransport
 from diloco_worker.core.acts import Act, PushAnswered, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
@@ -33,9 +33,6 @@ from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.council import IslandCouncil
 from diloco_worker.shell.telemetry import LearnerTelemetry
 
-if TYPE_CHECKING:
-    from diloco_simulator.cluster import Cluster
-
 HAND_OVER_S = 0.05
 RESTART_S = 1.0
 """Within this time after a rank has died, its launcher ends the others."""
@@ -45,7 +42,7 @@ RANKS_MAX = 4
 class IslandProcess:
     """All ranks of one island. As `LearnerProcess` to the cluster."""
 
-    def __init__(self, cluster: Cluster, learner_id: str, flat: Tensor, start: Start) -> None:
+    def __init__(self, cluster: Stage, learner_id: str, flat: Tensor, start: Start) -> None:
         self.learner_id = learner_id
         self.name = f"{learner_id}.{cluster.starts[learner_id]}"
         self.state = "joining"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from diloco_common.wire.messages import PushHeader
 from diloco_simulator import invariants
 from diloco_simulator.model import Counting, TornReplica, part_of
 from diloco_simulator.process import Process
-from diloco_simulator.silence import QuietLog, Silence
+from diloco_simulator.stage import Checkpoint, QuietLog, Silence, Stage
 from diloco_simulator.transport import MemoryTransport
 from diloco_worker.core.acts import Act, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
@@ -30,9 +30,6 @@ from diloco_worker.learner import Learner, make_learner
 from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.telemetry import LearnerTelemetry
-
-if TYPE_CHECKING:
-    from diloco_simulator.cluster import Cluster
 
 TOKENS_MAX = 4
 """Of a step, at most; at least one."""
@@ -47,15 +44,6 @@ BUSY_LEASES, BUSY_S = 2.0, 2.0
 """How long a push may be answered BUSY beside hostile learners: as long as theirs may pause, twice, and a moment."""
 TORN = 0.3
 """How often an optimizer step falls into the middle of a snapshot that the codec thread takes."""
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """What a learner process has saved, as a training loop does."""
-
-    flat: Tensor
-    inner_step: int
-    tokens: int
 
 
 @dataclass(eq=False)
@@ -101,7 +89,7 @@ def refused_since(before: Mapping[Contribution, int], learner: Learner) -> dict[
 class LearnerProcess:
     """A process that trains. `state`: "joining", "training", "leaving", "left", "done" or "failed"."""
 
-    def __init__(self, cluster: Cluster, learner_id: str, flat: Tensor, start: Start) -> None:
+    def __init__(self, cluster: Stage, learner_id: str, flat: Tensor, start: Start) -> None:
         number = cluster.starts[learner_id]
         self.learner_id = learner_id
         self.name = f"{learner_id}.{number}"

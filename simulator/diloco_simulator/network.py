@@ -16,8 +16,7 @@ from diloco_common.errors import Refusal
 from diloco_common.ports import ShardService, Unavailable
 from diloco_simulator.options import Options
 from diloco_simulator.plot import Sniffed
-from diloco_simulator.process import Process
-from diloco_simulator.timeline import Timeline
+from diloco_simulator.process import Process, Timeline
 
 PAUSES = 0.3
 """Share of the short calls whose items travel one by one. The items of the others arrive together."""

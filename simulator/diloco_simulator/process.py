@@ -1,4 +1,7 @@
-"""One simulated process: an asyncio event loop in virtual time, and threads. It can be frozen, and killed at any await.
+"""Virtual time, and processes in it: each an asyncio event loop, and threads. They can be frozen, and killed anywhere.
+
+Everything that happens in a schedule happens in order of (time, order of asking). Nothing here depends on the machine,
+so the same seed gives the same schedule.
 
 Production code runs in it as it is. Its coroutines wait with asyncio, and its executors come from `threads`.
 """
@@ -15,16 +18,70 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from concurrent.futures import Future as ThreadFuture
 from contextvars import Context
+from heapq import heappop, heappush
 from typing import Any, TypeVar
 
 from diloco_common.ports import World
-from diloco_simulator.timeline import Act, Timeline
 
 T = TypeVar("T")
+Act = Callable[..., Any]
 Takes = Callable[[str], float]
 """Name of an executor -> the mean of what one of its jobs takes, in seconds."""
 STUTTER_S = 0.01
 """How far a process's clock may jump within a moment: some code is slow."""
+
+
+class Timeline:
+    """The clock, and what is still to happen."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        """Acts so far."""
+        self._later: list[tuple[float, int, Process | None, Act, tuple[Any, ...]]] = []
+        self._soon: deque[tuple[Process | None, Act, tuple[Any, ...]]] = deque()
+        self._asked = 0
+        self._stopped = False
+        self._error: BaseException | None = None
+
+    def at(self, time_s: float, act: Act, *args: Any, process: Process | None = None) -> None:
+        """Call `act` at a time to come, in `process` if one is named."""
+        self._asked += 1
+        heappush(self._later, (time_s, self._asked, process, act, args))
+
+    def later(self, delay_s: float, act: Act, *args: Any) -> None:
+        """Call `act` in `delay_s` seconds."""
+        self.at(self.now + delay_s, act, *args)
+
+    def soon(self, process: Process | None, act: Act, *args: Any) -> None:
+        """Call `act` now, after what was asked for now before."""
+        self._soon.append((process, act, args))
+
+    def run(self) -> None:
+        """Let one thing after the other happen, each with all that follows from it at once, until `stop`.
+
+        Raises what `fail` was given.
+        """
+        later, soon = self._later, self._soon
+        while not self._stopped:
+            if soon:
+                process, act, args = soon.popleft()
+            else:
+                self.now, _, process, act, args = heappop(later)
+            self.events += 1
+            if process is None:
+                act(*args)
+            else:
+                process.do(act, args)
+            if self._error is not None:
+                raise self._error
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def fail(self, error: BaseException) -> None:
+        """End the schedule with this error, which came where nobody could raise it."""
+        self._error = self._error or error
 
 
 class Process:

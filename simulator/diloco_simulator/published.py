@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Contribution
 from diloco_simulator import invariants
 from diloco_simulator.invariants import Taken
-
-if TYPE_CHECKING:
-    from diloco_simulator.cluster import Cluster
+from diloco_simulator.processes import Processes
 
 LEFT = "LEFT"
 """The code of a goodbye: what was contributed counts."""
@@ -162,7 +160,7 @@ def _decoded(stretches: list[_Stretch], piece: Piece) -> Tensor:
 class PublishedFormula:
     """Follows the histories of shards while they are written. Of a cluster of members, whose work nothing may cut."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Processes) -> None:
         self._cluster = cluster
         self._accepted: dict[tuple[str, int, int], dict[str, Taken]] = {}
         """Shard, fragment and round -> what is to be merged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco_common.errors import NothingIntact
 from diloco_server.core.cadence import needed
@@ -18,10 +18,7 @@ from diloco_simulator import invariants
 from diloco_simulator.disk import Crashed
 from diloco_simulator.process import Process
 from diloco_simulator.shard_disk import ShardDisk
-from diloco_simulator.silence import QuietLog, Silence
-
-if TYPE_CHECKING:
-    from diloco_simulator.cluster import Cluster
+from diloco_simulator.stage import QuietLog, Silence, Stage
 
 EPOCH_OF_A_NEW_FOLDER = 1000
 DRAIN_S = 1.0
@@ -30,7 +27,7 @@ DRAIN_S = 1.0
 class ShardProcess:
     """A process that serves one shard: from a disk, or from memory, and then with it everything is lost."""
 
-    def __init__(self, cluster: Cluster, index: int, disk: ShardDisk | None) -> None:
+    def __init__(self, cluster: Stage, index: int, disk: ShardDisk | None) -> None:
         self.index = index
         self.name = f"shard-{index}"
         self.host: ShardHost | None = None
@@ -73,7 +70,7 @@ class ShardProcess:
             self._disk.remove_named(error)
             self._cluster.crash_shard(self.index, noticed=True, back_after_s=self._options.look_every_s)
             return
-        self._cluster.begins(self)
+        self._cluster.begins(self.index)
         self.is_serving = True
         self._cluster.network.serving[self.index] = self.process, Service(host)
         await host.run()

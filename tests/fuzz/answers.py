@@ -260,7 +260,7 @@ class Lied(Cluster):
 
     def start_learner(self, learner_id: str) -> None:
         self.learners.append(Trainer(self, learner_id, PATTERN * 10.0, Start()))
-        self._processes.append(self.learners[-1].process)
+        self._all.append(self.learners[-1].process)
         self.starts[learner_id] += 1
 
     def broken_promise(self) -> Violation | None:

@@ -1,0 +1,129 @@
+"""What the processes of a schedule share: time, the network, histories; and what they ask of whoever runs them.
+
+Metrics and a log say nothing here. Errors that the product only logs are told, so that a schedule fails on those that
+nobody made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from diloco_common.observe.history import MemoryHistory
+from diloco_simulator.network import Network
+from diloco_simulator.options import Options
+from diloco_simulator.process import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What a learner process has saved, as a training loop does."""
+
+    flat: Tensor
+    inner_step: int
+    tokens: int
+
+
+class Stage(ABC):
+    """Of one schedule."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.timeline = Timeline()
+        self.faults: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        """What came about, for the report of a run."""
+        self.network = Network(self.timeline, options, self.faults, self.said)
+        self.learner_ids = tuple(f"w{i}" for i in range(options.learners))
+        self.starts: Counter[str] = Counter()
+        """Of shards and learners, by name."""
+        self.checkpoints: defaultdict[str, list[Checkpoint]] = defaultdict(list)
+        """Learner -> what its processes have saved, oldest first."""
+        self.chronicles: list[Chronicle] = []
+        self.events: list[tuple[Any, ...]] = []
+
+    def note(self, *what: Any) -> None:
+        """Something happened, for the trace."""
+        self.events.append((self.timeline.now, *what))
+
+    def count(self, what: str) -> None:
+        """Something came about, for the report of a run."""
+        self.counts[what] += 1
+
+    def history_of(self, name: str) -> Chronicle:
+        """Of a process that is being started."""
+        chronicle = Chronicle(self, name)
+        self.chronicles.append(chronicle)
+        return chronicle
+
+    def seed_of(self, name: str) -> str:
+        """Of the next process of this name."""
+        return f"{self.options.seed} {name} {self.starts[name]}"
+
+    @abstractmethod
+    def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
+        """A process has written a line of its history."""
+
+    @abstractmethod
+    def said(self, item: Any, shard: int) -> None:
+        """A shard says something to a learner."""
+
+    @abstractmethod
+    def has_model(self, index: int) -> bool:
+        """Whether a shard's model cannot be replaced any more."""
+
+    @abstractmethod
+    def begins(self, index: int) -> None:
+        """A shard is about to serve, with what its disk has given back to it."""
+
+    @abstractmethod
+    def crash_shard(self, index: int, *, noticed: bool, back_after_s: float, at_await: bool = False) -> None:
+        """It ends, and is started again later."""
+
+
+class Chronicle(MemoryHistory):
+    """The history of one process, which is followed while it is written."""
+
+    def __init__(self, stage: Stage, name: str) -> None:
+        super().__init__(lambda: stage.timeline.now)
+        self.name = name
+        self._stage = stage
+
+    def write(self, what: str, **facts: Any) -> None:
+        super().write(what, **facts)
+        self._stage.heard(self.name, what, facts)
+
+
+class Silence:
+    """Metrics that count nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Whatever it is, it is not said."""
+
+
+class QuietLog:
+    """A log that keeps nothing but hears errors."""
+
+    def __init__(self, name: str, on_error: Callable[[str, dict[str, Any]], None]) -> None:
+        self.name = name
+        self._on_error = on_error
+
+    def event(self, what: str, **facts: Any) -> None:
+        """Not said."""
+
+    def debug(self, what: str, **facts: Any) -> None:
+        """Not said."""
+
+    def warning(self, what: str, **facts: Any) -> None:
+        """Not said."""
+
+    def error(self, what: str, **facts: Any) -> None:
+        self._on_error(what, facts)
