@@ -30,10 +30,10 @@ from diloco_common.codec import CHUNK_ELEMENTS_MAX, num_payload_bytes
 from diloco_common.settings import Settings
 from diloco_demo.data import load_corpus
 from diloco_demo.gpt import evaluate
-from diloco_lab import protocol_page, runner
+from diloco_lab import runner
 from diloco_lab.arms import Conditions, load_arm
 from diloco_lab.lockstep import LockstepRun, Outcome
-from diloco_lab.protocol import carried_out, load_protocol
+from diloco_lab.protocol import carried_out, gaps, load_protocol
 from diloco_lab.references import classic_diloco, data_parallel
 from diloco_lab.report import gap
 from diloco_lab.tasks import BuiltIn
@@ -257,7 +257,7 @@ def protocol_table() -> str:
     """The gaps that the protocol has found. `diloco lab protocol` prints the values that won, too, and every doubt."""
     lines = runner.load(RESULTS.with_name("quality_protocol.jsonl"))
     cells, report = carried_out(load_protocol(PROTOCOL), lines)
-    return protocol_page.gaps(cells, report) if report else "No seed is reported yet."
+    return gaps(cells, report) if report else "No seed is reported yet."
 
 
 @dataclass(frozen=True)

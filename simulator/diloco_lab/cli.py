@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import tomllib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from diloco_common.command import new_app
+from diloco_common.command import check_outputs, new_app
+from diloco_common.errors import EXIT_OK, ConfigError
 
 app = new_app("lab", "Compare rules and settings by what they learn: production cores in one process, virtual time.")
 
@@ -42,9 +46,20 @@ def compare(
     options: LabOptions = LabOptions(),
 ) -> int:
     """Run arms over the same seeds, and show their paired gaps."""
-    from diloco_lab.commands import compare
+    from diloco_lab.arms import load_arm
+    from diloco_lab.report import comparison, draw, write_csv
+    from diloco_lab.runner import run_all
 
-    return compare(arms, options, plot)
+    seeds = _seeds(options)
+    chosen = [load_arm(path, options.model) for path in arms]
+    check_outputs(options.out, options.csv, plot)
+    lines = run_all(chosen, seeds, options.out, options.jobs, tell, options.track)
+    print("\n" + comparison(chosen, seeds, lines))
+    if options.csv is not None:
+        write_csv(options.csv, lines)
+    if plot is not None:
+        draw(plot, chosen, seeds, lines)
+    return EXIT_OK
 
 
 @app.command(help="run an arm with all combinations of values, and rank them")
@@ -56,9 +71,24 @@ def sweep(
     options: LabOptions = LabOptions(),
 ) -> int:
     """Run an arm with all combinations of values, and rank them."""
-    from diloco_lab.commands import sweep
+    from diloco_lab.arms import load_arm
+    from diloco_lab.report import ranking, write_csv
+    from diloco_lab.runner import run_all
 
-    return sweep(arm, grid, options)
+    seeds, base, axes = _seeds(options), load_arm(arm, options.model), dict(map(_axis, grid))
+    values: list[dict[str, Any]] = [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+    arms = []
+    for point in values:
+        tried = base
+        for name, value in point.items():
+            tried = tried.with_value(name, value)
+        arms.append(tried)
+    check_outputs(options.out, options.csv)
+    lines = run_all(arms, seeds, options.out, options.jobs, tell, options.track)
+    print("\n" + ranking(arms, values, seeds, lines))
+    if options.csv is not None:
+        write_csv(options.csv, lines)
+    return EXIT_OK
 
 
 @app.command(help="tune all arms alike, then hold them against each other")
@@ -77,8 +107,45 @@ def protocol(
         str, Parameter(metavar="TRACKER", help="tensorboard:DIR, wandb:PROJECT or csv:FILE", show_default=False)
     ] = "",
 ) -> int:
-    """Tune all arms alike, then hold them against each other."""
-    from diloco_lab.commands import tell
-    from diloco_lab.protocol_command import protocol
+    """Run what is missing of a protocol; the page is written anew after every seed."""
+    from diloco_lab.protocol import carry_out, load_protocol
+    from diloco_lab.protocol import page as tables
+    from diloco_lab.runner import run_all
 
-    return protocol(file, out, jobs, page, track, tell)
+    if jobs < 1:
+        raise ConfigError("--jobs takes a number from 1")
+    check_outputs(out, page)
+    text = ""
+    run_missing = partial(run_all, path=out, jobs=jobs, say=tell, track=track)
+    for cells, lines in carry_out(load_protocol(file), run_missing):
+        text = tables(cells, lines)
+        if page is not None:
+            page.write_text(text)
+    tell("\n" + text)
+    return EXIT_OK
+
+
+def _seeds(options: LabOptions) -> range:
+    """Raises ConfigError."""
+    if options.seeds < 1 or options.jobs < 1:
+        raise ConfigError("--seeds and --jobs take a number from 1")
+    return range(options.first_seed, options.first_seed + options.seeds)
+
+
+def tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def _axis(text: str) -> tuple[str, list[Any]]:
+    """A setting and the values that it takes. Raises ConfigError."""
+    path, equals, values = text.partition("=")
+    if not equals or "." not in path:
+        raise ConfigError(f"--grid {text!r} is not of the form section.setting=A,B,...")
+    return path, [_value(value) for value in values.split(",")]
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text

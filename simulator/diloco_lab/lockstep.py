@@ -30,9 +30,8 @@ from diloco_common.settings import Settings, ShardSettings
 from diloco_common.wire.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader, VersionId
 from diloco_demo.training import share_at
 from diloco_lab.arms import Conditions
-from diloco_lab.inner import InnerSteps
 from diloco_lab.shard import LockstepShard
-from diloco_lab.tasks import Task
+from diloco_lab.tasks import InnerSteps, Task
 from diloco_server.core.effects import Tell
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore

@@ -19,10 +19,12 @@ Selects by one half of the held-out text, and reports the other. The arms after 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
@@ -30,11 +32,54 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from diloco_common.settings import Section
-from diloco_lab.arms import Arm, make_arm
-from diloco_lab.given import read_toml, validated
-from diloco_lab.report import selecting
+from diloco_lab.arms import Arm, make_arm, read_toml, validated
+from diloco_lab.report import Gap, gap, selecting
 from diloco_lab.runner import Line
-from diloco_lab.search import Point, doubts, proposals
+
+Axes = Mapping[str, Sequence[Any]]
+"""Setting -> the values that it may take: numbers in their order, or names."""
+Point = tuple[int, ...]
+"""An index into each axis."""
+
+
+def proposals(axes: Axes, tried: Mapping[Point, float], trials: int) -> list[Point]:
+    """What to try next, all at once; none: the search is over. `tried`: point -> loss to select by."""
+    if not tried:
+        return [tuple((len(values) - 1) // 2 for values in axes.values())]
+    best = min(tried, key=lambda point: (tried[point], point))
+    for axis in range(len(axes)):
+        untried = [point for point in neighbours(axes, best, axis) if point not in tried]
+        if untried:
+            return untried[: max(0, trials - len(tried))]
+    return []
+
+
+def neighbours(axes: Axes, point: Point, axis: int) -> list[Point]:
+    """Along one axis: the next number on either side, or every other name."""
+    values = list(axes.values())[axis]
+    others = range(len(values)) if _are_names(values) else (point[axis] + 1, point[axis] - 1)
+    return [
+        (*point[:axis], other, *point[axis + 1 :])
+        for other in others
+        if 0 <= other < len(values) and other != point[axis]
+    ]
+
+
+def doubts(axes: Axes, tried: Mapping[Point, float]) -> list[str]:
+    """Why the best of a search may be no optimum, in words; none: it is one."""
+    best = min(tried, key=lambda point: (tried[point], point))
+    said = []
+    for axis, (setting, values) in enumerate(axes.items()):
+        if len(values) > 1 and not _are_names(values) and best[axis] in (0, len(values) - 1):
+            said.append(f"{setting} = {values[best[axis]]} lies at the edge of its axis")
+        elif any(point not in tried for point in neighbours(axes, best, axis)):
+            said.append(f"not all neighbours of {setting} = {values[best[axis]]} were tried")
+    return said
+
+
+def _are_names(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, str) for value in values)
+
 
 FIRST_TUNE_SEED = 1000
 Tables = dict[str, dict[str, Any]]
@@ -179,3 +224,96 @@ def _tune(protocol: Protocol, learners: int, versions: int, run_all: RunAll) -> 
         )
         for name, of in tried.items()
     }  # fmt: skip
+
+
+Lines = Mapping[str, Line]
+
+
+def page(cells: Sequence[Cell], lines: Lines) -> str:
+    """All tables."""
+    parts = [gaps(cells, lines), "What was tuned, and how:", _tuned(cells)]
+    return "\n\n".join(parts) + "\n"
+
+
+def seeds_of(cell: Cell, lines: Lines, names: Sequence[str]) -> list[int]:
+    """The seeds that all of these arms were run with."""
+    seeds = sorted({line["seed"] for line in lines.values()})
+    return [seed for seed in seeds if all(cell.arms[name].key(seed) in lines for name in names)]
+
+
+def gap_to(cell: Cell, lines: Lines, name: str, base: str) -> Gap | None:
+    """Paired, over the seeds in which neither diverged; None: there is none."""
+    return gap(cell.arms[name], cell.arms[base], seeds_of(cell, lines, (name, base)), lines)
+
+
+def multiplier(cells: Sequence[Cell], lines: Lines, cell: Cell, name: str, base: str) -> str:
+    """Our tokens over those that the other needs for our loss: between its horizons, linear in the log of tokens.
+
+    Of the seeds that there are of ours and of all of its horizons.
+    """
+    ours = _losses(cell, lines, name)
+    horizons = {c.versions: _losses(c, lines, base) for c in cells if c.learners == cell.learners}
+    horizons = {versions: losses for versions, losses in horizons.items() if losses}
+    seeds = ours.keys() & set.intersection(*map(set, horizons.values())) if horizons else set[int]()
+    if not seeds:
+        return "-"
+    mine = fmean(ours[seed] for seed in seeds)
+    points = sorted((versions, fmean(losses[seed] for seed in seeds)) for versions, losses in horizons.items())
+    for (v0, loss0), (v1, loss1) in pairwise(points):
+        if loss1 <= mine <= loss0:
+            part = (loss0 - mine) / (loss0 - loss1)
+            return f"{cell.versions / math.exp(math.log(v0) + part * math.log(v1 / v0)):.2f}"
+    if mine < points[-1][1]:
+        return f"< {cell.versions / points[-1][0]:.2f}"
+    return f"> {cell.versions / points[0][0]:.2f}"
+
+
+def gaps(cells: Sequence[Cell], lines: Lines) -> str:
+    """The paired gaps of the first arm to each other one."""
+    first = next(iter(cells[0].arms))
+    rows = [
+        f"| learners | versions | {first} | held against | its loss | {first} above it, 95 % | pairs | "
+        "diverged | our tokens to its, for our loss |",
+        "| ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for cell in cells:
+        for base in list(cell.arms)[1:]:
+            found = gap_to(cell, lines, first, base)
+            if found is None:
+                continue
+            ours, theirs = (_losses(cell, lines, name) for name in (first, base))
+            mean, its_mean = (fmean(of[seed] for seed in ours.keys() & theirs.keys()) for of in (ours, theirs))
+            interval = f" ({found.low:+.2f} to {found.high:+.2f})" if math.isfinite(found.half_width) else ""
+            rows.append(
+                f"| {cell.learners} | {cell.versions} | {mean:.4f} | {base} "
+                f"| {its_mean:.4f} | {found.mean:+.2f} %{interval} | {found.pairs} "
+                f"| {_diverged(cell, lines, first)}, {_diverged(cell, lines, base)} "
+                f"| {multiplier(cells, lines, cell, first, base)} |"
+            )
+    return "\n".join(rows)
+
+
+def _tuned(cells: Sequence[Cell]) -> str:
+    rows = ["| learners | versions | arm | values | trials | doubts |", "| ---: | ---: | --- | --- | ---: | --- |"]
+    for cell in cells:
+        for name, tuned in cell.tuned.items():
+            values = ", ".join(f"`{path}` {value}" for path, value in tuned.values.items())
+            said = "; ".join([*tuned.doubts, *([f"{tuned.diverged} diverged"] if tuned.diverged else [])])
+            where = f"{cell.learners} | {cell.versions}"
+            rows.append(f"| {where} | {name} | {values} | {tuned.trials} | {said or 'none'} |")
+    return "\n".join(rows)
+
+
+def _results(cell: Cell, lines: Lines, name: str) -> dict[int, Line]:
+    """By seed."""
+    return {seed: lines[cell.arms[name].key(seed)]["result"] for seed in seeds_of(cell, lines, [name])}
+
+
+def _losses(cell: Cell, lines: Lines, name: str) -> dict[int, float]:
+    """By seed, where it did not diverge."""
+    return {seed: result["loss"] for seed, result in _results(cell, lines, name).items() if not result["diverged"]}
+
+
+def _diverged(cell: Cell, lines: Lines, name: str) -> str:
+    found = _results(cell, lines, name)
+    return f"{sum(bool(result['diverged']) for result in found.values())} of {len(found)}"

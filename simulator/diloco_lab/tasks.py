@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +16,9 @@ from diloco_demo import training
 from diloco_demo.data import Corpus, TokenStream, load_corpus
 from diloco_demo.gpt import GPT, build_gpt, evaluate
 from diloco_lab.stacked import Stack
+from diloco_worker.core.momentum import Companion
+from diloco_worker.core.shared_set import SharedSet
+from diloco_worker.shell.companions import Companions
 
 EVALUATION_TOKENS = 131_072
 CURVE_TOKENS = 16_384
@@ -134,3 +137,57 @@ def builder(name: str) -> Build:
 @cache
 def _corpus(source: str, held_out: float) -> Corpus:
     return load_corpus(source, held_out)
+
+
+class InnerSteps:
+    """Models, optimizers and data of the learners, by index."""
+
+    def __init__(self, settings: Settings, task: Task, learners: int) -> None:
+        self.models = [task.model() for _ in range(learners)]
+        self._clip = settings.train.clip
+        self._average = settings.train.average_momentum
+        self._task = task
+        self._streams = [task.stream(i, learners) for i in range(learners)]
+        self._stack = task.stack(self.models) if isinstance(task, Stackable) else None
+        self._optimizers = [] if self._stack else [task.optimizer(model) for model in self.models]
+        self._done: dict[int, tuple[float, int]] = {}  # learner -> loss and tokens of its next step
+        self._gone: set[int] = set()
+
+    def step(self, index: int, share_of: Callable[[int], float]) -> tuple[float, int]:
+        """The step of one learner: its loss and tokens. `share_of`: the share of its highest rates that one takes."""
+        if index not in self._done:
+            rows = [index]
+            if self._stack is not None:
+                rows = [row for row in range(len(self.models)) if row not in self._done and row not in self._gone]
+            batches = [self._streams[row].next_batch() for row in rows]
+            shares = [share_of(row) for row in rows]
+            inputs, targets = (torch.stack(tensors) for tensors in zip(*batches, strict=True))
+            if self._stack is not None:
+                losses = self._stack.step(rows, inputs, targets, shares)
+            else:
+                model, optimizer = self.models[index], self._optimizers[index]
+                loss = inner_step(self._task, model, optimizer, inputs[0], targets[0], shares[0], self._clip)
+                losses = [float(loss)]
+            self._done |= {row: (loss, inputs[0].numel()) for row, loss in zip(rows, losses, strict=True)}
+        return self._done.pop(index)
+
+    def companions(self, index: int) -> Mapping[str, Companion]:
+        """The first moments of a learner's optimizer that are averaged, by parameter, as long as it lives."""
+        if not self._average:
+            return {}
+        if self._stack is not None:
+            return self._stack.companions(index)
+        return Companions(self._optimizers[index], SharedSet(self.models[index])).by_name
+
+    def leave(self, index: int) -> None:
+        """A learner is gone, and with it the step that was calculated ahead."""
+        self._gone.add(index)
+        self._done.pop(index, None)
+
+    def begin(self, index: int) -> None:
+        """It is back, and its optimizer begins again."""
+        self._gone.remove(index)
+        if self._stack is not None:
+            self._stack.begin(index)
+        else:
+            self._optimizers[index] = self._task.optimizer(self.models[index])

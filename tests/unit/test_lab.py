@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
 from diloco_deploy import cli as diloco
-from diloco_lab import commands, runner
+from diloco_lab import runner
 from diloco_lab.arms import Arm, load_arm, make_arm
-from diloco_lab.report import comparison, ranking
-from diloco_lab.statistics import paired_gap
+from diloco_lab.report import comparison, paired_gap, ranking
 from diloco_lab.tasks import part_of
 from diloco_server.core.cadence import Rest
 
@@ -297,7 +296,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_first_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "arm.toml").write_text("")
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(commands, "run_all", None)  # never called
+    monkeypatch.setattr(runner, "run_all", None)  # never called
     assert diloco.main(["lab", "compare", "arm.toml", option, "folder"]) == 2
     said = capsys.readouterr().err
     assert said == "diloco: folder: cannot be written: it is a folder; name a file [BAD_CONFIG]\n"

@@ -17,11 +17,13 @@ from diloco_lab.protocol import (
     ProtocolArm,
     carried_out,
     carry_out,
+    doubts,
     load_protocol,
+    multiplier,
+    page,
+    proposals,
 )
-from diloco_lab.protocol_page import multiplier, page
 from diloco_lab.runner import Line
-from diloco_lab.search import doubts, proposals
 
 AXES = {"train.lr": (1.0, 2.0, 4.0, 8.0, 16.0), "train.schedule": ("linear", "wsd")}
 

@@ -207,6 +207,22 @@ def test_every_module_keeps_to_its_layer(repository):
     assert not found, "\n" + "\n".join(found)
 
 
+def test_no_modules_import_each_other_in_a_circle(repository):
+    """Also not by way of others, in functions, or for types alone."""
+    known = {module: path for path, module in modules(repository)}
+    left = {
+        module: {
+            found
+            for _, name in imports(path.read_text(), module, is_package=path.name == "__init__.py")
+            if (found := name if name in known else name.rpartition(".")[0]) in known and found != module
+        }
+        for path, module in ((path, module) for module, path in known.items())
+    }
+    while leaves := {module for module, needs in left.items() if not needs}:
+        left = {module: needs - leaves for module, needs in left.items() if module not in leaves}
+    assert not left, f"these, or some of them, import each other: {sorted(left)}"
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [

@@ -12,8 +12,8 @@ from torch import nn
 from diloco_common.settings import ModelSettings, Settings, TrainSettings
 from diloco_common.wire.manifest import Momentum, TensorSpec, companion_of, model_digest
 from diloco_demo import cli
+from diloco_demo.cli import declared_digest, gpt_tensors
 from diloco_demo.gpt import build_gpt
-from diloco_demo.shapes import declared_digest, gpt_tensors
 from diloco_demo.training import make_optimizer
 from diloco_worker import digest_of
 from parts import Parts

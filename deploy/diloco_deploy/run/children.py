@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import Endpoints, Role, dialable
-from diloco_demo.shapes import declared_digest
+from diloco_demo.cli import declared_digest
 from diloco_deploy.run.folder import Files
 from diloco_deploy.run.supervisor import ChildSpec
 from diloco_deploy.trust.own import OBSERVER, OwnCertificates

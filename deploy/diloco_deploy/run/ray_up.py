@@ -20,7 +20,7 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.trust.identity import subject_of
 from diloco_common.wire.addresses import Role
-from diloco_demo.shapes import declared_digest
+from diloco_demo.cli import declared_digest
 from diloco_deploy.cluster.asking import Asker, fetch_all
 from diloco_deploy.cluster.members import Member
 from diloco_deploy.cluster.model import Cluster

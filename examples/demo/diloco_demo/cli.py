@@ -15,10 +15,11 @@ from cyclopts import Parameter
 from diloco_common.allocator import tune_allocator
 from diloco_common.command import end_on_sigterm, new_app, run_app
 from diloco_common.errors import ConfigError
+from diloco_common.extensions import is_extension
 from diloco_common.options import NO_SETTINGS, SettingsOptions, setting, settings_from
 from diloco_common.settings import Settings
-from diloco_common.wire.manifest import TensorSpec, differences
-from diloco_demo.shapes import declared_digest, gpt_tensors
+from diloco_common.wire.manifest import TensorSpec, differences, model_digest
+from diloco_demo.shapes import built_in_companions, gpt_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +86,26 @@ def work(
         torch.set_num_threads(settings.worker.threads)
     outputs = _Outputs(address_file, final_status, export, out, progress)
     (_evaluate if command == "evaluate" else _train)(settings, outputs)
+
+
+def declared_digest(settings: Settings) -> str:
+    """The digest (`run.model`) of what workers with these settings bring to Join: the model, and its momentum if that
+    is averaged.
+
+    Where an optimizer of others is averaged, only that says what it keeps: it is made. Raises ConfigError and
+    UnsupportedModel.
+    """
+    model, train = gpt_tensors(settings.model), settings.train
+    if not train.average_momentum:
+        return model_digest(model)
+    if not is_extension(train.optimizer):
+        return model_digest([*model, *built_in_companions(settings)])
+    from diloco_demo.gpt import build_gpt
+    from diloco_demo.training import make_optimizer
+    from diloco_worker import digest_of
+
+    made = build_gpt(settings.model, settings.run.seed)
+    return digest_of(made, companions=make_optimizer(made, train))
 
 
 def _train(settings: Settings, outputs: _Outputs) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 
-from diloco_common.extensions import is_extension
 from diloco_common.settings import ModelSettings, Settings, TrainSettings
-from diloco_common.wire.manifest import Momentum, TensorSpec, companion_of, model_digest
+from diloco_common.wire.manifest import Momentum, TensorSpec, companion_of
 
 BYTES = 256
 """Size of the vocabulary."""
@@ -39,26 +38,6 @@ def built_in_companions(settings: Settings) -> list[TensorSpec]:
     """What Muon and AdamW keep beside them, as workers with one of these in `train.optimizer` declare it."""
     train = settings.train
     return [companion_of(spec, _kind(spec, train)) for spec in gpt_tensors(settings.model)]
-
-
-def declared_digest(settings: Settings) -> str:
-    """The digest (`run.model`) of what workers with these settings bring to Join: the model, and its momentum if that
-    is averaged.
-
-    Where an optimizer of others is averaged, only that says what it keeps: it is made. Raises ConfigError and
-    UnsupportedModel.
-    """
-    model, train = gpt_tensors(settings.model), settings.train
-    if not train.average_momentum:
-        return model_digest(model)
-    if not is_extension(train.optimizer):
-        return model_digest([*model, *built_in_companions(settings)])
-    from diloco_demo.gpt import build_gpt
-    from diloco_demo.training import make_optimizer
-    from diloco_worker import digest_of
-
-    made = build_gpt(settings.model, settings.run.seed)
-    return digest_of(made, companions=make_optimizer(made, train))
 
 
 def _kind(parameter: TensorSpec, train: TrainSettings) -> Momentum:

@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
-from diloco_common.observe.histories import Histories, Line, Process, Push
-from diloco_common.observe.lineage import Merge, Name, Version
+from diloco_common.observe.histories import Histories, Line, Merge, Name, Process, Push, Version
 
 
 @dataclass(frozen=True)
