@@ -28,8 +28,8 @@ from diloco_deploy.run.members import Members, take_wish
 from diloco_deploy.run.placing import settle
 from diloco_deploy.run.supervisor import Action, Exit, Hanging, Interrupts, Supervisor
 from diloco_deploy.show.report import Report, make_report, summary
-from diloco_deploy.show.terminal import Display, display_for
-from diloco_deploy.trust.own import OBSERVER, OwnCertificates, own_certificates
+from diloco_deploy.show.terminal import display_for
+from diloco_deploy.trust.own import OBSERVER, own_certificates
 from diloco_deploy.web.command import PageThread
 
 _TICK_S = 0.1
@@ -41,13 +41,8 @@ _TAIL_LINES = 8
 
 
 def bring_up(
-    settings: Settings,
-    outputs: Outputs,
-    programs: Programs | None = None,
-    console: Console | None = None,
-    *,
-    fresh: bool = False,
-) -> int:
+    settings: Settings, outputs: Outputs, programs: Programs | None = None, *, fresh: bool = False
+) -> int:  # fmt: skip
     """Run a cluster until its token budget is reached, and return the exit code of the command.
 
     Goes on with the run in the folder, if there is one; `fresh` deletes it and begins anew.
@@ -58,32 +53,17 @@ def bring_up(
     """
     check_cluster(settings)
     settings = anchored(settings)
-    console = console or Console()
     files = Files(settings.cluster.folder, outputs, settings.shard.data_dir)
     with files.owned(), Supervisor(settings.cluster.restart) as supervisor, Interrupts() as interrupts:
         settle(files)
         is_resumed = files.prepare(settings, fresh=fresh)
         save(settings, files.settings)
         files.runs("here")
-        members = Members(settings, files.folder)
-        display = display_for(console)
-        if is_resumed:
-            display.tell(f"going on with the run in {files.folder} (--fresh begins anew)")
-        certificates = own_certificates(settings, files.certs)
-        if certificates is not None:
-            display.tell(f"each process has a certificate; more: diloco certs issue learner/ID --folder {files.certs}")
-        poller = Poller(asker=Asker(certificates.of(OBSERVER) if certificates else None))
-        poller.start()
-        page = PageThread(files.folder, settings)
+        run = LocalRun(settings, files, programs or Programs(), supervisor, interrupts)
         try:
-            display.tell(page.start())
-            children = Children(settings, files, programs or Programs(), certificates)
-            run = LocalRun(settings, files, members, children, certificates, supervisor, interrupts, poller, display)
-            return run.run()
+            return run.run(is_resumed=is_resumed)
         finally:
-            display.close()
-            page.stop()
-            poller.stop()
+            run.close()
             files.clear_addresses()
 
 
@@ -121,39 +101,36 @@ class LocalRun:
     """The shards and workers of one `diloco up`. Everything here runs on the main thread."""
 
     def __init__(
-        self,
-        settings: Settings,
-        files: Files,
-        members: Members,
-        children: Children,
-        certificates: OwnCertificates | None,
-        supervisor: Supervisor,
-        interrupts: Interrupts,
-        poller: Poller,
-        display: Display,
+        self, settings: Settings, files: Files, programs: Programs, supervisor: Supervisor, interrupts: Interrupts
     ) -> None:
-        self._settings, self._files, self._members = settings, files, members
-        self._children, self._certificates = children, certificates
-        self._supervisor, self._interrupts, self._poller, self._display = (
-            supervisor,
-            interrupts,
-            poller,
-            display,
-        )
+        self._settings, self._files = settings, files
+        self._supervisor, self._interrupts = supervisor, interrupts
         self._started_at = time.monotonic()
-        self._watch = members.watch
+        self._members = Members(settings, files.folder)
+        self._watch = self._members.watch
+        self._display = display_for(Console())
+        self._certificates = own = own_certificates(settings, files.certs)
+        self._children = Children(settings, files, programs, own)
         self._shards, self._workers = self._children.shards, self._children.workers
+        self._poller = Poller(asker=Asker(own.of(OBSERVER) if own else None))
+        self._page = PageThread(files.folder, settings)
         self._ended: set[str] = set()
         self._leaving: dict[str, float] = {}  # workers that were told to go and have not ended -> when they are killed
         self._lost: set[str] = set()
         self._http: dict[str, str] = {}  # name -> address of /status
-        self._asked: dict[str, str] = {}
         self._hanging = Hanging(settings.cluster.hung_s)
         self._next_sample = 0.0
         self._has_loss = False
         self._report: Report = {}  # filled when training is over
 
-    def run(self) -> int:
+    def run(self, *, is_resumed: bool) -> int:
+        self._poller.start()
+        if is_resumed:
+            self._display.tell(f"going on with the run in {self._files.folder} (--fresh begins anew)")
+        if self._certificates is not None:
+            folder = self._files.certs
+            self._display.tell(f"each process has a certificate; more: diloco certs issue learner/ID --folder {folder}")
+        self._display.tell(self._page.start())
         try:
             self._train()
             wall_s = time.monotonic() - self._started_at
@@ -171,6 +148,12 @@ class LocalRun:
         results = {"model": self._files.model, "report": self._files.report, "logs": self._files.logs}
         print("\n" + summary(self._report, results, self._files.folder), flush=True)
         return EXIT_OK
+
+    def close(self) -> None:
+        """Whatever happened: nothing is drawn, served or asked any more."""
+        self._display.close()
+        self._page.stop()
+        self._poller.stop()
 
     # ------------------------------------------------------------ phases
 
@@ -380,9 +363,7 @@ class LocalRun:
             self._http[name] = dialable(found.http)
             self._members.process_is(name, "up")
             self._children.found(name, found)
-        if self._http != self._asked:
-            self._asked = dict(self._http)
-            self._poller.ask(self._asked)
+        self._poller.ask(self._http)
 
     def _listen(self, now: float) -> None:
         for name, status in self._poller.take().items():
