@@ -1,95 +1,143 @@
 """What a new user types, mistyped: every mistake is answered in at most three lines, with a stable code.
 
-Each is an example of ours with one thing wrong. Nobody sees a stack of ours.
+Each is an example of ours with one thing wrong. Nobody sees a stack of ours. Whatever else `join` and `step` can be
+given is in contract/test_wrong_calls.py.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from mistakes import EXAMPLES, answer, assert_told
+from mistakes import EXAMPLES, answer, as_examples_run, assert_told, changed
 from processes import Script, environment, until
 from test_e2e_examples import shard
 
 LOOP = (EXAMPLES / "own_loop.py").read_text()
 RESUME = (EXAMPLES / "resume.py").read_text()
-JOIN = 'diloco_worker.join(shards, model, run="spirals")'
-STEP = "            learner.step(tokens=len(points), loss=loss)"
+JOIN = 'diloco_worker.join(shards, model, run="spirals"'
+STEP = "            learner.step("
+STATE = 'state=saved.get("learner")'
+LOAD = '        model.load_state_dict(saved["model"])\n'
+SAVED_AT = "50"
+"""The example saves after so many steps."""
 
 
 def with_options(options: str, wait_s: float = 2.0) -> str:
     """The loop, with more options of `join`."""
-    assert JOIN in LOOP
-    return LOOP.replace(JOIN, f'diloco_worker.join(shards, model, run="spirals", wait_s={wait_s}, {options})')
+    return changed(LOOP, (JOIN, f"{JOIN}, wait_s={wait_s}, {options}"))
 
 
-def before_step(lines: str) -> str:
-    """The loop, with something done to the model after the optimizer's step."""
-    assert STEP in LOOP
-    return LOOP.replace(STEP, f"            {lines}\n{STEP}")
+def before_step(line: str, script: str = LOOP) -> str:
+    """With something done after the optimizer's step."""
+    return changed(script, (STEP, f"            {line}\n{STEP}"))
 
 
 def in_model(line: str) -> str:
     """The loop, with something done to the model before it joins."""
-    return LOOP.replace("    optimizer = ", f"    {line}\n    optimizer = ", 1)
+    return changed(LOOP, ("    optimizer = ", f"    {line}\n    optimizer = "))
 
 
+def resumed_with(options: str) -> str:
+    """With this in the place of the state that `join` is given."""
+    return changed(RESUME, (STATE, options))
+
+
+def before_joining_again(line: str) -> str:
+    return changed(RESUME, (f"    with {JOIN}", f"    {line}\n    with {JOIN}"))
+
+
+AGAIN = f"{JOIN.replace('model', 'deepcopy(model)')}, state=learner.state_dict()) as again"
 MISTAKES: dict[str, tuple[str, str, str]] = {
     # what is wrong -> the script, the shards that it is given, the code that it hears
     "no port": (LOOP, "127.0.0.1", "BAD_CONFIG"),
-    "a URL": (LOOP, "http://127.0.0.1:50051", "BAD_CONFIG"),
-    "no shards": (LOOP, "", "BAD_CONFIG"),
-    "the same shard twice": (LOOP, "SHARD,SHARD", "BAD_CONFIG"),
     "a shard too many": (with_options("", wait_s=60.0), "SHARD,127.0.0.1:9", "BAD_CONFIG"),
     "a port where nobody is": (with_options(""), "127.0.0.1:9", "CANNOT_CONNECT"),
     "another run": (LOOP.replace('"spirals"', '"spiral"'), "SHARD", "WRONG_RUN"),
     "a learner id with a space": (with_options('learner_id="my laptop"'), "SHARD", "BAD_LEARNER_ID"),
-    "a folder without certificates": (with_options('tls="/no/such/folder"'), "SHARD", "BAD_CONFIG"),
-    "a token that is a path": (with_options('token=__import__("pathlib").Path("/no/token")'), "SHARD", "BAD_CONFIG"),
-    "a state of another run": (
-        with_options('state={"run": "x", "learner_id": "a", "index": 0, "inner_step": 1, "tokens": 1}'),
-        "SHARD", "BAD_CONFIG",
-    ),
-    "the model as the state": (with_options("state=model.state_dict()"), "SHARD", "BAD_CONFIG"),
-    "a name that is no parameter": (with_options('mean_merge=["head"]'), "SHARD", "UNSUPPORTED_MODEL"),
-    "an island that is none": (with_options('island="all"'), "SHARD", "UNSUPPORTED_MODEL"),
-    "a rule that is none": (with_options('frozen="some"'), "SHARD", "BAD_CONFIG"),
-    "residuals nowhere": (with_options('residuals="disk"'), "SHARD", "BAD_CONFIG"),
     "nothing to train": (in_model("model.requires_grad_(False)"), "SHARD", "UNSUPPORTED_MODEL"),
     "a model in float64": (in_model("model.double()"), "SHARD", "UNSUPPORTED_MODEL"),
     "a model on the meta device": (in_model('model.to("meta")'), "SHARD", "UNSUPPORTED_MODEL"),
     "a checkpoint after join": (before_step("model.load_state_dict(model.state_dict())"), "SHARD", "MODEL_CHANGED"),
     "a model moved after join": (before_step("model.double()"), "SHARD", "MODEL_CHANGED"),
     "a step after finish": (before_step("learner.finish()"), "SHARD", "LEARNER_ENDED"),
-    "negative tokens": (LOOP.replace("tokens=len(points)", "tokens=-1"), "SHARD", "BAD_CONFIG"),
     "an unknown schedule": (RESUME.replace('"cosine"', '"cos"'), "SHARD", "BAD_CONFIG"),
+    "resumed: the run renamed": (changed(RESUME, ('run="spirals"', 'run="spirals-2"')), "SHARD", "BAD_CONFIG"),
+    "resumed: the whole checkpoint as the state": (resumed_with("state=saved"), "SHARD", "BAD_CONFIG"),
+    "resumed: the state of the optimizer": (resumed_with('state=saved["optimizer"]'), "SHARD", "BAD_CONFIG"),
+    "resumed: the state as JSON": (
+        resumed_with('state=__import__("json").dumps(saved["learner"])'), "SHARD", "BAD_CONFIG",
+    ),
+    "resumed: a count typed by hand": (
+        resumed_with('state=saved["learner"] | {"inner_step": "50"}'), "SHARD", "BAD_CONFIG",
+    ),
+    "resumed: loaded after join": (
+        changed(RESUME, (LOAD, ""), ("        generator = ", f"{LOAD}        generator = ")), "SHARD", "MODEL_CHANGED",
+    ),
+    "resumed: back to the checkpoint while it trains": (
+        before_step('model.load_state_dict(saved["model"])', RESUME), "SHARD", "MODEL_CHANGED",
+    ),
+    "resumed: a layer more than before": (
+        before_joining_again("model.append(nn.Linear(2, 2))"), "SHARD", "MANIFEST_MISMATCH",
+    ),
+    "resumed: a layer frozen meanwhile": (
+        before_joining_again("model[0].requires_grad_(False)"), "SHARD", "MANIFEST_MISMATCH",
+    ),
+    "resumed: a warm-up in steps": (changed(RESUME, ('"cosine"', '"cosine", warmup=100')), "SHARD", "BAD_CONFIG"),
+    "resumed: finish, so that the checkpoint is whole": (
+        changed(RESUME, ("            if learner.inner_step % 50 == 0:",
+                         "            learner.finish()\n            if learner.inner_step % 50 == 0:")),
+        "SHARD", "LEARNER_ENDED",
+    ),
+    "resumed: the same checkpoint in two processes": (
+        changed(RESUME, (f"{JOIN}, {STATE}) as learner", f"{JOIN}, {STATE}) as learner, {AGAIN}"),
+                ("import sys", "import sys\nfrom copy import deepcopy")),
+        "SHARD", "SUPERSEDED",
+    ),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of a shard whose run has no end; its model is that of the loop."""
-    folder = tmp_path_factory.mktemp("shard")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shard")
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    """Of a shard whose run has no end; its model is that of both examples."""
     with shard(["diloco-server", "--listen", "127.0.0.1:50051", "--set", "run.id=spirals"], folder) as found:
         yield found
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_in_three_lines(mistake: str, address: str, as_a_script: Any) -> None:
-    script, shards, code = MISTAKES[mistake]
+@pytest.fixture(scope="module")
+def saved(folder: Path, address: str) -> Path:
+    """The checkpoint that the example has left."""
+    with as_examples_run() as patch:
+        patch.setattr(sys, "argv", ["resume.py", address, str(folder / "resume.pt"), SAVED_AT])
+        runpy.run_path(str(EXAMPLES / "resume.py"), run_name="__main__")
+    return folder / "resume.pt"
 
-    said = as_a_script(script, shards.replace("SHARD", address))
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_in_three_lines(
+    mistake: str, address: str, saved: Path, as_a_script: Callable[..., str], tmp_path: Path
+) -> None:
+    script, shards, code = MISTAKES[mistake]
+    shutil.copy(saved, tmp_path / "resume.pt")
+
+    said = as_a_script(script, shards.replace("SHARD", address), str(tmp_path / "resume.pt"))
 
     assert_told(said, code)
 
 
-def test_other_errors_keep_their_traceback(address: str, as_a_script: Any) -> None:
+def test_other_errors_keep_their_traceback(address: str, as_a_script: Callable[..., str]) -> None:
     said = as_a_script(before_step("raise ValueError('mine')"), address)
     assert "Traceback (most recent call last):" in said
     assert "ValueError: mine" in said

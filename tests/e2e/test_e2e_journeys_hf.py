@@ -45,28 +45,15 @@ def with_adapter(line: str) -> str:
 MISTAKES: dict[str, tuple[str, str, str]] = {
     # what is wrong -> the script, the shards that it is given, the code that it hears
     "trainer: no port": (TRAINER, "127.0.0.1", "BAD_CONFIG"),
-    "trainer: no shards": (TRAINER, "", "BAD_CONFIG"),
     "trainer: a port where nobody is": (with_options(TRAINER, "wait_s=1.0"), "127.0.0.1:9", "CANNOT_CONNECT"),
     "trainer: another run": (changed(TRAINER, ('"trainer"', '"lora"')), "TRAINER", "WRONG_RUN"),
-    "trainer: a learner id with a space": (
-        with_options(TRAINER, 'learner_id="my laptop"'),
-        "TRAINER", "BAD_LEARNER_ID",
-    ),
-    "trainer: a folder without certificates": (with_options(TRAINER, 'tls="/no/such"'), "TRAINER", "BAD_CONFIG"),
     "trainer: an island": (with_options(TRAINER, "island=(0, 1)"), "TRAINER", "BAD_CONFIG"),
-    "trainer: a name that is no parameter": (
-        with_options(TRAINER, 'mean_merge=["head"]'),
-        "TRAINER", "UNSUPPORTED_MODEL",
-    ),
     "trainer: the best model at the end": (
         with_argument("arguments.metric_for_best_model, arguments.load_best_model_at_end = 'loss', True"),
         "TRAINER", "BAD_CONFIG",
     ),
     "trainer: a model in float64": (with_argument("model.double()"), "TRAINER", "UNSUPPORTED_MODEL"),
     "trainer: the model saved to a file": (with_options(TRAINER, "save_to=__file__"), "TRAINER", "BAD_CONFIG"),
-    "lora: a URL": (LORA, "http://127.0.0.1:50051", "BAD_CONFIG"),
-    "lora: a port where nobody is": (with_options(LORA, "wait_s=1.0"), "127.0.0.1:9", "CANNOT_CONNECT"),
-    "lora: the same shard twice": (LORA, "LORA,LORA", "BAD_CONFIG"),
     "lora: the run of another model": (changed(LORA, ('run="lora"', 'run="trainer"')), "LORA", "WRONG_RUN"),
     "lora: another base": (changed(LORA, ("manual_seed(0)", "manual_seed(1)")), "LORA", "FROZEN_MISMATCH"),
     "lora: a base in bfloat16": (
@@ -77,7 +64,6 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "lora: other layers": (changed(LORA, (TARGETS, '["c_attn"]')), "LORA", "MANIFEST_MISMATCH"),
     "lora: no adapter": (with_adapter("model = base()"), "LORA", "MANIFEST_MISMATCH"),
     "lora: an adapter that is frozen": (with_adapter("model.requires_grad_(False)"), "LORA", "UNSUPPORTED_MODEL"),
-    "lora: no tokens": (changed(LORA, ("tokens=batch.numel()", "tokens=-batch.numel()")), "LORA", "BAD_CONFIG"),
 }  # fmt: skip
 
 
