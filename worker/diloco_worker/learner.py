@@ -402,7 +402,7 @@ class Learner(LearnerView):
     def _heed(self) -> None:
         """If SIGTERM has come: hand over, and end the process."""
         if self._boundary.is_leave_asked and not self._is_leaving:
-            if (asked_at := self._boundary.leave_asked_at) is not None:  # None: another rank of the island was
+            if (asked_at := self._boundary.leave_asked_at) is not None:  # None: another rank was
                 self._leaving.usual_s = max(LEAVE_LEAST_S, LEAVE_S - (self._clock() - asked_at))
             self.leave()
 
@@ -456,7 +456,7 @@ class Learner(LearnerView):
     def _cross(self, apply_s: float) -> list[Act]:
         acts = self._boundary.cross(apply_s)
         core = self.core
-        if core is not None and core.inner_step > self._steps_told:  # in an island, of the step before
+        if core is not None and core.inner_step > self._steps_told:  # where several ranks decide, of the step before
             self._steps_told = core.inner_step
             self.telemetry.stepped(core.inner_step, core.tokens)
         if not self.telemetry.readiness[0]:

@@ -58,7 +58,7 @@ class LearnerView:
         return self._index or 0
 
     def number(self, index: int) -> None:
-        """Its number is this one: other ranks of an island hear it from the leader."""
+        """Its number is this one: other ranks hear it from the leader."""
         self._index = index
 
     @property

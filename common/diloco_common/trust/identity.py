@@ -103,7 +103,7 @@ class Identity:
     proof: Proof | None = None
     """None: it says who it is, and nothing proves it."""
     rank: int = 0
-    """Of the process, among those of an island that speak under the lease of its leader, which is rank 0."""
+    """Of the process, among those of a learner that speak under the lease of their leader, which is rank 0."""
 
     @property
     def account(self) -> str:

@@ -325,7 +325,7 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
 def turn(fragment_id: int, num_fragments: int) -> int:
     """When a fragment is synchronised among P: in [0, P), another one for each.
 
-    Neighbours in the manifest are often rows of one tensor, which one rank of an island holds alone. Their turns are
+    Neighbours in the manifest are often rows of one tensor, which one of several ranks holds alone. Their turns are
     about a third of a cycle apart, so fragments that are under way at once belong to different ranks. With
     up to six fragments there is no such order: turns are the ids.
     """

@@ -23,7 +23,7 @@ from diloco_server.core.trust.arrivals import Arrivals, Call, Expected, next_bou
 from diloco_server.core.trust.counting import Share, count
 
 KEPT_MAX = 4
-"""Earlier versions of a fragment that are kept while islands pull them."""
+"""Earlier versions of a fragment that are kept while ranks pull them."""
 DECLINED_MAX = 8
 """Answers about one round that are remembered per learner."""
 
@@ -126,9 +126,9 @@ class FragmentState:
     before: VersionId | None = None
     """The one that the published change leads from."""
     kept: dict[VersionId, tuple[Record, Published]] = field(default_factory=dict)
-    """Earlier versions that islands pull, oldest first: all ranks must get the same one."""
+    """Earlier versions that ranks pull, oldest first: all ranks must get the same one."""
     pulled: dict[str, VersionId] = field(default_factory=dict)
-    """Island -> the version that its ranks named last under its lease."""
+    """Learner -> the version that its ranks named last under its lease."""
     recovered: VersionId | None = None
     """What was restored when this epoch began; None: nothing."""
     seen_lost: int = 0
@@ -334,7 +334,7 @@ class FragmentState:
         return self.kept.get(want)
 
     def drop_unwanted(self) -> None:
-        """Keep the earlier versions that islands pull, and of these the newest."""
+        """Keep the earlier versions that ranks pull, and of these the newest."""
         wanted = set(self.pulled.values())
         kept = [(name, held) for name, held in self.kept.items() if name in wanted]
         self.kept = dict(kept[-KEPT_MAX:])

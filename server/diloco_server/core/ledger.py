@@ -35,7 +35,7 @@ class ContributionAnswered:
     staleness: int
     """In versions."""
     tokens: int
-    """That the account counts: they are of what the model learns, not of companions."""
+    """That the account counts: they are of what the model learns."""
 
 
 @dataclass(frozen=True, slots=True)

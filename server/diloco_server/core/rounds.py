@@ -265,7 +265,7 @@ class Rounds:
 
     def lose(self, member: Member, code: str) -> None:
         """A generation is over: fence off what it contributed to open rounds, and wait for no more of it."""
-        self._lose_island(member)
+        self._lose_parts(member)
         for collecting in self._asked(member):
             was_missing = member.learner_id in collecting.awaited
             fenced = collecting.lose(member.learner_id, self.quorum(collecting))
@@ -277,7 +277,7 @@ class Rounds:
 
     def leave(self, member: Member) -> None:
         """A learner said goodbye: what it contributed to open rounds counts, and nobody waits for more of it."""
-        self._lose_island(member)
+        self._lose_parts(member)
         for collecting in self._asked(member):
             if member.learner_id in collecting.contributions:
                 continue
@@ -285,7 +285,7 @@ class Rounds:
                 member.missed["LEFT"] += 1
             collecting.lose(member.learner_id, self.quorum(collecting))
 
-    def _lose_island(self, member: Member) -> None:
+    def _lose_parts(self, member: Member) -> None:
         """What its ranks have begun is over."""
         for state in self._versions.fragments.values():
             if state.pulled.pop(member.learner_id, None) is not None:

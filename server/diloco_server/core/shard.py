@@ -279,7 +279,7 @@ class Shard:
         return state.version, state.published.values
 
     def named(self, fragment_id: int, want: VersionId, learner_id: str) -> tuple[Record, Published]:
-        """A version that a rank of an island names, with its record.
+        """A version that a rank names, with its record.
 
         It is held until they name another one or the lease ends, unless there are too many of the kind. Raises
         UnknownFragment, NotSeeded or VersionGone.
@@ -338,7 +338,7 @@ class Shard:
     def pull_header(self, learner_id: str, fragment_id: int, record: Record | None = None) -> PullHeader:
         """The version of a record, or the latest; without a payload, which is the caller's to choose.
 
-        All of it is as it was when the version was announced, so every rank of an island hears the same. Raises
+        All of it is as it was when the version was announced, so every rank hears the same. Raises
         UnknownFragment.
         """
         record = record or self.owned(fragment_id).record

@@ -10,7 +10,7 @@ is written: the shards take epochs that the run cannot have had before (docs/ver
 
 The regular checkpoints of a shard, one every `checkpoint.every` versions, are `checkpoints/version-NNN` in its folder.
 Checkpoint N takes the first version of each fragment, from N on, that reaches the disk. That is N itself, unless
-versions are written by interval. So all shards agree on names and contents without talking. Companions number their
+versions are written by interval. So all shards agree on names and contents without talking. Other kinds number their
 versions more slowly: the newest of each is taken once those of the model are there.
 """
 

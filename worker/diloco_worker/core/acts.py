@@ -107,14 +107,14 @@ class LastRounds:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTaken:
-    """The leader of the island has this lease: the other ranks speak under it too."""
+    """The leader has this lease: the other ranks speak under it too."""
 
     joined: Joined
 
 
 @dataclass(frozen=True, slots=True)
 class FetchVersion:
-    """The ranks of the island are to pull this version, each its own ranges."""
+    """All ranks are to pull this version, each its own ranges."""
 
     fragment_id: int
     shard_index: int

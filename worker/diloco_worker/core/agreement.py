@@ -189,7 +189,7 @@ class Diverging:
         self._full: dict[int, int] = {}
         """Fragment -> its shard, where there were too many refusals in a row."""
         self._refused: defaultdict[int, set[int]] = defaultdict(set)
-        """Fragment -> rounds that have refused it since it was accepted or merged. In an island the answers of all
+        """Fragment -> rounds that have refused it since it was accepted or merged. The answers of all
         ranks to one round come here."""
 
     def answered(
@@ -213,6 +213,6 @@ class Diverging:
         )
 
     def merged(self, fragment_id: int) -> None:
-        """A contribution is in a version. Ranks of an island do not hear that a push is accepted."""
+        """A contribution is in a version. Where there are several ranks, they do not hear that a push is accepted."""
         self._refused[fragment_id].clear()
         self._full.pop(fragment_id, None)

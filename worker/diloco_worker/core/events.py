@@ -45,7 +45,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A shard has a version. In an island only: a learner alone pulls it without being told."""
+    """A shard has a version. Between ranks only: a process alone pulls it without being told."""
 
     fragment_id: int
     epoch: int
@@ -54,7 +54,7 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A shard no longer holds a version that an island wants. In an island only."""
+    """A shard no longer holds a version that all ranks want. Between ranks only."""
 
     fragment_id: int
     epoch: int
@@ -75,7 +75,7 @@ class Arrived:
     forgotten_version: int = 0
     """As in FragmentStatus."""
     sent: int = 0
-    """In an island: the tokens of the contribution of which this rank had sent its part, all finite, before it saw this
+    """Between ranks: the tokens of the contribution of which this rank had sent its part, all finite, before it saw this
     version; 0: of none. When it is applied: of which all ranks had. No version can hold another one."""
 
 

@@ -1,6 +1,6 @@
 """The user's model, seen as flat fragments: for each kind of fragment, the tensors of this process that hold it.
 
-Under FSDP2, a rank of an island holds rows of each tensor. They are looked up once, when it joins. What the modules
+Under FSDP2, a rank holds rows of each tensor. They are looked up once, when it joins. What the modules
 show changes between them and gathered copies, and a forward pass without gradients leaves the copies of the root module
 there: written values would not be seen. So the modules are resharded before anything is written.
 """

@@ -98,7 +98,7 @@ class ContributionTensors:
 
     @property
     def is_others(self) -> bool:
-        """Whether other ranks of the island push all of it."""
+        """Whether other ranks push all of it."""
         return bool(self._own.stop == self._own.start)
 
     @property
