@@ -22,8 +22,9 @@ from diloco_simulator.model import AVERAGED, Counting
 from diloco_simulator.process import Process
 from diloco_simulator.stage import Checkpoint, QuietLog, Silence, Stage
 from diloco_simulator.transport import MemoryTransport
-from diloco_worker.core.acts import Act, PushAnswered, PushContribution, VersionApplied
+from diloco_worker.core.acts import Act, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
+from diloco_worker.core.events import Answered
 from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
 from diloco_worker.core.parts import Holding, LocalFragment, Sharing, local_fragment
 from diloco_worker.core.replica import Replica
@@ -281,7 +282,7 @@ class Rank:
     def _watch(self, act: Act) -> None:
         if isinstance(act, PushContribution):
             self._island.cluster.count("parts taken")
-        if isinstance(act, PushAnswered):
+        if isinstance(act, Answered):
             invariants.parts_belong_together(self._island.name, act.fragment_id, act.answer.code)
         if isinstance(act, VersionApplied):
             core = self.learner.core

@@ -128,60 +128,91 @@ def test_ranks_that_do_not_go_in_step_are_told() -> None:
         logs[0].hear(frames)
 
 
-def test_a_version_is_applied_when_all_ranks_have_it_and_not_before() -> None:
-    island = Island(2)
-    island.say(0, joined(1), Announced(0, 1, 5))
-    assert island.settle() == [repr(joined(1)), Fetch(0, 1, 5)]
-    island.say(0, arrived(0, 1, 5, merged=5))
-    assert island.settle() == []
-    island.say(1, arrived(0, 1, 5, merged=5))
-    assert island.settle() == [version(0, 1, 5, merged=5)]
+JOINED, AGAIN = joined(1), joined(2)
+FIVE = Announced(0, 1, 5)
+HAVE_FIVE = arrived(0, 1, 5)
+NEW = Asked(Collect(0, 5, 2), 2)
+LATE = Answered(0, 1, PushAnswer(Outcome.LATE), 8)
+Story = list[tuple[dict[int, list[Event]], list[Any] | None]]
+"""What ranks say, and what all decide in the next boundaries; None: whatever."""
+STORIES: dict[str, Story] = {
+    "a version is applied when all ranks have it and not before": [
+        ({0: [JOINED, FIVE]}, [repr(JOINED), Fetch(0, 1, 5)]),
+        ({0: [arrived(0, 1, 5, merged=5)]}, []),
+        ({1: [arrived(0, 1, 5, merged=5)]}, [version(0, 1, 5, merged=5)]),
+    ],
+    "a version that waits holds up no other fragment": [
+        ({0: [FIVE, Announced(1, 1, 8), Asked(Collect(2, 3, 1), 1)]}, None),
+        ({rank: [arrived(1, 1, 8)] for rank in range(2)}, [version(1, 1, 8)]),
+    ],
+    "of one fragment only one version is pulled at a time and then the newest": [
+        ({0: [FIVE]}, None),
+        ({0: [Announced(0, 1, 6)]}, None),
+        ({0: [Announced(0, 1, 7)]}, []),
+        ({0: [HAVE_FIVE], 1: [HAVE_FIVE]}, [version(0, 1, 5), Fetch(0, 1, 7)]),
+    ],
+    "a version that one rank cannot have nobody applies": [
+        ({0: [FIVE], 2: []}, None),
+        ({0: [HAVE_FIVE, Announced(0, 1, 7)], 1: [HAVE_FIVE], 2: [Gone(0, 1, 5)]}, [Fetch(0, 1, 7)]),
+        ({rank: [HAVE_FIVE, arrived(0, 1, 7)] for rank in range(3)}, [version(0, 1, 7)]),  # 5 was still on its way
+    ],
+    "what an earlier epoch has announced is dropped with it": [
+        ({0: [JOINED, FIVE]}, None),
+        ({0: [HAVE_FIVE, AGAIN, Announced(0, 2, 3)]}, [repr(AGAIN), Fetch(0, 2, 3)]),
+        ({1: [HAVE_FIVE]}, []),
+    ],
+    "a lease that is renewed in the same epoch drops nothing": [
+        ({0: [JOINED, FIVE]}, None),
+        ({0: [JOINED, HAVE_FIVE], 1: [HAVE_FIVE]}, [repr(JOINED), version(0, 1, 5)]),
+    ],
+    "the fate of a contribution is what the leader has heard": [
+        ({0: [FIVE]}, None),
+        ({0: [arrived(0, 1, 5, merged=4)], 1: [arrived(0, 1, 5, merged=5)]}, [version(0, 1, 5, merged=4)]),
+    ],
+    "the leader may have a version before all have heard of it": [
+        ({0: [FIVE, HAVE_FIVE], 1: [arrived(0, 1, 4)]}, [Fetch(0, 1, 5)]),
+        ({1: [HAVE_FIVE]}, [version(0, 1, 5)]),
+    ],
+    "the leader may have a version of the next epoch before the others hear of it": [
+        ({0: [JOINED, FIVE, HAVE_FIVE]}, None),
+        ({0: [AGAIN, Announced(0, 2, 5), arrived(0, 2, 5)]}, [repr(AGAIN), Fetch(0, 2, 5)]),
+        ({1: [arrived(0, 2, 5)]}, [version(0, 2, 5)]),
+    ],
+    # A shard restarts with what it had. Words of the time before may be heard after that.
+    "a version that was dropped and is wanted again need not come again": [
+        ({0: [JOINED, FIVE]}, None),
+        ({1: [HAVE_FIVE], 0: [AGAIN, FIVE]}, [repr(AGAIN), Fetch(0, 1, 5)]),
+        ({0: [HAVE_FIVE]}, [version(0, 1, 5)]),
+    ],
+    "that a part was taken means nothing and that it was refused all hear": [
+        ({1: [Answered(0, 1, PushAnswer(Outcome.ACCEPTED), 8)]}, []),
+        ({1: [LATE]}, [repr(LATE)]),
+    ],
+    # And what it had announced under the lease before is no longer said: it may be of an epoch that is over.
+    "a shard that joins again is heard before what it announces": [
+        (
+            {0: [
+                JOINED, *(Gone(p, 9, 9) for p in range(3)), FIVE, Asked(Collect(1, 6, 1), 1), Announced(2, 1, 5),
+                AGAIN, Announced(0, 2, 4), NEW,
+            ]},
+            [repr(AGAIN), repr(NEW), Fetch(0, 2, 4)],
+        ),
+    ],
+    # The leader is told it again, but says it only once.
+    "a new lease in the same epoch leaves what was announced": [
+        ({0: [JOINED, FIVE, JOINED]}, [repr(JOINED), Fetch(0, 1, 5)]),
+    ],
+}  # fmt: skip
 
 
-def test_a_version_that_waits_holds_up_no_other_fragment() -> None:
-    island = Island(2)
-    island.say(0, Announced(0, 1, 5), Announced(1, 1, 8), Asked(Collect(2, 3, 1), 1))
-    island.settle()
-    for rank in range(2):
-        island.say(rank, arrived(1, 1, 8))
-    assert island.settle() == [version(1, 1, 8)]
-
-
-def test_of_one_fragment_only_one_version_is_pulled_at_a_time_and_then_the_newest() -> None:
-    island = Island(2)
-    island.say(0, Announced(0, 1, 5))
-    island.settle()
-    island.say(0, Announced(0, 1, 6))
-    island.settle()
-    island.say(0, Announced(0, 1, 7))
-    assert island.settle() == []
-    for rank in range(2):
-        island.say(rank, arrived(0, 1, 5))
-    assert island.settle() == [version(0, 1, 5), Fetch(0, 1, 7)]
-
-
-def test_a_version_that_one_rank_cannot_have_nobody_applies() -> None:
-    island = Island(3)
-    island.say(0, Announced(0, 1, 5))
-    island.settle()
-    island.say(0, arrived(0, 1, 5), Announced(0, 1, 7))
-    island.say(1, arrived(0, 1, 5))
-    island.say(2, Gone(0, 1, 5))
-    assert island.settle() == [Fetch(0, 1, 7)]
-    for rank in range(3):
-        island.say(rank, arrived(0, 1, 5))  # one that was still on its way
-        island.say(rank, arrived(0, 1, 7))
-    assert island.settle() == [version(0, 1, 7)]
-
-
-def test_what_an_earlier_epoch_has_announced_is_dropped_with_it() -> None:
-    island = Island(2)
-    island.say(0, joined(1), Announced(0, 1, 5))
-    island.settle()
-    island.say(0, arrived(0, 1, 5), joined(2), Announced(0, 2, 3))
-    assert island.settle() == [repr(joined(2)), Fetch(0, 2, 3)]
-    island.say(1, arrived(0, 1, 5))
-    assert island.settle() == []
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_all_ranks_decide_from_what_all_have_said(story: Story) -> None:
+    island = Island(max(2, *(rank + 1 for said, _ in story for rank in said)))
+    for said, decided in story:
+        for rank, events in said.items():
+            island.say(rank, *events)
+        found = island.settle()
+        assert decided is None or found == decided
 
 
 def test_that_an_epoch_is_over_ends_no_pull_of_the_next_one() -> None:
@@ -192,64 +223,6 @@ def test_that_an_epoch_is_over_ends_no_pull_of_the_next_one() -> None:
     island.say(0, joined(2))
 
     assert [turn.ended for turn in (island.cross(), island.cross(), island.cross())] == [(), (), ()]
-
-
-def test_a_lease_that_is_renewed_in_the_same_epoch_drops_nothing() -> None:
-    island = Island(2)
-    island.say(0, joined(1), Announced(0, 1, 5))
-    island.settle()
-    island.say(0, joined(1), arrived(0, 1, 5))
-    island.say(1, arrived(0, 1, 5))
-    assert version(0, 1, 5) in island.settle()
-
-
-def test_the_fate_of_a_contribution_is_what_the_leader_has_heard() -> None:
-    island = Island(2)
-    island.say(0, Announced(0, 1, 5))
-    island.settle()
-    island.say(0, arrived(0, 1, 5, merged=4))
-    island.say(1, arrived(0, 1, 5, merged=5))
-    assert island.settle() == [version(0, 1, 5, merged=4)]
-
-
-def test_the_leader_may_have_a_version_before_all_have_heard_of_it() -> None:
-    island = Island(2)
-    island.say(0, Announced(0, 1, 5), arrived(0, 1, 5))
-    island.say(1, arrived(0, 1, 4))
-    assert island.settle() == [Fetch(0, 1, 5)]
-    island.say(1, arrived(0, 1, 5))
-    assert island.settle() == [version(0, 1, 5)]
-
-
-def test_the_leader_may_have_a_version_of_the_next_epoch_before_the_others_hear_of_it() -> None:
-    island = Island(2)
-    island.say(0, joined(1), Announced(0, 1, 5), arrived(0, 1, 5))
-    island.settle()
-    island.say(0, joined(2), Announced(0, 2, 5), arrived(0, 2, 5))
-    assert island.settle() == [repr(joined(2)), Fetch(0, 2, 5)]
-    island.say(1, arrived(0, 2, 5))
-    assert island.settle() == [version(0, 2, 5)]
-
-
-def test_a_version_that_was_dropped_and_is_wanted_again_need_not_come_again() -> None:
-    """A shard restarts with what it had. Words of the time before may be heard after that."""
-    island = Island(2)
-    island.say(0, joined(1), Announced(0, 1, 5))
-    island.settle()
-    island.say(1, arrived(0, 1, 5))
-    island.say(0, joined(2), Announced(0, 1, 5))
-    assert island.settle() == [repr(joined(2)), Fetch(0, 1, 5)]
-    island.say(0, arrived(0, 1, 5))
-    assert island.settle() == [version(0, 1, 5)]
-
-
-def test_that_a_part_was_taken_means_nothing_and_that_it_was_refused_all_hear() -> None:
-    island = Island(2)
-    island.say(1, Answered(0, 1, PushAnswer(Outcome.ACCEPTED), 8))
-    assert island.settle() == []
-    late = Answered(0, 1, PushAnswer(Outcome.LATE), 8)
-    island.say(1, late)
-    assert island.settle() == [repr(late)]
 
 
 def test_what_ends_one_rank_ends_all_at_the_same_boundary() -> None:
@@ -324,22 +297,6 @@ def test_a_leader_that_hears_more_than_a_frame_per_step_falls_behind_by_no_more_
     cross(6)
     assert asked == dict.fromkeys(range(fragments), 61)
     assert island.settle(2) == []
-
-
-def test_a_shard_that_joins_again_is_heard_before_what_it_announces() -> None:
-    """And what it had announced under the lease before is no longer said: it may be of an epoch that is over."""
-    island = Island(2)
-    island.say(0, joined(1), *(Gone(p, 9, 9) for p in range(3)))
-    island.say(0, Announced(0, 1, 5), Asked(Collect(1, 6, 1), 1), Announced(2, 1, 5))
-    island.say(0, joined(2), Announced(0, 2, 4), Asked(Collect(0, 5, 2), 2))
-    assert island.settle() == [repr(joined(2)), repr(Asked(Collect(0, 5, 2), 2)), Fetch(0, 2, 4)]
-
-
-def test_a_new_lease_in_the_same_epoch_leaves_what_was_announced() -> None:
-    """The leader is told it again, but says it only once."""
-    island = Island(2)
-    island.say(0, joined(1), Announced(0, 1, 5), joined(1))
-    assert island.settle() == [repr(joined(1)), Fetch(0, 1, 5)]
 
 
 def test_frames_of_ranks_are_small() -> None:

@@ -23,9 +23,7 @@ from diloco_common.errors import ConfigError, WrongCall
 from diloco_worker.joining import join
 from diloco_worker.learner import Learner
 from diloco_worker.progress_lr import Shape, share
-from diloco_worker.shell import exits
-from diloco_worker.shell.arguments import check_options
-from diloco_worker.shell.credentials import addresses_of
+from diloco_worker.shell.arguments import check_callback
 
 try:
     from transformers import TrainerCallback
@@ -50,16 +48,11 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, shards: str, *, save_to: str | Path | None = None, **options: Any) -> None:
         """`save_to`: folder for the global model; None: `global` in the Trainer's `output_dir`. `options`: of `join`
         (run, learner_id, tls, token, ...), but not `island`. Raises ConfigError, and WrongCall."""
-        if options.get("log", "stderr") is not None:
-            exits.say_in_one_line()  # as `join` does, which comes later
-        if options.get("island") is not None:
-            raise ConfigError(
-                "DilocoCallback takes no island=: the Trainer has summed the tokens of all ranks already, and islands "
-                "sum them again, and all ranks would write the same files. Give each device a Trainer of its own "
-                "(CUDA_VISIBLE_DEVICES), each a learner, or train an island in a loop of your own (docs/islands.md)"
-            )
-        addresses_of(shards)  # now, and not once the Trainer has loaded everything
-        check_options(options, join)
+        check_callback(
+            shards, options, join,
+            "the Trainer has summed the tokens of all ranks already, and islands sum them again, and all ranks would "
+            "write the same files. Give each device a Trainer of its own (CUDA_VISIBLE_DEVICES), each a learner",
+        )  # fmt: skip
         if save_to is not None and Path(save_to).exists() and not Path(save_to).is_dir():
             raise ConfigError(f"save_to={str(save_to)!r} is a file; give a folder, in which the global model is saved")
         self.learner: Learner | None = None

@@ -34,9 +34,10 @@ from torch.optim import Optimizer
 from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, VersionUndone, WrongCall
 from diloco_common.ports import Transport, World
 from diloco_common.wire.messages import FrozenTensor, Progress
-from diloco_worker.core.acts import Act, GiveUp, LastRounds, PushAnswered, PushContribution, StepEnded, VersionApplied
+from diloco_worker.core.acts import Act, LastRounds, PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.agreement import Diverging
 from diloco_worker.core.connection import Caller
+from diloco_worker.core.events import Answered, Failed
 from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
@@ -468,7 +469,7 @@ class Learner(LearnerView):
     def _post(self, acts: list[Act]) -> None:
         """Begin what the codec thread does; the rest goes to the connections all at once.
 
-        Each time that the network thread is woken, it may take the processor away. Raises the error of `GiveUp`.
+        Each time that the network thread is woken, it may take the processor away. Raises that of `Failed`.
         """
         self.telemetry.record(acts)
         error: DilocoError | None = None
@@ -477,12 +478,12 @@ class Learner(LearnerView):
                 case PushContribution():
                     fragment = self._core.manifest.fragments[act.contribution.fragment_id]
                     self._codec.begin(act.contribution, fragment.encoding(self._core.policy.push_encoding))
-                case PushAnswered():
+                case Answered():
                     shard_index = self._core.manifest.fragments[act.fragment_id].shard_index
                     error = error or self._diverging.answered(act.fragment_id, shard_index, act.round, act.answer)
                 case VersionApplied(fate=Fate.MERGED):
                     self._diverging.merged(act.fragment_id)
-                case GiveUp():
+                case Failed():
                     error = act.error
         if acts:
             self._background.post(tuple(acts))

@@ -23,9 +23,7 @@ from diloco_common.errors import ConfigError, WrongCall
 from diloco_worker.joining import join
 from diloco_worker.learner import Learner
 from diloco_worker.progress_lr import SHAPES, ProgressLR, Shape
-from diloco_worker.shell import exits
-from diloco_worker.shell.arguments import Counted, check_options, check_word, counted
-from diloco_worker.shell.credentials import addresses_of
+from diloco_worker.shell.arguments import Counted, check_callback, check_word, counted
 
 try:
     from lightning.pytorch import Callback
@@ -76,15 +74,8 @@ class DilocoCallback(Callback):  # type: ignore[misc]
 
         Raises ConfigError, and WrongCall.
         """
-        if options.get("log", "stderr") is not None:
-            exits.say_in_one_line()  # as `join` does, which comes later
-        if options.get("island") is not None:
-            raise ConfigError(
-                "DilocoCallback takes no island=: give each device a Trainer of its own (devices=1), each a learner, "
-                "or train an island in a loop of your own (docs/islands.md)"
-            )
-        addresses_of(shards)  # now, and not once the Trainer has loaded everything
-        check_options(options, join)
+        own = "give each device a Trainer of its own (devices=1), each a learner"
+        check_callback(shards, options, join, own)
         check_word("rate", rate, SHAPES)
         self.learner: Learner | None = None
         """None before training begins."""

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from diloco_common.errors import DilocoError
 from diloco_common.wire.manifest import Manifest
-from diloco_common.wire.messages import Progress, PushAnswer
-from diloco_worker.core.events import Joined
+from diloco_common.wire.messages import Progress
+from diloco_worker.core.events import Answered, Failed, Joined
 from diloco_worker.core.fragment import Contribution, Fate
 from diloco_worker.core.tensors import FragmentTensors
 
@@ -47,15 +46,6 @@ class SeedFragment:
     values: Tensor
     hold_s: float
     """Others may know better: offer them after so many seconds, if nobody else has."""
-
-
-@dataclass(frozen=True, slots=True)
-class PushAnswered:
-    """A push has its outcome."""
-
-    fragment_id: int
-    round: int
-    answer: PushAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +96,6 @@ class LastRounds:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseTaken:
-    """The leader has this lease: the other ranks speak under it too."""
-
-    joined: Joined
-
-
-@dataclass(frozen=True, slots=True)
 class FetchVersion:
     """All ranks are to pull this version, each its own ranges."""
 
@@ -133,17 +116,11 @@ class FetchEnded:
     is_applied: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The learner cannot go on. Always the last act."""
-
-    error: DilocoError
-
-
 Act = (
-    ModelCut | PushContribution | SeedFragment | PushAnswered | VersionApplied | WorkCarried | StepEnded | LastRounds
-    | LeaseTaken | FetchVersion | FetchEnded | GiveUp
+    ModelCut | PushContribution | SeedFragment | VersionApplied | WorkCarried | StepEnded | LastRounds | FetchVersion
+    | FetchEnded | Answered | Joined | Failed
 )  # fmt: skip
+"""Of events: a push has its outcome; all ranks speak under a lease; the learner cannot go on, and that comes last."""
 
 
 @dataclass(frozen=True, slots=True)

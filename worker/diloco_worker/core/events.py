@@ -75,7 +75,7 @@ class Arrived:
     forgotten_version: int = 0
     """As in FragmentStatus."""
     sent: int = 0
-    """Between ranks: the tokens of the contribution of which this rank had sent its part, all finite, before it saw this
+    """Between ranks: tokens of the contribution of which this rank had sent its part, all finite, before it saw this
     version; 0: of none. When it is applied: of which all ranks had. No version can hold another one."""
 
 

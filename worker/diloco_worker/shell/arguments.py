@@ -19,6 +19,8 @@ from torch import Tensor
 
 from diloco_common.errors import ConfigError, WrongCall, did_you_mean, shown
 from diloco_common.wire.bounds import TOKENS_MAX
+from diloco_worker.shell.credentials import addresses_of
+from diloco_worker.shell.exits import say_in_one_line
 
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _TOKEN = re.compile(r"[!-~]+\Z")
@@ -80,8 +82,16 @@ def check_names(argument: str, given: object) -> None:
         raise WrongCall(f"{argument}= is {shown(given)}: give a list of names of parameters")
 
 
-def check_options(options: Mapping[str, object], join: Callable[..., Any]) -> None:
-    """Of a callback that calls `join` later, and gives `GIVEN` itself. Raises WrongCall."""
+def check_callback(shards: str, options: Mapping[str, object], join: Callable[..., Any], instead: str) -> None:
+    """What a callback is given that calls `join` later, once the Trainer has loaded everything, and gives `GIVEN`
+    itself. `instead`: why it takes no island, and what to do. Raises ConfigError, and WrongCall."""
+    if options.get("log", "stderr") is not None:
+        say_in_one_line()  # as `join` does
+    if options.get("island") is not None:
+        raise ConfigError(
+            f"DilocoCallback takes no island=: {instead}, or train an island in a loop of your own (docs/islands.md)"
+        )
+    addresses_of(shards)
     known = inspect.signature(join).parameters.keys() - GIVEN
     for name in sorted(options.keys() - known):
         why = "gives it itself" if name in GIVEN else f"has no such option{did_you_mean(name, known)}"

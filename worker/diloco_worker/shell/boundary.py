@@ -21,10 +21,7 @@ from diloco_worker.core.acts import (
     FetchEnded,
     FetchVersion,
     Figures,
-    GiveUp,
-    LeaseTaken,
     ModelCut,
-    PushAnswered,
     PushContribution,
     SeedFragment,
     VersionApplied,
@@ -112,17 +109,17 @@ class StepBoundary:
         """Take in what is decided, in order, and say what came. Returns what to do about it, contributions included."""
         try:
             acts = self._decided(self._council.hear(), apply_s)
-            if not any(isinstance(act, GiveUp) for act in acts):
+            if not any(isinstance(act, Failed) for act in acts):
                 is_leaving = self.leave_asked_at is not None
                 self._council.post(self.core, self._pulse, stop=self._is_stop_asked, leave=is_leaving)
         except IslandBroken as error:
-            return [GiveUp(error)]
+            return [Failed(error)]
         return acts
 
     def _decided(self, turn: Turn, apply_s: float) -> list[Act]:
         if turn.tokens is not None:
             self._core.stepped(turn.tokens)
-        self._acts = [LeaseTaken(event) for event in turn.events if isinstance(event, Joined)]
+        self._acts = [event for event in turn.events if isinstance(event, Joined)]
         self._take_all(apply_s if self._council.size == 1 else math.inf)
         for f in turn.fetches:
             self._acts.append(FetchVersion(f.fragment_id, self._owner(f.fragment_id), f.epoch, f.version))
@@ -146,7 +143,7 @@ class StepBoundary:
                 if isinstance(event, Arrived) and self._clock() - began > apply_s:
                     break
         except DilocoError as error:
-            self._acts.append(GiveUp(error))
+            self._acts.append(Failed(error))
         else:
             self._contribute()
 
@@ -203,7 +200,7 @@ class StepBoundary:
                 self._core.collect(event.directive, event.epoch)
             case Answered():
                 self._core.answered(event.fragment_id, event.round, event.answer, event.tokens)
-                self._acts.append(PushAnswered(event.fragment_id, event.round, event.answer))
+                self._acts.append(event)
             case Arrived():
                 self._apply(event)
             case Stopped():

@@ -25,7 +25,6 @@ from diloco_worker.core.acts import (
     FetchEnded,
     FetchVersion,
     LastRounds,
-    LeaseTaken,
     ModelCut,
     PushContribution,
     SeedFragment,
@@ -33,7 +32,7 @@ from diloco_worker.core.acts import (
 )
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import Lease
-from diloco_worker.core.events import Failed
+from diloco_worker.core.events import Failed, Joined
 from diloco_worker.shell.connection import Connection
 from diloco_worker.shell.context import ConnectionContext
 
@@ -148,11 +147,11 @@ class Connections:
             case LastRounds():
                 for connection in self._connections:
                     connection.ask_last_rounds(act.fragment_ids)
-            case LeaseTaken():
-                self._leases[act.joined.shard_index] = Lease(act.joined.epoch, act.joined.generation)
+            case Joined():
+                self._leases[act.shard_index] = Lease(act.epoch, act.generation)
                 for connection in self._connections:
-                    if connection.address == act.joined.address:
-                        connection.take_lease(act.joined)
+                    if connection.address == act.address:
+                        connection.take_lease(act)
             case FetchVersion():
                 if (owner := self._to(act.shard_index)) is not None:
                     owner.fetch(act)

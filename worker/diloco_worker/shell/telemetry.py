@@ -20,13 +20,13 @@ from diloco_common.wire.messages import Pulse
 from diloco_worker.core.acts import (
     Act,
     Figures,
-    PushAnswered,
     PushContribution,
     StepEnded,
     VersionApplied,
     WorkCarried,
 )
 from diloco_worker.core.connection import Caller, Lease
+from diloco_worker.core.events import Answered
 from diloco_worker.core.fragment import Fate
 
 
@@ -146,7 +146,7 @@ class LearnerTelemetry:
         """Write down what happened at a step boundary."""
         for act in acts:
             match act:
-                case PushAnswered():
+                case Answered():
                     answer = act.answer
                     self._write(
                         "answered", fragment=act.fragment_id, round=act.round, outcome=answer.outcome.value,
