@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -243,6 +244,6 @@ def test_a_learner_whose_optimizer_was_loaded_anew_ends(serve, averaging):
 def test_an_island_is_told_that_it_cannot_yet(serve, monkeypatch):
     model = tiny_model()
     monkeypatch.setattr("diloco_worker.joining.ranks.is_together", lambda island: True)
-    monkeypatch.setattr("diloco_worker.joining.form_island", lambda *_: (object(), "a"))
+    monkeypatch.setattr("diloco_worker.joining.IslandGroup", Mock())
     with pytest.raises(UnsupportedModel, match="an island cannot average its momentum yet"):
         diloco_worker.join("127.0.0.1:9", model, companions=torch.optim.AdamW(model.parameters()))

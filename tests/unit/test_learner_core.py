@@ -78,6 +78,12 @@ class Rig:
             contribution.pushes.sending_values()
         return taken
 
+    def contributes(self, round_number: int = 1, by: float | list[float] = 2.0, tokens: int = 5) -> Contribution:
+        """It trains, and a round asks."""
+        self.trains(by, tokens)
+        (contribution,) = self.asked(round_number)
+        return contribution
+
     def answered(self, round_number: int, answer: PushAnswer) -> None:
         self.core.answered(0, round_number, answer)
 
@@ -114,15 +120,10 @@ def test_the_first_version_replaces_what_the_learner_had() -> None:
 
 
 def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no_round() -> None:
-    replica = Replica(nn.Linear(2, 1))
-    core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True))
-    core.stepped(5)
-    core.collect(Collect(0, 1, EPOCH), EPOCH)
-    assert core.contribute() == []
-    fragment = core.fragments[0]
-    expected = torch.empty(3)
-    replica.read(fragment.fragment, expected)
-    assert torch.equal(fragment.tensors.values().float(), expected)
+    rig = Rig(at=10.0, version=None)
+    rig.trains(by=2.0)
+    assert rig.asked(1) == []
+    assert rig.fragment.tensors.values().tolist() == [12.0, 12.0]
 
 
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite"])
@@ -157,8 +158,7 @@ def test_a_seed_offered_again_is_the_anchor_not_what_was_trained_since() -> None
 def test_a_contribution_is_anchor_minus_snapshot_with_its_tokens_and_steps() -> None:
     rig = Rig(at=10.0, version=3)
     rig.trains(by=1.0, tokens=5)
-    rig.trains(by=1.0, tokens=7)
-    (contribution,) = rig.asked(4)
+    contribution = rig.contributes(4, by=1.0, tokens=7)
     assert delta_of(contribution).tolist() == [-2.0, -2.0]
     assert (contribution.round, contribution.base_version, contribution.epoch) == (4, 3, EPOCH)
     assert (contribution.tokens, contribution.steps) == (12, 2)
@@ -265,8 +265,7 @@ def test_tokens_of_an_earlier_process_are_not_unmerged() -> None:
 
 def test_one_contribution_is_under_way_at_a_time() -> None:
     rig = Rig()
-    rig.trains(by=1.0)
-    rig.asked(1)
+    rig.contributes(by=1.0)
     rig.trains(by=1.0)
     assert rig.asked(2) == [], "the fate of the first is not known yet"
     rig.arrives(1, 11.0, merged=1)
@@ -294,8 +293,7 @@ def test_a_version_is_laid_under_the_progress_of_a_participant_and_of_others(
 ) -> None:
     rig = Rig(on_commit)
     rig.trains(by=1.0)
-    rig.trains(by=1.0)
-    rig.asked(1)
+    rig.contributes(by=1.0)
     rig.trains(by=1.0)
     assert rig.arrives(1, 20.0, merged=1 if merged else 0)
     assert rig.theta == theta
@@ -315,25 +313,22 @@ def test_who_was_not_asked_gets_the_version_too(on_commit: str, theta: float) ->
     assert rig.core.contributions.total() == 0
 
 
-@pytest.mark.parametrize("version", [0, 2, 3])
-def test_a_version_that_the_learner_has_or_that_is_older_changes_nothing(version: int) -> None:
+@pytest.mark.parametrize(
+    ("version", "epoch", "is_applied"), [(0, EPOCH, False), (2, EPOCH, False), (3, EPOCH, False), (0, EPOCH + 1, True)]
+)
+def test_a_version_that_is_no_newer_changes_nothing_but_in_another_epoch_whatever_its_number_counts(
+    version: int, epoch: int, is_applied: bool
+) -> None:
     rig = Rig(version=3)
     rig.trains(by=1.0)
-    assert not rig.arrives(version, 99.0)
-    assert (rig.theta, rig.fragment.version) == (11.0, 3)
-
-
-def test_a_version_of_another_epoch_counts_whatever_its_number() -> None:
-    rig = Rig(version=3)
-    rig.trains(by=1.0)
-    assert rig.arrives(0, 20.0, epoch=EPOCH + 1)
-    assert (rig.theta, rig.fragment.version, rig.fragment.epoch) == (21.0, 0, EPOCH + 1)
+    assert rig.arrives(version, 20.0, epoch=epoch) is is_applied
+    named = (rig.theta, rig.fragment.version, rig.fragment.epoch)
+    assert named == ((21.0, 0, EPOCH + 1) if is_applied else (11.0, 3, EPOCH))
 
 
 def test_versions_may_be_skipped() -> None:
     rig = Rig()
-    rig.trains(by=2.0)
-    rig.asked(1)
+    rig.contributes()
     rig.trains(by=1.0)
     assert rig.arrives(4, 20.0, merged=1)
     assert (rig.theta, rig.fragment.version) == (21.0, 4)
@@ -480,23 +475,15 @@ def test_a_snapshot_that_could_not_be_taken_holds_up_no_version() -> None:
     assert (rig.theta, rig.core.contributions["carried"]) == (22.0, 1)
 
 
-def test_a_snapshot_is_taken_once() -> None:
-    rig = Rig(at=10.0)
-    rig.trains(by=2.0)
-    (contribution,) = rig.asked(1)
-    rig.trains(by=1.0)
-    assert contribution.tensors.take_snapshot().tolist() == [-2.0, -2.0]
-    contribution.tensors.encode("int8")
-    assert delta_of(contribution).tolist() == [-2.0, -2.0]
-
-
-def test_a_snapshot_is_taken_at_the_step_boundary_unless_the_replica_reads_later() -> None:
+def test_a_snapshot_is_taken_once_at_the_step_boundary_unless_the_replica_reads_later() -> None:
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
     rig.core.collect(Collect(0, 1, EPOCH), EPOCH)
     (contribution,) = rig.core.contribute()
     assert not rig.core.is_being_read(0)
     rig.trains(by=1.0)
+    assert contribution.tensors.take_snapshot().tolist() == [-2.0, -2.0]
+    contribution.tensors.encode("int8")
     assert delta_of(contribution).tolist() == [-2.0, -2.0]
 
 
@@ -543,15 +530,11 @@ def test_what_was_computed_ahead_from_another_reference_is_computed_again(
     assert rig.theta == theta
 
 
-@pytest.mark.parametrize("on_commit", ["overwrite", "blend"])
-def test_nothing_is_computed_ahead_where_progress_is_not_carried(on_commit: str) -> None:
-    assert Rig(on_commit).core.fragments[0].tensors.reference_of(1, 0) is None
-
-
-def test_nothing_is_computed_ahead_of_the_first_version() -> None:
-    replica = Replica(nn.Linear(2, 1))
-    core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True))
-    assert core.fragments[0].tensors.reference_of(1, 0) is None
+@pytest.mark.parametrize(("on_commit", "version"), [("overwrite", 0), ("blend", 0), ("carry", None)])
+def test_nothing_is_computed_ahead_where_progress_is_not_carried_or_of_the_first_version(
+    on_commit: str, version: int | None
+) -> None:
+    assert Rig(on_commit, version=version).fragment.tensors.reference_of(1, 0) is None
 
 
 # ------------------------------------------------------------------ work that was not merged
@@ -568,33 +551,24 @@ def test_nothing_is_computed_ahead_of_the_first_version() -> None:
 )
 def test_a_contribution_that_is_not_taken_gives_its_work_back(answer: PushAnswer, counted: dict[str, int]) -> None:
     rig = Rig()
-    rig.trains(by=2.0)
-    rig.asked(1)
+    rig.contributes()
     rig.answered(1, answer)
     assert rig.core.contributions == {"taken": 1} | counted
     assert rig.core.tokens_carried == 5
-    rig.trains(by=1.0)
-    (contribution,) = rig.asked(1)
+    contribution = rig.contributes(by=1.0)
     assert (delta_of(contribution).tolist(), contribution.tokens, contribution.steps) == ([-3.0, -3.0], 10, 2)
 
 
-@pytest.mark.parametrize("answer", [ACCEPTED, DUPLICATE])
-def test_a_contribution_that_is_taken_stays_under_way_until_a_version_tells(answer: PushAnswer) -> None:
+@pytest.mark.parametrize(("round_number", "answer"), [(2, ACCEPTED), (2, DUPLICATE), (1, LATE)])
+def test_what_is_taken_or_of_another_round_leaves_a_contribution_under_way(
+    round_number: int, answer: PushAnswer
+) -> None:
     rig = Rig()
-    rig.trains(by=2.0)
-    rig.asked(1)
-    rig.answered(1, answer)
+    rig.contributes(2)
+    rig.answered(round_number, answer)
     assert rig.core.unmerged == 1
-
-
-def test_an_answer_to_another_round_is_nobodys() -> None:
-    rig = Rig()
-    rig.trains(by=2.0)
-    rig.asked(2)
-    rig.answered(1, LATE)
-    assert rig.core.unmerged == 1
-    rig.answered(2, LATE)
-    rig.answered(2, LATE)
+    for _ in range(2):
+        rig.answered(2, LATE)
     assert rig.core.contributions["carried"] == 1
 
 
@@ -613,8 +587,7 @@ def test_what_the_encoder_lost_is_kept_only_of_what_was_merged(
     merged: bool, answer: PushAnswer, next_delta: float
 ) -> None:
     rig = Rig()
-    rig.trains(by=2.0)
-    (contribution,) = rig.asked(1)
+    contribution = rig.contributes()
     contribution.tensors.loss = torch.full((2,), 0.5)  # the encoder leaves its loss here
     rig.answered(1, answer)
     rig.arrives(1, 12.0, merged=1 if merged else 0)
@@ -632,16 +605,14 @@ def test_a_residual_comes_back_from_contributions_that_were_not_merged(encodes: 
     assert lost.abs().max() > 0.05
 
     for number, is_encoded in enumerate(encodes, 2):
-        rig.trains(by=[0.7, 2.0])
-        (contribution,) = rig.asked(number)
+        contribution = rig.contributes(number, by=[0.7, 2.0])
         if is_encoded:
             payload = contribution.tensors.encode("int4")
             assert contribution.tensors.encode("int4") is payload, "an answer that was lost: it is encoded once"
         rig.answered(number, LATE)
         rig.arrives(number, 12.0)
 
-    rig.trains(by=0.0)
-    (contribution,) = rig.asked(9)
+    contribution = rig.contributes(9, by=0.0)
     x = contribution.tensors.take_snapshot().float()
     sent = decoded(contribution.tensors.encode("int4"))
     torch.testing.assert_close(sent + contribution.tensors.loss.float(), x + lost.float(), rtol=0, atol=0.005)
@@ -651,18 +622,15 @@ def test_a_residual_comes_back_from_contributions_that_were_not_merged(encodes: 
 def test_what_was_refused_for_being_enormous_leaves_nothing_behind(encoding: str) -> None:
     """Its loss has a rounding that is longer than an honest contribution."""
     rig = Rig(on_commit="overwrite")
-    rig.trains(by=[2.0, 0.42])
-    (contribution,) = rig.asked(1)
+    contribution = rig.contributes(by=[2.0, 0.42])
     contribution.tensors.encode(encoding)
     rig.arrives(1, 12.0, merged=1)
     for number in (2, 3):
-        rig.trains(by=[3e7, 1.3e7])
-        (contribution,) = rig.asked(number)
+        contribution = rig.contributes(number, by=[3e7, 1.3e7])
         contribution.tensors.encode(encoding)
         rig.answered(number, rejected(NormTooLarge.code))
         rig.arrives(number, 12.0)
-    rig.trains(by=0.5)
-    (contribution,) = rig.asked(4)
+    contribution = rig.contributes(4, by=0.5)
     x = decoded(contribution.tensors.encode(encoding)) + contribution.tensors.loss.float()
     assert ((x + 0.5).abs() < 0.3).all()
 
@@ -670,8 +638,7 @@ def test_what_was_refused_for_being_enormous_leaves_nothing_behind(encoding: str
 def test_a_residual_that_could_not_be_taken_back_is_taken_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     lost = rig.loses()
-    rig.trains(by=[0.7, 2.0])
-    (contribution,) = rig.asked(2)
+    contribution = rig.contributes(2, by=[0.7, 2.0])
     contribution.tensors.encode("int4")
     rig.answered(2, LATE)
     (contribution,) = rig.asked(3)
@@ -689,12 +656,10 @@ def test_a_residual_that_could_not_be_taken_back_is_taken_back_later(monkeypatch
 
 def test_an_encoding_that_fails_midway_leaves_no_half_of_a_residual() -> None:
     rig = Rig(at=0.0)
-    rig.trains(by=[2.0, 0.42])
-    (contribution,) = rig.asked(1)
+    contribution = rig.contributes(by=[2.0, 0.42])
     contribution.tensors.encode("int4")
     rig.arrives(1, 0.0, merged=1)
-    rig.trains(by=2.5e38)
-    (contribution,) = rig.asked(2)
+    contribution = rig.contributes(2, by=2.5e38)
     contribution.tensors.residual.fill_(-3e38)
     with pytest.raises(NotFinite):
         contribution.tensors.encode("int4")
@@ -704,8 +669,7 @@ def test_an_encoding_that_fails_midway_leaves_no_half_of_a_residual() -> None:
 def test_nothing_of_a_residual_is_overwritten_by_what_is_not_finite() -> None:
     rig = Rig()
     lost = rig.loses()
-    rig.trains(by=[0.0, math.nan])
-    (contribution,) = rig.asked(2)
+    contribution = rig.contributes(2, by=[0.0, math.nan])
     with pytest.raises(NotFinite, match="element 1 of 2 is nan"):
         contribution.tensors.encode("int4")
     assert contribution.tensors.residual.equal(lost)
@@ -713,15 +677,13 @@ def test_nothing_of_a_residual_is_overwritten_by_what_is_not_finite() -> None:
 
 def test_values_that_are_finite_are_encoded_although_their_sum_is_not() -> None:
     rig = Rig(at=0.0)
-    rig.trains(by=2.5e38)
-    (contribution,) = rig.asked(1)
+    contribution = rig.contributes(by=2.5e38)
     assert decoded(contribution.tensors.encode("float32")).tolist() == pytest.approx([-2.5e38] * 2, rel=0.01)
 
 
 def test_without_error_feedback_no_residual_is_kept() -> None:
     rig = Rig(error_feedback=False)
-    rig.trains(by=2.0)
-    (contribution,) = rig.asked(1)
+    contribution = rig.contributes()
     contribution.tensors.encode("int8")
     assert contribution.tensors.loss is None
     rig.arrives(1, 12.0, merged=1)
@@ -732,14 +694,24 @@ def test_without_error_feedback_no_residual_is_kept() -> None:
 # ------------------------------------------------------------------ joining again
 
 
+def asked_after_a_restart() -> tuple[Rig, Contribution]:
+    """It holds version 3 of EPOCH, from which the shard goes on in EPOCH + 1; round 4 has asked, and is answered."""
+    rig = Rig(version=3)
+    rig.core.rejoined(status(3, 0), EPOCH + 1)
+    rig.trains(by=2.0)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
+    (contribution,) = rig.core.contribute()
+    contribution.tensors.take_snapshot()
+    return rig, contribution
+
+
 def status(version: int, merged_version: int, *, seeded: bool = True) -> list[FragmentStatus]:
     return [FragmentStatus(0, seeded, version, merged_version, EPOCH)]
 
 
 def test_joining_again_in_the_same_epoch_leaves_the_fate_of_a_contribution_open() -> None:
     rig = Rig(version=3)
-    rig.trains(by=2.0)
-    rig.asked(4)
+    rig.contributes(4)
     rig.core.rejoined(status(3, 0), EPOCH)
     assert rig.core.unmerged == 1
     rig.arrives(4, 20.0, merged=4)
@@ -759,8 +731,7 @@ def test_a_shard_that_was_restored_has_a_contribution_or_gets_its_work_again(
     statuses: list[FragmentStatus], kept: bool
 ) -> None:
     rig = Rig(version=3)
-    rig.trains(by=2.0)
-    rig.asked(4)
+    rig.contributes(4)
     rig.trains(by=1.0)
     rig.core.rejoined(statuses, EPOCH + 1)
     assert rig.core.unmerged == (1 if kept else 0)
@@ -782,12 +753,7 @@ def test_a_round_of_the_old_epoch_is_forgotten() -> None:
 @pytest.mark.parametrize("forgotten", [0, 4])
 def test_a_version_of_an_older_line_does_not_hold_a_contribution_to_a_later_one(forgotten: int) -> None:
     """Version 4 of EPOCH was lost, the shard went on from 3 and asked in EPOCH + 1, and then 4 was there again."""
-    rig = Rig(version=3)
-    rig.core.rejoined(status(3, 0), EPOCH + 1)
-    rig.trains(by=2.0)
-    rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
-    (contribution,) = rig.core.contribute()
-    contribution.tensors.take_snapshot()
+    rig, contribution = asked_after_a_restart()
     contribution.pushes.may_have_arrived = True
     merged = 0 if forgotten else 4
     rig.core.rejoined([FragmentStatus(0, True, 4, merged, EPOCH, forgotten)], EPOCH + 2)
@@ -801,8 +767,7 @@ def test_a_version_of_an_older_line_does_not_hold_a_contribution_to_a_later_one(
 
 def test_what_a_shard_has_forgotten_counts_as_merged_and_is_not_pushed_again() -> None:
     rig = Rig(version=3)
-    rig.trains(by=2.0)
-    rig.asked(4)
+    rig.contributes(4)
     rig.trains(by=1.0)
     assert rig.arrives(6, 20.0, merged=0, forgotten=4)
     assert rig.theta == 21.0, "what was trained since goes on"
@@ -812,8 +777,7 @@ def test_what_a_shard_has_forgotten_counts_as_merged_and_is_not_pushed_again() -
 
 def test_what_a_shard_has_forgotten_stays_pending_through_its_restart() -> None:
     rig = Rig(version=3)
-    rig.trains(by=2.0)
-    rig.asked(4)
+    rig.contributes(4)
     rig.core.rejoined([FragmentStatus(0, True, 6, 0, EPOCH, 4)], EPOCH + 1)
     assert rig.core.unmerged == 1, "the next version tells"
 
@@ -824,8 +788,7 @@ def test_what_a_shard_has_forgotten_stays_pending_through_its_restart() -> None:
 )  # fmt: skip
 def test_what_cannot_have_been_forgotten_is_given_back(forgotten: int, version: int, sent: bool) -> None:
     rig = Rig(version=3)
-    rig.trains(by=2.0)
-    (contribution,) = rig.asked(4)
+    contribution = rig.contributes(4)
     contribution.pushes.may_have_arrived = sent
     rig.core.rejoined([FragmentStatus(0, True, version, 0, EPOCH, forgotten)], EPOCH + 1)
     assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
@@ -863,12 +826,7 @@ def test_fragments_go_their_own_ways() -> None:
 
 def test_a_version_of_a_later_epoch_follows_one_that_was_kept() -> None:
     """The shard has restarted and goes on from (EPOCH, 3): its next version is (EPOCH + 1, 4)."""
-    rig = Rig(version=3)
-    rig.core.rejoined(status(3, 0), EPOCH + 1)
-    rig.trains(by=2.0)
-    rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
-    (contribution,) = rig.core.contribute()
-    contribution.tensors.take_snapshot()
+    rig, contribution = asked_after_a_restart()
     assert (contribution.shard_epoch, contribution.epoch, contribution.base_version) == (EPOCH + 1, EPOCH, 3)
     rig.trains(by=1.0)
     assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
@@ -877,12 +835,7 @@ def test_a_version_of_a_later_epoch_follows_one_that_was_kept() -> None:
 
 def test_a_new_name_for_the_version_that_it_holds_leaves_a_contribution_pending() -> None:
     """Another learner held a version that is lost; ours is relative to what came back, and is still in the round."""
-    rig = Rig(version=3)
-    rig.core.rejoined(status(3, 0), EPOCH + 1)
-    rig.trains(by=2.0)
-    rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
-    (contribution,) = rig.core.contribute()
-    contribution.tensors.take_snapshot()
+    rig, _ = asked_after_a_restart()
     assert rig.arrives(3, 10.0, epoch=EPOCH + 1)
     assert (rig.theta, rig.core.unmerged) == (12.0, 1)
     assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
@@ -892,8 +845,7 @@ def test_a_new_name_for_the_version_that_it_holds_leaves_a_contribution_pending(
 def test_what_is_lost_with_a_version_is_not_taken_for_merged() -> None:
     """It holds (EPOCH, 5) and has contributed to round 6; the shard came back with version 3 under a new name."""
     rig = Rig(version=5)
-    rig.trains(by=2.0)
-    rig.asked(6)
+    rig.contributes(6)
     rig.core.rejoined([FragmentStatus(0, True, 3, 3, EPOCH + 1)], EPOCH + 1)
     assert rig.core.unmerged == 0
     rig.core.collect(Collect(0, 4, EPOCH + 1), EPOCH + 1)
