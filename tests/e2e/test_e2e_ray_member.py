@@ -16,11 +16,10 @@ from diloco_common.observe.histories import Line, gather
 from diloco_common.observe.history import read_history
 from diloco_common.settings_loader import Given, load, save
 from diloco_common.wire.addresses import Endpoints, Role, read_address
-from diloco_deploy.cluster.members import OnRay
 from diloco_deploy.cluster.record import read_record
 from diloco_deploy.run import ray_up
 from diloco_deploy.run.folder import Files, Outputs
-from diloco_deploy.run.ray_member import Look, Plan
+from diloco_deploy.run.ray_member import Look, OnRay, Plan
 from diloco_simulator.verify.judge import violations
 
 HOST = "127.0.0.1"

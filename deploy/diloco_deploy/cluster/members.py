@@ -105,8 +105,8 @@ class Member:
 
     @property
     def tokens(self) -> int:
-        """That a worker has trained."""
-        return max(self.tokens_before, int(self.get("tokens", 0)))
+        """That a worker has trained. (Those of a shard are counted by what became of them.)"""
+        return max(self.tokens_before, int(self.get("tokens", 0))) if self.role == "worker" else 0
 
     @property
     def tokens_budget(self) -> int:
