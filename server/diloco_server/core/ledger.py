@@ -327,24 +327,27 @@ class Ledger:
 
     def note(self, fact: Fact, now: float) -> None:
         """Count a fact. The only way that this changes."""
-        self._count(fact)
-        self._trace(fact, now)
-        if isinstance(fact, NEWS):
-            self._seq += 1
-            self.events.append(Event(self._seq, now, fact))
-
-    def _count(self, fact: Fact) -> None:
         match fact:
             case ContributionAnswered():
                 self._answered(fact)
             case ContributionDropped():
                 self.tokens_fenced += fact.tokens
+            case RoundOpened():
+                self._traced[fact.fragment_id, fact.round] = TracedRound(fact.fragment_id, fact.round, now, fact.asked)
+                self._changed(fact.fragment_id, fact.round)
+            case QuorumReached():
+                self._changed(fact.fragment_id, fact.round, quorum_s=fact.after_s)
             case RoundClosed():
                 self.closed[fact.why.value] += 1
+                self._changed(
+                    fact.fragment_id, fact.round, closed_s=fact.open_s, why=fact.why.value,
+                    participants=fact.participants, asked=fact.asked, late=fact.late,
+                )  # fmt: skip
             case VersionCommitted():
                 self.rounds += 1
                 self.participants += fact.participants
                 self.tokens_merged += fact.tokens
+                self._changed(fact.fragment_id, fact.version, announced_s=fact.round_s, tokens=fact.tokens)
             case VersionsLost():
                 self.versions_lost += fact.seen - fact.recovered
             case LearnerJoined():
@@ -357,9 +360,13 @@ class Ledger:
                 self.quarantines += 1
             case _:
                 pass
+        if isinstance(fact, NEWS):
+            self._seq += 1
+            self.events.append(Event(self._seq, now, fact))
 
     def _answered(self, fact: ContributionAnswered) -> None:
-        match fact.answer.outcome:
+        header, answer = fact.header, fact.answer
+        match answer.outcome:
             case Outcome.ACCEPTED:
                 self.accepted += 1
                 self.tokens_accepted += fact.tokens
@@ -370,38 +377,20 @@ class Ledger:
                 self.late += 1
                 self.tokens_late += fact.tokens
             case Outcome.REJECTED:
-                self.rejected[fact.answer.code] += 1
-                self.tokens_refused[fact.answer.code] += fact.tokens
-
-    def _trace(self, fact: Fact, now: float) -> None:
-        """What a fact says of a round."""
-        match fact:
-            case ContributionAnswered(header=header, answer=answer) if answer.outcome is Outcome.REJECTED:
+                self.rejected[answer.code] += 1
+                self.tokens_refused[answer.code] += fact.tokens
                 if (traced := self._changed(header.fragment_id, header.round)) is not None:
                     traced.refused[answer.code] += 1
-            case RoundOpened():
-                self._traced[fact.fragment_id, fact.round] = TracedRound(fact.fragment_id, fact.round, now, fact.asked)
-                self._changed(fact.fragment_id, fact.round)
-            case QuorumReached():
-                if (traced := self._changed(fact.fragment_id, fact.round)) is not None:
-                    traced.quorum_s = fact.after_s
-            case RoundClosed():
-                if (traced := self._changed(fact.fragment_id, fact.round)) is not None:
-                    traced.closed_s, traced.why = fact.open_s, fact.why.value
-                    traced.participants, traced.asked, traced.late = fact.participants, fact.asked, fact.late
-            case VersionCommitted():
-                if (traced := self._changed(fact.fragment_id, fact.version)) is not None:
-                    traced.announced_s, traced.tokens = fact.round_s, fact.tokens
-            case _:
-                pass
 
-    def _changed(self, fragment_id: int, number: int) -> TracedRound | None:
-        """The round, as the newest. None: it is too old, or of another epoch."""
+    def _changed(self, fragment_id: int, number: int, **what: Any) -> TracedRound | None:
+        """The round, as the newest, with these fields. None: it is too old, or of another epoch."""
         traced = self._traced.get((fragment_id, number))
         if traced is None:
             return None
         self._seq += 1
         traced.seq = self._seq
+        for name, value in what.items():
+            setattr(traced, name, value)
         self._traced.move_to_end((fragment_id, number))
         if len(self._traced) > ROUNDS_MAX:
             self._traced.popitem(last=False)

@@ -63,7 +63,7 @@ class LearnerTelemetry:
         self._stall_max_s = 0.0
         self._tokens_carried = 0.0
         self._connected: set[str] = set()
-        metrics.training.begun(caller.learner_id)
+        metrics.training.learner.labels(caller.learner_id).set(1)
 
     def status(self, pulse: Pulse, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """JSON of one learner: counts, bytes, and seconds. Holds no secret. `shards`: how each connection is."""
@@ -176,7 +176,7 @@ class LearnerTelemetry:
                 self._stall_s += act.stall_s
                 self._stall_max_s = max(self._stall_max_s, act.stall_s)
                 self.metrics.training.stepped(tokens=act.tokens, seconds=act.step_s, loss=act.progress.loss)
-                self.metrics.training.stalled(act.stall_s)
+                self.metrics.training.stall_seconds.observe(act.stall_s)
                 self._count(self.figures())
             case PushContribution():
                 self.metrics.training.computed("snapshot", act.cpu_seconds)
@@ -200,19 +200,19 @@ class LearnerTelemetry:
     def pulled(self, num_bytes: int) -> None:
         """A version has come."""
         self.bytes_pulled += num_bytes
-        self.metrics.exchange.pulled(num_bytes)
+        self.metrics.exchange.pulled_bytes.inc(num_bytes)
 
     def connected(self, address: str, times: int) -> None:
         """A control stream is up, for so many times."""
         self._connected.add(address)
-        self.metrics.exchange.connected(len(self._connected))
+        self.metrics.exchange.connected_shards.set(len(self._connected))
         if times > 1:
-            self.metrics.exchange.reconnected()
+            self.metrics.exchange.reconnects.inc()
 
     def disconnected(self, address: str) -> None:
         """A control stream is down. Repeating it is fine."""
         self._connected.discard(address)
-        self.metrics.exchange.connected(len(self._connected))
+        self.metrics.exchange.connected_shards.set(len(self._connected))
 
     # ------------------------------------------------------------ in the codec thread
 
@@ -222,13 +222,13 @@ class LearnerTelemetry:
 
     def encoded(self, seconds: float) -> None:
         """A contribution, or a seed, was encoded."""
-        self.metrics.exchange.encoded(seconds)
+        self.metrics.exchange.encode_seconds.observe(seconds)
 
     # ------------------------------------------------------------ helpers
 
     def _count(self, figures: Figures) -> None:
-        self.metrics.exchange.contributions_unmerged(figures.unmerged)
-        self.metrics.exchange.carried(figures.tokens_carried - self._tokens_carried)
+        self.metrics.exchange.unmerged.set(figures.unmerged)
+        self.metrics.exchange.tokens_carried.inc(figures.tokens_carried - self._tokens_carried)
         self._tokens_carried = figures.tokens_carried
 
     def _applied(self, act: VersionApplied) -> None:

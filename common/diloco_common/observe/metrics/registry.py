@@ -62,12 +62,6 @@ class Declare:
         return Totals(name, what, labels, self._registry)
 
 
-def start_at_zero(metric: Counter | Gauge, values: tuple[str, ...]) -> None:
-    """Rates and alerts need a series before its first event."""
-    for value in values:
-        metric.labels(value)
-
-
 class Totals:
     """A counter that follows totals kept elsewhere.
 

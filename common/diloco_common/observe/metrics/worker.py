@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from diloco_common.observe.metrics.registry import SECONDS, Certificates, Declare, Registry, start_at_zero
+from diloco_common.observe.metrics.registry import SECONDS, Certificates, Declare, Registry
 
 PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
 """The four answers of the protocol, and "failed" for no answer."""
@@ -20,15 +20,15 @@ class Training:
     """The training loop, and the cost of synchronisation for it."""
 
     def __init__(self, declare: Declare) -> None:
-        self._learner = declare.gauge("diloco_worker_learner", "The learner that this process is; always 1.", "learner")
-        self._inner_steps = declare.counter("diloco_worker_inner_steps_total", "Inner steps taken.")
-        self._tokens = declare.counter("diloco_worker_tokens_total", "Tokens trained on.")
-        self._loss = declare.gauge("diloco_worker_loss", "Training loss of the last inner step.")
-        self._loss.set(float("nan"))  # unknown is not zero
-        self._step_seconds = declare.histogram(
+        self.learner = declare.gauge("diloco_worker_learner", "The learner that this process is; always 1.", "learner")
+        self.inner_steps = declare.counter("diloco_worker_inner_steps_total", "Inner steps taken.")
+        self.tokens = declare.counter("diloco_worker_tokens_total", "Tokens trained on.")
+        self.loss = declare.gauge("diloco_worker_loss", "Training loss of the last inner step.")
+        self.loss.set(float("nan"))  # unknown is not zero
+        self.step_seconds = declare.histogram(
             "diloco_worker_inner_step_seconds", "From the end of one inner step to the end of the next.", SECONDS
         )
-        self._stall_seconds = declare.histogram(
+        self.stall_seconds = declare.histogram(
             "diloco_worker_sync_stall_seconds", "How long learner.step held the training loop.", _STALL_SECONDS
         )
         self._sync_seconds = declare.counter(
@@ -36,22 +36,16 @@ class Training:
             "CPU time of synchronisation, by phase. Only apply runs in the training thread.",
             "phase",
         )
-        start_at_zero(self._sync_seconds, get_args(SyncPhase))
-
-    def begun(self, learner: str) -> None:
-        self._learner.labels(learner).set(1)
+        for phase in get_args(SyncPhase):
+            self.computed(phase, 0.0)
 
     def stepped(self, *, tokens: int, seconds: float, loss: float | None) -> None:
         """One inner step ended."""
-        self._inner_steps.inc()
-        self._tokens.inc(tokens)
-        self._step_seconds.observe(seconds)
+        self.inner_steps.inc()
+        self.tokens.inc(tokens)
+        self.step_seconds.observe(seconds)
         if loss is not None:
-            self._loss.set(loss)
-
-    def stalled(self, seconds: float) -> None:
-        """learner.step returned after `seconds`."""
-        self._stall_seconds.observe(seconds)
+            self.loss.set(loss)
 
     def computed(self, phase: SyncPhase, cpu_seconds: float) -> None:
         self._sync_seconds.labels(phase).inc(cpu_seconds)
@@ -65,17 +59,17 @@ class Exchange:
         self._pushes = declare.counter(
             "diloco_worker_pushes_total", "Pushes of contributions, by outcome; repeats count.", "outcome"
         )
-        self._unmerged = declare.gauge(
+        self.unmerged = declare.gauge(
             "diloco_worker_contributions_unmerged",
             "Contributions pushed, or waiting to be pushed, that are in no version yet.",
         )
-        self._tokens_carried = declare.counter(
+        self.tokens_carried = declare.counter(
             "diloco_worker_tokens_carried_total",
             "Tokens that missed a round and were carried into a later one, averaged over fragments.",
         )
         self._pushed_bytes = declare.counter("diloco_worker_pushed_bytes_total", "Payload bytes pushed; repeats count.")
-        self._pulled_bytes = declare.counter("diloco_worker_pulled_bytes_total", "Payload bytes pulled.")
-        self._encode_seconds = declare.histogram(
+        self.pulled_bytes = declare.counter("diloco_worker_pulled_bytes_total", "Payload bytes pulled.")
+        self.encode_seconds = declare.histogram(
             "diloco_worker_encode_seconds", "Time to make and encode one pseudo-gradient.", SECONDS
         )
         self._version = declare.gauge("diloco_worker_version", "Version applied last, by fragment.", "fragment")
@@ -85,41 +79,24 @@ class Exchange:
         self._apply_seconds = declare.histogram(
             "diloco_worker_apply_seconds", "Time to lay one version under the learner's own progress.", SECONDS
         )
-        self._connected_shards = declare.gauge(
+        self.connected_shards = declare.gauge(
             "diloco_worker_connected_shards", "Shards where the learner holds a lease."
         )
-        self._reconnects = declare.counter(
+        self.reconnects = declare.counter(
             "diloco_worker_reconnects_total", "Control streams opened after the first one."
         )
-        start_at_zero(self._pushes, get_args(PushOutcome))
-
-    def encoded(self, seconds: float) -> None:
-        self._encode_seconds.observe(seconds)
+        for outcome in get_args(PushOutcome):
+            self._pushes.labels(outcome)
 
     def pushed(self, outcome: PushOutcome, num_bytes: int) -> None:
         self._pushes.labels(outcome).inc()
         self._pushed_bytes.inc(num_bytes)
-
-    def contributions_unmerged(self, count: int) -> None:
-        self._unmerged.set(count)
-
-    def carried(self, tokens: int | float) -> None:
-        self._tokens_carried.inc(tokens)
-
-    def pulled(self, num_bytes: int) -> None:
-        self._pulled_bytes.inc(num_bytes)
 
     def applied(self, fragment: int, version: int, seconds: float) -> None:
         self._apply_seconds.observe(seconds)
         self._version.labels(str(fragment)).set(version)
         at = self._clock()
         self._version_age.labels(str(fragment)).set_function(lambda: self._clock() - at)
-
-    def connected(self, shards: int) -> None:
-        self._connected_shards.set(shards)
-
-    def reconnected(self) -> None:
-        self._reconnects.inc()
 
 
 class WorkerMetrics:
