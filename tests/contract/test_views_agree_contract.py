@@ -211,6 +211,10 @@ def test_every_view_of_a_history_says_the_same(
         assert evicted == added(one["evictions_by_code"] for one in said.values())
         counted = Counter(e["code"] for shard in told.values() for e in shard["events"] if e["event"] == "evicted")
         assert evicted == counted
+        before = state["totals"]["rounds"]
+        feed.heard("shard-0", said["shard-0"] | {"epoch": EPOCH + 1, "rounds": 1}, None, NOW + 1, 1.0)
+        again = feed.since(0, NOW + 1)
+        assert (again["shards"][0]["starts"], again["totals"]["rounds"]) == (2, before + 1), "it has started again"
         assert sum(evicted.values()) == state["totals"]["evictions"] == printed["totals"]["evictions"]
 
     asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
