@@ -94,14 +94,12 @@ def roll_call(
         record: that of `diloco up`; None: there is none.
         now: unix time.
     """
-    heard = {str(status.get("name") or name): status for name, status in answers.items()}
-    silent = {name: address for name, address in asked.items() if name not in answers}
-    shards = [status for status in heard.values() if status.get("role") == "shard"]
-    found = [*_shards(shards, silent, record, now), *_workers(heard, shards, silent, record, now)]
+    call = _Call(asked, answers, record, now)
+    found = [*call.shards(), *call.workers()]
     named = {present.name for present in found}
     found += [
         Present(name, _ROLES[name.startswith("worker")], "away", "no answer", why=f"nobody answers at {address}")
-        for name, address in silent.items()
+        for name, address in call.silent.items()
         if name not in named and not any(address in present.why for present in found)
     ]
     found.sort(key=lambda present: (present.role, _natural(present.name)))
@@ -111,7 +109,8 @@ def roll_call(
         for one, member in zip(found, cluster.members.values(), strict=True)
     )
     count = sum(one.role == "shard" for one in present)
-    return Roll(present, cluster, tuple(_problem(one, count, record) for one in present if one.is_missing))
+    problems = (_problem(one, count, call.recorded.get(one.name)) for one in present if one.is_missing)
+    return Roll(present, cluster, tuple(problems))
 
 
 def _member(one: Present) -> Member:
@@ -128,11 +127,11 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _problem(one: Present, shards: int, record: ClusterRecord | None) -> Problem:
+def _problem(one: Present, shards: int, recorded: MemberRecord | None) -> Problem:
     age = f" for {units.clock(one.since_s)}" if one.since_s is not None else ""
     state = {"dead": f"dead{age}", "starting": "starting", "unknown": "unknown"}.get(one.presence, f"away{age}")
     because = f" ({one.why})" if one.why else ""
-    again = _again(one, record)
+    again = _again(one, recorded)
     if one.role == "worker":
         return Problem(
             code="WORKER_AWAY", member=one.name,
@@ -151,11 +150,10 @@ def _problem(one: Present, shards: int, record: ClusterRecord | None) -> Problem
     )  # fmt: skip
 
 
-def _again(one: Present, record: ClusterRecord | None) -> str:
+def _again(one: Present, recorded: MemberRecord | None) -> str:
     """Who starts it again."""
     if one.presence == "starting":
         return "wait: `diloco up` starts it"
-    recorded = _recorded(one.name, record)
     if recorded is not None and recorded.process == "lost":
         return f"`diloco up` has given it up: look at `diloco logs {one.name}`"
     if recorded is not None:
@@ -167,116 +165,100 @@ def _nth(count: int) -> str:
     return {3: "third", 4: "quarter"}.get(count, f"{count}th part")
 
 
-# ---------------------------------------------------------------- shards
+class _Call:
+    """What is known when the roll is called."""
 
+    def __init__(
+        self, asked: Mapping[str, str], answers: Mapping[str, Status], record: ClusterRecord | None, now: float
+    ) -> None:
+        self.silent = {name: address for name, address in asked.items() if name not in answers}
+        self.recorded = record.members if record else {}
+        self._record, self._now = record, now
+        self._heard = {str(status.get("name") or name): status for name, status in answers.items()}
+        self._shards = [status for status in self._heard.values() if status.get("role") == "shard"]
 
-def _shards(
-    shards: Sequence[Status], silent: Mapping[str, str], record: ClusterRecord | None, now: float
-) -> Iterator[Present]:
-    count = max([int(shard.get("count") or 0) for shard in shards] + [record.shards if record else 0])
-    by_index = {int(shard["index"]): shard for shard in shards if shard.get("index") is not None}
-    strays = [shard for shard in shards if shard.get("index") is None]  # of an older version
-    names = [f"shard-{index}" for index in range(count)]
-    missing = [index for index in range(count) if index not in by_index and names[index] not in silent]
-    unnamed = [name for name in silent if ":" in name]
-    for shard in strays:
-        yield Present(str(shard.get("name")), "shard", "alive", status=shard, answered=True)
-    for index, name in enumerate(names):
-        if name in (stray.get("name") for stray in strays):
-            continue
-        if (status := by_index.get(index)) is not None:
-            yield Present(name, "shard", "alive", status=status, answered=True, restarts=_restarts(name, record))
-            continue
-        one = _by_record(name, "shard", record, now) or _by_learners(name, index, shards)
-        address = silent.get(name) or (unnamed[0] if len(unnamed) == len(missing) == 1 and index in missing else "")
-        if address:
-            said = f"nobody answers at {address}" + (f"; {one.why}" if one.why else "")
-            presence: Presence = "away" if one.presence in ("alive", "unknown") else one.presence
-            one = replace(
-                one, presence=presence, state=one.state or ("no answer" if presence == "away" else ""), why=said
-            )
-        yield one
+    def shards(self) -> Iterator[Present]:
+        """Those that say how many there are, and those that they miss."""
+        count = max([int(s.get("count") or 0) for s in self._shards] + [self._record.shards if self._record else 0])
+        by_index = {int(shard["index"]): shard for shard in self._shards if shard.get("index") is not None}
+        strays = {str(shard.get("name")): shard for shard in self._shards if shard.get("index") is None}  # older ones
+        names = [f"shard-{index}" for index in range(count)]
+        missing = [index for index in range(count) if index not in by_index and names[index] not in self.silent]
+        unnamed = [name for name in self.silent if ":" in name]
+        for name, shard in strays.items():
+            yield self._answered(name, "shard", shard)
+        for index, name in enumerate(names):
+            if name in strays:
+                continue
+            if (status := by_index.get(index)) is not None:
+                yield self._answered(name, "shard", status)
+                continue
+            one = self._by_record(name, "shard") or self._by_learners(name, index)
+            only = unnamed[0] if len(unnamed) == len(missing) == 1 and index in missing else ""
+            if address := self.silent.get(name) or only:
+                presence: Presence = "away" if one.presence in ("alive", "unknown") else one.presence
+                state = one.state or ("no answer" if presence == "away" else "")
+                said = f"nobody answers at {address}" + (f"; {one.why}" if one.why else "")
+                one = replace(one, presence=presence, state=state, why=said)
+            yield one
 
+    def workers(self) -> Iterator[Present]:
+        """Those that answer, those of `diloco up`, and those of whom shards know."""
+        own = {name: status for name, status in self._heard.items() if status.get("role") == "worker"}
+        known = {one.name: one for one in self._learners()}
+        ours = [name for name, one in self.recorded.items() if one.role == "worker"]
+        for name in dict.fromkeys([*ours, *own, *known, *(name for name in self.silent if name.startswith("worker"))]):
+            recorded = self._by_record(name, "worker")
+            if name in own:
+                yield self._answered(name, "worker", own[name])
+            elif recorded is not None:
+                yield replace(recorded, status=known[name].status if name in known else None)
+            elif name in known:
+                yield known[name]
+            else:
+                why = f"nobody answers at {self.silent.get(name, 'its address')}"
+                yield Present(name, "worker", "away", "no answer", why=why)
 
-def _by_learners(name: str, index: int, shards: Sequence[Status]) -> Present:
-    """What learners say of a shard to the others."""
-    by_learner: dict[str, float | None] = {}  # learner -> for how long it has not reached it; None: it does
-    for shard in shards:
-        for learner in shard.get("learners", ()):
-            if learner.get("state") in WITH_LEASE and (said := learner.get("away")) is not None:
-                by_learner[str(learner["id"])] = _away_s(said, index)
-    gone = [for_s for for_s in by_learner.values() if for_s is not None]
-    if not by_learner:
-        return Present(name, "shard", "unknown", "not asked")
-    if 2 * len(gone) > len(by_learner):
-        why = f"{len(gone)} of {len(by_learner)} learners do not reach it"
-        return Present(name, "shard", "away", since_s=statistics.median(gone), why=why)
-    why = f"{len(by_learner) - len(gone)} of {len(by_learner)} learners reach it"
-    return Present(name, "shard", "alive", why=why)
+    def _answered(self, name: str, role: Role, status: Status) -> Present:
+        restarts = self.recorded[name].restarts if name in self.recorded else 0
+        return Present(name, role, "alive", status=status, answered=True, restarts=restarts)
+
+    def _by_record(self, name: str, role: Role) -> Present | None:
+        """What `diloco up` says of a process that did not answer; None: it says nothing, or that it is up."""
+        one = self.recorded.get(name)
+        if one is None or one.process == "up":
+            return None
+        presence = _OF_PROCESSES.get(one.process, "starting")
+        since_s = max(0.0, self._now - one.since) if presence == "dead" else None
+        return Present(name, role, presence, one.process, since_s, one.why, restarts=one.restarts)
+
+    def _by_learners(self, name: str, index: int) -> Present:
+        """What learners say of a shard to the others."""
+        by_learner: dict[str, float | None] = {}  # learner -> for how long it has not reached it; None: it does
+        for shard in self._shards:
+            for learner in shard.get("learners", ()):
+                if learner.get("state") in WITH_LEASE and (said := learner.get("away")) is not None:
+                    by_learner[str(learner["id"])] = _away_s(said, index)
+        gone = [for_s for for_s in by_learner.values() if for_s is not None]
+        if not by_learner:
+            return Present(name, "shard", "unknown", "not asked")
+        if 2 * len(gone) > len(by_learner):
+            why = f"{len(gone)} of {len(by_learner)} learners do not reach it"
+            return Present(name, "shard", "away", since_s=statistics.median(gone), why=why)
+        why = f"{len(by_learner) - len(gone)} of {len(by_learner)} learners reach it"
+        return Present(name, "shard", "alive", why=why)
+
+    def _learners(self) -> Iterator[Present]:
+        """What shards know of their learners."""
+        members = [Member(f"{number}", "shard", "up", shard) for number, shard in enumerate(self._shards)]
+        for name, learner in sorted(put_together(members, {}).items()):
+            presence: Presence = "alive" if learner.is_here else "left" if learner.state == "left" else "away"
+            away_s = 0.0 - learner.heard_at if presence == "away" else None
+            why = "" if presence == "left" else learner.who_says
+            yield Present(name, "worker", presence, learner.state, away_s, why, status=learner.as_status())
 
 
 def _away_s(said: Sequence[Mapping[str, Any]], index: int) -> float | None:
     """For how long a learner has not reached a shard that did not answer us. One that it never reached has no index."""
     named = {a.get("index"): float(a["for_s"]) for a in said}
     return named.get(index, named.get(None))
-
-
-# ---------------------------------------------------------------- workers
-
-
-def _workers(
-    heard: Mapping[str, Status],
-    shards: Sequence[Status],
-    silent: Mapping[str, str],
-    record: ClusterRecord | None,
-    now: float,
-) -> Iterator[Present]:
-    own = {name: status for name, status in heard.items() if status.get("role") == "worker"}
-    known = _learners(shards)
-    ours = [name for name, one in record.members.items() if one.role == "worker"] if record else []
-    names = dict.fromkeys([*ours, *own, *known, *(name for name in silent if name.startswith("worker"))])
-    for name in names:
-        recorded = _by_record(name, "worker", record, now)
-        if name in own:
-            yield Present(name, "worker", "alive", status=own[name], answered=True, restarts=_restarts(name, record))
-        elif recorded is not None:
-            yield replace(recorded, status=known[name].status if name in known else None)
-        elif name in known:
-            yield known[name]
-        else:
-            why = f"nobody answers at {silent.get(name, 'its address')}"
-            yield Present(name, "worker", "away", "no answer", why=why)
-
-
-def _learners(shards: Sequence[Status]) -> dict[str, Present]:
-    """What shards know of their learners."""
-    members = [Member(f"{number}", "shard", "up", shard) for number, shard in enumerate(shards)]
-    found = {}
-    for name, learner in sorted(put_together(members, {}).items()):
-        presence: Presence = "alive" if learner.is_here else "left" if learner.state == "left" else "away"
-        away_s = 0.0 - learner.heard_at if presence == "away" else None
-        why = "" if presence == "left" else learner.who_says
-        found[name] = Present(name, "worker", presence, learner.state, away_s, why, status=learner.as_status())
-    return found
-
-
-# ---------------------------------------------------------------- the record
-
-
-def _recorded(name: str, record: ClusterRecord | None) -> MemberRecord | None:
-    return record.members.get(name) if record else None
-
-
-def _restarts(name: str, record: ClusterRecord | None) -> int:
-    one = _recorded(name, record)
-    return one.restarts if one else 0
-
-
-def _by_record(name: str, role: Role, record: ClusterRecord | None, now: float) -> Present | None:
-    """What `diloco up` says of a process that did not answer; None: it says nothing, or that it is up."""
-    one = _recorded(name, record)
-    if one is None or one.process == "up":
-        return None
-    presence = _OF_PROCESSES.get(one.process, "starting")
-    since_s = max(0.0, now - one.since) if presence == "dead" else None
-    return Present(name, role, presence, one.process, since_s, one.why, restarts=one.restarts)
