@@ -13,10 +13,11 @@ from torch import nn
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics.worker import WorkerMetrics
 from diloco_common.ports import World
-from diloco_common.wire.messages import FragmentStatus, LearnerPolicy, Pulse
-from diloco_worker.core.acts import Act
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Pulse
+from diloco_worker.core.acts import Act, PushContribution
 from diloco_worker.core.connection import Caller
-from diloco_worker.core.events import Joined
+from diloco_worker.core.events import Arrived, Asked, Event, Joined
 from diloco_worker.core.replica import Replica
 from diloco_worker.learner import Learner, make_learner
 from diloco_worker.shell.boundary import Start
@@ -144,3 +145,56 @@ class Parts:
             self.telemetry,
             Start(resumed=resumed),
         )
+
+
+EPOCH = 5
+POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
+
+
+class Rig:
+    """A learner of some fragments of one element each, which holds version 0, all 10. Its codec thread is stalled."""
+
+    def __init__(self, snapshots: str = "step", num_fragments: int = 2) -> None:
+        self.parts = Parts()
+        self.model = nn.ParameterList(nn.Parameter(torch.full((1,), 10.0)) for _ in range(num_fragments))
+        self.learner = self.parts.learner(self.model, reads_later=snapshots == "background")
+        digest = cut(Replica(self.model).specs, num_fragments, 1).digest
+        self.hears(joined(EPOCH, POLICY, num_fragments=num_fragments, digest=digest))
+        for i in range(num_fragments):
+            self.arrives(i, 0, 10.0)
+        assert self.learner.begin()
+
+    def hears(self, event: Event) -> None:
+        self.learner._inbox.put(event)
+
+    def arrives(self, fragment_id: int, version: int, value: float, merged_version: int = 0) -> None:
+        self.hears(Arrived(fragment_id, version, EPOCH, torch.full((1,), value), merged_version))
+
+    def steps(self, by: float = 2.0) -> None:
+        with torch.no_grad():
+            for parameter in self.model:
+                parameter.add_(by)
+        self.learner.step(tokens=8)
+
+    def asks(self) -> None:
+        for i in range(2):
+            self.hears(Asked(Collect(i, 1, EPOCH), EPOCH))
+
+    @property
+    def values(self) -> list[float]:
+        return [parameter.item() for parameter in self.model]
+
+    @property
+    def versions(self) -> list[int]:
+        assert self.learner.core is not None
+        return [fragment.version for fragment in self.learner.core.fragments.values()]
+
+    def codec_goes_on_when_somebody_waits(self) -> None:
+        codec: Any = self.learner._codec
+        wait, codec.wait = codec.wait, lambda: (self.parts.jobs.run(), wait())
+
+    def contributed(self) -> list[float]:
+        """The codec thread goes on: what it encodes."""
+        self.parts.jobs.run()
+        acts = [act for acts in self.parts.posted.acts for act in acts if isinstance(act, PushContribution)]
+        return [float(act.contribution.tensors.take_snapshot()) for act in acts]

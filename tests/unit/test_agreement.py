@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from diloco_common.errors import ConfigError, DilocoError, ManifestMismatch, Superseded, UnknownEncoding, WrongRun
+from diloco_common.errors import (
+    ConfigError,
+    DilocoError,
+    ManifestMismatch,
+    NotFinite,
+    Superseded,
+    UnknownEncoding,
+    WrongRun,
+)
 from diloco_common.wire.manifest import TensorSpec, cut
-from diloco_common.wire.messages import FragmentStatus, LearnerPolicy, Pulse
-from diloco_worker.core.agreement import Agreement, Objections
+from diloco_common.wire.messages import FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
+from diloco_worker.core.agreement import REFUSALS_MAX, Agreement, Diverging, Objections, Shards
 from diloco_worker.core.events import Joined
 
 TENSORS = (TensorSpec("a", (8,)), TensorSpec("b", (8,)))
@@ -130,3 +138,77 @@ def test_a_shard_that_speaks_with_the_learner_has_nothing_against_it() -> None:
     objections.raised("ps-0:50051", TAKEN)
     objections.withdrawn("ps-0:50051")
     assert not objections.raised("ps-1:50051", TAKEN)
+
+
+# ------------------------------------------------------------------ which are there
+
+
+def test_a_run_is_complete_once_every_address_is_another_shard_of_it() -> None:
+    shards = Shards(2)
+
+    assert (shards.join(FIRST), shards.are_complete) == (True, False)
+    assert (shards.join(SECOND), shards.are_complete) == (True, True)
+    assert not shards.join(replace(FIRST, epoch=2)), "it is not new, it came back"
+    assert [s.epoch for s in shards.joined] == [2, 1]
+
+
+def test_a_shard_that_came_back_has_not_stopped() -> None:
+    shards = Shards(2)
+    for shard in (FIRST, SECOND):
+        shards.join(shard)
+        shards.stop(shard.shard_index)
+    assert shards.have_stopped
+
+    shards.join(FIRST)
+    assert not shards.have_stopped
+
+
+# ------------------------------------------------------------------ refusals of values that are not finite
+
+
+REFUSED = PushAnswer(Outcome.REJECTED, NotFinite.code)
+ACCEPTED = PushAnswer(Outcome.ACCEPTED)
+ENOUGH = range(1, REFUSALS_MAX + 1)
+
+
+def ends(diverging: Diverging, rounds: range, fragment_id: int = 0, shard_index: int = 0) -> list[bool]:
+    return [diverging.answered(fragment_id, shard_index, number, REFUSED) is not None for number in rounds]
+
+
+def test_the_last_of_so_many_rounds_in_a_row_ends_the_learner():
+    assert ends(Diverging(1), ENOUGH) == [False] * (REFUSALS_MAX - 1) + [True]
+
+
+def test_a_round_that_refuses_every_rank_of_an_island_is_one_round():
+    diverging = Diverging(1)
+    for number in ENOUGH[:-1]:
+        assert not any(diverging.answered(0, 0, number, REFUSED) for _rank in range(REFUSALS_MAX))
+    assert diverging.answered(0, 0, REFUSALS_MAX, REFUSED) is not None
+
+
+def test_fragments_do_not_add_up():
+    diverging = Diverging(1)
+    assert not any(any(ends(diverging, ENOUGH[:-1], fragment_id)) for fragment_id in range(REFUSALS_MAX))
+
+
+def test_a_contribution_that_is_accepted_or_merged_begins_the_count_again():
+    diverging = Diverging(1)
+    assert not any(ends(diverging, ENOUGH[:-1]))
+    diverging.answered(0, 0, REFUSALS_MAX, ACCEPTED)
+    assert not any(ends(diverging, range(10, 9 + REFUSALS_MAX)))
+    diverging.merged(0)
+    assert not any(ends(diverging, range(20, 19 + REFUSALS_MAX)))
+
+
+def test_one_shard_of_two_cannot_say_so_alone():
+    diverging = Diverging(2)
+    assert not any(ends(diverging, range(1, 100)))
+    assert not any(ends(diverging, ENOUGH, fragment_id=2))
+    assert ends(diverging, ENOUGH, fragment_id=1, shard_index=1)[-1]
+
+
+def test_a_shard_that_takes_the_fragment_again_says_so_no_longer():
+    diverging = Diverging(2)
+    ends(diverging, ENOUGH)
+    diverging.merged(0)
+    assert not any(ends(diverging, ENOUGH, fragment_id=1, shard_index=1))

@@ -24,39 +24,32 @@ def read_all(queue: EventQueue) -> list[Event]:
     return found
 
 
-def test_events_are_read_in_their_order_and_failed_goes_first() -> None:
-    queue, one = EventQueue(), arrived(1)
-    for event in (Stopped(0), one, FAILED):
+ONE, TWO, STOPPED = arrived(1), arrived(2), Stopped(0)
+BEFORE = Answered(REFUSED.fragment_id, REFUSED.round, PushAnswer(Outcome.ACCEPTED), REFUSED.tokens)
+
+
+@pytest.mark.parametrize(
+    ("put", "later", "read"),
+    [
+        ([STOPPED, ONE, FAILED], None, [FAILED, STOPPED, ONE]),
+        ([BEFORE, REFUSED], None, [REFUSED]),  # of one contribution the newest answer
+        ([ONE, STOPPED], [], [ONE, STOPPED]),
+        ([ONE, STOPPED], [FAILED], [FAILED, ONE, STOPPED]),
+        ([ONE], [TWO], [TWO]),
+    ],
+    ids=["in their order, failed first", "newest of its kind", "put back: next", "but after failed", "unless newer"],
+)
+def test_events_are_read_in_their_order(put: list[Event], later: list[Event] | None, read: list[Event]) -> None:
+    """`later`: the first one was read, these came, and then it was put back."""
+    queue = EventQueue()
+    for event in put:
         queue.put(event)
-    assert read_all(queue) == [FAILED, Stopped(0), one]
-
-
-def test_what_is_put_back_is_read_next() -> None:
-    queue, one = EventQueue(), arrived(1)
-    queue.put(one)
-    queue.put(Stopped(0))
-    assert queue.pop() is one
-    queue.put_back(one)
-    assert read_all(queue) == [one, Stopped(0)]
-
-
-def test_what_is_put_back_does_not_overtake_failed() -> None:
-    queue, one = EventQueue(), arrived(1)
-    queue.put(one)
-    queue.put(Stopped(0))
-    assert queue.pop() is one
-    queue.put(FAILED)
-    queue.put_back(one)
-    assert read_all(queue) == [FAILED, one, Stopped(0)]
-
-
-def test_what_is_put_back_gives_way_to_a_newer_one_of_its_kind() -> None:
-    queue, one, two = EventQueue(), arrived(1), arrived(2)
-    queue.put(one)
-    assert queue.pop() is one
-    queue.put(two)
-    queue.put_back(one)
-    assert read_all(queue) == [two]
+    if later is not None:
+        assert queue.pop() is put[0]
+        for event in later:
+            queue.put(event)
+        queue.put_back(put[0])
+    assert read_all(queue) == read
 
 
 @pytest.mark.parametrize(
@@ -73,10 +66,3 @@ def test_a_late_answer_to_an_earlier_contribution_does_not_hide_a_refusal(late: 
     queue.put(REFUSED)
     queue.put(late)
     assert read_all(queue) == [REFUSED, late]
-
-
-def test_of_one_contribution_the_newest_answer_is_read() -> None:
-    queue = EventQueue()
-    queue.put(Answered(REFUSED.fragment_id, REFUSED.round, PushAnswer(Outcome.ACCEPTED), REFUSED.tokens))
-    queue.put(REFUSED)
-    assert read_all(queue) == [REFUSED]

@@ -3,177 +3,171 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
 from diloco_common.errors import Superseded
 from diloco_common.wire.manifest import cut
-from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy
+from diloco_common.wire.messages import Collect, FragmentStatus
 from diloco_worker import learner as shell
-from diloco_worker.core.acts import PushContribution, StepEnded, VersionApplied
-from diloco_worker.core.events import Arrived, Asked, Failed
+from diloco_worker.core.acts import PushContribution, SeedFragment, StepEnded, VersionApplied
+from diloco_worker.core.events import Asked, Failed
+from diloco_worker.core.fragment import AskedRound
 from diloco_worker.core.replica import Replica
-from diloco_worker.learner import Learner
-from parts import Parts, joined
-
-EPOCH = 5
-FRAGMENTS = 3
-POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
+from diloco_worker.shell.boundary import SEED_HOLD_S
+from parts import EPOCH, POLICY, Parts, Rig, joined
 
 
 @pytest.fixture
-def parts():
-    return Parts()
+def rig() -> Rig:
+    """Of three fragments."""
+    rig = Rig(num_fragments=3)
+    rig.parts.posted.acts.clear()
+    yield rig
+    rig.learner.close()
 
 
 @pytest.fixture
-def model():
-    """Three fragments of one element each, all 10."""
-    model = nn.Module()
-    for i in range(FRAGMENTS):
-        setattr(model, f"w{i}", nn.Parameter(torch.full((1,), 10.0)))
-    return model
-
-
-@pytest.fixture
-def learner(parts, model):
-    """It holds version 0 of every fragment."""
-    learner = parts.learner(model)
-    digest = cut(Replica(model).specs, FRAGMENTS, 1).digest
-    statuses = tuple(FragmentStatus(i, True, 0, 0, EPOCH) for i in range(FRAGMENTS))
-    learner._inbox.put(joined(EPOCH, POLICY, num_fragments=FRAGMENTS, fragments=statuses, digest=digest))
-    for i in range(FRAGMENTS):
-        arrive(learner, i, 0, 10.0)
-    assert learner.begin()
-    parts.posted.acts.clear()
-    yield learner
-    learner.close()
-
-
-def arrive(learner: Learner, fragment_id: int, version: int, value: float, merged_version: int = 0) -> None:
-    learner._inbox.put(Arrived(fragment_id, version, EPOCH, torch.full((1,), value), merged_version))
-
-
-def versions(learner: Learner) -> list[int]:
-    assert learner.core is not None
-    return [learner.core.fragments[i].version for i in range(FRAGMENTS)]
-
-
-def values(model: nn.Module) -> list[float]:
-    return [parameter.item() for parameter in model.parameters()]
-
-
-def test_one_version_per_step_is_applied_whatever_the_budget(learner, parts, monkeypatch):
-    parts.clock.tick = 1e-6
+def no_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock takes longer than a step may spend."""
+    rig.parts.clock.tick = 1e-6
     monkeypatch.setattr(shell, "APPLY_S", 0.0)
     monkeypatch.setattr(shell, "APPLY_SHARE", 0.0)
-    for i in range(FRAGMENTS):
-        arrive(learner, i, 1, 20.0)
+
+
+@pytest.fixture
+def all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "APPLY_S", 3600.0)
+
+
+@pytest.mark.usefixtures("no_time")
+def test_one_version_per_step_is_applied_whatever_the_budget_and_a_newer_one_replaces_one_that_waits(rig: Rig) -> None:
+    for i in range(3):
+        rig.arrives(i, 1, 20.0)
     found = []
-    for _ in range(FRAGMENTS):
-        learner.step(1)
-        found.append(versions(learner))
-    assert found == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    for number in range(3):
+        rig.learner.step(1)
+        found.append(rig.versions)
+        if number == 0:
+            rig.arrives(1, 2, 30.0)
+    assert found == [[1, 0, 0], [1, 0, 1], [1, 2, 1]]
 
 
-def test_what_fits_the_budget_is_applied_at_once(learner, monkeypatch):
-    monkeypatch.setattr(shell, "APPLY_S", 3600.0)
-    for i in range(FRAGMENTS):
-        arrive(learner, i, 1, 20.0)
-    learner.step(1)
-    assert versions(learner) == [1, 1, 1]
+@pytest.mark.usefixtures("all_the_time")
+def test_what_fits_the_budget_is_applied_at_once(rig: Rig) -> None:
+    for i in range(3):
+        rig.arrives(i, 1, 20.0)
+    rig.learner.step(1)
+    assert rig.versions == [1, 1, 1]
 
 
-def test_a_poll_has_no_budget(learner, parts, monkeypatch):
-    parts.clock.tick = 1e-6
-    monkeypatch.setattr(shell, "APPLY_S", 0.0)
-    for i in range(FRAGMENTS):
-        arrive(learner, i, 1, 20.0)
-    learner.poll()
-    assert versions(learner) == [1, 1, 1]
+@pytest.mark.usefixtures("no_time")
+def test_a_poll_has_no_budget(rig: Rig) -> None:
+    for i in range(3):
+        rig.arrives(i, 1, 20.0)
+    rig.learner.poll()
+    assert rig.versions == [1, 1, 1]
 
 
-def test_a_newer_version_replaces_one_that_waits_for_its_turn(learner, parts, monkeypatch):
-    parts.clock.tick = 1e-6
-    monkeypatch.setattr(shell, "APPLY_S", 0.0)
-    monkeypatch.setattr(shell, "APPLY_SHARE", 0.0)
-    arrive(learner, 0, 1, 20.0)
-    arrive(learner, 1, 1, 20.0)
-    learner.step(1)
-    arrive(learner, 1, 2, 30.0)
-    learner.step(1)
-    assert versions(learner) == [1, 2, 0]
+@pytest.fixture
+def reading(rig: Rig) -> Rig:
+    """A step has taken a contribution of fragment 0; its snapshot is still to be taken (`snapshots="background"`)."""
+    rig.learner._boundary.replica.reads_later = True
+    rig.hears(Asked(Collect(0, 2, EPOCH), EPOCH))
+    rig.learner.step(1)
+    assert rig.learner.core.fragments[0].contribution is not None
+    assert len(rig.parts.jobs.waiting) == 1, "it is encoded without a word from the network thread"
+    rig.arrives(0, 1, 20.0)
+    return rig
 
 
-def taken(learner: Learner) -> None:
-    """A step takes a contribution of fragment 0; its snapshot is still to be taken (`snapshots="background"`)."""
-    learner._boundary.replica.reads_later = True
-    learner._inbox.put(Asked(Collect(0, 2, EPOCH), EPOCH))
-    learner.step(1)
-    assert learner.core is not None
-    assert learner.core.fragments[0].contribution is not None
+@pytest.mark.usefixtures("all_the_time")
+def test_a_version_waits_while_its_fragment_is_read_and_those_behind_it_too(reading: Rig) -> None:
+    reading.arrives(1, 1, 20.0)
+    reading.learner.step(1)
+    assert reading.versions == [0, 0, 0], "nothing overtakes"
+    reading.parts.jobs.run()
+    reading.learner.step(1)
+    assert (reading.versions, reading.values) == ([1, 1, 0], [20.0, 20.0, 10.0])
 
 
-def test_a_version_waits_while_its_fragment_is_read_and_those_behind_it_too(learner, parts, model, monkeypatch):
-    monkeypatch.setattr(shell, "APPLY_S", 3600.0)
-    taken(learner)
-    arrive(learner, 0, 1, 20.0)
-    arrive(learner, 1, 1, 20.0)
-    learner.step(1)
-    assert versions(learner) == [0, 0, 0], "nothing overtakes"
-    parts.jobs.run()
-    learner.step(1)
-    assert versions(learner) == [1, 1, 0]
-    assert values(model) == [20.0, 20.0, 10.0]
+def test_a_newer_version_replaces_one_that_waits_for_the_snapshot(reading: Rig) -> None:
+    reading.learner.step(1)
+    reading.arrives(0, 2, 30.0, merged_version=2)
+    reading.parts.jobs.run()
+    reading.learner.step(1)
+    assert reading.versions == [2, 0, 0]
+    assert reading.learner.core.contributions["merged"] == 1
 
 
-def test_a_newer_version_replaces_one_that_waits_for_the_snapshot(learner, parts):
-    taken(learner)
-    arrive(learner, 0, 1, 20.0)
-    learner.step(1)
-    arrive(learner, 0, 2, 30.0, merged_version=2)
-    parts.jobs.run()
-    learner.step(1)
-    assert versions(learner) == [2, 0, 0]
-    assert learner.core.contributions["merged"] == 1
-
-
-def test_waiting_for_news_does_not_end_because_of_a_version_that_waits(learner):
+def test_waiting_for_news_does_not_end_because_of_a_version_that_waits(reading: Rig) -> None:
     """Else a loop of `poll` would spin until the snapshot is taken."""
-    taken(learner)
-    arrive(learner, 0, 1, 20.0)
-    learner.poll()
-    assert not learner._inbox._has_new
+    reading.learner.poll()
+    assert not reading.learner._inbox._has_new
 
 
-def test_the_end_is_heard_even_while_a_version_waits(learner):
-    taken(learner)
-    arrive(learner, 0, 1, 20.0)
-    learner.step(1)
-    learner._inbox.put(Failed(Superseded("another process is cat now")))
+def test_the_end_is_heard_even_while_a_version_waits(reading: Rig) -> None:
+    reading.learner.step(1)
+    reading.hears(Failed(Superseded("another process is cat now")))
     with pytest.raises(Superseded):
-        learner.step(1)
+        reading.learner.step(1)
 
 
-def test_a_step_wakes_the_network_thread_once(learner, parts, monkeypatch):
+@pytest.mark.usefixtures("all_the_time")
+def test_a_step_wakes_the_network_thread_once(rig: Rig) -> None:
     """However much happened in it: contributions, applied versions, progress."""
-    monkeypatch.setattr(shell, "APPLY_S", float("inf"))
-    learner._inbox.put(Asked(Collect(2, 1, EPOCH), EPOCH))
-    arrive(learner, 0, 1, 20.0)
-    arrive(learner, 1, 1, 20.0)
-    learner.step(1)
-    assert [[type(act) for act in acts] for acts in parts.posted.acts] == [
+    rig.hears(Asked(Collect(2, 1, EPOCH), EPOCH))
+    rig.arrives(0, 1, 20.0)
+    rig.arrives(1, 1, 20.0)
+    rig.learner.step(1)
+    assert [[type(act) for act in acts] for acts in rig.parts.posted.acts] == [
         [VersionApplied, VersionApplied, PushContribution, StepEnded]
     ]
 
 
-def test_a_contribution_is_encoded_without_a_word_from_the_network_thread(learner, parts):
-    taken(learner)
-    assert len(parts.jobs.waiting) == 1
-
-
 @pytest.mark.parametrize(("error", "settle_s"), [(KeyboardInterrupt, shell.HURRY_S), (ValueError, shell.SETTLE_S)])
-def test_pushes_under_way_get_less_time_after_ctrl_c(learner, parts, error, settle_s):
-    with pytest.raises(error), learner:
+def test_pushes_under_way_get_less_time_after_ctrl_c(rig: Rig, error: type[BaseException], settle_s: float) -> None:
+    with pytest.raises(error), rig.learner:
         raise error
-    assert parts.posted.settle_s == settle_s
+    assert rig.parts.posted.settle_s == settle_s
+
+
+def test_a_round_that_asks_before_the_model_is_cut_is_answered_afterwards() -> None:
+    """A learner that waits for its last shard is already asked by the others."""
+    model, addresses = nn.Linear(2, 2, bias=False), ["127.0.0.1:1", "127.0.0.1:2"]
+    learner, digest = Parts().learner(model, addresses), cut(Replica(model).specs, 2, 2).digest
+    for i, address in enumerate(addresses):
+        fragments = [FragmentStatus(i, True, 0, 0, 5 + i)]
+        learner._inbox.put(
+            joined(
+                5 + i, POLICY, fragments=fragments, num_fragments=2, digest=digest, address=address, index=i,
+                num_shards=2,
+            )
+        )  # fmt: skip
+        if i == 0:
+            learner._inbox.put(Asked(Collect(0, 1, 5), 5))
+        learner.poll()
+    assert learner.core is not None
+    assert learner.core.fragments[0].asked == AskedRound(1, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("joins", "holds"),
+    [
+        # A shard with a progress timeout of 4 s takes back the lease of a learner that waits; it would never seed.
+        ([(0.0, 5), (4.0, 5), (4.0, 5), (4.0, 5)], [SEED_HOLD_S, SEED_HOLD_S - 4.0, SEED_HOLD_S - 8.0, 0.0]),
+        # Those that have trained on it come back when the shard does.
+        ([(0.0, 5), (SEED_HOLD_S, 6)], [SEED_HOLD_S, SEED_HOLD_S]),
+    ],
+    ids=["it goes on through leases that are shorter", "it begins anew with the shard"],
+)
+def test_a_resumed_learner_leaves_it_to_others_for_a_while_to_seed_a_shard_that_has_nothing(
+    joins: list[tuple[float, int]], holds: list[float]
+) -> None:
+    model, parts, found = nn.Linear(2, 2, bias=False), Parts(), []
+    learner, digest = parts.learner(model, resumed=True), cut(Replica(model).specs, 1, 1).digest
+    for after_s, epoch in joins:
+        parts.clock.now += after_s
+        learner._inbox.put(joined(epoch, POLICY, fragments=[FragmentStatus(0, False, 0, 0, epoch)], digest=digest))
+        learner.poll()
+        found += [act.hold_s for act in parts.posted.acts[-1] if isinstance(act, SeedFragment)]
+    assert found == holds

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from test_undone import Lookahead, ScheduleFree
-from test_values_between_steps import Rig
 from torch import Tensor, nn
 
 from diloco_common.errors import VersionUndone, WrongCall
@@ -15,6 +14,7 @@ from diloco_common.wire.manifest import cut
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.shell.masters import Masters, find_copies
+from parts import Rig
 
 
 class Net(nn.Module):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_values_between_steps import Rig
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -19,6 +18,7 @@ from diloco_worker.core.shared_set import SharedSet, as_module
 from diloco_worker.learner import Learner
 from diloco_worker.shell.other_values import OtherValues, beside, write
 from diloco_worker.shell.watch import AT_ONCE, ModelWatch
+from parts import Rig
 
 
 class Net(nn.Module):

@@ -3,63 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor, nn
 
-from diloco_common.wire.manifest import cut
-from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy
-from diloco_worker.core.acts import PushContribution
-from diloco_worker.core.events import Arrived, Asked, Joined
-from diloco_worker.core.replica import Replica
-from parts import Parts, joined
-
-EPOCH = 5
-POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
-
-
-class Rig:
-    """A learner of two fragments of one element each, which holds version 0, all 10. Its codec thread is stalled."""
-
-    def __init__(self, snapshots: str = "step") -> None:
-        self.parts = Parts()
-        self.model = nn.ParameterList(nn.Parameter(torch.full((1,), 10.0)) for _ in range(2))
-        self.learner = self.parts.learner(self.model, reads_later=snapshots == "background")
-        digest = cut(Replica(self.model).specs, 2, 1).digest
-        statuses = tuple(FragmentStatus(i, True, 0, 0, EPOCH) for i in range(2))
-        self.hears(joined(EPOCH, POLICY, num_fragments=2, fragments=statuses, digest=digest))
-        for i in range(2):
-            self.arrives(i, 0, 10.0)
-        assert self.learner.begin()
-
-    def hears(self, event: Joined | Arrived | Asked) -> None:
-        self.learner._inbox.put(event)
-
-    def arrives(self, fragment_id: int, version: int, value: float) -> None:
-        self.hears(Arrived(fragment_id, version, EPOCH, torch.full((1,), value), 0))
-
-    def steps(self, by: float = 2.0) -> None:
-        with torch.no_grad():
-            for parameter in self.model:
-                parameter.add_(by)
-        self.learner.step(tokens=8)
-
-    def asks(self) -> None:
-        for i in range(2):
-            self.hears(Asked(Collect(i, 1, EPOCH), EPOCH))
-
-    @property
-    def values(self) -> list[float]:
-        return [parameter.item() for parameter in self.model]
-
-    def codec_goes_on_when_somebody_waits(self) -> None:
-        codec = self.learner._codec
-        wait, codec.wait = codec.wait, lambda: (self.parts.jobs.run(), wait())
-
-    def contributed(self) -> list[float]:
-        """The codec thread goes on: what it encodes."""
-        self.parts.jobs.run()
-        acts = [act for acts in self.parts.posted.acts for act in acts if isinstance(act, PushContribution)]
-        return [float(act.contribution.tensors.take_snapshot()) for act in acts]
+from parts import Rig
 
 
 class Ema:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_values_between_steps import Rig
 from torch import Tensor, nn
 
 from diloco_common.errors import ModelChanged
 from diloco_worker.core.shared_set import Patterns, SharedSet
 from diloco_worker.shell.watch import AT_ONCE, ModelWatch
+from parts import Rig
 
 
 class Net(nn.Module):
