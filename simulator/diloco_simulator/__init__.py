@@ -1,19 +1,14 @@
 """Whole clusters in virtual time: the product in another world, where machines and networks misbehave.
 
 options.py          what a schedule is like, drawn from its seed
-timeline.py         virtual time: everything that happens, in one order
-process.py          a process: an asyncio event loop in virtual time, and threads; it can be killed and frozen
-network.py          calls and control streams that are lost, late, twice, cut, half-open
-transport.py        `ports.Transport` over that network
-disk.py             a disk that fails as disks do; shard_disk.py: one shard's, and what goes wrong with it
+world/              virtual time, processes and threads (process.py), calls that get lost (network.py, transport.py),
+                    disks that fail (disk.py), the wire as hostile learners meet it, what processes share (stage.py)
 shard_process.py    host, service and store of the product in one process
-learner_process.py  a learner of the product in one process, and a training loop; model.py: what it trains
-hostile_process.py  a hostile learner in one process; plot.py, hostile.py, lies.py: what it knows, does and says
-wire.py             the wire as a hostile learner meets it
-fairness.py         what hostile learners may not get
-silence.py          stands in for metrics and log
-invariants.py       what must hold at any moment; `diloco_simulator.verify.judge` reads the histories
-faults.py           what goes wrong, and when it is over
+learner_process.py  a learner of the product in one process, and a training loop; island_process.py: all ranks of one
+processes.py        those of a schedule, and all that can be done to them
+chaos/              what goes wrong, and when it is over (faults.py); what hostile learners know, do and say
+verify/             what must hold at any moment (invariants.py), what histories must tell (judge.py), what hostile
+                    learners may not get (fairness.py), what members' versions must be (published.py)
 cluster.py          everything of one schedule; start here
 runner.py           many schedules, in several processes
 """

@@ -15,17 +15,16 @@ from typing import Any
 from diloco_common.errors import LeaseExpired
 from diloco_common.observe.histories import Histories, gather
 from diloco_common.wire.messages import Committed
-from diloco_simulator import invariants
-from diloco_simulator.fairness import Fairness
-from diloco_simulator.faults import Faults
-from diloco_simulator.hostile_process import HostileProcess
-from diloco_simulator.invariants import Violation
+from diloco_simulator.chaos.faults import Faults
 from diloco_simulator.island_process import IslandProcess
 from diloco_simulator.learner_process import LearnerProcess
 from diloco_simulator.options import Options, draw
-from diloco_simulator.processes import Processes
-from diloco_simulator.published import PublishedFormula
+from diloco_simulator.processes import HostileProcess, Processes
+from diloco_simulator.verify import invariants
+from diloco_simulator.verify.fairness import Fairness
+from diloco_simulator.verify.invariants import Violation
 from diloco_simulator.verify.judge import violations
+from diloco_simulator.verify.published import PublishedFormula
 
 TAIL = 60
 

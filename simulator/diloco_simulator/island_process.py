@@ -16,12 +16,12 @@ from torch import Tensor
 
 from diloco_common.errors import DilocoError
 from diloco_common.wire.manifest import Fragment
-from diloco_simulator import invariants
 from diloco_simulator.learner_process import LOOK_S, SAVES, SETTLE_S, Account, refused_since
-from diloco_simulator.model import AVERAGED, Counting
-from diloco_simulator.process import Process
-from diloco_simulator.stage import Checkpoint, QuietLog, Silence, Stage
-from diloco_simulator.transport import MemoryTransport
+from diloco_simulator.verify import invariants
+from diloco_simulator.world.model import AVERAGED, Counting
+from diloco_simulator.world.process import Process
+from diloco_simulator.world.stage import Checkpoint, QuietLog, Silence, Stage
+from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.core.acts import Act, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.events import Answered

@@ -17,11 +17,11 @@ from torch import Tensor
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import Busy, DilocoError
 from diloco_common.wire.messages import PushHeader
-from diloco_simulator import invariants
-from diloco_simulator.model import Counting, TornReplica, part_of
-from diloco_simulator.process import Process
-from diloco_simulator.stage import Checkpoint, QuietLog, Silence, Stage
-from diloco_simulator.transport import MemoryTransport
+from diloco_simulator.verify import invariants
+from diloco_simulator.world.model import Counting, TornReplica, part_of
+from diloco_simulator.world.process import Process
+from diloco_simulator.world.stage import Checkpoint, QuietLog, Silence, Stage
+from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.core.acts import Act, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.events import Answered

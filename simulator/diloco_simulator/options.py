@@ -17,7 +17,7 @@ from diloco_common.settings import (
     ShardSettings,
     SyncSettings,
 )
-from diloco_simulator.plot import FOREIGN, MANNERS, TACTICS
+from diloco_simulator.chaos.plot import FOREIGN, MANNERS, TACTICS
 from diloco_worker.shell.boundary import SEED_HOLD_S
 
 FAULTS = (

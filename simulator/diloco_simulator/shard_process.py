@@ -14,11 +14,10 @@ from diloco_server.shell.host import ShardHost
 from diloco_server.shell.service import Service
 from diloco_server.storage.store import FileStore, MemoryStore, Store
 from diloco_server.storage.version_file import Origin
-from diloco_simulator import invariants
-from diloco_simulator.disk import Crashed
-from diloco_simulator.process import Process
-from diloco_simulator.shard_disk import ShardDisk
-from diloco_simulator.stage import QuietLog, Silence, Stage
+from diloco_simulator.verify import invariants
+from diloco_simulator.world.disk import Crashed, ShardDisk
+from diloco_simulator.world.process import Process
+from diloco_simulator.world.stage import QuietLog, Silence, Stage
 
 EPOCH_OF_A_NEW_FOLDER = 1000
 DRAIN_S = 1.0

@@ -35,11 +35,11 @@ from diloco_common.wire.messages import (
 )
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_simulator.cluster import Cluster
-from diloco_simulator.invariants import Violation
 from diloco_simulator.learner_process import LearnerProcess
-from diloco_simulator.model import PATTERN
 from diloco_simulator.options import Options, draw_memory
-from diloco_simulator.transport import MemoryTransport
+from diloco_simulator.verify.invariants import Violation
+from diloco_simulator.world.model import PATTERN
+from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.shell.boundary import Start
 
 LIAR = "1"

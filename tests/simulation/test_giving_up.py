@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_simulator.invariants import Violation, superseded_only_by_another
+from diloco_simulator.verify.invariants import Violation, superseded_only_by_another
 from diloco_worker.core.agreement import REFUSALS_MAX
 
 

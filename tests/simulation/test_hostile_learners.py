@@ -10,9 +10,9 @@ import pytest
 import schedules
 import torch
 
+from diloco_simulator.chaos.plot import FOREIGN, MANNERS, TACTICS
 from diloco_simulator.cluster import Cluster, run_schedule
 from diloco_simulator.options import Options, draw_options, draw_short
-from diloco_simulator.plot import FOREIGN, MANNERS, TACTICS
 from diloco_simulator.verify.judge import violations
 
 SEEDS = 6

@@ -158,7 +158,7 @@ def test_the_report_says_how_much_happens_in_the_schedules(capsys: pytest.Captur
 def test_a_violation_ends_the_command_with_its_replay_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("diloco_simulator.invariants.TOLERANCE", -1.0)
+    monkeypatch.setattr("diloco_simulator.verify.invariants.TOLERANCE", -1.0)
 
     assert main(["--schedules", "2", "--seed", "7"]) == 1
     assert "replay: python -m diloco_simulator --replay short:7\n" in capsys.readouterr().out
@@ -188,7 +188,7 @@ def test_a_few_seeds_give_the_same_traces_in_two_processes(repository: Path) -> 
 
 
 def test_a_failure_names_its_seed_its_options_and_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_simulator.invariants.TOLERANCE", -1.0)
+    monkeypatch.setattr("diloco_simulator.verify.invariants.TOLERANCE", -1.0)
     options = draw_options(0)
 
     with pytest.raises(ScheduleFailed) as failed:
@@ -202,7 +202,7 @@ def test_a_failure_names_its_seed_its_options_and_how_to_replay_it(monkeypatch: 
 
 
 def test_a_schedule_that_a_test_has_changed_is_not_said_to_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_simulator.invariants.TOLERANCE", -1.0)
+    monkeypatch.setattr("diloco_simulator.verify.invariants.TOLERANCE", -1.0)
 
     with pytest.raises(ScheduleFailed) as failed:
         run_schedule(schedules.late(3))

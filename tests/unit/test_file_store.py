@@ -12,7 +12,7 @@ import pytest
 from diloco_common.errors import DataError, NothingIntact, WrongFolder
 from diloco_server.storage.store import FileStore, Recovered
 from diloco_server.storage.version_file import Origin, version_name
-from diloco_simulator.disk import Crashed, FakeDisk, FakeFile
+from diloco_simulator.world.disk import Crashed, FakeDisk, FakeFile
 from stores import LONG_AGO, MANIFEST, ORIGIN, assert_equal, make_version, names, open_store
 
 

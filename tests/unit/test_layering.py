@@ -121,7 +121,7 @@ RULES = {
     "diloco_worker.number": allow("diloco_worker", "diloco_common", never=NETWORK),
     "diloco_worker.core": core("diloco_worker"),
     "diloco_simulator": allow("diloco_simulator", "diloco_common", "diloco_server", "diloco_worker", never=PRODUCTION),
-    "diloco_simulator.wire": allow("diloco_common", never=frozenset({"diloco_common.wire.rpc", "grpc"})),
+    "diloco_simulator.world.wire": allow("diloco_common", never=frozenset({"diloco_common.wire.rpc", "grpc"})),
     "diloco_simulator.cli": allow("diloco_simulator", "diloco_common"),
     "diloco_lab": allow("diloco_lab", "diloco_common", "diloco_server", "diloco_worker", "diloco_demo", never=NETWORK),
     "diloco_lab.cli": allow("diloco_lab", "diloco_common"),
@@ -244,7 +244,7 @@ def test_no_modules_import_each_other_in_a_circle(repository):
         pytest.param("diloco_server.shell.host", "from time import monotonic", id="the clock of a shell"),
         pytest.param("diloco_worker.learner", "from uuid import uuid4", id="the chance of a shell"),
         pytest.param("diloco_server.shell.service", "from diloco_common.wire import rpc", id="grpc in a shell"),
-        pytest.param("diloco_simulator.process", "import time", id="real time in the simulator"),
+        pytest.param("diloco_simulator.world.process", "import time", id="real time in the simulator"),
     ],
 )
 def test_a_module_that_breaks_its_layer_is_found(module, source):

@@ -154,7 +154,7 @@ def test_what_the_page_says_is_checked_is_checked() -> None:
     judge = functions(ROOT / "simulator/diloco_simulator/verify/judge.py")["violations"]
     assert promises == {node.func.id for node in ast.walk(judge) if isinstance(node, ast.Call)}  # type: ignore[attr-defined]
     of_the_cluster = {"well_again_after_faults"}
-    assert invariants - of_the_cluster <= functions(ROOT / "simulator/diloco_simulator/invariants.py").keys()
+    assert invariants - of_the_cluster <= functions(ROOT / "simulator/diloco_simulator/verify/invariants.py").keys()
     cluster = (ROOT / "simulator/diloco_simulator/cluster.py").read_text(encoding="utf-8")
     assert all(f'"{name}"' in cluster for name in of_the_cluster)
 

@@ -19,7 +19,7 @@ from diloco_common.wire.manifest import Fragment, model_digest
 from diloco_server.core.arithmetic import Making, Values
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.shell.keeper import recover
-from diloco_simulator.disk import FakeDisk, FakeFile
+from diloco_simulator.world.disk import FakeDisk, FakeFile
 from stores import MANIFEST, SIZE, make_version, open_store
 
 

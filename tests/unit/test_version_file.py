@@ -31,7 +31,7 @@ from diloco_server.storage.version_file import (
     version_name,
     write_version,
 )
-from diloco_simulator.disk import FakeDisk
+from diloco_simulator.world.disk import FakeDisk
 from stores import MANIFEST, ORIGIN, SIZE, assert_equal, make_version
 
 NAME = version_name(0, 5)

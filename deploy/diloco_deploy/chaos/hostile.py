@@ -1,6 +1,6 @@
 """`python -m diloco_deploy.chaos.hostile`: a hostile learner beside the workers of `diloco chaos`, over real gRPC.
 
-`diloco_simulator/hostile.py` is what it does: the same as in simulated schedules, under its own learner id.
+`diloco_simulator/chaos/hostile.py` is what it does: the same as in simulated schedules, under its own learner id.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import Fragment, cut
 from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest, PullRequest, PushHeader
-from diloco_simulator.hostile import HostileLearner
-from diloco_simulator.plot import MANNERS, TACTICS, Plot
+from diloco_simulator.chaos.hostile import HostileLearner
+from diloco_simulator.chaos.plot import MANNERS, TACTICS, Plot
 from diloco_worker.shell.credentials import Credentials
 from diloco_worker.shell.grpc_transport import GrpcTransport
 

@@ -12,8 +12,8 @@ from diloco_server.core.merge import allowed
 from diloco_server.core.round import Contribution
 from diloco_server.core.trust import cuts
 from diloco_server.core.trust.trail import STEPS_FACTOR, STEPS_KNOWN
-from diloco_simulator import invariants
 from diloco_simulator.processes import Processes
+from diloco_simulator.verify import invariants
 
 SPARE_ROUNDS = 3
 """Of an epoch of a shard: the first round of a fragment comes before H steps, and steps are reported a moment late."""

@@ -20,10 +20,10 @@ from diloco_common.wire.messages import (
     PushAnswer,
     PushHeader,
 )
-from diloco_simulator.network import Answer, Call, End, Network, Path
-from diloco_simulator.plot import Sniffed
-from diloco_simulator.process import Process
-from diloco_simulator.wire import Door
+from diloco_simulator.chaos.plot import Sniffed
+from diloco_simulator.world.network import Answer, Call, End, Network, Path
+from diloco_simulator.world.process import Process
+from diloco_simulator.world.wire import Door
 
 Pushing = Callable[[PushHeader, Payload], None]
 Answered = Callable[[PushHeader, str], None]

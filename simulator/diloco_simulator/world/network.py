@@ -14,9 +14,9 @@ from typing import Any
 
 from diloco_common.errors import Refusal
 from diloco_common.ports import ShardService, Unavailable
+from diloco_simulator.chaos.plot import Sniffed
 from diloco_simulator.options import Options
-from diloco_simulator.plot import Sniffed
-from diloco_simulator.process import Process, Timeline
+from diloco_simulator.world.process import Process, Timeline
 
 PAUSES = 0.3
 """Share of the short calls whose items travel one by one. The items of the others arrive together."""

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from diloco_common.observe.history import MemoryHistory
-from diloco_simulator.network import Network
 from diloco_simulator.options import Options
-from diloco_simulator.process import Timeline
+from diloco_simulator.world.network import Network
+from diloco_simulator.world.process import Timeline
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,8 +31,8 @@ from diloco_common.wire.messages import (
     PullRequest,
     PushHeader,
 )
-from diloco_simulator import lies
-from diloco_simulator.plot import AS_OTHERS, FOREIGN, PUSHES, Held, HostileTransport, Plot, Session, Sniffed
+from diloco_simulator.chaos import lies
+from diloco_simulator.chaos.plot import AS_OTHERS, FOREIGN, PUSHES, Held, HostileTransport, Plot, Session, Sniffed
 
 DECODES = ("float32", "bfloat16", "int8", "int4")
 PAUSE_S = 0.15

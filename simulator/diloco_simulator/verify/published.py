@@ -21,9 +21,9 @@ from diloco_common.wire.manifest import Fragment, Piece
 from diloco_server.core.merge import MergedSlice, chunk_tensors
 from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Contribution
-from diloco_simulator import invariants
-from diloco_simulator.invariants import Taken
 from diloco_simulator.processes import Processes
+from diloco_simulator.verify import invariants
+from diloco_simulator.verify.invariants import Taken
 
 LEFT = "LEFT"
 """The code of a goodbye: what was contributed counts."""

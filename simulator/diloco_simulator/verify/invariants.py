@@ -19,7 +19,7 @@ from diloco_server.core.fragment import FragmentState
 from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Round
 from diloco_server.core.rounds import LAST_S
-from diloco_simulator import wire
+from diloco_simulator.world import wire
 from diloco_worker.core.agreement import REFUSALS_MAX
 
 Name = tuple[int, int, int]

@@ -1,0 +1,1 @@
+"""What does harm: faults, and hostile learners."""
