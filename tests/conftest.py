@@ -72,7 +72,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For several workers (`make test`): the order, and tests that share a fixture of their module stay together."""
+    """Tests of real processes are marked as such.
+
+    For several workers (`make test`): the order, and tests that share a fixture of their module stay together.
+    """
+    for item in items:
+        if item.path.parent.name in ("attacks", "e2e", "faults"):
+            item.add_marker(pytest.mark.e2e)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
 

@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import torch
 from torch import Tensor, nn

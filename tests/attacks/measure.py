@@ -34,7 +34,6 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import psutil
 from attack import Attack

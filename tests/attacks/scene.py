@@ -1,6 +1,6 @@
 """A real shard, honest learners that train, and an attacker: each in a process of its own, and all end with the scene.
 
-They are forked (tests/e2e/forks.py), so that a scene is there in seconds. The shard keeps its versions in a data
+They are forked (tests/forks.py), so that a scene is there in seconds. The shard keeps its versions in a data
 folder. It asks for a token that all share; where a row is about identities, it asks for certificates instead.
 """
 
@@ -24,17 +24,16 @@ from types import TracebackType
 from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import psutil
 from attack import Attack, Credential, Evidence, Needs, Seen, Target
 from honest_learners import Honest, Report
-from processes import sets, until
 
 import forks
 from certificates import Certificates
 from diloco_common.wire.addresses import Endpoints, read_address
 from diloco_server import cli
+from processes import sets, until
 
 SETTINGS: dict[str, Any] = {
     "sync.fragments": 4,

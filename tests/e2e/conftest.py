@@ -1,4 +1,4 @@
-"""Everything in this folder starts real processes."""
+"""What tests of real processes share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ from pathlib import Path
 
 import pytest
 from mistakes import as_examples_run
-
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.e2e)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import forking
+
 from processes import LocalCluster, environment
 
 SETTINGS = {"sync.fragments": 2, "sync.sync_every": 2, "sync.cadence": "forking:cadence"}

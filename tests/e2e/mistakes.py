@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import DEADLINE_S, environment, until
 
 import forks
+from processes import DEADLINE_S, environment, until
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RANKS = 2

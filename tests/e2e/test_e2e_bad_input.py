@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import LocalCluster, Process, http_get, run_module, until
 
 import diloco_demo.cli
 import diloco_deploy.cli
 import diloco_server.cli
 from diloco_common.wire.addresses import Endpoints
 from diloco_deploy.show.status import ANSWER_WITHIN_S
+from processes import LocalCluster, Process, http_get, run_module, until
 
 Ended = subprocess.CompletedProcess[str]
 MAINS = {

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import run_module
 
 from diloco_deploy.chaos.result import CHECKS
+from processes import run_module
 
 pytestmark = pytest.mark.xdist_group("chaos")  # one after the other: each has a dozen processes
 

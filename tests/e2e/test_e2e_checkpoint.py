@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import LocalCluster, http_get, until, versions
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from diloco_deploy.cli import main
 from diloco_server.storage.checkpoint import read_manifest
 from diloco_server.storage.filesystem import Disk
 from diloco_worker.global_model import pull_global_model
+from processes import LocalCluster, http_get, until, versions
 
 FRAGMENTS = 4
 pytestmark = pytest.mark.timeout(600)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from processes import Process, Script, http_get, until
 
 ENDS_S = 60.0

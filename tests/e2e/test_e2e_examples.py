@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import TINY, environment, sets, until
 
 import forks
 from diloco_common.wire.addresses import read_address
 from forks import Forked
+from processes import TINY, environment, sets, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:50051"

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from processes import TINY, LocalCluster, Process, Status, learner_in, until, versions
 from safetensors import safe_open
+
+from processes import TINY, LocalCluster, Process, Status, learner_in, until, versions
 
 LEASE_S = 2.0
 HEARTBEAT_S = 0.5

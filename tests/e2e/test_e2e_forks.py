@@ -10,6 +10,7 @@ from pathlib import Path
 import forking
 import pytest
 from fork_soak import SHARD, soak
+
 from processes import LocalCluster, environment
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import LocalCluster, http_get, run_module, until
 
+from processes import LocalCluster, http_get, run_module, until
 from programs import promtool
 from secret_files import secret_file
 

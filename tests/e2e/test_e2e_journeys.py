@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 from mistakes import EXAMPLES, answer, as_examples_run, assert_told, changed
-from processes import Script, environment, until
 from test_e2e_examples import shard
+
+from processes import Script, environment, until
 
 LOOP = (EXAMPLES / "own_loop.py").read_text()
 RESUME = (EXAMPLES / "resume.py").read_text()

@@ -7,9 +7,8 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from processes import Process, learner_in, sets, until
-
 from manifests import environment, one
+from processes import Process, learner_in, sets, until
 from secret_files import secret_file
 
 DEMO = "overlays/demo"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import LocalCluster, http_get, until
 from prometheus_client.parser import text_string_to_metric_families
 
+from processes import LocalCluster, http_get, until
 from programs import find, need
 from promql import FROM_TARGETS, Query, in_dashboards, in_rules
 

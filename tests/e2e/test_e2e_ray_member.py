@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from processes import TINY, until
 
 from diloco_common.errors import DilocoError
 from diloco_common.observe.histories import Line, gather
@@ -21,6 +20,7 @@ from diloco_deploy.run import ray_up
 from diloco_deploy.run.folder import Files, Outputs
 from diloco_deploy.run.ray_member import Look, OnRay, Plan
 from diloco_simulator.verify.judge import violations
+from processes import TINY, until
 
 HOST = "127.0.0.1"
 Make = Callable[[str], OnRay]

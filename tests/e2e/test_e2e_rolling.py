@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from processes import TINY, LocalCluster, Process, until, versions
 
 SETTINGS = {"run.tokens": 0, "sync.sync_every": 32}

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import LocalCluster, Status, http_get, run_module, sets, until, versions
 
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.version_file import StoredVersion, read_version, version_names
 from diloco_worker.global_model import pull_global_model
+from processes import LocalCluster, Status, http_get, run_module, sets, until, versions
 
 ENDLESS = {"run.tokens": 0}
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from processes import LocalCluster, until
 
 SLOW_STEP_S = 1.0

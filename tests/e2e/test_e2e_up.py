@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from processes import TINY, environment, http_get, run_module, sets, until
 from safetensors.torch import load_file
 
 from diloco_common.settings import Settings
@@ -21,6 +20,7 @@ from diloco_common.wire.addresses import read_address
 from diloco_demo.data import load_corpus
 from diloco_demo.gpt import build_gpt, evaluate
 from forks import Forked
+from processes import TINY, environment, http_get, run_module, sets, until
 
 BUDGET = 100_000
 WORKERS = ["worker-0", "worker-1"]

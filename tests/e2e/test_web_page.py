@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from processes import LocalCluster, environment, until
 
 from browser import DESKTOP, PHONE, Browser, axe, browsing
+from processes import LocalCluster, environment, until
 
 ROW = "#learners tbody tr:has(th:text-is('{}'))"
 

@@ -25,12 +25,12 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from processes import TINY, until
 from test_e2e_up import Up
 
 from diloco_common.settings import ModelSettings
 from diloco_demo.data import load_corpus
 from diloco_demo.gpt import build_gpt, evaluate
+from processes import TINY, until
 
 SETTINGS = {
     "worker.checkpoint_every_s": 0.5,

@@ -18,13 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from processes import until, versions
 from steady import SETTINGS, History, Identity, SteadyCluster, digest
 
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.version_file import StoredVersion, read_version, version_names
+from processes import until, versions
 
 
 @dataclass

@@ -24,9 +24,6 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
-from processes import Status, http_get, learner_in, sets, until
 
 import diloco_worker
 import forks
@@ -34,6 +31,7 @@ from diloco_common.wire.addresses import Endpoints, read_address
 from diloco_common.wire.messages import Committed
 from diloco_server import cli
 from diloco_worker.core import dialing
+from processes import Status, http_get, learner_in, sets, until
 
 Identity = tuple[int, int]
 """Epoch and version."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import loudly
 import pytest
 from networks import Namespace, NotPossible, need_namespaces
-from processes import until, versions
 from steady import FAULT_SECONDS, PATIENT, SteadyCluster
+
+from processes import until, versions
 
 pytestmark = pytest.mark.gate  # of a line like these, contract/test_thin_link_contract.py has a short case
 DELAY_S, JITTER_S, LOSS = 0.08, 0.02, 0.01

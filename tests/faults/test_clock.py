@@ -13,6 +13,7 @@ from pathlib import Path
 
 import loudly
 import pytest
+
 from processes import LocalCluster, environment, until, versions
 
 SOURCE = Path(__file__).with_name("wall_clock.c")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import loudly
 import pytest
-from processes import until
 
 from diloco_server.storage.filesystem import Disk
 from forks import Forked
+from processes import until
 from stores import assert_equal, make_version, open_store
 
 CALLS = {"fsync": 8, "rename": 3}

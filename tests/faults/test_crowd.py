@@ -11,8 +11,9 @@ from pathlib import Path
 import loudly
 import psutil
 import pytest
-from processes import until
 from steady import PATIENT, SteadyCluster
+
+from processes import until
 
 CONNECTIONS = 1000
 RSS_MORE = 64 * 2**20

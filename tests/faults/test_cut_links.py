@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 from networks import Namespace, need_namespaces
-from processes import until
 from steady import CALM_S, FAULT_SECONDS, SteadyCluster
 
 from diloco_worker.core.dialing import LONGEST_S
+from processes import until
 
 DIALING_S = 10.0
 """For so long nobody answered: from then on, at most one connect per second."""

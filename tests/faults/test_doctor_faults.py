@@ -20,11 +20,11 @@ from typing import Any
 import loudly
 import pytest
 from networks import Namespace, need_namespaces
-from processes import environment
 from steady import QuickShard, SteadyCluster
 
 import forks
 from certificates import Certificates
+from processes import environment
 
 THIN = "2mbit"
 WIDTH = 400

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from processes import LocalCluster, http_get, until, versions
 

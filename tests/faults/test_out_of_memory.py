@@ -13,6 +13,7 @@ from pathlib import Path
 import loudly
 import psutil
 import pytest
+
 from processes import TINY, environment, sets, until
 
 LIMIT = 2**24

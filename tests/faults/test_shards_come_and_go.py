@@ -6,8 +6,9 @@ import signal
 import time
 from pathlib import Path
 
-from processes import until, versions
 from steady import CALM_S, FAULT_SECONDS, SteadyCluster
+
+from processes import until, versions
 
 LEASE_S = 2.0
 FROZEN_S = max(2 * LEASE_S, FAULT_SECONDS)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import loudly
 import pytest
-from processes import http_get, until, versions
 from steady import QuickShard, SteadyCluster
+
+from processes import http_get, until, versions
 
 SLOW_S = 8
 """Longer than the silence after which a learner would connect again, 2.5 heartbeats."""

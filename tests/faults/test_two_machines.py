@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 from networks import Namespace, need_namespaces
-from processes import TINY, environment, until
 
 from diloco_common.wire.addresses import read_address
 from diloco_deploy.cluster.asking import Asker, fetch_status
 from pages import followed
+from processes import TINY, environment, until
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TWO, TWENTY = (followed(DOCS / f"{name}-machines.md") for name in ("two", "twenty"))

@@ -1,6 +1,6 @@
 """`python -m become PACE PATH ARGUMENTS...`: run a script, as `python PATH ARGUMENTS...` does.
 
-For processes that are forked (tests/e2e/forks.py). multiprocessing forbids those to have children, because it ends them
+For processes that are forked (tests/forks.py). multiprocessing forbids those to have children, because it ends them
 by a handler that children would outlive; and it has them start children as they were started. Here a script has what
 Linux gives it: loaders may have workers, and these are forked.
 
@@ -30,7 +30,6 @@ def keep_pace(pace_s: float) -> None:
 
 
 if __name__ == "__main__":
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     multiprocessing.set_start_method("fork", force=True)
     if float(sys.argv[1]):
         keep_pace(float(sys.argv[1]))

@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
-from processes import LocalCluster, environment, until, versions
 
 import forks
 from forks import Forked
+from processes import LocalCluster, environment, until, versions
 
 PROGRAMS = Path(__file__).parent / "programs"
 MARK = re.compile(r"\s# diloco$")
