@@ -418,3 +418,13 @@ def test_events_of_one_moment_are_told_apart():
     told = [{**lost, "fragment": fragment} for fragment in range(3)]
     feed.heard("shard-0", shard(), traced(1, told=told), NOW)
     assert len({event["id"] for event in feed.since(0, NOW)["events"]}) == 3
+
+
+def test_a_learner_that_left_one_shard_and_was_evicted_by_another_stays_away_when_both_forget_it():
+    feed = feed_of()
+    feed.heard("shard-0", shard(0, learner("ann", "left"), learner("bob")), None, NOW)
+    feed.heard("shard-1", shard(1, learner("ann", "evicted"), learner("bob")), None, NOW)
+    assert row_of(feed, "ann")["state"] == "away"
+    for index in (1, 0):
+        feed.heard(f"shard-{index}", shard(index, learner("bob"), epoch=8), None, NOW + 5)
+    assert row_of(feed, "ann")["state"] == "away"

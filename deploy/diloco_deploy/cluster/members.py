@@ -141,7 +141,8 @@ class Member:
         return float(self.get("participants_mean", 0.0)) * int(self.get("rounds", 0))
 
     def _note(self) -> None:
-        if self.status.get("fragments") or self.status.get("run") != self.listing.get("run") or not self.listing:
+        is_of_another_run = self.status.get("run") != self.listing.get("run")
+        if self.status.get("fragments") or is_of_another_run or not self.listing.get("fragments"):
             self.listing = self.status
 
 

@@ -163,8 +163,9 @@ class Cluster:
         return {str(fragment): version for fragment, version in sorted(found.items())}
 
     def _before_change_of(self, name: str) -> None:
-        if self.members[name].role == "shard":
-            if name in self._unread:  # or whoever was in the answer before, and is in no other, would never be known
+        member = self.members[name]
+        if member.role == "shard":
+            if member.status and name in self._unread:  # or who is in this answer alone would never be known
                 self._roll()
             self._unread.add(name)
 
