@@ -46,39 +46,33 @@ class CountingClock:
         return 0.0
 
 
-def test_events_that_come_together_are_decided_on_once_and_soon() -> None:
-    async def decisions() -> list[int]:
-        clock = CountingClock()
-        host = make_host(clock)
-        counts, begun = [], clock.asked
-        for _ in range(2):
-            for _ in range(1000):
-                host.advance_later()
-            counts.append(clock.asked - begun)
-            await until_async(lambda: clock.asked - begun > counts[-1], "a decision")
-            counts.append(clock.asked - begun)
-        host.close()
-        return counts
-
-    assert asyncio.run(decisions()) == [0, 1, 1, 2]
+async def test_events_that_come_together_are_decided_on_once_and_soon() -> None:
+    clock = CountingClock()
+    host = make_host(clock)
+    counts, begun = [], clock.asked
+    for _ in range(2):
+        for _ in range(1000):
+            host.advance_later()
+        counts.append(clock.asked - begun)
+        await until_async(lambda: clock.asked - begun > counts[-1], "a decision")
+        counts.append(clock.asked - begun)
+    host.close()
+    assert counts == [0, 1, 1, 2]
 
 
-def test_no_decision_follows_the_end() -> None:
-    async def decisions_after_the_end() -> int:
-        clock = CountingClock()
-        host = make_host(clock)
-        host.advance()
-        host.advance_later()
-        host.close()
-        asked = clock.asked
-        for _ in range(100):
-            await asyncio.sleep(0)
-        return clock.asked - asked
-
-    assert asyncio.run(decisions_after_the_end()) == 0
+async def test_no_decision_follows_the_end() -> None:
+    clock = CountingClock()
+    host = make_host(clock)
+    host.advance()
+    host.advance_later()
+    host.close()
+    asked = clock.asked
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert clock.asked == asked
 
 
-def test_a_merge_that_fails_half_way_ends_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_merge_that_fails_half_way_ends_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The values in memory are of no version then; those on disk are whole."""
 
     def fails(*_: object, **__: object) -> None:
@@ -86,41 +80,33 @@ def test_a_merge_that_fails_half_way_ends_the_shard(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(arithmetic, "step", fails)
 
-    async def ready_after_it() -> tuple[bool, str]:
-        host = make_host()
-        state = seeded(host)
-        host.driver.carry_out(MergeRound(0, 1, ()))
-        assert state.values is not None
-        async with asyncio.timeout(10.0):
-            await host.broken.wait()
-        host.close()
-        return host.ready()
-
-    ready, why = asyncio.run(ready_after_it())
+    host = make_host()
+    state = seeded(host)
+    host.driver.carry_out(MergeRound(0, 1, ()))
+    assert state.values is not None
+    await host.broken.wait()
+    host.close()
+    ready, why = host.ready()
     assert not ready
     assert why == "version 1 of fragment 0 cannot be made: element 0 of 4 is inf"
 
 
-def test_a_shard_for_which_time_stops_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_shard_for_which_time_stops_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Else it would serve on, and no lease would end."""
-
-    async def ready_after_it() -> tuple[bool, str]:
-        host = make_host()
-        monkeypatch.setattr(host.shard, "send_pulses", fails)
-        ticking = asyncio.create_task(host.run())
-        async with asyncio.timeout(10.0):
-            await host.broken.wait()
-            await ticking
-        host.close()
-        return host.ready()
 
     def fails() -> None:
         raise AssertionError("two rounds of one fragment")
 
-    assert asyncio.run(ready_after_it()) == (
-        False,
-        "time has stopped for the shard: AssertionError('two rounds of one fragment')",
-    )
+    host = make_host()
+    monkeypatch.setattr(host.shard, "send_pulses", fails)
+    ticking = asyncio.create_task(host.run())
+    await host.broken.wait()
+    await ticking
+    host.close()
+    why = "time has stopped for the shard: AssertionError('two rounds of one fragment')"
+    assert host.ready() == (False, why)
     assert [record.exc_info is not None for record in caplog.records if "time has stopped" in record.message] == [True]
 
 
@@ -148,18 +134,14 @@ def test_what_a_drain_has_left_ends_without_a_word(caplog: pytest.LogCaptureFixt
     assert not host.broken.is_set()
 
 
-def test_the_memory_of_seeds_is_given_back_once_they_are_taken() -> None:
+async def test_the_memory_of_seeds_is_given_back_once_they_are_taken() -> None:
     """They are float32, and nothing that comes later is as large."""
-
-    async def computed() -> list[str]:
-        said: list[str] = []
-        host = make_host(give_back=lambda: said.append("gives back"))
-        for phase in ("seed", "seed", "merge", "merge"):
-            await host.compute(phase, lambda phase=phase: said.append(phase))  # type: ignore[misc]
-        host.close()
-        return said
-
-    assert asyncio.run(computed()) == ["seed", "gives back", "seed", "gives back", "merge", "merge"]
+    said: list[str] = []
+    host = make_host(give_back=lambda: said.append("gives back"))
+    for phase in ("seed", "seed", "merge", "merge"):
+        await host.compute(phase, lambda phase=phase: said.append(phase))  # type: ignore[misc]
+    host.close()
+    assert said == ["seed", "gives back", "seed", "gives back", "merge", "merge"]
 
 
 def seeded(host: ShardHost) -> FragmentState:

@@ -63,144 +63,117 @@ def make_keeper(store: SlowStore, **settings: Any) -> tuple[Keeper, ShardMetrics
     return Keeper(store, ShardSettings(**settings), real_world(), metrics, Log("test")), metrics
 
 
-def test_the_write_of_one_fragment_holds_up_no_other() -> None:
-    async def run() -> None:
-        store = SlowStore()
-        store.gates[0] = threading.Event()
-        keeper, _ = make_keeper(store)
-        slow = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
-        await asyncio.wait_for(keeper.keep(make_version(1, fragment_id=1), MANIFEST), 20.0)
-        assert (store.saved, slow.done()) == ([(1, 1)], False)
-        store.gates[0].set()
-        await asyncio.wait_for(slow, 20.0)
-        keeper.close()
-
-    asyncio.run(run())
+async def test_the_write_of_one_fragment_holds_up_no_other() -> None:
+    store = SlowStore()
+    store.gates[0] = threading.Event()
+    keeper, _ = make_keeper(store)
+    slow = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
+    await asyncio.wait_for(keeper.keep(make_version(1, fragment_id=1), MANIFEST), 20.0)
+    assert (store.saved, slow.done()) == ([(1, 1)], False)
+    store.gates[0].set()
+    await asyncio.wait_for(slow, 20.0)
+    keeper.close()
 
 
-def test_a_disk_that_refuses_is_told_and_tried_until_it_works() -> None:
+async def test_a_disk_that_refuses_is_told_and_tried_until_it_works() -> None:
     """Nothing may be announced before `keep` returns."""
-
-    async def run() -> None:
-        store = SlowStore()
-        store.error = OSError(28, "No space left on device")
-        keeper, metrics = make_keeper(store)
-        keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
-        failures = "diloco_shard_save_failures_total"
-        await until_async(lambda: (metrics.registry.get_sample_value(failures) or 0) > 3, "failures")
-        assert keeper.failing == "[Errno 28] No space left on device"
-        assert not keeping.done()
-        store.error = None
-        await asyncio.wait_for(keeping, 20.0)
-        assert (store.saved, keeper.failing) == ([(0, 1)], "")
-        keeper.close()
-
-    asyncio.run(run())
+    store = SlowStore()
+    store.error = OSError(28, "No space left on device")
+    keeper, metrics = make_keeper(store)
+    keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
+    failures = "diloco_shard_save_failures_total"
+    await until_async(lambda: (metrics.registry.get_sample_value(failures) or 0) > 3, "failures")
+    assert keeper.failing == "[Errno 28] No space left on device"
+    assert not keeping.done()
+    store.error = None
+    await asyncio.wait_for(keeping, 20.0)
+    assert (store.saved, keeper.failing) == ([(0, 1)], "")
+    keeper.close()
 
 
-def test_by_interval_the_first_version_is_written_at_once_and_later_ones_together() -> None:
-    async def run() -> None:
-        store = SlowStore()
-        keeper, _ = make_keeper(store, durability="interval", interval_s=3600)
-        for version in range(4):
-            await keeper.keep(make_version(version), MANIFEST)
-        assert (store.saved, keeper.unwritten) == ([(0, 0)], 1)
-        await keeper.flush(20.0)
-        assert (store.saved, keeper.unwritten) == ([(0, 0), (0, 3)], 0)
-        keeper.close()
-
-    asyncio.run(run())
+async def test_by_interval_the_first_version_is_written_at_once_and_later_ones_together() -> None:
+    store = SlowStore()
+    keeper, _ = make_keeper(store, durability="interval", interval_s=3600)
+    for version in range(4):
+        await keeper.keep(make_version(version), MANIFEST)
+    assert (store.saved, keeper.unwritten) == ([(0, 0)], 1)
+    await keeper.flush(20.0)
+    assert (store.saved, keeper.unwritten) == ([(0, 0), (0, 3)], 0)
+    keeper.close()
 
 
-def test_by_interval_values_do_not_change_while_they_are_written() -> None:
+async def test_by_interval_values_do_not_change_while_they_are_written() -> None:
     """The next merge of the fragment waits for the write; that of another fragment does not."""
-
-    async def run() -> None:
-        store = SlowStore()
-        keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
-        for fragment_id in (0, 1):
-            await keeper.keep(make_version(0, fragment_id=fragment_id), MANIFEST)
-        store.gates[0] = threading.Event()
-        await keeper.keep(make_version(1), MANIFEST)
-        await until_async(keeper.hold(0).locked, "the write")
-        assert not keeper.hold(1).locked()
-        store.gates[0].set()
-        await asyncio.wait_for(keeper.hold(0).acquire(), 20.0)
-        assert store.saved[-1] == (0, 1)
-        keeper.hold(0).release()
-        keeper.close()
-
-    asyncio.run(run())
+    store = SlowStore()
+    keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
+    for fragment_id in (0, 1):
+        await keeper.keep(make_version(0, fragment_id=fragment_id), MANIFEST)
+    store.gates[0] = threading.Event()
+    await keeper.keep(make_version(1), MANIFEST)
+    await until_async(keeper.hold(0).locked, "the write")
+    assert not keeper.hold(1).locked()
+    store.gates[0].set()
+    await asyncio.wait_for(keeper.hold(0).acquire(), 20.0)
+    assert store.saved[-1] == (0, 1)
+    keeper.hold(0).release()
+    keeper.close()
 
 
-def test_by_interval_values_that_a_merge_left_half_way_are_not_written() -> None:
+async def test_by_interval_values_that_a_merge_left_half_way_are_not_written() -> None:
     """The merge holds the fragment while the interval ends; then it fails."""
-
-    async def run() -> None:
-        store = SlowStore()
-        keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
-        await keeper.keep(make_version(0), MANIFEST)
-        async with keeper.hold(0):
-            await keeper.keep(make_version(1), MANIFEST)
-            keeper.drop(0)
-        await until_async(lambda: not keeper._writing, "the last write")
-        assert store.saved == [(0, 0)]
-        keeper.close()
-
-    asyncio.run(run())
+    store = SlowStore()
+    keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
+    await keeper.keep(make_version(0), MANIFEST)
+    async with keeper.hold(0):
+        await keeper.keep(make_version(1), MANIFEST)
+        keeper.drop(0)
+    await until_async(lambda: not keeper._writing, "the last write")
+    assert store.saved == [(0, 0)]
+    keeper.close()
 
 
-def test_by_interval_a_disk_that_refuses_holds_up_no_merge() -> None:
-    async def run() -> None:
-        store = SlowStore()
-        keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
-        await keeper.keep(make_version(0), MANIFEST)
-        store.error = OSError(5, "Input/output error")
-        for version in (1, 2, 3):
-            async with asyncio.timeout(20.0), keeper.hold(0):
-                await keeper.keep(make_version(version), MANIFEST)
-        await until_async(lambda: keeper.failing, "the disk to refuse")
-        store.error = None
-        await until_async(lambda: store.saved[-1] == (0, 3), "version 3 on disk")
-        await until_async(lambda: not keeper.failing, "the disk to take it")
-        keeper.close()
-
-    asyncio.run(run())
+async def test_by_interval_a_disk_that_refuses_holds_up_no_merge() -> None:
+    store = SlowStore()
+    keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
+    await keeper.keep(make_version(0), MANIFEST)
+    store.error = OSError(5, "Input/output error")
+    for version in (1, 2, 3):
+        async with asyncio.timeout(20.0), keeper.hold(0):
+            await keeper.keep(make_version(version), MANIFEST)
+    await until_async(lambda: keeper.failing, "the disk to refuse")
+    store.error = None
+    await until_async(lambda: store.saved[-1] == (0, 3), "version 3 on disk")
+    await until_async(lambda: not keeper.failing, "the disk to take it")
+    keeper.close()
 
 
 @pytest.mark.parametrize("durability", ["version", "interval"])
-def test_versions_that_wait_for_the_disk_are_counted(durability: str) -> None:
-    async def run() -> list[int]:
-        store = SlowStore()
-        keeper, _ = make_keeper(store, durability=durability, interval_s=0.005)
-        keeper.recovered(0)
-        store.gates[0] = threading.Event()
-        counts = [keeper.not_durable]
-        keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
-        await until_async(lambda: keeper.not_durable, "a version that waits")
-        counts.append(keeper.not_durable)
-        store.gates[0].set()
-        await asyncio.wait_for(keeping, 20.0)
-        await until_async(lambda: not keeper.not_durable, "the write of it")
-        keeper.close()
-        return counts
-
-    assert asyncio.run(run()) == [0, 1]
+async def test_versions_that_wait_for_the_disk_are_counted(durability: str) -> None:
+    store = SlowStore()
+    keeper, _ = make_keeper(store, durability=durability, interval_s=0.005)
+    keeper.recovered(0)
+    store.gates[0] = threading.Event()
+    counts = [keeper.not_durable]
+    keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
+    await until_async(lambda: keeper.not_durable, "a version that waits")
+    counts.append(keeper.not_durable)
+    store.gates[0].set()
+    await asyncio.wait_for(keeping, 20.0)
+    await until_async(lambda: not keeper.not_durable, "the write of it")
+    keeper.close()
+    assert counts == [0, 1]
 
 
 @pytest.mark.parametrize("error", [None, OSError("no space left")], ids=["taken", "refused"])
-def test_every_attempt_to_write_tells_how_much_room_is_left(error: OSError | None) -> None:
-    async def run() -> None:
-        store = SlowStore()
-        keeper, metrics = make_keeper(store)
-        store.error, store.room = error, 12345
-        keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
-        free = lambda: metrics.registry.get_sample_value("diloco_shard_disk_free_bytes")  # noqa: E731
-        await until_async(lambda: free() == 12345, "a look at the disk")
-        keeping.cancel()
-        keeper.close()
-
-    asyncio.run(run())
+async def test_every_attempt_to_write_tells_how_much_room_is_left(error: OSError | None) -> None:
+    store = SlowStore()
+    keeper, metrics = make_keeper(store)
+    store.error, store.room = error, 12345
+    keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
+    free = lambda: metrics.registry.get_sample_value("diloco_shard_disk_free_bytes")  # noqa: E731
+    await until_async(lambda: free() == 12345, "a look at the disk")
+    keeping.cancel()
+    keeper.close()
 
 
 def test_a_file_store_tells_how_much_room_its_folder_has(tmp_path: Path) -> None:

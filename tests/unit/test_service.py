@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ from diloco_server.shell.service import Service
 from diloco_server.shell.status import rounds_since, shard_status
 from diloco_server.storage.store import MemoryStore
 from diloco_server.storage.version_file import StoredVersion
-from waiting import DEADLINE_S, until_async
+from waiting import until_async
 
 EPOCH = 7
 SIZE = 600
@@ -123,52 +123,59 @@ async def parts(values: Sequence[PushHeader | Chunk]) -> AsyncIterator[PushHeade
         yield value
 
 
-def run(play: Callable[[Rig], Coroutine[Any, Any, None]], pull: str = "float32", **sections: dict[str, Any]) -> None:
-    """Play a test on a shard of its own, with a deadline."""
+RigOf: TypeAlias = Callable[..., Rig]
 
-    async def bounded() -> None:
-        rig = Rig(pull, **sections)
-        async with asyncio.timeout(DEADLINE_S):
-            await play(rig)
+
+@pytest.fixture
+def rig_of() -> Iterator[RigOf]:
+    """Makes rigs, and closes them."""
+    rigs: list[Rig] = []
+
+    def made(pull: str = "float32", **sections: dict[str, Any]) -> Rig:
+        rigs.append(Rig(pull, **sections))
+        return rigs[-1]
+
+    yield made
+    for rig in rigs:
         rig.host.close()
 
-    asyncio.run(bounded())
+
+@pytest.fixture
+def rig(rig_of: RigOf) -> Rig:
+    return rig_of()
 
 
-def test_a_learner_joins_seeds_contributes_pulls_and_leaves() -> None:
-    async def play(rig: Rig) -> None:
-        ann = await rig.seeded()
-        reports: asyncio.Queue[Progress] = asyncio.Queue()
+async def test_a_learner_joins_seeds_contributes_pulls_and_leaves(rig: Rig) -> None:
+    ann = await rig.seeded()
+    reports: asyncio.Queue[Progress] = asyncio.Queue()
 
-        async def reported() -> AsyncIterator[Progress]:
-            while True:
-                yield await reports.get()
+    async def reported() -> AsyncIterator[Progress]:
+        while True:
+            yield await reports.get()
 
-        directives = rig.service.attend(ann, reported())
-        heard: list[Directive] = []
-        for step in (0, 1):
-            reports.put_nowait(Progress(step, 10 * step))
-        while not any(isinstance(directive, Collect) for directive in heard):
-            heard.append(await anext(directives))
-        assert (await rig.push(ann, 1)).outcome is Outcome.ACCEPTED
-        while Committed(0, 1, EPOCH) not in heard:
-            heard.append(await anext(directives))
-        await directives.aclose()
-        assert len(rig.host.streams) == 0
+    directives = rig.service.attend(ann, reported())
+    heard: list[Directive] = []
+    for step in (0, 1):
+        reports.put_nowait(Progress(step, 10 * step))
+    while not any(isinstance(directive, Collect) for directive in heard):
+        heard.append(await anext(directives))
+    assert (await rig.push(ann, 1)).outcome is Outcome.ACCEPTED
+    while Committed(0, 1, EPOCH) not in heard:
+        heard.append(await anext(directives))
+    await directives.aclose()
+    assert len(rig.host.streams) == 0
 
-        header, *chunks = await rig.pull(ann)
-        assert isinstance(header, PullHeader)
-        assert (header.version, header.merged_version, header.tokens_merged) == (1, 1, 10)
-        assert sum(len(chunk) for chunk in chunks if not isinstance(chunk, PullHeader)) == 4 * SIZE
-        (again,) = await rig.pull(ann, have=(EPOCH, 1))
-        assert isinstance(again, PullHeader)
-        assert again.payload is None, "it has this version"
+    header, *chunks = await rig.pull(ann)
+    assert isinstance(header, PullHeader)
+    assert (header.version, header.merged_version, header.tokens_merged) == (1, 1, 10)
+    assert sum(len(chunk) for chunk in chunks if not isinstance(chunk, PullHeader)) == 4 * SIZE
+    (again,) = await rig.pull(ann, have=(EPOCH, 1))
+    assert isinstance(again, PullHeader)
+    assert again.payload is None, "it has this version"
 
-        await rig.service.leave(ann)
-        await rig.service.leave(ann)
-        assert not rig.host.shard.membership.live()
-
-    run(play)
+    await rig.service.leave(ann)
+    await rig.service.leave(ann)
+    assert not rig.host.shard.membership.live()
 
 
 async def counted(reports: int, taken: list[int]) -> AsyncIterator[Progress]:
@@ -179,51 +186,40 @@ async def counted(reports: int, taken: list[int]) -> AsyncIterator[Progress]:
     await asyncio.Event().wait()
 
 
-def test_a_flood_of_reports_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_of_reports_is_not_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REPORTS", 3)
     monkeypatch.setattr(module, "REPORTS_PER_S", 0.001)
-
-    async def play(rig: Rig) -> None:
-        taken: list[int] = []
-        async with aclosing(rig.service.attend(await rig.seeded(), counted(1000, taken))) as directives:
-            await anext(directives)
-            await until_async(lambda: len(taken) >= 4, "the first ones")
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert len(taken) == 4, "the next one has to wait"
-
-    run(play)
+    taken: list[int] = []
+    async with aclosing(rig.service.attend(await rig.seeded(), counted(1000, taken))) as directives:
+        await anext(directives)
+        await until_async(lambda: len(taken) >= 4, "the first ones")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(taken) == 4, "the next one has to wait"
 
 
-def test_reports_that_come_too_fast_are_late_and_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reports_that_come_too_fast_are_late_and_not_lost(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REPORTS", 1)
     monkeypatch.setattr(module, "REPORTS_PER_S", 1000.0)
-
-    async def play(rig: Rig) -> None:
-        ann = await rig.seeded()
-        async with aclosing(rig.service.attend(ann, counted(20, []))) as directives:
-            await anext(directives)
-            await until_async(lambda: rig.host.member(ann).progress.inner_step == 19, "the last one")
-
-    run(play)
+    ann = await rig.seeded()
+    async with aclosing(rig.service.attend(ann, counted(20, []))) as directives:
+        await anext(directives)
+        await until_async(lambda: rig.host.member(ann).progress.inner_step == 19, "the last one")
 
 
-def test_what_proves_the_holders_of_leases_is_kept_while_they_last() -> None:
-    async def play(rig: Rig) -> None:
-        callers = {
-            name: Identity("local", name, proof=Proof(Subject("local", Scope.LEARNER, name), serial, math.inf))
-            for name, serial in (("ann", "a1"), ("bob", "b1"))
-        }
-        first = await rig.service.join(callers["ann"], JOIN)
-        (lease,) = rig.service.leases_of({"a1", "c1"})
-        assert (lease.learner_id, lease.generation) == ("ann", first.generation)
+async def test_what_proves_the_holders_of_leases_is_kept_while_they_last(rig: Rig) -> None:
+    callers = {
+        name: Identity("local", name, proof=Proof(Subject("local", Scope.LEARNER, name), serial, math.inf))
+        for name, serial in (("ann", "a1"), ("bob", "b1"))
+    }
+    first = await rig.service.join(callers["ann"], JOIN)
+    (lease,) = rig.service.leases_of({"a1", "c1"})
+    assert (lease.learner_id, lease.generation) == ("ann", first.generation)
 
-        await rig.service.leave(replace(lease, epoch=EPOCH))
-        await rig.service.join(callers["bob"], JOIN)
-        assert rig.service.leases_of({"a1"}) == []
-        assert len(rig.service.leases_of({"b1"})) == 1
-
-    run(play)
+    await rig.service.leave(replace(lease, epoch=EPOCH))
+    await rig.service.join(callers["bob"], JOIN)
+    assert rig.service.leases_of({"a1"}) == []
+    assert len(rig.service.leases_of({"b1"})) == 1
 
 
 @pytest.mark.parametrize(
@@ -234,213 +230,175 @@ def test_what_proves_the_holders_of_leases_is_kept_while_they_last() -> None:
         ({"decodes": ("int4",)}, UnknownEncoding, "the learner knows int4"),
     ],
 )
-def test_who_cannot_take_part_is_told_why(changes: dict[str, Any], refused: type[Refusal], words: str) -> None:
-    async def play(rig: Rig) -> None:
-        with pytest.raises(refused, match=words):
-            await rig.service.join(Identity("local", "ann"), replace(JOIN, **changes))
-        assert rig.host.shard.membership.all() == []
-
-    run(play)
-
-
-def test_a_push_without_a_lease_is_refused_before_a_byte_of_it_is_read() -> None:
-    async def play(rig: Rig) -> None:
-        async def unread() -> AsyncIterator[PushHeader | Chunk]:
-            raise AssertionError("read")
-            yield b""
-
-        with pytest.raises(NotJoined):
-            await rig.service.push(Identity("local", "ann", 1, EPOCH), unread())
-
-    run(play)
+async def test_who_cannot_take_part_is_told_why(
+    rig: Rig, changes: dict[str, Any], refused: type[Refusal], words: str
+) -> None:
+    with pytest.raises(refused, match=words):
+        await rig.service.join(Identity("local", "ann"), replace(JOIN, **changes))
+    assert rig.host.shard.membership.all() == []
 
 
-def test_a_push_that_breaks_off_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_push_without_a_lease_is_refused_before_a_byte_of_it_is_read(rig: Rig) -> None:
+    async def unread() -> AsyncIterator[PushHeader | Chunk]:
+        raise AssertionError("read")
+        yield b""
+
+    with pytest.raises(NotJoined):
+        await rig.service.push(Identity("local", "ann", 1, EPOCH), unread())
+
+
+async def test_a_push_that_breaks_off_gives_its_place_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEEDS_AT_ONCE", 1)
-
-    async def play(rig: Rig) -> None:
-        ann = await rig.join()
-        for _ in range(2):
-            with pytest.raises(TornUpload):
-                await rig.push(ann, 0, chunks=1)
-        assert (await rig.push(ann, 0)).outcome is Outcome.ACCEPTED
-
-    run(play)
+    ann = await rig.join()
+    for _ in range(2):
+        with pytest.raises(TornUpload):
+            await rig.push(ann, 0, chunks=1)
+    assert (await rig.push(ann, 0)).outcome is Outcome.ACCEPTED
 
 
-def test_a_later_push_of_a_fragment_takes_the_place_of_one_that_stands_still() -> None:
-    async def play(rig: Rig) -> None:
-        ann = await rig.join()
-        still = asyncio.create_task(rig.push_slowly(ann, asyncio.Event()))
-        await until_async(lambda: rig.service._pushes.bytes_held, "its header")
-        assert (await rig.push(ann, 0)).outcome is Outcome.ACCEPTED
-        with pytest.raises(TornUpload, match="a later push of this learner came"):
-            await still
-        assert rig.service._pushes.bytes_held == 0
-
-    run(play)
+async def test_a_later_push_of_a_fragment_takes_the_place_of_one_that_stands_still(rig: Rig) -> None:
+    ann = await rig.join()
+    still = asyncio.create_task(rig.push_slowly(ann, asyncio.Event()))
+    await until_async(lambda: rig.service._pushes.bytes_held, "its header")
+    assert (await rig.push(ann, 0)).outcome is Outcome.ACCEPTED
+    with pytest.raises(TornUpload, match="a later push of this learner came"):
+        await still
+    assert rig.service._pushes.bytes_held == 0
 
 
-def test_a_push_has_to_keep_pace_although_each_chunk_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_push_has_to_keep_pace_although_each_chunk_comes_soon(
+    rig_of: RigOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(waits, "SLOWEST_BYTES_PER_S", 1e12)
-
-    async def play(rig: Rig) -> None:
-        ann = await rig.join()
-        with pytest.raises(TornUpload, match="too slowly"):
-            await rig.push_slowly(ann, asyncio.Event(), drips=True)
-        assert rig.host.telemetry.bytes_pushed < 4 * SIZE, "it was not waited for to the end"
-
-    run(play, lease={"lease_s": 0.2, "heartbeat_s": 0.1})
+    rig = rig_of(lease={"lease_s": 0.2, "heartbeat_s": 0.1})
+    ann = await rig.join()
+    with pytest.raises(TornUpload, match="too slowly"):
+        await rig.push_slowly(ann, asyncio.Event(), drips=True)
+    assert rig.host.telemetry.bytes_pushed < 4 * SIZE, "it was not waited for to the end"
 
 
-def test_a_learner_may_pull_a_few_times_at_once_and_costs_others_no_place() -> None:
-    async def play(rig: Rig) -> None:
-        ann = await rig.seeded()
-        opened = [rig.service.pull(ann, PullRequest(0)) for _ in range(module.PULLS_AT_ONCE)]
-        for pull in opened:
-            await anext(pull)
-        with pytest.raises(Busy, match="4 pulls of ann are open"):
-            await rig.pull(ann)
-        assert len(await rig.pull(OBSERVER)) > 1
-        await opened[0].aclose()
-        assert len(await rig.pull(ann)) > 1
-        for pull in opened:
-            await pull.aclose()
-        assert rig.service._outgoing.num_bytes == 0
-
-    run(play)
+async def test_a_learner_may_pull_a_few_times_at_once_and_costs_others_no_place(rig: Rig) -> None:
+    ann = await rig.seeded()
+    opened = [rig.service.pull(ann, PullRequest(0)) for _ in range(module.PULLS_AT_ONCE)]
+    for pull in opened:
+        await anext(pull)
+    with pytest.raises(Busy, match="4 pulls of ann are open"):
+        await rig.pull(ann)
+    assert len(await rig.pull(OBSERVER)) > 1
+    await opened[0].aclose()
+    assert len(await rig.pull(ann)) > 1
+    for pull in opened:
+        await pull.aclose()
+    assert rig.service._outgoing.num_bytes == 0
 
 
-def test_who_has_not_shown_that_it_reads_is_given_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_has_not_shown_that_it_reads_is_given_small_chunks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     for where, name, value in ((quotas, "SHOWN_BYTES", 1024), (module, "SHOWN_BYTES", 1024),
                                (module, "SMALL_CHUNK_BYTES", 1024)):  # fmt: skip
         monkeypatch.setattr(where, name, value)
-
-    async def play(rig: Rig) -> None:
-        ann = await rig.seeded()
-        small, whole = await rig.pull(ann), await rig.pull(ann)
-        assert (len(small) - 1, len(whole) - 1) == (-(-4 * SIZE // 1024), 1)
-        values = torch.ones(SIZE)
-        for header, *chunks in (small, whole):
-            assert isinstance(header, PullHeader)
-            assert header.payload is not None
-            receiver = PayloadReceiver(header.payload)
-            for chunk in chunks:
-                assert not isinstance(chunk, PullHeader)
-                receiver.add(chunk)
-            assert torch.equal(decoded(receiver.finish()), values)
-
-    run(play)
-
-
-def test_a_pull_that_nothing_ends_is_refused() -> None:
-    async def play(rig: Rig) -> None:
-        ann = await rig.seeded()
-        with pytest.raises(BadRequest, match="must have a deadline"):
-            await anext(rig.service.pull(ann, PullRequest(0), math.inf))
-
-    run(play)
-
-
-def test_a_pull_names_the_version_that_it_wants() -> None:
-    async def play(rig: Rig) -> None:
-        ann = await rig.seeded()
-        header, *chunks = await rig.pull(ann, want=(EPOCH, 0))
+    ann = await rig.seeded()
+    small, whole = await rig.pull(ann), await rig.pull(ann)
+    assert (len(small) - 1, len(whole) - 1) == (-(-4 * SIZE // 1024), 1)
+    values = torch.ones(SIZE)
+    for header, *chunks in (small, whole):
         assert isinstance(header, PullHeader)
-        assert (header.epoch, header.version, len(chunks)) == (EPOCH, 0, 1)
-        for want in ((EPOCH, 1), (EPOCH - 1, 0)):
-            with pytest.raises(VersionGone, match=f"version {want[1]} of epoch {want[0]} is not held here, but 0 of 7"):
-                await rig.pull(ann, want=want)
-
-    run(play)
-
-
-def test_a_shard_sends_the_ranges_that_are_asked_for() -> None:
-    async def play(rig: Rig) -> None:
-        ann, ranges = await rig.seeded(), (Range(0, 1), Range(2, SIZE))
-        header, *_ = await rig.pull(ann, ranges=ranges)
-        assert isinstance(header, PullHeader)
-        assert header.ranges == ranges
         assert header.payload is not None
-        assert header.payload.num_elements == SIZE
-        with pytest.raises(BadRequest, match=f"a range ends at element {SIZE + 1} of {SIZE}"):
-            await rig.pull(ann, ranges=(Range(0, SIZE + 1),))
+        receiver = PayloadReceiver(header.payload)
+        for chunk in chunks:
+            assert not isinstance(chunk, PullHeader)
+            receiver.add(chunk)
+        assert torch.equal(decoded(receiver.finish()), values)
 
-    run(play)
+
+async def test_a_pull_that_nothing_ends_is_refused(rig: Rig) -> None:
+    ann = await rig.seeded()
+    with pytest.raises(BadRequest, match="must have a deadline"):
+        await anext(rig.service.pull(ann, PullRequest(0), math.inf))
 
 
-def test_ranks_of_one_learner_have_so_many_pulls_together() -> None:
-    async def play(rig: Rig) -> None:
-        ann = await rig.seeded()
-        asked = PullRequest(0, ranges=(Range(0, 1),))
-        opened = [rig.service.pull(replace(ann, rank=rank), asked) for rank in range(1, 5)]
-        for pull in opened:
-            await anext(pull)
-        with pytest.raises(Busy, match="4 pulls of ranks of this island are open"):
-            await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
-        assert len(await rig.pull(ann, ranges=asked.ranges)) > 1
-        await opened[0].aclose()
-        assert len(await rig.pull(replace(ann, rank=5), ranges=asked.ranges)) > 1
-        for pull in opened:
-            await pull.aclose()
+async def test_a_pull_names_the_version_that_it_wants(rig: Rig) -> None:
+    ann = await rig.seeded()
+    header, *chunks = await rig.pull(ann, want=(EPOCH, 0))
+    assert isinstance(header, PullHeader)
+    assert (header.epoch, header.version, len(chunks)) == (EPOCH, 0, 1)
+    for want in ((EPOCH, 1), (EPOCH - 1, 0)):
+        with pytest.raises(VersionGone, match=f"version {want[1]} of epoch {want[0]} is not held here, but 0 of 7"):
+            await rig.pull(ann, want=want)
 
-    run(play, shard={"max_pushes": 8})
+
+async def test_a_shard_sends_the_ranges_that_are_asked_for(rig: Rig) -> None:
+    ann, ranges = await rig.seeded(), (Range(0, 1), Range(2, SIZE))
+    header, *_ = await rig.pull(ann, ranges=ranges)
+    assert isinstance(header, PullHeader)
+    assert header.ranges == ranges
+    assert header.payload is not None
+    assert header.payload.num_elements == SIZE
+    with pytest.raises(BadRequest, match=f"a range ends at element {SIZE + 1} of {SIZE}"):
+        await rig.pull(ann, ranges=(Range(0, SIZE + 1),))
+
+
+async def test_ranks_of_one_learner_have_so_many_pulls_together(rig_of: RigOf) -> None:
+    rig = rig_of(shard={"max_pushes": 8})
+    ann = await rig.seeded()
+    asked = PullRequest(0, ranges=(Range(0, 1),))
+    opened = [rig.service.pull(replace(ann, rank=rank), asked) for rank in range(1, 5)]
+    for pull in opened:
+        await anext(pull)
+    with pytest.raises(Busy, match="4 pulls of ranks of this island are open"):
+        await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
+    assert len(await rig.pull(ann, ranges=asked.ranges)) > 1
+    await opened[0].aclose()
+    assert len(await rig.pull(replace(ann, rank=5), ranges=asked.ranges)) > 1
+    for pull in opened:
+        await pull.aclose()
 
 
 @pytest.mark.parametrize("asked", [{"ranges": (Range(0, 1),)}, {"want": (EPOCH, 0)}])
-def test_what_is_made_for_one_caller_is_the_latest_version_and_all_of_it(asked: dict[str, Any]) -> None:
-    async def play(rig: Rig) -> None:
-        ann = await rig.seeded()
-        assert len(await rig.pull(ann, "float32")) > 1
-        with pytest.raises(UnknownEncoding, match="versions are sent as bfloat16, not as float32"):
-            await rig.pull(ann, "float32", **asked)
-        assert len(await rig.pull(ann, "bfloat16", **asked)) > 1
-
-    run(play, "bfloat16")
-
-
-def test_one_host_leaves_leases_to_others() -> None:
-    async def play(rig: Rig) -> None:
-        await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
-        await rig.service.join(Identity("local", "ben", peer="ipv4:10.0.0.1"), replace(JOIN, take_number=True))
-        for request in (JOIN, replace(JOIN, take_number=True)):
-            with pytest.raises(Busy, match=r"2 learners from ipv4:10\.0\.0\.1 .*shard\.max_learners_per_host"):
-                await rig.service.join(Identity("local", "cat", peer="ipv4:10.0.0.1"), request)
-        await rig.service.join(Identity("local", "ben", peer="ipv4:10.0.0.1"), JOIN)  # again
-        await rig.service.join(Identity("local", "cat", peer="ipv4:10.0.0.2"), JOIN)
-        proof = Proof(Subject("local", Scope.LEARNER, "dan"), "1", 0.0)
-        await rig.service.join(Identity("local", "dan", peer="ipv4:10.0.0.1", proof=proof), JOIN)
-
-    run(play, shard={"max_learners_per_host": 2})
+async def test_what_is_made_for_one_caller_is_the_latest_version_and_all_of_it(
+    rig_of: RigOf, asked: dict[str, Any]
+) -> None:
+    rig = rig_of("bfloat16")
+    ann = await rig.seeded()
+    assert len(await rig.pull(ann, "float32")) > 1
+    with pytest.raises(UnknownEncoding, match="versions are sent as bfloat16, not as float32"):
+        await rig.pull(ann, "float32", **asked)
+    assert len(await rig.pull(ann, "bfloat16", **asked)) > 1
 
 
-def test_a_host_that_joins_without_end_is_told_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_host_leaves_leases_to_others(rig_of: RigOf) -> None:
+    rig = rig_of(shard={"max_learners_per_host": 2})
+    await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
+    await rig.service.join(Identity("local", "ben", peer="ipv4:10.0.0.1"), replace(JOIN, take_number=True))
+    for request in (JOIN, replace(JOIN, take_number=True)):
+        with pytest.raises(Busy, match=r"2 learners from ipv4:10\.0\.0\.1 .*shard\.max_learners_per_host"):
+            await rig.service.join(Identity("local", "cat", peer="ipv4:10.0.0.1"), request)
+    await rig.service.join(Identity("local", "ben", peer="ipv4:10.0.0.1"), JOIN)  # again
+    await rig.service.join(Identity("local", "cat", peer="ipv4:10.0.0.2"), JOIN)
+    proof = Proof(Subject("local", Scope.LEARNER, "dan"), "1", 0.0)
+    await rig.service.join(Identity("local", "dan", peer="ipv4:10.0.0.1", proof=proof), JOIN)
+
+
+async def test_a_host_that_joins_without_end_is_told_to_wait(rig_of: RigOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HOST_JOINS", 3)
-
-    async def play(rig: Rig) -> None:
-        for _ in range(3):
-            await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
-        with pytest.raises(Busy, match="too many joins from this host"):
-            await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
-        await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.2"), JOIN)
-
     monkeypatch.setattr(module, "HOST_JOINS_PER_S", 0.0)
-    run(play)
+    rig = rig_of()
+    for _ in range(3):
+        await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
+    with pytest.raises(Busy, match="too many joins from this host"):
+        await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
+    await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.2"), JOIN)
 
 
-def test_a_pull_that_is_closed_early_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pull_that_is_closed_early_gives_its_place_back(rig_of: RigOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OBSERVERS_AT_ONCE", 1)
-
-    async def play(rig: Rig) -> None:
-        await rig.seeded()
-        first = rig.service.pull(OBSERVER, PullRequest(0, ("float32",)))
-        await anext(first)
-        with pytest.raises(Busy):
-            await rig.pull(OBSERVER, "float32")
-        await first.aclose()
-        assert len(await rig.pull(OBSERVER, "float32")) == 2
-
-    run(play, pull="bfloat16")
+    rig = rig_of(pull="bfloat16")
+    await rig.seeded()
+    first = rig.service.pull(OBSERVER, PullRequest(0, ("float32",)))
+    await anext(first)
+    with pytest.raises(Busy):
+        await rig.pull(OBSERVER, "float32")
+    await first.aclose()
+    assert len(await rig.pull(OBSERVER, "float32")) == 2
 
 
 def totals(rig: Rig, metric: str) -> dict[str, float]:
@@ -450,75 +408,62 @@ def totals(rig: Rig, metric: str) -> dict[str, float]:
     return {next(iter(s.labels.values())): s.value for s in samples}
 
 
-def test_status_metrics_and_rounds_count_the_same_contributions() -> None:
+async def test_status_metrics_and_rounds_count_the_same_contributions(rig: Rig) -> None:
     """One that comes in parts once, and a seed not at all."""
+    ann = await rig.seeded()
+    for step in range(2):
+        rig.host.progress(ann, Progress(step, 10 * step))
+    await until_async(lambda: rig.host.shard.open_rounds == 1, "a round")
+    for rank in range(4):
+        payload = encode_payload(torch.ones(150), "float32", chunk_elements=256)
+        header = PushHeader(
+            0, 1, EPOCH, 0, 10, 1, payload.header, DIGEST, not_finite=True, part=rank, num_parts=4,
+            ranges=(Range(rank * 150, rank * 150 + 150),),
+        )  # fmt: skip
+        answer = await rig.service.push(replace(ann, rank=rank), parts([header]))
+        assert answer.code == "NOT_FINITE"
+    rig.host.advance()
 
-    async def play(rig: Rig) -> None:
-        ann = await rig.seeded()
-        for step in range(2):
-            rig.host.progress(ann, Progress(step, 10 * step))
-        await until_async(lambda: rig.host.shard.open_rounds == 1, "a round")
-        for rank in range(4):
-            payload = encode_payload(torch.ones(150), "float32", chunk_elements=256)
-            header = PushHeader(
-                0, 1, EPOCH, 0, 10, 1, payload.header, DIGEST, not_finite=True, part=rank, num_parts=4,
-                ranges=(Range(rank * 150, rank * 150 + 150),),
-            )  # fmt: skip
-            answer = await rig.service.push(replace(ann, rank=rank), parts([header]))
-            assert answer.code == "NOT_FINITE"
-        rig.host.advance()
-
-        assert rig.host.shard.ledger.rejected == {"NOT_FINITE": 1}
-        assert totals(rig, "diloco_shard_contributions_rejected") == {"NOT_FINITE": 1}
-        assert totals(rig, "diloco_shard_contributions") == {}
-        (traced,) = rounds_since(rig.host, EPOCH, 0)["rounds"]
-        assert traced["refused"] == {"NOT_FINITE": 1}
-
-    run(play)
+    assert rig.host.shard.ledger.rejected == {"NOT_FINITE": 1}
+    assert totals(rig, "diloco_shard_contributions_rejected") == {"NOT_FINITE": 1}
+    assert totals(rig, "diloco_shard_contributions") == {}
+    (traced,) = rounds_since(rig.host, EPOCH, 0)["rounds"]
+    assert traced["refused"] == {"NOT_FINITE": 1}
 
 
-def test_who_is_revoked_is_evicted_in_status_and_metrics() -> None:
-    async def play(rig: Rig) -> None:
-        ann = await rig.seeded()
-        rig.host.revoke(ann)
+async def test_who_is_revoked_is_evicted_in_status_and_metrics(rig: Rig) -> None:
+    ann = await rig.seeded()
+    rig.host.revoke(ann)
 
-        status = shard_status(rig.host, "")
-        assert status["evictions_by_code"] == {"REVOKED": 1} == totals(rig, "diloco_shard_evictions")
-        assert [learner["state"] for learner in status["learners"]] == ["evicted"]
-        with pytest.raises(NotJoined):  # it may have another certificate by now
-            rig.host.member(ann)
-
-    run(play)
+    status = shard_status(rig.host, "")
+    assert status["evictions_by_code"] == {"REVOKED": 1} == totals(rig, "diloco_shard_evictions")
+    assert [learner["state"] for learner in status["learners"]] == ["evicted"]
+    with pytest.raises(NotJoined):  # it may have another certificate by now
+        rig.host.member(ann)
 
 
-def test_a_status_is_of_one_moment() -> None:
-    async def play(rig: Rig) -> None:
-        await rig.seeded()
-        moments = itertools.count(10.0)
-        rig.host.clock = lambda: next(moments)
-        shard_status(rig.host, "")
-        assert next(moments) == 11.0
-
-    run(play)
+async def test_a_status_is_of_one_moment(rig: Rig) -> None:
+    await rig.seeded()
+    moments = itertools.count(10.0)
+    rig.host.clock = lambda: next(moments)
+    shard_status(rig.host, "")
+    assert next(moments) == 11.0
 
 
-def test_an_observer_that_waits_for_a_version_hears_of_the_end() -> None:
+async def test_an_observer_that_waits_for_a_version_hears_of_the_end(rig_of: RigOf) -> None:
     """The disk is full, so the version is never announced."""
+    rig = rig_of(pull="bfloat16")
+    ann = await rig.seeded()
+    rig.store.is_full = True
+    for step in (0, 1):
+        rig.host.progress(ann, Progress(step, 10 * step))
+        rig.host.advance()
+    assert (await rig.push(ann, 1)).outcome is Outcome.ACCEPTED
+    await until_async(lambda: rig.host.keeper.failing, "the disk to refuse")
 
-    async def play(rig: Rig) -> None:
-        ann = await rig.seeded()
-        rig.store.is_full = True
-        for step in (0, 1):
-            rig.host.progress(ann, Progress(step, 10 * step))
-            rig.host.advance()
-        assert (await rig.push(ann, 1)).outcome is Outcome.ACCEPTED
-        await until_async(lambda: rig.host.keeper.failing, "the disk to refuse")
-
-        pulling = asyncio.create_task(rig.pull(OBSERVER, "float32"))
-        await asyncio.sleep(0)
-        assert not pulling.done()
-        rig.host.close()
-        with pytest.raises(Draining):
-            await pulling
-
-    run(play, pull="bfloat16")
+    pulling = asyncio.create_task(rig.pull(OBSERVER, "float32"))
+    await asyncio.sleep(0)
+    assert not pulling.done()
+    rig.host.close()
+    with pytest.raises(Draining):
+        await pulling

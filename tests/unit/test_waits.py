@@ -6,8 +6,6 @@ import asyncio
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
@@ -15,14 +13,6 @@ from diloco_common.errors import Busy, TornUpload
 from diloco_server.shell import waits
 from diloco_server.shell.waits import Bodies, OpenPush, Outgoing, Turns, Unread
 from waiting import DEADLINE_S, until_async
-
-
-def run(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await play()
-
-    asyncio.run(bounded())
 
 
 async def turns() -> None:
@@ -46,122 +36,102 @@ class Reader:
             await wait.until(deadline, Busy("late"), self.came.wait)
 
 
-def test_few_messages_are_read_at_once_and_the_newest_caller_is_next() -> None:
-    async def play() -> None:
-        bodies = Bodies()
-        callers = [Reader(bodies) for _ in range(waits.BODIES_AT_ONCE + 3)]
-        await turns()
-        assert [c.is_read for c in callers] == [True] * waits.BODIES_AT_ONCE + [False] * 3
-        callers[0].came.set()
-        await turns()
-        assert [c.is_read for c in callers[-3:]] == [False, False, True]
-        for caller in callers:
-            caller.came.set()
-        await asyncio.gather(*(c.task for c in callers))
-        after = Reader(bodies)
-        await turns()
-        assert after.is_read, "all places came back"
-        after.task.cancel()
-
-    run(play)
+async def test_few_messages_are_read_at_once_and_the_newest_caller_is_next() -> None:
+    bodies = Bodies()
+    callers = [Reader(bodies) for _ in range(waits.BODIES_AT_ONCE + 3)]
+    await turns()
+    assert [c.is_read for c in callers] == [True] * waits.BODIES_AT_ONCE + [False] * 3
+    callers[0].came.set()
+    await turns()
+    assert [c.is_read for c in callers[-3:]] == [False, False, True]
+    for caller in callers:
+        caller.came.set()
+    await asyncio.gather(*(c.task for c in callers))
+    after = Reader(bodies)
+    await turns()
+    assert after.is_read, "all places came back"
+    after.task.cancel()
 
 
-def test_who_sends_for_long_makes_room_only_where_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_sends_for_long_makes_room_only_where_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "BODY_SURE_S", 0.0)
-
-    async def play() -> None:
-        bodies = Bodies()
-        slow = [Reader(bodies) for _ in range(waits.BODIES_AT_ONCE)]
-        await turns()
-        assert not any(c.task.done() for c in slow)
-        newcomer = Reader(bodies)
-        with pytest.raises(Busy, match="others wait"):
-            await slow[0].task
-        await turns()
-        assert newcomer.is_read
-        assert not any(c.task.done() for c in slow[1:])
-        for caller in (*slow[1:], newcomer):
-            caller.task.cancel()
-
-    run(play)
+    bodies = Bodies()
+    slow = [Reader(bodies) for _ in range(waits.BODIES_AT_ONCE)]
+    await turns()
+    assert not any(c.task.done() for c in slow)
+    newcomer = Reader(bodies)
+    with pytest.raises(Busy, match="others wait"):
+        await slow[0].task
+    await turns()
+    assert newcomer.is_read
+    assert not any(c.task.done() for c in slow[1:])
+    for caller in (*slow[1:], newcomer):
+        caller.task.cancel()
 
 
-def test_with_too_many_waiting_the_one_that_waits_for_longest_is_told_to_come_again(
+async def test_with_too_many_waiting_the_one_that_waits_for_longest_is_told_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(waits, "BODIES_WAITING_MAX", 2)
+    bodies = Bodies()
+    callers = [Reader(bodies) for _ in range(waits.BODIES_AT_ONCE + 3)]
+    await turns()
+    with pytest.raises(Busy, match="too many callers join at once"):
+        await callers[waits.BODIES_AT_ONCE].task
+    assert sum(c.task.done() for c in callers) == 1
+    for caller in callers:
+        caller.task.cancel()
 
-    async def play() -> None:
-        bodies = Bodies()
-        callers = [Reader(bodies) for _ in range(waits.BODIES_AT_ONCE + 3)]
+
+async def test_a_caller_that_hangs_up_gives_its_place_back() -> None:
+    bodies = Bodies()
+    for _ in range(3):
+        callers = [Reader(bodies) for _ in range(waits.BODIES_AT_ONCE + 2)]
         await turns()
-        with pytest.raises(Busy, match="too many callers join at once"):
-            await callers[waits.BODIES_AT_ONCE].task
-        assert sum(c.task.done() for c in callers) == 1
         for caller in callers:
             caller.task.cancel()
-
-    run(play)
-
-
-def test_a_caller_that_hangs_up_gives_its_place_back() -> None:
-    async def play() -> None:
-        bodies = Bodies()
-        for _ in range(3):
-            callers = [Reader(bodies) for _ in range(waits.BODIES_AT_ONCE + 2)]
-            await turns()
-            for caller in callers:
-                caller.task.cancel()
-            await turns()
-        last = Reader(bodies)
         await turns()
-        assert last.is_read
-        last.task.cancel()
+    last = Reader(bodies)
+    await turns()
+    assert last.is_read
+    last.task.cancel()
 
-    run(play)
+
+async def test_bytes_wait_in_line_until_they_fit() -> None:
+    outgoing, log = Outgoing(100), list[str]()
+
+    async def send(name: str, num_bytes: int, until: asyncio.Event) -> None:
+        async with outgoing.held(num_bytes):
+            log.append(name)
+            await until.wait()
+
+    taken = [asyncio.Event() for _ in range(4)]
+    sizes = (60, 60, 30, 500)
+    tasks = [asyncio.create_task(send("abcd"[i], size, taken[i])) for i, size in enumerate(sizes)]
+    await turns()
+    assert (log, outgoing.num_bytes) == (["a"], 60), "c would fit, but b was there before"
+    taken[0].set()
+    await turns()
+    assert (log, outgoing.num_bytes) == (["a", "b", "c"], 90)
+    tasks[1].cancel()
+    taken[2].set()
+    await turns()
+    assert (log, outgoing.num_bytes) == (["a", "b", "c", "d"], 500), "more than all, but alone"
+    tasks[3].cancel()
+    await turns()
+    assert outgoing.num_bytes == 0
 
 
-def test_bytes_wait_in_line_until_they_fit() -> None:
-    async def play() -> None:
-        outgoing, log = Outgoing(100), list[str]()
-
-        async def send(name: str, num_bytes: int, until: asyncio.Event) -> None:
-            async with outgoing.held(num_bytes):
-                log.append(name)
-                await until.wait()
-
-        taken = [asyncio.Event() for _ in range(4)]
-        sizes = (60, 60, 30, 500)
-        tasks = [asyncio.create_task(send("abcd"[i], size, taken[i])) for i, size in enumerate(sizes)]
+async def test_who_hangs_up_in_line_holds_up_nobody() -> None:
+    outgoing = Outgoing(100)
+    async with outgoing.held(80):
+        first = asyncio.create_task(outgoing._turn(90))
+        second = asyncio.create_task(outgoing._turn(10))
         await turns()
-        assert (log, outgoing.num_bytes) == (["a"], 60), "c would fit, but b was there before"
-        taken[0].set()
+        first.cancel()
         await turns()
-        assert (log, outgoing.num_bytes) == (["a", "b", "c"], 90)
-        tasks[1].cancel()
-        taken[2].set()
-        await turns()
-        assert (log, outgoing.num_bytes) == (["a", "b", "c", "d"], 500), "more than all, but alone"
-        tasks[3].cancel()
-        await turns()
-        assert outgoing.num_bytes == 0
-
-    run(play)
-
-
-def test_who_hangs_up_in_line_holds_up_nobody() -> None:
-    async def play() -> None:
-        outgoing = Outgoing(100)
-        async with outgoing.held(80):
-            first = asyncio.create_task(outgoing._turn(90))
-            second = asyncio.create_task(outgoing._turn(10))
-            await turns()
-            first.cancel()
-            await turns()
-        await second
-        assert outgoing.num_bytes == 10
-
-    run(play)
+    await second
+    assert outgoing.num_bytes == 10
 
 
 class Parts:
@@ -174,50 +144,41 @@ class Parts:
         return b"part"
 
 
-def test_a_push_that_was_ended_between_two_parts_leaves_no_coroutine_behind() -> None:
+async def test_a_push_that_was_ended_between_two_parts_leaves_no_coroutine_behind() -> None:
     """Python would warn of it, wherever the garbage collector finds it."""
-
-    async def play() -> None:
-        push, due = OpenPush("host", "a"), asyncio.get_running_loop().time() + DEADLINE_S
-        assert await push.next(Parts(), due) == b"part"
+    push, due = OpenPush("host", "a"), asyncio.get_running_loop().time() + DEADLINE_S
+    assert await push.next(Parts(), due) == b"part"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         push.end(TornUpload("a newer push counts"))
         with pytest.raises(TornUpload, match="a newer push counts"):
             await push.next(Parts(), due)
-
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        run(play)
         gc.collect()
     assert not warned
 
 
-def test_the_first_turns_are_there_at_once_on_a_machine_that_has_just_started(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_turns_are_there_at_once_on_a_machine_that_has_just_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The clock of an event loop begins at 0 with the machine."""
-
-    async def play() -> None:
-        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 0.5)
-        line = Turns(per_s=0.1, burst=3)
-        taken = [asyncio.create_task(line.next()) for _ in range(4)]
-        await turns()
-        assert [turn.done() for turn in taken] == [True, True, True, False]
-        taken[-1].cancel()
-
-    run(play)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 0.5)
+    line = Turns(per_s=0.1, burst=3)
+    taken = [asyncio.create_task(line.next()) for _ in range(4)]
+    await turns()
+    assert [turn.done() for turn in taken] == [True, True, True, False]
+    taken[-1].cancel()
 
 
 class Version(list[bytes]):
     """Its chunks, and what a weak reference may be to."""
 
 
-def test_who_pauses_for_long_no_longer_keeps_a_version_in_memory() -> None:
-    async def play() -> None:
-        version = Version([b"1", b"2", b"3"])
-        held, unread = weakref.ref(version), Unread(version, 0.0)
-        del version
-        assert unread.next(1 << 30) == b"1"  # these take a slow link for hours
-        assert unread.next(0) == b"2"
-        await until_async(lambda: held() is None, "the pause to be too long")
-        with pytest.raises(Busy, match="not taken in time"):
-            unread.next(0)
-
-    run(play)
+async def test_who_pauses_for_long_no_longer_keeps_a_version_in_memory() -> None:
+    version = Version([b"1", b"2", b"3"])
+    held, unread = weakref.ref(version), Unread(version, 0.0)
+    del version
+    assert unread.next(1 << 30) == b"1"  # these take a slow link for hours
+    assert unread.next(0) == b"2"
+    await until_async(lambda: held() is None, "the pause to be too long")
+    with pytest.raises(Busy, match="not taken in time"):
+        unread.next(0)
