@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from diloco_common.observe.http_tls import LOOKERS
+from diloco_common.observe.http_listener import LOOKERS
 from diloco_common.settings_loader import load
 from diloco_common.trust.identity import Scope, Subject, subject_of_uri
 from diloco_common.trust.revocations import read_revocations
-from diloco_common.trust.security import exposure
 from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, read_folder
+from diloco_common.trust.tokens import exposure
 from diloco_deploy.trust.authority import make_authority, open_authority
 from manifests import FOLDER, ROOT, built, environment, on_top_of, one, pods
 

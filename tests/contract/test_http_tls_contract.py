@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from certificates import Certificates
 from diloco_common.observe.http import HttpServer
 from diloco_common.observe.http_connections import CONNECTIONS_MAX, HEALTH_MAX
-from diloco_common.observe.http_tls import TlsDoor
+from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.trust.tls import TlsFolder, read_folder
 from waiting import DEADLINE_S
 

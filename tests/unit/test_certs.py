@@ -17,8 +17,8 @@ from diloco_common.errors import ConfigError, SecretExposed, WrongIdentity
 from diloco_common.settings import SecuritySettings
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject, subject_of, subject_of_uri
 from diloco_common.trust.revocations import read_revocations
-from diloco_common.trust.security import read_bearer_token
 from diloco_common.trust.tls import TlsFolder, proof_of, read_folder
+from diloco_common.trust.tokens import read_bearer_token
 from diloco_deploy.cli import main
 from diloco_deploy.trust.authority import open_authority
 from diloco_deploy.trust.commands import make_bearer_token

@@ -44,10 +44,8 @@ PURE_COMMON = tuple(
         "settings",
         "trust.identity",
         "wire.bounds",
-        "wire.kinds",
         "wire.manifest",
         "wire.messages",
-        "wire.newest",
         "wire.sizes",
     )
 )

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_common.errors import SecretExposed
 from diloco_common.settings import SecuritySettings
-from diloco_common.trust.security import check_private, exposure, read_bearer_token, read_private
+from diloco_common.trust.tokens import check_private, exposure, read_bearer_token, read_private
 from secret_files import secret_file
 
 ROOT, US, OTHER = 0, 1000, 1001

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from diloco_common.errors import ConfigError, Unauthenticated
 from diloco_common.settings import SecuritySettings
 from diloco_common.trust.identity import Proof, subject_of
-from diloco_common.trust.security import read_bearer_token
-from diloco_common.trust.tokens import SIGNED_FOR, read_token_key, sign_token, verify_token
+from diloco_common.trust.tokens import SIGNED_FOR, read_bearer_token, read_token_key, sign_token, verify_token
 from diloco_deploy.cli import main
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))

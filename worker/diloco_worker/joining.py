@@ -20,7 +20,7 @@ from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel, W
 from diloco_common.observe import logs
 from diloco_common.observe.history import HistoryFile
 from diloco_common.observe.http import HttpServer
-from diloco_common.observe.http_tls import TlsDoor
+from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import WorkerMetrics
 from diloco_common.ports import World

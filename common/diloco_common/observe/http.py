@@ -4,7 +4,7 @@ A few lines of ASGI; `http_listener.py` serves them. The caller decides what "re
 Answers that take long to make are kept for a while: asking costs a fraction of the event loop, however often somebody
 asks.
 
-Over TLS (`http_tls.py`), /metrics and /status are for those who show a certificate; the other two are for everybody.
+Over TLS (`TlsDoor`), /metrics and /status are for those who show a certificate; the other two are for everybody.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from diloco_common.errors import ConfigError
-from diloco_common.observe.http_listener import HttpListener
-from diloco_common.observe.http_tls import TlsDoor
+from diloco_common.observe.http_listener import HttpListener, TlsDoor
 from diloco_common.settings import SecuritySettings
 from diloco_common.wire.addresses import is_loopback, is_no_name, parse_address
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from diloco_common.errors import ConfigError, WrongIdentity
 from diloco_common.trust.identity import Proof, Subject, subject_of_uri
-from diloco_common.trust.security import read_private
+from diloco_common.trust.tokens import read_private
 
 Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 """Of each file: when it changed, its size, which file it is. None: there is none."""

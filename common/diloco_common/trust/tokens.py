@@ -1,4 +1,7 @@
-"""Signed tokens: what a caller proves itself with where a proxy ends TLS.
+"""Tokens, and files with secrets, which nobody else may read.
+
+Shards ask for the bearer token that all share, or for signed tokens: what a caller proves itself with where a proxy
+ends TLS.
 
     base64url(claims) "." base64url(signature)
 
@@ -11,14 +14,86 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
+import stat
+from collections.abc import Collection
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-from diloco_common.errors import ConfigError, Unauthenticated
+from diloco_common.errors import ConfigError, SecretExposed, Unauthenticated
+from diloco_common.settings import SecuritySettings
 from diloco_common.trust.identity import Proof, subject_of
+
+_ROOT = 0
+
+
+def read_bearer_token(settings: SecuritySettings) -> str | None:
+    """The bearer token in `security.token_file`; None if no file is set. Raises ConfigError, SecretExposed."""
+    path = settings.token_file
+    if path is None:
+        return None
+    try:
+        bearer_token = read_private(path).decode("ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"security.token_file (token= of join) {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"security.token_file (token= of join) {path}: a bearer token is plain ASCII") from None
+    if len(bearer_token) < 16 or any(c.isspace() for c in bearer_token):
+        raise ConfigError(
+            f"security.token_file (token= of join) {path}: a bearer token is one word of at least 16 characters"
+        )
+    return bearer_token
+
+
+def read_private(path: Path) -> bytes:
+    """The bytes of a file with a secret. Raises OSError, SecretExposed.
+
+    What is checked is the open file, so nobody can exchange it in between.
+    """
+    with path.open("rb") as file:
+        _check(path, os.fstat(file.fileno()))
+        return file.read()
+
+
+def check_private(path: Path) -> None:
+    """Refuse a file with a secret that others can read, or could have written. Raises OSError, SecretExposed.
+
+    For a file that somebody else opens. A link is judged by what it leads to: Kubernetes mounts secrets as links.
+    """
+    _check(path, path.stat())
+
+
+def exposure(mode: int, owner: int, group: int, user: int, groups: Collection[int]) -> str | None:
+    """Who besides us gets at a file with these permission bits, in words; None if nobody does.
+
+    A file of ours is for us alone. A file of root's may be readable for a group that root lent it to: one of our
+    `groups`, which is how Kubernetes hands over a secret (root, fsGroup, 0440), or root's own. The latter is how
+    systemd's credentials look: an access list names the service there, and its mask shows as the bits of the group.
+    """
+    if owner not in (user, _ROOT):
+        return f"it belongs to user {owner}"
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        return "everybody can get at it"
+    if mode & stat.S_IWGRP:
+        return f"group {group} can change it"
+    if mode & stat.S_IRGRP and not (owner == _ROOT and (group == _ROOT or group in groups)):
+        return f"group {group} can read it"
+    return None
+
+
+def _check(path: Path, found: os.stat_result) -> None:
+    user = os.geteuid()
+    groups = {os.getegid(), *os.getgroups()}
+    exposed = exposure(found.st_mode, found.st_uid, found.st_gid, user, groups)
+    if exposed is not None:
+        what = f"chown {user} {path} && chmod 600 {path}" if found.st_uid not in (user, _ROOT) else f"chmod 600 {path}"
+        raise SecretExposed(
+            f"{path}: {exposed} (mode {stat.S_IMODE(found.st_mode):04o}), and a secret is for its owner alone: {what}"
+        )
+
 
 SIGNED_FOR = b"diloco signed token 1\n"
 """No signature of this key under anything else is one of a token."""

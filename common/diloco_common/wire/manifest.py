@@ -7,7 +7,7 @@ The cut: tensors larger than 1/P of the model are split by rows into pieces. The
 fragment, largest piece first, ties by name (greedy bin packing). This keeps the peak of bandwidth low. Fragments go to
 shards by the same rule.
 
-Tensors of other kinds (kinds.py) are cut and placed by the same rule, each kind apart: their fragments come after those
+Tensors of other kinds (`TRAITS`) are cut and placed by the same rule, each kind apart: their fragments come after those
 of the model, which are what they would be alone. A fragment of buffers is no smaller than those of the model, and what
 one rule of a module needs together, or takes from one learner, is in one fragment.
 """
@@ -22,11 +22,52 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from diloco_common.errors import BadRequest
 from diloco_common.wire import bounds
-from diloco_common.wire.kinds import KINDS, TRAITS, Kind, Traits
+
+if TYPE_CHECKING:
+    from diloco_common.settings import SyncSettings
+
+Kind = Literal["parameter", "momentum", "buffer"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What is peculiar to the tensors of one kind, and to their fragments."""
+
+    is_of_model: bool = False
+    """What the run trains: it takes the outer steps of the settings, its tokens and versions are the progress of the
+    run, and the end of the budget is its end. The others take what learners have, merged, as long as these go on."""
+    norms_tell: bool = False
+    """A contribution of an unusual norm is that of a sick learner. Momentum begins at zero, and grows by any factor."""
+    feeds_back: bool = False
+    """What an encoding lost is in the next contribution. An inner step forgets a part of the momentum, so that the next
+    contribution holds it already."""
+    is_exported: bool = True
+    """A file of the model holds it."""
+    every: str | None = None
+    """The setting in `sync`: H of these fragments, in those of the model."""
+    encoding: str | None = None
+    """Of values on the wire, whatever the run's; None: the run's. Neither counters nor variances bear rounding in
+    blocks."""
+    is_whole: bool = False
+    """Learners contribute what they have, as the difference to nothing, and it counts until they contribute again. A
+    version is written over it, as nobody knows what of it is progress."""
+
+    def times(self, sync: SyncSettings) -> int:
+        """H of these fragments, in those of the model."""
+        return 1 if self.every is None else int(getattr(sync, self.every))
+
+
+TRAITS: dict[Kind, Traits] = {
+    "parameter": Traits(is_of_model=True, norms_tell=True, feeds_back=True),
+    "momentum": Traits(is_exported=False, every="companions_every"),
+    "buffer": Traits(every="buffers_every", encoding="float32", is_whole=True),
+}
+
 
 Rule = Literal["run", "mean", "variance", "most", "one"]
 """How what learners have of a tensor becomes one value, by their weights:

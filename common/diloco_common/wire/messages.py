@@ -7,10 +7,11 @@ each field is documented once, in protos/diloco_protos/parameter_server.proto.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from diloco_common.codec import PayloadHeader
 from diloco_common.errors import BadRequest
@@ -313,3 +314,38 @@ class PushAnswer:
     outcome: Outcome
     code: str = ""
     message: str = ""
+
+
+T = TypeVar("T")
+
+
+class Newest(Generic[T]):
+    """Of each kind of word about one thing the newest, so that what waits is bounded by how many things there are.
+
+    A thing keeps its turn, however often there is a newer word about it: none is passed over for ever. The words about
+    it come together, in the order in which they were said.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[object, dict[object, T]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, about: object, kind: object, word: T) -> None:
+        """This, and no more the earlier word of its kind about the same thing."""
+        words = self._waiting.setdefault(about, {})
+        words.pop(kind, None)
+        words[kind] = word
+
+    def drop(self, about: object) -> None:
+        """Nothing about this any more."""
+        self._waiting.pop(about, None)
+
+    def take(self) -> T:
+        """The next word."""
+        about, words = next(iter(self._waiting.items()))
+        word = words.pop(next(iter(words)))
+        if not words:
+            del self._waiting[about]
+        return word

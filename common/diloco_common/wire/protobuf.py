@@ -21,8 +21,7 @@ from diloco_common.codec.frames import chunk_in, frame_of, framed
 from diloco_common.wire import bounds
 from diloco_common.wire.by_name import Converter, Field, within
 from diloco_common.wire.entries import has_at_most, size_of
-from diloco_common.wire.kinds import Kind
-from diloco_common.wire.manifest import TensorSpec, buffer_spec
+from diloco_common.wire.manifest import Kind, TensorSpec, buffer_spec
 from diloco_common.wire.messages import (
     Collect,
     Committed,

@@ -35,9 +35,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from diloco_common.errors import ConfigError, DilocoError
 from diloco_common.trust.identity import Proof, Scope, Subject
 from diloco_common.trust.revocations import REVOKED, write_revocations
-from diloco_common.trust.security import read_private
 from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, read_folder, serial_text, subject_of_certificate
-from diloco_common.trust.tokens import TOKEN_MAX, sign_token, verify_token
+from diloco_common.trust.tokens import TOKEN_MAX, read_private, sign_token, verify_token
 from diloco_deploy.trust.registry import ISSUED, Issued, Registry, write_private, write_public
 
 CA_KEY, TOKEN_KEY, TOKEN_PUBLIC = "ca.key", "token.key", "token.pub"

@@ -19,8 +19,7 @@ from typing import Any
 
 from diloco_common.errors import ConfigError, plain
 from diloco_common.observe.http import finite
-from diloco_common.observe.http_listener import HttpListener
-from diloco_common.observe.http_tls import TlsDoor
+from diloco_common.observe.http_listener import HttpListener, TlsDoor
 from diloco_common.trust.identity import Proof
 from diloco_common.trust.revocations import REVOKED, DenyList
 from diloco_common.trust.tls import TlsFiles, TlsFolder

@@ -19,9 +19,8 @@ from diloco_common.observe.logs import Log
 from diloco_common.settings import SecuritySettings, Settings
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject
 from diloco_common.trust.revocations import REVOKED, DenyList
-from diloco_common.trust.security import read_bearer_token
 from diloco_common.trust.tls import TlsFiles, TlsFolder, proof_of, shown
-from diloco_common.trust.tokens import read_token_key, verify_token
+from diloco_common.trust.tokens import read_bearer_token, read_token_key, verify_token
 from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_server.shell.audit import Audit, NoAudit
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from diloco_common.wire.messages import Collect, Committed, Directive, Evicted
-from diloco_common.wire.newest import Newest
+from diloco_common.wire.messages import Collect, Committed, Directive, Evicted, Newest
 from diloco_server.core.effects import Tell
 
 

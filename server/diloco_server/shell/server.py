@@ -23,7 +23,7 @@ from diloco_common.codec import memory, native
 from diloco_common.errors import EXIT_OK, DilocoError
 from diloco_common.observe.history import HistoryFile
 from diloco_common.observe.http import HttpServer, check_http_is_meant
-from diloco_common.observe.http_tls import TlsDoor
+from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.ports import Clock, World

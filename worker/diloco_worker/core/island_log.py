@@ -26,8 +26,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from diloco_common.errors import IslandBroken, error_from
-from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
-from diloco_common.wire.newest import Newest
+from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Newest, Outcome, Pulse, PushAnswer
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
 
 LEADER = 0

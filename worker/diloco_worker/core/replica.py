@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from diloco_common.errors import UnsupportedModel
 from diloco_common.wire.bounds import TIES_MAX
-from diloco_common.wire.kinds import Kind
-from diloco_common.wire.manifest import Fragment, TensorSpec
+from diloco_common.wire.manifest import Fragment, Kind, TensorSpec
 from diloco_common.wire.messages import Tie
 from diloco_worker.core import layout, momentum, names
 from diloco_worker.core.buffers import Buffers
