@@ -17,15 +17,25 @@ NOW = 1_000_000.0
 
 
 class AtOnce(Feed):
-    """Shards answer as soon as they are asked, unless it is said when they were asked."""
+    """Shards answer as soon as they are asked, and tell no rounds, unless it is said otherwise."""
 
-    def heard(self, name: str, status: Any, rounds: Any, now: float, asked_at: float | None = None) -> None:
+    def heard(
+        self, name: str, status: Any, rounds: Any = None, now: float = NOW, asked_at: float | None = None
+    ) -> None:
         super().heard(name, status, rounds, now, now if asked_at is None else asked_at)
 
 
 def feed_of(*names: str) -> Feed:
     feed = AtOnce(NOW)
     feed.expect(names or ("shard-0", "shard-1"))
+    return feed
+
+
+def after(*said: Any) -> Feed:
+    """Of a run of the shards that have said this."""
+    feed = feed_of(*(status["name"] for status in said))
+    for status in said:
+        feed.heard(status["name"], status)
     return feed
 
 
@@ -43,19 +53,9 @@ def test_a_page_of_which_nobody_has_heard_says_so():
     assert (state["run"]["tokens_merged"], state["run"]["silent_since"]) == (None, NOW)
 
 
-def test_the_page_speaks_of_samples_where_learners_count_them():
-    feed = feed_of()
-    feed.heard("shard-0", shard(learners=[learner("ann", unit="samples")]), None, NOW)
-    assert feed.since(0, NOW)["run"]["unit"] == "samples"
-    feed = feed_of()
-    feed.heard("shard-0", shard(learners=[learner("ann")]), None, NOW)
-    assert feed.since(0, NOW)["run"]["unit"] == "tokens", "a shard of before says nothing"
-
-
 def test_a_learner_that_no_shard_remembers_is_away_since_it_was_heard():
-    feed = feed_of("shard-0")
-    feed.heard("shard-0", shard(), None, NOW)
-    feed.heard("shard-0", shard(epoch=8, learners=[learner("bob")]), None, NOW + 60)
+    feed = after(shard())
+    feed.heard("shard-0", shard(epoch=8, learners=[learner("bob")]), now=NOW + 60)
     assert (row_of(feed, "ann")["state"], row_of(feed, "ann")["heard_at"]) == ("away", NOW - 0.2)
     assert row_of(feed, "ann")["tokens_per_s"] == 0
 
@@ -63,35 +63,21 @@ def test_a_learner_that_no_shard_remembers_is_away_since_it_was_heard():
 def test_a_learner_that_is_expected_and_was_never_seen_is_on_the_page():
     feed = feed_of("shard-0")
     feed.expect(["shard-0"], ["ann", "zoe"])
-    feed.heard("shard-0", shard(), None, NOW)
+    feed.heard("shard-0", shard())
     assert row_of(feed, "zoe")["state"] == "awaited"
     here = feed.since(0, NOW)["headlines"]["here"]
     assert here["title"].startswith("1 of 2 learners")
     assert "1 learner not here yet" in here["words"]
 
 
-def test_the_versions_of_a_shard_are_those_of_the_model():
-    feed = feed_of("shard-0")
-    companion = {"id": 1, "version": 1, "round_open": False, "companion": True}
-    feed.heard("shard-0", shard(fragments=[{"id": 0, "version": 40, "round_open": False}, companion]), None, NOW)
-    row = feed.since(0, NOW)["shards"][0]
-    assert (row["version_min"], row["version_max"], row["fragments"]) == (40, 40, [0, 1])
-
-
 def test_a_shard_that_dies_stays_with_the_time_and_what_it_said_last():
-    feed = feed_of()
-    feed.heard("shard-0", shard(0), None, NOW)
-    feed.heard("shard-1", shard(1), None, NOW)
+    feed = after(shard(0), shard(1))
     feed.silent("shard-1", "connection refused", NOW + 5)
     state = feed.since(0, NOW + 9)
 
     row = state["shards"][1]
-    assert (row["answers"], row["heard_at"], row["why_not"], row["version_max"]) == (
-        False,
-        NOW,
-        "connection refused",
-        3,
-    )
+    assert (row["answers"], row["heard_at"], row["version_max"]) == (False, NOW, 3)
+    assert row["why_not"] == "connection refused"
     assert [(o["shard"], o["began"], o["ended"]) for o in state["outages"]] == [("shard-1", NOW + 5, None)]
     assert state["headlines"]["here"]["level"] == "bad"
     assert "shard-1 does not answer" in state["headlines"]["here"]["words"]
@@ -100,8 +86,7 @@ def test_a_shard_that_dies_stays_with_the_time_and_what_it_said_last():
 
 
 def test_when_no_shard_answers_nothing_is_claimed():
-    feed = feed_of("shard-0")
-    feed.heard("shard-0", shard(), None, NOW)
+    feed = after(shard())
     feed.sample(NOW)
     feed.silent("shard-0", "no answer in time", NOW + 3)
     feed.sample(NOW + 4)
@@ -114,12 +99,9 @@ def test_when_no_shard_answers_nothing_is_claimed():
 
 
 def test_counts_do_not_fall_when_a_shard_starts_again():
-    feed = feed_of("shard-0")
-    feed.heard("shard-0", shard(), None, NOW)
+    feed = after(shard())
     feed.silent("shard-0", "connection refused", NOW + 1)
-    feed.heard(
-        "shard-0", shard(epoch=8, rounds=1, learners=[learner("ann", asked=1, merged=1, missed={})]), None, NOW + 9
-    )
+    feed.heard("shard-0", shard(0, learner(asked=1, merged=1, missed={}), epoch=8, rounds=1), now=NOW + 9)
     state = feed.since(0, NOW + 9)
 
     assert (state["totals"]["rounds"], row_of(feed, "ann")["asked"], row_of(feed, "ann")["merged"]) == (4, 6, 5)
@@ -129,12 +111,10 @@ def test_counts_do_not_fall_when_a_shard_starts_again():
 
 
 def test_a_learner_that_has_not_come_back_to_a_new_shard_keeps_its_counts():
-    feed = feed_of()
-    for index in (0, 1):
-        feed.heard(f"shard-{index}", shard(index), None, NOW)
-    feed.heard("shard-1", shard(1, epoch=8, learners=[]), None, NOW + 5)
+    feed = after(shard(0), shard(1))
+    feed.heard("shard-1", shard(1, epoch=8, learners=[]), now=NOW + 5)
     assert (row_of(feed, "ann")["asked"], row_of(feed, "ann")["state"]) == (10, "partly")
-    feed.heard("shard-0", shard(0, epoch=8, learners=[]), None, NOW + 6)
+    feed.heard("shard-0", shard(0, epoch=8, learners=[]), now=NOW + 6)
     assert (row_of(feed, "ann")["asked"], row_of(feed, "ann")["state"], row_of(feed, "ann")["step"]) == (10, "away", 10)
 
 
@@ -153,57 +133,54 @@ def test_what_a_dead_shard_had_under_way_is_not_drawn_as_going_on():
     assert (row[6], row[-1]) == (1.5, None), "it was only cut off, and says how the round went on"
 
 
-def test_a_new_process_is_known_by_its_uptime_where_the_epoch_is_hidden():
+@pytest.mark.parametrize(
+    ("answers", "starts"),
+    [
+        ([(2.0, 2.0, 52.0)], 1),
+        ([(2.0, 2.0, 52.0), (20.0, 20.0, 1.0)], 2),
+        # A clock that is set, or an answer that takes long, is no new process.
+        ([(3600.0, 1.0, 51.0), (3608.0, 2.0, 52.0)], 1),
+    ],
+)
+def test_a_new_process_is_known_by_its_uptime_where_the_epoch_is_hidden(answers, starts):
     feed = feed_of("shard-0")
     hidden = {key: value for key, value in shard().items() if key != "epoch"}
-    feed.heard("shard-0", hidden, None, NOW)
-    feed.heard("shard-0", hidden | {"uptime_s": 52.0}, None, NOW + 2)
-    assert feed.since(0, NOW)["shards"][0]["starts"] == 1
-    feed.heard("shard-0", hidden | {"uptime_s": 1.0}, None, NOW + 20)
-    assert feed.since(0, NOW)["shards"][0]["starts"] == 2
-
-
-def test_a_clock_that_is_set_or_an_answer_that_takes_long_is_no_new_process():
-    feed = feed_of("shard-0")
-    hidden = {key: value for key, value in shard().items() if key != "epoch"}
-    feed.heard("shard-0", hidden, None, NOW, asked_at=10.0)
-    feed.heard("shard-0", hidden | {"uptime_s": 51.0}, None, NOW + 3600, asked_at=11.0)
-    feed.heard("shard-0", hidden | {"uptime_s": 52.0}, None, NOW + 3608, asked_at=12.0)
-    assert (feed.since(0, NOW)["shards"][0]["starts"], feed.since(0, NOW)["totals"]["rounds"]) == (1, 3)
-
-
-def test_shards_that_learners_miss_are_missed_though_nobody_gave_their_address():
-    feed = feed_of("shard-0")
-    away = [{"address": "10.0.0.2:50051", "index": 1, "for_s": 12.0}]
-    feed.heard("shard-0", shard(learners=[learner("ann", away=away)]), None, NOW)
+    for now, asked_at, uptime_s in [(0.0, 0.0, 50.0), *answers]:
+        feed.heard("shard-0", hidden | {"uptime_s": uptime_s}, None, NOW + now, asked_at)
     state = feed.since(0, NOW)
-    assert state["run"]["unreached"] == {1: 12.0}
-    assert "learners do not reach shard-1" in state["headlines"]["here"]["words"].lower()
+    assert (state["shards"][0]["starts"], state["totals"]["rounds"]) == (starts, 3 * starts)
 
 
-# ------------------------------------------------------------ is anything lost
+COMPANION = {"id": 1, "version": 1, "round_open": False, "companion": True}
+MISSES = [{"address": "10.0.0.2:50051", "index": 1, "for_s": 12.0}]
+LATE = [learner("ann", missed={"LATE": 3}), learner("bob", missed={"LATE": 4, "FENCED": 1})]
 
 
 @pytest.mark.parametrize(
-    ("changed", "level", "title"),
+    ("changed", "path", "shown"),
     [
-        ({}, "good", "Nothing lost"),
-        ({"rejected": {"NOT_FINITE": 2}}, "good", "Nothing lost"),
-        ({"versions_lost": 2}, "bad", "2 versions lost"),
+        # A shard of before says nothing of the unit.
+        ({"learners": [learner(unit="samples")]}, "run.unit", "samples"),
+        ({}, "run.unit", "tokens"),
+        # The versions of a shard are those of the model.
+        ({"fragments": [{"id": 0, "version": 40}, COMPANION]}, "shards.0.version_min", 40),
+        ({"fragments": [{"id": 0, "version": 40}, COMPANION]}, "shards.0.fragments", [0, 1]),
+        # Shards that learners miss are missed though nobody gave their address.
+        ({"learners": [learner(away=MISSES)]}, "run.unreached", {1: 12.0}),
+        ({"learners": [learner(away=MISSES)]}, "headlines.here.words", "learners do not reach shard-1"),
+        # Late work is not lost, and lost versions are. Late contributions are those of the rows.
+        ({}, "headlines.lost.title", "Nothing lost"),
+        ({"rejected": {"NOT_FINITE": 2}}, "headlines.lost.level", "good"),
+        ({"versions_lost": 2}, "headlines.lost.title", "2 versions lost"),
+        ({"versions_lost": 2}, "headlines.lost.level", "bad"),
+        ({"late": 9, "learners": LATE}, "headlines.lost.words", "7 late, 1 fenced off"),
     ],
 )
-def test_late_work_is_not_lost_and_lost_versions_are(changed, level, title):
-    feed = feed_of("shard-0")
-    feed.heard("shard-0", shard(**changed), None, NOW)
-    lost = feed.since(0, NOW)["headlines"]["lost"]
-    assert (lost["level"], lost["title"]) == (level, title)
-
-
-def test_late_contributions_are_those_of_the_rows():
-    feed = feed_of("shard-0")
-    late = [learner("ann", missed={"LATE": 3}), learner("bob", missed={"LATE": 4, "FENCED": 1})]
-    feed.heard("shard-0", shard(late=9, learners=late), None, NOW)
-    assert "7 late, 1 fenced off" in feed.since(0, NOW)["headlines"]["lost"]["words"]
+def test_what_one_answer_shows(changed, path, shown):
+    found: Any = after(shard(**changed)).since(0, NOW)
+    for step in path.split("."):
+        found = found[int(step) if step.isdigit() else step]
+    assert shown in found.lower() if path.endswith("words") else shown == found
 
 
 # ------------------------------------------------------------ is it learning
@@ -222,7 +199,7 @@ def test_late_contributions_are_those_of_the_rows():
 def test_whether_it_learns_is_told_from_more_than_scatter(losses, title):
     feed = feed_of("shard-0")
     for second, loss in enumerate(losses):
-        feed.heard("shard-0", shard(learners=[learner("ann", loss=loss)]), None, NOW + second)
+        feed.heard("shard-0", shard(learners=[learner("ann", loss=loss)]), now=NOW + second)
         feed.sample(NOW + second)
     assert feed.since(0, NOW)["headlines"]["learning"]["title"] == title
 
@@ -230,7 +207,7 @@ def test_whether_it_learns_is_told_from_more_than_scatter(losses, title):
 def test_the_rest_is_told_from_the_pace_that_was_seen():
     feed = feed_of("shard-0")
     for second in range(30):
-        feed.heard("shard-0", shard(tokens_merged=100 * second), None, NOW + second)
+        feed.heard("shard-0", shard(tokens_merged=100 * second), now=NOW + second)
         feed.sample(NOW + second)
     assert feed.since(0, NOW)["run"]["left_s"] == pytest.approx((4000 - 2900) / 100)
 
@@ -240,7 +217,7 @@ def test_the_rest_is_the_same_as_on_the_terminal():
     watch.expect("shard-0", "shard")
     for second in range(0, 100, 5):
         said = shard(tokens_merged=second * second // 10)
-        feed.heard("shard-0", said, None, NOW + second)
+        feed.heard("shard-0", said, now=NOW + second)
         watch.heard("shard-0", said, NOW + second)
         assert feed.since(0, NOW)["run"]["left_s"] == watch.snapshot(NOW + second).eta_s
     assert watch.snapshot(NOW).eta_s is not None
@@ -316,7 +293,7 @@ def test_a_viewer_whose_points_were_thinned_out_gets_the_whole_course():
     feed = feed_of("shard-0")
     seen = 0
     for second in range(drawn.POINTS_MAX + 2):
-        feed.heard("shard-0", shard(), None, NOW + second)
+        feed.heard("shard-0", shard(), now=NOW + second)
         feed.sample(NOW + second)
         seen = seen or feed.since(0, NOW)["seq"]
     assert feed.since(seen, NOW)["course"]["whole"]
@@ -325,7 +302,7 @@ def test_a_viewer_whose_points_were_thinned_out_gets_the_whole_course():
 def test_thousands_of_learners_come_a_page_at_a_time_and_the_troubled_first():
     feed = feed_of("shard-0")
     many = [learner(f"l-{i:04}", "evicted" if i == 4321 else "alive") for i in range(5000)]
-    feed.heard("shard-0", shard(learners=many), None, NOW)
+    feed.heard("shard-0", shard(learners=many))
     page = feed.learners(sort="attention", descending=False, find="", page=0, now=NOW)
     assert (page["rows"][0]["id"], len(page["rows"]), page["pages"]) == ("l-4321", PAGE, 100)
     assert len(json.dumps(feed.since(0, NOW))) < 20_000, "what every viewer gets every second holds no rows"
@@ -355,12 +332,12 @@ def test_the_page_is_told_nothing_that_lets_one_speak_as_a_learner(secret):
 )
 def test_an_odd_answer_of_one_shard_changes_nothing(odd):
     feed = feed_of()
-    feed.heard("shard-0", shard(), None, NOW)
+    feed.heard("shard-0", shard())
     before = feed.since(0, NOW)
     with pytest.raises((KeyError, TypeError, ValueError, OverflowError)):
-        feed.heard("shard-1", shard(1, **odd), None, NOW)
+        feed.heard("shard-1", shard(1, **odd))
     assert feed.since(0, NOW) == before
-    feed.heard("shard-1", shard(1), None, NOW)
+    feed.heard("shard-1", shard(1))
     assert feed.since(0, NOW)["shards"][1]["answers"]
 
 
@@ -375,7 +352,7 @@ def test_a_round_without_its_facts_is_no_answer():
 def test_the_course_goes_back_with_a_run_that_is_restored():
     feed = feed_of("shard-0")
     for second, tokens in enumerate((1000, 10**15, 1200)):
-        feed.heard("shard-0", shard(tokens_merged=tokens), None, NOW + second)
+        feed.heard("shard-0", shard(tokens_merged=tokens), now=NOW + second)
         feed.sample(NOW + second)
     assert [point[1] for point in feed.since(0, NOW + 3)["course"]["points"]] == [1000, 10**15, 1200]
 
@@ -383,7 +360,7 @@ def test_the_course_goes_back_with_a_run_that_is_restored():
 def test_a_loss_that_is_no_number_is_none():
     feed = feed_of("shard-0")
     for second in range(30):
-        feed.heard("shard-0", shard(learners=[learner("ann", loss=float("inf"))]), None, NOW + second)
+        feed.heard("shard-0", shard(learners=[learner("ann", loss=float("inf"))]), now=NOW + second)
         feed.sample(NOW + second)
     assert row_of(feed, "ann")["loss"] is None
 
@@ -421,10 +398,8 @@ def test_events_of_one_moment_are_told_apart():
 
 
 def test_a_learner_that_left_one_shard_and_was_evicted_by_another_stays_away_when_both_forget_it():
-    feed = feed_of()
-    feed.heard("shard-0", shard(0, learner("ann", "left"), learner("bob")), None, NOW)
-    feed.heard("shard-1", shard(1, learner("ann", "evicted"), learner("bob")), None, NOW)
+    feed = after(shard(0, learner("ann", "left"), learner("bob")), shard(1, learner("ann", "evicted"), learner("bob")))
     assert row_of(feed, "ann")["state"] == "away"
     for index in (1, 0):
-        feed.heard(f"shard-{index}", shard(index, learner("bob"), epoch=8), None, NOW + 5)
+        feed.heard(f"shard-{index}", shard(index, learner("bob"), epoch=8), now=NOW + 5)
     assert row_of(feed, "ann")["state"] == "away"
