@@ -25,6 +25,7 @@ from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
 from diloco_server.shell.probes import PROBES, Probe
 from diloco_server.shell.servicer import ParameterServer
+from secret_files import secret_file
 
 
 @pytest.fixture
@@ -75,13 +76,59 @@ def test_a_healthy_shard_fails_nothing(serve, train):
     assert "a round trip takes" in said
 
 
-def test_a_wrong_port_is_named():
-    assert failures(found_at(closed_port())) == ["PORT_CLOSED"]
+class World:
+    """What there is to look at."""
+
+    def __init__(self, serve: Callable[..., InProcessShard], folder: Path) -> None:
+        self.serve, self.folder = serve, folder
+        self.run = Certificates(folder / "certs")
+
+    @property
+    def secure(self) -> InProcessShard:
+        return self.serve(settings_with(security={"tls": self.run.issue("shard/0", days=80)}))
+
+    def frozen(self) -> list[Finding]:
+        """The kernel takes its connections; nobody answers."""
+        with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+            return found_at(f"127.0.0.1:{listener.getsockname()[1]}")
+
+    def revoked(self) -> list[Finding]:
+        shard, folder = self.secure, self.run.issue("learner/a", days=80)
+        shard.loop.look(lambda: shard.server._access.callers.deny(frozenset({self.run.serials["learner/a"]})))
+        return found_at(shard.address, tls=folder)
+
+    def with_token(self, *, shown: bool) -> list[Finding]:
+        token = secret_file(self.folder / "token", "a-token-of-enough-letters")
+        shard = self.serve(settings_with(security={"token_file": token}))
+        return found_at(shard.address, **({"security": {"token_file": token}} if shown else {}))
+
+    def as_learner(self, authority: Certificates | None = None, **more: timedelta) -> list[Finding]:
+        return found_at(self.secure.address, tls=(authority or self.run).issue("learner/a", **more))
 
 
-def test_the_port_of_http_is_no_shard(serve):
-    shard = serve()
-    assert failures(found_at(shard.server.http_address)) == ["NOT_A_SHARD"]
+@pytest.mark.parametrize(
+    ("look_at", "named"),
+    [
+        (lambda w: found_at(closed_port()), ["PORT_CLOSED"]),
+        (lambda w: found_at(w.serve().server.http_address), ["NOT_A_SHARD"]),
+        (lambda w: w.frozen(), ["NO_ANSWER"]),
+        (lambda w: found_at(w.secure.address), ["TLS_NEEDED"]),
+        (lambda w: found_at(w.serve().address, tls=w.run.issue("learner/a")), ["TLS_NOT_SPOKEN"]),
+        (lambda w: w.as_learner(begins=timedelta(days=-3)), ["CERTIFICATE_EXPIRED"]),
+        (lambda w: w.as_learner(begins=timedelta(days=3)), ["CERTIFICATE_NOT_YET_VALID"]),
+        (lambda w: w.as_learner(Certificates(w.folder / "other")), ["FOREIGN_CERTIFICATE"]),
+        (lambda w: w.revoked(), ["REVOKED"]),
+        (lambda w: found_at(w.serve().address, run={"id": "other"}), ["WRONG_RUN"]),
+        (lambda w: w.with_token(shown=False), ["UNAUTHENTICATED"]),
+        (lambda w: w.with_token(shown=True), []),
+        *(
+            (lambda w, who=who: found_at(w.secure.address, tls=w.run.issue(who, days=80)), code)
+            for who, code in (("observer/x", []), ("admin/x", []), ("shard/1", ["WRONG_SCOPE"]))
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(serve, tmp_path, look_at, named):
+    assert failures(look_at(World(serve, tmp_path))) == named
 
 
 def test_a_name_that_there_is_not(monkeypatch):
@@ -99,56 +146,12 @@ def test_what_needs_a_check_that_failed_is_skipped():
     assert [f.code for f in findings].count("SKIPPED") == 4, "tls, run, clock and version"
 
 
-def test_a_frozen_shard_is_named():
-    """The kernel takes its connections; nobody answers."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert failures(found_at(address)) == ["NO_ANSWER"]
-
-
-def test_plaintext_on_tls_and_the_reverse(secure, serve, run):
-    assert failures(found_at(secure.address)) == ["TLS_NEEDED"]
-    assert failures(found_at(serve().address, tls=run.issue("learner/a"))) == ["TLS_NOT_SPOKEN"]
-
-
-@pytest.mark.parametrize(
-    ("begins", "code"),
-    [(timedelta(days=-3), "CERTIFICATE_EXPIRED"), (timedelta(days=3), "CERTIFICATE_NOT_YET_VALID")],
-)
-def test_a_certificate_out_of_its_time(secure, run, begins, code):
-    assert failures(found_at(secure.address, tls=run.issue("learner/a", begins=begins))) == [code]
-
-
-def test_a_certificate_of_another_authority(secure, tmp_path):
-    other = Certificates(tmp_path / "other")
-    assert failures(found_at(secure.address, tls=other.issue("learner/a"))) == ["FOREIGN_CERTIFICATE"]
-
-
 def test_a_certificate_that_ends_soon(secure, run):
     found = found_at(secure.address, tls=run.issue("observer/x", days=3))
     soon = [f for f in found if f.code == "CERTIFICATE_ENDS_SOON"]
     assert failures(found) == []
     assert len(soon) == 1, "that of the caller, and not that of the shard"
     assert "observer/x" in soon[0].what
-
-
-def test_a_revoked_certificate(secure, run):
-    folder = run.issue("learner/a", days=80)
-    secure.loop.look(lambda: secure.server._access.callers.deny(frozenset({run.serials["learner/a"]})))
-    assert failures(found_at(secure.address, tls=folder)) == ["REVOKED"]
-
-
-def test_another_run(serve):
-    assert failures(found_at(serve().address, run={"id": "other"})) == ["WRONG_RUN"]
-
-
-def test_a_token_that_is_missing(serve, tmp_path):
-    token = tmp_path / "token"
-    token.write_text("a-token-of-enough-letters")
-    token.chmod(0o600)
-    shard = serve(settings_with(security={"token_file": token}))
-    assert failures(found_at(shard.address)) == ["UNAUTHENTICATED"]
-    assert failures(found_at(shard.address, security={"token_file": token})) == []
 
 
 def test_another_version_of_the_protocol(serve):
@@ -289,11 +292,6 @@ def test_probes_have_a_quota(serve, loop):
 
 def test_strangers_measure_nothing(serve, loop):
     assert Caller(loop, serve().address, run_id="other").refused(few) == "WRONG_RUN"
-
-
-@pytest.mark.parametrize(("who", "may"), [("observer/x", True), ("admin/x", True), ("shard/1", False)])
-def test_only_those_may_measure_who_may_read_the_model(secure, run, who, may):
-    assert failures(found_at(secure.address, tls=run.issue(who, days=80))) == ([] if may else ["WRONG_SCOPE"])
 
 
 def test_a_run_that_waits_for_its_first_learner_fails_nothing(serve):

@@ -63,56 +63,68 @@ def answer(push: str = "int8", pull: str = "bfloat16", every: int = 24) -> JoinA
     )  # fmt: skip
 
 
+NOW = datetime(2026, 11, 22, tzinfo=UTC)
+AVERAGING = SHARD._replace(companions_every=1)
+
+
+def link(mbit: float, step_s: float = 1.0) -> Finding:
+    """Of a run that asks for 667 Mbit/s down: 10^9 parameters, H = 24, at 1 s."""
+    return shards.advice(Link(mbit * 1e6, mbit * 1e6, 0.02), answer(), 1e9, step_s, "so much")
+
+
+def clock(skew_s: float, *, proven: bool) -> Finding:
+    return shards.clock("ps-0:1", skew_s, proven=proven)
+
+
+def room(free: float, used: float = 0.0, shard: Shard = SHARD, checkpoints: int = 0) -> Finding:
+    """8 bytes x (2 x 10^8 + 2 x 4.2 x 10^6) = 1.67 GB; averaging takes 4 bytes beside 6: 2.1 GB."""
+    return machine.enough_room(Path("x"), free, used, shard._replace(checkpoints=checkpoints))
+
+
 @pytest.mark.parametrize(
-    ("mbit", "expected"),
-    [  # 10^9 parameters, H = 24, 1 s: 667 Mbit/s down
-        (2000, ("ok", "OK")),
-        (1000, ("warning", "LINK_THIN")),
-        (500, ("failure", "LINK_THIN")),
+    ("found", "state", "code"),
+    [
+        (link(2000), "ok", "OK"),
+        (link(1000), "warning", "LINK_THIN"),
+        (link(500), "failure", "LINK_THIN"),
+        (link(100, step_s=20.0), "ok", "OK"),  # slow steps make a thin link thick enough
+        (shards.round_trip("ps-0:1", 0.7), "warning", "LINK_FAR"),
+        (shards.round_trip("ps-0:1", 0.08), "ok", "OK"),
+        # A clock matters most where something proves who calls.
+        (clock(0.2, proven=True), "ok", "OK"),
+        (clock(-30.0, proven=True), "warning", "CLOCK_SKEWED"),
+        (clock(3600.0, proven=False), "warning", "CLOCK_SKEWED"),
+        (clock(-3600.0, proven=True), "failure", "CLOCK_SKEWED"),
+        # A certificate is renewed before it ends.
+        (shards.validity("it", NOW + timedelta(days=13), NOW), "warning", "CERTIFICATE_ENDS_SOON"),
+        (shards.validity("it", NOW + timedelta(days=15), NOW), "ok", "OK"),
+        (machine.fast_enough(Path("x"), Written(1.5, 8 << 20), None), "warning", "DISK_SLOW"),  # whatever the model
+        (room(2e9), "ok", "OK"),
+        (room(1e9), "failure", "DISK_SMALL"),
+        (room(1e9, used=1e9), "ok", "OK"),
+        (room(2e9, checkpoints=3), "failure", "DISK_SMALL"),
+        (room(2e9, shard=AVERAGING), "failure", "DISK_SMALL"),
+        (room(3e9, shard=AVERAGING), "ok", "OK"),
+        (machine.enough_files(1 << 20, ShardSettings()), "ok", "OK"),
+        (machine.enough_files(1024, ShardSettings()), "warning", "FILES_FEW"),
+        (machine.enough_files(256, ShardSettings()), "failure", "FILES_FEW"),
+        (machine.enough_memory(1e9, SHARD), "failure", "MEMORY_SHORT"),
+        (machine.enough_memory(3e9, SHARD), "ok", "OK"),
+        (machine.enough_memory(3e9, SHARD._replace(companions_every=4)), "failure", "MEMORY_SHORT"),
     ],
 )
-def test_a_link_is_judged_by_what_the_run_asks_for(mbit: float, expected: tuple[str, str]) -> None:
-    found = shards.advice(Link(mbit * 1e6, mbit * 1e6, 0.02), answer(), 1e9, 1.0, "so much")
-    assert verdict(found) == expected
+def test_what_a_measurement_means(found: Finding, state: str, code: str) -> None:
+    assert verdict(found) == (state, code)
 
 
 def test_a_thin_link_is_told_what_it_allows() -> None:
-    found = shards.advice(Link(1e8, 1e8, 0.02), answer(), 1e9, 1.0, "so much")
+    found = link(100)
     assert "sync_every = 163, push = int4, pull = int8" in found.do
     assert "steps of 13.3 s or longer" in found.do
 
 
-def test_slow_steps_make_a_thin_link_thick_enough() -> None:
-    assert verdict(shards.advice(Link(1e8, 1e8), answer(), 1e9, 20.0, "")) == ("ok", "OK")
-
-
-@pytest.mark.parametrize(
-    ("skew_s", "proven", "expected"),
-    [
-        (0.2, True, ("ok", "OK")),
-        (-30.0, True, ("warning", "CLOCK_SKEWED")),
-        (3600.0, False, ("warning", "CLOCK_SKEWED")),
-        (-3600.0, True, ("failure", "CLOCK_SKEWED")),
-    ],
-)
-def test_a_clock_matters_most_where_something_proves_who_calls(
-    skew_s: float, proven: bool, expected: tuple[str, str]
-) -> None:
-    found = shards.clock("ps-0:1", skew_s, proven=proven)
-    assert verdict(found) == expected
-    if skew_s < -1:
-        assert "behind" in found.what
-
-
-def test_a_far_link_is_a_warning() -> None:
-    assert verdict(shards.round_trip("ps-0:1", 0.7)) == ("warning", "LINK_FAR")
-    assert verdict(shards.round_trip("ps-0:1", 0.08)) == ("ok", "OK")
-
-
-def test_a_certificate_is_renewed_before_it_ends() -> None:
-    now = datetime(2026, 11, 22, tzinfo=UTC)
-    assert verdict(shards.validity("it", now + timedelta(days=13), now)) == ("warning", "CERTIFICATE_ENDS_SOON")
-    assert verdict(shards.validity("it", now + timedelta(days=15), now)) == ("ok", "OK")
+def test_a_clock_is_ahead_or_behind() -> None:
+    assert ["behind" in clock(skew_s, proven=True).what for skew_s in (-30.0, 30.0)] == [True, False]
 
 
 # ---------------------------------------------------------------- the disk
@@ -168,33 +180,12 @@ def test_a_link_that_somebody_laid_is_not_written_through(tmp_path: Path) -> Non
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_disk_is_slow_whatever_the_model() -> None:
-    assert verdict(machine.fast_enough(Path("x"), Written(1.5, 8 << 20), None)) == ("warning", "DISK_SLOW")
-
-
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert verdict(machine.speed(Path("/proc/self"), None, lambda: 0.0)) == ("failure", "DISK_UNUSABLE")
 
 
-@pytest.mark.parametrize(
-    ("free", "used", "checkpoints", "expected"),
-    [  # 8 bytes x (2 x 10^8 + 2 x 4.2 x 10^6) = 1.67 GB
-        (2e9, 0.0, 0, "OK"),
-        (1e9, 0.0, 0, "DISK_SMALL"),
-        (1e9, 1e9, 0, "OK"),
-        (2e9, 0.0, 3, "DISK_SMALL"),
-    ],
-)
-def test_there_is_room_for_what_is_kept(free: float, used: float, checkpoints: int, expected: str) -> None:
-    shard = SHARD._replace(checkpoints=checkpoints)
-    assert machine.enough_room(Path("x"), free, used, shard).code == expected
-
-
-def test_companions_take_their_share_of_the_disk() -> None:
-    averaging = SHARD._replace(companions_every=1)
-    assert machine.enough_room(Path("x"), 2e9, 0.0, averaging).code == "DISK_SMALL", "4 bytes beside 6: 2.1 GB"
-    assert machine.enough_room(Path("x"), 3e9, 0.0, averaging).code == "OK"
+def test_companions_take_their_share_of_the_time_of_a_disk() -> None:
     written = Written(0.15, 8 << 20)  # 0.45 s for 25 MB, 24 times in 24 s; two thirds of that for companions
     busy = [machine.fast_enough(Path("x"), written, SHARD._replace(companions_every=n)).what for n in (None, 3, 1)]
     assert [re.findall(r"(\d+)%", words) for words in busy] == [["45"], ["55"], ["75"]]
@@ -211,21 +202,6 @@ def test_the_shard_of_the_settings_holds_companions_where_momentum_is_averaged(
 
 
 # ---------------------------------------------------------------- the machine
-
-
-@pytest.mark.parametrize(
-    ("hard", "expected"),
-    [(1 << 20, ("ok", "OK")), (1024, ("warning", "FILES_FEW")), (256, ("failure", "FILES_FEW"))],
-)
-def test_few_files_are_named(hard: int, expected: tuple[str, str]) -> None:
-    assert verdict(machine.enough_files(hard, ShardSettings())) == expected
-
-
-def test_little_memory_is_named() -> None:
-    assert verdict(machine.enough_memory(1e9, SHARD)) == ("failure", "MEMORY_SHORT")
-    assert verdict(machine.enough_memory(8e9, SHARD)) == ("ok", "OK")
-    assert verdict(machine.enough_memory(3e9, SHARD)) == ("ok", "OK")
-    assert verdict(machine.enough_memory(3e9, SHARD._replace(companions_every=4))) == ("failure", "MEMORY_SHORT")
 
 
 def test_a_cgroup_is_less_than_its_machine(tmp_path: Path) -> None:
