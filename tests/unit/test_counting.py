@@ -150,7 +150,7 @@ def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(
     for _ in range(stale):
         for actor in crowd.actors.values():
             actor.steps, actor.tokens = actor.steps + 1, actor.tokens + TOKENS_OF_A_STEP
-            crowd.report(actor)
+            crowd.says(actor)
     while pushed_before and crowd.shard.fragments[0].round is not None:
         crowd.run(TICK_S)
     for actor in list(crowd.actors.values())[:trained]:
@@ -175,7 +175,7 @@ def test_a_freeze_is_made_up_for_within_a_minute_or_not_at_all() -> None:
     crowd.shard.slept(3600, crowd.now)
     crowd.run(WAKING_S + 2)
     for _ in range(50):
-        crowd.report(first)
+        crowd.says(first)
         first.steps, first.tokens = first.steps + 1, first.tokens + TOKENS_OF_A_STEP
     assert first.member.trail is not None
     assert first.member.trail.first_at == 0.0
@@ -212,7 +212,7 @@ class Liar:
 
     def __init__(self, crowd: Crowd) -> None:
         self.crowd, self.pushed = crowd, 0
-        self.actor = crowd.join("liar", 1.0, contributes=False)
+        self.actor = crowd.come("liar", 1.0, contributes=False)
 
     def go_on(self) -> None:
         crowd, member = self.crowd, self.actor.member
@@ -223,15 +223,15 @@ class Liar:
         for tokens in (2**exponent for exponent in range(40, 3, -1)):
             with suppress(Implausible):
                 check_trained(
-                    crowd.header(collecting.round, tokens, 1), "liar", member.trail, pace, up_s, crowd.now
+                    crowd.header(collecting.round, PAYLOAD, tokens=tokens, steps=1), "liar", member.trail, pace, up_s, crowd.now
                 )  # fmt: skip
                 break
-        answer = crowd.push(member, crowd.header(collecting.round, tokens, 1), PAYLOAD)
+        answer = crowd.push(member, crowd.header(collecting.round, PAYLOAD, tokens=tokens, steps=1), PAYLOAD)
         assert answer.outcome is Outcome.ACCEPTED
         self.pushed += tokens
         crowd.run(0.2)
         self.actor.member = crowd.shard.join("liar", f"process {collecting.round}", MODEL, crowd.now)
-        crowd.report(self.actor)
+        crowd.says(self.actor)
 
 
 def budget_run(*, with_liar: bool) -> tuple[Crowd, float, int]:

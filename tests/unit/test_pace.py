@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from builders import make_settings
 from diloco_common.codec import encode_payload
 from diloco_common.errors import Implausible
-from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import Collect, Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core.ledger import RoundOpened
 from diloco_server.core.membership import Member
@@ -32,10 +30,9 @@ from diloco_server.core.trust.trail import (
     countable,
     usual,
 )
-from lockstep import ShardShell
+from rig import MODEL, SIZE, TOKENS, Rig
 
-SIZE, TOKENS, TICK_S = 8, 10, 0.05
-MODEL = [TensorSpec("w", (SIZE,))]
+TICK_S = 0.05
 FREE = Most(math.inf, Pace(math.inf, math.inf))
 PAYLOAD = encode_payload(torch.ones(SIZE), "float32")
 
@@ -58,39 +55,33 @@ class Actor:
     asked: int | None = None
 
 
-class Crowd(ShardShell):
+class Crowd(Rig):
     """A shard, and whoever reports to it."""
 
-    def __init__(self, **sections: Any) -> None:
-        sync = {"sync_every": 4, "quorum": 1, "merge": "mean"} | sections.pop("sync", {})
-        outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
+    def __init__(self, sync: dict[str, Any] | None = None, **sections: Any) -> None:
         lease = {"lease_s": 1000.0, "stalled_s": 1000.0}
-        super().__init__(make_settings(sync=sync, outer=outer, lease=lease, **sections))
+        super().__init__(sync={"quorum": 1} | (sync or {}), lease=lease, **sections)
         self.actors: dict[str, Actor] = {}
         self.answers: list[tuple[str, PushAnswer]] = []
 
-    def join(self, learner_id: str, step_s: float, **lies: Any) -> Actor:
+    def come(self, learner_id: str, step_s: float, **lies: Any) -> Actor:
         member = self.shard.join(learner_id, f"process of {learner_id}", MODEL, self.now)
         actor = self.actors[learner_id] = Actor(learner_id, member, step_s, **lies)
         actor.next_at = self.now + step_s
-        self.report(actor)
+        self.says(actor)
         if not self.shard.versions.all_seeded:
-            self.push(member, self.header(0, 0, 0), PAYLOAD)
+            self.push(member, self.header(0, PAYLOAD), PAYLOAD)
         return actor
 
-    def header(self, round_number: int, tokens: int, steps: int) -> PushHeader:
-        assert self.shard.manifest is not None
-        base = max(0, round_number - 1)
-        return PushHeader(0, round_number, 1, base, tokens, steps, PAYLOAD.header, self.shard.manifest.digest)
-
-    def report(self, actor: Actor) -> None:
+    def says(self, actor: Actor) -> None:
         step_time_s = actor.step_s if actor.step_time_s is None else actor.step_time_s
         self.shard.progress(actor.member, Progress(actor.steps, actor.tokens, None, step_time_s), self.now)
         self.advance()
 
-    def contribute(self, actor: Actor, round_number: int, *, tokens: int | None = None) -> PushAnswer:
+    def brings(self, actor: Actor, round_number: int, *, tokens: int | None = None) -> PushAnswer:
         tokens = actor.tokens - actor.merged_until if tokens is None else tokens
-        answer = self.push(actor.member, self.header(round_number, tokens, max(1, tokens // TOKENS)), PAYLOAD)
+        header = self.header(round_number, PAYLOAD, tokens=tokens, steps=max(1, tokens // TOKENS))
+        answer = self.push(actor.member, header, PAYLOAD)
         self.answers.append((actor.learner_id, answer))
         if answer.outcome is Outcome.ACCEPTED:
             actor.merged_until += tokens
@@ -115,13 +106,13 @@ class Crowd(ShardShell):
                 actor.asked = directive.round
         if actor.contributes and actor.asked is not None and actor.tokens > actor.merged_until:
             asked, actor.asked = actor.asked, None
-            self.contribute(actor, asked)  # it overtakes the report
+            self.brings(actor, asked)  # it overtakes the report
         if self.now >= actor.silent_until:
-            self.report(actor)
+            self.says(actor)
 
     @property
     def rounds(self) -> int:
-        return sum(isinstance(event, RoundOpened) for event in self.events)
+        return len(self.noted(RoundOpened))
 
     @property
     def refused(self) -> list[tuple[str, str]]:
@@ -129,7 +120,7 @@ class Crowd(ShardShell):
 
 
 def honest(crowd: Crowd, count: int = 3, step_s: float = 1.0) -> list[Actor]:
-    return [crowd.join(f"honest-{i}", step_s) for i in range(count)]
+    return [crowd.come(f"honest-{i}", step_s) for i in range(count)]
 
 
 # ------------------------------------------------------------------ rounds
@@ -143,7 +134,7 @@ def test_a_ghost_that_reports_a_thousand_steps_at_a_time_opens_no_more_rounds(ot
         honest(crowd, others)
     without = alone.run(400)
     with_ghost.run(40)
-    with_ghost.join("ghost", 0.1, per_step=(1000, 10**6), contributes=False)
+    with_ghost.come("ghost", 0.1, per_step=(1000, 10**6), contributes=False)
     with_ghost.run(40)  # until it is known for one: it is in no round
     assert with_ghost.run(400) <= without + 2
     assert with_ghost.refused == []
@@ -153,7 +144,7 @@ def test_a_liar_that_contributes_makes_rounds_at_most_so_many_times_as_often() -
     crowd = Crowd()
     honest(crowd)
     usual_rounds = crowd.run(100) / 100
-    liar = crowd.join("liar", 0.1, per_step=(1000, 1000))
+    liar = crowd.come("liar", 0.1, per_step=(1000, 1000))
     crowd.run(100)
     grown = liar.member.counted.inner_step
     rounds = crowd.run(100)
@@ -165,7 +156,7 @@ def test_a_liar_that_contributes_makes_rounds_at_most_so_many_times_as_often() -
 def test_a_learner_that_is_ten_times_as_fast_counts_in_full(times: int) -> None:
     crowd = Crowd()
     slow = honest(crowd, 3, step_s=2.0)
-    fast = crowd.join("fast", 2.0 / times)
+    fast = crowd.come("fast", 2.0 / times)
     rounds = crowd.run(400)
     assert fast.steps - fast.member.counted.inner_step <= 1
     for actor in (fast, *slow):
@@ -215,7 +206,7 @@ def test_the_end_of_a_budget_is_not_called_by_one_report() -> None:
     for crowd in (alone, with_ghost):
         honest(crowd)
         crowd.run(100)
-    with_ghost.join("ghost", 0.1, per_step=(1, 2**40), contributes=False)
+    with_ghost.come("ghost", 0.1, per_step=(1, 2**40), contributes=False)
     with_ghost.run(40)
     assert with_ghost.run(200) <= alone.run(200) + 2
 
@@ -230,7 +221,7 @@ def test_ghosts_that_report_long_steps_widen_no_window() -> None:
     crowd.run(40)
     before = crowd.shard.rounds.grace_s()
     for i in range(5):
-        crowd.join(f"ghost-{i}", 1.0, contributes=False, step_time_s=1e6)
+        crowd.come(f"ghost-{i}", 1.0, contributes=False, step_time_s=1e6)
     for _ in range(50):
         crowd.run(1.0)
         assert crowd.shard.rounds.grace_s() <= max(before, 1.0)
@@ -239,7 +230,7 @@ def test_ghosts_that_report_long_steps_widen_no_window() -> None:
 def test_step_times_are_held_against_what_passes_between_reports() -> None:
     crowd = Crowd(sync={"grace": "adaptive", "on_commit": "overwrite"})
     for i in range(3):
-        crowd.join(f"liar-{i}", 1.0, step_time_s=1e6)  # these do contribute, and are the majority
+        crowd.come(f"liar-{i}", 1.0, step_time_s=1e6)  # these do contribute, and are the majority
     crowd.run(60)
     assert 0 < crowd.shard.rounds.grace_s() <= 2.1
 
@@ -250,13 +241,13 @@ def test_step_times_are_held_against_what_passes_between_reports() -> None:
 def test_nobody_pushes_more_than_was_reported_and_can_be_on_its_way() -> None:
     crowd = Crowd()
     honest(crowd)
-    liar = crowd.join("liar", 1.0, contributes=False)
+    liar = crowd.come("liar", 1.0, contributes=False)
     crowd.run(40)
-    while crowd.shard.fragments[0].round is None:
+    while crowd.state.round is None:
         crowd.run(TICK_S)
     before = crowd.shard.tokens_merged
 
-    answer = crowd.contribute(liar, crowd.shard.fragments[0].version + 1, tokens=10**9)
+    answer = crowd.brings(liar, crowd.state.version + 1, tokens=10**9)
 
     assert (answer.outcome, answer.code) == (Outcome.REJECTED, "IMPLAUSIBLE")
     assert "pushes 1000000000 tokens" in answer.message
@@ -269,12 +260,12 @@ def test_what_is_merged_cannot_be_pushed_again() -> None:
     crowd = Crowd()
     liar, *_ = honest(crowd)
     crowd.run(100)
-    while crowd.shard.fragments[0].round is None:
+    while crowd.state.round is None:
         crowd.run(TICK_S)
     assert liar.member.trail is not None
     assert liar.member.trail.merged_until[0].tokens > 0
 
-    answer = crowd.contribute(liar, crowd.shard.fragments[0].version + 1, tokens=100 * TRAINED_FACTOR * TOKENS)
+    answer = crowd.brings(liar, crowd.state.version + 1, tokens=100 * TRAINED_FACTOR * TOKENS)
 
     assert answer.code == "IMPLAUSIBLE"
 
