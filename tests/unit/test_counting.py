@@ -221,12 +221,11 @@ class Liar:
             return
         pace, up_s = crowd.shard.membership.usual_pace(crowd.now), crowd.shard.membership.up_s(crowd.now)
         for tokens in (2**exponent for exponent in range(40, 3, -1)):
+            header = crowd.header(collecting.round, PAYLOAD, tokens=tokens, steps=1)
             with suppress(Implausible):
-                check_trained(
-                    crowd.header(collecting.round, PAYLOAD, tokens=tokens, steps=1), "liar", member.trail, pace, up_s, crowd.now
-                )  # fmt: skip
+                check_trained(header, "liar", member.trail, pace, up_s, crowd.now)
                 break
-        answer = crowd.push(member, crowd.header(collecting.round, PAYLOAD, tokens=tokens, steps=1), PAYLOAD)
+        answer = crowd.push(member, header, PAYLOAD)
         assert answer.outcome is Outcome.ACCEPTED
         self.pushed += tokens
         crowd.run(0.2)
