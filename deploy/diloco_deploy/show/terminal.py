@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -42,33 +43,6 @@ _STYLES = {
 }
 
 
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    from_width: int  # shown on terminals at least this wide
-    right: bool = True
-
-
-_WORKER_COLUMNS = (
-    _Column("worker", 0, right=False),
-    _Column("state", 0, right=False),
-    _Column("step", 48),
-    _Column(_RATE, 0),
-    _Column("loss", 0),
-    _Column("merged", 56),
-    _Column("carried", 64),
-)
-_SHARD_COLUMNS = (
-    _Column("shard", 0, right=False),
-    _Column("state", 48, right=False),
-    _Column("version", 0),
-    _Column("open", 64),
-    _Column("in", 0),
-    _Column("out", 0),
-    _Column("learners", 56),
-)
-
-
 # ---------------------------------------------------------------- pure
 
 
@@ -89,10 +63,9 @@ class Snapshot:
 
 def tables(snapshot: Snapshot, width: int) -> Group:
     """Shards and workers, in as many columns as fit."""
-    rate = _RATES[snapshot.cluster.totals().unit]
     return Group(
-        _table(_SHARD_COLUMNS, [_shard_row(snapshot, shard) for shard in snapshot.cluster.shards], width),
-        _table(_WORKER_COLUMNS, [_worker_row(snapshot, worker) for worker in snapshot.cluster.workers], width, rate),
+        _table(_OF_SHARDS, snapshot, snapshot.cluster.shards, width),
+        _table(_OF_WORKERS, snapshot, snapshot.cluster.workers, width),
     )
 
 
@@ -165,14 +138,51 @@ def _fit(parts: list[str], width: int) -> Text:
     return Text(kept[:width])
 
 
-def _table(columns: tuple[_Column, ...], rows: list[dict[str, str]], width: int, rate: str = _RATE) -> Table:
+class _Column(NamedTuple):
+    title: str
+    from_width: int
+    """Shown on terminals at least this wide."""
+    cell: Callable[[Snapshot, Member], str]
+    right: bool = True
+
+
+def _state(snapshot: Snapshot, member: Member) -> str:
+    return snapshot.cluster.state_of(member, snapshot.now)
+
+
+def _versions(_: Snapshot, shard: Member) -> str:
+    return f"{shard.versions[0]}-{shard.versions[1]}" if shard.versions else "-"
+
+
+_OF_SHARDS = (
+    _Column("shard", 0, lambda _, shard: shard.name, right=False),
+    _Column("state", 48, _state, right=False),
+    _Column("version", 0, _versions),
+    _Column("open", 64, lambda _, shard: str(shard.open_rounds)),
+    _Column("in", 0, lambda _, shard: units.size(shard.count("bytes_pushed"))),
+    _Column("out", 0, lambda _, shard: units.size(shard.count("bytes_pulled"))),
+    _Column("learners", 56, lambda _, shard: f"{shard.learners_held} alive" if shard.status else "-"),
+)
+_OF_WORKERS = (
+    _Column("worker", 0, lambda _, worker: worker.name, right=False),
+    _Column("state", 0, _state, right=False),
+    _Column("step", 48, lambda _, worker: str(worker.get("inner_step", "-"))),
+    _Column(_RATE, 0, lambda _, worker: units.count(float(worker.get("tokens_per_s", 0.0)))),
+    _Column("loss", 0, lambda _, worker: units.loss(worker.get("loss"))),
+    _Column("merged", 56, lambda _, worker: str(worker.get("contributions", {}).get("merged", "-"))),
+    _Column("carried", 64, lambda _, worker: str(worker.get("contributions", {}).get("late", "-"))),
+)
+
+
+def _table(columns: Sequence[_Column], snapshot: Snapshot, members: Sequence[Member], width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shown = [column for column in columns if width >= column.from_width]
+    rate = _RATES[snapshot.cluster.totals().unit]
     for column in shown:
         title = rate if column.title == _RATE else column.title
         table.add_column(title, justify="right" if column.right else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(_cell(column, row[column.title]) for column in shown))
+    for member in members:
+        table.add_row(*(_cell(column, column.cell(snapshot, member)) for column in shown))
     return table
 
 
@@ -181,32 +191,6 @@ def _cell(column: _Column, text: str) -> Text:
         return Text(text)
     word = re.sub(r" [\d:]+$", "", text)  # "away 0:12"
     return Text(text, style=_STYLES.get(word, ""))
-
-
-def _shard_row(snapshot: Snapshot, shard: Member) -> dict[str, str]:
-    versions = shard.versions
-    return {
-        "shard": shard.name,
-        "state": snapshot.cluster.state_of(shard, snapshot.now),
-        "version": f"{versions[0]}-{versions[1]}" if versions else "-",
-        "open": str(shard.open_rounds),
-        "in": units.size(shard.count("bytes_pushed")),
-        "out": units.size(shard.count("bytes_pulled")),
-        "learners": f"{shard.learners_held} alive" if shard.status else "-",
-    }
-
-
-def _worker_row(snapshot: Snapshot, worker: Member) -> dict[str, str]:
-    contributions = worker.get("contributions", {})
-    return {
-        "worker": worker.name,
-        "state": snapshot.cluster.state_of(worker, snapshot.now),
-        "step": str(worker.get("inner_step", "-")),
-        _RATE: units.count(float(worker.get("tokens_per_s", 0.0))),
-        "loss": units.loss(worker.get("loss")),
-        "merged": str(contributions.get("merged", "-")),
-        "carried": str(contributions.get("late", "-")),
-    }
 
 
 # ---------------------------------------------------------------- on the terminal
