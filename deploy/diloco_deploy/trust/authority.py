@@ -130,27 +130,16 @@ class Authority:
             raise ConfigError(f"{path} holds a token of {held}, not of {subject}; {_ELSE}")
 
     def _sign(
-        self,
-        subject: Subject,
-        public: ec.EllipticCurvePublicKey,
-        names: list[x509.GeneralName],
-        now: datetime,
+        self, subject: Subject, public: ec.EllipticCurvePublicKey, names: list[x509.GeneralName], now: datetime,
         days: float,
-    ) -> x509.Certificate:
+    ) -> x509.Certificate:  # fmt: skip
         uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
         if subject.scope in (Scope.SHARD, Scope.LEARNER):
             uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
         authority = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject.name)])
         return (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject.name)]))
-            .issuer_name(self._certificate.subject)
-            .public_key(public)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - CLOCKS_DIFFER)
-            .not_valid_after(now + timedelta(days=days))
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_key_usage(signs_calls=True), critical=True)
+            _begun(name, self._certificate.subject, public, now, days, is_ca=False)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority), critical=False)
@@ -194,15 +183,7 @@ def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
         [x509.NameAttribute(NameOID.ORGANIZATION_NAME, "diloco"), x509.NameAttribute(NameOID.COMMON_NAME, run_id)]
     )
     certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCKS_DIFFER)
-        .not_valid_after(now + timedelta(days=CA_DAYS))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(signs_calls=False), critical=True)
+        _begun(name, name, key.public_key(), now, CA_DAYS, is_ca=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -271,12 +252,25 @@ def _host_name(host: str) -> x509.GeneralName:
 _DNS_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 
 
-def _key_usage(*, signs_calls: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=signs_calls, key_cert_sign=not signs_calls, crl_sign=not signs_calls,
-        content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
-        encipher_only=False, decipher_only=False,
+def _begun(
+    name: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, now: datetime, days: float, *, is_ca: bool
+) -> x509.CertificateBuilder:
+    """What every certificate has."""
+    usage = x509.KeyUsage(
+        digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
     )  # fmt: skip
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCKS_DIFFER)
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
+        .add_extension(usage, critical=True)
+    )
 
 
 def is_good(folder: Path, subject: Subject, hosts: Sequence[str], revoked: set[str], now: datetime) -> bool:
