@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec.memory import SLICE_ELEMENTS, scratch, slices, slices_of
-from diloco_common.codec.native import WeightedSum, kernels
+from diloco_common.codec.native import Loops, WeightedSum, kernels
 from diloco_common.errors import BadSize, NotFinite
 
 BLOCK_ELEMENTS = 256
@@ -103,8 +103,8 @@ class Codec(ABC):
         NotFinite.
         """
         self._check_size(out, values.numel())
-        encoded = self._encode_natively(values, plus, loss, out)
-        if encoded is None:
+        native = self._native(out)
+        if native is None:
             lost = _in_float32(loss)
             x = total(values, plus, lost)
             self.encode_values(x, out)
@@ -112,7 +112,7 @@ class Codec(ABC):
                 self.accumulate(out, lost, weight=-1.0)
                 if lost is not loss:
                     loss.copy_(lost.clamp_(-BFLOAT16_MAX, BFLOAT16_MAX))
-        elif not encoded:
+        elif not native.encode(values, plus, loss, out):
             refuse_non_finite(total(values, plus))
 
     def encode_change(self, values: Tensor, base: Tensor, out: Tensor, anchor: Tensor) -> None:
@@ -170,7 +170,11 @@ class Codec(ABC):
         Any `start`; m at most SLICE_ELEMENTS - BLOCK_ELEMENTS, or SLICE_ELEMENTS where it is a multiple of
         BLOCK_ELEMENTS.
         """
-        out.add_(self._decoded(data, num_elements, start, out.numel()), alpha=weight)
+        native = self._native(data)
+        if native is None or not native.decodes:
+            out.add_(self._decoded(data, num_elements, start, out.numel()), alpha=weight)
+        else:
+            native.accumulate(data, num_elements, start, out, weight)
 
     def weighted_sum(self, parts: Sequence[Part], weights: Sequence[float], out: Tensor) -> float:
         """out <- sum of weights[i] * parts[i], in float32 and in this order; returns the sum of its squares.
@@ -188,13 +192,16 @@ class Codec(ABC):
 
     def native_sum(self, parts: Sequence[Part], weights: Sequence[float]) -> WeightedSum | None:
         """The weighted sum in a form that other kernels can use; None if there are no kernels."""
-        return None
+        native = self._native(parts[0].data)
+        return native.weighted_sum(parts, weights) if native else None
 
     def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
         """Sum of squares of elements start..stop of a checked chunk of `num_elements`; any start and stop.
 
         NaN or infinite if an element is, or if a sum leaves the range of float32.
         """
+        if (native := self._native(data)) is not None:
+            return native.sum_squares(data, num_elements, start, stop)
         total, step = 0.0, SLICE_ELEMENTS - BLOCK_ELEMENTS
         for first in range(start, stop, step):
             part = self._decoded(data, num_elements, first, min(step, stop - first))
@@ -208,8 +215,8 @@ class Codec(ABC):
         self.decode_range(data, num_elements, start - before, decoded)
         return decoded[before:]
 
-    def _encode_natively(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool | None:
-        """Encode as `encode` does, with a kernel. None: there is none here. False: an element of x is not finite."""
+    def _native(self, data: Tensor) -> Loops | None:
+        """The kernels of this encoding, where `data` is; None: torch does their work."""
         return None
 
     def _check_size(self, data: Tensor, num_elements: int) -> None:

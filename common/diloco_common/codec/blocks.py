@@ -10,16 +10,16 @@ negative numbers, NaN and infinity.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from diloco_common.codec.base import BFLOAT16_MAX, BLOCK_ELEMENTS, Codec, Part, Reference, refuse_non_finite
+from diloco_common.codec.base import BFLOAT16_MAX, BLOCK_ELEMENTS, Codec, Reference, refuse_non_finite
 from diloco_common.codec.memory import scratch, slices
-from diloco_common.codec.native import Kernels, WeightedSum, kernels
+from diloco_common.codec.native import BlockLoops, kernels
 from diloco_common.errors import BadEncoding
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # 2^-126, the smallest normal number
@@ -65,7 +65,7 @@ class BlockCodec(Codec):
             super().encode_change(values, base, out, anchor)
             return
         self._check_size(out, values.numel())
-        if not native.encode_change(self.native_bits, values, base, self._limits, BFLOAT16_MAX, out, anchor):
+        if not native.encode_change(values, base, BFLOAT16_MAX, out, anchor):
             refuse_non_finite(torch.sub(values, base))
 
     def decode_change(
@@ -76,11 +76,7 @@ class BlockCodec(Codec):
             super().decode_change(data, base, anchor, reference, out)
             return
         self.check(data, base.numel())
-        native.decode_change(self.native_bits, data, base, BFLOAT16_MAX, anchor, reference, out)
-
-    @property
-    def _limits(self) -> tuple[float, float, float]:
-        return self.code_max, self.scale_min, self.scale_max
+        native.decode_change(data, base, BFLOAT16_MAX, anchor, reference, out)
 
     def encode_values(self, values: Tensor, out: Tensor) -> None:
         num_elements, device = values.numel(), values.device
@@ -108,7 +104,7 @@ class BlockCodec(Codec):
     def check(self, data: Tensor, num_elements: int) -> None:
         self._check_size(data, num_elements)
         native = self._native(data)
-        if native is not None and native.check(self.native_bits, data, num_elements, self.scale_min, self.scale_max):
+        if native is not None and native.check(data, num_elements):
             return
         scales, codes = _split(data, num_elements)
         scales_valid = (scales >= self.scale_min) & (scales <= self.scale_max)  # False for NaN
@@ -123,34 +119,15 @@ class BlockCodec(Codec):
             f"not in {self.scale_min:g}..{self.scale_max:g}; the sender's encoder is at fault"
         )
 
-    def accumulate_range(self, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
-        native = self._native(data)
-        if native is None:
-            super().accumulate_range(data, num_elements, start, out, weight)
-        else:
-            native.accumulate(self.native_bits, data, num_elements, start, out, weight)
-
-    def native_sum(self, parts: Sequence[Part], weights: Sequence[float]) -> WeightedSum | None:
-        native = self._native(parts[0].data)
-        return native.weighted_sum(self.native_bits, parts, weights) if native else None
-
-    def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
-        native = self._native(data)
-        if native is None:
-            return super().sum_squares(data, num_elements, start, stop)
-        return native.sum_squares(self.native_bits, data, num_elements, start, stop)
-
-    def _encode_natively(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool | None:
-        native = self._native(out)
-        return None if native is None else native.encode(self.native_bits, values, plus, loss, self._limits, out)
-
-    def _native(self, data: Tensor) -> Kernels | None:
-        return kernels() if self.native_bits and data.device.type == "cpu" else None
+    def _native(self, data: Tensor) -> BlockLoops | None:
+        found = kernels() if self.native_bits and data.device.type == "cpu" else None
+        limits = self.code_max, self.scale_min, self.scale_max
+        return BlockLoops(found.library, (self.native_bits,), limits) if found else None
 
     def decode_range(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
         native = self._native(data)
         if native is not None:
-            native.decode(self.native_bits, data, num_elements, start, out)
+            native.decode(data, num_elements, start, out)
             return
         scales, codes = _split(data, num_elements)
         stop = start + out.numel()

@@ -23,24 +23,112 @@ BLOCK = 256
 """BLOCK_ELEMENTS of the encodings; kernels/common.h has it too."""
 
 
+class Loops:
+    """The loops of one encoding. Tensors are contiguous, on the CPU; callers have checked sizes and codes."""
+
+    suffix = ""
+    """Of the functions in the library."""
+    decodes = True
+    """Whether there is more than encoding and summing."""
+
+    def __init__(self, library: ctypes.CDLL, head: tuple[int, ...] = (), limits: tuple[float, ...] = ()) -> None:
+        """`head`: their first arguments. `limits`: what the encoder keeps to."""
+        self._library, self._head, self._limits = library, head, limits
+
+    def encode(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool:
+        """Encode `values + plus` (n,) float32 into `out` uint8. `loss` gets the error.
+
+        `values` may be bfloat16. So may `plus` and `loss`, if both are. Returns False if an element is not finite.
+        """
+        encode = self._function("diloco_encode")
+        block: int = encode(*self._head, *_encoded(values, plus, loss), *self._limits, out.data_ptr())
+        return block < 0
+
+    def check(self, data: Tensor, num_elements: int) -> bool:
+        """Whether an encoder could have written this chunk; its size is right."""
+        check = self._function("diloco_check")
+        return bool(check(*self._head, data.data_ptr(), num_elements, *self._limits[1:]))
+
+    def decode(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
+        """`out` (m,) float32 <- elements start..start+m of a chunk."""
+        decode = self._function("diloco_decode")
+        decode(*self._head, data.data_ptr(), num_elements, start, start + out.numel(), out.data_ptr())
+
+    def accumulate(self, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
+        """`out` (m,) float32 += weight * elements start..start+m of a chunk."""
+        accumulate = self._function("diloco_accumulate")
+        accumulate(*self._head, data.data_ptr(), num_elements, start, start + out.numel(), weight, out.data_ptr())
+
+    def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
+        """Sum of squares of elements start..stop of a chunk, in float64."""
+        return float(self._function("diloco_sum_squares")(*self._head, data.data_ptr(), num_elements, start, stop))
+
+    def weighted_sum(self, parts: Sequence[_Part], weights: Sequence[float]) -> WeightedSum:
+        """`parts`: a chunk, its number of elements, the first element to sum."""
+        sources = (_ChunkSource * len(parts))()
+        for i, ((chunk, num_elements, start), weight) in enumerate(zip(parts, weights, strict=True)):
+            sources[i] = _ChunkSource(chunk.data_ptr(), num_elements, start, weight)
+        return self._sum((*self._head, sources, len(parts)), 0, parts)
+
+    def _sum(self, heads: tuple[Any, ...], start: int, parts: Sequence[_Part]) -> WeightedSum:
+        functions = self._function("diloco_sum"), self._function("diloco_sum_nesterov")
+        return WeightedSum(*functions, heads, start, [chunk for chunk, _, _ in parts])
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(self._library, name + self.suffix)
+        return function
+
+
+class BlockLoops(Loops):
+    """Of int8 and int4. `head`: the bits of a code. `limits`: code_max, scale_min, scale_max of the codec."""
+
+    def weighted_sum(self, parts: Sequence[_Part], weights: Sequence[float]) -> WeightedSum:
+        """The starts differ by multiples of BLOCK."""
+        sources = (_Source * len(parts))(*map(partial(_source, self._head[0]), parts, weights))
+        start = parts[0][2] % BLOCK
+        return self._sum((*self._head, sources, len(parts), start), start, parts)
+
+    def encode_change(self, values: Tensor, base: Tensor, anchor_max: float, out: Tensor, anchor: Tensor) -> bool:
+        """As `encode` of `values - base`, and `anchor` <- base + decoded, saturating; base and anchor (n,) bfloat16."""
+        block: int = self._library.diloco_encode_change(
+            *self._head, values.data_ptr(), base.data_ptr(), values.numel(), *self._limits, anchor_max, out.data_ptr(),
+            anchor.data_ptr(),
+        )  # fmt: skip
+        return block < 0
+
+    def decode_change(
+        self, data: Tensor, base: Tensor, anchor_max: float, after: Tensor,
+        reference: tuple[Tensor, Tensor | None] | None, out: Tensor | None,
+    ) -> None:  # fmt: skip
+        """`after` <- base + decoded, saturating, both (n,) bfloat16; `out` (n,) float32 <- after - reference."""
+        self._library.diloco_decode_change(
+            *self._head, data.data_ptr(), base.data_ptr(), base.numel(), anchor_max, after.data_ptr(),
+            *_addresses(reference), _address(out),
+        )  # fmt: skip
+
+
+class TopLoops(Loops):
+    """Of topk64_2bit."""
+
+    suffix = "_top"
+
+
+class PlainLoops(Loops):
+    """Of float32 and bfloat16. `head`: the bits of an element. `limits`: the largest magnitude."""
+
+    suffix = "_plain"
+    decodes = False
+
+    def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
+        return float(self._library.diloco_sum_squares_plain(*self._head, data.data_ptr(), start, stop))
+
+
 @dataclass(frozen=True)
 class Kernels:
-    """The loaded library. Tensors are contiguous, on the CPU; callers have checked sizes and codes."""
+    """The loaded library, and its loops that are of no one encoding."""
 
     path: Path
     library: ctypes.CDLL
-
-    def encode(
-        self, bits: int, values: Tensor, plus: Tensor | None, loss: Tensor | None,
-        limits: tuple[float, float, float], out: Tensor,
-    ) -> bool:  # fmt: skip
-        """Encode `values + plus` (n,) float32 as int8 or int4 into `out` uint8. `loss` gets the error.
-
-        `values` may be bfloat16. So may `plus` and `loss`, if both are. `limits`: code_max, scale_min, scale_max of the
-        codec. Returns False if an element is not finite.
-        """
-        block: int = self.library.diloco_encode(bits, *_encoded(values, plus, loss), *limits, out.data_ptr())
-        return block < 0
 
     def progress(self, anchor: Tensor, theta: Tensor, out: Tensor, start: int) -> None:
         """`out` (n,) bfloat16 <- anchor (n,) bfloat16 - theta (m,) float32 or bfloat16, from `start` on."""
@@ -53,98 +141,6 @@ class Kernels:
     def difference(self, version: Tensor, reference: tuple[Tensor, Tensor | None], out: Tensor) -> None:
         """`out` (n,) float32 <- version (n,) bfloat16 - reference; see `diloco_common.codec.base.Reference`."""
         self.library.diloco_difference(version.data_ptr(), *_addresses(reference), version.numel(), out.data_ptr())
-
-    def decode_change(
-        self, bits: int, data: Tensor, base: Tensor, anchor_max: float, after: Tensor,
-        reference: tuple[Tensor, Tensor | None] | None, out: Tensor | None,
-    ) -> None:  # fmt: skip
-        """`after` <- base + decoded, saturating, both (n,) bfloat16; `out` (n,) float32 <- after - reference."""
-        self.library.diloco_decode_change(
-            bits, data.data_ptr(), base.data_ptr(), base.numel(), anchor_max, after.data_ptr(), *_addresses(reference),
-            _address(out),
-        )  # fmt: skip
-
-    def check(self, bits: int, data: Tensor, num_elements: int, scale_min: float, scale_max: float) -> bool:
-        """Whether an encoder could have written this chunk; its size is right."""
-        return bool(self.library.diloco_check(bits, data.data_ptr(), num_elements, scale_min, scale_max))
-
-    def decode(self, bits: int, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
-        """`out` (m,) float32 <- elements start..start+m of a chunk."""
-        self.library.diloco_decode(bits, data.data_ptr(), num_elements, start, start + out.numel(), out.data_ptr())
-
-    def accumulate(self, bits: int, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
-        """`out` (m,) float32 += weight * elements start..start+m of a chunk."""
-        self.library.diloco_accumulate(
-            bits, data.data_ptr(), num_elements, start, start + out.numel(), weight, out.data_ptr()
-        )
-
-    def encode_change(
-        self, bits: int, values: Tensor, base: Tensor, limits: tuple[float, float, float], anchor_max: float,
-        out: Tensor, anchor: Tensor,
-    ) -> bool:  # fmt: skip
-        """As `encode` of `values - base`, and `anchor` <- base + decoded, saturating; base and anchor (n,) bfloat16."""
-        block: int = self.library.diloco_encode_change(
-            bits, values.data_ptr(), base.data_ptr(), values.numel(), *limits, anchor_max, out.data_ptr(),
-            anchor.data_ptr(),
-        )  # fmt: skip
-        return block < 0
-
-    def sum_squares(self, bits: int, data: Tensor, num_elements: int, start: int, stop: int) -> float:
-        """Sum of squares of elements start..stop of a chunk, in float64."""
-        return float(self.library.diloco_sum_squares(bits, data.data_ptr(), num_elements, start, stop))
-
-    def weighted_sum(self, bits: int, parts: Sequence[_Part], weights: Sequence[float]) -> WeightedSum:
-        """`parts`: a chunk, its number of elements, the first element to sum. These differ by multiples of BLOCK."""
-        library, sources = self.library, (_Source * len(parts))(*map(partial(_source, bits), parts, weights))
-        start, chunks = parts[0][2] % BLOCK, [chunk for chunk, _, _ in parts]
-        heads = (bits, sources, len(parts), start)
-        return WeightedSum(library.diloco_sum, library.diloco_sum_nesterov, heads, start, chunks)
-
-    def encode_top(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool:
-        """As `encode`, as topk64_2bit."""
-        block: int = self.library.diloco_encode_top(*_encoded(values, plus, loss), out.data_ptr())
-        return block < 0
-
-    def check_top(self, data: Tensor, num_elements: int) -> bool:
-        """Whether an encoder could have written this chunk of topk64_2bit; its size is right."""
-        return bool(self.library.diloco_check_top(data.data_ptr(), num_elements))
-
-    def decode_top(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
-        """As `decode`, of topk64_2bit."""
-        self.library.diloco_decode_top(data.data_ptr(), num_elements, start, start + out.numel(), out.data_ptr())
-
-    def accumulate_top(self, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
-        """As `accumulate`, of topk64_2bit."""
-        self.library.diloco_accumulate_top(
-            data.data_ptr(), num_elements, start, start + out.numel(), weight, out.data_ptr()
-        )
-
-    def sum_squares_top(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
-        """As `sum_squares`, of topk64_2bit."""
-        return float(self.library.diloco_sum_squares_top(data.data_ptr(), num_elements, start, stop))
-
-    def weighted_sum_top(self, parts: Sequence[_Part], weights: Sequence[float]) -> WeightedSum:
-        """As `weighted_sum`, of topk64_2bit; any starts."""
-        library, (sources, chunks) = self.library, _chunk_sources(parts, weights)
-        heads = (sources, len(chunks))
-        return WeightedSum(library.diloco_sum_top, library.diloco_sum_nesterov_top, heads, 0, chunks)
-
-    def encode_plain(
-        self, bits: int, values: Tensor, plus: Tensor | None, loss: Tensor | None, most: float, out: Tensor
-    ) -> bool:
-        """As `encode`, as float32 (bits = 32) or bfloat16 (16), at most `most`."""
-        block: int = self.library.diloco_encode_plain(bits, *_encoded(values, plus, loss), most, out.data_ptr())
-        return block < 0
-
-    def sum_squares_plain(self, bits: int, data: Tensor, start: int, stop: int) -> float:
-        """As `sum_squares`, of float32 or bfloat16."""
-        return float(self.library.diloco_sum_squares_plain(bits, data.data_ptr(), start, stop))
-
-    def weighted_sum_plain(self, bits: int, parts: Sequence[_Part], weights: Sequence[float]) -> WeightedSum:
-        """As `weighted_sum`, of float32 or bfloat16; any starts."""
-        library, (sources, chunks) = self.library, _chunk_sources(parts, weights)
-        heads = (bits, sources, len(chunks))
-        return WeightedSum(library.diloco_sum_plain, library.diloco_sum_nesterov_plain, heads, 0, chunks)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -206,14 +202,6 @@ class WeightedSum:
         """Take a Nesterov step along the sum, in place: theta (m,) float32, velocity (m,) bfloat16."""
         assert velocity.itemsize == 2
         self._step(*self._heads, self._start + theta.numel(), momentum, lr, velocity.data_ptr(), theta.data_ptr())
-
-
-def _chunk_sources(parts: Sequence[_Part], weights: Sequence[float]) -> tuple[ctypes.Array[_ChunkSource], list[Tensor]]:
-    """The sources of kernels that find their way in a chunk, and the chunks."""
-    sources = (_ChunkSource * len(parts))()
-    for i, ((chunk, num_elements, start), weight) in enumerate(zip(parts, weights, strict=True)):
-        sources[i] = _ChunkSource(chunk.data_ptr(), num_elements, start, weight)
-    return sources, [chunk for chunk, _, _ in parts]
 
 
 def _source(bits: int, part: tuple[Tensor, int, int], weight: float) -> _Source:

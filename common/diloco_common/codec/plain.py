@@ -6,15 +6,14 @@ Encoders never write NaN or infinity. Decoders pass them on, because the shard c
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from diloco_common.codec.base import BFLOAT16_MAX, Codec, Part, refuse_non_finite
+from diloco_common.codec.base import BFLOAT16_MAX, Codec, refuse_non_finite
 from diloco_common.codec.memory import scratch, slices, slices_of
-from diloco_common.codec.native import Kernels, WeightedSum, kernels
+from diloco_common.codec.native import PlainLoops, kernels
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -47,29 +46,12 @@ class PlainCodec(Codec):
     def decode_range(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
         out.copy_(data.view(self.dtype)[start : start + out.numel()])
 
-    def native_sum(self, parts: Sequence[Part], weights: Sequence[float]) -> WeightedSum | None:
-        native = self._native(parts[0].data)
-        return native.weighted_sum_plain(self._bits, parts, weights) if native else None
-
-    def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
-        native = self._native(data)
-        if native is None:
-            return super().sum_squares(data, num_elements, start, stop)
-        return native.sum_squares_plain(self._bits, data, start, stop)
-
     def _cast(self, values: Tensor, out: Tensor, absmax: float) -> None:
         out.copy_(values)
 
-    @property
-    def _bits(self) -> int:
-        return 8 * self.dtype.itemsize
-
-    def _encode_natively(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool | None:
-        native = self._native(out)
-        return None if native is None else native.encode_plain(self._bits, values, plus, loss, self.value_max, out)
-
-    def _native(self, data: Tensor) -> Kernels | None:
-        return kernels() if data.device.type == "cpu" else None
+    def _native(self, data: Tensor) -> PlainLoops | None:
+        found = kernels() if data.device.type == "cpu" else None
+        return PlainLoops(found.library, (8 * self.dtype.itemsize,), (self.value_max,)) if found else None
 
 
 class Float32(PlainCodec):

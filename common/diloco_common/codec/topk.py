@@ -8,14 +8,12 @@ positions of a chunk ascend from its first entry to its last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from diloco_common.codec.base import Codec, Part, refuse_non_finite
+from diloco_common.codec.base import Codec, refuse_non_finite
 from diloco_common.codec.memory import SLICE_ELEMENTS, scratch, slices
-from diloco_common.codec.native import Kernels, WeightedSum, kernels
+from diloco_common.codec.native import TopLoops, kernels
 from diloco_common.errors import BadEncoding
 
 BLOCK = 4096
@@ -90,7 +88,7 @@ class TopK(Codec):
     def check(self, data: Tensor, num_elements: int) -> None:
         self._check_size(data, num_elements)
         native = self._native(data)
-        if native is not None and native.check_top(data, num_elements):
+        if native is not None and native.check(data, num_elements):
             return
         levels, index_bytes, code_bytes = _split(data, num_elements)
         num_kept = _num_kept(num_elements)
@@ -109,7 +107,7 @@ class TopK(Codec):
     def decode_range(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
         native = self._native(data)
         if native is not None:
-            native.decode_top(data, num_elements, start, out)
+            native.decode(data, num_elements, start, out)
             return
         stop = start + out.numel()
         first, last = start // BLOCK, _num_blocks(stop)
@@ -123,38 +121,17 @@ class TopK(Codec):
             out.copy_(into[start - whole_start : stop - whole_start])
 
     def accumulate(self, data: Tensor, out: Tensor, weight: float) -> None:
+        if self._native(data) is not None:
+            super().accumulate(data, out, weight)
+            return
         num_elements = out.numel()
         self.check(data, num_elements)
-        native = self._native(data)
-        if native is not None:
-            native.accumulate_top(data, num_elements, 0, out, weight)
-            return
         positions, sent = _entries(data, num_elements, 0, _num_blocks(num_elements))
         out.index_add_(0, positions, sent, alpha=weight)  # no position comes twice, so the order does not matter
 
-    def accumulate_range(self, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
-        native = self._native(data)
-        if native is None:
-            super().accumulate_range(data, num_elements, start, out, weight)
-        else:
-            native.accumulate_top(data, num_elements, start, out, weight)
-
-    def native_sum(self, parts: Sequence[Part], weights: Sequence[float]) -> WeightedSum | None:
-        native = self._native(parts[0].data)
-        return native.weighted_sum_top(parts, weights) if native else None
-
-    def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
-        native = self._native(data)
-        if native is None:
-            return super().sum_squares(data, num_elements, start, stop)
-        return native.sum_squares_top(data, num_elements, start, stop)
-
-    def _encode_natively(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool | None:
-        native = self._native(out)
-        return None if native is None else native.encode_top(values, plus, loss, out)
-
-    def _native(self, data: Tensor) -> Kernels | None:
-        return kernels() if data.device.type == "cpu" else None
+    def _native(self, data: Tensor) -> TopLoops | None:
+        found = kernels() if data.device.type == "cpu" else None
+        return TopLoops(found.library) if found else None
 
 
 def _num_blocks(num_elements: int) -> int:
