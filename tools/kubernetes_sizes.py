@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from diloco_common.codec import num_payload_bytes
 from diloco_common.settings import CheckpointSettings, SyncSettings
-from diloco_common.wire.sizes import Share, learner_bytes
 from diloco_deploy import units
 from diloco_deploy.plan import formulas
 from diloco_deploy.plan.formulas import BITS
+from diloco_worker.core.sizes import Share, learner_bytes
 
 WORKERS = 8
 STEP_S = 1.0

@@ -46,7 +46,6 @@ PURE_COMMON = tuple(
         "wire.bounds",
         "wire.manifest",
         "wire.messages",
-        "wire.sizes",
     )
 )
 

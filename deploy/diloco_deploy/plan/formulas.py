@@ -53,7 +53,7 @@ def every_for_patience(push_s: float, patience: float, overlap: int, step_s: flo
 
 
 def under_way(fragment_s: float, every: int, fragments: int, step_s: float) -> int:
-    """Fragments that are under way at once: their rounds begin H t / P apart (diloco_common/wire/sizes.py)."""
+    """Fragments that are under way at once: their rounds begin H t / P apart (diloco_worker/core/sizes.py)."""
     return min(fragments, max(1, math.ceil(fragment_s / (every * step_s / fragments))))
 
 

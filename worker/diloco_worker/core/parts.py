@@ -21,7 +21,7 @@ from diloco_common.codec.parts import num_elements, spans
 from diloco_common.errors import UnsupportedModel
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Range
-from diloco_common.wire.sizes import torch_chunk
+from diloco_worker.core.sizes import torch_chunk
 
 SUPPORTED = (
     "islands take DistributedDataParallel, and fully_shard (FSDP2) on a mesh of one dimension, or of two (HSDP), whose "
