@@ -19,7 +19,7 @@ from diloco_server.core.membership import Membership
 from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Round
 from diloco_server.core.trust.counting import ROUNDS_UNKNOWN, Share, count
-from diloco_server.core.trust.trail import STEPS_FACTOR, WAKING_S, check_trained
+from diloco_server.core.trust.trail import STEPS_FACTOR, WAKING_S
 from diloco_server.core.versions import Budget
 
 H, TOKENS, NOW = 10, 100, 1000.0
@@ -49,7 +49,7 @@ def counts(
     for learner_id, (tokens, steps) in pushed.items():
         contribution = make_contribution(learner_id, torch.ones(2))
         closed.contributions[learner_id] = replace(contribution, tokens=tokens, steps=steps)
-    counted, _ = count(closed, shares, record, membership, H, NOW)
+    counted, _ = count(closed, shares, record, membership, H, 0, NOW)
     return {i: c.counted for i, c in counted.items()}
 
 
@@ -219,11 +219,11 @@ class Liar:
         collecting = crowd.shard.fragments[0].round
         if collecting is None or "liar" not in collecting.missing:
             return
-        pace, up_s = crowd.shard.membership.usual_pace(crowd.now), crowd.shard.membership.up_s(crowd.now)
+        trust, state = crowd.shard._rounds.trust, crowd.shard.fragments[0]
         for tokens in (2**exponent for exponent in range(40, 3, -1)):
             header = crowd.header(collecting.round, PAYLOAD, tokens=tokens, steps=1)
             with suppress(Implausible):
-                check_trained(header, "liar", member.trail, pace, up_s, crowd.now)
+                trust.check_claims(member, header, state, crowd.now)
                 break
         answer = crowd.push(member, header, PAYLOAD)
         assert answer.outcome is Outcome.ACCEPTED
@@ -256,7 +256,7 @@ def test_a_run_of_honest_learners_ends_with_its_budget() -> None:
 def test_one_that_claims_all_that_is_accepted_ends_a_run_not_much_earlier() -> None:
     crowd, took_s, pushed = budget_run(with_liar=True)
     assert crowd.shard.done
-    assert pushed > 10 * crowd.shard.tokens_merged, "it could say so"
+    assert pushed > crowd.shard.tokens_merged, "it could say so"
     assert took_s > 3600 / (2 * STEPS_FACTOR), "16 learners per round, and 16 more for what they trained since"
 
 

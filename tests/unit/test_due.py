@@ -20,6 +20,7 @@ from diloco_server.core.ledger import RoundOpened
 from diloco_server.core.membership import Member
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
+from diloco_server.core.trust.trail import IDLE_ROUNDS
 
 
 def make_shard(fragments: int, version: int = 5, **sync: object) -> Shard:
@@ -153,6 +154,7 @@ def test_a_round_asks_those_that_have_most_of_an_interval(
         member.trail.merged_until[0] = Progress(0, 0)
         state.base_steps[name] = state.base_tokens[name] = 0
         shard.progress(member, Progress(steps, tokens * 4 * steps, None, 1.0), 5.0)
+        member.idle_rounds = IDLE_ROUNDS  # so it is no part of the quorum of strangers
     shard.tick(5.0)
     assert state.round is not None
     assert sorted(state.round.asked) == asked

@@ -54,7 +54,7 @@ def abandon_round(state: FragmentState) -> None:
 def close_round(state: FragmentState) -> None:
     if state.collected is not None:
         state.collected.accept(make_contribution("ann", torch.ones(2)), 1, 0.0)
-    state.close_round(Membership(LeaseSettings(), 1), 4, 1.0)
+    state.close_round(Membership(LeaseSettings(), 1), 4, 0, 1.0)
 
 
 def advance(state: FragmentState) -> None:

@@ -50,7 +50,7 @@ def test_who_stays_or_has_nothing_there_gets_none(last_rounds: frozenset[int] | 
     assert rig.state.round is None
 
 
-def test_it_gets_one_per_generation() -> None:
+def test_it_gets_one_until_it_trains_on() -> None:
     rig = leaving("a", "b")
     for learner_id in "ab":
         rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3)
@@ -60,7 +60,7 @@ def test_it_gets_one_per_generation() -> None:
     assert rig.state.round is None, "b has had its round"
     rig.join("b")
     rig.report("b", last_rounds=FRAGMENT_0)
-    assert rig.state.round is not None, "it has joined again since"
+    assert rig.state.round is None, "nor does it get one by joining again"
 
 
 def test_the_round_waits_for_it_beyond_the_grace_window_and_not_for_ever() -> None:

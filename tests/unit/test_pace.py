@@ -18,7 +18,6 @@ from diloco_common.wire.messages import Collect, Outcome, Progress, PushAnswer, 
 from diloco_server.core.ledger import RoundOpened
 from diloco_server.core.membership import Member
 from diloco_server.core.trust.trail import (
-    AWAY_S,
     IDLE_ROUNDS,
     STEPS_FACTOR,
     TRAINED_FACTOR,
@@ -279,26 +278,21 @@ SLOW = Pace(1.0, 10.0)
 
 
 @pytest.mark.parametrize(
-    ("trail", "pace", "up_s", "most"),
+    ("trail", "pace", "before_s", "most"),
     [
-        (None, None, 10.0, 11 * UNKNOWN_TOKENS_PER_S),  # no report yet: the time that the shard has been up
-        (None, SLOW, 10.0, TRAINED_FACTOR * 10 * (11 + AWAY_S)),
-        (
-            TRAIL,
-            SLOW,
-            10.0,
-            2000 + TRAINED_FACTOR * 10 * (11 + AWAY_S),
-        ),  # all reports, before the first that was merged
+        (None, None, 10.0, 11 * UNKNOWN_TOKENS_PER_S),  # no report yet: the time alone
+        (None, SLOW, 10.0, TRAINED_FACTOR * 10 * 11),
+        (TRAIL, SLOW, 10.0, 2000 + TRAINED_FACTOR * 10 * 11),  # all reports, before the first that was merged
         (MERGED, SLOW, 1e6, 1000 + TRAINED_FACTOR * 10 * (10 + 1)),  # since the last that was; 10 s after a step
         (MERGED, None, 1e6, 1000 + UNKNOWN_TOKENS_PER_S * (10 + 1)),
     ],
 )
 def test_a_contribution_is_taken_up_to_what_can_have_been_trained(
-    trail: Trail | None, pace: Pace | None, up_s: float, most: float
+    trail: Trail | None, pace: Pace | None, before_s: float, most: float
 ) -> None:
     def push(tokens: int) -> None:
         header = PushHeader(0, 1, 1, 0, tokens, 1, PAYLOAD.header, "")
-        check_trained(header, "a", trail, pace, up_s, now=60.0)
+        check_trained(header, "a", trail, pace, before_s, now=60.0)
 
     push(int(most))
     with pytest.raises(Implausible, match=f"a pushes {int(most) + 1} tokens"):

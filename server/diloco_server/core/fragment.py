@@ -223,11 +223,11 @@ class FragmentState:
         self.collected = None
         self._enter(Phase.RESTING)
 
-    def close_round(self, membership: Membership, sync_every: int, now: float) -> Round:
+    def close_round(self, membership: Membership, sync_every: int, budget: int, now: float) -> Round:
         """COLLECTING -> MERGING: what the round has collected goes to the compute thread, and counts from now on."""
         assert self.round is not None
         assert self.round.contributions
-        counted, self.shares = count(self.round, self.shares, self.record, membership, sync_every, now)
+        counted, self.shares = count(self.round, self.shares, self.record, membership, sync_every, budget, now)
         self.round.contributions, self.round.closed_at = counted, now
         self._enter(Phase.MERGING)
         assert self.closed is not None

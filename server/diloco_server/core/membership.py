@@ -79,9 +79,11 @@ class Member:
     """Rounds that this process was asked for and is not in, since it last was in one."""
     silent_rounds: int | None = None
     """The same, since it last pushed for one at all, be it too late; None: it never did."""
+    waited_for: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Fragment -> the round that last waited for it because it was overdue there, and its inner step then."""
     had_last: set[int] = field(default_factory=set)
-    """Fragments of which this generation had the round that it asked for, as it leaves. Once each: so nobody can drive
-    rounds."""
+    """Fragments of which it had the round that it asked for, as it leaves. Once each until it is merged there, whatever
+    process it is by then: so nobody can drive rounds."""
     asked: int = 0
     contributed: int = 0
     merged: int = 0
@@ -109,6 +111,12 @@ class Member:
         """Others are measured by it: it answers when it is asked, be it too late, and goes on."""
         answers = self.silent_rounds is not None and self.silent_rounds < pace.IDLE_ROUNDS
         return answers and self.state is State.ALIVE
+
+    @property
+    def may_answer(self) -> bool:
+        """It answers when it is asked, or has not been asked often enough to tell."""
+        rounds = self.idle_rounds if self.silent_rounds is None else self.silent_rounds
+        return rounds < pace.IDLE_ROUNDS and self.state is State.ALIVE
 
     def takes_part(self, fragment_id: int) -> bool:
         """In rounds of this fragment. Who leaves does so only where it has work that nobody else has."""
@@ -200,6 +208,7 @@ class Membership:
         if old is not None:
             member.asked, member.contributed, member.merged = old.asked, old.contributed, old.merged
             member.tokens_merged, member.missed = old.tokens_merged, old.missed
+            member.had_last = old.had_last
         self._members[learner_id] = member
         self._live = None
         return member

@@ -17,7 +17,7 @@ from diloco_common.settings import SyncSettings
 from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core import admission
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
-from diloco_server.core.cadence import CadenceRule, GraceWindow, Quorum
+from diloco_server.core.cadence import LONGEST_S, CadenceRule, GraceWindow, Quorum
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound, Outbox, SeedFragment
 from diloco_server.core.fragment import Asking, FragmentState, HalfSeed
@@ -39,6 +39,10 @@ from diloco_server.core.trust.conduct import CODES
 from diloco_server.core.trust.trust import Trust
 from diloco_server.core.versions import Versions
 
+OVERDUE = 2
+"""Times H."""
+SLACK = 0.1
+"""Of a step."""
 LAST_S = 30.0
 """So long a round waits for the learner that leaves and for whose work it was opened. Machines get no more warning."""
 
@@ -182,7 +186,7 @@ class Rounds:
             return answer
         if answer is None:
             if not header.is_seed:
-                self._trust.check_claims(member, header, self._now)
+                self._trust.check_claims(member, header, state, self._now)
             return None
         if answer.outcome is Outcome.LATE:
             member.is_late()
@@ -346,7 +350,25 @@ class Rounds:
             if member.arrivals.expected_at(state.call, state.fragment.num_elements) <= until:
                 collecting.awaited_last = learner_id
                 return until
-        return now
+        return max((self._overdue_until(state, i, now) for i in collecting.awaited), default=now)
+
+    def _overdue_until(self, state: FragmentState, learner_id: str, now: float) -> float:
+        """Until when to wait for one that has not been merged here for `OVERDUE` times as many steps as it should, once
+        for so many: it may be so slow that its step never ends while a round is open."""
+        member, collecting = self._membership.get(learner_id), state.round
+        if member is None or member.trail is None or collecting is None:
+            return now
+        fragment_id, trail = state.fragment.fragment_id, member.trail
+        merged = trail.merged_until.get(fragment_id, trail.first).inner_step
+        waits_in, waited = member.waited_for.get(fragment_id, (0, merged))
+        expected_at = member.arrivals.expected_at(state.call, state.fragment.num_elements)
+        slack_s = SLACK * trail.step_s
+        if expected_at + slack_s > collecting.opened_at + min((1 + 2 * SLACK) * trail.step_s, LONGEST_S):
+            return now
+        if member.counted.inner_step - max(merged, waited) >= OVERDUE * self._due.usual_steps(state.fragment):
+            waits_in = collecting.round
+            member.waited_for[fragment_id] = waits_in, member.counted.inner_step
+        return expected_at + slack_s if waits_in == collecting.round else now
 
     def ask_missing(self, state: FragmentState) -> None:
         """Ask again whoever the open round waits for: the version that it is relative to has another name now."""
@@ -366,6 +388,8 @@ class Rounds:
                 self._note_merged(member, contribution)
                 member.merged += 1
                 member.tokens_merged += counted
+                if member.progress.last_rounds is None:  # it stays
+                    member.had_last.discard(fragment_id)
         participants = len(closed.contributions)
         self.grace.to_publish.add(now - closed.closed_at)
         self._outbox.note(VersionCommitted(fragment_id, closed.round, participants, tokens, now - closed.opened_at))
@@ -423,6 +447,10 @@ class Rounds:
 
     def _ask_again(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
         there = [m for m in live if m.takes_part(state.fragment.fragment_id)]
+        for learner_id in state.round.missing if state.round else ():
+            silent = self._membership.get(learner_id)
+            if silent is not None:
+                silent.missed_round()
         asked = state.ask_again(there, self.grace.patience_s(self.grace_s()), now)
         for member in asked:
             member.asked += 1
@@ -453,7 +481,8 @@ class Rounds:
             member = self._membership.get(learner_id)
             if member is not None:
                 member.missed_round()
-        closed = state.close_round(self._membership, self._due.usual_steps(state.fragment), now)
+        every, budget = self._due.usual_steps(state.fragment), self._versions.budget.tokens
+        closed = state.close_round(self._membership, every, budget, now)
         fragment_id = state.fragment.fragment_id
         contributions = [closed.contributions[i] for i in sorted(closed.contributions)]
         beside: list[Contribution] = []

@@ -19,10 +19,13 @@ from diloco_server.core.record import Record
 from diloco_server.core.round import Contribution, Round
 from diloco_server.core.trust.trail import STEPS_FACTOR
 
-ROUNDS_UNKNOWN = 64
+ROUNDS_UNKNOWN = 8
 """After a restart the usual contribution is not known. Until another learner is merged, and for the first contribution
 of whoever was merged before, it is what a round of this fragment has added on average, so many times: learners have
 trained while no shard was there."""
+SHARE_ALONE, ALONE_S = 0.125, 600.0
+"""Of the budget: one learner fills no more of it while others are here that have brought nothing, for so many seconds
+after the first of them came. Nobody knows yet how fast a learner can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,12 @@ class Share:
 
 
 def count(
-    closed: Round, shares: Mapping[str, Share], before: Record, membership: Membership, sync_every: int, now: float
-) -> tuple[dict[str, Contribution], dict[str, Share]]:
+    closed: Round, shares: Mapping[str, Share], before: Record, membership: Membership, sync_every: int, budget: int,
+    now: float,
+) -> tuple[dict[str, Contribution], dict[str, Share]]:  # fmt: skip
     """What counts of each contribution to a closed round, and the shares after it.
 
-    `before`: the record of the version that the round goes on from.
+    `before`: the record of the version that the round goes on from. `budget`: tokens of the run; 0: it has no end.
     """
     after = {i: share for i, share in shares.items() if membership.get(i) is not None}
     after |= {i: _share(c, shares.get(i), closed.opened_at - closed.asleep_s) for i, c in closed.contributions.items()}
@@ -58,6 +62,8 @@ def count(
         is_back = i not in shares and i in before.merged_versions
         rates = here if here.keys() - {i} else known  # who is away has a say only where nobody else is there
         most = _most(i, after, before, rates, sync_every, since_s, is_back=is_back)
+        if most is None and budget and membership.up_s(now) < ALONE_S and len(membership.live()) > 1:
+            most = max(1, int(SHARE_ALONE * budget) - before.tokens_merged)
         tokens = contribution.tokens if most is None else min(contribution.tokens, most)
         if contribution.is_strange:
             tokens = min(tokens, usual_tokens)

@@ -3,8 +3,9 @@
 Whoever is healthy trains the same model at the same rates. So its way is about as long as that of others for as many
 steps: it grows with the steps at most, where it is straight, and with their root at least. What is far beyond is noise,
 a value with a flipped bit, or a learner that diverges. Those say what is usual that have sent some: at its start a
-learner's rate rises. Beside fewer than two of them nobody can say which one is sick: there a learner may go as far as
-it went before, or as is usual for the size of what it trains.
+learner's rate rises. Whoever has taken so many times as many steps may be at so many times the rate: as much further it
+may go, if it went as far before. Beside fewer than two of them nobody can say which one is sick: there a learner may go
+as far as it went before, or as is usual for the size of what it trains.
 
 What is refused is seen, too: where most go further, that is how far one goes now. Kept in memory only.
 """
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from statistics import median_high
+from statistics import median_high, median_low
+from typing import TypeAlias
 
 from diloco_common.wire.manifest import Fragment
 
@@ -33,16 +35,24 @@ learner, which may have to do with one of another that has begun to warm up, and
 FURTHER = 2.0
 """Times the steps of its last merged one: so much further, the few contributions of a newcomer do not say how far it
 goes, as its rate has risen meanwhile."""
+START_OF_SEED = 3.0
+"""The same for the first of all, while others that are here have sent nothing yet."""
 QUIET = 0.01
 """Per element, where version 0 is zeros."""
 UP, DOWN = 1.2, 0.97
 """How fast what a learner may do by its own past follows what it does, per contribution."""
+YOUNG, UP_YOUNG = 4, 2.0
+"""The same for its first contributions: while its rate rises from 0, the second is nine times as long as the first."""
 SETTLED = 4
 """Contributions after which a learner says what is usual."""
 CROWD = 16
 """From so many others on, one learner does not change what is usual."""
 LOOKED_AT = 64
 """Other fragments that are looked at where a contribution is far off."""
+
+
+Steps: TypeAlias = Mapping[str, int]
+"""The learners that are here -> the inner steps that each has taken, as far as they count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,8 @@ class Ways:
     """Learner -> what it sent last, taken or not."""
     own: dict[str, Way] = field(default_factory=dict)
     """Learner -> what it may be measured by, of what was merged. Follows slowly."""
+    steady: dict[str, Way] = field(default_factory=dict)
+    """The same as it was when the learner had settled."""
     count: Counter[str] = field(default_factory=Counter)
     """Learner -> how often it sent something."""
     of_crowd: Way | None = None
@@ -80,15 +92,16 @@ class Ways:
     looked_at: int = 0
     """Contributions until then."""
 
-    def others(self, learner_id: str, live: Collection[str]) -> tuple[Sequence[Way], bool]:
+    def others(self, learner_id: str, live: Steps) -> tuple[Sequence[Way], bool]:
         """Those that say what is usual, and whether that is enough. Of a crowd only the usual one.
 
         Learners that are here go before those that were, and settled ones before new ones.
         """
-        if len(self.last) > CROWD:
+        if len(self.last) > CROWD and len(live) > CROWD:
             sent = self.count.total()
-            if self.of_crowd is None or CROWD * (sent - self.looked_at) > len(self.last):
-                ways = sorted(self.last.values(), key=lambda way: way.pace)
+            if self.of_crowd is None or CROWD * (sent - self.looked_at) > len(live):
+                here = [way for one, way in self.last.items() if one in live]
+                ways = sorted(here or self.last.values(), key=lambda way: way.pace)
                 self.of_crowd, self.looked_at = ways[len(ways) // 2], sent
             return [self.of_crowd], True
         others = [one for one in self.last if one != learner_id]
@@ -104,8 +117,11 @@ class Ways:
         way, before = self.last[learner_id], self.own.get(learner_id)
         if before is not None and before.norm > 0:
             usual = before.norm * way.steps / before.steps
-            way = Way(min(max(way.norm, DOWN * usual), UP * usual), way.steps)
+            up = UP_YOUNG if self.count[learner_id] < YOUNG else UP
+            way = Way(min(max(way.norm, DOWN * usual), up * usual), way.steps)
         self.own[learner_id] = way
+        if self.count[learner_id] >= SETTLED:
+            self.steady.setdefault(learner_id, way)
 
 
 class Lengths:
@@ -136,10 +152,11 @@ class Lengths:
         for ways in self._ways.values():
             ways.last.pop(learner_id, None)
             ways.own.pop(learner_id, None)
+            ways.steady.pop(learner_id, None)
             ways.count.pop(learner_id, None)
 
     def too_long(
-        self, fragment: Fragment, learner_id: str, way: Way, live: Collection[str], seed_norm: float, every: int
+        self, fragment: Fragment, learner_id: str, way: Way, live: Steps, seed_norm: float, every: int
     ) -> float | None:
         """The longest that a healthy learner's contribution can be, if this one is longer. 0: it is not, as far as
         anybody can say; None: there is nobody to compare with.
@@ -149,24 +166,31 @@ class Lengths:
         fragment_id, steps = fragment.fragment_id, way.steps
         ways = self._ways.get(fragment_id, Ways())
         others, is_enough = ways.others(learner_id, live)
+        root, rounds = math.sqrt(fragment.num_elements), max(1.0, steps / every)
         if not others:
-            return None
+            if not live.keys() - {learner_id} or seed_norm < QUIET * root:
+                return None
+            most = START_OF_SEED * seed_norm * rounds
+            return most if way.norm > most else 0.0
         most = median_high([other.reach(steps) for other in others])
-        own = ways.own.get(learner_id)
-        if own is not None and not is_enough:
-            most = max(most, own.reach(steps))
         if way.norm <= most:
             return 0.0
-        sparse = SPARSE * math.sqrt(fragment.num_elements) * self._elsewhere(fragment_id, learner_id, steps, live)
+        size, own = max(seed_norm, QUIET * root), ways.own.get(learner_id)
+        if own is not None:
+            further = most * _more_steps(learner_id, live)
+            if not is_enough:
+                steady = ways.steady.get(learner_id, own)
+                further = max(further, steady.reach(steps), FIRST_OF_SEED * size * rounds)
+            most = max(most, min(own.reach(steps), further))
+        sparse = SPARSE * root * self._elsewhere(fragment_id, learner_id, steps, live)
         if not is_enough or not sparse:
             begins = own is None or (ways.count[learner_id] < SETTLED and steps > FURTHER * own.steps)
             share = FIRST_OF_SEED if begins else SPARSE_OF_SEED
-            size = max(seed_norm, QUIET * math.sqrt(fragment.num_elements))
-            sparse = max(sparse, share * size * max(1.0, steps / every))
+            sparse = max(sparse, share * size * rounds)
         most = max(most, sparse)
         return most if way.norm > most > 0 else 0.0
 
-    def _elsewhere(self, fragment_id: int, learner_id: str, steps: int, live: Collection[str]) -> float:
+    def _elsewhere(self, fragment_id: int, learner_id: str, steps: int, live: Steps) -> float:
         """How far others go per element where they go furthest: root mean square, of other fragments."""
         furthest = 0.0
         for one in islice((one for one in self._ways if one != fragment_id), LOOKED_AT):
@@ -175,3 +199,9 @@ class Lengths:
                 norms = [way.norm * max(math.sqrt(t), t) for way in others for t in [steps / way.steps]]
                 furthest = max(furthest, median_high(norms) / math.sqrt(self._elements[one]))
         return furthest
+
+
+def _more_steps(learner_id: str, live: Steps) -> float:
+    """How many times as many inner steps this learner has taken as the usual one of the others; at least 1."""
+    others = [steps for one, steps in live.items() if one != learner_id]
+    return max(1.0, live.get(learner_id, 0) / max(1, median_low(others))) if others else 1.0

@@ -159,13 +159,13 @@ def countable(pace: Pace | None, *, is_idle: bool) -> Most:
 
 
 def check_trained(
-    header: PushHeader, learner_id: str, trail: Trail | None, pace: Pace | None, up_s: float, now: float
+    header: PushHeader, learner_id: str, trail: Trail | None, pace: Pace | None, before_s: float, now: float
 ) -> None:
     """The learner can have trained what it pushes. Raises Implausible.
 
     That is what it has reported since the round that merged its last contribution to the fragment was opened, and what
-    it may not have reported yet. Before that round it is judged by the time alone for which the shard has been up,
-    `up_s`. Both grow faster than any honest learner trains, so nobody is refused for long.
+    it may not have reported yet. Before that round it is judged by the time alone, `before_s`. Both grow faster than
+    any honest learner trains, so nobody is refused for long.
     """
     asleep_s = 0.0 if trail is None else trail.asleep_s
     tokens_per_s, steps_per_s = UNKNOWN_TOKENS_PER_S, UNKNOWN_STEPS_PER_S
@@ -174,7 +174,7 @@ def check_trained(
     trained = Progress(0, 0) if trail is None else trail.trained
     since = None if trail is None else trail.merged_until.get(header.fragment_id)
     if trail is None or since is None:
-        unreported_s = asleep_s + up_s + (0.0 if pace is None else AWAY_S)
+        unreported_s = asleep_s + before_s
         since = trained if trail is None else trail.first
     else:
         unreported_s = asleep_s + now - trail.grown_at

@@ -17,8 +17,12 @@ from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.round import Contribution, total_norm
 from diloco_server.core.trust.conduct import Quarantine, far_off
-from diloco_server.core.trust.lengths import Lengths, Way
-from diloco_server.core.trust.trail import STEPS_FACTOR, check_trained
+from diloco_server.core.trust.lengths import Lengths, Steps, Way
+from diloco_server.core.trust.trail import AWAY_S, STEPS_FACTOR, check_trained
+
+BACK_S = 60.0
+"""After a start of the shard its learners are back by then. Whoever is new, and comes later, has trained nothing
+before."""
 
 
 class Trust:
@@ -42,10 +46,12 @@ class Trust:
 
     # ------------------------------------------------------------ one contribution
 
-    def check_claims(self, member: Member, header: PushHeader, now: float) -> None:
+    def check_claims(self, member: Member, header: PushHeader, state: FragmentState, now: float) -> None:
         """The learner can have trained what it pushes. Raises Implausible."""
         pace, up_s = self._membership.usual_pace(now), self._membership.up_s(now)
-        check_trained(header, member.learner_id, member.trail, pace, up_s, now)
+        since_s = self._new_for(member, state, now)
+        before_s = up_s + AWAY_S if since_s is None else since_s
+        check_trained(header, member.learner_id, member.trail, pace, before_s, now)
 
     def check_values(
         self, member: Member, header: PushHeader, piece_norms: Iterable[float], state: FragmentState, every: int,
@@ -64,7 +70,7 @@ class Trust:
         typical = state.typical_norm()
         most, why = self._norm_factor * typical, f"{self._norm_factor:g} times is merged (guard.norm_factor)"
         if not self._strangers and fragment.traits.norms_tell:
-            way = Way(norm, self._believed_steps(member, header, every, now), now)
+            way = Way(norm, self._believed_steps(member, header, state, every, now), now)
             can_be = self._too_long(state, member.learner_id, way, every, self._live())
             if can_be is not None:
                 most, why = can_be or math.inf, f"{can_be:.3g} is merged for {way.steps} steps"
@@ -76,10 +82,22 @@ class Trust:
                 "at the learner's loss, data and memory"
             )
 
-    def _believed_steps(self, member: Member, header: PushHeader, every: int, now: float) -> int:
+    def _new_for(self, member: Member, state: FragmentState, now: float) -> float | None:
+        """For how many seconds the learner has reported, if it can have trained for no longer: nothing of it was ever
+        merged, and it came long after the shard. None: it may have trained before, while no shard was there."""
+        if member.trail is None or member.learner_id in state.record.merged_versions:
+            return None
+        since_s = now - member.trail.first_at
+        return since_s if self._membership.up_s(now) - since_s > BACK_S else None
+
+    def _believed_steps(
+        self, member: Member, header: PushHeader, state: FragmentState, every: int, now: float
+    ) -> int:  # fmt: skip
         """For a length: H, and what was reported since the last one was merged; else what the time allows."""
         fragment_id, trail = header.fragment_id, member.trail
         since = None if trail is None else trail.merged_until.get(fragment_id)
+        if trail is not None and since is None and self._new_for(member, state, now) is not None:
+            since = trail.first
         if trail is not None and since is not None:
             return min(header.steps, max(every, trail.counted.inner_step - since.inner_step))
         last, pace = self._lengths.last(fragment_id, member.learner_id), self._membership.usual_pace(now)
@@ -87,11 +105,11 @@ class Trust:
             return header.steps
         return min(header.steps, max(every, int(STEPS_FACTOR * pace.steps_per_s * (now - last.at))))
 
-    def _too_long(self, state: FragmentState, learner_id: str, way: Way, every: int, live: set[str]) -> float | None:
+    def _too_long(self, state: FragmentState, learner_id: str, way: Way, every: int, live: Steps) -> float | None:
         return self._lengths.too_long(state.fragment, learner_id, way, live, state.record.seed_norm, every)
 
-    def _live(self) -> set[str]:
-        return {m.learner_id for m in self._membership.live()}
+    def _live(self) -> Steps:
+        return {m.learner_id: m.counted.inner_step for m in self._membership.live()}
 
     # ------------------------------------------------------------ a round
 
@@ -99,7 +117,7 @@ class Trust:
         """How many learners make a round due, and let it close. Of strangers more than half of those that answer."""
         if not self._strangers or quorum == "all":
             return quorum
-        return max(quorum, sum(m.sets_pace for m in asked) // 2 + 1)
+        return max(quorum, sum(m.may_answer for m in asked) // 2 + 1)
 
     @property
     def asks_all(self) -> bool:
