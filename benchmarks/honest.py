@@ -6,7 +6,7 @@
 Whole runs in lockstep (`diloco_lab.lockstep`) with a small model of words: the production cores in virtual time. Every
 merge is held against the published formulas, which are written here once more: weights tokens^2 / steps, RDA, and the
 mean for embedding and head. A cell is exact where each merge has the same bits, and every contribution that was
-accepted is in a version as it was sent: none was refused, left out or cut.
+accepted is in a version as it was sent: none was refused, left out or cut, and of each learner some are.
 """
 
 from __future__ import annotations
@@ -101,6 +101,12 @@ class Row:
     """So long it trains on without the shard, from the middle of the run on."""
     frozen: float = 0.0
     """So long it does nothing, from there on."""
+    warm: int = 0
+    """Each raises its rate over so many steps of its own."""
+    alone_until: float = 0.0
+    """When the others join."""
+    phase: float = 0.0
+    """So much of its first step the last one takes longer."""
     steps: float = STEPS
 
 
@@ -163,10 +169,17 @@ class Found:
     merged: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     """The same, of what was merged."""
     answers: Counter[str] = field(default_factory=Counter)
+    learners: set[str] = field(default_factory=set)
 
     @property
     def is_exact(self) -> bool:
-        return self.merges > 0 and self.merges == self.exact and not self.left_out and not self.refused
+        is_whole = not self.left_out and not self.refused and not self.never_merged
+        return self.merges > 0 and self.merges == self.exact and is_whole
+
+    @property
+    def never_merged(self) -> int:
+        """Learners of which nothing is in any version."""
+        return len(self.learners - {learner for learner, _, _ in self.merged})
 
     @property
     def left_out(self) -> int:
@@ -236,17 +249,37 @@ class Run(LockstepRun):
         super().__init__(settings, Task(row, seed), conditions)
         self.shards = [Shard(self, 0, 1)]
         self.learners = {rig.learner_id: rig for rig in (Learner(self, i) for i in range(len(row.speeds)))}
+        self.found.learners |= self.learners.keys()
 
     def train(self) -> Run:
-        for learner in self.learners.values():
-            learner.join(self.shards)
         for i, learner in enumerate(self.learners.values()):
-            learner.after(1 + i / len(self.learners), learner.step)
+            starts_s = 1 + i / len(self.learners)
+            if i == len(self.learners) - 1:
+                starts_s += self.row.phase / self.row.speeds[-1]
+            self._begin(learner, self.joins_at(i), starts_s)
         self.clock.after(TICK, self._tick)
         end = self.row.steps + self.row.cut_off + self.row.frozen
         while self.clock.now < end:
             self.clock.step()
         return self
+
+    def joins_at(self, index: int) -> float:
+        """When a learner does."""
+        return self.row.alone_until if index else 0.0
+
+    def _begin(self, learner: LearnerRig, at: float, starts_s: float) -> None:
+        def begin() -> None:
+            learner.join(self.shards)
+            learner.after(starts_s, learner.step)
+
+        if at:
+            self.clock.after(at, begin)
+        else:
+            begin()
+
+    def share_of(self, index: int) -> float:
+        steps = self.learners[f"worker-{index}"].core.inner_step + 1
+        return min(1.0, steps / self.row.warm) if self.row.warm else super().share_of(index)
 
     def _tick(self) -> None:
         self.shards[0].advance()
@@ -315,6 +348,10 @@ ROWS_OF_TABLE: dict[str, Row] = {
     "one with an 8 x batch": Row((1.0, 1.0, 1.0), batch=8),
     "an 8 x batch, of two": Row(batch=8),
     "tokens vary 100 x": Row((1.0, 1.0, 1.0), varies=True),
+    "8, 1, 1, each warms up by itself": Row((1.0, 1 / 8, 1 / 8), warm=100),
+    "5, 1, 1, each warms up by itself": Row((1.0, 1 / 5, 1 / 5), warm=300),
+    "one, then three, each warms up": Row((1.0, 1.0, 1.0), warm=500, alone_until=STEPS / 4),
+    "two, 1:8, half a step later": Row((1.0, 1 / 8), phase=0.5, steps=2 * STEPS),
 }
 
 
@@ -367,7 +404,8 @@ def main() -> None:
         if args.loss:
             beside = interval([beside_no_guards(row, seed, guard) for seed in SEEDS])
         ratios = f"{min(found.ratios):.3f} to {max(found.ratios):.3f}"
-        refused = ", ".join(f"{code} {n}" for code, n in (found.refused + Counter(left_out=found.left_out)).items())
+        others = Counter(left_out=found.left_out, never_merged=found.never_merged)
+        refused = ", ".join(f"{code} {n}" for code, n in (found.refused + others).items())
         print(f"| {name} | {found.merges} | {found.exact} | {ratios} | {refused or 'none'} | {beside} |", flush=True)
         bad |= not found.is_exact
     if args.loss:

@@ -72,6 +72,8 @@ class Lie:
     report: Callable[[Progress], Progress] = lambda progress: progress
     is_silent: bool = False
     """It contributes nothing."""
+    joins_late: bool = False
+    """In the middle of the run."""
     inside: bool = False
     """A healthy member could send that, with a larger batch, a faster machine or other data: a figure, no promise."""
 
@@ -135,6 +137,10 @@ ROWS: dict[str, Lie] = {
     "steps x1.25, 512 per push, sign flip x300": Lie(
         flip(300.0), claims=lambda header: replace(header, steps=512),
         report=lambda progress: replace(progress, inner_step=int(FAST * progress.inner_step)),
+    ),
+    "joins late, 40,000 steps per push, sign flip x3,000": Lie(
+        flip(3000.0), joins_late=True,
+        claims=lambda header: replace(header, steps=40_000, tokens=40_000 * header.tokens // header.steps),
     ),
     "noise": Lie(noise, inside=True),
     "replay": Lie(replay, inside=True),
@@ -265,6 +271,9 @@ class Attacked(Run):
         made = [(Honest if i < honest else Liar)(self, i) for i in range(case.learners)]
         self.learners = {one.learner_id: one for one in made}
         self.liars = {one.learner_id for one in made[honest:]}
+
+    def joins_at(self, index: int) -> float:
+        return self.row.steps / 2 if f"worker-{index}" in self.liars and self.lie.joins_late else 0.0
 
 
 def run(case: Case) -> Result:
