@@ -219,7 +219,7 @@ class Liar:
         collecting = crowd.shard.fragments[0].round
         if collecting is None or "liar" not in collecting.missing:
             return
-        trust, state = crowd.shard._rounds.trust, crowd.shard.fragments[0]
+        trust, state = crowd.shard.trust, crowd.shard.fragments[0]
         for tokens in (2**exponent for exponent in range(40, 3, -1)):
             header = crowd.header(collecting.round, PAYLOAD, tokens=tokens, steps=1)
             with suppress(Implausible):
