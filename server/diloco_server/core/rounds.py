@@ -342,7 +342,8 @@ class Rounds:
             return max(latest, collecting.opened_at + LAST_S)
         if not self.grace.waits_for_expected:
             return latest
-        until = min(max(collecting.quorum_at, collecting.usual_at) + self.grace.patience_s(grace_s), latest)
+        patience_s = self.grace.patience_s(grace_s)
+        until = min(max(collecting.quorum_at, collecting.usual_at) + patience_s, latest)
         for learner_id in itertools.chain([collecting.awaited_last], collecting.awaited):
             member = self._membership.get(learner_id) if learner_id in collecting.awaited else None
             if member is None or member.is_idle:
@@ -350,15 +351,17 @@ class Rounds:
             if member.arrivals.expected_at(state.call, state.fragment.num_elements) <= until:
                 collecting.awaited_last = learner_id
                 return until
-        return max((self._overdue_until(state, i, now) for i in collecting.awaited), default=now)
+        return max((self._overdue_until(state, i, patience_s, now) for i in collecting.awaited), default=now)
 
-    def _overdue_until(self, state: FragmentState, learner_id: str, now: float) -> float:
+    def _overdue_until(self, state: FragmentState, learner_id: str, patience_s: float, now: float) -> float:
         """Until when to wait for one that has not been merged here for `OVERDUE` times as many steps as it should, once
-        for so many: it may be so slow that its step never ends while a round is open."""
+        for so many: its step is longer than rounds are patient, and may never end while one is open."""
         member, collecting = self._membership.get(learner_id), state.round
         if member is None or member.trail is None or collecting is None:
             return now
         fragment_id, trail = state.fragment.fragment_id, member.trail
+        if trail.step_s <= patience_s:
+            return now
         merged = trail.merged_until.get(fragment_id, trail.first).inner_step
         waits_in, waited = member.waited_for.get(fragment_id, (0, merged))
         expected_at = member.arrivals.expected_at(state.call, state.fragment.num_elements)
