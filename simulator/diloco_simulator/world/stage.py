@@ -105,8 +105,9 @@ class Silence:
     def __getattr__(self, name: str) -> Any:
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Whatever it is, it is not said."""
+        return self
 
 
 class QuietLog:
