@@ -16,7 +16,7 @@ def busy_shard() -> ShardMetrics:
     itself, learners, contributions, rounds, storage = m.itself, m.learners, m.contributions, m.rounds, m.storage
     itself.ready.set(1)
     itself.epoch.set(2)
-    itself.refused_calls.labels("NOT_JOINED").inc()
+    itself.call_refused("NOT_JOINED")
     itself.settings({"sync.quorum": 2})
     itself.tokens_merged.follow(5000)
     itself.tokens_budget.set(10_000)
@@ -67,7 +67,7 @@ def certificate() -> TlsFiles:
 def busy_worker(now: float = 0.0) -> WorkerMetrics:
     m = WorkerMetrics(clock=lambda: now)
     m.certificates.follow(certificate)
-    m.training.learner.labels("worker-1").set(1)
+    m.training.begun("worker-1")
     m.training.stepped(tokens=1024, seconds=0.25, loss=2.5)
     m.training.stall_seconds.observe(0.0002)
     m.exchange.encode_seconds.observe(0.01)

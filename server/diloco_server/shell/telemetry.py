@@ -119,7 +119,7 @@ class ShardTelemetry:
 
     def call_refused(self, learner_id: str, code: str, words: str) -> None:
         """A call ended with an error status."""
-        self._metrics.itself.refused_calls.labels(code).inc()
+        self._metrics.itself.call_refused(code)
         self._log.warning("call refused", learner=learner_id, code=code, why=words)
 
     # ------------------------------------------------------------ what is, when somebody looks

@@ -63,7 +63,7 @@ class LearnerTelemetry:
         self._stall_max_s = 0.0
         self._tokens_carried = 0.0
         self._connected: set[str] = set()
-        metrics.training.learner.labels(caller.learner_id).set(1)
+        metrics.training.begun(caller.learner_id)
 
     def status(self, pulse: Pulse, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """JSON of one learner: counts, bytes, and seconds. Holds no secret. `shards`: how each connection is."""

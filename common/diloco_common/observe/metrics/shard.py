@@ -38,13 +38,16 @@ class Itself:
         self.ready = declare.gauge("diloco_shard_ready", "1 while the shard is ready.")
         self.epoch = declare.gauge("diloco_shard_epoch", "Epoch of this shard.")
         self._settings = declare.gauge("diloco_shard_settings", "Settings that alerts compare with.", "setting")
-        self.refused_calls = declare.counter("diloco_shard_refused_calls_total", "Calls refused, by code.", "code")
+        self._refused_calls = declare.counter("diloco_shard_refused_calls_total", "Calls refused, by code.", "code")
         self.tokens_merged = declare.totals(
             "diloco_shard_tokens_merged_total", "Tokens merged in this run, averaged over the shard's fragments."
         )
         self.tokens_budget = declare.gauge(
             "diloco_shard_tokens_budget", "Merged tokens at which the run ends; 0 for a run without end."
         )
+
+    def call_refused(self, code: str) -> None:
+        self._refused_calls.labels(code).inc()
 
     def settings(self, settings: Mapping[str, float]) -> None:
         """By name, such as sync.quorum."""

@@ -20,7 +20,7 @@ class Training:
     """The training loop, and the cost of synchronisation for it."""
 
     def __init__(self, declare: Declare) -> None:
-        self.learner = declare.gauge("diloco_worker_learner", "The learner that this process is; always 1.", "learner")
+        self._learner = declare.gauge("diloco_worker_learner", "The learner that this process is; always 1.", "learner")
         self.inner_steps = declare.counter("diloco_worker_inner_steps_total", "Inner steps taken.")
         self.tokens = declare.counter("diloco_worker_tokens_total", "Tokens trained on.")
         self.loss = declare.gauge("diloco_worker_loss", "Training loss of the last inner step.")
@@ -38,6 +38,9 @@ class Training:
         )
         for phase in get_args(SyncPhase):
             self.computed(phase, 0.0)
+
+    def begun(self, learner: str) -> None:
+        self._learner.labels(learner).set(1)
 
     def stepped(self, *, tokens: int, seconds: float, loss: float | None) -> None:
         """One inner step ended."""
