@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,19 +59,12 @@ class Children:
 
         def arguments() -> Sequence[str]:
             grpc, http = self._ports.get(name, (nth_port(shard.listen, index), nth_port(shard.http, index)))
-            return [
-                f"--settings={self._files.settings}",
-                *_sets(
-                    ("shard.index", index),
-                    ("shard.count", len(self.shards)),
-                    ("shard.listen", grpc),
-                    ("shard.http", http),
-                    ("shard.data_dir", self._files.shard_folder(index)),
-                    ("run.model", self._model),
-                ),
-                *self._proof_of(f"shard/{index}"),
-                f"--address-file={address_file}",
-            ]
+            given = {
+                "shard.index": index, "shard.count": len(self.shards), "shard.listen": grpc, "shard.http": http,
+                "shard.data_dir": self._files.shard_folder(index), "run.model": self._model,
+                **self._proof_of(f"shard/{index}"),
+            }  # fmt: skip
+            return flags(self._files, address_file, given)
 
         return ChildSpec(name, "shard", self._programs.server, arguments, self.log(name), address_file)
 
@@ -79,19 +72,12 @@ class Children:
         """Worker number `index`. All shards must be up. `host`: the host at which it reaches them, if not their own."""
         name = self.workers[index]
         worker, address_file = self._settings.worker, self._files.run / f"{name}.json"
-        arguments = [
-            f"--settings={self._files.settings}",
-            *_sets(
-                ("worker.shards", self.shard_addresses(host)),
-                ("worker.learner_id", name),
-                ("worker.folder", self._files.worker_folder(index)),
-                ("worker.http", nth_port(worker.http, index)),
-                ("worker.threads", worker.threads or _share_of_cores(self.workers)),
-            ),
-            *self._proof_of(f"learner/{name}"),
-            f"--address-file={address_file}",
-            f"--final-status={self._files.final_status(name)}",
-        ]
+        given = {
+            "worker.shards": self.shard_addresses(host), "worker.learner_id": name,
+            "worker.folder": self._files.worker_folder(index), "worker.http": nth_port(worker.http, index),
+            "worker.threads": worker.threads or _share_of_cores(self.workers), **self._proof_of(f"learner/{name}"),
+        }  # fmt: skip
+        arguments = [*flags(self._files, address_file, given), f"--final-status={self._files.final_status(name)}"]
         return ChildSpec(name, "worker", self._programs.worker, lambda: arguments, self.log(name), address_file)
 
     def evaluation(self) -> ChildSpec:
@@ -100,7 +86,7 @@ class Children:
             "evaluate",
             f"--settings={self._files.settings}",
             f"--shards={self.shard_addresses()}",
-            *self._proof_of(OBSERVER),
+            *_sets(self._proof_of(OBSERVER)),
             f"--export={self._files.model}",
             f"--out={self._files.evaluation}",
             f"--progress={self._files.evaluated}",
@@ -120,11 +106,9 @@ class Children:
             return ",".join(f"{host}:{self.port(name)}" for name in self.shards)
         return ",".join(dialable(self._ports[name][0]) for name in self.shards)
 
-    def _proof_of(self, who: str) -> list[str]:
+    def _proof_of(self, who: str) -> dict[str, object]:
         own = self._certificates
-        if own is None:
-            return []
-        return _sets(("security.tls", own.of(who)), ("security.revoked", own.deny_list))
+        return {} if own is None else {"security.tls": own.of(who), "security.revoked": own.deny_list}
 
 
 def names(kind: Role, count: int) -> list[str]:
@@ -138,8 +122,13 @@ def nth_port(address: str, index: int) -> str:
     return f"{host}:{int(port) + index}" if port.isdigit() and int(port) else address
 
 
-def _sets(*settings: tuple[str, object]) -> list[str]:
-    return [f"--set={name}={value}" for name, value in settings]
+def flags(files: Files, address_file: Path, given: Mapping[str, object]) -> list[str]:
+    """Of a shard or worker: the settings of the cluster, and those of its own."""
+    return [f"--settings={files.settings}", f"--address-file={address_file}", *_sets(given)]
+
+
+def _sets(given: Mapping[str, object]) -> list[str]:
+    return [f"--set={name}={value}" for name, value in given.items()]
 
 
 def _share_of_cores(processes: Sequence[str]) -> int:

@@ -18,6 +18,7 @@ from diloco_common.errors import EXIT_IN_USE
 from diloco_common.trust.identity import subject_of
 from diloco_common.trust.revocations import REVOKED
 from diloco_common.wire.addresses import Role, write_json
+from diloco_deploy.run.children import flags
 from diloco_deploy.run.folder import Files, Outputs
 from diloco_deploy.run.supervisor import Action, ChildSpec, Exit, Supervisor
 from diloco_deploy.trust.authority import is_good, open_authority
@@ -132,8 +133,7 @@ class OnRay:
             }  # fmt: skip
         if plan.has_certificates:
             given |= {"security.tls": self._certificate(), "security.revoked": files.certs / REVOKED}
-        flags = [f"--settings={files.settings}", f"--address-file={self._own / 'address.json'}"]
-        return [*flags, *(f"--set={name}={value}" for name, value in given.items())]
+        return flags(files, self._own / "address.json", given)
 
     def _certificate(self) -> Path:
         """Made if it has too little of its time left. A shard's names this node."""
