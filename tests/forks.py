@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import IO
+from typing import IO, Any
 
 from diloco_common.child import end_with_parent
 
@@ -32,6 +32,12 @@ context.set_forkserver_preload(
     ]
 )  # fmt: skip
 """What takes seconds to import; the first optimizer that steps would import torch._dynamo."""
+
+
+def get_ready() -> None:
+    """Start the server now, with the environment as it is: what is forked later has what preloading makes of it."""
+    (first := context.Process(target=int)).start()  # it has imported everything once this has begun
+    first.join()
 
 
 class Forked:
@@ -74,6 +80,42 @@ class Forked:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+class Answering:
+    """A function that goes on in a process of its own, and answers over a pipe. Started when made."""
+
+    ANSWER_S = 120.0
+
+    def __init__(self, name: str, log: Path, target: Callable[..., None], *given: object) -> None:
+        """It is called with what is given, its end of the pipe, and the log."""
+        self.name, self.log = name, log
+        self._near, far = context.Pipe()
+        self._process = context.Process(target=target, args=(*given, far, log), daemon=True)
+        self._process.start()
+
+    def ask(self, what: str = "report") -> Any:
+        """Raises AssertionError if it has ended."""
+        try:
+            self._near.send(what)
+            if self._near.poll(self.ANSWER_S):
+                return self._near.recv()
+        except (EOFError, OSError):
+            pass
+        raise AssertionError(f"{self.name} does not answer; its log:\n{self.log.read_text()}")
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
 @contextmanager

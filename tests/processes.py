@@ -140,6 +140,8 @@ class Process:
 
     def start(self) -> None:
         assert not self.alive, f"{self.name} runs already"
+        for file in (self.address_file, self.log):
+            file.parent.mkdir(parents=True, exist_ok=True)
         arguments = [*self._arguments(), f"--address-file={self.address_file}"]
         if not self._own_interpreter:
             self._process = Forked(self._module, arguments, self.log, environment())
@@ -203,6 +205,35 @@ class Process:
         return found if found is not None and found.pid == self.pid else None
 
 
+class Shard(Process):
+    """A shard; its later lives have the ports of the first."""
+
+    def __init__(
+        self, name: str, settings: Mapping[str, object], folder: Path, *flags: str, module: str = "diloco_server",
+        own_interpreter: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(name, module, self._given, folder, own_interpreter=own_interpreter)
+        self.settings = dict(settings)
+        self._flags = flags
+
+    @property
+    def ready(self) -> bool:
+        """Whether it serves."""
+        try:
+            return bool(self.status()["ready"])
+        except OSError:
+            return False
+
+    def learner(self, name: str) -> Status:
+        """What it says of a learner."""
+        return learner_in(self.status(), name)
+
+    def _given(self) -> list[str]:
+        if self._endpoints is not None:
+            self.settings |= {"shard.listen": self._endpoints.grpc, "shard.http": self._endpoints.http}
+        return [*self._flags, *sets(self.settings)]
+
+
 class LocalCluster:
     """Shards and workers of one run, in a folder laid out as `diloco up` does. A context manager that ends them all."""
 
@@ -221,8 +252,6 @@ class LocalCluster:
         self.settings = {**TINY, **(settings or {})}
         self.shards: list[Process] = []
         self.workers: dict[str, Process] = {}
-        for part in ("run", "logs"):
-            (folder / part).mkdir(parents=True)
 
     def start(self, shards: int, workers: Sequence[str], *, verbose: bool = False) -> Self:
         """Start everything, and return once every worker has contributed to a version of every shard.
@@ -248,7 +277,8 @@ class LocalCluster:
         def arguments() -> list[str]:
             return [f"--shards={','.join(shard.endpoints.grpc for shard in self.shards)}", *sets(given)]
 
-        self.workers[name] = self._process(name, "diloco_demo", arguments)
+        own = self.own_interpreter
+        self.workers[name] = Process(name, "diloco_demo", arguments, self.folder, own_interpreter=own)
         return self.workers[name]
 
     @contextmanager
@@ -280,22 +310,13 @@ class LocalCluster:
         for process in (*self.workers.values(), *self.shards):
             process.kill()
 
-    def _process(self, name: str, module: str, arguments: Callable[[], Sequence[str]]) -> Process:
-        return Process(name, module, arguments, self.folder, own_interpreter=self.own_interpreter)
-
     def _add_shard(self, index: int, count: int, flags: Sequence[str]) -> Process:
         where: dict[str, object] = {"shard.index": index, "shard.count": count}
         if self._keeps:
             where["shard.data_dir"] = self.data(index)
-
-        def arguments() -> list[str]:
-            if shard._endpoints is not None:  # a later life has the ports of the first
-                where.update({"shard.listen": shard._endpoints.grpc, "shard.http": shard._endpoints.http})
-            return [*flags, *sets({**self.settings, **where})]
-
-        shard = self._process(f"shard-{index}", "diloco_server", arguments)
-        self.shards.append(shard)
-        return shard
+        given = {**self.settings, **where}
+        self.shards.append(Shard(f"shard-{index}", given, self.folder, *flags, own_interpreter=self.own_interpreter))
+        return self.shards[-1]
 
 
 def learner_in(status: Status, name: str) -> Status:

@@ -28,7 +28,6 @@ STEP_S = 0.02
 SEQUENCES, LENGTH = 4, 8
 TOKENS = SEQUENCES * LENGTH
 """Of one inner step."""
-ANSWER_S = 60.0
 JOIN_S = 60.0
 LOSS_ALPHA = 0.05
 
@@ -55,39 +54,21 @@ class Report:
     """The stable code and words of what ended one of them."""
 
 
-class Honest:
+class Honest(forks.Answering):
     """Learners in a process of their own, which train until they are killed. Started when made."""
 
     def __init__(
         self, names: list[str], shard: str, folder: Path, token: str | None, ballast: int, tls: Mapping[str, Path]
     ) -> None:
         """`ballast`: elements of a parameter that is synchronised and never changes. `tls`: folders, by name."""
+        given = (names, shard, token, ballast, dict(tls))
+        super().__init__(names[0], folder / f"{names[0]}.log", _train, *given)
         self.names = names
-        self.log = folder / f"{names[0]}.log"
-        self._near, far = forks.context.Pipe()
-        given = (names, shard, token, ballast, dict(tls), far, self.log)
-        self._process = forks.context.Process(target=_train, args=given, daemon=True)
-        self._process.start()
 
-    def ask(self) -> Report:
-        """What they have done. Raises AssertionError if the process has ended."""
-        try:
-            self._near.send("report")
-            if self._near.poll(ANSWER_S):
-                answer: Report = self._near.recv()
-                return answer
-        except (EOFError, OSError):
-            pass
-        raise AssertionError(f"{self.names[0]} does not answer; its log:\n{self.log.read_text()}")
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
+    def ask(self, what: str = "report") -> Report:
+        """What they have done."""
+        answer: Report = super().ask(what)
+        return answer
 
 
 # ------------------------------------------------------------------ in the process

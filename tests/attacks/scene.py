@@ -31,9 +31,8 @@ from honest_learners import Honest, Report
 
 import forks
 from certificates import Certificates
-from diloco_common.wire.addresses import Endpoints, read_address
-from diloco_server import cli
-from processes import sets, until
+from processes import Shard, until
+from secret_files import secret_file
 
 SETTINGS: dict[str, Any] = {
     "sync.fragments": 4,
@@ -50,45 +49,29 @@ BACK_S = 100.0
 """The attacker's process is killed if it is not back so long after its time was over."""
 
 
-class ShardProcess:
+class ShardProcess(Shard):
     """A shard that may be killed and started again, on its ports. Started when made."""
 
     def __init__(
         self, folder: Path, settings: Mapping[str, object], token: str | None, files: int | None,
         certificates: Certificates | None = None,
     ) -> None:  # fmt: skip
-        """It asks for the token, if there is one, and for certificates of this authority, if there is one."""
-        self.log = folder / "shard.log"
-        self._address_file = folder / "shard.json"
-        self._token, self._files = token, files
-        self._settings = {**settings, "shard.data_dir": folder / "shard"}
+        """It asks for the token, if there is one, and for certificates of this authority, if there is one.
+
+        `files`: it may have so many open at first.
+        """
+        module, flags = ("diloco_server", []) if files is None else ("few_files", [str(files)])
+        super().__init__("shard", {**settings, "shard.data_dir": folder / "shard"}, folder, *flags, module=module)
+        self._token = token
         if token is not None:
-            path = folder / "token"
-            path.touch(0o600)
-            path.write_text(token)
-            self._settings["security.token_file"] = path
+            self.settings["security.token_file"] = secret_file(folder / "token", token)
         self._proof: ssl.SSLContext | None = None
         if certificates is not None:
             own = certificates.issue("shard/0")
-            self._settings |= {"security.tls": own, "security.revoked": certificates.deny_list}
+            self.settings |= {"security.tls": own, "security.revoked": certificates.deny_list}
             self._proof = _shown(certificates.issue("admin/watch"))
         self.start()
-        self.where: Endpoints = until(self._found, f"the shard; see {self.log}")
-        self._settings |= {"shard.listen": self.where.grpc, "shard.http": self.where.http}
-
-    def start(self) -> None:
-        arguments = [f"--address-file={self._address_file}", *sets(self._settings)]
-        self._process = forks.context.Process(target=_serve, args=(arguments, self.log, self._files), daemon=True)
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
+        assert self.endpoints
 
     def status(self) -> dict[str, Any]:
         """What it says of itself to who may see it; empty where it does not answer."""
@@ -104,39 +87,24 @@ class ShardProcess:
         if self._proof is not None:
             doors.append(urllib.request.HTTPSHandler(context=self._proof))
         scheme = "http" if self._proof is None else "https"
-        request = urllib.request.Request(f"{scheme}://{self.where.http}{path}", headers=headers)
+        request = urllib.request.Request(f"{scheme}://{self.endpoints.http}{path}", headers=headers)
         with urllib.request.build_opener(*doors).open(request, timeout=timeout_s) as answer:
             return bytes(answer.read())
 
-    def said(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def _found(self) -> Endpoints | None:
-        assert self.alive, f"the shard ended:\n{self.said()}"
-        found = read_address(self._address_file)
-        return found if found is not None and found.pid == self.pid else None
-
-
-class Striker:
+class Striker(forks.Answering):
     """An attack under way, in a process of its own."""
 
     def __init__(self, attack: Attack, target: Target, log: Path, nice: int = 0) -> None:
         """`nice`: how far it steps back where others want the cores; 19 is furthest."""
         self._over = forks.context.Event()
-        self._near, far = forks.context.Pipe()
-        given = (attack.number, target, self._over, far, log, nice)
-        self._process = forks.context.Process(target=_strike, args=given, daemon=True)
-        self._process.start()
+        super().__init__("the attacker", log, _strike, attack.number, target, self._over, nice)
         self._cpu_s = 0.0
 
     def cpu_s(self) -> float:
         """Seconds of processor that it has used."""
         with contextlib.suppress(psutil.Error):  # it may have ended
-            times = psutil.Process(self._process.pid).cpu_times()
+            times = psutil.Process(self.pid).cpu_times()
             self._cpu_s = float(times.user + times.system)
         return self._cpu_s
 
@@ -152,10 +120,6 @@ class Striker:
             return Seen(error="its process has ended")
         finally:
             self.kill()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
 
 
 class Peak:
@@ -212,7 +176,7 @@ class Scene:
         """Honest learners; they join while this goes on."""
         run = self.certificates
         tls = {} if run is None else {name: run.issue(f"learner/{name}") for name in names}
-        made = Honest(names, self.shard.where.grpc, self.folder, self.token, self.attack.ballast, tls)
+        made = Honest(names, self.shard.endpoints.grpc, self.folder, self.token, self.attack.ballast, tls)
         self._ending.callback(made.kill)
         return made
 
@@ -224,7 +188,7 @@ class Scene:
             files = self.certificates.issue(f"learner/{credential.learner_id}")
             proof = [(files / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem")]
             credential = Credential(None, *proof)
-        where = self.shard.where
+        where = self.shard.endpoints
         return Target(where.grpc, where.http, credential, victim=_names(1)[0], fresh=self.attack.fresh)
 
     def striker(self, nice: int = 0) -> Striker:
@@ -356,14 +320,7 @@ def _wait(moment: float) -> None:
 # ------------------------------------------------------------------ in the processes
 
 
-def _serve(arguments: list[str], log: Path, files: int | None) -> None:
-    forks.log_to(log)
-    if files is not None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    sys.exit(cli.main(arguments))
-
-
-def _strike(number: int, target: Target, over: Any, result: Connection, log: Path, nice: int) -> None:
+def _strike(number: int, target: Target, over: Any, nice: int, result: Connection, log: Path) -> None:
     forks.log_to(log)
     os.nice(nice)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -13,7 +13,7 @@ import pytest
 from mistakes import EXAMPLES, answer, assert_told, changed, run_ranks
 from test_e2e_examples import shard
 
-from forks import context
+import forks
 
 DDP = (EXAMPLES / "ddp.py").read_text()
 FSDP2 = (EXAMPLES / "fsdp2.py").read_text()
@@ -94,8 +94,7 @@ OF_ANYBODY = {
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a shard whose run has no end. Ranks start at once: what they are forked from has imported everything."""
-    (first := context.Process(target=int)).start()
-    first.join()
+    forks.get_ready()
     folder = tmp_path_factory.mktemp("shard")
     with shard(["diloco-server", "--listen", "127.0.0.1:50051", "--set", "run.id=spirals"], folder) as found:
         yield found

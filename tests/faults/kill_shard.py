@@ -65,7 +65,7 @@ def kill_shard(folder: Path, times: int, seed: int) -> Outcome:
             time.sleep(chance.uniform(0, 0.03))  # the moment of the fault, not a wait for anything
             shard.kill()
             outcome.kills += 1
-            compare(intact(shard.data), cluster.ask(), outcome)
+            compare(intact(cluster.folder / shard.name), cluster.ask(), outcome)
             shard.start()
             until(lambda: shard.ready, "the shard to serve again")
             for learner, before in zip(cluster.learners.values(), steps, strict=True):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -27,11 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import diloco_worker
 import forks
-from diloco_common.wire.addresses import Endpoints, read_address
 from diloco_common.wire.messages import Committed
-from diloco_server import cli
 from diloco_worker.core import dialing
-from processes import Status, http_get, learner_in, sets, until
+from processes import Shard, Status, until
 
 Identity = tuple[int, int]
 """Epoch and version."""
@@ -51,7 +47,6 @@ TOKENS = 8
 """Of one inner step."""
 CALM_S = 0.015
 """Between two steps, where nothing is shown by their number."""
-ANSWER_S = 120.0
 FAULT_SECONDS = float(os.environ.get("FAULT_SECONDS", "0"))
 """How long faults last that may last long, at least; otherwise they last until their effect is seen."""
 _NEW_NETWORK = 0x40000000
@@ -99,86 +94,25 @@ class Options:
     """Between two steps."""
 
 
-class SteadyLearner:
+class SteadyLearner(forks.Answering):
     """A learner in a process of its own, which steps until it is told to pause. Started when made."""
 
     def __init__(self, name: str, shards: str, folder: Path, options: Options) -> None:
-        self.name = name
-        self.log = folder / f"{name}.log"
-        self._near, far = forks.context.Pipe()
-        self._process = forks.context.Process(target=_learn, args=(name, shards, options, far, self.log), daemon=True)
-        self._process.start()
+        super().__init__(name, folder / f"{name}.log", _learn, name, shards, options)
 
     def ask(self, what: str = "report") -> History:
-        """Or "pause", after which it only takes in what arrives, or "resume". Raises AssertionError if it has ended."""
-        self._near.send(what)
-        if not self._near.poll(ANSWER_S):
-            raise AssertionError(f"{self.name} does not answer; its log:\n{self.log.read_text()}")
-        answer: History = self._near.recv()
+        """Or "pause", after which it only takes in what arrives, or "resume"."""
+        answer: History = super().ask(what)
         return answer
 
-    @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-
-class QuickShard:
-    """A shard that may be killed and started again, on its ports. Started when made."""
-
-    def __init__(self, index: int, folder: Path, settings: Mapping[str, object]) -> None:
-        self.log = folder / f"shard-{index}.log"
-        self.data = folder / f"shard-{index}"
-        self._address_file = folder / f"shard-{index}.json"
-        self._settings = {**settings, "shard.index": index, "shard.data_dir": self.data}
-        self.start()
-        self.where: Endpoints = until(lambda: read_address(self._address_file), f"the shard; see {self.log}")
-        self._settings |= {"shard.listen": self.where.grpc, "shard.http": self.where.http}
-
-    def start(self) -> None:
-        arguments = [f"--address-file={self._address_file}", *sets(self._settings)]
-        self._process = forks.context.Process(target=_serve, args=(arguments, self.log), daemon=True)
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
-
-    @property
-    def ready(self) -> bool:
-        """Whether it serves."""
-        try:
-            return bool(self.status()["ready"])
-        except OSError:
-            return False
-
-    def status(self) -> Status:
-        """What it serves as /status. Raises OSError where it does not answer."""
-        return dict(json.loads(http_get(self.where.http, "/status")[1]))
-
-    def learner(self, name: str) -> Status:
-        """What it says of a learner."""
-        return learner_in(self.status(), name)
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def ends(self) -> int | None:
-        """Wait until it ends by itself: its exit code."""
-        self._process.join(ANSWER_S)
-        return self._process.exitcode
+def quick_shard(index: int, folder: Path, settings: Mapping[str, object]) -> Shard:
+    """A shard that has begun to listen. It may be killed and started again."""
+    where = {"shard.index": index, "shard.data_dir": folder / f"shard-{index}"}
+    shard = Shard(f"shard-{index}", {**settings, **where}, folder)
+    shard.start()
+    assert shard.endpoints
+    return shard
 
 
 class SteadyCluster:
@@ -191,11 +125,11 @@ class SteadyCluster:
         self.folder, self._options = folder, Options(**options)
         self.learners: dict[str, SteadyLearner] = {}
         given = {**SETTINGS, **(settings or {}), "shard.count": shards}
-        self.shards = [QuickShard(index, folder, given) for index in range(shards)]
+        self.shards = [quick_shard(index, folder, given) for index in range(shards)]
 
     def add(self, *names: str, namespace: str = "") -> None:
         """Learners, and wait until they train."""
-        addresses = ",".join(shard.where.grpc for shard in self.shards)
+        addresses = ",".join(shard.endpoints.grpc for shard in self.shards)
         for name in names:
             options = replace(self._options, namespace=namespace)
             self.learners[name] = SteadyLearner(name, addresses, self.folder, options)
@@ -250,20 +184,11 @@ class SteadyCluster:
 # ------------------------------------------------------------------ in the processes
 
 
-def _begin(log: Path) -> None:
-    forks.log_to(log)
-    torch.set_num_threads(1)
-
-
-def _serve(arguments: list[str], log: Path) -> None:
-    _begin(log)
-    sys.exit(cli.main(arguments))
-
-
 def _learn(name: str, shards: str, options: Options, control: Connection, log: Path) -> None:
     if options.namespace:
         _enter(options.namespace)
-    _begin(log)
+    forks.log_to(log)
+    torch.set_num_threads(1)
     dialing.LONGEST_S = options.longest_wait_s
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, options.width), nn.Tanh(), nn.Linear(options.width, options.width))

@@ -14,6 +14,7 @@ from pathlib import Path
 import loudly
 import pytest
 
+import forks
 from processes import LocalCluster, environment, until, versions
 
 SOURCE = Path(__file__).with_name("wall_clock.c")
@@ -43,6 +44,7 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WallClock:
     library = tmp_path / "wall_clock.so"
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
     made = WallClock(tmp_path / "clock")
+    forks.get_ready()  # for who goes by the right time, here and later
     monkeypatch.setenv("LD_PRELOAD", str(library))
     monkeypatch.setenv("WALL_CLOCK", str(tmp_path / "clock"))
     return made

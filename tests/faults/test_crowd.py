@@ -65,7 +65,7 @@ def test_a_crowd_costs_little_and_disturbs_nobody(cluster: SteadyCluster) -> Non
     """Fault 23: 1000 connects, idle streams, garbage bytes, slow readers: RSS + <= 64 MiB, real learners unaffected."""
     (shard,) = cluster.shards
     process = psutil.Process(shard.pid)
-    host, _, port = shard.where.grpc.rpartition(":")
+    host, _, port = shard.endpoints.grpc.rpartition(":")
     said = greetings(random.Random(23))
     before, most = process.memory_info().rss, 0
     evictions, reconnects = shard.status()["evictions"], sum(h.reconnects for h in cluster.ask())

@@ -48,7 +48,7 @@ def cluster(shared: SteadyCluster) -> Iterator[SteadyCluster]:
 
 
 def ports(cluster: SteadyCluster) -> list[int]:
-    return [int(shard.where.grpc.rpartition(":")[2]) for shard in cluster.shards]
+    return [int(shard.endpoints.grpc.rpartition(":")[2]) for shard in cluster.shards]
 
 
 def is_alive(cluster: SteadyCluster, name: str, shard: int) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import loudly
 import pytest
 from networks import Namespace, need_namespaces
-from steady import QuickShard, SteadyCluster
+from steady import SteadyCluster, quick_shard
 
 import forks
 from certificates import Certificates
@@ -72,7 +72,7 @@ def shard(namespace: Namespace, tmp_path_factory: pytest.TempPathFactory) -> Ite
         cluster.add("near")
         cluster.await_merged("near")
         cluster.ask("pause")  # the doctor has seconds, and a learner would want the core
-        yield cluster.shards[0].where.grpc
+        yield cluster.shards[0].endpoints.grpc
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def secure(run: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a shard that speaks TLS alone."""
     settings = {"shard.listen": "127.0.0.1:0", "security.tls": run.issue("shard/0", days=80, host="127.0.0.1")}
-    shard = QuickShard(0, tmp_path_factory.mktemp("secure"), settings)
-    yield shard.where.grpc
+    shard = quick_shard(0, tmp_path_factory.mktemp("secure"), settings)
+    yield shard.endpoints.grpc
     shard.kill()
 
 

@@ -45,7 +45,7 @@ def test_all_shards_are_restarted_one_after_the_other_under_load(tmp_path: Path)
         for shard in cluster.shards:
             kept, steps, epoch = versions(shard.status()), [h.steps for h in cluster.ask()], shard.status()["epoch"]
             shard.signal(signal.SIGTERM)
-            assert shard.ends() == 0
+            assert shard.exit_code() == 0
             shard.start()
             until(lambda s=shard: s.ready, "the shard to serve again")  # type: ignore[misc]
             assert all(version >= kept[f] for f, version in versions(shard.status()).items())

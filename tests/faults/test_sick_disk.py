@@ -11,9 +11,9 @@ from pathlib import Path
 
 import loudly
 import pytest
-from steady import QuickShard, SteadyCluster
+from steady import SteadyCluster
 
-from processes import http_get, until, versions
+from processes import Shard, http_get, until, versions
 
 SLOW_S = 8
 """Longer than the silence after which a learner would connect again, 2.5 heartbeats."""
@@ -21,7 +21,7 @@ LEASES = {"lease.lease_s": 15, "lease.heartbeat_s": 3}
 
 
 @contextmanager
-def injected(shard: QuickShard, log: Path, call: str, fault: str) -> Iterator[None]:
+def injected(shard: Shard, log: Path, call: str, fault: str) -> Iterator[None]:
     """While this lasts, a system call of the shard's does not do what it should."""
     loudly.need("a sick disk", strace="strace")
     command = ["strace", "-f", "-qq", "-p", str(shard.pid), "-o", str(log), "-e", f"trace={call}"]
@@ -58,8 +58,8 @@ def test_a_disk_that_refuses_stops_versions_and_nothing_else(call: str, error: s
         cluster.add("ann")
         (shard,), ann = cluster.shards, cluster.learners["ann"]
         with injected(shard, tmp_path / "strace", call, f"error={error}"):
-            until(lambda: http_get(shard.where.http, "/readyz")[0] == 503, "the shard to be not ready")
-            reason = http_get(shard.where.http, "/readyz")[1]
+            until(lambda: http_get(shard.endpoints.http, "/readyz")[0] == 503, "the shard to be not ready")
+            reason = http_get(shard.endpoints.http, "/readyz")[1]
             assert "storage" in reason
             assert words in reason
             until(lambda: all(not f["round_open"] for f in shard.status()["fragments"]), "every fragment to wait")

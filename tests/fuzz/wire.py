@@ -210,7 +210,7 @@ def _with_shard(
         process = psutil.Process(shard.pid)
 
         async def run() -> None:
-            async with Learners(shard.where.grpc) if part == "calls" else _Nobody():
+            async with Learners(shard.endpoints.grpc) if part == "calls" else _Nobody():
                 before = process.memory_info().rss
                 await offer(shard, result, seed, numbers)
                 more = process.memory_info().rss - before
@@ -237,7 +237,7 @@ def _wrong_with(shard: ShardProcess) -> list[str]:
         problems.append("control characters in the log")
     learner = Lease("afterwards")
     try:
-        asyncio.run(_join_once(shard.where.grpc, learner))
+        asyncio.run(_join_once(shard.endpoints.grpc, learner))
     except grpc.RpcError as error:
         problems.append(f"nobody can join any more: {error.details()}")
     return problems
@@ -259,7 +259,7 @@ async def _join_once(address: str, lease: Lease) -> None:
 
 async def _calls(shard: ShardProcess, result: Result, seed: int, numbers: range) -> None:
     loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(AT_ONCE) as pool, grpc.insecure_channel(shard.where.grpc) as channel:
+    with ThreadPoolExecutor(AT_ONCE) as pool, grpc.insecure_channel(shard.endpoints.grpc) as channel:
 
         async def one(at: int) -> None:
             call = draw_call(chance_of("calls", seed, at))
@@ -317,7 +317,7 @@ def metadata_of(call: Call, lease: Lease) -> list[tuple[str, str]]:
 
 async def _requests(shard: ShardProcess, result: Result, seed: int, numbers: range) -> None:
     places = asyncio.Semaphore(AT_ONCE)
-    host, _, port = shard.where.http.rpartition(":")
+    host, _, port = shard.endpoints.http.rpartition(":")
 
     async def one(at: int) -> None:
         async with places:
