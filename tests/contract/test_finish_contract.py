@@ -11,11 +11,10 @@ import threading
 import pytest
 import torch
 from in_process import InProcessShard, settings_with
-from torch import nn
 from training import Training, tiny_model
 
 import diloco_worker
-from diloco_common.errors import ConfigError, LearnerEnded, ModelChanged, NotFinite
+from diloco_common.errors import NotFinite
 from diloco_worker.core.agreement import REFUSALS_MAX
 from diloco_worker.export import lay_out
 from diloco_worker.shell import connection
@@ -125,17 +124,6 @@ def test_finish_waits_for_a_shard_that_starts_again(serve, train):
     starting.join()
 
 
-def test_after_the_end_a_step_is_refused_in_words(serve, train):
-    a = train(serve(settings_with()).address, "a")
-    a.learner.finish()
-    with pytest.raises(LearnerEnded, match=r"join again with state=learner.state_dict\(\)"):
-        a.step()
-    b = train(serve(settings_with()).address, "b")
-    b.learner.close()
-    with pytest.raises(LearnerEnded):
-        b.learner.finish()
-
-
 # ------------------------------------------------------------------ who a learner is
 
 
@@ -177,19 +165,6 @@ def test_a_number_outlives_the_restart_of_the_shard(serve, train):
     assert b.learner.index == 1
 
 
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        ({"inner_step": 3}, "state= is not what learner.state_dict() gave: it has no index, learner_id, run, tokens"),
-        ({"run": "other", "learner_id": "a", "index": 0, "inner_step": 1, "tokens": 1}, "state= is of run 'other'"),
-    ],
-)
-def test_what_is_no_state_of_this_run_is_refused(state, words):
-    with pytest.raises(ConfigError) as told:
-        diloco_worker.join("127.0.0.1:9", tiny_model(), state=state)
-    assert words in str(told.value)
-
-
 def test_learners_with_the_same_batches_are_named_by_the_shard(serve, train, written):
     shard = serve(settings_with(sync={"sync_every": 10_000}))
     a, b = train(shard.address, "a"), train(shard.address, "b")  # both with seed 0
@@ -204,36 +179,6 @@ def test_learners_with_the_same_batches_are_named_by_the_shard(serve, train, wri
 
 
 # ------------------------------------------------------------------ a model that is not what it was
-
-
-def test_parameters_that_were_replaced_are_named_at_the_next_step(serve, train):
-    a = train(serve(settings_with()).address, "a")
-    a.step()
-    a.model.load_state_dict({k: v.clone() for k, v in a.model.state_dict().items()}, assign=True)
-    with pytest.raises(ModelChanged, match=r"0.weight, 0.bias, 2.weight and 1 more: replaced .* before `join`"):
-        a.learner.step(tokens=1)
-
-
-@pytest.mark.parametrize("change", ["to", "one", "removed"])
-def test_one_parameter_that_was_replaced_is_enough(serve, train, change):
-    a = train(serve(settings_with()).address, "a")
-    if change == "to":
-        a.model[2].to(torch.float64)
-    elif change == "one":
-        a.model[2].weight = nn.Parameter(a.model[2].weight.detach().clone())
-    else:
-        del a.model[2].weight
-    with pytest.raises(ModelChanged, match=r"2\.weight"):
-        a.learner.step(tokens=1)
-
-
-@pytest.mark.parametrize("part", ["all", "a submodule"])
-def test_values_that_were_overwritten_from_a_checkpoint_are_noticed(serve, train, part):
-    a = train(serve(settings_with()).address, "a")
-    module = a.model if part == "all" else a.model[0]
-    module.load_state_dict({k: torch.zeros_like(v) for k, v in module.state_dict().items()})
-    with pytest.raises(ModelChanged, match="load_state_dict has overwritten the model since it joined"):
-        a.learner.step(tokens=1)
 
 
 def test_a_model_that_has_joined_can_be_copied_and_pickled(serve, train):
@@ -296,10 +241,3 @@ def test_a_learner_leaves_no_task_behind_in_its_loop(serve, train):
         a.learner.close()
         assert loop.is_closed()
         assert not asyncio.all_tasks(loop)
-
-
-@pytest.mark.parametrize("tokens", [-1, 2**41])
-def test_a_step_of_impossible_tokens_is_refused(serve, train, tokens):
-    a = train(serve(settings_with()).address, "a")
-    with pytest.raises(ConfigError, match="a step has 0 to"):
-        a.learner.step(tokens=tokens)

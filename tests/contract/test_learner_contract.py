@@ -19,7 +19,6 @@ from diloco_common.errors import (
     CannotConnect,
     ConfigError,
     DilocoError,
-    InUse,
     ManifestMismatch,
     NotFinite,
     Superseded,
@@ -47,13 +46,6 @@ def global_values(shard: InProcessShard) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- joining and training
-
-
-def test_an_http_port_that_is_taken_is_said():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(InUse, match=f"127.0.0.1:{port}"):
-            diloco_worker.join("127.0.0.1:1", tiny_model(), http=f"127.0.0.1:{port}", wait_s=1.0)
 
 
 def test_the_first_learner_seeds_and_the_second_adopts(serve, train):
@@ -433,20 +425,10 @@ def test_a_learner_waits_for_a_shard_that_does_not_belong_to_the_others(serve, w
     assert re.search(r"trying again shard=\S+ code=(BAD_CONFIG|MANIFEST_MISMATCH|WRONG_RUN)", written.getvalue())
 
 
-@pytest.mark.parametrize(
-    ("addresses", "words"),
-    [
-        (lambda a: [], "no shard addresses"),
-        (lambda a: ["nonsense"], "the port is missing"),
-        (lambda a: [a], "2 shards .* 1 addresses are given"),
-        (lambda a: [a, a], "named twice"),
-    ],
-)
-def test_addresses_that_do_not_name_every_shard_once_are_refused(serve, addresses, words):
+def test_addresses_that_do_not_name_every_shard_are_refused(serve):
     shard = serve(settings_with(sync={"fragments": 2}, shard={"index": 0, "count": 2}))
-
-    with pytest.raises(ConfigError, match=words):
-        diloco_worker.join(addresses(shard.address), tiny_model(), learner_id="a", wait_s=20)
+    with pytest.raises(ConfigError, match=r"2 shards .* 1 addresses are given"):
+        diloco_worker.join(shard.address, tiny_model(), learner_id="a", wait_s=20)
 
 
 def test_a_shard_under_two_names_is_refused(serve):
@@ -482,15 +464,6 @@ def test_a_model_that_is_not_finite_cannot_seed(serve):
 
     with pytest.raises(NotFinite):
         diloco_worker.join(shard.address, model, learner_id="a", wait_s=20)
-
-
-def test_joining_gives_up_after_the_wait(serve):
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # taken, and nobody listens
-        address = f"127.0.0.1:{bound.getsockname()[1]}"
-        with pytest.raises(CannotConnect, match=f"no answer from {address}") as gave_up:
-            diloco_worker.join(address, tiny_model(), learner_id="a", wait_s=0.3)
-    assert gave_up.value.exit_code == 5
 
 
 def test_workers_may_come_before_their_shard(serve, train, written):

@@ -242,6 +242,8 @@ JOIN: list[Row] = [
     ("companions: without momentum", lambda h: h.join(companions=torch.optim.SGD(h.model.parameters(), lr=0.1)),
      "UNSUPPORTED_MODEL", "momentum=0"),
     ("state: of another run", lambda h: h.join(state={**state_of("a"), "run": "other"}), "BAD_CONFIG", "run 'other'"),
+    ("state: some of it", lambda h: h.join(state={"inner_step": 3}), "BAD_CONFIG",
+     "it has no index, learner_id, run, tokens"),
     ("state: of the model", lambda h: h.join(state=h.model.state_dict()), "BAD_CONFIG", "learner.state_dict()"),
     ("state: a path", lambda h: h.join(state="checkpoint.pt"), "BAD_CONFIG", "learner.state_dict()"),
     ("state: negative", lambda h: h.join(state=state_of("a", -1)), "BAD_CONFIG", "inner_step is -1"),

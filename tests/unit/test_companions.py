@@ -43,8 +43,12 @@ def momentum() -> dict[str, Companion]:
     return {"weight": Companion("SGD", torch.zeros(1, 4))}
 
 
-def cluster_of(**sections: dict[str, Any]) -> Lockstep:
-    return Lockstep(make_settings(**{"outer": OUTER, **sections, "sync": SYNC | sections.get("sync", {})}))
+def cluster_of(*learners: str, **sections: dict[str, Any]) -> Lockstep:
+    """With these learners, each of which averages its momentum."""
+    cluster = Lockstep(make_settings(**{"outer": OUTER, **sections, "sync": SYNC | sections.get("sync", {})}))
+    for name in learners:
+        cluster.join(name, linear(), momentum())
+    return cluster
 
 
 def states(cluster: Lockstep) -> tuple[FragmentState, FragmentState]:
@@ -90,10 +94,8 @@ def test_a_companion_becomes_the_exact_mean_while_the_model_takes_an_outer_step(
 
 @pytest.mark.parametrize("merge", ["rda", "mean"])
 def test_the_rule_of_a_companion_is_the_mean_whatever_that_of_the_run(merge: str) -> None:
-    cluster = cluster_of(sync={"merge": merge})
-    cluster.join("a", linear(), momentum())
-    model, companion = (cluster.shards[0].driver.making(state.fragment) for state in states(cluster))
-    assert (model.rule, companion.rule) == (merge, "mean")
+    cluster = cluster_of("a", sync={"merge": merge})
+    assert [cluster.shards[0].driver.making(state.fragment).rule for state in states(cluster)] == [merge, "mean"]
 
 
 def test_without_companions_nothing_of_the_model_is_another() -> None:
@@ -108,8 +110,7 @@ def test_without_companions_nothing_of_the_model_is_another() -> None:
 
 
 def test_companions_are_due_so_many_times_as_rarely() -> None:
-    cluster = cluster_of(sync={"sync_every": 2, "companions_every": 3})
-    cluster.join("a", linear(), momentum())
+    cluster = cluster_of("a", sync={"sync_every": 2, "companions_every": 3})
     versions = []
     for _ in range(12):
         round_of(cluster, lambda: None)
@@ -119,8 +120,7 @@ def test_companions_are_due_so_many_times_as_rarely() -> None:
 
 
 def test_the_run_ends_by_the_model_alone_and_companions_end_with_it() -> None:
-    cluster = cluster_of(run={"tokens": 32}, sync={"companions_every": 3})
-    cluster.join("a", linear(), momentum())
+    cluster = cluster_of("a", run={"tokens": 32}, sync={"companions_every": 3})
     shard = cluster.shards[0].shard
     for merged in (8, 16, 24, 32):
         assert not shard.done
@@ -140,8 +140,7 @@ def test_the_run_ends_by_the_model_alone_and_companions_end_with_it() -> None:
 
 def test_companions_go_on_as_long_as_the_model() -> None:
     """Theirs may have merged the budget before: a fragment of the model has met fewer learners."""
-    cluster = cluster_of(run={"tokens": 24})
-    cluster.join("a", linear(), momentum())
+    cluster = cluster_of("a", run={"tokens": 24})
     model, companion = states(cluster)
     companion.record = replace(companion.record, tokens_merged=24)
     round_of(cluster, lambda: None)
@@ -192,9 +191,7 @@ def test_histories_tell_which_fragments_are_companions(is_companion: bool) -> No
 
 
 def test_ordinary_companions_do_not_thin_out_the_votes_on_quarantine() -> None:
-    cluster = cluster_of()
-    for name in "abc":
-        cluster.join(name, linear(), momentum())
+    cluster = cluster_of(*"abc")
     for _ in range(5):
         round_of(cluster, lambda: None)
     quarantine = cluster.shards[0].shard.trust.quarantine
@@ -394,24 +391,20 @@ def test_what_cannot_be_averaged_is_refused_in_words(
         Replica(model, companions=Companions([make(model)], SharedSet(model)).by_name)
 
 
-@pytest.mark.parametrize("model", [linear(), nn.Sequential(linear())])
-def test_a_model_is_no_optimizer(model: nn.Module) -> None:
-    with pytest.raises(ConfigError, match=f"has a {type(model).__name__}: give the optimizer of this model"):
-        Companions(model, SharedSet(model))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("given", [lambda state: state, lambda state: [state]])
-def test_a_state_dict_is_no_optimizer(given: Callable[[dict[str, Any]], Any]) -> None:
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda m: m, "has a Linear: give the optimizer of this model"),
+        (nn.Sequential, "has a Sequential: give the optimizer of this model"),
+        (lambda m: torch.optim.AdamW(m.parameters()).state_dict(), "has a state_dict of an optimizer: give the optimi"),
+        (lambda m: [torch.optim.AdamW(m.parameters()).state_dict()], "has a state_dict of an optimizer: give the opti"),
+        (lambda m: {"all": torch.optim.AdamW(m.parameters())}, "has a dict: give the optimizer of this model, or a l"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_as_what_it_is(given: Callable[[nn.Module], Any], words: str) -> None:
     model = linear()
-    state = torch.optim.AdamW(model.parameters()).state_dict()
-    with pytest.raises(ConfigError, match="has a state_dict of an optimizer: give the optimizer itself"):
-        Companions(given(state), SharedSet(model))
-
-
-def test_a_dict_of_optimizers_is_refused_as_that() -> None:
-    model = linear()
-    with pytest.raises(ConfigError, match="has a dict: give the optimizer of this model, or a list"):
-        Companions({"all": torch.optim.AdamW(model.parameters())}, SharedSet(model))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=words):
+        Companions(given(model), SharedSet(model))
 
 
 def test_betas_that_a_schedule_moves_count_as_they_are() -> None:
