@@ -71,13 +71,13 @@ class Rig:
         for contribution in taken:
             contribution.tensors.take_snapshot().add_(value)
             self.context.codec.begin(contribution, "float32")
-            self.pusher.push(PushContribution(contribution, 0))
+            self.pusher.push(PushContribution(contribution))
         return taken
 
     def seeds(self) -> None:
         """Every fragment."""
         for i, fragment in self.core.fragments.items():
-            self.pusher.seed(SeedFragment(i, 0, fragment.tensors.values(), 0.0))
+            self.pusher.seed(SeedFragment(i, fragment.tensors.values(), 0.0))
 
 
 def run(test: Callable[[Rig], Awaitable[None]]) -> None:

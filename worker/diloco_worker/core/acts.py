@@ -15,6 +15,7 @@ from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import Progress
 from diloco_worker.core.events import Answered, Failed, Joined
 from diloco_worker.core.fragment import Contribution, Fate
+from diloco_worker.core.island_log import Fetch, FetchEnded
 from diloco_worker.core.tensors import FragmentTensors
 
 
@@ -32,7 +33,6 @@ class PushContribution:
     """A round asks for this contribution."""
 
     contribution: Contribution
-    shard_index: int
     cpu_seconds: float = 0.0
     """Of the training thread, for the snapshot."""
 
@@ -42,7 +42,6 @@ class SeedFragment:
     """The shard has nothing of this fragment: offer it these values."""
 
     fragment_id: int
-    shard_index: int
     values: Tensor
     hold_s: float
     """Others may know better: offer them after so many seconds, if nobody else has."""
@@ -95,32 +94,11 @@ class LastRounds:
     fragment_ids: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class FetchVersion:
-    """All ranks are to pull this version, each its own ranges."""
-
-    fragment_id: int
-    shard_index: int
-    epoch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class FetchEnded:
-    """All ranks have applied this version, or dropped it."""
-
-    fragment_id: int
-    shard_index: int
-    epoch: int
-    version: int
-    is_applied: bool
-
-
 Act = (
-    ModelCut | PushContribution | SeedFragment | VersionApplied | WorkCarried | StepEnded | LastRounds | FetchVersion
+    ModelCut | PushContribution | SeedFragment | VersionApplied | WorkCarried | StepEnded | LastRounds | Fetch
     | FetchEnded | Answered | Joined | Failed
 )  # fmt: skip
-"""Of events: a push has its outcome; all ranks speak under a lease; the learner cannot go on, and that comes last."""
+"""Of what came: a push has its outcome; all ranks have a lease; the learner cannot go on, and that comes last."""
 
 
 @dataclass(frozen=True, slots=True)

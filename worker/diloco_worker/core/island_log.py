@@ -130,6 +130,14 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """All ranks have applied this version, or dropped it."""
+
+    fetch: Fetch
+    is_applied: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """What all ranks decide at one boundary."""
 
@@ -138,8 +146,7 @@ class Turn:
     events: tuple[Event, ...]
     """In this order. Equal at all ranks, but for the values in `Arrived`."""
     fetches: tuple[Fetch, ...]
-    ended: tuple[tuple[Fetch, bool], ...] = ()
-    """Fetches that are decided, and whether the version is applied; if not, it was dropped."""
+    ended: tuple[FetchEnded, ...] = ()
 
 
 @dataclass
@@ -246,7 +253,7 @@ class IslandLog:
         """The frames of all ranks, in their order, of one boundary. Raises IslandBroken."""
         self._events: list[Event] = []
         self._fetches: list[Fetch] = []
-        self._ended: list[tuple[Fetch, bool]] = []
+        self._ended: list[FetchEnded] = []
         count = tokens_of(frames)
         for rank, frame in enumerate(frames):
             _, length = _HEAD.unpack_from(frame)
@@ -298,7 +305,7 @@ class IslandLog:
     def _announced(self, fetch: Fetch) -> None:
         p, applied = fetch.fragment_id, self._applied.get(fetch.fragment_id)
         if applied is not None and applied.epoch == fetch.epoch and fetch.version <= applied.version:
-            self._ended.append((fetch, True))
+            self._ended.append(FetchEnded(fetch, is_applied=True))
         elif p not in self._fetching:
             self._fetching[p] = _Fetching(fetch)
             self._fetches.append(fetch)
@@ -338,7 +345,7 @@ class IslandLog:
         # What has arrived stays: the same version may be wanted again, and others have read that it is here.
         fetching = self._fetching.pop(fragment_id, None)
         if fetching is not None and is_told:
-            self._ended.append((fetching.fetch, is_applied))
+            self._ended.append(FetchEnded(fetching.fetch, is_applied))
         if fragment_id in self._complete:
             self._complete.remove(fragment_id)
         newer = self._newer.pop(fragment_id, None)

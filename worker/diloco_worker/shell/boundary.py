@@ -18,8 +18,6 @@ from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Pulse
 from diloco_worker.core.acts import (
     Act,
-    FetchEnded,
-    FetchVersion,
     Figures,
     ModelCut,
     PushContribution,
@@ -121,11 +119,7 @@ class StepBoundary:
             self._core.stepped(turn.tokens)
         self._acts = [event for event in turn.events if isinstance(event, Joined)]
         self._take_all(apply_s if self._council.size == 1 else math.inf)
-        for f in turn.fetches:
-            self._acts.append(FetchVersion(f.fragment_id, self._owner(f.fragment_id), f.epoch, f.version))
-        for f, done in turn.ended:
-            self._acts.append(FetchEnded(f.fragment_id, self._owner(f.fragment_id), f.epoch, f.version, done))
-        acts, self._acts = self._acts, []
+        acts, self._acts = [*self._acts, *turn.fetches, *turn.ended], []
         return acts
 
     def _take_all(self, apply_s: float) -> None:
@@ -240,10 +234,7 @@ class StepBoundary:
                 hold_s = self._hold_s(status.fragment_id, joined.epoch) if is_held else 0.0
                 if (own := fragment.tensors.fragment.own).stop > own.start:
                     values = fragment.tensors.values()[own]
-                    self._acts.append(SeedFragment(status.fragment_id, joined.shard_index, values, hold_s))
-
-    def _owner(self, fragment_id: int) -> int:
-        return self._core.manifest.fragments[fragment_id].shard_index
+                    self._acts.append(SeedFragment(status.fragment_id, values, hold_s))
 
     def _hold_s(self, fragment_id: int, epoch: int) -> float:
         """What is left of the hold that began when this epoch of the shard was first seen without the fragment.
@@ -292,4 +283,4 @@ class StepBoundary:
         cpu_seconds = (self._cpu_clock() - began) / max(1, len(taken))
         for contribution in taken:
             self._council.contributes(contribution)
-            self._acts.append(PushContribution(contribution, self._owner(contribution.fragment_id), cpu_seconds))
+            self._acts.append(PushContribution(contribution, cpu_seconds))

@@ -30,11 +30,11 @@ from diloco_common.wire.messages import (
     ShardAway,
     Stop,
 )
-from diloco_worker.core.acts import FetchEnded, FetchVersion
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import ConnectionState, Lease
 from diloco_worker.core.dialing import CALL_S, GONE_S, SILENCE_HEARTBEATS, Dialing
 from diloco_worker.core.events import Asked, Failed, Joined, Stopped
+from diloco_worker.core.island_log import Fetch, FetchEnded
 from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.puller import Puller
 from diloco_worker.shell.pusher import Pusher
@@ -133,14 +133,15 @@ class Connection:
             self.is_up = True
         self._puller.wake()
 
-    def fetch(self, fetch: FetchVersion) -> None:
+    def fetch(self, fetch: Fetch) -> None:
         """All ranks are to pull this version."""
         self.state.to_pull.fetch(fetch.fragment_id, (fetch.epoch, fetch.version))
         self._puller.wake()
 
     def fetch_ended(self, ended: FetchEnded) -> None:
         """All ranks have decided on a version."""
-        self.state.to_pull.ended(ended.fragment_id, (ended.epoch, ended.version), is_applied=ended.is_applied)
+        fetch = ended.fetch
+        self.state.to_pull.ended(fetch.fragment_id, (fetch.epoch, fetch.version), is_applied=ended.is_applied)
         self._puller.wake()
 
     def newest(self, fragment_id: int) -> tuple[int, int] | None:

@@ -19,11 +19,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_common.errors import DilocoError, Unavailable
+from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import Progress, Pulse, ShardAway
 from diloco_worker.core.acts import (
     Act,
-    FetchEnded,
-    FetchVersion,
     LastRounds,
     ModelCut,
     PushContribution,
@@ -33,6 +32,7 @@ from diloco_worker.core.acts import (
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import Lease
 from diloco_worker.core.events import Failed, Joined
+from diloco_worker.core.island_log import Fetch, FetchEnded
 from diloco_worker.shell.connection import Connection
 from diloco_worker.shell.context import ConnectionContext
 
@@ -43,6 +43,7 @@ class Connections:
     def __init__(self, addresses: Sequence[str], progress: Progress, context: ConnectionContext) -> None:
         self._c = context
         self._connections = [Connection(address, progress, context) for address in addresses]
+        self._manifest: Manifest | None = None
         self._leases: dict[int, Lease] = {}  # by shard, as all ranks have agreed on
         agreement, objections = Agreement(len(addresses), context.tensors), Objections(len(addresses))
         for connection in self._connections:
@@ -129,17 +130,19 @@ class Connections:
     def _perform(self, act: Act) -> None:
         match act:
             case ModelCut():
+                self._manifest = act.manifest
                 self._c.codec.own(act.tensors)
                 for connection in self._connections:
                     connection.model_is_cut(act.manifest)
             case PushContribution():
                 if self._c.council.size > 1:
                     # Written down for all ranks, and also if this one has no part of it, or no lease just now.
-                    self._c.telemetry.pushing(act, self._leases[act.shard_index])
-                if (owner := self._to(act.shard_index)) is not None and not act.contribution.tensors.is_others:
+                    self._c.telemetry.pushing(act, self._leases[self._shard_of(act.contribution.fragment_id)])
+                owner = self._owner(act.contribution.fragment_id)
+                if owner is not None and not act.contribution.tensors.is_others:
                     owner.pusher.push(act)
             case SeedFragment():
-                if (owner := self._to(act.shard_index)) is not None:
+                if (owner := self._owner(act.fragment_id)) is not None:
                     owner.pusher.seed(act)
             case StepEnded():
                 for connection in self._connections:
@@ -152,13 +155,18 @@ class Connections:
                 for connection in self._connections:
                     if connection.address == act.address:
                         connection.take_lease(act)
-            case FetchVersion():
-                if (owner := self._to(act.shard_index)) is not None:
+            case Fetch():
+                if (owner := self._owner(act.fragment_id)) is not None:
                     owner.fetch(act)
             case FetchEnded():
-                if (owner := self._to(act.shard_index)) is not None:
+                if (owner := self._owner(act.fetch.fragment_id)) is not None:
                     owner.fetch_ended(act)
 
-    def _to(self, shard_index: int) -> Connection | None:
-        """The one to a shard that was joined; None: it came back as another one."""
+    def _shard_of(self, fragment_id: int) -> int:
+        assert self._manifest is not None
+        return self._manifest.fragments[fragment_id].shard_index
+
+    def _owner(self, fragment_id: int) -> Connection | None:
+        """The one to the shard of a fragment; None: it came back as another one."""
+        shard_index = self._shard_of(fragment_id)
         return next((c for c in self._connections if c.state.shard_index == shard_index), None)
