@@ -76,8 +76,11 @@ def says(data: bytes) -> Callable[[socket.socket], None]:
 )
 def test_an_answer_that_drips_ends_in_time(answer: Callable[[socket.socket], None]) -> None:
     began = time.monotonic()
-    with serving(answer) as address, pytest.raises(TimeoutError):
-        get(address, "/status", 0.3)
+    with serving(answer) as address:
+        with pytest.raises(TimeoutError):
+            get(address, "/status", 0.3)
+        with pytest.raises(NoAnswer, match="no answer in time"):
+            ask(IN_PLAINTEXT, address, 0, 0, 0.3)
     assert time.monotonic() - began < 3.0
 
 
@@ -153,7 +156,13 @@ def test_a_status_is_what_it_ought_to_be(change: dict[str, Any], why: str) -> No
         read_status(body(SHARD | change))
 
 
-@pytest.mark.parametrize("said", [b"[" * 200_000, body({"role": "shard", "rounds": "x"})], ids=["deep", "types"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(b"[" * 200_000, id="deep"), body({"role": "shard", "rounds": "x"}), b"", b"not json", b"[]",
+        body({"role": "something else"}), b"\xff",
+    ],
+)  # fmt: skip
 def test_tools_take_it_for_no_answer(said: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(says(HEAD + b"\r\n" + said)) as address:
         assert fetch_status(address, 5.0) is None

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import ssl
-import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from certificates import Certificates
 from diloco_common.errors import ConfigError
 from diloco_common.settings import ClusterSettings, SecuritySettings, Settings
 from diloco_common.wire.addresses import write_address
-from diloco_deploy.cluster.asking import Answered, Asker, NoAnswer, ask
+from diloco_deploy.cluster.asking import Answered
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
 from diloco_deploy.web import app, command, live_page
 from diloco_deploy.web.command import PageThread
@@ -254,26 +251,6 @@ def test_a_renewal_that_cannot_be_used_yet_leaves_the_page_with_what_it_has(tmp_
         patched.setattr(live_page, "Asker", half_written)
         assert own.asker() is before
     assert own.asker() is not before
-
-
-def test_an_answer_that_drips_is_cut_off():
-    with socket.create_server(("127.0.0.1", 0)) as shard:
-        thread = threading.Thread(target=drip, args=(shard,))
-        thread.start()
-        with pytest.raises(NoAnswer, match="no answer in time"):
-            ask(Asker(), f"127.0.0.1:{shard.getsockname()[1]}", 0, 0, timeout_s=0.3)
-        thread.join()
-
-
-def drip(shard: socket.socket) -> None:
-    """Send an answer by single bytes, until nobody listens any more or it is over."""
-    connection, _ = shard.accept()
-    with connection, suppress(OSError):
-        connection.recv(4096)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n")
-        for _ in range(200):
-            connection.sendall(b" ")
-            threading.Event().wait(0.02)
 
 
 @pytest.mark.parametrize(

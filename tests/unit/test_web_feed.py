@@ -204,14 +204,6 @@ def test_whether_it_learns_is_told_from_more_than_scatter(losses, title):
     assert feed.since(0, NOW)["headlines"]["learning"]["title"] == title
 
 
-def test_the_rest_is_told_from_the_pace_that_was_seen():
-    feed = feed_of("shard-0")
-    for second in range(30):
-        feed.heard("shard-0", shard(tokens_merged=100 * second), now=NOW + second)
-        feed.sample(NOW + second)
-    assert feed.since(0, NOW)["run"]["left_s"] == pytest.approx((4000 - 2900) / 100)
-
-
 def test_the_rest_is_the_same_as_on_the_terminal():
     feed, watch = feed_of("shard-0"), Watch(NOW)
     watch.expect("shard-0", "shard")
