@@ -16,11 +16,12 @@ from torch import Tensor
 
 from diloco_common.errors import DilocoError
 from diloco_common.wire.manifest import Fragment
-from diloco_simulator.learner_process import LOOK_S, SAVES, SETTLE_S, Account, refused_since
+from diloco_simulator.followed import Followed
+from diloco_simulator.learner_process import LOOK_S, SAVES
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.model import AVERAGED, Counting
 from diloco_simulator.world.process import Process
-from diloco_simulator.world.stage import Checkpoint, QuietLog, Silence, Stage
+from diloco_simulator.world.stage import Checkpoint, Stage
 from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.core.acts import Act, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
@@ -30,11 +31,8 @@ from diloco_worker.core.parts import Holding, LocalFragment, Sharing, local_frag
 from diloco_worker.core.replica import Replica
 from diloco_worker.learner import make_learner
 from diloco_worker.shell.boundary import Start
-from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.council import IslandCouncil
-from diloco_worker.shell.telemetry import LearnerTelemetry
 
-HAND_OVER_S = 0.05
 RESTART_S = 1.0
 """Within this time after a rank has died, its launcher ends the others."""
 RANKS_MAX = 4
@@ -152,12 +150,12 @@ class IslandProcess:
         return answers[0]
 
 
-class Rank:
+class Rank(Followed):
     """One rank: a learner of the product, its part of the model, and what must hold of it."""
 
     def __init__(self, island: IslandProcess, rank: int, size: int, flat: Tensor, start: Start, history: Any) -> None:
+        super().__init__(island.cluster, island.process, f"{island.name}/{rank}")
         self.rank = rank
-        self.is_alive = True
         self.model = Rows(flat)
         self.holdings = {
             name: Holding(p.numel() * rank // size, p.numel() * (rank + 1) // size)
@@ -165,16 +163,9 @@ class Rank:
         }
         self.replica = RowsReplica(self.model, self.holdings, rank, size, self._poison)
         self._island = island
-        self._accounts: dict[int, Account] = {}
-        self._refused: dict[Contribution, int] = {}
-        self._connections: Connections | None = None
-        self._running: asyncio.Task[None] | None = None
-        self._handed_over = 0.0
         options, process = island.options, island.process
         caller = Caller("local", island.learner_id, island.name, rank)
-        log: Any = QuietLog(island.name, self._hear_error)
-        silence: Any = Silence()
-        telemetry = LearnerTelemetry(caller, process.clock, silence, log, history)
+        telemetry = self._telemetry(caller, history)
         self.learner = make_learner(
             self.replica, [str(i) for i in range(options.shards)], caller, self._dial, process.world(), self,
             telemetry, start, council=IslandCouncil(rank, size, self, island.goodbye),
@@ -196,35 +187,10 @@ class Rank:
             posted[:] = [getattr(rank, "_next", None) for rank in self._island.ranks]
         return None if posted[0] is None else [frame for frame in posted if frame is not None]
 
-    def start(self, connections: Connections) -> None:
-        self._connections = connections
-        self._running = self._island.process.start(connections.run(), f"connections of rank {self.rank}")
-
-    def post(self, acts: Sequence[Act]) -> None:
-        for act in acts:
-            self._watch(act)
-        now = self._island.cluster.timeline.now
-        self._handed_over = max(self._handed_over, now + HAND_OVER_S * self._island.process.random.random())
-        self._island.process.loop.call_at(self._handed_over, self._perform, acts)
-
-    def _perform(self, acts: Sequence[Act]) -> None:
-        if self.is_alive and self._connections is not None:
-            self._connections.perform(acts)
-
-    def stop(self, settle_s: float) -> None:
-        """Its end is that of the process."""
-
     def die(self) -> None:
         self.is_alive = False
         if self._running is not None:
             self._running.cancel()
-
-    async def leave(self) -> None:
-        await self.learner.connections.leave(SETTLE_S)
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
-        self.learner.close()
 
     def _dial(self, address: str) -> MemoryTransport:
         cluster = self._island.cluster
@@ -236,31 +202,21 @@ class Rank:
 
     # ------------------------------------------------------------ training, and what must hold
 
-    def begins(self) -> bool:
-        begins = self.learner.begin()
-        for fragment in self._fragments():
-            if fragment.tensors.anchor is not None:
-                self._account(fragment)
-        return begins
-
     def step(self, all_tokens: int, tokens: int) -> None:
         """Every rank's model moves by what all ranks have trained."""
         self.model.train_on(all_tokens)
         self.learner.step(tokens)
-        self._refused = refused_since(self._refused, self.learner)
-        for contribution, steps in self._refused.items():
-            invariants.refusals_are_heard(f"{self._island.name}/{self.rank}", contribution.fragment_id, steps)
+        self._check_refusals()
         for fragment in self._fragments():
             anchor = fragment.tensors.anchor
             if anchor is None or self._island.options.on_commit == "blend":
                 continue
-            account, local = self._account(fragment), fragment.tensors.fragment
-            account.largest = max(account.largest, float(anchor.float().abs().max()) if anchor.numel() else 0.0)
+            account = self._account(fragment)
+            self._measure(account, fragment)
             if anchor.numel():
-                trained = self._part(self.model.trained, local) - account.base - account.merged
                 invariants.progress_is_kept(
-                    f"{self._island.name}/{self.rank}", fragment.fragment.fragment_id,
-                    self._part(self.model.flat, local), anchor.float(), trained, account.largest,
+                    self._name, fragment.fragment.fragment_id, self._part(self.model.flat, fragment.tensors.fragment),
+                    anchor.float(), self._unmerged(fragment), account.largest,
                 )  # fmt: skip
 
     def decided(self) -> Any:
@@ -291,18 +247,14 @@ class Rank:
             account = self._account(fragment)
             contribution = act.contribution
             if self._island.options.on_commit != "carry":
-                account.base = self._part(self.model.trained, fragment.tensors.fragment)
+                account.base = self._trained(fragment)
             elif contribution is not None and act.fate is not Fate.CARRIED:
                 tensors = contribution.tensors
                 assert tensors.snapshot is not None
                 account.merged = account.merged - tensors.snapshot
 
-    def _account(self, fragment: LearnerFragment) -> Account:
-        fragment_id = fragment.fragment.fragment_id
-        if fragment_id not in self._accounts:
-            base = self._part(self.model.trained, fragment.tensors.fragment)
-            self._accounts[fragment_id] = Account(base, torch.zeros_like(base))
-        return self._accounts[fragment_id]
+    def _trained(self, fragment: LearnerFragment) -> Tensor:
+        return self._part(self.model.trained, fragment.tensors.fragment)
 
     def _part(self, flat: Tensor, local: Fragment) -> Tensor:
         """What the rank holds of a fragment, of values for the whole model."""
@@ -311,14 +263,6 @@ class Rank:
             start = self.model.offsets[piece.tensor] + self.holdings[piece.tensor].start + piece.tensor_offset
             out[piece.bounds] = flat[start : start + piece.num_elements]
         return out
-
-    def _fragments(self) -> list[LearnerFragment]:
-        return list(self.learner.core.fragments.values()) if self.learner.core is not None else []
-
-    def _hear_error(self, what: str, facts: dict[str, object]) -> None:
-        error = facts.get("trace")
-        if isinstance(error, BaseException) and self._island.process.alive:
-            self._island.cluster.timeline.fail(error)
 
 
 class Rows(Counting):

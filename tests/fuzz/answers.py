@@ -227,15 +227,15 @@ class LyingStream:
 class Trainer(LearnerProcess):
     """Trains beside the liar. What its values are is the liar's affair, where it is about the liar's fragments."""
 
-    _cluster: Lied
+    stage: Lied
 
     def _dial(self, address: str) -> MemoryTransport:
         path = self.learner_id, int(address)
         kind = LyingTransport if address == LIAR else MemoryTransport
-        network, call_s = self._cluster.network, self._options.call_s
+        network, call_s = self.stage.network, self._options.call_s
         transport = kind(network, self.process, path, lambda *_: None, lambda *_: None, call_s)
         if isinstance(transport, LyingTransport):
-            transport.lies = self._cluster.lies
+            transport.lies = self.stage.lies
         return transport
 
     def _watch(self, act: Any) -> None:
