@@ -189,8 +189,7 @@ def resume(
     With another number of shards, every fragment is first written to the data folders of the new ones, bit for bit. The
     old ones are kept.
     """
-    from diloco_deploy.run.folder import Files, Outputs, anchored, shown
-    from diloco_deploy.run.placing import place_anew, settle
+    from diloco_deploy.run.folder import Files, Outputs, anchored, place_anew, settle, shown
     from diloco_deploy.run.ray_up import bring_up_on_ray
     from diloco_deploy.run.up import bring_up, check_cluster
 
