@@ -69,10 +69,8 @@ def error_bound(values: Tensor, encoding: str) -> Tensor:
         case "int8" | "int4":
             levels = 127 if encoding == "int8" else 7
             return torch.full_like(x, max(0.5001 * float(absmax) / levels, levels * 2.0**-126))
-        case "topk64_2bit":
-            return torch.full_like(x, float(absmax))
         case _:
-            return torch.clamp(1.0001 * torch.maximum(x / 3, absmax / 128), min=2.0**-120)
+            return torch.full_like(x, float(absmax))
 
 
 # ------------------------------------------------------------------ error bounds

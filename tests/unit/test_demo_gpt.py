@@ -1,4 +1,4 @@
-"""The built-in model: its initial values, and what a position can see."""
+"""The demo's model: its initial values, what a position can see, and its loss over fixed windows of held-out text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from diloco_common.errors import DataError
 from diloco_common.settings import ModelSettings
-from diloco_demo.gpt import BYTES, build_gpt
+from diloco_demo.gpt import BYTES, build_gpt, evaluate
 
 TINY = ModelSettings(layers=2, heads=2, width=16, context=16)
 
@@ -54,3 +55,41 @@ def test_rotary_positions_make_order_matter_and_shorter_inputs_are_taken():
             layer.qkv.weight.mul_(20)  # attention that is far from uniform
     ab, ba = torch.tensor([[1, 2, 3, 9]]), torch.tensor([[2, 1, 3, 9]])
     assert not torch.allclose(model(ab)[0, -1], model(ba)[0, -1], atol=1e-6)
+
+
+MODEL = build_gpt(ModelSettings(layers=1, heads=2, width=16, context=16), seed=0)
+TEXT = torch.randint(256, (1000,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+
+
+def test_it_is_the_mean_over_all_windows_whatever_the_batch():
+    windows = TEXT[: 62 * 16].reshape(62, 16).long()
+    targets = TEXT[1 : 62 * 16 + 1].reshape(62, 16).long()
+    want = MODEL.loss(windows, targets).item()
+    for batch in (1, 7, 62, 100):
+        assert evaluate(MODEL, TEXT, context=16, batch=batch) == pytest.approx(want, abs=1e-6)
+
+
+def test_fewer_tokens_are_spread_over_the_text_and_the_same_every_time():
+    kept = torch.zeros(1000, dtype=torch.uint8)
+    kept[::16] = TEXT[::16]
+    one, two = (evaluate(MODEL, TEXT, context=16, batch=4, max_tokens=64) for _ in range(2))
+    assert one == two
+    # Windows 0, 15, 31 and 46 of 62: a change anywhere else does not show.
+    elsewhere = TEXT.clone()
+    elsewhere[20 * 16 + 1 : 25 * 16] ^= 1
+    assert evaluate(MODEL, elsewhere, context=16, batch=4, max_tokens=64) == one
+    inside = TEXT.clone()
+    inside[46 * 16 + 3] ^= 1
+    assert evaluate(MODEL, inside, context=16, batch=4, max_tokens=64) != one
+
+
+def test_it_tells_how_far_it_is():
+    told: list[float] = []
+    evaluate(MODEL, TEXT, context=16, batch=31, tell=told.append)
+    assert told == [0.5, 1.0]
+
+
+def test_a_short_text_is_judged_with_shorter_windows_and_none_is_refused():
+    assert evaluate(MODEL, TEXT[:5], context=16) > 0
+    with pytest.raises(DataError, match="no held-out text"):
+        evaluate(MODEL, TEXT[:1], context=16)
