@@ -49,7 +49,7 @@ from diloco_worker.shell.codec_thread import CodecThread
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.council import Council
-from diloco_worker.shell.ending import LEAVE_S, Finishing, Leaving, Patience
+from diloco_worker.shell.ending import LEAVE_S, Ending, Finishing, Leaving, Patience
 from diloco_worker.shell.exits import Notice, as_exit, as_one_line
 from diloco_worker.shell.home import OneThread, one_thread
 from diloco_worker.shell.masters import is_schedule_free
@@ -281,18 +281,9 @@ class Learner(LearnerView):
         names them. Raises ModelChanged, and what `step` raises.
         """
         check_seconds("wait_s", wait_s)
-        if self._is_whole is not None:
-            return self._is_whole
-        self._check_not_ended()
-        if self._watch is not None:
-            self._watch.check_in_place()
-        missing = self._wait("waiting for the last versions", self._finishing.look, wait_s)
-        self._is_whole = not missing
-        self._finishing.write()
-        if missing:
-            self.telemetry.log.warning("not everything is of the last version", why=missing)
-        self.close()
-        return self._is_whole
+        if self._is_whole is None:
+            self._end(self._finishing, self._finishing.look, wait_s)
+        return bool(self._is_whole)
 
     @one_thread
     def leave(self, wait_s: float | None = None) -> bool:
@@ -309,24 +300,15 @@ class Learner(LearnerView):
         check_seconds("wait_s", wait_s)
         if self._is_whole is not None:
             return self._is_whole
-        self._check_not_ended()
-        self._others.check()
-        self._is_leaving = True
-        if self._watch is not None:
-            self._watch.check_in_place()
         before = self._boundary.figures().tokens_unmerged
-        missing = self._wait("waiting until what was trained is merged", self.hand_over, wait_s)
-        self._is_whole = not missing
-        if missing:
-            self.telemetry.log.warning("not everything that was trained is in a version", why=missing)
-        self.close()
+        missing = self._end(self._leaving, self.hand_over, wait_s)
         if self._boundary.is_leave_asked:
             share = 1 - self._boundary.figures().tokens_unmerged / before if before else 1.0
             merged = (
                 f"{share:.0%} of what it alone had is merged, but not {missing}" if missing else "all of it is merged"
             )
             raise as_exit(f"{self.learner_id} has left the run after {self.inner_step} steps; {merged}")
-        return self._is_whole
+        return not missing
 
     def hand_over(self, waited_s: float, wait_s: float | None) -> tuple[bool, str]:
         """After a `poll`: ask for the rounds that are missing. As `Leaving.look`."""
@@ -412,6 +394,21 @@ class Learner(LearnerView):
         and there will be no next step."""
         if self._home.is_here and self.state not in ("done", "stopped"):
             self._heed()
+
+    def _end(self, how: Ending, look: Callable[[float, float | None], tuple[bool, str]], wait_s: float | None) -> str:
+        """Wait as long as `look` says, and close. Returns what is missing, in words."""
+        self._check_not_ended()
+        self._others.check()
+        self._is_leaving |= how is self._leaving
+        if self._watch is not None:
+            self._watch.check_in_place()
+        missing = self._wait(how.waits, look, wait_s)
+        self._is_whole = not missing
+        how.write()
+        if missing:
+            self.telemetry.log.warning(how.lacks, why=missing)
+        self.close()
+        return missing
 
     def _wait(self, what: str, look: Callable[[float, float | None], tuple[bool, str]], wait_s: float | None) -> str:
         """Until `look` says so (`Ending.look`). Returns what is missing, in words."""

@@ -28,6 +28,10 @@ class Ending:
 
     usual_s: float
     """At most, where nobody says for how long to wait."""
+    waits: str
+    """What is waited for, in words."""
+    lacks: str
+    """What is wrong where something is missing."""
 
     def __init__(self, boundary: StepBoundary, connections: Connections, council: Council) -> None:
         self._boundary = boundary
@@ -50,6 +54,9 @@ class Ending:
         """Address of a shard -> what has not come from it, or gone to it, in words."""
         raise NotImplementedError
 
+    def write(self) -> None:
+        """Leave in the model what belongs there at this end."""
+
     @property
     def is_busy(self) -> bool:
         """Whether this is no moment to end."""
@@ -69,6 +76,7 @@ class Finishing(Ending):
     """
 
     usual_s = FINISH_S
+    waits, lacks = "waiting for the last versions", "not everything is of the last version"
 
     def __init__(self, boundary: StepBoundary, connections: Connections, council: Council) -> None:
         super().__init__(boundary, connections, council)
@@ -128,6 +136,8 @@ class Leaving(Ending):
     """
 
     usual_s = LEAVE_S
+    waits = "waiting until what was trained is merged"
+    lacks = "not everything that was trained is in a version"
 
     def missing(self) -> Mapping[str, str]:
         """Work that no version has, as far as a shard would still make one."""
