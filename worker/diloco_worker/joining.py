@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from diloco_common.codec import memory, native
-from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel, WrongCall, shown
+from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
 from diloco_common.observe import logs
 from diloco_common.observe.history import HistoryFile
 from diloco_common.observe.http import HttpServer
@@ -35,7 +36,7 @@ from diloco_worker.core.shared_set import Models, Patterns, SharedSet, as_module
 from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
 from diloco_worker.number import taken
 from diloco_worker.shell import exits, frozen_tensors, home
-from diloco_worker.shell.arguments import check_either, check_names, check_path, check_seconds, check_who, check_word
+from diloco_worker.shell.arguments import check_either, check_how, check_who, check_word
 from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.companions import Companions
 from diloco_worker.shell.connections import Connections
@@ -146,12 +147,10 @@ def join(
     _listen(log)
     addresses = addresses_of(shards)
     check_who(run, learner_id, tls, token)
-    check_seconds("wait_s", wait_s)
-    check_names("mean_merge", mean_merge)
-    check_path("history", history, "a folder")
-    check_path("address_file", address_file, "of a file to write")
-    if not isinstance(http, str | None):
-        raise WrongCall(f"http= is {shown(http)}: give an address to serve on, such as 127.0.0.1:0, or leave it out")
+    check_how(wait_s, mean_merge, history, address_file, http)
+    check_either("frozen", frozen, ("same", "any"))
+    check_either("residuals", residuals, ("device", "host"))
+    check_either("snapshots", snapshots, ("step", "background"))
     credentials = Credentials(None if tls is None else Path(tls), token)
     saved = read_state(state, run)
     name = credentials.learner_id(learner_id or (saved.learner_id if saved is not None else ""), run)
@@ -162,9 +161,6 @@ def join(
     group = IslandGroup(island) if ranks.is_together(island) else None
     if group is not None:
         name = group.agree_on(name, saved)
-    check_either("frozen", frozen, ("same", "any"))
-    check_either("residuals", residuals, ("device", "host"))
-    check_either("snapshots", snapshots, ("step", "background"))
     replica, averaged = _replica_of(chosen, mean_merge, companions, masters, group)
     replica.reads_later = snapshots == "background" and replica.device.type == "cpu" and group is None
     world = real_world()
@@ -185,7 +181,7 @@ def join(
     )  # fmt: skip
     home.joined(run, caller.learner_id)
     learner.listen()
-    try:
+    with _closed_if_it_fails(learner, name):
         learner.start()
         if address_file is not None:
             _write_address(Path(address_file), name, network.http_address)
@@ -194,12 +190,6 @@ def join(
             learner.number(int(group.agree(str(learner.index))))
         if averaged is not None and learner.core is not None:
             _warn_of_noise(learner.core.policy.push_encoding, telemetry.log)
-    except KeyboardInterrupt:
-        learner.close(HURRY_S)
-        raise as_one_line(f"{name} had not joined yet: {learner.telemetry.readiness[1]}") from None
-    except BaseException:
-        learner.close()
-        raise
     return learner
 
 
@@ -365,6 +355,18 @@ def _http_server(
         bearer_token=credentials.token(),
         door=None if files is None or files.pair is None else TlsDoor(credentials.files),
     )
+
+
+@contextmanager
+def _closed_if_it_fails(learner: Learner, name: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        learner.close(HURRY_S)
+        raise as_one_line(f"{name} had not joined yet: {learner.telemetry.readiness[1]}") from None
+    except BaseException:
+        learner.close()
+        raise
 
 
 def _wait_until_joined(learner: Learner, world: World, wait_s: float | None) -> None:

@@ -47,6 +47,16 @@ def check_who(run: object, learner_id: object, tls: object, token: object) -> No
         raise WrongCall(f"token= is {what}: give the bearer token, or the Path of the file that holds it")
 
 
+def check_how(wait_s: object, mean_merge: object, history: object, address_file: object, http: object) -> None:
+    """What `join` waits for and writes. Raises WrongCall."""
+    check_seconds("wait_s", wait_s)
+    check_names("mean_merge", mean_merge)
+    check_path("history", history, "a folder")
+    check_path("address_file", address_file, "of a file to write")
+    if not isinstance(http, str | None):
+        raise WrongCall(f"http= is {shown(http)}: give an address to serve on, such as 127.0.0.1:0, or leave it out")
+
+
 def check_path(argument: str, path: object, what: str) -> None:
     """Raises WrongCall."""
     if not isinstance(path, str | os.PathLike | None) or path == "":
