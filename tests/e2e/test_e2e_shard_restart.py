@@ -7,7 +7,7 @@ from pathlib import Path
 
 from processes import LocalCluster, Process, Status, run_module, until, versions
 
-SETTINGS = {"run.tokens": 60_000, "worker.step_delay_s": 0.04}
+SETTINGS = {"run.tokens": 40_000, "worker.step_delay_s": 0.04}
 """Enough for the shard to be back before the other one is done, on a machine that is not overloaded."""
 
 
