@@ -297,6 +297,7 @@ OTHER_CALLS: list[Row] = [
     ("leave after close", lambda h: [h.learner.close(), h.learner.leave()], "LEARNER_ENDED", "join again"),
     ("leave inside a block", inside_a_block(lambda learner: learner.leave()), "WRONG_CALL", "end the block"),
     ("close for words", lambda h: h.learner.close("1 s"), "WRONG_CALL", "settle_s"),
+    ("hung after words", lambda h: setattr(h.learner, "hung_s", "1 h"), "WRONG_CALL", "hung_s"),
     ("a block inside a block", inside_a_block(lambda learner: learner.global_values().__enter__()), "WRONG_CALL",
      "end the block"),
     ("values: none", lambda h: h.learner.values({}).__enter__(), "WRONG_CALL", "there are none"),

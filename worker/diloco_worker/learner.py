@@ -338,6 +338,17 @@ class Learner(LearnerView):
         """From now on SIGTERM is the notice to leave, unless somebody handles it already."""
         self._notice = Notice(self._boundary.ask_leave)
 
+    @property
+    def hung_s(self) -> float:
+        """Seconds without the end of an inner step after which the learner counts as hung: with `http=`, /healthz
+        answers 503. May be set; 0: never."""
+        return self.telemetry.hung_s
+
+    @hung_s.setter
+    def hung_s(self, seconds: float) -> None:
+        check_seconds("hung_s", seconds)
+        self.telemetry.hung_s = seconds
+
     def close(self, settle_s: float | None = None) -> None:
         """Leave the run: what is being pushed gets some seconds (None: 5). Repeating it is fine; in a forked child,
         nothing."""

@@ -110,6 +110,7 @@ def declared_digest(settings: Settings) -> str:
 
 def _train(settings: Settings, outputs: _Outputs) -> None:
     from diloco_common.observe.http import check_http_is_meant
+    from diloco_common.observe.logs import Log
     from diloco_common.wire.addresses import write_json
     from diloco_demo import training
     from diloco_demo.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
@@ -138,7 +139,7 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
         address_file=outputs.address, history=run.history,
         island="alone",  # the built-in loop shares its model with nobody, whatever has started this process
     )  # fmt: skip
-    learner.telemetry.hung_s = worker.hung_s
+    learner.hung_s = worker.hung_s
     came: set[int] = set()
 
     def stop(number: int, _: object) -> None:
@@ -157,7 +158,7 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
             lambda p: save_checkpoint(checkpoint, model, optimizer, learner.state_dict(), p.data_position),
             worker.checkpoint_every_s,
         )
-    watchers: list[Callable[[training.InnerStep], None]] = [training.ProgressLog(learner.telemetry.log, learner)]
+    watchers: list[Callable[[training.InnerStep], None]] = [training.ProgressLog(Log(learner.learner_id), learner)]
     curves = None
     if worker.track:
         curves = StepTracker(open_tracker(worker.track, run=run.id, name=learner.learner_id), learner)
