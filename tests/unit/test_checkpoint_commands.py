@@ -236,7 +236,7 @@ def test_a_run_goes_on_with_another_number_of_shards_bit_for_bit(
     save_settings(had, run_folder / "settings.json")
     (run_folder / "worker-0").mkdir()
     ups: list[Settings] = []
-    monkeypatch.setattr("diloco_deploy.run.up.bring_up", lambda settings, outputs: ups.append(settings) or 0)
+    monkeypatch.setattr("diloco_deploy.run.commands.bring_up", lambda settings, outputs: ups.append(settings) or 0)
 
     assert main(["resume", str(run_folder), "--shards", "3", "--tokens", "4M"]) == 0
 
@@ -255,8 +255,8 @@ def test_a_run_goes_on_with_another_number_of_shards_bit_for_bit(
 def resumed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Where runs were gone on with: "here" or "ray"."""
     ups: list[str] = []
-    monkeypatch.setattr("diloco_deploy.run.up.bring_up", lambda settings, outputs: ups.append("here") or 0)
-    monkeypatch.setattr("diloco_deploy.run.ray_up.bring_up_on_ray", lambda settings, outputs: ups.append("ray") or 0)
+    monkeypatch.setattr("diloco_deploy.run.commands.bring_up", lambda settings, outputs: ups.append("here") or 0)
+    monkeypatch.setattr("diloco_deploy.run.commands.bring_up_on_ray", lambda settings, outputs: ups.append("ray") or 0)
     return ups
 
 

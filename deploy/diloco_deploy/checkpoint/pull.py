@@ -30,21 +30,50 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".
 """Endings of files that hold weights, or say which do: these are not copied."""
 
 
-def pull_into(
-    folder: Path, shards: str, base: Path | None, dtype: str, *, run: str, tls: Path | None, token_file: Path | None,
-    wait_s: float,
-) -> int:  # fmt: skip
-    """Pull, write, and say what was written. The exit code. Raises DilocoError.
+_SECONDS = number(quantities.seconds, 0.0, 86_400.0, "seconds, from 0 to 86400, such as 5s")
 
-    `base`: folder of the model that was trained; None: only what the run trains is written.
+
+def pull(
+    *,
+    out: Annotated[Path, Parameter(metavar="DIR", help="folder to write; files in it are replaced")],
+    shards: Annotated[str | None, Parameter(metavar="HOST:PORT,...", help="addresses of all shards")] = None,
+    folder: Annotated[
+        Path | None, Parameter(metavar="PATH", help="instead: folder of the cluster that `diloco up` runs")
+    ] = None,
+    base: Annotated[
+        Path | None,
+        Parameter(
+            metavar="DIR",
+            help="folder of the model that was trained: configuration and tokenizer are copied from it, and weights "
+            "that the run does not train are taken from its safetensors",
+        ),
+    ] = None,
+    dtype: Annotated[Dtype, Parameter(help="of the parameters")] = "float32",
+    run: Annotated[
+        str | None, Parameter(metavar="ID", help="id of the run", show_default="that of the folder, or local")
+    ] = None,
+    tls: Annotated[Path | None, Parameter(metavar="FOLDER", help="an observer's or learner's certificate")] = None,
+    token_file: Annotated[
+        Path | None, Parameter(metavar="FILE", help="file with a bearer token, if the shards ask")
+    ] = None,
+    wait: Annotated[float, Parameter(converter=_SECONDS, metavar="5s", help="how long to wait for shards")] = 5.0,
+) -> int:
+    """Pull the latest version of every fragment from the shards, without joining, and write the model into a folder as
+    safetensors, under all names that tied parameters have.
     """
+    if (shards is None) == (folder is None):
+        raise ConfigError("give --shards or --folder, one of them: diloco pull --folder runs/local --out model")
+    if base is not None and not base.is_dir():
+        raise DataError(f"--base {base}: no such folder; give the one that holds config.json")
+    if folder is not None:
+        here = shards_in(folder)
+        shards, run, tls = ",".join(here.addresses), run or here.run, tls or here.tls
     from diloco_worker.export import write_model
     from diloco_worker.global_model import pull_global_model
     from diloco_worker.shell.credentials import addresses_of
 
-    began = time.perf_counter()
-    addresses = addresses_of(shards)
-    found = pull_global_model(addresses, run=run, tls=tls, bearer_token=token_file, wait_s=wait_s)
+    began, addresses = time.perf_counter(), addresses_of(shards or "")
+    found = pull_global_model(addresses, run=run or "local", tls=tls, bearer_token=token_file, wait_s=wait)
     tensors = {name: t if name in found.buffers else _converted(t, dtype) for name, t in found.tensors.items()}
     trained = sum(tensor.numel() for name, tensor in tensors.items() if name not in found.buffers)
     tensors |= {name: tensors[of].clone() for name, of in found.ties.items() if of in tensors}
@@ -53,15 +82,15 @@ def pull_into(
         tensors = {adapter_name(name): tensor for name, tensor in tensors.items()}
     elif base is not None:
         tensors |= {name: tensor for name, tensor in _weights_in(base) if name not in tensors}
-    out = folder / (ADAPTER if is_adapter else MODEL)
-    write_model(out, tensors)
+    file = out / (ADAPTER if is_adapter else MODEL)
+    write_model(file, tensors)
     if base is not None:
-        _copy_rest(base, folder)
+        _copy_rest(base, out)
     low, high = min(found.versions.values()), max(found.versions.values())
     versions = f"version {low}" if low == high else f"versions {low} to {high}"
-    size = units.size(out.stat().st_size)
+    size = units.size(file.stat().st_size)
     print(
-        f"{out}: {units.count(trained)} parameters as {dtype}, {versions} of {len(found.versions)} fragments, "
+        f"{file}: {units.count(trained)} parameters as {dtype}, {versions} of {len(found.versions)} fragments, "
         f"{units.count(found.tokens_merged)} tokens merged, {size}, in {time.perf_counter() - began:.2f} s"
     )
     return 0
@@ -105,44 +134,3 @@ def _copy_rest(source: Path, target: Path) -> None:
                 shutil.copyfile(path, target / path.name)
     except OSError as error:
         raise DataError(f"{error.filename or target}: {error.strerror or error}") from None
-
-
-_SECONDS = number(quantities.seconds, 0.0, 86_400.0, "seconds, from 0 to 86400, such as 5s")
-
-
-def pull(
-    *,
-    out: Annotated[Path, Parameter(metavar="DIR", help="folder to write; files in it are replaced")],
-    shards: Annotated[str | None, Parameter(metavar="HOST:PORT,...", help="addresses of all shards")] = None,
-    folder: Annotated[
-        Path | None, Parameter(metavar="PATH", help="instead: folder of the cluster that `diloco up` runs")
-    ] = None,
-    base: Annotated[
-        Path | None,
-        Parameter(
-            metavar="DIR",
-            help="folder of the model that was trained: configuration and tokenizer are copied from it, and weights "
-            "that the run does not train are taken from its safetensors",
-        ),
-    ] = None,
-    dtype: Annotated[Dtype, Parameter(help="of the parameters")] = "float32",
-    run: Annotated[
-        str | None, Parameter(metavar="ID", help="id of the run", show_default="that of the folder, or local")
-    ] = None,
-    tls: Annotated[Path | None, Parameter(metavar="FOLDER", help="an observer's or learner's certificate")] = None,
-    token_file: Annotated[
-        Path | None, Parameter(metavar="FILE", help="file with a bearer token, if the shards ask")
-    ] = None,
-    wait: Annotated[float, Parameter(converter=_SECONDS, metavar="5s", help="how long to wait for shards")] = 5.0,
-) -> int:
-    """Pull the latest version of every fragment from the shards, without joining, and write the model into a folder as
-    safetensors, under all names that tied parameters have.
-    """
-    if (shards is None) == (folder is None):
-        raise ConfigError("give --shards or --folder, one of them: diloco pull --folder runs/local --out model")
-    if base is not None and not base.is_dir():
-        raise DataError(f"--base {base}: no such folder; give the one that holds config.json")
-    if folder is not None:
-        found = shards_in(folder)
-        shards, run, tls = ",".join(found.addresses), run or found.run, tls or found.tls
-    return pull_into(out, shards or "", base, dtype, run=run or "local", tls=tls, token_file=token_file, wait_s=wait)

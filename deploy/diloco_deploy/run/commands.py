@@ -1,4 +1,4 @@
-"""`diloco up`, `init`, `resume` and `scale`: their options. What does the work is imported when they run."""
+"""`diloco up`, `init`, `resume` and `scale`, as they are typed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from cyclopts import Parameter
 from diloco_common.errors import ConfigError, DataError, NoCheckpoint
 from diloco_common.options import NO_SETTINGS, Config, Flag, SettingsOptions, setting, settings_from
 from diloco_common.settings_loader import load_saved
+from diloco_deploy.run.folder import Files, Outputs, anchored, place_anew, settle, shown
+from diloco_deploy.run.members import scale_to
+from diloco_deploy.run.ray_up import bring_up_on_ray
+from diloco_deploy.run.up import bring_up, check_cluster
 
 
 def up(
@@ -45,10 +49,6 @@ def up(
     """Run shards and workers as processes of this machine and show their state. At the end, evaluate and export the
     global model. Ctrl-C ends the run in order, a second one at once.
     """
-    from diloco_deploy.run.folder import Outputs
-    from diloco_deploy.run.ray_up import bring_up_on_ray
-    from diloco_deploy.run.up import bring_up
-
     flags = {
         "cluster.shards": shards, "cluster.workers": workers, "cluster.folder": folder, "run.tokens": tokens,
         "run.seed": seed, "data.source": data, "worker.track": track,
@@ -66,7 +66,6 @@ def init(
     """Make a folder to begin with: run.toml, the settings of a run with what they mean, and train.py, a training loop
     with a model of its own that joins the run. Both run as they are.
     """
-
     print(make_project(folder))
     return 0
 
@@ -189,10 +188,6 @@ def resume(
     With another number of shards, every fragment is first written to the data folders of the new ones, bit for bit. The
     old ones are kept.
     """
-    from diloco_deploy.run.folder import Files, Outputs, anchored, place_anew, settle, shown
-    from diloco_deploy.run.ray_up import bring_up_on_ray
-    from diloco_deploy.run.up import bring_up, check_cluster
-
     flags = {"cluster.shards": shards, "cluster.workers": workers, "run.tokens": tokens}
     folder = folder.absolute()
     saved = folder / "settings.json"
@@ -233,6 +228,4 @@ def scale(
     """Change the number of workers of a running `diloco up`. New ones join within seconds; those with the highest
     numbers leave in order, and what they have pushed is merged.
     """
-    from diloco_deploy.run.members import scale_to
-
     return scale_to(settings_from(SettingsOptions(config), {"cluster.folder": folder}).cluster.folder, workers)
