@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -53,6 +53,7 @@ def health(
     return check(grpc, http, tls or (Path(given) if given else None))
 
 
+_LOOK_S = 0.3
 _LINES = number(quantities.count, 0, 1_000_000, "a whole number")
 
 
@@ -70,29 +71,19 @@ def logs(
     follow: Annotated[Flag, Parameter(name=("--follow", "-f"), help="go on with what comes, until Ctrl-C")] = False,
 ) -> int:
     """Show the logs of a cluster on this machine, the last lines of each member."""
-    where = settings_from(SettingsOptions(config), {"cluster.folder": folder}).cluster.folder
-    return show_logs(where / "logs", members or (), lines, follow=follow)
-
-
-LOOK_S = 0.3
-
-
-def show_logs(
-    folder: Path, members: Sequence[str], lines: int, *, follow: bool, wait: Callable[[float], None] = time.sleep
-) -> int:
-    """Print the last lines of each member's log, then with `follow` what comes. Raises ConfigError, DataError."""
-    found = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    where = settings_from(SettingsOptions(config), {"cluster.folder": folder}).cluster.folder / "logs"
+    found = {path.stem: path for path in sorted(where.glob("*.log"))}
     if not found:
-        raise DataError(f"{folder}: there are no logs; give the --folder of a cluster that `diloco up` runs, or ran")
-    for name in members:
+        raise DataError(f"{where}: there are no logs; give the --folder of a cluster that `diloco up` runs, or ran")
+    for name in members or ():
         if name not in found:
-            raise ConfigError(f"{name} has no log in {folder}: there are {', '.join(found)}{did_you_mean(name, found)}")
+            raise ConfigError(f"{name} has no log in {where}: there are {', '.join(found)}{did_you_mean(name, found)}")
     shown = {name: found[name] for name in members or found}
     ends = {name: _show_end(name, path, lines, len(shown) > 1) for name, path in shown.items()}
     while follow:
-        wait(LOOK_S)
+        time.sleep(_LOOK_S)
         if not members:  # also of workers that have come since
-            shown |= {path.stem: path for path in sorted(folder.glob("*.log"))}
+            shown |= {path.stem: path for path in sorted(where.glob("*.log"))}
         for name, path in shown.items():
             ends[name] = _show_rest(name, path, ends.get(name, 0), len(shown) > 1)
     return 0

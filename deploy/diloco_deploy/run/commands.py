@@ -59,17 +59,6 @@ def up(
     return bring_up(settings, Outputs(report=report, model=export), fresh=fresh)
 
 
-def init(
-    folder: Annotated[Path, Parameter(metavar="FOLDER", help="a new folder; its name becomes run.id")],
-    /,
-) -> int:
-    """Make a folder to begin with: run.toml, the settings of a run with what they mean, and train.py, a training loop
-    with a model of its own that joins the run. Both run as they are.
-    """
-    print(make_project(folder))
-    return 0
-
-
 RUN_TOML = """\
 # The settings of one run. `diloco config show --config run.toml --origin` shows all of them, and where each is from.
 # Later wins: defaults, this file, variables such as DILOCO_SYNC__QUORUM, --set sync.quorum=2, options.
@@ -140,8 +129,13 @@ if __name__ == "__main__":
 '''
 
 
-def make_project(folder: Path) -> str:
-    """Write the files, none over another, and return what to do next. Raises ConfigError."""
+def init(
+    folder: Annotated[Path, Parameter(metavar="FOLDER", help="a new folder; its name becomes run.id")],
+    /,
+) -> int:
+    """Make a folder to begin with: run.toml, the settings of a run with what they mean, and train.py, a training loop
+    with a model of its own that joins the run. Both run as they are.
+    """
     run = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)[:64] or "local"
     files = {"run.toml": RUN_TOML.format(run=run), "train.py": TRAIN_PY.format(run=run)}
     for name in files:
@@ -154,7 +148,7 @@ def make_project(folder: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
     there = shlex.quote(str(folder))
-    return (
+    print(
         f"{folder}: run.toml and train.py\n"
         f"go there:                cd {there}\n"
         f"try the built-in model:  diloco up --config run.toml    # and, from another terminal: diloco status\n"
@@ -162,6 +156,7 @@ def make_project(folder: Path) -> str:
         f"                         python train.py 127.0.0.1:50051\n"
         f"                         kill %1    # ends the shard; until then it serves the model"
     )
+    return 0
 
 
 def resume(
