@@ -71,12 +71,12 @@ def written() -> Iterator[io.StringIO]:
 
 
 @pytest.fixture
-def front(loop: LoopThread) -> Iterator[Callable[[InProcessShard], Front]]:
-    """Puts a front before a shard: front(shard)."""
+def front(loop: LoopThread) -> Iterator[Callable[..., Front]]:
+    """Puts a front before a shard: front(shard), or front(shard, another kind of Front)."""
     started: list[Front] = []
 
-    def start(shard: InProcessShard) -> Front:
-        made = loop.look(lambda: Front(shard))
+    def start(shard: InProcessShard, kind: type[Front] = Front) -> Front:
+        made = loop.look(lambda: kind(shard))
         loop.run(made.start())
         started.append(made)
         return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -136,6 +136,10 @@ class Watched(Front):
         self.lies = 0
         """Changes that will be sent as if they began at another version."""
 
+    async def stop(self) -> None:
+        self.holds = False
+        await super().stop()
+
     async def Pull(self, caller: Identity, requests: Any, context: Any) -> AsyncIterator[PullHeader | Chunk]:
         self.held += 1
         try:
@@ -150,22 +154,6 @@ class Watched(Front):
                     self.lies -= 1
                     part = replace(part, base_version=part.base_version + 5)
             yield part
-
-
-@pytest.fixture
-def watch(loop: Any) -> Iterator[Callable[[InProcessShard], Watched]]:
-    started: list[Watched] = []
-
-    def start(shard: InProcessShard) -> Watched:
-        made = loop.look(lambda: Watched(shard))
-        loop.run(made.start())
-        started.append(made)
-        return made
-
-    yield start
-    for made in started:
-        made.holds = False
-        loop.run(made.stop())
 
 
 Anchors = dict[tuple[int, int], bytes]
@@ -190,10 +178,10 @@ def has_what_is_published(training: Any, shard: InProcessShard) -> bool:
 
 
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
-def test_learners_hold_the_same_anchors_whatever_way_they_came(serve, train, watch, encoding):
+def test_learners_hold_the_same_anchors_whatever_way_they_came(serve, train, front, encoding):
     """One pulls every version, one is held back now and then and misses some, one joins late."""
     shard = serve(settings_with(sync={"pull": encoding, "quorum": 1, "fragments": 2}))
-    steady, lagging = watch(shard), watch(shard)
+    steady, lagging = front(shard, Watched), front(shard, Watched)
     a, b = train(steady.address, "a"), train(lagging.address, "b", seed=1)
     learners = {a: {}, b: {}}
 
@@ -243,17 +231,17 @@ def test_learners_hold_the_same_anchors_whatever_way_they_came(serve, train, wat
     assert len(common) >= 2
 
 
-def test_a_change_since_another_version_is_not_taken_and_the_values_are_asked_for(serve, train, watch):
+def test_a_change_since_another_version_is_not_taken_and_the_values_are_asked_for(serve, train, front):
     shard = serve(settings_with(sync={"pull": "int8"}))
-    front = watch(shard)
-    a = train(front.address, "a")
+    watched = front(shard, Watched)
+    a = train(watched.address, "a")
     a.until(lambda: shard.version() >= 3, "versions that came as changes")
 
-    front.lies, said = 1, len(front.came)
-    a.until(lambda: not front.lies and a.learner.core.fragments[0].version > shard.version() - 1, "it goes on")
+    watched.lies, said = 1, len(watched.came)
+    a.until(lambda: not watched.lies and a.learner.core.fragments[0].version > shard.version() - 1, "it goes on")
 
     until(lambda: has_what_is_published(a, shard), "the latest version is there")
-    assert "bfloat16" in front.came[said:]
+    assert "bfloat16" in watched.came[said:]
 
 
 def test_an_observer_gets_the_model_in_float32_whatever_learners_pull(serve, train):
