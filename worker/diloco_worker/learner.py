@@ -525,7 +525,7 @@ def make_learner(
         council: the processes that are this learner; None: this one alone.
     """
     council = council or Council()
-    telemetry.holds_all = council.size == 1
+    telemetry.holds_all = council.is_alone
     telemetry.born(start.inner_step, start.tokens)
     codec = CodecThread(replica.device, world, telemetry)
     context = ConnectionContext(

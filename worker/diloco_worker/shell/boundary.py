@@ -118,7 +118,7 @@ class StepBoundary:
         if turn.tokens is not None:
             self._core.stepped(turn.tokens)
         self._acts = [event for event in turn.events if isinstance(event, Joined)]
-        self._take_all(apply_s if self._council.size == 1 else math.inf)
+        self._take_all(apply_s if self._council.is_alone else math.inf)
         acts, self._acts = [*self._acts, *turn.fetches, *turn.ended], []
         return acts
 
@@ -159,7 +159,7 @@ class StepBoundary:
 
         Several ranks wait for every shard: what is up differs between them.
         """
-        if self.core is None or self._council.size > 1:
+        if self.core is None or not self._council.is_alone:
             return False
         missing = [f.fragment for f in self.core.fragments.values() if not f.is_adopted]
         return len(missing) < len(self.core.fragments) and not any(f.shard_index in shards_up for f in missing)

@@ -135,7 +135,7 @@ class Connections:
                 for connection in self._connections:
                     connection.model_is_cut(act.manifest)
             case PushContribution():
-                if self._c.council.size > 1:
+                if not self._c.council.is_alone:
                     # Written down for all ranks, and also if this one has no part of it, or no lease just now.
                     self._c.telemetry.pushing(act, self._leases[self._shard_of(act.contribution.fragment_id)])
                 owner = self._owner(act.contribution.fragment_id)

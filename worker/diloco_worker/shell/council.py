@@ -67,8 +67,8 @@ class Inbox:
 class Council:
     """Of one. Owned by the training thread, but for the inbox."""
 
-    size = 1
-    """Processes in it."""
+    is_alone = True
+    """Whether this process decides, and holds all, by itself."""
 
     def __init__(self) -> None:
         self.inbox = Inbox()
@@ -149,7 +149,9 @@ class Exchange(Protocol):
 
 
 class IslandCouncil(Council):
-    """Of several ranks, which all cross the same boundaries."""
+    """Of the ranks of an island, which all cross the same boundaries."""
+
+    is_alone = False
 
     def __init__(
         self, rank: int, size: int, exchange: Exchange, goodbye: Callable[[], Awaitable[None]],
@@ -157,7 +159,6 @@ class IslandCouncil(Council):
     ) -> None:  # fmt: skip
         """`goodbye` waits until all ranks leave; `agree` gives what the leader says."""
         super().__init__()
-        self.size = size
         self._rank = rank
         self._log = IslandLog(rank, size)
         self._exchange, self._goodbye, self._agree = exchange, goodbye, agree

@@ -39,7 +39,7 @@ class Pusher:
         """Push a contribution in the background, once it is encoded."""
         contribution, lease = act.contribution, self._state.lease
         if contribution.begin_push(lease):
-            if self._c.council.size == 1:  # else the leader speaks for all ranks
+            if self._c.council.is_alone:  # else the leader speaks for all ranks
                 self._c.telemetry.pushing(act, lease)
             name = f"push {contribution.fragment_id} of round {contribution.round}"
             self._start(self._push_contribution(contribution, lease), name)
