@@ -12,7 +12,7 @@ import torch
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_server.core.ledger import LearnerQuarantined
-from diloco_server.core.trust.lengths import CROWD, FAR, SETTLED, STRAIGHT, Lengths, Way
+from diloco_server.core.trust.lengths import CROWD, FAR, SETTLED, START_OF_SEED, STRAIGHT, Lengths, Way
 from rig import TOKENS, Rig
 
 SIZE, H, USUAL = 64, 24, 0.1
@@ -31,9 +31,12 @@ class Sick:
 class Crowd(Rig):
     """Learners in lockstep. Every step takes a second; a round comes every H of them."""
 
-    def __init__(self, learners: str, sync: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, learners: str, sync: dict[str, Any] | None = None, lease_s: float = 1e6, **settings: Any
+    ) -> None:  # fmt: skip
         sync = {"sync_every": H, "fragments": 1} | (sync or {})
-        super().__init__([TensorSpec("w", (SIZE,))], sync=sync, lease={"lease_s": 1e6, "stalled_s": 1e6}, **settings)
+        lease = {"lease_s": lease_s, "stalled_s": 1e6}
+        super().__init__([TensorSpec("w", (SIZE,))], sync=sync, lease=lease, **settings)
         self.since = dict.fromkeys(learners, 0)
         self.join(*learners)
         self.push_values(learners[0], 0, torch.ones(SIZE))
@@ -226,6 +229,75 @@ def test_in_a_crowd_the_usual_way_is_looked_up_now_and_then() -> None:
         lengths.saw(fragment(0), f"{i}", Way(USUAL * (1 + i % 3), H))
     assert lengths.too_long(fragment(0), "0", Way(2 * FAR * USUAL * 0.99, H), {}, 1e-9, H) == 0.0
     assert lengths.too_long(fragment(0), "0", Way(2 * FAR * USUAL * 1.5, H), {}, 1e-9, H)
+
+
+def test_those_that_have_left_do_not_say_what_is_usual_for_those_that_are_here() -> None:
+    lengths, here = Lengths(), dict.fromkeys("abc", 100)
+    for i in range(2 * CROWD):
+        lengths.saw(fragment(0), f"gone-{i}", Way(USUAL, H))
+    for name in here:
+        lengths.saw(fragment(0), name, Way(20 * USUAL, H))
+    assert lengths.too_long(fragment(0), "a", Way(22 * USUAL, H), here, 1e-9, H) == 0.0
+    assert lengths.too_long(fragment(0), "a", Way(22 * USUAL, H), {}, 1e-9, H), "with nobody there they do"
+
+
+@pytest.mark.parametrize(("times", "most"), [(1, FAR), (8, 8 * FAR), (100, 8 * FAR)])
+def test_who_has_taken_more_steps_may_go_further_if_it_went_as_far_before(times: int, most: float) -> None:
+    """Each raises its rate by its own steps: the fast one, or the one that was there first, is at a higher one."""
+    lengths = Lengths()
+    for _ in range(2 * SETTLED):
+        for name, norm in (("fast", 8 * USUAL), ("b", USUAL), ("c", USUAL)):
+            lengths.saw(fragment(0), name, Way(norm, H))
+            lengths.took(0, name)
+    live = {"fast": times * 50, "b": 50, "c": 50}
+    assert lengths.too_long(fragment(0), "fast", Way(0.99 * most * USUAL, H), live, 1e-9, H) == 0.0
+    assert lengths.too_long(fragment(0), "fast", Way(1.01 * most * USUAL, H), live, 1e-9, H)
+
+
+def test_the_first_of_all_cannot_be_longer_than_the_model_while_others_are_here() -> None:
+    lengths, seed_norm = Lengths(), 8.0
+    most = START_OF_SEED * seed_norm
+    assert lengths.too_long(fragment(0), "a", Way(0.99 * most, H), {"a": 24, "b": 0}, seed_norm, H) == 0.0
+    assert lengths.too_long(fragment(0), "a", Way(1.01 * most, H), {"a": 24, "b": 0}, seed_norm, H)
+    assert lengths.too_long(fragment(0), "a", Way(1.01 * most, H), {"a": 24}, seed_norm, H) is None, "it is alone"
+
+
+@pytest.mark.parametrize("learners", ["ab", "abc"])
+def test_who_sends_a_little_more_each_time_is_named_before_it_moves_the_model_far(learners: str) -> None:
+    crowd = Crowd(learners)
+    for i in range(60):
+        crowd.round(Sick("b", USUAL * 1.19**i))
+    assert crowd.named == {"b"}
+    assert crowd.length < 2 * math.sqrt(SIZE)
+
+
+def test_the_steps_of_a_newcomer_are_those_that_it_has_reported() -> None:
+    crowd = Crowd("abc")
+    for _ in range(4):
+        crowd.round()
+    crowd.join("z")
+    crowd.since["z"] = 0
+    number = crowd.train(H)
+    before = crowd.shard.tokens_merged
+    for claims in ({"steps": 500, "tokens": 5000}, {"steps": 100_000, "tokens": 10**6}):
+        answer = crowd.push_values("z", number, torch.ones(SIZE) * 300 * USUAL, **claims)
+        assert answer.code in ("NORM_TOO_LARGE", "IMPLAUSIBLE")
+    assert crowd.shard.tokens_merged == before
+
+
+@pytest.mark.parametrize(("learners", "silent"), [("ab", "b"), ("abcd", "cd")])
+def test_strangers_that_report_and_push_nothing_do_not_stop_the_others(learners: str, silent: str) -> None:
+    crowd = Crowd(learners, guard={"trust": "strangers"}, sync={"quorum": 1}, lease_s=10.0)
+    crowd.round()
+    for _ in range(200):
+        crowd.now += 6.0
+        for learner in learners:
+            crowd.steps[learner] += 6
+            crowd.report(learner, step_time_s=1.0)
+        for learner in learners:
+            if learner not in silent and crowd.state.round is not None:
+                crowd.push_values(learner, crowd.state.round.round, torch.ones(SIZE) * 0.01)
+    assert crowd.state.version > 5
 
 
 # ------------------------------------------------------------------ suspects, strangers
