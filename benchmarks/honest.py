@@ -103,6 +103,8 @@ class Row:
     """So long it does nothing, from there on."""
     warm: int = 0
     """Each raises its rate over so many steps of its own."""
+    decays: int = 0
+    """And each lowers it over so many, by a cosine to a fiftieth."""
     alone_until: float = 0.0
     """When the others join."""
     phase: float = 0.0
@@ -279,6 +281,8 @@ class Run(LockstepRun):
 
     def share_of(self, index: int) -> float:
         steps = self.learners[f"worker-{index}"].core.inner_step + 1
+        if self.row.decays:
+            return max(0.02, 0.5 + 0.5 * math.cos(math.pi * min(1.0, steps / self.row.decays)))
         return min(1.0, steps / self.row.warm) if self.row.warm else super().share_of(index)
 
     def _tick(self) -> None:
@@ -350,6 +354,7 @@ ROWS_OF_TABLE: dict[str, Row] = {
     "tokens vary 100 x": Row((1.0, 1.0, 1.0), varies=True),
     "8, 1, 1, each warms up by itself": Row((1.0, 1 / 8, 1 / 8), warm=100),
     "5, 1, 1, each warms up by itself": Row((1.0, 1 / 5, 1 / 5), warm=300),
+    "1, 1, 3, each decays by itself": Row((1.0, 1.0, 1 / 3), decays=480, steps=1.5 * STEPS),
     "one, then three, each warms up": Row((1.0, 1.0, 1.0), warm=500, alone_until=STEPS / 4),
     "two, 1:8, half a step later": Row((1.0, 1 / 8), phase=0.5, steps=2 * STEPS),
 }

@@ -12,7 +12,7 @@ import torch
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_server.core.ledger import LearnerQuarantined
-from diloco_server.core.trust.lengths import CROWD, FAR, SETTLED, START_OF_SEED, STRAIGHT, Lengths, Way
+from diloco_server.core.trust.lengths import AGAIN, CROWD, FAR, SETTLED, START_OF_SEED, STRAIGHT, Lengths, Way
 from rig import TOKENS, Rig
 
 SIZE, H, USUAL = 64, 24, 0.1
@@ -193,8 +193,8 @@ def test_rare_rows_may_be_as_long_as_what_is_dense() -> None:
     for learner in SETTLED * "abc":
         lengths.saw(fragment(0), learner, Way(1e-5, H))
         lengths.saw(fragment(1), learner, Way(USUAL, H))
-    assert lengths.too_long(fragment(0), "a", Way(USUAL, H), set("abc"), 1.0, H) == 0.0
-    most = lengths.too_long(fragment(0), "a", Way(100 * USUAL, H), set("abc"), 1.0, H)
+    assert lengths.judge(fragment(0), "a", Way(USUAL, H), set("abc"), 1.0, H).most == 0.0
+    most = lengths.judge(fragment(0), "a", Way(100 * USUAL, H), set("abc"), 1.0, H).most
     assert most == pytest.approx(2 * USUAL)
 
 
@@ -218,17 +218,17 @@ def test_zeros_sent_often_keep_no_newcomer_out(learners: int) -> None:
         lengths.took(0, "zeros")
     for name in names:
         way = Way(0.5, 18)
-        assert lengths.too_long(fragment(0), name, way, dict.fromkeys([*names, "zeros"], 100), 2.0, H) == 0.0
+        assert lengths.judge(fragment(0), name, way, dict.fromkeys([*names, "zeros"], 100), 2.0, H).most == 0.0
         lengths.saw(fragment(0), name, way)
-    assert lengths.too_long(fragment(0), "a", Way(10.0, 20), dict.fromkeys([*names, "zeros"], 100), 2.0, H)
+    assert lengths.judge(fragment(0), "a", Way(10.0, 20), dict.fromkeys([*names, "zeros"], 100), 2.0, H).most
 
 
 def test_in_a_crowd_the_usual_way_is_looked_up_now_and_then() -> None:
     lengths = Lengths()
     for i in range(10 * CROWD):
         lengths.saw(fragment(0), f"{i}", Way(USUAL * (1 + i % 3), H))
-    assert lengths.too_long(fragment(0), "0", Way(2 * FAR * USUAL * 0.99, H), {}, 1e-9, H) == 0.0
-    assert lengths.too_long(fragment(0), "0", Way(2 * FAR * USUAL * 1.5, H), {}, 1e-9, H)
+    assert lengths.judge(fragment(0), "0", Way(2 * FAR * USUAL * 0.99, H), {}, 1e-9, H).most == 0.0
+    assert lengths.judge(fragment(0), "0", Way(2 * FAR * USUAL * 1.5, H), {}, 1e-9, H).most
 
 
 def test_those_that_have_left_do_not_say_what_is_usual_for_those_that_are_here() -> None:
@@ -237,8 +237,8 @@ def test_those_that_have_left_do_not_say_what_is_usual_for_those_that_are_here()
         lengths.saw(fragment(0), f"gone-{i}", Way(USUAL, H))
     for name in here:
         lengths.saw(fragment(0), name, Way(20 * USUAL, H))
-    assert lengths.too_long(fragment(0), "a", Way(22 * USUAL, H), here, 1e-9, H) == 0.0
-    assert lengths.too_long(fragment(0), "a", Way(22 * USUAL, H), {}, 1e-9, H), "with nobody there they do"
+    assert lengths.judge(fragment(0), "a", Way(22 * USUAL, H), here, 1e-9, H).most == 0.0
+    assert lengths.judge(fragment(0), "a", Way(22 * USUAL, H), {}, 1e-9, H).most, "with nobody there they do"
 
 
 @pytest.mark.parametrize(("times", "most"), [(1, FAR), (8, 8 * FAR), (100, 8 * FAR)])
@@ -250,16 +250,29 @@ def test_who_has_taken_more_steps_may_go_further_if_it_went_as_far_before(times:
             lengths.saw(fragment(0), name, Way(norm, H))
             lengths.took(0, name)
     live = {"fast": times * 50, "b": 50, "c": 50}
-    assert lengths.too_long(fragment(0), "fast", Way(0.99 * most * USUAL, H), live, 1e-9, H) == 0.0
-    assert lengths.too_long(fragment(0), "fast", Way(1.01 * most * USUAL, H), live, 1e-9, H)
+    assert lengths.judge(fragment(0), "fast", Way(0.99 * most * USUAL, H), live, 1e-9, H).most == 0.0
+    assert lengths.judge(fragment(0), "fast", Way(1.01 * most * USUAL, H), live, 1e-9, H).most
+
+
+def test_who_goes_on_at_its_rate_while_those_of_others_fall_goes_no_further_than_it_went() -> None:
+    """Each lowers its rate by its own steps: the slow one is still at its highest."""
+    lengths, live = Lengths(), {"slow": 100, "b": 300, "c": 300}
+    for i in range(30):
+        for name in live:
+            way = Way(USUAL if name == "slow" else USUAL * 0.8**i, H)
+            judged = lengths.judge(fragment(0), name, way, live, 1e-9, H)
+            assert judged.most in (0.0, None), (i, name)
+            lengths.saw(fragment(0), name, way, is_usual=judged.is_usual)
+            lengths.took(0, name)
+    assert lengths.judge(fragment(0), "slow", Way(1.01 * AGAIN * USUAL, H), live, 1e-9, H).most
 
 
 def test_the_first_of_all_cannot_be_longer_than_the_model_while_others_are_here() -> None:
     lengths, seed_norm = Lengths(), 8.0
     most = START_OF_SEED * seed_norm
-    assert lengths.too_long(fragment(0), "a", Way(0.99 * most, H), {"a": 24, "b": 0}, seed_norm, H) == 0.0
-    assert lengths.too_long(fragment(0), "a", Way(1.01 * most, H), {"a": 24, "b": 0}, seed_norm, H)
-    assert lengths.too_long(fragment(0), "a", Way(1.01 * most, H), {"a": 24}, seed_norm, H) is None, "it is alone"
+    assert lengths.judge(fragment(0), "a", Way(0.99 * most, H), {"a": 24, "b": 0}, seed_norm, H).most == 0.0
+    assert lengths.judge(fragment(0), "a", Way(1.01 * most, H), {"a": 24, "b": 0}, seed_norm, H).most
+    assert lengths.judge(fragment(0), "a", Way(1.01 * most, H), {"a": 24}, seed_norm, H).most is None, "it is alone"
 
 
 @pytest.mark.parametrize("learners", ["ab", "abc"])

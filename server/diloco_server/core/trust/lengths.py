@@ -4,7 +4,8 @@ Whoever is healthy trains the same model at the same rates. So its way is about 
 steps: it grows with the steps at most, where it is straight, and with their root at least. What is far beyond is noise,
 a value with a flipped bit, or a learner that diverges. Those say what is usual that have sent some: at its start a
 learner's rate rises. Whoever has taken so many times as many steps may be at so many times the rate: as much further it
-may go, if it went as far before. Beside fewer than two of them nobody can say which one is sick: there a learner may go
+may go, if it went as far before. And as far as it went while they went as far, it may always go: their rates may have
+fallen since. Beside fewer than two of them nobody can say which one is sick: there a learner may go
 as far as it went before, or as is usual for the size of what it trains.
 
 What is refused is seen, too: where most go further, that is how far one goes now. Kept in memory only.
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median_high, median_low
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from diloco_common.wire.manifest import Fragment
 
@@ -43,6 +44,8 @@ UP, DOWN = 1.2, 0.97
 """How fast what a learner may do by its own past follows what it does, per contribution."""
 YOUNG, UP_YOUNG = 4, 2.0
 """The same for its first contributions: while its rate rises from 0, the second is nine times as long as the first."""
+AGAIN = 1.5
+"""Times as far as it went before, within what was usual then."""
 SETTLED = 4
 """Contributions after which a learner says what is usual."""
 CROWD = 16
@@ -69,10 +72,25 @@ class Way:
         times = steps / self.steps
         return self.norm * max(FAR * math.sqrt(times), STRAIGHT * times)
 
+    def again(self, steps: int) -> float:
+        """How long the same learner's way of so many steps can be, at the same rate."""
+        times = steps / self.steps
+        return AGAIN * self.norm * max(math.sqrt(times), times)
+
     @property
     def pace(self) -> float:
         """Of a way that is not straight."""
         return self.norm / math.sqrt(self.steps)
+
+
+class Judged(NamedTuple):
+    """What is held of the length of a contribution."""
+
+    most: float | None
+    """The longest that a healthy learner's can be, if this one is longer. 0: it is not, as far as anybody can say.
+    None: there is nobody to compare with."""
+    is_usual: bool = False
+    """It is within what those say that say what is usual."""
 
 
 @dataclass
@@ -85,6 +103,8 @@ class Ways:
     """Learner -> what it may be measured by, of what was merged. Follows slowly."""
     steady: dict[str, Way] = field(default_factory=dict)
     """The same as it was when the learner had settled."""
+    usual: dict[str, Way] = field(default_factory=dict)
+    """Learner -> the longest for its steps that it sent while that was usual."""
     count: Counter[str] = field(default_factory=Counter)
     """Learner -> how often it sent something."""
     of_crowd: Way | None = None
@@ -109,9 +129,11 @@ class Ways:
         settled = [one for one in others if self.count[one] >= SETTLED]
         return [self.last[one] for one in (settled if len(settled) > 1 else others)], len(settled) > 1
 
-    def saw(self, learner_id: str, way: Way) -> None:
+    def saw(self, learner_id: str, way: Way, *, is_usual: bool) -> None:
         self.last[learner_id] = way
         self.count[learner_id] += 1
+        if is_usual and (learner_id not in self.usual or way.pace > self.usual[learner_id].pace):
+            self.usual[learner_id] = way
 
     def took(self, learner_id: str) -> None:
         way, before = self.last[learner_id], self.own.get(learner_id)
@@ -136,10 +158,10 @@ class Lengths:
         ways = self._ways.get(fragment_id)
         return None if ways is None else ways.last.get(learner_id)
 
-    def saw(self, fragment: Fragment, learner_id: str, way: Way) -> None:
-        """A finite contribution has come. Once each."""
+    def saw(self, fragment: Fragment, learner_id: str, way: Way, *, is_usual: bool = False) -> None:
+        """A finite contribution has come, and was judged. Once each."""
         self._elements[fragment.fragment_id] = fragment.num_elements
-        self._ways.setdefault(fragment.fragment_id, Ways()).saw(learner_id, way)
+        self._ways.setdefault(fragment.fragment_id, Ways()).saw(learner_id, way, is_usual=is_usual)
 
     def took(self, fragment_id: int, learner_id: str) -> None:
         """What it sent last is merged."""
@@ -153,34 +175,33 @@ class Lengths:
             ways.last.pop(learner_id, None)
             ways.own.pop(learner_id, None)
             ways.steady.pop(learner_id, None)
+            ways.usual.pop(learner_id, None)
             ways.count.pop(learner_id, None)
 
-    def too_long(
+    def judge(
         self, fragment: Fragment, learner_id: str, way: Way, live: Steps, seed_norm: float, every: int
-    ) -> float | None:
-        """The longest that a healthy learner's contribution can be, if this one is longer. 0: it is not, as far as
-        anybody can say; None: there is nobody to compare with.
-
-        `every`: H of the fragment; `seed_norm`: of its version 0.
-        """
+    ) -> Judged:  # fmt: skip
+        """Whether a healthy learner's contribution can be as long. `every`: H of the fragment; `seed_norm`: of its
+        version 0."""
         fragment_id, steps = fragment.fragment_id, way.steps
         ways = self._ways.get(fragment_id, Ways())
         others, is_enough = ways.others(learner_id, live)
         root, rounds = math.sqrt(fragment.num_elements), max(1.0, steps / every)
         if not others:
             if not live.keys() - {learner_id} or seed_norm < QUIET * root:
-                return None
+                return Judged(None)
             most = START_OF_SEED * seed_norm * rounds
-            return most if way.norm > most else 0.0
+            return Judged(most if way.norm > most else 0.0)
         most = median_high([other.reach(steps) for other in others])
         if way.norm <= most:
-            return 0.0
+            return Judged(0.0, is_enough)
         size, own = max(seed_norm, QUIET * root), ways.own.get(learner_id)
         if own is not None:
             further = most * _more_steps(learner_id, live)
             if not is_enough:
-                steady = ways.steady.get(learner_id, own)
-                further = max(further, steady.reach(steps), FIRST_OF_SEED * size * rounds)
+                further = max(further, ways.steady.get(learner_id, own).reach(steps), FIRST_OF_SEED * size * rounds)
+            elif learner_id in ways.usual:
+                further = max(further, ways.usual[learner_id].again(steps))
             most = max(most, min(own.reach(steps), further))
         sparse = SPARSE * root * self._elsewhere(fragment_id, learner_id, steps, live)
         if not is_enough or not sparse:
@@ -188,7 +209,7 @@ class Lengths:
             share = FIRST_OF_SEED if begins else SPARSE_OF_SEED
             sparse = max(sparse, share * size * rounds)
         most = max(most, sparse)
-        return most if way.norm > most > 0 else 0.0
+        return Judged(most if way.norm > most > 0 else 0.0)
 
     def _elsewhere(self, fragment_id: int, learner_id: str, steps: int, live: Steps) -> float:
         """How far others go per element where they go furthest: root mean square, of other fragments."""
