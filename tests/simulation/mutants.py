@@ -34,9 +34,9 @@ from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.options import Options
 from diloco_worker.core import events
 from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.council_log import LEADER, CouncilLog
 from diloco_worker.core.events import Answered
 from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment, Pushes
-from diloco_worker.core.island_log import LEADER, IslandLog
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
 from diloco_worker.shell.codec_thread import CodecThread
@@ -579,7 +579,7 @@ def give_the_latest_whatever_is_wanted(original: Any) -> Any:
 def act_on_own_words(original: Any) -> Any:
     """A rank applies a version as soon as it has it, whatever the others have."""
 
-    def is_ready(self: IslandLog, rank: int, word: Any) -> None:
+    def is_ready(self: CouncilLog, rank: int, word: Any) -> None:
         original(self, rank, word)
         p, fetching = word.fragment_id, self._fetching.get(word.fragment_id)
         if fetching is not None and rank == self.rank and p not in self._complete:
@@ -659,7 +659,7 @@ MUTANTS: dict[str, Mutant] = {
         (LearnerCore, "answered", take_any_refusal_for_that_of_this_one),
         (events, "_subject", keep_one_answer_per_fragment),
         (Shard, "named", give_the_latest_whatever_is_wanted),
-        (IslandLog, "_is_ready", act_on_own_words),
+        (CouncilLog, "_is_ready", act_on_own_words),
         (IslandCouncil, "applies", know_only_of_own_parts),
         (IslandCouncil, "trained", save_what_is_counted_so_far),
     )

@@ -20,9 +20,9 @@ from diloco_server.core.versions import Versions
 from diloco_server.shell.driver import EffectDriver
 from diloco_server.shell.host import AwakeClock
 from diloco_worker.core.connection import AndTell, AsTold, ConnectionState
+from diloco_worker.core.council_log import CouncilLog
 from diloco_worker.core.events import EventQueue
 from diloco_worker.core.fragment import LearnerFragment, Pushes
-from diloco_worker.core.island_log import IslandLog
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
 from diloco_worker.shell.boundary import StepBoundary
@@ -306,7 +306,7 @@ def keep_pulls_of_the_epoch_before(original: Any) -> Any:
 def forget_the_newer_version(original: Any) -> Any:
     """What was announced while a version was pulled is never pulled."""
 
-    def drop(self: IslandLog, fragment_id: int, **how: Any) -> None:
+    def drop(self: CouncilLog, fragment_id: int, **how: Any) -> None:
         self._newer.pop(fragment_id, None)
         original(self, fragment_id, **how)
 
@@ -326,7 +326,7 @@ def hear_ends_of_any_epoch(original: Any) -> Any:
 def wait_for_all_but_one_rank(original: Any) -> Any:
     """A version is applied before the last rank has it."""
 
-    def is_ready(self: IslandLog, rank: int, word: Any) -> None:
+    def is_ready(self: CouncilLog, rank: int, word: Any) -> None:
         self.size -= 1
         original(self, rank, word)
         self.size += 1
@@ -337,7 +337,7 @@ def wait_for_all_but_one_rank(original: Any) -> Any:
 def say_versions_before_leases(original: Any) -> Any:
     """A word that does not fit into a frame is cut off."""
 
-    def frame(self: IslandLog, tokens: int | None) -> bytes:
+    def frame(self: CouncilLog, tokens: int | None) -> bytes:
         said = bytes(original(self, tokens))
         self._begun = bytearray()
         return said
@@ -381,11 +381,11 @@ SLIPS: dict[str, Mutant] = {
         (FragmentTensors, "_settle", feed_back_twice),
         (StepBoundary, "_hold_s", seed_what_is_held),
         (ConnectionState, "take_lease", keep_what_an_epoch_announced),
-        (IslandLog, "_joined", keep_pulls_of_the_epoch_before),
-        (IslandLog, "_drop", forget_the_newer_version),
+        (CouncilLog, "_joined", keep_pulls_of_the_epoch_before),
+        (CouncilLog, "_drop", forget_the_newer_version),
         (AndTell, "ended", hear_ends_of_any_epoch),
-        (IslandLog, "_is_ready", wait_for_all_but_one_rank),
-        (IslandLog, "frame", say_versions_before_leases),
+        (CouncilLog, "_is_ready", wait_for_all_but_one_rank),
+        (CouncilLog, "frame", say_versions_before_leases),
     )
 }
 

@@ -11,5 +11,5 @@ connection.py  what is known of one shard: lease, and the versions to pull
 dialing.py     when to dial a shard again, and how soon
 events.py      what comes from the connections, and the queue that it waits in
 acts.py        what a step boundary asks for
-island_log.py  how several ranks come to the same decisions
+council_log.py  how several ranks come to the same decisions
 """

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import Progress
+from diloco_worker.core.council_log import Fetch, FetchEnded
 from diloco_worker.core.events import Answered, Failed, Joined
 from diloco_worker.core.fragment import Contribution, Fate
-from diloco_worker.core.island_log import Fetch, FetchEnded
 from diloco_worker.core.tensors import FragmentTensors
 
 

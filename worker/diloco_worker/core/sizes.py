@@ -1,7 +1,7 @@
 """What one process of a learner holds beyond its model, and what it moves: formulas, from the manifest alone.
 
-The sources: what is kept of a fragment is the table at the top of `core/tensors.py`, what a rank of an
-island holds and owns of it is `core/parts.py`.
+The sources: what is kept of a fragment is the table at the top of `core/tensors.py`, what a rank
+holds and owns of it is `core/parts.py`.
 
     peak  =  sum over all fragments  (anchor a h + residual r o)
            + sum over those under way (snapshot s h + contribution encoded + version as it came + difference 4 h)

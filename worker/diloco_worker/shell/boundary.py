@@ -26,8 +26,8 @@ from diloco_worker.core.acts import (
     WorkCarried,
 )
 from diloco_worker.core.agreement import Shards
+from diloco_worker.core.council_log import Turn
 from diloco_worker.core.events import Answered, Arrived, Asked, Event, Failed, Joined, Stopped
-from diloco_worker.core.island_log import Turn
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.shell.council import Council

@@ -32,9 +32,9 @@ from diloco_common.wire.messages import (
 )
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import ConnectionState, Lease
+from diloco_worker.core.council_log import Fetch, FetchEnded
 from diloco_worker.core.dialing import CALL_S, GONE_S, SILENCE_HEARTBEATS, Dialing
 from diloco_worker.core.events import Asked, Failed, Joined, Stopped
-from diloco_worker.core.island_log import Fetch, FetchEnded
 from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.puller import Puller
 from diloco_worker.shell.pusher import Pusher

@@ -31,8 +31,8 @@ from diloco_worker.core.acts import (
 )
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import Lease
+from diloco_worker.core.council_log import Fetch, FetchEnded
 from diloco_worker.core.events import Failed, Joined
-from diloco_worker.core.island_log import Fetch, FetchEnded
 from diloco_worker.shell.connection import Connection
 from diloco_worker.shell.context import ConnectionContext
 

@@ -4,7 +4,7 @@ A process alone is a council of one: what it hears is decided. The ranks of an i
 DDP and FSDP2 do. Every rank has a whole learner: core, step boundary, codec thread, connections. They differ in what
 they hold of the model (core/parts.py), and in who speaks: the leader, rank 0, joins and attends; the others push and
 pull under its lease. What a rank hears from shards it says to the others first, and all of them feed their cores with
-the same events at the same boundary (core/island_log.py). docs/islands.md is the design.
+the same events at the same boundary (core/council_log.py). docs/islands.md is the design.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Protocol
 
 from diloco_common.wire.messages import Pulse
 from diloco_worker.core.connection import AndTell, AsTold, ToPull
+from diloco_worker.core.council_log import CouncilLog, Turn, tokens_of
 from diloco_worker.core.events import Arrived, Event, EventQueue
 from diloco_worker.core.fragment import Contribution
-from diloco_worker.core.island_log import IslandLog, Turn, tokens_of
 from diloco_worker.core.learner import LearnerCore
 
 WORDS_MAX = 150
@@ -160,7 +160,7 @@ class IslandCouncil(Council):
         """`goodbye` waits until all ranks leave; `agree` gives what the leader says."""
         super().__init__()
         self._rank = rank
-        self._log = IslandLog(rank, size)
+        self._log = CouncilLog(rank, size)
         self._exchange, self._goodbye, self._agree = exchange, goodbye, agree
         self._agreed: deque[Event] = deque()
         self._tokens: int | None = None

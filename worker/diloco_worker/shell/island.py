@@ -24,7 +24,7 @@ from torch import Tensor
 from diloco_common.errors import ConfigError, IslandBroken, UnsupportedModel, WrongCall
 from diloco_common.wire.manifest import model_digest
 from diloco_worker.core import parts
-from diloco_worker.core.island_log import LEADER_BYTES, RANK_BYTES
+from diloco_worker.core.council_log import LEADER_BYTES, RANK_BYTES
 from diloco_worker.core.parts import Holding, Seat, Sharing
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from diloco_common.errors import CannotConnect, IslandBroken, Superseded
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
-from diloco_worker.core import island_log
+from diloco_worker.core import council_log as council_log
+from diloco_worker.core.council_log import LEADER_BYTES, RANK_BYTES, CouncilLog, Fetch, Turn, read_word, write_word
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
-from diloco_worker.core.island_log import LEADER_BYTES, RANK_BYTES, Fetch, IslandLog, Turn, read_word, write_word
 
 POLICY = LearnerPolicy(5, "int8", "bfloat16", "carry", 0.5, True)
 
@@ -34,7 +34,7 @@ class Island:
     """Ranks whose boundaries are crossed together: what is posted at one is heard at the next."""
 
     def __init__(self, size: int) -> None:
-        self.logs = [IslandLog(rank, size) for rank in range(size)]
+        self.logs = [CouncilLog(rank, size) for rank in range(size)]
         self.posted: list[bytes] | None = None
         self.heard: list[list[Any]] = [[] for _ in range(size)]
         """By rank, without values."""
@@ -122,7 +122,7 @@ def test_tokens_of_a_step_are_the_sum_over_ranks_and_count_one_boundary_later() 
 
 
 def test_ranks_that_do_not_go_in_step_are_told() -> None:
-    logs = [IslandLog(rank, 2) for rank in range(2)]
+    logs = [CouncilLog(rank, 2) for rank in range(2)]
     frames = [logs[0].frame(8), logs[1].frame(None)]
     with pytest.raises(IslandBroken, match="1 of 2 ranks have called `step`, the others `poll`"):
         logs[0].hear(frames)
@@ -243,10 +243,10 @@ def test_errors_that_are_no_refusals_keep_their_words_and_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "is_asked"), [(IslandLog.ask_stop, "is_stop_asked"), (IslandLog.ask_leave, "is_leave_asked")]
+    ("ask", "is_asked"), [(CouncilLog.ask_stop, "is_stop_asked"), (CouncilLog.ask_leave, "is_leave_asked")]
 )
 def test_all_ranks_hear_at_the_same_boundary_what_one_of_them_asks(
-    ask: Callable[[IslandLog], None], is_asked: str
+    ask: Callable[[CouncilLog], None], is_asked: str
 ) -> None:
     island = Island(2)
     ask(island.logs[1])
@@ -300,7 +300,7 @@ def test_a_leader_that_hears_more_than_a_frame_per_step_falls_behind_by_no_more_
 
 
 def test_frames_of_ranks_are_small() -> None:
-    log = IslandLog(1, 2)
+    log = CouncilLog(1, 2)
     for i in range(100):
         log.say(Gone(i, 1, 1))
     assert len(log.frame(1)) == RANK_BYTES
@@ -312,7 +312,7 @@ def test_a_step_applies_versions_up_to_a_size_and_a_poll_all_of_them(tokens: int
     island.say(0, *(Announced(i, 1, 1) for i in range(3)))
     island.settle()
     for log in island.logs:
-        log.elements = dict.fromkeys(range(3), island_log.APPLY_ELEMENTS)
+        log.elements = dict.fromkeys(range(3), council_log.APPLY_ELEMENTS)
         for i in range(3):
             log.say(arrived(i, 1, 1))
     island.cross(tokens)

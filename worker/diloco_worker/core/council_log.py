@@ -156,7 +156,7 @@ class _Fetching:
     """Rank -> its word."""
 
 
-class IslandLog:
+class CouncilLog:
     """What one rank says and has heard."""
 
     def __init__(self, rank: int, size: int) -> None:
