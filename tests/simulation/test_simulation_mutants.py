@@ -19,7 +19,7 @@ ASSERTED = "AssertionError"
 KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("fence_nobody", schedules.evicting, range(40), {"fencing"}),
     ("let_everybody_speak", draw_options, range(30), {"double_counted", WELL}),
-    ("accept_late", draw_options, range(30), {"double_counted"}),
+    ("accept_late", draw_options, range(30), {"double_counted", "accounting"}),
     ("merge_twice", draw_options, range(10), {"double_counted"}),
     ("announce_before_computing", draw_options, range(10), {"announced_versions_are_there"}),
     ("take_every_seed", draw_short, range(10), {ASSERTED}),
@@ -76,9 +76,10 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
 KEPT = {
     "fence_nobody": 5, "stop_whoever_joins_again": 3, "never_give_back": 3, "forget_what_encoding_lost": 4,
     "keep_what_a_shard_forgot": 2, "add_changes_to_anything": 16, "push_to_any_epoch": 10, "forget_without_a_trace": 34,
-    "announce_before_saving": 6, "rename_before_sync": 16, "accept_damaged_files": 55, "forget_what_is_held": 14,
-    "let_everybody_speak": 4, "reuse_an_epoch": 8,
-    "count_open_pushes_for_ever": 6, "answer_refusals_as_if_taken": 6, "decode_onto_any_base": 9,
+    "announce_before_saving": 6, "rename_before_sync": 16, "accept_damaged_files": 43, "forget_what_is_held": 14,
+    "accept_late": 7, "wait_for_all": 2, "wait_for_the_dead": 2, "ignore_merged_version": 3,
+    "take_any_refusal_for_that_of_this_one": 3, "let_everybody_speak": 4, "reuse_an_epoch": 8,
+    "count_open_pushes_for_ever": 6, "answer_refusals_as_if_taken": 6, "decode_onto_any_base": 15,
     "keep_one_answer_per_fragment": 110, "know_only_of_own_parts": 8,
 }  # fmt: skip
 """The seed that has found a mutant, where it is not the first of its row."""
