@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from diloco_common.codec import Chunk, Payload, crc32c, decode_payload, encode_payload
 from diloco_common.settings import Settings
+from diloco_common.wire import protobuf
 from diloco_common.wire.manifest import Piece
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.core.merge import merge as merged_slices
@@ -29,6 +30,13 @@ def make_settings(**sections: dict[str, Any]) -> Settings:
 def chunk_request(chunk: Chunk) -> pb.PushRequest:
     """The message of a chunk, as a caller makes it that has only the generated classes."""
     return pb.PushRequest(chunk=bytes(chunk), crc32c=crc32c(chunk))
+
+
+def push_bodies(header: pb.PushHeader, payload: Payload) -> list[bytes]:
+    """The messages of a push as they are sent; the header gets that of the payload."""
+    header.payload.CopyFrom(protobuf.payload_to_pb(payload.header))
+    messages = [pb.PushRequest(header=header), *(chunk_request(chunk) for chunk in payload.chunks)]
+    return [message.SerializeToString() for message in messages]
 
 
 def random_values(num_elements: int, seed: int) -> Tensor:

@@ -10,9 +10,8 @@ import torch
 from attack import Evidence, Over, Seen, Target
 from intruder import Intruder, Mole, refused
 
-from builders import chunk_request
+from builders import push_bodies
 from diloco_common.codec import encode_payload
-from diloco_common.wire import protobuf
 from diloco_common.wire.manifest import TensorSpec
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.servicer import JOINS_PER_S
@@ -59,13 +58,8 @@ def _push(intruder: Intruder) -> str:
     payload = encode_payload(torch.zeros(fragment.num_elements), "int8")
     header = pb.PushHeader(
         fragment_id=0, round=1, epoch=intruder.epoch, tokens=1, steps=1, manifest_digest=intruder.digest,
-        payload=protobuf.payload_to_pb(payload.header),
     )  # fmt: skip
-    bodies = [
-        pb.PushRequest(header=header),
-        *(chunk_request(chunk) for chunk in payload.chunks),
-    ]
-    return intruder.push_bytes(body.SerializeToString() for body in bodies).code
+    return intruder.push_bytes(push_bodies(header, payload)).code
 
 
 def _attend(intruder: Intruder) -> str:
@@ -119,13 +113,8 @@ def first_model(target: Target, over: Over) -> Seen:
             payload = encode_payload(torch.ones(fragment.num_elements), "float32")
             header = pb.PushHeader(
                 fragment_id=fragment.fragment_id, epoch=mole.epoch, manifest_digest=mole.digest,
-                payload=protobuf.payload_to_pb(payload.header),
             )  # fmt: skip
-            bodies = [
-                pb.PushRequest(header=header),
-                *(chunk_request(chunk) for chunk in payload.chunks),
-            ]
-            answers[f"seed {mole.push_bytes(body.SerializeToString() for body in bodies).code}"] += 1
+            answers[f"seed {mole.push_bytes(push_bodies(header, payload)).code}"] += 1
         if over():
             return Seen(answers)
         time.sleep(0.5)

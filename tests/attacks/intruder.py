@@ -19,7 +19,7 @@ from attack import Over, Seen, Target
 from honest_learners import model_of
 from torch import Tensor
 
-from builders import chunk_request
+from builders import push_bodies
 from diloco_common.codec import Payload, decode_payload, encode_payload
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import Fragment, TensorSpec, cut
@@ -232,12 +232,7 @@ class Mole(Intruder):
         if values is None:
             return
         payload = encode_payload(values, self.policy.push_encoding)
-        header.payload.CopyFrom(protobuf.payload_to_pb(payload.header))
-        bodies = [
-            pb.PushRequest(header=header),
-            *(chunk_request(chunk) for chunk in payload.chunks),
-        ]
-        answer = self.push_bytes(body.SerializeToString() for body in bodies).code
+        answer = self.push_bytes(push_bodies(header, payload)).code
         self.answers[answer] += 1
         self.last[fragment.fragment_id] = answer
 

@@ -21,7 +21,7 @@ import torch
 from fuzzing import NUMBERS, RSS_MORE, STUCK_S, TEXTS, Finding, Result, chance_of, mutated, number, shown
 from scene import ShardProcess
 
-from builders import chunk_request
+from builders import chunk_request, push_bodies
 from diloco_common.codec import encode_payload
 from diloco_common.codec.frames import frame_of
 from diloco_common.errors import Busy, Refusal
@@ -424,12 +424,7 @@ async def _seed(channel: grpc.aio.Channel, lease: Lease, fragment_id: int, num_e
     payload = encode_payload(torch.full((num_elements,), 0.1), "float32")
     header = pb.PushHeader(
         fragment_id=fragment_id, epoch=lease.epoch, manifest_digest=lease.digest,
-        payload=protobuf.payload_to_pb(payload.header),
     )  # fmt: skip
-    bodies = [
-        pb.PushRequest(header=header),
-        *(chunk_request(chunk) for chunk in payload.chunks),
-    ]
     await channel.stream_unary(SERVICE + "Push")(
-        _each([body.SerializeToString() for body in bodies]), metadata=metadata_of(Call("Push", []), lease)
+        _each(push_bodies(header, payload)), metadata=metadata_of(Call("Push", []), lease)
     )
