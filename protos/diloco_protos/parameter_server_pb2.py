@@ -17,7 +17,7 @@ _runtime_version.ValidateProtobufRuntimeVersion(
     '',
     'diloco_protos/parameter_server.proto'
 )
-# protoc_insertion_point(imports)
+# @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
@@ -97,4 +97,4 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PARAMETERSERVER']._serialized_end=3976
   _globals['_PROBE']._serialized_start=3978
   _globals['_PROBE']._serialized_end=4049
-# protoc_insertion_point(module_scope)
+# @@protoc_insertion_point(module_scope)
