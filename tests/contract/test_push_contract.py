@@ -204,7 +204,7 @@ BAD_BYTES: list[tuple[str, Payload, str, str]] = [
     ("an infinite scale", int8_payload(scale=float("inf")), "BAD_ENCODING", "scale"),
     ("a negative scale", int8_payload(scale=-1.0), "BAD_ENCODING", "scale"),
     ("the code -128", int8_payload(code=-128), "BAD_ENCODING", "-128"),
-    ("a norm far above the usual", contribution(1e6 * 0.5), "NORM_TOO_LARGE", "guard.norm_factor"),
+    ("a norm far above the usual", contribution(1e6 * 0.5), "NORM_TOO_LARGE", "is merged for 4 steps"),
 ]
 
 
