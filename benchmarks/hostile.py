@@ -247,7 +247,7 @@ class Case:
 class Result:
     loss: float
     named_s: float
-    """When the last liar was; infinity: never."""
+    """So long after it joined the last liar was; infinity: never."""
     counted: float
     """Tokens, over those that were really trained for what is merged. A liar's may count for less."""
     wrongly_named: int
@@ -279,7 +279,8 @@ class Attacked(Run):
 def run(case: Case) -> Result:
     torch.set_num_threads(1)
     done = Attacked(case).train()
-    named_s = max((done.named.get(one, math.inf) for one in done.liars), default=0.0)
+    here = {one: done.joins_at(i) for i, one in enumerate(done.learners)}
+    named_s = max((done.named.get(one, math.inf) - here[one] for one in done.liars), default=0.0)
     return Result(done.loss, named_s, done.counted / done.trained, len(done.named.keys() - done.liars))
 
 
