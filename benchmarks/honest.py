@@ -399,7 +399,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     guard = GuardSettings(trust="strangers" if args.strangers else "members")
-    bad = False
+    exact = 0
     print("| who | merges | exact | merged to published | refused, left out | to all guards off |", flush=True)
     print("| --- | ---: | ---: | ---: | --- | ---: |")
     for name in args.rows:
@@ -412,13 +412,14 @@ def main() -> None:
         others = Counter(left_out=found.left_out, never_merged=found.never_merged)
         refused = ", ".join(f"{code} {n}" for code, n in (found.refused + others).items())
         print(f"| {name} | {found.merges} | {found.exact} | {ratios} | {refused or 'none'} | {beside} |", flush=True)
-        bad |= not found.is_exact
+        exact += found.is_exact
     if args.loss:
         print("\n| beside the fast one alone | 20 versions | 80 versions |\n| --- | ---: | ---: |")
         for times in (2, 3, 5, 8):
             cells = [beside_alone(1 / times, steps, guard) for steps in (STEPS, 4 * STEPS)]
             print(f"| 1:{times} | {' | '.join(cells)} |", flush=True)
-    sys.exit(bad and not args.strangers)
+    print(f"\n{exact} of {len(args.rows)} kinds of clusters: nothing was refused, cut or left out")
+    sys.exit(exact < len(args.rows) and not args.strangers)
 
 
 if __name__ == "__main__":
