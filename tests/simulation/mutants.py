@@ -313,7 +313,8 @@ def rename_before_sync(disk: Any) -> Any:
 
     def rename(old: str, new: str) -> None:
         disk.rename(old, new)
-        files.pop(old).sync()
+        if old in files:  # and not one of an earlier process, that is damaged and put aside
+            files.pop(old).sync()
 
     return Careless(disk, create=create, rename=rename)
 

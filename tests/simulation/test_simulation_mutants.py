@@ -51,7 +51,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("announce_what_the_disk_refused", schedules.refusing_disks, range(20), {"work_lost", "lost_versions"}),
     ("apply_while_a_snapshot_is_read", schedules.slow_codec, range(30), {"double_counted", "progress_is_kept"}),
     ("count_open_pushes_for_ever", draw_short, range(10), {WELL}),
-    ("answer_refusals_as_if_taken", schedules.lossy, range(60), {WELL}),
+    ("answer_refusals_as_if_taken", draw_options, range(40), {WELL}),
     ("keep_quiet_about_values_that_are_not_finite", schedules.diverging, range(20), {WELL}),
     ("take_any_epoch_for_the_same", schedules.without_disks, range(10), {"double_counted", WELL}),
     ("compute_the_record_again", schedules.replacing, range(10), {"double_counted"}),
@@ -66,7 +66,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("take_half_for_the_whole", schedules.losing_ranks, range(10), {"contributions_are_whole", ASSERTED}),
     ("keep_parts_of_who_is_gone", schedules.forgetting_ranks, range(20), {"halves_are_bounded"}),
     ("take_any_refusal_for_that_of_this_one", schedules.diverging_ranks, range(1, 40), {"double_counted"}),
-    ("keep_one_answer_per_fragment", schedules.diverging_ranks, range(100, 140), {"refusals_are_heard"}),
+    ("keep_one_answer_per_fragment", schedules.diverging_ranks, range(100, 140), {"refusals_are_heard", WELL}),
     ("give_the_latest_whatever_is_wanted", schedules.losing_ranks, range(20), {WELL}),
     ("act_on_own_words", draw_islands, range(10), {"ranks_decide_alike"}),
     ("know_only_of_own_parts", schedules.forgetting_ranks, range(40), {"ranks_decide_alike"}),
@@ -76,11 +76,11 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
 KEPT = {
     "fence_nobody": 5, "stop_whoever_joins_again": 3, "never_give_back": 3, "forget_what_encoding_lost": 4,
     "keep_what_a_shard_forgot": 2, "add_changes_to_anything": 16, "push_to_any_epoch": 10, "forget_without_a_trace": 34,
-    "announce_before_saving": 6, "rename_before_sync": 16, "accept_damaged_files": 43, "forget_what_is_held": 14,
+    "announce_before_saving": 6, "rename_before_sync": 63, "accept_damaged_files": 43, "forget_what_is_held": 14,
     "accept_late": 7, "wait_for_all": 2, "wait_for_the_dead": 2, "ignore_merged_version": 3,
     "take_any_refusal_for_that_of_this_one": 3, "let_everybody_speak": 4, "reuse_an_epoch": 8,
     "count_open_pushes_for_ever": 6, "answer_refusals_as_if_taken": 6, "decode_onto_any_base": 15,
-    "keep_one_answer_per_fragment": 110, "know_only_of_own_parts": 8,
+    "keep_one_answer_per_fragment": 112, "know_only_of_own_parts": 8,
 }  # fmt: skip
 """The seed that has found a mutant, where it is not the first of its row."""
 SLOW = {
