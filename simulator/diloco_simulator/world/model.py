@@ -15,13 +15,14 @@ from diloco_common.wire.manifest import Fragment
 from diloco_worker.core.momentum import Companion, Momenta
 from diloco_worker.core.replica import Replica
 
-SHAPES = {"body": (64, 3), "head": (8, 2), "norm": (3,)}
+SHAPES = {"body": (31, 2), "head": (8, 2), "limbs": (31, 2), "norm": (3,), "trunk": (31, 2)}
+"""Each is too small to be watched for versions that are undone: whole numbers often look like it."""
 AVERAGED = ("head",)
 """Merged by plain mean."""
 COMPANION = "head"
 """Where a schedule has companions, this is one: what trains it, and what is known of its values, stays the same. So
 steps forget nothing of it, and its second moment bounds nothing: the values count tokens."""
-NUM_ELEMENTS = 211
+NUM_ELEMENTS = 205
 PATTERN = torch.arange(NUM_ELEMENTS).remainder_(3).add_(1).float()
 
 
