@@ -41,7 +41,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("announce_before_saving", schedules.hard_on_disks, range(40), {"lost_versions", "work_lost"}),
     ("skip_the_sync_of_files", schedules.hard_on_disks, range(20), {"damage_has_a_cause"}),
     ("skip_the_sync_of_names", schedules.hard_on_disks, range(20), {"work_lost", "differing_bytes", "lost_versions"}),
-    ("rename_before_sync", schedules.killed_while_writing, range(10, 110), {"damage_has_a_cause"}),
+    ("rename_before_sync", schedules.killed_while_writing, range(100, 200), {"damage_has_a_cause"}),
     ("reuse_an_epoch", schedules.hard_on_disks, range(20), {"work_lost", "differing_bytes"}),
     ("forget_what_was_merged", schedules.hard_on_disks, range(40), {"double_counted"}),
     ("accept_damaged_files", schedules.hard_on_disks, range(40, 200), {"differing_bytes", WELL}),
@@ -75,12 +75,14 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
 
 KEPT = {
     "fence_nobody": 5, "stop_whoever_joins_again": 3, "never_give_back": 3, "forget_what_encoding_lost": 4,
-    "keep_what_a_shard_forgot": 2, "add_changes_to_anything": 16, "push_to_any_epoch": 10, "forget_without_a_trace": 34,
-    "announce_before_saving": 6, "rename_before_sync": 63, "accept_damaged_files": 43, "forget_what_is_held": 14,
-    "accept_late": 7, "wait_for_all": 2, "wait_for_the_dead": 2, "ignore_merged_version": 3,
-    "take_any_refusal_for_that_of_this_one": 3, "let_everybody_speak": 4, "reuse_an_epoch": 8,
+    "keep_what_a_shard_forgot": 2, "add_changes_to_anything": 32, "push_to_any_epoch": 10,
+    "forget_without_a_trace": 80, "rename_before_sync": 133, "accept_damaged_files": 43, "forget_what_is_held": 14,
+    "accept_late": 7, "wait_for_all": 3, "wait_for_the_dead": 2, "ignore_merged_version": 3,
+    "take_any_refusal_for_that_of_this_one": 6, "let_everybody_speak": 4, "reuse_an_epoch": 8,
     "count_open_pushes_for_ever": 6, "answer_refusals_as_if_taken": 6, "decode_onto_any_base": 15,
-    "keep_one_answer_per_fragment": 112, "know_only_of_own_parts": 8,
+    "keep_one_answer_per_fragment": 112, "know_only_of_own_parts": 12, "drop_what_was_not_merged": 3,
+    "skip_the_sync_of_names": 2, "announce_what_the_disk_refused": 1, "forget_values_that_were_never_sent": 4,
+    "keep_parts_of_who_is_gone": 6,
 }  # fmt: skip
 """The seed that has found a mutant, where it is not the first of its row."""
 SLOW = {
