@@ -5,8 +5,8 @@ steps: it grows with the steps at most, where it is straight, and with their roo
 a value with a flipped bit, or a learner that diverges. Those say what is usual that have sent some: at its start a
 learner's rate rises. Whoever has taken so many times as many steps may be at so many times the rate: as much further it
 may go, if it went as far before. And as far as it went while they went as far, it may always go: their rates may have
-fallen since. Beside fewer than two of them nobody can say which one is sick: there a learner may go
-as far as it went before, or as is usual for the size of what it trains.
+fallen since. Beside fewer than two of them nobody can say which one is sick: there a learner may go as far as it went
+before, or as is usual for the size of what it trains.
 
 What is refused is seen, too: where most go further, that is how far one goes now. Kept in memory only.
 """
@@ -33,11 +33,11 @@ SPARSE = 2.0
 FIRST_OF_SEED, SPARSE_OF_SEED = 0.3, 0.03
 """Share of the norm of version 0 per H steps, with nothing else to compare with: for the first contribution of a
 learner, which may have to do with one of another that has begun to warm up, and later. Rare rows took 0.01."""
+START_OF_SEED = 3.0
+"""The same for the first of all, while others that are here have sent nothing yet."""
 FURTHER = 2.0
 """Times the steps of its last merged one: so much further, the few contributions of a newcomer do not say how far it
 goes, as its rate has risen meanwhile."""
-START_OF_SEED = 3.0
-"""The same for the first of all, while others that are here have sent nothing yet."""
 QUIET = 0.01
 """Per element, where version 0 is zeros."""
 UP, DOWN = 1.2, 0.97
@@ -72,10 +72,10 @@ class Way:
         times = steps / self.steps
         return self.norm * max(FAR * math.sqrt(times), STRAIGHT * times)
 
-    def again(self, steps: int) -> float:
-        """How long the same learner's way of so many steps can be, at the same rate."""
+    def goes(self, steps: int) -> float:
+        """How long a way of so many steps can be at the same rate."""
         times = steps / self.steps
-        return AGAIN * self.norm * max(math.sqrt(times), times)
+        return self.norm * max(math.sqrt(times), times)
 
     @property
     def pace(self) -> float:
@@ -201,7 +201,7 @@ class Lengths:
             if not is_enough:
                 further = max(further, ways.steady.get(learner_id, own).reach(steps), FIRST_OF_SEED * size * rounds)
             elif learner_id in ways.usual:
-                further = max(further, ways.usual[learner_id].again(steps))
+                further = max(further, AGAIN * ways.usual[learner_id].goes(steps))
             most = max(most, min(own.reach(steps), further))
         sparse = SPARSE * root * self._elsewhere(fragment_id, learner_id, steps, live)
         if not is_enough or not sparse:
@@ -217,8 +217,8 @@ class Lengths:
         for one in islice((one for one in self._ways if one != fragment_id), LOOKED_AT):
             others, _ = self._ways[one].others(learner_id, live)
             if others:
-                norms = [way.norm * max(math.sqrt(t), t) for way in others for t in [steps / way.steps]]
-                furthest = max(furthest, median_high(norms) / math.sqrt(self._elements[one]))
+                usual = median_high([way.goes(steps) for way in others])
+                furthest = max(furthest, usual / math.sqrt(self._elements[one]))
         return furthest
 
 
