@@ -375,10 +375,13 @@ class Rounds:
 
     def ask_missing(self, state: FragmentState) -> None:
         """Ask again whoever the open round waits for: the version that it is relative to has another name now."""
-        for learner_id in state.round.missing if state.round else ():
-            member = self._membership.get(learner_id)
-            if member is not None:
-                self._outbox.tell(member, state.request())
+        for member in self._missing(state.round):
+            self._outbox.tell(member, state.request())
+
+    def _missing(self, collecting: Round | None) -> list[Member]:
+        """Whom an open round waits for."""
+        ids = collecting.missing if collecting is not None else ()
+        return [member for i in ids if (member := self._membership.get(i)) is not None]
 
     def committed(self, closed: Round, fragment_id: int, now: float) -> None:
         """A closed round became a version: count what is in it."""
@@ -450,10 +453,8 @@ class Rounds:
 
     def _ask_again(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
         there = [m for m in live if m.takes_part(state.fragment.fragment_id)]
-        for learner_id in state.round.missing if state.round else ():
-            silent = self._membership.get(learner_id)
-            if silent is not None:
-                silent.missed_round()
+        for silent in self._missing(state.round):
+            silent.missed_round()
         asked = state.ask_again(there, self.grace.patience_s(self.grace_s()), now)
         for member in asked:
             member.asked += 1
@@ -477,9 +478,9 @@ class Rounds:
         if why is None:
             return
         left_out = self._judge(state, collecting)
-        late = [member for i in collecting.missing if (member := self._membership.get(i)) is not None]
-        for member in late:
-            member.missed[LATE.outcome.name] += 1
+        late = self._missing(collecting)
+        for absent in late:
+            absent.missed[LATE.outcome.name] += 1
         for learner_id in collecting.asked.keys() - collecting.contributions.keys():
             member = self._membership.get(learner_id)
             if member is not None:
