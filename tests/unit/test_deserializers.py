@@ -1,6 +1,6 @@
 """Any bytes at all: what reads messages gives values within their limits, or a BadRequest, and never anything else.
 
-The limits are written down here once more, so that a limit that is dropped is seen.
+The limits are those of bounds.py; test_bounds.py compares them with the page, so one that is dropped is seen.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from diloco_common.errors import BadRequest
+from diloco_common.errors import WORDS_MAX, BadRequest
 from diloco_common.wire import protobuf
+from diloco_common.wire.bounds import LIMITS, Limit
 from diloco_protos import parameter_server_pb2 as pb
 
 Kind = type[Message]
@@ -32,47 +33,8 @@ READERS: dict[str, tuple[Kind, Callable[[Any], Any], Callable[[Any], Message | N
     "pull answer": (pb.PullHeader, protobuf.pull_header_from_pb, protobuf.pull_header_to_pb),
 }  # fmt: skip
 """What is read -> its message, what makes a value of it, and what makes a message of that."""
-NAME, FRAGMENT, VERSION, EPOCH = 64, 2**12 - 1, 2**39, 2**53
-MOST = {
-    "Tensor": {"name": 512, "shape": 8, "shape[]": 2**42},
-    "JoinRequest": {"process_id": NAME, "tensors": 2**16, "decodes": 64, "decodes[]": 96, "held": FRAGMENT + 1},
-    "Held": {"fragment_id": FRAGMENT, "epoch": EPOCH, "version": VERSION},
-    "Progress": {"inner_step": 2**48, "tokens": 2**53, "loss": 1e30, "step_time_s": 2.0**20},
-    "Collect": {"fragment_id": FRAGMENT, "round": VERSION, "epoch": EPOCH},
-    "Committed": {"fragment_id": FRAGMENT, "version": VERSION, "epoch": EPOCH},
-    "Evicted": {"code": NAME, "message": 2048},
-    "Pulse": {"tokens_merged": 2**62, "tokens_budget": 2**62},
-    "PushHeader": {
-        "fragment_id": FRAGMENT, "round": VERSION, "epoch": EPOCH, "base_version": VERSION, "tokens": 2**40,
-        "steps": 2**32, "manifest_digest": NAME, "tokens_merged": 2**62, "part": 4095, "num_parts": 4096,
-        "ranges": 8192,
-    },
-    "Range": {"start": 2**42, "stop": 2**42},
-    "Payload": {"encoding": NAME, "num_elements": 2**53, "chunk_elements": 2**53, "num_bytes": 2**53},
-    "PushResponse": {"code": NAME, "message": 2048},
-    "PullRequest": {
-        "fragment_id": FRAGMENT, "encodings": 32, "encodings[]": NAME, "epoch": EPOCH,
-        "have_version": VERSION, "want_version": VERSION, "want_epoch": EPOCH, "ranges": 8192,
-    },
-    "PullHeader": {
-        "fragment_id": FRAGMENT, "version": VERSION, "epoch": EPOCH, "merged_version": VERSION, "base_version": VERSION,
-        "forgotten_version": VERSION, "tokens_merged": 2**62, "ranges": 8192,
-    },
-    "JoinResponse": {
-        "generation": 2**53, "epoch": EPOCH, "heartbeat_s": 3600.0, "shard_index": FRAGMENT, "num_shards": FRAGMENT + 1,
-        "num_fragments": FRAGMENT + 1, "manifest_digest": NAME, "fragments": FRAGMENT + 1, "tensors": 2**16,
-        "rules": 512,
-    },
-    "LearnerPolicy": {
-        "sync_every": 2**31, "push_encoding": NAME, "pull_encoding": NAME, "on_commit": NAME, "blend_alpha": 1.0,
-    },
-    "FragmentStatus": {
-        "fragment_id": FRAGMENT, "version": VERSION, "merged_version": VERSION, "epoch": EPOCH,
-        "forgotten_version": VERSION,
-    },
-}  # fmt: skip
-"""Message -> field -> the largest number, or the most characters or entries; `name[]`: of each entry."""
-
+WORDS = Limit(WORDS_MAX, 0, "characters")
+"""Of a refusal: they are cut."""
 EXTREMES = (0, 1, 8, 9, 2**31, 2**32 - 1, 2**32, 2**40, 2**40 + 1, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 
 
@@ -120,23 +82,15 @@ def messages(draw: st.DrawFn, kind: Kind) -> Message:
 def beyond(message: Message) -> Iterator[str]:
     """Fields, of a message and those in it, that are beyond their limits."""
     kind = message.DESCRIPTOR.name
+    limits = {"message": WORDS, **LIMITS.get(kind, {})}
     for field, value in message.ListFields():
-        entries = list(value) if field.is_repeated else [value]
-        most = MOST.get(kind, {}).get(field.name, float("inf"))
-        if not (len(value) if field.is_repeated or isinstance(value, str) else _size(value)) <= most:
+        if field.name in limits and not limits[field.name].holds(value):
             yield f"{kind}.{field.name}"
-        for entry in entries:
+        for entry in value if field.is_repeated else [value]:
             if isinstance(entry, Message):
                 yield from beyond(entry)
-            elif field.is_repeated:
-                most_of_one = MOST.get(kind, {}).get(f"{field.name}[]", float("inf"))
-                if not (len(entry) if isinstance(entry, str) else _size(entry)) <= most_of_one:
-                    yield f"{kind}.{field.name}[]"
-
-
-def _size(value: Any) -> float:
-    """Of a number. NaN is beyond every limit, also where there is none."""
-    return abs(value) if isinstance(value, int | float) else 0
+            elif (name := f"{field.name}[]") in limits and not limits[name].holds(entry):
+                yield f"{kind}.{name}"
 
 
 def read(name: str, data: bytes) -> None:
@@ -145,12 +99,13 @@ def read(name: str, data: bytes) -> None:
     try:
         value = from_pb(protobuf.parse(kind, data))
     except BadRequest as refusal:
-        words = str(refusal).encode()
+        words = str(refusal)
     else:
-        words = b""
+        words = ""
         again = to_pb(value)  # raises ValueError where a number does not fit the wire
         assert again is None or list(beyond(again)) == []
-    assert len(words) <= 2048
+    assert len(words.encode()) <= WORDS_MAX
+    assert not words or words.isprintable()
 
 
 THOROUGHLY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from what_works.script import RATE, Cases, Ground, Script, Y, loop, small, usual
+from what_works.script import RATE, Cases, Script, Y, loop, small, usual
 
 CASES = Cases()
 
@@ -25,9 +25,7 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
 
 
-@CASES.script("contiguous")
-def contiguous() -> Script:
-    return usual(small())
+CASES.script("contiguous")(lambda: usual(small()))
 
 
 @CASES.script("a single number (shape []), and empty ones")
@@ -70,11 +68,12 @@ def same_memory() -> Script:
     return usual(made(), plain=made)
 
 
-@CASES("parameters that overlap in part")
-def overlapping(ground: Ground) -> None:
+def overlapping() -> nn.Module:
     memory = drawn(24)
-    with ground.learner(nn.Sequential(Own(memory[:16].view(4, 4)), Own(memory[12:20].view(4, 2))), "script"):
-        pass
+    return nn.Sequential(Own(memory[:16].view(4, 4)), Own(memory[12:20].view(4, 2)))
+
+
+CASES.joins("parameters that overlap in part", overlapping)
 
 
 @CASES.script("channels_last")
@@ -85,36 +84,15 @@ def channels_last() -> Script:
     return Script(model, loop(model, loss=lambda: (model(images) - Y).square().mean()))
 
 
-@CASES.script("a transposed weight")
-def transposed() -> Script:
-    return usual(Own(drawn(2, 4).t()))
+CASES.script("a transposed weight")(lambda: usual(Own(drawn(2, 4).t())))
+CASES.joins("a weight that is expanded: one number in several places", lambda: Own(drawn(1, 2).expand(4, 2)))
+CASES.joins("a weight with gaps between its numbers", lambda: Own(drawn(4, 4)[:, :2]))
+CASES.joins("a sparse parameter", lambda: Own(drawn(4, 2).to_sparse()))
 
 
-@CASES("a weight that is expanded: one number in several places")
-def expanded(ground: Ground) -> None:
-    with ground.learner(Own(drawn(1, 2).expand(4, 2)), "script"):
-        pass
+CASES.joins(
+    "trained parameters on several devices", lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta"))
+)
 
 
-@CASES("a weight with gaps between its numbers")
-def gaps(ground: Ground) -> None:
-    with ground.learner(Own(drawn(4, 4)[:, :2]), "script"):
-        pass
-
-
-@CASES("a sparse parameter")
-def sparse(ground: Ground) -> None:
-    with ground.learner(Own(drawn(4, 2).to_sparse()), "script"):
-        pass
-
-
-@CASES("trained parameters on several devices")
-def devices(ground: Ground) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta"))
-    with ground.learner(model, "script"):
-        pass
-
-
-@CASES.script("memory shared by processes (share_memory) before join")
-def shared_memory() -> Script:
-    return usual(small().share_memory())
+CASES.script("memory shared by processes (share_memory) before join")(lambda: usual(small().share_memory()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from what_works.script import RATE, Cases, Ground, Script, X, Y, loop, loss_of, 
 CASES = Cases()
 
 
-def seeded(make: type[nn.Module] | partial[nn.Module]) -> nn.Module:
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make()
 
@@ -37,8 +39,7 @@ def recurrent() -> Script:
             self.lstm.flatten_parameters()
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.head(self.lstm(x)[0])
-            return found
+            return self.head(self.lstm(x)[0])
 
     model = seeded(Recurrent)
     return Script(model, loop(model, torch.optim.Adam(model.parameters(), lr=RATE)))
@@ -62,8 +63,7 @@ def tied() -> Script:
             self.head.weight = self.words.weight
 
         def forward(self, rows: Tensor) -> Tensor:
-            found: Tensor = self.head(self.words(rows))
-            return found
+            return self.head(self.words(rows))
 
     model, rows = seeded(Tied), torch.arange(7)
     return Script(model, loop(model, loss=lambda: nn.functional.cross_entropy(model(rows), rows.roll(1))))
@@ -71,23 +71,20 @@ def tied() -> Script:
 
 @CASES.script("a layer that is used at several places")
 def reused() -> Script:
-    torch.manual_seed(0)
-    layer = nn.Linear(4, 4)
+    layer = seeded(partial(nn.Linear, 4, 4))
     return usual(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 2)))
 
 
 @CASES.script("LayerNorm, GroupNorm and others without statistics")
 def norms() -> Script:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6), nn.Linear(6, 2))
+    model = small()
+    model[1] = nn.Sequential(nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6))
     return Script(model, loop(model, torch.optim.Adam(model.parameters(), lr=RATE)))
 
 
 @CASES.script("BatchNorm and others with running statistics")
 def statistics() -> Script:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
-    return usual(model, is_whole=True)
+    return usual(small().insert(1, nn.BatchNorm1d(6)), is_whole=True)
 
 
 class Queued(nn.Module):
@@ -105,27 +102,24 @@ class Queued(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.queue = self.queue.roll(1)
         self.seen += 1
-        found: Tensor = self.layer(x) * self.mask
-        return found
+        return self.layer(x) * self.mask
 
 
-@CASES.script("other buffers: codebooks, counters, masks, caches")
-def buffers() -> Script:
-    return usual(Queued(), is_whole=True)
+CASES.script("other buffers: codebooks, counters, masks, caches")(lambda: usual(Queued(), is_whole=True))
 
 
-@CASES.script('buffers of this learner\'s own, with private=["queue"]')
-def own_buffers() -> Script:
-    model = Queued()
-    return Script(model, loop(model), {"private": ["queue"]})
+CASES.script('buffers of this learner\'s own, with private=["queue"]')(
+    lambda: usual(Queued(), options={"private": ["queue"]})
+)
 
 
-@CASES("a buffer that holds infinities, and is persistent")
-def infinities(ground: Ground) -> None:
+def with_infinities() -> nn.Module:
     model = small()
     model.register_buffer("bias", torch.tensor([0.0, -torch.inf]))
-    with ground.learner(model, "script"):
-        pass
+    return model
+
+
+CASES.joins("a buffer that holds infinities, and is persistent", with_infinities)
 
 
 @CASES.script("a mixture of experts: some get no gradient in a step")
@@ -136,8 +130,7 @@ def experts() -> Script:
             self.experts = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.experts[1](x)
-            return found
+            return self.experts[1](x)
 
     model = seeded(Mixture)
     return Script(model, loop(model, torch.optim.AdamW(model.parameters(), lr=RATE)))
@@ -152,28 +145,26 @@ def adapters() -> Script:
             self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 2, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.base(x) + self.up(self.down(x))
-            return found
+            return self.base(x) + self.up(self.down(x))
 
     model = seeded(Adapter)
     return Script(model, loop(model, torch.optim.AdamW(model.parameters(), lr=RATE)))
 
 
+def on_a_frozen_base(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
+
+
 @CASES("another frozen base than the first learner's")
 def another_base(ground: Ground) -> None:
-    first, second = (nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)) for _ in range(2))
-    with ground.learner(first, "first"), ground.learner(second, "script"):
+    with ground.learner(on_a_frozen_base(0), "first"), ground.learner(on_a_frozen_base(1), "script"):
         pass
 
 
-@CASES.script('another frozen base, with frozen="any"')
-def any_base() -> Script:
-    def made(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
-
-    model = made(0)
-    return Script(model, loop(model), {"frozen": "any"}, plain=lambda: made(1))
+CASES.script('another frozen base, with frozen="any"')(
+    lambda: usual(on_a_frozen_base(0), options={"frozen": "any"}, plain=partial(on_a_frozen_base, 1))
+)
 
 
 @CASES("another model than the first learner's")
@@ -182,26 +173,16 @@ def another_model(ground: Ground) -> None:
         pass
 
 
-@CASES.script('heads of this learner\'s own, with private=["2.*"]')
-def private() -> Script:
-    model = small()
-    return Script(model, loop(model), {"private": ["2.*"]})
+CASES.script('heads of this learner\'s own, with private=["2.*"]')(lambda: usual(small(), options={"private": ["2.*"]}))
 
 
-@CASES.script("a list of models")
-def several() -> Script:
-    torch.manual_seed(0)
-    body, head = nn.Linear(4, 3), nn.Linear(3, 2)
-    whole = nn.Sequential(body, head)
-    return Script([body, head], loop(whole))
+def several(models: Callable[[nn.Module, nn.Module], Any]) -> Script:
+    body, head = whole = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    return Script(models(body, head), loop(whole))
 
 
-@CASES.script("a dict of models")
-def named() -> Script:
-    torch.manual_seed(0)
-    body, head = nn.Linear(4, 3), nn.Linear(3, 2)
-    whole = nn.Sequential(body, head)
-    return Script({"actor": body, "critic": head}, loop(whole))
+CASES.script("a list of models")(lambda: several(lambda body, head: [body, head]))
+CASES.script("a dict of models")(lambda: several(lambda body, head: {"actor": body, "critic": head}))
 
 
 @CASES.script("models that share a part")
@@ -214,22 +195,9 @@ def sharing() -> Script:
     return Script([actor, critic], loop(both, optimizer, lambda: loss_of(actor) + loss_of(critic)))
 
 
-@CASES("model.parameters(), an optimizer, None")
-def no_model(ground: Ground) -> None:
-    with ground.learner(small().parameters(), "script"):  # type: ignore[arg-type]
-        pass
-
-
-@CASES("a model in which nothing is trained")
-def frozen(ground: Ground) -> None:
-    with ground.learner(small().requires_grad_(False), "script"):
-        pass
-
-
-@CASES("a lazy module before its first batch")
-def lazy(ground: Ground) -> None:
-    with ground.learner(nn.LazyLinear(2), "script"):
-        pass
+CASES.joins("model.parameters(), an optimizer, None", lambda: small().parameters())
+CASES.joins("a model in which nothing is trained", lambda: small().requires_grad_(False))
+CASES.joins("a lazy module before its first batch", partial(nn.LazyLinear, 2))
 
 
 @CASES.script("a lazy module after its first batch")
@@ -240,17 +208,13 @@ def no_longer_lazy() -> Script:
     return usual(model)
 
 
-@CASES("a model on the meta device")
-def meta(ground: Ground) -> None:
-    with torch.device("meta"):
-        model = nn.Linear(4, 2)
-    with ground.learner(model, "script"):
-        pass
+CASES.joins("a model on the meta device", lambda: nn.Linear(4, 2, device="meta"))
 
 
-@CASES("a model that holds NaN")
-def not_finite(ground: Ground) -> None:
+def not_finite() -> nn.Module:
     model = small()
     nn.init.constant_(next(model.parameters()), torch.nan)
-    with ground.learner(model, "script"):
-        pass
+    return model
+
+
+CASES.joins("a model that holds NaN", not_finite)

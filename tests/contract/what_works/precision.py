@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from what_works.script import Cases, Ground, Script, X, loop, loss_of, small, usual
+from what_works.script import Cases, Script, loop, loss_of, small, usual
 
 CASES = Cases()
 HALF_IS_OFF = 4e-3
@@ -18,19 +18,9 @@ def in_half(dtype: torch.dtype) -> Script:
     return Script(model, loop(model, optimizer, lambda: loss_of(lambda x: model(x.to(dtype)))), exact=HALF_IS_OFF)
 
 
-@CASES.script("parameters in float32")
-def float32() -> Script:
-    return usual(small())
-
-
-@CASES.script("parameters in bfloat16")
-def bfloat16() -> Script:
-    return in_half(torch.bfloat16)
-
-
-@CASES.script("parameters in float16")
-def float16() -> Script:
-    return in_half(torch.float16)
+CASES.script("parameters in float32")(lambda: usual(small()))
+CASES.script("parameters in bfloat16")(lambda: in_half(torch.bfloat16))
+CASES.script("parameters in float16")(lambda: in_half(torch.float16))
 
 
 @CASES.script("several of these dtypes in one model")
@@ -42,8 +32,7 @@ def mixed() -> Script:
             self.body, self.head = nn.Linear(4, 6).bfloat16(), nn.Linear(6, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.head(self.body(x.bfloat16()).float())
-            return found
+            return self.head(self.body(x.bfloat16()).float())
 
     model = Mixed()
     return Script(model, loop(model, torch.optim.AdamW(model.parameters(), lr=0.03)), exact=HALF_IS_OFF)
@@ -83,26 +72,15 @@ def scaled() -> Script:
     return Script(model, step)
 
 
-def refused(ground: Ground, model: nn.Module) -> None:
-    with ground.learner(model, "script"):
-        pass
-
-
-@CASES("parameters in float64")
-def float64(ground: Ground) -> None:
-    refused(ground, small().double())
-
-
-@CASES("complex parameters")
-def complex64(ground: Ground) -> None:
-    refused(ground, small().to(torch.complex64))
-
-
-@CASES("parameters in float8 that are trained")
-def float8(ground: Ground) -> None:
+def in_float8() -> nn.Module:
     model = small()
     model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn))  # type: ignore[index]
-    refused(ground, model)
+    return model
+
+
+CASES.joins("parameters in float64", lambda: small().double())
+CASES.joins("complex parameters", lambda: small().to(torch.complex64))
+CASES.joins("parameters in float8 that are trained", in_float8)
 
 
 @CASES.script("a frozen base in float64, int8 or float8")
@@ -124,12 +102,9 @@ def quantised() -> Script:
             self.adapter = nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.adapter(self.base(x))
-            return found
+            return self.adapter(self.base(x))
 
-    model = Adapted()
-    assert X.shape[1] == 4
-    return usual(model)
+    return usual(Adapted())
 
 
 @CASES.script("a loss that is not a scalar, or no loss at all")

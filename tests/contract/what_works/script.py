@@ -197,6 +197,15 @@ class Cases(dict[str, Case]):
 
         return add
 
+    def joins(self, line: str, make: Callable[[], Any]) -> None:
+        """For a case that is no more than a model, which `join` refuses."""
+
+        def case(ground: Ground) -> None:
+            with ground.learner(make(), "script"):
+                pass
+
+        self(line)(case)
+
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:
     return {key: options[key] for key in ("shared", "private") if key in options}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,7 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@CASES.script("torch.compile(model)")
-def compiled() -> Script:
-    model = torch.compile(small(), backend="eager")
-    return usual(model, plain=small)  # type: ignore[arg-type]
+CASES.script("torch.compile(model)")(lambda: usual(torch.compile(small(), backend="eager"), plain=small))
 
 
 @CASES.script("model.compile()")
@@ -64,19 +62,11 @@ def compiled_step() -> Script:
 @CASES.script("torch.jit.script(model)")
 def scripted() -> Script:
     model = small()
-    script = torch.jit.script(model)
-    return Script(model, loop(script), plain=small)
+    return Script(model, loop(torch.jit.script(model)), plain=small)
 
 
-@CASES("what torch.jit.script returned, or torch.jit.load")
-def script_joins(ground: Ground) -> None:
-    with ground.learner(torch.jit.script(small()), "script"):
-        pass
-
-
-@CASES.script("torch.fx and torch.export")
-def traced() -> Script:
-    return usual(torch.fx.symbolic_trace(small()))
+CASES.joins("what torch.jit.script returned, or torch.jit.load", lambda: torch.jit.script(small()))
+CASES.script("torch.fx and torch.export")(lambda: usual(torch.fx.symbolic_trace(small())))
 
 
 @CASES.script("functional_call")
@@ -95,9 +85,7 @@ def checkpointed() -> Script:
     )
 
 
-@CASES.script("DataParallel")
-def data_parallel() -> Script:
-    return usual(DataParallel(small()), plain=small)
+CASES.script("DataParallel")(lambda: usual(DataParallel(small()), plain=small))
 
 
 @CASES("DistributedDataParallel with island=")
@@ -145,52 +133,37 @@ CASES("DeepSpeed")(refused(DeepSpeedEngine))
 
 @CASES("torchrun with several processes, and no island=")
 def torchrun(ground: Ground) -> None:
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
-    try:
-        with ground.learner(small(), "script"):
-            pass
-    finally:
-        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    with patch.dict(os.environ, RANK="0", WORLD_SIZE="2"), ground.learner(small(), "script"):
+        pass
 
 
 @CASES('torchrun with several processes, and island="alone"')
 def torchrun_alone(ground: Ground) -> None:
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
-    try:
+    with patch.dict(os.environ, RANK="0", WORLD_SIZE="2"):
         ground.trains(usual(small(), options={"island": "alone"}))
-    finally:
-        del os.environ["RANK"], os.environ["WORLD_SIZE"]
 
 
-def linear() -> nn.Linear:
+def made_again(make: Callable[[], nn.Module]) -> Script:
+    """What was put around this model cannot be copied."""
     torch.manual_seed(0)
-    return nn.Linear(4, 2)
+    return usual(make(), plain=make)
 
 
-@CASES.script("weight_norm, the older one (weight_g, weight_v)")
-def weight_norm_with_hooks() -> Script:
-    def made() -> nn.Module:
-        return nn.utils.weight_norm(linear())
-
-    return usual(made(), plain=made)
-
-
-@CASES.script("parametrizations.weight_norm and orthogonal")
-def weight_norm() -> Script:
-    torch.manual_seed(0)
-    return usual(
-        nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), parametrizations.orthogonal(nn.Linear(4, 2)))
+CASES.script("weight_norm, the older one (weight_g, weight_v)")(
+    lambda: made_again(lambda: nn.utils.weight_norm(nn.Linear(4, 2)))
+)
+CASES.script("parametrizations.weight_norm and orthogonal")(
+    lambda: made_again(
+        lambda: nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(4, 4)), parametrizations.orthogonal(nn.Linear(4, 2))
+        )
     )
-
-
-@CASES.script("spectral_norm, both")
-def spectral_norm() -> Script:
-    torch.manual_seed(0)
-
-    def made() -> nn.Module:
-        return nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 2)))
-
-    return usual(made(), plain=made)
+)
+CASES.script("spectral_norm, both")(
+    lambda: made_again(
+        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 2)))
+    )
+)
 
 
 @CASES.script("a parametrization of one's own, also inside parametrize.cached()")
@@ -217,7 +190,7 @@ def pruned() -> Script:
         prune.l1_unstructured(model[0], "weight", amount=0.5)  # type: ignore[index,no-untyped-call]
         return model
 
-    return usual(made(), plain=made)
+    return made_again(made)
 
 
 @CASES("pruning after join")
