@@ -46,7 +46,7 @@ def random_values(num_elements: int, seed: int) -> Tensor:
 
 def decoded(payload: Payload) -> Tensor:
     """float32 [num_elements]."""
-    out = torch.empty(payload.header.num_elements)
+    out = torch.full((payload.header.num_elements,), torch.nan)
     decode_payload(payload, out)
     return out
 
