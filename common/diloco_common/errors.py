@@ -1,13 +1,14 @@
 """Every error that leaves a process: one class, which is its row.
 
-Its docstring is what the code means. `diloco explain`, docs/errors.md, the gRPC status of an answer and the exit code
-of a command follow from it. The message of an error says what happened this time. Texts are Markdown, with links as
-from a page in docs/.
+Its name in capitals is its stable code (WrongRun: WRONG_RUN), its docstring what the code means. `diloco explain`,
+docs/errors.md, the gRPC status of an answer and the exit code of a command follow from it. The message of an error says
+what happened this time. Texts are Markdown, with links as from a page in docs/.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import ClassVar, TypeVar
 
@@ -35,6 +36,7 @@ class DilocoError(Exception):
     """Base of all errors that a user sees as one line, without a traceback."""
 
     code: ClassVar[str] = "UNEXPECTED"
+    """Travels, and never changes. A class without one has its name in capitals."""
     exit_code: ClassVar[int] = EXIT_UNEXPECTED
     """Of a command that ends with it."""
     met: ClassVar[str] = COMMANDS
@@ -47,6 +49,9 @@ class DilocoError(Exception):
     """What to look at first: a setting, a file, a figure; empty where `do` or the message itself says it."""
     is_logged: ClassVar[bool] = False
     """It stands in the log of a process that goes on."""
+
+    def __init_subclass__(cls) -> None:
+        cls.code = vars(cls).get("code", re.sub(r"\B(?=[A-Z])", "_", cls.__name__).upper())
 
 
 class ConfigError(DilocoError):
@@ -61,7 +66,6 @@ class ConfigError(DilocoError):
 class SecretExposed(ConfigError):
     """A file with a secret belongs to somebody else, or others can read or write it."""
 
-    code = "SECRET_EXPOSED"
     do = (
         "Run the command in the message. The owner must be the process's user, or root, and the mode 0600. Root's file"
         " may be readable for a group of that user."
@@ -72,7 +76,6 @@ class SecretExposed(ConfigError):
 class WrongCall(ConfigError):
     """A script calls `join`, `step` or another function wrongly."""
 
-    code = "WRONG_CALL"
     do = "Call it as the message says."
     look = "[Python](api.md)"
 
@@ -80,7 +83,6 @@ class WrongCall(ConfigError):
 class UnsupportedModel(DilocoError):
     """The model cannot be synchronised in its present form."""
 
-    code = "UNSUPPORTED_MODEL"
     exit_code = EXIT_USAGE
     do = "Do what the message says."
     look = "[own loop](bring-your-loop.md), [islands](islands.md)"
@@ -89,7 +91,6 @@ class UnsupportedModel(DilocoError):
 class ModelChanged(DilocoError):
     """Parameters were replaced, added, removed, frozen, unfrozen or overwritten after `join`."""
 
-    code = "MODEL_CHANGED"
     exit_code = EXIT_USAGE
     do = (
         "Load and convert the model before `join`. Later: `learner.values(...)`, `learner.restore(...)`. Name what is "
@@ -101,7 +102,6 @@ class ModelChanged(DilocoError):
 class VersionUndone(DilocoError):
     """The optimizer writes its own copy of the weights over the parameters, and so over every version."""
 
-    code = "VERSION_UNDONE"
     exit_code = EXIT_USAGE
     do = "Say where the copies are: `join(masters=...)`."
     look = "[own loop](bring-your-loop.md#optimizers-with-weights-of-their-own)"
@@ -110,7 +110,6 @@ class VersionUndone(DilocoError):
 class LearnerEnded(DilocoError):
     """The learner has left the run."""
 
-    code = "LEARNER_ENDED"
     exit_code = EXIT_USAGE
     do = "Join again with its `state_dict()`."
 
@@ -118,7 +117,6 @@ class LearnerEnded(DilocoError):
 class ChildOfLearner(DilocoError):
     """A child of a learner called it, or would join in its place."""
 
-    code = "CHILD_OF_LEARNER"
     exit_code = EXIT_USAGE
     do = 'Call the learner in its own process, and put what the script runs under `if __name__ == "__main__":`.'
     look = "[children](bring-your-loop.md#children-of-a-learner)"
@@ -127,7 +125,6 @@ class ChildOfLearner(DilocoError):
 class ForkUnsafe(DilocoError):
     """gRPC was imported before diloco_worker, or its fork support is on: forked children would crash."""
 
-    code = "FORK_UNSAFE"
     exit_code = EXIT_USAGE
     do = "Import `diloco_worker` first, or set `GRPC_ENABLE_FORK_SUPPORT=0` before the start."
     look = "[children](bring-your-loop.md#children-of-a-learner)"
@@ -145,7 +142,6 @@ class DataError(DilocoError):
 class NoCheckpoint(DataError):
     """No such folder, or no manifest."""
 
-    code = "NO_CHECKPOINT"
     met = CHECKPOINTS
     do = "Name another one."
     look = "`diloco checkpoint list`"
@@ -154,7 +150,6 @@ class NoCheckpoint(DataError):
 class InUse(DilocoError):
     """A port, a folder or a learner id belongs to another process."""
 
-    code = "IN_USE"
     exit_code = EXIT_IN_USE
     do = "End that process, or choose another."
     look = "the message"
@@ -163,7 +158,6 @@ class InUse(DilocoError):
 class IslandBroken(DilocoError):
     """A rank of an [island](islands.md) has ended, or the ranks do not call `step` and `poll` alike."""
 
-    code = "ISLAND_BROKEN"
     do = "Start all ranks again: `torchrun --max-restarts` does so."
     look = "the log of the rank that ended first"
 
@@ -171,7 +165,6 @@ class IslandBroken(DilocoError):
 class CannotConnect(DilocoError):
     """No shard answers at the address."""
 
-    code = "CANNOT_CONNECT"
     exit_code = EXIT_CANNOT_CONNECT
     met = CONNECTING
     do = "Start the shards, or correct the address."
@@ -181,7 +174,6 @@ class CannotConnect(DilocoError):
 class Unavailable(DilocoError):
     """A call broke or took too long."""
 
-    code = "UNAVAILABLE"
     met = CONNECTING
     do = "Nothing: it is tried again."
     look = "the link, if it happens often"
@@ -195,7 +187,6 @@ class Unavailable(DilocoError):
 class HandshakeFailed(Unavailable):
     """TLS failed; the message has a cause."""
 
-    code = "HANDSHAKE_FAILED"
     exit_code = EXIT_CANNOT_CONNECT
     do = "Do what the message says."
     look = "`diloco doctor --shards HOST:PORT --tls FOLDER`"
@@ -204,7 +195,6 @@ class HandshakeFailed(Unavailable):
 class NoCertificate(HandshakeFailed):
     """The shard asks for a certificate, and the folder holds none."""
 
-    code = "NO_CERTIFICATE"
     do = "Copy the whole folder that `diloco certs issue` made."
     look = "`cert.pem` and `key.pem` beside `ca.pem`"
 
@@ -212,7 +202,6 @@ class NoCertificate(HandshakeFailed):
 class ForeignCertificate(HandshakeFailed):
     """One side's certificate is not of the other side's CA."""
 
-    code = "FOREIGN_CERTIFICATE"
     do = "Give both sides folders that one authority issued."
     look = "`ca.pem` on both sides: they must be equal"
 
@@ -220,7 +209,6 @@ class ForeignCertificate(HandshakeFailed):
 class CertificateExpired(HandshakeFailed):
     """A certificate is too old, or this machine's clock is wrong."""
 
-    code = "CERTIFICATE_EXPIRED"
     do = "Issue another: no restart is needed. Or set the clock."
     look = "`date -u` on both machines"
 
@@ -228,7 +216,6 @@ class CertificateExpired(HandshakeFailed):
 class CertificateNotYetValid(HandshakeFailed):
     """A certificate begins later, so a clock is wrong."""
 
-    code = "CERTIFICATE_NOT_YET_VALID"
     do = "Set the clock."
     look = "`date -u` on both machines"
 
@@ -236,7 +223,6 @@ class CertificateNotYetValid(HandshakeFailed):
 class WrongHost(HandshakeFailed):
     """The shard's certificate is not for the name that was dialed."""
 
-    code = "WRONG_HOST"
     do = "Dial a name that it has, or issue it again with `--host`."
     look = "the names in the message"
 
@@ -244,7 +230,6 @@ class WrongHost(HandshakeFailed):
 class TlsNeeded(HandshakeFailed):
     """The port speaks TLS, and this caller plaintext."""
 
-    code = "TLS_NEEDED"
     do = "Set `security.tls` (`tls=` of join) to the caller's folder of `diloco certs issue`."
     look = "`security.tls` on both sides"
 
@@ -252,7 +237,6 @@ class TlsNeeded(HandshakeFailed):
 class NotAShard(HandshakeFailed):
     """What listens on the port does not speak our protocol."""
 
-    code = "NOT_A_SHARD"
     do = "Give the port of gRPC (`shard.listen`, usually 50051), not of HTTP (`shard.http`)."
     look = "`serving` in the shard's log"
 
@@ -260,7 +244,6 @@ class NotAShard(HandshakeFailed):
 class TlsNotSpoken(HandshakeFailed):
     """The port speaks plaintext, and this caller TLS."""
 
-    code = "TLS_NOT_SPOKEN"
     do = "Give the shard a certificate, or leave `security.tls` (`tls=` of join) out at the caller."
     look = "`security.tls` on both sides"
 
@@ -268,7 +251,6 @@ class TlsNotSpoken(HandshakeFailed):
 class CheckpointDamaged(DataError):
     """The manifest or a file is damaged."""
 
-    code = "CHECKPOINT_DAMAGED"
     met = CHECKPOINTS
     do = "Take another checkpoint."
     look = "`diloco checkpoint verify`"
@@ -277,7 +259,6 @@ class CheckpointDamaged(DataError):
 class CheckpointIncomplete(DataError):
     """Fragments are missing."""
 
-    code = "CHECKPOINT_INCOMPLETE"
     met = CHECKPOINTS
     do = "Name the parts, or the data folders, of all shards."
 
@@ -285,7 +266,6 @@ class CheckpointIncomplete(DataError):
 class CheckpointExists(DataError):
     """The name is taken. A checkpoint is never changed."""
 
-    code = "CHECKPOINT_EXISTS"
     met = CHECKPOINTS
     do = "Give another name."
 
@@ -293,7 +273,6 @@ class CheckpointExists(DataError):
 class CheckpointsDiffer(DataError):
     """The parts are of different runs, models or times."""
 
-    code = "CHECKPOINTS_DIFFER"
     met = CHECKPOINTS
     do = "Name the parts of one checkpoint."
 
@@ -301,7 +280,6 @@ class CheckpointsDiffer(DataError):
 class MissingExtra(ConfigError):
     """URLs need a library that is not installed."""
 
-    code = "MISSING_EXTRA"
     met = CHECKPOINTS
     do = "`pip install 'decoupled-diloco[object-store]'`"
 
@@ -318,7 +296,6 @@ class ObjectStoreFailed(CannotConnect):
 class WrongFolder(DataError):
     """The folder belongs to another run, shard or model."""
 
-    code = "WRONG_FOLDER"
     met = FOLDERS
     do = "Give the shard its own folder."
     look = "`shard.data_dir`, `shard.index`, `run.id`"
@@ -327,7 +304,6 @@ class WrongFolder(DataError):
 class NothingIntact(DataError):
     """A fragment has files, but all are damaged."""
 
-    code = "NOTHING_INTACT"
     met = FOLDERS
     do = "Restore a checkpoint, or remove the files: learners seed the fragment again."
     look = "the disk; [version file](version-file.md)"
@@ -336,7 +312,6 @@ class NothingIntact(DataError):
 class VersionDamaged(DataError):
     """A file was damaged. The version before is used. In a checkpoint nothing is restored."""
 
-    code = "VERSION_DAMAGED"
     met = FOLDERS
     is_logged = True
     do = "Check the disk. Take another checkpoint."
@@ -382,7 +357,11 @@ class Refusal(DilocoError):
     look = "`diloco --version` on both machines"
 
     status: ClassVar[str] = "UNKNOWN"
-    """Name of the gRPC status of a call that ends with it."""
+    """Name of the gRPC status of a call that ends with it: FAILED_PRECONDITION where a class says nothing."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.status = vars(cls).get("status", "FAILED_PRECONDITION")
 
     def __init__(self, words: str) -> None:
         super().__init__(plain(words))
@@ -391,7 +370,6 @@ class Refusal(DilocoError):
 class Unauthenticated(Refusal):
     """The call has no certificate or token, or a wrong one."""
 
-    code = "UNAUTHENTICATED"
     status = "UNAUTHENTICATED"
     do = "Give the caller what the shard asks for."
     look = "`security.token_file` (`token=` of join) on both sides"
@@ -400,7 +378,6 @@ class Unauthenticated(Refusal):
 class WrongIdentity(Refusal):
     """The certificate or token names somebody else than the call, or another run."""
 
-    code = "WRONG_IDENTITY"
     status = "PERMISSION_DENIED"
     do = "Use the caller's own."
     look = "`worker.learner_id`, `run.id`, and whom `cert.pem` names"
@@ -409,7 +386,6 @@ class WrongIdentity(Refusal):
 class WrongScope(Refusal):
     """The caller's scope does not have this call."""
 
-    code = "WRONG_SCOPE"
     status = "PERMISSION_DENIED"
     do = "Use a certificate of the right scope."
     look = "[who may call](deploy.md#who-may-call)"
@@ -418,7 +394,6 @@ class WrongScope(Refusal):
 class Revoked(Refusal):
     """The certificate or token is on the deny-list."""
 
-    code = "REVOKED"
     status = "UNAUTHENTICATED"
     do = "Ask who runs the run for another one."
     look = "`diloco certs list`, where the authority is"
@@ -427,7 +402,6 @@ class Revoked(Refusal):
 class Expired(Refusal):
     """The certificate or token has expired."""
 
-    code = "EXPIRED"
     status = "UNAUTHENTICATED"
     do = "Issue another. Workers read it without a restart."
     look = "`diloco certs list`; both clocks"
@@ -436,7 +410,6 @@ class Expired(Refusal):
 class BadRequest(Refusal):
     """The call breaks the protocol, or a field is beyond its [limit](wire-format.md#limits); the message names it."""
 
-    code = "BAD_REQUEST"
     status = "INVALID_ARGUMENT"
     do = "Install equal versions. If they are equal, please file an issue."
     look = "the message"
@@ -445,8 +418,6 @@ class BadRequest(Refusal):
 class ProtocolMismatch(Refusal):
     """Caller and shard speak different versions of the protocol."""
 
-    code = "PROTOCOL_MISMATCH"
-    status = "FAILED_PRECONDITION"
     do = "Install equal versions."
     look = "`diloco --version` on both machines"
 
@@ -454,8 +425,6 @@ class ProtocolMismatch(Refusal):
 class WrongRun(Refusal):
     """The shard belongs to another run."""
 
-    code = "WRONG_RUN"
-    status = "FAILED_PRECONDITION"
     do = "Correct the run's id, or the addresses."
     look = "`run.id` on both sides, `worker.shards`"
 
@@ -463,7 +432,6 @@ class WrongRun(Refusal):
 class BadLearnerId(Refusal):
     """The learner id is not 1 to 64 of `A-Z a-z 0-9 . _ -`."""
 
-    code = "BAD_LEARNER_ID"
     status = "INVALID_ARGUMENT"
     do = "Choose another id."
     look = "`worker.learner_id` (`learner_id=` of join)"
@@ -472,8 +440,6 @@ class BadLearnerId(Refusal):
 class ManifestMismatch(Refusal):
     """The model differs from the run's, or is cut differently; or the shard insists on another."""
 
-    code = "MANIFEST_MISMATCH"
-    status = "FAILED_PRECONDITION"
     do = "Start every worker with the same model and code."
     look = "the differences in the message; `run.model`, `sync.fragments`"
     also = CONTRIBUTIONS
@@ -482,8 +448,6 @@ class ManifestMismatch(Refusal):
 class FrozenMismatch(Refusal):
     """Frozen parameters, or packed weights of quantised layers, differ from those of this run."""
 
-    code = "FROZEN_MISMATCH"
-    status = "FAILED_PRECONDITION"
     do = (
         'Load the same base in the same dtype, or `join(..., frozen="any")`. If your loop changes them, `join(..., '
         'private=[...])` keeps them local, and `shared="all"` merges them.'
@@ -494,16 +458,12 @@ class FrozenMismatch(Refusal):
 class NotJoined(Refusal):
     """The learner has no lease here, or the shard has restarted."""
 
-    code = "NOT_JOINED"
-    status = "FAILED_PRECONDITION"
     do = "Nothing: the learner joins again."
 
 
 class LeaseExpired(Refusal):
     """The learner was silent for longer than its lease."""
 
-    code = "LEASE_EXPIRED"
-    status = "FAILED_PRECONDITION"
     do = "Nothing: the learner joins again. If it happens often, raise `lease.lease_s`."
     look = "`lease.lease_s`, the link"
 
@@ -511,8 +471,6 @@ class LeaseExpired(Refusal):
 class Stalled(Refusal):
     """The learner sent heartbeats, but took no inner step for `lease.progress_timeout_s`."""
 
-    code = "STALLED"
-    status = "FAILED_PRECONDITION"
     do = "Find what its loop waits for."
     look = "[DilocoWorkerStalled](runbook.md#dilocoworkerstalled)"
 
@@ -520,8 +478,6 @@ class Stalled(Refusal):
 class StaleGeneration(Refusal):
     """The call is of the learner's earlier life."""
 
-    code = "STALE_GENERATION"
-    status = "FAILED_PRECONDITION"
     do = "Nothing."
 
     def __init__(self, learner_id: str, got: int, current: int) -> None:
@@ -531,9 +487,7 @@ class StaleGeneration(Refusal):
 class Superseded(Refusal):
     """Another process has joined with the same learner id. This one ends."""
 
-    code = "SUPERSEDED"
     exit_code = EXIT_IN_USE
-    status = "FAILED_PRECONDITION"
     do = "Give each worker its own id, or end the one too many."
     look = "`worker.learner_id`"
 
@@ -541,7 +495,6 @@ class Superseded(Refusal):
 class Draining(Refusal):
     """The shard is shutting down."""
 
-    code = "DRAINING"
     status = "UNAVAILABLE"
     do = "Nothing: it is tried again."
 
@@ -549,7 +502,6 @@ class Draining(Refusal):
 class UnknownFragment(Refusal):
     """Another shard owns the fragment, or none does."""
 
-    code = "UNKNOWN_FRAGMENT"
     status = "NOT_FOUND"
     do = "Give workers the addresses of all shards."
     look = "`worker.shards`, `shard.count`"
@@ -559,7 +511,6 @@ class UnknownFragment(Refusal):
 class VersionGone(Refusal):
     """The shard no longer holds the version that a pull names."""
 
-    code = "VERSION_GONE"
     status = "NOT_FOUND"
     do = "Nothing: the learner pulls the latest."
 
@@ -567,8 +518,6 @@ class VersionGone(Refusal):
 class NotSeeded(Refusal):
     """The fragment has no version yet."""
 
-    code = "NOT_SEEDED"
-    status = "FAILED_PRECONDITION"
     do = "Nothing: the learner tries again."
     also = CONTRIBUTIONS
 
@@ -576,8 +525,6 @@ class NotSeeded(Refusal):
 class WrongEpoch(Refusal):
     """Relative to a version that the shard lost."""
 
-    code = "WRONG_EPOCH"
-    status = "FAILED_PRECONDITION"
     met = CONTRIBUTIONS
     do = "Nothing: the learner pulls first."
     look = "[DilocoVersionsLost](runbook.md#dilocoversionslost)"
@@ -586,8 +533,6 @@ class WrongEpoch(Refusal):
 class WrongRound(Refusal):
     """The round is not open, or did not ask this learner."""
 
-    code = "WRONG_ROUND"
-    status = "FAILED_PRECONDITION"
     met = CONTRIBUTIONS
     do = "Nothing: the work is carried."
 
@@ -595,8 +540,6 @@ class WrongRound(Refusal):
 class TooStale(Refusal):
     """Relative to a version older than `sync.staleness_max`."""
 
-    code = "TOO_STALE"
-    status = "FAILED_PRECONDITION"
     met = CONTRIBUTIONS
     do = "Nothing: the work is carried. If it happens often, raise `sync.sync_every` or `sync.staleness_max`."
     look = "[DilocoStalenessHigh](runbook.md#dilocostalenesshigh)"
@@ -605,7 +548,6 @@ class TooStale(Refusal):
 class BadSize(Refusal):
     """Sizes do not fit the fragment, the encoding or the header."""
 
-    code = "BAD_SIZE"
     status = "INVALID_ARGUMENT"
     met = CONTRIBUTIONS
     do = "Install equal versions."
@@ -615,7 +557,6 @@ class BadSize(Refusal):
 class BadChecksum(Refusal):
     """The bytes changed on the way."""
 
-    code = "BAD_CHECKSUM"
     status = "DATA_LOSS"
     met = CONTRIBUTIONS
     do = "Nothing: it is repeated. If it stays so, the learner's machine or link damages bytes."
@@ -625,7 +566,6 @@ class BadChecksum(Refusal):
 class TornUpload(Refusal):
     """A push stopped or came too slowly, or a later push took its place."""
 
-    code = "TORN_UPLOAD"
     status = "UNAVAILABLE"
     do = "Nothing: it is tried again. If it stays so, the link is too thin."
     look = "`diloco doctor` on the learner's machine"
@@ -634,7 +574,6 @@ class TornUpload(Refusal):
 class ContributionConflict(Refusal):
     """The same contribution came before with other bytes."""
 
-    code = "CONTRIBUTION_CONFLICT"
     status = "ALREADY_EXISTS"
     met = CONTRIBUTIONS
     do = "Give each worker its own id. Otherwise please file an issue."
@@ -644,7 +583,6 @@ class ContributionConflict(Refusal):
 class UnknownEncoding(Refusal):
     """Not an encoding of this run."""
 
-    code = "UNKNOWN_ENCODING"
     status = "INVALID_ARGUMENT"
     do = "Install it on the caller's side, or change the setting."
     look = "`sync.push`, `sync.pull`, installed plugins"
@@ -654,7 +592,6 @@ class UnknownEncoding(Refusal):
 class BadEncoding(Refusal):
     """Not a valid payload: a scale of 0, NaN or inf, for example."""
 
-    code = "BAD_ENCODING"
     status = "INVALID_ARGUMENT"
     met = CONTRIBUTIONS
     do = "Install equal versions."
@@ -664,7 +601,6 @@ class BadEncoding(Refusal):
 class NotFinite(Refusal):
     """NaN, infinite, or so large that squares overflow."""
 
-    code = "NOT_FINITE"
     status = "INVALID_ARGUMENT"
     met = CONTRIBUTIONS
     do = "Restart the learner if it has diverged."
@@ -676,7 +612,6 @@ class NormTooLarge(Refusal):
     """The norm is far above the others' for as many steps. With nobody to compare with, and among strangers: above
     `guard.norm_factor` times the usual one."""
 
-    code = "NORM_TOO_LARGE"
     status = "OUT_OF_RANGE"
     met = CONTRIBUTIONS
     do = "Restart the learner if it has diverged. Among strangers, if all are refused, raise `guard.norm_factor`."
@@ -686,8 +621,6 @@ class NormTooLarge(Refusal):
 class Quarantined(Refusal):
     """The learner's contributions were outliers again and again; the message says for how long."""
 
-    code = "QUARANTINED"
-    status = "FAILED_PRECONDITION"
     met = CONTRIBUTIONS
     do = "Restart it if it has diverged. Otherwise wait."
     look = "its loss, data and memory; [DilocoLearnerQuarantined](runbook.md#dilocolearnerquarantined)"
@@ -696,7 +629,6 @@ class Quarantined(Refusal):
 class Implausible(Refusal):
     """More tokens or steps than the learner has reported and can have trained."""
 
-    code = "IMPLAUSIBLE"
     status = "OUT_OF_RANGE"
     met = CONTRIBUTIONS
     do = "Nothing after a long absence: the limit grows with time. Else find out who runs it."
@@ -706,7 +638,6 @@ class Implausible(Refusal):
 class Busy(Refusal):
     """Too many pushes, pulls, joins, learners or bytes at once."""
 
-    code = "BUSY"
     status = "RESOURCE_EXHAUSTED"
     do = "Nothing: it is tried again. If it stays so, raise the limit in the message."
     look = "[limits](operations.md#limits)"

@@ -8,7 +8,6 @@ then not read, so a child uses exactly what its parent decided.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tomllib
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from diloco_common import quantities
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, did_you_mean
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import write_json
 
@@ -276,8 +275,7 @@ def _unknown(name: str) -> str:
 
 def _did_you_mean(word: str, known: Sequence[str]) -> str:
     same_key = [name for name in known if name.rpartition(".")[2] == word.rpartition(".")[2]]
-    close = same_key or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return f"; did you mean {' or '.join(same_key)}?" if same_key else did_you_mean(word, known)
 
 
 def _explain(error: ValidationError, given: Mapping[str, Given]) -> list[str]:

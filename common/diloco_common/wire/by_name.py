@@ -74,7 +74,7 @@ class Converter:
 
     def _plan(self, kind: type) -> tuple[Field, ...]:
         names = [f.name for f in fields(kind)] if is_dataclass(kind) else kind._fields  # type: ignore[attr-defined]
-        hints = get_type_hints(kind)
+        hints = get_type_hints(kind, localns={"PayloadHeader": PayloadHeader})
         return tuple(self._special.get((kind, name)) or self._field(kind, name, hints[name]) for name in names)
 
     def _field(self, kind: type, name: str, hint: Any) -> Field:

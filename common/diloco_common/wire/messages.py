@@ -11,11 +11,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from diloco_common.codec import PayloadHeader
 from diloco_common.errors import BadRequest
 from diloco_common.wire.manifest import TensorSpec
+
+if TYPE_CHECKING:
+    from diloco_common.codec import PayloadHeader  # imports torch, and whoever reads messages need not
 
 
 class Range(NamedTuple):

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from diloco_common.errors import CONTRIBUTIONS, DilocoError
+from diloco_common.errors import CONTRIBUTIONS, all_kinds
 from diloco_common.observe.metrics.registry import COUNTS, SECONDS, Certificates, Declare, Registry
 
 ComputePhase = Literal["inspect", "seed", "merge", "encode"]
@@ -23,12 +23,7 @@ LEARNER_STATES: tuple[LearnerState, ...] = get_args(LearnerState)
 
 def rejections() -> list[str]:
     """Codes of a rejected contribution, as docs/errors.md lists them."""
-    found, left = list[str](), [DilocoError]
-    for kind in left:
-        left += kind.__subclasses__()
-        if CONTRIBUTIONS in (kind.met, kind.also) and kind.code not in found:
-            found.append(kind.code)
-    return found
+    return [kind.code for kind in all_kinds() if CONTRIBUTIONS in (kind.met, kind.also)]
 
 
 class Itself:
