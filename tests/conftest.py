@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import logging
 import os
 import signal
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from diloco_common.observe import logs
+from waiting import DEADLINE_S
 
 # Before torch starts, here and in every process that a test starts: OpenMP threads of several processes on a
 # few busy cores spend their time waiting for each other.
@@ -94,3 +97,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # xdist 3.8 says the group by `_nodeid`, which pytest 9.2 does not read any more: nothing would stay together.
         if hasattr(item, "_id") and (group := item.get_closest_marker("xdist_group")):
             item._id = type(item._id).parse(f"{item.nodeid}@{group.args[0]}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test may be a coroutine: it has an event loop of its own, and a deadline."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(bounded())
+    return True

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from certificates import Certificates
 from diloco_common.observe.http import HttpServer
 from diloco_common.observe.http_connections import CONNECTIONS_MAX, HEALTH_MAX
 from diloco_common.observe.http_listener import TlsDoor
-from diloco_common.trust.tls import TlsFolder, read_folder
+from diloco_common.trust.tls import TlsFiles, TlsFolder, read_folder
 from waiting import DEADLINE_S
 
 
@@ -28,40 +29,33 @@ def run(tmp_path: Path) -> Certificates:
     return Certificates(tmp_path / "certs")
 
 
-class Process:
-    """A shard's HTTP side, and whoever asks."""
+@asynccontextmanager
+async def serving(folder: Path, may_look: Callable[[Any], bool] = lambda _: True) -> AsyncIterator[str]:
+    """A shard's HTTP side with these certificates; gives its address."""
+    registry = CollectorRegistry()
+    Gauge("diloco_test_answer", "For the test.", registry=registry).set(42)
+    files = TlsFolder(folder, needs_pair=True)
 
-    def __init__(self, folder: Path, may_look: Callable[[Any], bool] = lambda _: True) -> None:
-        registry = CollectorRegistry()
-        Gauge("diloco_test_answer", "For the test.", registry=registry).set(42)
-        self._folder = TlsFolder(folder, needs_pair=True)
-        self.server = HttpServer(
-            "127.0.0.1:0", registry=registry, status=lambda: {"epoch": 7}, ready=lambda: (True, "serving"),
-            door=TlsDoor(self._files, may_look),
-        )  # fmt: skip
-        self.address = ""
+    def newest() -> TlsFiles:
+        files.refresh()
+        return files.files
 
-    def _files(self) -> Any:
-        self._folder.refresh()
-        return self._folder.files
-
-    async def ask(self, path: str, ca: Path, own: Path | None = None) -> httpx.Response:
-        context = ssl.create_default_context(cafile=str(ca / "ca.pem"))
-        if own is not None:
-            context.load_cert_chain(own / "cert.pem", own / "key.pem")
-        async with httpx.AsyncClient(verify=context, trust_env=False, timeout=DEADLINE_S) as browser:
-            return await browser.get(f"https://{self.address}{path}")
+    server = HttpServer(
+        "127.0.0.1:0", registry=registry, status=lambda: {"epoch": 7}, ready=lambda: (True, "serving"),
+        door=TlsDoor(newest, may_look),
+    )  # fmt: skip
+    try:
+        yield await server.start()
+    finally:
+        await server.stop()
 
 
-def serve(process: Process, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def body() -> None:
-        process.address = await process.server.start()
-        try:
-            await scenario()
-        finally:
-            await process.server.stop()
-
-    asyncio.run(asyncio.wait_for(body(), timeout=200))
+async def ask(address: str, path: str, run: Certificates, own: Path | None = None) -> httpx.Response:
+    context = trusting(run)
+    if own is not None:
+        context.load_cert_chain(own / "cert.pem", own / "key.pem")
+    async with httpx.AsyncClient(verify=context, trust_env=False, timeout=DEADLINE_S) as browser:
+        return await browser.get(f"https://{address}{path}")
 
 
 @pytest.mark.parametrize(
@@ -76,113 +70,84 @@ def serve(process: Process, scenario: Callable[[], Coroutine[Any, Any, None]]) -
     ],
 )
 @pytest.mark.parametrize("path", ["/status", "/metrics"])
-def test_figures_are_for_observers_admins_and_the_process_itself(run, path, who, code):
-    process = Process(run.issue("shard/0"))
-
-    async def scenario():
+async def test_figures_are_for_observers_admins_and_the_process_itself(run, path, who, code):
+    async with serving(run.issue("shard/0")) as address:
         own = None if who is None else run.issue(who) if who != "shard/0" else run.authority.folder / "shard-0"
-        answer = await process.ask(path, run.authority.folder, own)
+        answer = await ask(address, path, run, own)
         assert answer.status_code == code
         if code == 403:
             assert "diloco certs issue observer/" in answer.json()["error"]
         elif path == "/status":
             assert answer.json() == {"epoch": 7}, "whoever may look sees all"
 
-    serve(process, scenario)
-
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
-def test_probes_ask_for_health_without_a_certificate(run, path):
-    process = Process(run.issue("shard/0"))
-
-    async def scenario():
-        assert (await process.ask(path, run.authority.folder)).status_code == 200
-
-    serve(process, scenario)
+async def test_probes_ask_for_health_without_a_certificate(run, path):
+    async with serving(run.issue("shard/0")) as address:
+        assert (await ask(address, path, run)).status_code == 200
 
 
-def test_a_certificate_of_another_run_or_authority_shows_nothing(run, tmp_path):
-    process = Process(run.issue("shard/0"))
-    foreign = Certificates(tmp_path / "foreign").issue("observer/x")
+async def test_a_certificate_of_another_run_or_authority_shows_nothing(run, tmp_path):
+    own, foreign = run.issue("shard/0"), Certificates(tmp_path / "foreign").issue("observer/x")
     run.authority.run_id = "other"
     other = run.issue("observer/x")
-
-    async def scenario():
-        assert (await process.ask("/status", run.authority.folder, other)).status_code == 403
+    async with serving(own) as address:
+        assert (await ask(address, "/status", run, other)).status_code == 403
         with pytest.raises(httpx.TransportError):
-            await process.ask("/healthz", run.authority.folder, foreign)
-
-    serve(process, scenario)
+            await ask(address, "/healthz", run, foreign)
 
 
-def test_an_observer_that_is_revoked_sees_no_more(run):
+async def test_an_observer_that_is_revoked_sees_no_more(run):
     revoked: set[str] = set()
-    process = Process(run.issue("shard/0"), lambda proof: proof.serial not in revoked)
     observer = run.issue("observer/x")
-
-    async def scenario():
-        assert (await process.ask("/metrics", run.authority.folder, observer)).status_code == 200
+    async with serving(run.issue("shard/0"), lambda proof: proof.serial not in revoked) as address:
+        assert (await ask(address, "/metrics", run, observer)).status_code == 200
         revoked.add(run.serials["observer/x"])
-        assert (await process.ask("/metrics", run.authority.folder, observer)).status_code == 403
-
-    serve(process, scenario)
+        assert (await ask(address, "/metrics", run, observer)).status_code == 403
 
 
-def test_a_renewed_certificate_is_shown_from_the_next_handshake_on(run):
+async def test_a_renewed_certificate_is_shown_from_the_next_handshake_on(run):
     own = run.issue("shard/0")
-    process = Process(own)
 
-    async def serial() -> int:
-        _reader, writer = await asyncio.open_connection(*process.address.split(":"), ssl=trusting(run))
+    async def serial(address: str) -> int:
+        _reader, writer = await asyncio.open_connection(*address.split(":"), ssl=trusting(run))
         shown = writer.get_extra_info("ssl_object").getpeercert()
         writer.close()
         return int(shown["serialNumber"], 16)
 
-    async def scenario():
-        first = await serial()
+    async with serving(own) as address:
+        first = await serial(address)
         run.issue("shard/0")
-        assert await serial() == int(run.serials["shard/0"], 16) != first
+        assert await serial(address) == int(run.serials["shard/0"], 16) != first
         (own / "key.pem").write_text("damaged")
-        assert await serial() == int(run.serials["shard/0"], 16), "what was read before holds on"
-
-    serve(process, scenario)
+        assert await serial(address) == int(run.serials["shard/0"], 16), "what was read before holds on"
 
 
-def test_a_caller_whose_certificate_has_expired_does_not_get_in(run):
-    process = Process(run.issue("shard/0"))
-
-    async def scenario():
+async def test_a_caller_whose_certificate_has_expired_does_not_get_in(run):
+    async with serving(run.issue("shard/0")) as address:
         with pytest.raises(httpx.TransportError):
-            await process.ask("/metrics", run.authority.folder, run.issue("observer/x", begins=timedelta(days=-2)))
-
-    serve(process, scenario)
+            await ask(address, "/metrics", run, run.issue("observer/x", begins=timedelta(days=-2)))
 
 
-def test_whoever_never_shakes_hands_keeps_nobody_out(run):
-    process = Process(run.issue("shard/0"))
-
-    async def scenario():
-        host, port = process.address.split(":")
+async def test_whoever_never_shakes_hands_keeps_nobody_out(run):
+    async with serving(run.issue("shard/0")) as address:
+        host, port = address.split(":")
         crowd = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS_MAX)]
         try:
             for _ in range(3):
-                assert (await process.ask("/healthz", run.authority.folder)).status_code == 200
+                assert (await ask(address, "/healthz", run)).status_code == 200
             more = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS_MAX)]
             crowd += more
-            assert (await process.ask("/healthz", run.authority.folder)).status_code == 200
+            assert (await ask(address, "/healthz", run)).status_code == 200
             assert sum(has_ended(one) for one in crowd) >= CONNECTIONS_MAX - HEALTH_MAX, "the oldest made room"
         finally:
             for each in crowd:
                 each.close()
 
-    serve(process, scenario)
 
-
-def test_a_request_may_come_in_one_packet_with_the_end_of_the_handshake(run):
-    process = Process(run.issue("shard/0"))
-
-    async def scenario():
-        reader, writer = await asyncio.open_connection(*process.address.split(":"))
+async def test_a_request_may_come_in_one_packet_with_the_end_of_the_handshake(run):
+    async with serving(run.issue("shard/0")) as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = trusting(run).wrap_bio(incoming, outgoing, server_hostname="localhost")
         with pytest.raises(ssl.SSLWantReadError):
@@ -207,34 +172,24 @@ def test_a_request_may_come_in_one_packet_with_the_end_of_the_handshake(run):
                 answer = client.read()
         writer.close()
 
-    serve(process, scenario)
 
-
-def test_plaintext_at_the_tls_port_ends_the_connection_and_no_more(run):
-    process = Process(run.issue("shard/0"))
-
-    async def scenario():
-        reader, writer = await asyncio.open_connection(*process.address.split(":"))
+async def test_plaintext_at_the_tls_port_ends_the_connection_and_no_more(run):
+    async with serving(run.issue("shard/0")) as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
         assert not (await reader.read()).startswith(b"HTTP")
         writer.close()
-        assert (await process.ask("/healthz", run.authority.folder)).status_code == 200
-
-    serve(process, scenario)
+        assert (await ask(address, "/healthz", run)).status_code == 200
 
 
-def test_a_learner_is_scraped_under_a_name_that_nobody_can_dial(run):
+async def test_a_learner_is_scraped_under_a_name_that_nobody_can_dial(run):
     """Prometheus checks a name; a learner has none of its own, and its certificate must not do for a shard."""
     own = run.issue("learner/a")
-    process = Process(own)
-
-    async def scenario():
+    async with serving(own) as address:
         context = trusting(run)
         for name, is_taken in (("learner.diloco.invalid", True), ("localhost", False), ("ps-0", False)):
             try:
-                _, writer = await asyncio.open_connection(
-                    *process.address.split(":"), ssl=context, server_hostname=name
-                )
+                _, writer = await asyncio.open_connection(*address.split(":"), ssl=context, server_hostname=name)
                 writer.close()
                 taken = True
             except ssl.SSLCertVerificationError:
@@ -242,7 +197,6 @@ def test_a_learner_is_scraped_under_a_name_that_nobody_can_dial(run):
             assert taken is is_taken, name
 
     assert read_folder(own).subject is not None
-    serve(process, scenario)
 
 
 def has_ended(one: socket.socket) -> bool:
