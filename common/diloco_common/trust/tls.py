@@ -6,7 +6,7 @@ without a restart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -101,12 +101,12 @@ class TlsFolder:
 
 def read_folder(folder: Path, *, needs_pair: bool = False) -> TlsFiles:
     """Raises ConfigError, SecretExposed."""
-    ca = _bytes_of(folder / CA)
+    ca = _read_by(Path.read_bytes, folder / CA)
     _certificates_of(ca, folder / CA)
     certificate, key = folder / CERTIFICATE, folder / KEY
     if not needs_pair and not certificate.exists() and not key.exists():
         return TlsFiles(folder, ca)
-    chain, private = _bytes_of(certificate), _private_bytes_of(key)
+    chain, private = _read_by(Path.read_bytes, certificate), _read_by(read_private, key)
     try:
         fits = load_pem_private_key(private, None).public_key() == _certificates_of(chain, certificate)[0].public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -153,18 +153,9 @@ def _uris(certificate: x509.Certificate) -> list[str]:
     return [uri for uri in names.get_values_for_type(x509.UniformResourceIdentifier) if uri.startswith(SCHEME)]
 
 
-def _bytes_of(path: Path) -> bytes:
+def _read_by(read: Callable[[Path], bytes], path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"security.tls (tls= of join): {path}: {error.strerror}; `diloco certs issue` makes this folder"
-        ) from None
-
-
-def _private_bytes_of(path: Path) -> bytes:
-    try:
-        return read_private(path)
+        return read(path)
     except OSError as error:
         raise ConfigError(
             f"security.tls (tls= of join): {path}: {error.strerror}; `diloco certs issue` makes this folder"

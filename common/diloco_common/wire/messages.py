@@ -1,7 +1,7 @@
 """The messages between learners and shards, as plain values.
 
 The pure cores use these. `protobuf.py` converts them to the protobuf messages of diloco.v1 and back. The meaning of
-each field is documented once, in protos/diloco_protos/parameter_server.proto.
+each field is documented once, in protos/diloco_protos/parameter_server.proto. What may be absent there is None here.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ class ShardAway:
 
     address: str
     index: int | None
-    """None: it has never answered."""
     for_s: float
-    """For how long, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +78,7 @@ class Progress:
     loss: float | None = None
     step_time_s: float = 0.0
     away: tuple[ShardAway, ...] = ()
-    """The shards that the learner does not reach now. Nothing is decided by it."""
     counts_samples: bool = False
-    """Its tokens are samples. Nothing is decided by it."""
     last_rounds: frozenset[int] | None = None
     """The learner is about to leave: fragments with work of it that neither a version nor a contribution under way
     holds. None: it is not."""
@@ -95,7 +91,6 @@ class Collect:
     fragment_id: int
     round: int
     epoch: int
-    """The epoch in which the latest version was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +100,6 @@ class Committed:
     fragment_id: int
     version: int
     epoch: int
-    """The epoch in which the version was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +109,6 @@ class Pulse:
     tokens_merged: int
     tokens_budget: int
     learners_alive: int = 0
-    """That hold a lease on this shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +153,7 @@ class FragmentStatus:
     version: int
     merged_version: int
     epoch: int
-    """The epoch in which the version was made."""
     forgotten_version: int = 0
-    """The shard no longer knows which of the learner's contributions up to this version were merged. 0: it knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +171,7 @@ class FrozenTensor:
 
     name: str
     form: str
-    """dtype and shape, for people."""
     crc32c: int | None
-    """Of its bytes; None: its values are not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +180,6 @@ class Tie:
 
     name: str
     of: str
-    """The name that its `TensorSpec` has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +195,8 @@ class JoinRequest:
     frozen: tuple[FrozenTensor, ...] = ()
     ties: tuple[Tie, ...] = ()
     index: int | None = None
-    """The number that this learner had before; None: it never had one."""
     take_number: bool = False
-    """Keep a number for this learner id, and do not join yet."""
     age_s: float = 0.0
-    """How long ago this process began. Of two with one learner id, the one that began later has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +214,9 @@ class JoinAnswer:
     fragments: tuple[FragmentStatus, ...]
     pulse: Pulse
     tensors: tuple[TensorSpec, ...] = ()
-    """Filled for observers only, and so are `ties`."""
     ties: tuple[Tie, ...] = ()
     index: int = 0
-    """The learner's number: the smallest that no other live learner of this shard has, and none that waits to join."""
     rules: str = ""
-    """Merge rule, outer optimizer and cadence of the shard, as words; empty: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +225,11 @@ class PullRequest:
 
     fragment_id: int
     encodings: tuple[str, ...] = ()
-    """Best first; empty: any encoding of the run."""
     have: tuple[int, int] | None = None
     """Epoch and number of the version that the caller has."""
     want: tuple[int, int] | None = None
     """Epoch and number of the version to send; None: the latest."""
     ranges: tuple[Range, ...] = ()
-    """What to send of it; empty: the whole fragment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,17 +239,12 @@ class PullHeader:
     fragment_id: int
     version: int
     epoch: int
-    """The epoch in which the version was made."""
     merged_version: int
-    """The last version that holds a contribution of the caller; 0 if there is none."""
     forgotten_version: int
     tokens_merged: int
     payload: PayloadHeader | None
-    """None: the caller already has this version."""
     base_version: int | None = None
-    """The payload is the change since this version; None: the payload is the values themselves."""
     ranges: tuple[Range, ...] = ()
-    """What the payload holds; empty: the whole fragment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,21 +254,16 @@ class PushHeader:
     fragment_id: int
     round: int
     epoch: int
-    """The epoch in which the base version was made; for a seed, the shard's epoch."""
     base_version: int
     tokens: int
     steps: int
     payload: PayloadHeader
     manifest_digest: str
     tokens_merged: int = 0
-    """For a seed: the tokens merged into these values, as an earlier epoch of the shard reported them."""
     not_finite: bool = False
-    """The learner's values are NaN or infinite: no bytes follow, and the round need not wait."""
     part: int = 0
     num_parts: int = 1
-    """The contribution comes in so many parts, of which this is number `part`, counted from 0."""
     ranges: tuple[Range, ...] = ()
-    """What the payload holds; empty: the whole fragment, or nothing if there are several parts."""
 
     @property
     def is_seed(self) -> bool:
