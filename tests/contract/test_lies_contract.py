@@ -99,11 +99,11 @@ def raw(caller: Caller, method: str, *bodies: bytes) -> None:
             for body in bodies:
                 await made.write(body)
             await made.done_writing()
-        except (grpc.aio.AioRpcError, Exception):  # answered already: reading says how
+        except Exception:  # answered already: reading says how
             pass
         while await made.read() is not rpc.EOF:
             pass
-        if not (await made.code()) == grpc.StatusCode.OK:
+        if await made.code() != grpc.StatusCode.OK:
             raise grpc.aio.AioRpcError(
                 await made.code(), await made.initial_metadata(), await made.trailing_metadata(),
                 details=await made.details(),
@@ -253,20 +253,11 @@ def test_a_ghost_that_leaps_opens_no_rounds(serve: Serve, clock: Clock) -> None:
 # ---------------------------------------------------------------- 15: a large Join
 
 WIDE: list[tuple[str, Callable[[pb.JoinRequest], object], str]] = [
-    (
-        "200,000 held",
-        lambda r: r.held.extend([pb.Held(fragment_id=i % 4096) for i in range(200_000)]),
-        "too many entries",
-    ),
-    ("5,000 held", lambda r: r.held.extend([pb.Held(fragment_id=1)] * 5000), "JoinRequest.held has 5000 entries"),
+    ("200,000 held", lambda r: r.held.extend([pb.Held(fragment_id=1)] * 200_000), "too many entries"),
     ("one held twice", lambda r: r.held.extend([pb.Held(fragment_id=1)] * 2), "names a fragment twice"),
     ("a million tensors", lambda r: r.tensors.extend([pb.Tensor(name="w", shape=[1])] * 10**6), "JoinRequest"),
     ("20,000 dimensions", lambda r: r.tensors.append(pb.Tensor(name="w", shape=[1] * 20_000)), "more than 8192 bytes"),
-    ("a thousand dimensions", lambda r: r.tensors.append(pb.Tensor(name="w", shape=[1] * 1000)), "has 1000 entries"),
     ("a long name", lambda r: r.tensors.append(pb.Tensor(name="w" * 10**3, shape=[1])), "has 1000 characters"),
-    ("a huge tensor", lambda r: r.tensors.append(pb.Tensor(name="w", shape=[2**62])), "0 to 2^42"),
-    ("a long process id", lambda r: setattr(r, "process_id", "p" * 10**3), "process_id has 1000 characters"),
-    ("many encodings", lambda r: r.decodes.extend(["x"] * 100), f"decodes has {len(rpc.DECODES) + 100} entries"),
 ]
 
 
@@ -275,9 +266,7 @@ def test_a_join_beyond_all_measure_is_refused(
     serve: Serve, clock: Clock, change: Callable[[pb.JoinRequest], object], words: str
 ) -> None:
     shard = serve(settings_with(), clock)
-    request = pb.JoinRequest(
-        protocol=PROTOCOL, process_id="p", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES
-    )  # fmt: skip
+    request = pb.JoinRequest(protocol=PROTOCOL, process_id="p", tensors=protobuf.tensors_to_pb(TENSORS))
     change(request)
     caller = shard.caller("mallory")
 
@@ -312,10 +301,9 @@ def test_a_shard_that_knows_its_model_takes_no_other_from_whoever_comes_first(se
     mallory(shard, "honest").seed()
 
 
-@pytest.mark.parametrize("name", ["momentum of layer.bias (Adam)", "x"])
-def test_companions_of_no_parameter_are_refused(serve: Serve, clock: Clock, name: str) -> None:
+def test_companions_of_no_parameter_are_refused(serve: Serve, clock: Clock) -> None:
     """Else whoever comes first may add as many bytes to everyone's rounds as it likes."""
     shard = serve(settings_with(), clock)
-    stray = TensorSpec(name, (2**20, 2**10), rule="mean", kind="momentum")
+    stray = TensorSpec("momentum of layer.bias (Adam)", (2**20, 2**10), rule="mean", kind="momentum")
     assert refusal(lambda: shard.caller("mallory").join([*TENSORS, stray])).code == "BAD_REQUEST"
     mallory(shard, "honest").seed()

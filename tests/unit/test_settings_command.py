@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
 
 from diloco_common.command import new_app, run_app, run_command
-from diloco_common.errors import CannotConnect, ConfigError, DataError, DilocoError, InUse, NotJoined
+from diloco_common.errors import CannotConnect, ConfigError, DataError, InUse, NotJoined
 
 
-@pytest.mark.parametrize(
-    ("error", "exit_code", "code"),
-    [
-        (ConfigError("no"), 2, "BAD_CONFIG"),
-        (DataError("no"), 3, "BAD_DATA"),
-        (InUse("no"), 4, "IN_USE"),
-        (CannotConnect("no"), 5, "CANNOT_CONNECT"),
-        (NotJoined("no"), 6, "NOT_JOINED"),
-    ],
-)
-def test_an_error_is_one_line_and_an_exit_code(
-    error: DilocoError, exit_code: int, code: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def failing(error: BaseException) -> Callable[[], None]:
     def command() -> None:
         raise error
 
-    assert run_command(command, name="diloco") == exit_code
-    assert capsys.readouterr().err == f"diloco: no [{code}]\n"
+    return command
 
 
-def test_several_problems_are_several_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
-        raise ConfigError("first\nsecond")
-
-    assert run_command(command, name="diloco") == 2
-    assert capsys.readouterr().err == "diloco: first\ndiloco: second [BAD_CONFIG]\n"
-
-
-def test_an_interrupt_is_130(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
-        raise KeyboardInterrupt
-
-    assert run_command(command, name="diloco") == 130
-    assert capsys.readouterr().err == "diloco: interrupted\n"
+@pytest.mark.parametrize(
+    ("error", "exit_code", "says"),
+    [
+        (ConfigError("first\nsecond"), 2, "diloco: first\ndiloco: second [BAD_CONFIG]\n"),
+        (DataError("no"), 3, "diloco: no [BAD_DATA]\n"),
+        (InUse("no"), 4, "diloco: no [IN_USE]\n"),
+        (CannotConnect("no"), 5, "diloco: no [CANNOT_CONNECT]\n"),
+        (NotJoined("no"), 6, "diloco: no [NOT_JOINED]\n"),
+        (KeyboardInterrupt(), 130, "diloco: interrupted\n"),
+    ],
+)
+def test_an_error_is_one_line_for_each_problem_and_an_exit_code(
+    error: BaseException, exit_code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(failing(error), name="diloco") == exit_code
+    assert capsys.readouterr().err == says
 
 
 @pytest.mark.parametrize(("returned", "exit_code"), [(None, 0), (0, 0), (3, 3)])
@@ -53,11 +43,8 @@ def test_a_command_may_choose_its_exit_code(returned: int | None, exit_code: int
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), BrokenPipeError("of a socket, not of stdout")])
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
-    def command() -> None:
-        raise error
-
     with pytest.raises(type(error)):
-        run_command(command, name="diloco")
+        run_command(failing(error), name="diloco")
 
 
 @pytest.mark.parametrize(
