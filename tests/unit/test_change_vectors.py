@@ -6,18 +6,19 @@ the reference here and in test_codec_vectors.py.
 
 from __future__ import annotations
 
-import json
 import struct
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_codec_vectors import (
+    Vector,
+    around,
     checksums,
+    decoded,
     floats,
+    in_file,
     reference_bfloat16,
     reference_chunk,
     reference_chunks_crc32c,
@@ -26,15 +27,12 @@ from test_codec_vectors import (
     same_bits,
     to_float32,
     words,
+    write,
 )
 
-from diloco_common.codec import Payload, PayloadHeader, crc32c, decode_payload, encode_payload
+from diloco_common.codec import Payload, PayloadHeader, crc32c, encode_payload
 from diloco_common.codec.change import decode_version, encode_change
 
-ROOT = Path(__file__).parents[2]
-VECTORS = ROOT / "tests/data/change-vectors.json"
-PAGE = ROOT / "docs/wire-format.md"
-BEGIN, END = "<!-- change vectors: begin -->\n", "<!-- change vectors: end -->\n"
 CHANGES = ("int8", "int4")
 
 ANCHOR = [0.0, 1.0, -1.0, 0.5, -3.0, 100.0, -0.369140625, 1.0]
@@ -52,7 +50,7 @@ def reference_change(values: list[float], anchor: list[float], encoding: str) ->
     return change, decoded, after
 
 
-def reference_vectors() -> list[dict[str, Any]]:
+def reference_vectors() -> list[Vector]:
     values = [to_float32(x) for x in VALUES]
     vectors = []
     for encoding in CHANGES:
@@ -75,7 +73,7 @@ def reference_vectors() -> list[dict[str, Any]]:
     return vectors
 
 
-def rendered(vectors: list[dict[str, Any]]) -> str:
+def rendered(vectors: list[Vector]) -> str:
     """The vectors as the page shows them: the first."""
     return "\n".join(
         f"**{v['name']}** ({v['num_elements']} elements, {len(v['change']) // 2} bytes, {checksums(v)})\n\n"
@@ -91,7 +89,7 @@ def halves(digits: str) -> str:
 
 # ------------------------------------------------------------------ the code agrees
 
-VECTORS_IN_FILE: list[dict[str, Any]] = json.loads(VECTORS.read_text()) if VECTORS.exists() else []
+VECTORS = in_file("change")
 
 
 def anchor_of(digits: str) -> Payload:
@@ -100,14 +98,8 @@ def anchor_of(digits: str) -> Payload:
     return Payload(header, (data,))
 
 
-def decoded_anchor(payload: Payload) -> torch.Tensor:
-    out = torch.empty(payload.header.num_elements)
-    decode_payload(payload, out)
-    return out
-
-
-@pytest.mark.parametrize("vector", VECTORS_IN_FILE, ids=lambda v: v["name"])
-def test_a_vector_is_what_shard_and_learner_make(vector: dict[str, Any]) -> None:
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda v: v["name"])
+def test_a_vector_is_what_shard_and_learner_make(vector: Vector) -> None:
     anchor = anchor_of(vector["anchor"])
     change, after = encode_change(floats(vector["values"]), anchor, vector["encoding"])
     assert [chunk.hex() for chunk in change.chunks] == [vector["change"]]
@@ -115,23 +107,21 @@ def test_a_vector_is_what_shard_and_learner_make(vector: dict[str, Any]) -> None
     assert [f"{crc32c(chunk):08x}" for chunk in change.chunks] == vector["crc32c"]
     assert after == anchor_of(vector["next_anchor"])
 
-    decoded = torch.empty(vector["num_elements"])
-    decode_payload(change, decoded)
-    assert same_bits(decoded, floats(vector["decoded"]))
+    assert same_bits(decoded(change), floats(vector["decoded"]))
     values, _ = decode_version(change, decode_version(anchor, None)[0])
-    assert same_bits(values.float(), decoded_anchor(after))
+    assert same_bits(values.float(), decoded(after))
 
 
 def test_the_vectors_are_those_of_the_reference_and_of_the_page() -> None:
-    assert reference_vectors() == VECTORS_IN_FILE
-    assert PAGE.read_text().split(BEGIN)[1].split(END)[0] == rendered(VECTORS_IN_FILE)
+    assert reference_vectors() == VECTORS
+    assert around("change vectors")[1] == rendered(VECTORS)
 
 
 def test_the_vectors_show_a_rounding_that_matters() -> None:
     """In each, some next anchor is not what anchor + decoded is in float32."""
-    for v in VECTORS_IN_FILE:
-        exact = decoded_anchor(anchor_of(v["anchor"])) + floats(v["decoded"])
-        assert not same_bits(exact, decoded_anchor(anchor_of(v["next_anchor"])))
+    for v in VECTORS:
+        exact = decoded(anchor_of(v["anchor"])) + floats(v["decoded"])
+        assert not same_bits(exact, decoded(anchor_of(v["next_anchor"])))
 
 
 numbers = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
@@ -145,12 +135,10 @@ def test_the_code_equals_the_reference_bit_for_bit(encoding: str, pairs: list[tu
     values, anchors = (torch.tensor(column) for column in zip(*pairs, strict=True))
     anchor = encode_payload(anchors, "bfloat16", chunk_elements=256)
     change, after = encode_change(values, anchor, encoding)
-    before = decoded_anchor(anchor).tolist()
+    before = decoded(anchor).tolist()
     expected_change, _, expected_after = reference_change(values.tolist(), before, encoding)
     assert (change.chunks, after.chunks) == ((expected_change,), (expected_after,))
 
 
 if __name__ == "__main__":
-    VECTORS.write_text(json.dumps(reference_vectors(), indent=1) + "\n")
-    head, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(head + BEGIN + rendered(reference_vectors()) + END + rest.split(END)[1])
+    write("change", "change vectors", reference_vectors(), rendered(reference_vectors()))

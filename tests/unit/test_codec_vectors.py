@@ -27,13 +27,31 @@ from diloco_common.codec import (
     decode_payload,
     encode_payload,
     encoding_names,
-    get_codec,
 )
 
 ROOT = Path(__file__).parents[2]
-VECTORS = ROOT / "tests/data/wire-vectors.json"
 PAGE = ROOT / "docs/wire-format.md"
-BEGIN, END = "<!-- vectors: begin -->\n", "<!-- vectors: end -->\n"
+Vector = dict[str, Any]
+
+
+def in_file(kind: str) -> list[Vector]:
+    path = ROOT / f"tests/data/{kind}-vectors.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def around(mark: str) -> tuple[str, str, str]:
+    """The page before, between and after the two marks of its vectors."""
+    begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->\n"
+    before, rest = PAGE.read_text().split(begin)
+    between, after = rest.split(end)
+    return before + begin, between, end + after
+
+
+def write(kind: str, mark: str, vectors: list[Vector], table: str) -> None:
+    (ROOT / f"tests/data/{kind}-vectors.json").write_text(json.dumps(vectors, indent=1) + "\n")
+    before, _, after = around(mark)
+    PAGE.write_text(before + table + after)
+
 
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 INT8_SCALE_MAX, INT4_SCALE_MAX = float.fromhex("0x1.020406p+121"), float.fromhex("0x1.249248p+125")
@@ -56,11 +74,6 @@ def reference_bfloat16(x: float) -> bytes:
     to_below, to_above = Fraction(abs(x)) - value[0], value[1] - Fraction(abs(x))
     code = below if to_below < to_above or (to_below == to_above and below % 2 == 0) else above
     return struct.pack("<H", code | (0x8000 if math.copysign(1.0, x) < 0 else 0))
-
-
-def reference_scale(absmax: float, code_max: int, scale_min: float, scale_max: float) -> float:
-    scale = min(to_float32(absmax / code_max), scale_max)
-    return scale if scale >= scale_min else 1.0
 
 
 def reference_topk_block(block: list[float]) -> tuple[list[float], list[int], list[int]]:
@@ -115,18 +128,15 @@ def reference_chunk(values: list[float], encoding: str) -> bytes:
         return struct.pack(f"<{len(values)}f", *values)
     if encoding == "bfloat16":
         return b"".join(map(reference_bfloat16, values))
-    code_max, scale_min, scale_max = {
-        "int8": (127, 2.0**-126, INT8_SCALE_MAX),
-        "int4": (7, 2.0**-126, INT4_SCALE_MAX),
-    }[encoding]
+    code_max, scale_max = {"int8": (127, INT8_SCALE_MAX), "int4": (7, INT4_SCALE_MAX)}[encoding]
     scales: list[float] = []
     codes: list[int] = []
     for start in range(0, len(values), 256):
         block = values[start : start + 256]
-        scale = reference_scale(max(map(abs, block)), code_max, scale_min, scale_max)
+        scale = min(to_float32(max(map(abs, block)) / code_max), scale_max)
+        scale = scale if scale >= 2.0**-126 else 1.0
         scales.append(scale)
-        scaled = [to_float32(x / scale) for x in block]
-        codes += map(round, scaled)
+        codes += [round(to_float32(x / scale)) for x in block]
     if encoding == "int8":
         body = struct.pack(f"<{len(codes)}b", *codes)
     else:
@@ -152,6 +162,12 @@ def reference_decode(data: bytes, num_elements: int, encoding: str) -> list[floa
         nibbles = [nibble for byte in body for nibble in (byte & 0x0F, byte >> 4)][:num_elements]
         levels = [nibble - 16 if nibble > 7 else nibble for nibble in nibbles]
     return [to_float32(level * scales[i // 256]) for i, level in enumerate(levels)]
+
+
+def reference_decode_all(chunks: list[bytes], num_elements: int, size: int, encoding: str) -> list[float]:
+    """Of chunks that have `size` elements each, but for the last one."""
+    sizes = [min(size, num_elements - size * i) for i in range(len(chunks))]
+    return [y for chunk, n in zip(chunks, sizes, strict=True) for y in reference_decode(chunk, n, encoding)]
 
 
 def reference_crc32c(data: bytes) -> int:
@@ -191,18 +207,14 @@ CASES: list[tuple[str, list[float], str, tuple[str, ...]]] = [
 ]
 
 
-def reference_vectors() -> list[dict[str, Any]]:
+def reference_vectors() -> list[Vector]:
     vectors = []
     for name, numbers, rule, encodings in CASES:
         values = [to_float32(x) for x in numbers]
         size = 256 if len(values) < 4096 else 8192
         for encoding in encodings:
             chunks = [reference_chunk(values[i : i + size], encoding) for i in range(0, len(values), size)]
-            decoded = [
-                y
-                for i, chunk in enumerate(chunks)
-                for y in reference_decode(chunk, min(size, len(values) - size * i), encoding)
-            ]
+            decoded = reference_decode_all(chunks, len(values), size, encoding)
             vectors.append(
                 {
                     "name": f"{encoding}: {name}",
@@ -221,7 +233,7 @@ def reference_vectors() -> list[dict[str, Any]]:
     return vectors
 
 
-def rendered(vectors: list[dict[str, Any]]) -> str:
+def rendered(vectors: list[Vector]) -> str:
     """The vectors as the page shows them: one of each encoding, of the same values."""
     shown = [v for v in vectors if v["name"].endswith(": eight values")]
     parts = [f"```text\nvalues  {words(shown[0]['values'])}\n```\n"]
@@ -232,7 +244,7 @@ def rendered(vectors: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def checksums(vector: dict[str, Any]) -> str:
+def checksums(vector: Vector) -> str:
     of_chunks = " ".join(f"`{digits}`" for digits in vector["crc32c"])
     return f"crc32c {of_chunks}, chunks_crc32c `{vector['chunks_crc32c']}`"
 
@@ -241,56 +253,49 @@ def words(digits: str) -> str:
     return " ".join(digits[i : i + 8] for i in range(0, len(digits), 8))
 
 
-VECTORS_IN_FILE: list[dict[str, Any]] = json.loads(VECTORS.read_text()) if VECTORS.exists() else []
-each_vector = pytest.mark.parametrize("vector", VECTORS_IN_FILE, ids=lambda v: v["name"])
+VECTORS = in_file("wire")
 
 
 def floats(digits: str) -> torch.Tensor:
     return torch.tensor(struct.unpack(f"<{len(digits) // 8}f", bytes.fromhex(digits)), dtype=torch.float32)
 
 
-def payload_of(vector: dict[str, Any]) -> Payload:
-    header = PayloadHeader(
-        vector["encoding"],
-        vector["num_elements"],
-        vector["chunk_elements"],
-        vector["num_bytes"],
-        int(vector["chunks_crc32c"], 16),
-    )
+def payload_of(vector: Vector) -> Payload:
+    sizes = [vector[name] for name in ("encoding", "num_elements", "chunk_elements", "num_bytes")]
+    header = PayloadHeader(*sizes, int(vector["chunks_crc32c"], 16))
     return Payload(header, tuple(bytes.fromhex(chunk) for chunk in vector["chunks"]))
+
+
+def decoded(payload: Payload) -> torch.Tensor:
+    out = torch.full((payload.header.num_elements,), torch.nan)
+    decode_payload(payload, out)
+    return out
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-@each_vector
-def test_a_vector_is_what_the_encoder_writes(vector: dict[str, Any]) -> None:
-    got = encode_payload(floats(vector["values"]), vector["encoding"], chunk_elements=vector["chunk_elements"])
-    assert [chunk.hex() for chunk in got.chunks] == vector["chunks"]
-    assert got == payload_of(vector)
-
-
-@each_vector
-def test_a_vector_decodes_to_its_values(vector: dict[str, Any]) -> None:
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda v: v["name"])
+def test_a_vector_is_what_the_encoder_writes_and_decodes_to_its_values(vector: Vector) -> None:
     payload = payload_of(vector)
+    assert (
+        encode_payload(floats(vector["values"]), vector["encoding"], chunk_elements=vector["chunk_elements"]) == payload
+    )
     assert [f"{crc32c(chunk):08x}" for chunk in payload.chunks] == vector["crc32c"]
     assert chunks_crc32c(payload.chunks) == payload.header.chunks_crc32c
-    out = torch.full((vector["num_elements"],), torch.nan)
-    decode_payload(payload, out)
-    assert same_bits(out, floats(vector["decoded"]))
+    assert same_bits(decoded(payload), floats(vector["decoded"]))
 
 
 def test_the_vectors_are_those_of_the_reference_and_of_the_page() -> None:
-    assert reference_vectors() == VECTORS_IN_FILE
-    table = PAGE.read_text().split(BEGIN)[1].split(END)[0]
-    assert table == rendered(VECTORS_IN_FILE)
+    assert reference_vectors() == VECTORS
+    assert around("vectors")[1] == rendered(VECTORS)
 
 
 def test_the_page_names_every_encoding() -> None:
     page = PAGE.read_text()
     assert all(f"### {name}\n" in page for name in encoding_names())
-    assert {v["encoding"] for v in VECTORS_IN_FILE} == set(encoding_names())
+    assert {v["encoding"] for v in VECTORS} == set(encoding_names())
 
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -308,26 +313,18 @@ def test_the_codec_equals_the_reference_bit_for_bit(encoding: str, values: list[
     payload = encode_payload(torch.tensor(values), encoding, chunk_elements=256)
     assert list(payload.chunks) == chunks
     assert payload.header.chunks_crc32c == reference_chunks_crc32c(chunks)
-    out = torch.empty(len(values))
-    decode_payload(payload, out)
-    decoded = [
-        y for i, chunk in enumerate(chunks) for y in reference_decode(chunk, min(256, len(values) - 256 * i), encoding)
-    ]
-    assert same_bits(out, torch.tensor(decoded))
+    assert same_bits(decoded(payload), torch.tensor(reference_decode_all(chunks, len(values), 256, encoding)))
 
 
 @pytest.mark.parametrize("num_elements", [65, 4095, 4096, 4097, 9001])
 @pytest.mark.parametrize("power", [1, 3, 12], ids=["gaussian", "heavy tail", "sums beyond the last of 46 bits"])
 def test_sparse_blocks_equal_the_reference_bit_for_bit(num_elements: int, power: int) -> None:
     values = torch.randn(num_elements, generator=torch.Generator().manual_seed(power)) ** power
-    (chunk,) = encode_payload(values, "topk64_2bit").chunks
+    payload = encode_payload(values, "topk64_2bit")
+    (chunk,) = payload.chunks
     assert chunk == reference_topk(values.tolist())
-    out = torch.empty(num_elements)
-    get_codec("topk64_2bit").decode(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), out)
-    assert same_bits(out, torch.tensor(reference_topk_decode(chunk, num_elements)))
+    assert same_bits(decoded(payload), torch.tensor(reference_topk_decode(chunk, num_elements)))
 
 
 if __name__ == "__main__":
-    VECTORS.write_text(json.dumps(reference_vectors(), indent=1) + "\n")
-    head, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(head + BEGIN + rendered(reference_vectors()) + END + rest.split(END)[1])
+    write("wire", "vectors", reference_vectors(), rendered(reference_vectors()))
