@@ -51,14 +51,14 @@ LONGEST = 1e9
 class Words(nn.Module):
     """Predicts the next word: an embedding, two layers, a head."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, std: float = 0.2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, 16)
         self.hidden, self.middle, self.head = nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, WORDS)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.normal_(0.0, 0.2, generator=generator)
+                parameter.normal_(0.0, std, generator=generator)
 
     def forward(self, words: Tensor) -> Tensor:
         logits: Tensor = self.head(torch.tanh(self.middle(torch.tanh(self.hidden(self.embedding(words))))))
@@ -110,6 +110,9 @@ class Row:
     phase: float = 0.0
     """So much of its first step the last one takes longer."""
     steps: float = STEPS
+    std: float = 0.2
+    """Of the values that the model begins with."""
+    lr: float = 4e-3
 
 
 class Task:
@@ -121,10 +124,10 @@ class Task:
         self._row, self._seed = row, seed
 
     def model(self) -> nn.Module:
-        return Words(self._seed)
+        return Words(self._seed, self._row.std)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=4e-3)
+        return torch.optim.AdamW(model.parameters(), lr=self._row.lr)
 
     def stream(self, learner: int, learners: int) -> Batches:
         return Batches(self._row, self._seed, learner)
@@ -356,6 +359,9 @@ ROWS_OF_TABLE: dict[str, Row] = {
     "5, 1, 1, each warms up by itself": Row((1.0, 1 / 5, 1 / 5), warm=300),
     "1, 1, 3, each decays by itself": Row((1.0, 1.0, 1 / 3), decays=480, steps=1.5 * STEPS),
     "one, then three, each warms up": Row((1.0, 1.0, 1.0), warm=500, alone_until=STEPS / 4),
+    "four, small values, a high rate": Row((1.0,) * 4, warm=48, std=0.02, lr=1.2e-2),
+    "8, 1, 1, small values, a high rate": Row((1.0, 1 / 8, 1 / 8), warm=48, std=0.02, lr=1.2e-2),
+    "two, small values, a high rate": Row((1.0, 1.0), warm=48, std=0.02, lr=1.2e-2),
     "two, 1:8, half a step later": Row((1.0, 1 / 8), phase=0.5, steps=2 * STEPS),
 }
 

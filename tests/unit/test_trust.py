@@ -223,6 +223,23 @@ def test_zeros_sent_often_keep_no_newcomer_out(learners: int) -> None:
     assert lengths.judge(fragment(0), "a", Way(10.0, 20), dict.fromkeys([*names, "zeros"], 100), 2.0, H).most
 
 
+@pytest.mark.parametrize("learners", ["ab", "abcd"])
+def test_beside_first_steps_of_a_warm_up_the_next_ones_go_far(learners: str) -> None:
+    """A head that begins small: the second contribution is 220 times as long as the first. Once only."""
+    lengths = Lengths()
+    for learner in learners:
+        lengths.saw(fragment(0), learner, Way(0.0122, 3, until=3))
+        lengths.took(0, learner)
+    live = dict.fromkeys(learners, 26)
+    for learner in learners:
+        assert lengths.judge(fragment(0), learner, Way(2.68, 23), live, 0.8, H).most == 0.0
+    assert lengths.judge(fragment(0), "a", Way(10.0, 23), live, 0.8, H).most
+    for learner in learners:
+        lengths.saw(fragment(0), learner, Way(2.68, 23, until=26))
+        lengths.took(0, learner)
+    assert lengths.judge(fragment(0), "a", Way(220 * 2.68, 24), dict.fromkeys(learners, 50), 0.8, H).most
+
+
 def test_in_a_crowd_the_usual_way_is_looked_up_now_and_then() -> None:
     lengths = Lengths()
     for i in range(10 * CROWD):

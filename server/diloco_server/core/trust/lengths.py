@@ -2,11 +2,12 @@
 
 Whoever is healthy trains the same model at the same rates. So its way is about as long as that of others for as many
 steps: it grows with the steps at most, where it is straight, and with their root at least. What is far beyond is noise,
-a value with a flipped bit, or a learner that diverges. Those say what is usual that have sent some: at its start a
-learner's rate rises. Whoever has taken so many times as many steps may be at so many times the rate: as much further it
-may go, if it went as far before. And as far as it went while they went as far, it may always go: their rates may have
-fallen since. Beside fewer than two of them nobody can say which one is sick: there a learner may go as far as it went
-before, or as is usual for the size of what it trains.
+a value with a flipped bit, or a learner that diverges. Those say what is usual that have sent some. At its start a
+learner's rate rises: beside a first contribution it may go further, as the squares of its steps. Whoever has taken so
+many times as many steps may be at so many times the rate: as much further it may go, if it went as far before. And as
+far as it went while they went as far, it may always go: their rates may have fallen since. Beside fewer than two of
+them nobody can say which one is sick: there a learner may go as far as it went before, or as is usual for the size of
+what it trains.
 
 What is refused is seen, too: where most go further, that is how far one goes now. Kept in memory only.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import median_high, median_low
 from typing import NamedTuple, TypeAlias
@@ -66,6 +67,16 @@ class Way:
     steps: int
     """As far as they are believed."""
     at: float = 0.0
+    until: int = 0
+    """The learner's inner steps when it was sent, as far as they count, if it was its first one; else 0."""
+
+    def rises(self, steps: int, until: int) -> float:
+        """How long a healthy way of so many steps, to that inner step, can be while a rate rises from zero: each step
+        is in proportion to its number. Beside a way that was no first one, as `reach`."""
+        if not self.until:
+            return self.reach(steps)
+        times = _squares(steps, until) / _squares(self.steps, self.until)
+        return max(self.reach(steps), FAR * self.norm * times)
 
     def reach(self, steps: int) -> float:
         """How long a healthy way of so many steps can be beside this one."""
@@ -130,8 +141,8 @@ class Ways:
         return [self.last[one] for one in (settled if len(settled) > 1 else others)], len(settled) > 1
 
     def saw(self, learner_id: str, way: Way, *, is_usual: bool) -> None:
-        self.last[learner_id] = way
         self.count[learner_id] += 1
+        self.last[learner_id] = way if self.count[learner_id] == 1 else replace(way, until=0)
         if is_usual and (learner_id not in self.usual or way.pace > self.usual[learner_id].pace):
             self.usual[learner_id] = way
 
@@ -195,6 +206,8 @@ class Lengths:
         most = median_high([other.reach(steps) for other in others])
         if way.norm <= most:
             return Judged(0.0, is_enough)
+        until = live.get(learner_id, 0)
+        rising = median_high([other.rises(steps, until) for other in others])
         size, own = max(seed_norm, QUIET * root), ways.own.get(learner_id)
         if own is not None:
             further = most * _more_steps(learner_id, live)
@@ -202,7 +215,9 @@ class Lengths:
                 further = max(further, ways.steady.get(learner_id, own).reach(steps), FIRST_OF_SEED * size * rounds)
             elif learner_id in ways.usual:
                 further = max(further, AGAIN * ways.usual[learner_id].goes(steps))
-            most = max(most, min(own.reach(steps), further))
+            most = max(most, min(own.rises(steps, until), max(further, rising)))
+        elif not is_enough:
+            most = max(most, rising)
         sparse = SPARSE * root * self._elsewhere(fragment_id, learner_id, steps, live)
         if not is_enough or not sparse:
             begins = own is None or (ways.count[learner_id] < SETTLED and steps > FURTHER * own.steps)
@@ -226,3 +241,9 @@ def _more_steps(learner_id: str, live: Steps) -> float:
     """How many times as many inner steps this learner has taken as the usual one of the others; at least 1."""
     others = [steps for one, steps in live.items() if one != learner_id]
     return max(1.0, live.get(learner_id, 0) / max(1, median_low(others))) if others else 1.0
+
+
+def _squares(steps: int, until: int) -> int:
+    """Of so many steps, the last one with this number: the sum of their numbers, doubled."""
+    until = max(steps, until)
+    return until**2 - (until - steps) ** 2

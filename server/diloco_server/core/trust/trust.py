@@ -70,7 +70,8 @@ class Trust:
         typical = state.typical_norm()
         most, why = self._norm_factor * typical, f"{self._norm_factor:g} times is merged (guard.norm_factor)"
         if not self._strangers and fragment.traits.norms_tell:
-            way = Way(norm, self._believed_steps(member, header, state, every, now), now)
+            steps = self._believed_steps(member, header, state, every, now)
+            way = Way(norm, steps, now, member.counted.inner_step)
             can_be, is_usual = self._judge(state, member.learner_id, way, every, self._live())
             if can_be is not None:
                 most, why = can_be or math.inf, f"{can_be:.3g} is merged for {way.steps} steps"
