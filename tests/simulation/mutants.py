@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from diloco_common.errors import NotFinite, Refusal, Superseded
-from diloco_common.trust.identity import Identity
 from diloco_common.wire.messages import Progress, PushAnswer, VersionId
 from diloco_server.core.admission import DUPLICATE
 from diloco_server.core.due import DueFragments
@@ -42,6 +42,28 @@ from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
 from diloco_worker.shell.codec_thread import CodecThread
 from diloco_worker.shell.council import Council, IslandCouncil
 
+Mutant = tuple[Any, str, Callable[[Any], Any]]
+"""Whose attribute of which name is replaced, and what makes the new one of the original."""
+MUTANTS: dict[str, Mutant] = {}
+
+
+def breaks(owner: Any, name: str, among: dict[str, Mutant] = MUTANTS) -> Callable[[Any], Any]:
+    """The decorated function stands in for `owner.name`, be it a method, a property or a function.
+
+    The original comes before its own arguments.
+    """
+
+    def add(act: Any) -> Any:
+        def make(original: Any) -> Any:
+            if isinstance(original, property):
+                return property(lambda self: act(original.fget, self))
+            return lambda *args, **how: act(original, *args, **how)
+
+        among[act.__name__] = owner, name, make
+        return act
+
+    return add
+
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
@@ -64,206 +86,166 @@ def broken_by(mutant: Mutant, options: Options) -> str | None:
     return None
 
 
-def fence_nobody(original: Any) -> Any:
+@breaks(Round, "lose")
+def fence_nobody(original: Any, self: Round, learner_id: str, quorum: Any) -> None:
     """What an evicted generation sent stays in its round."""
-
-    def lose(self: Round, learner_id: str, quorum: Any) -> None:
-        if learner_id in self.asked:
-            self.lost.add(learner_id)
-            self.awaited.pop(learner_id, None)
-
-    return lose
+    if learner_id in self.asked:
+        self.lost.add(learner_id)
+        self.awaited.pop(learner_id, None)
 
 
-def let_everybody_speak(original: Any) -> Any:
+@breaks(Membership, "check")
+def let_everybody_speak(original: Any, self: Membership, learner_id: str, generation: int) -> Any:
     """No look at the generation or the lease of whoever speaks."""
-
-    def check(self: Membership, learner_id: str, generation: int) -> Any:
-        member = self.get(learner_id)
-        return member if member is not None else original(self, learner_id, generation)
-
-    return check
+    member = self.get(learner_id)
+    return member if member is not None else original(self, learner_id, generation)
 
 
-def accept_late(original: Any) -> Any:
+@breaks(Rounds, "_admit")
+def accept_late(original: Any, self: Rounds, member: Any, header: Any) -> Any:
     """What comes after its round has closed goes into the next."""
-
-    def admit(self: Rounds, member: Any, header: Any) -> Any:
-        state = self._versions.fragments.get(header.fragment_id)
-        if state is not None and state.seeded and not header.is_seed and header.epoch == self._versions.epoch:
-            collecting = state.round
-            if collecting is not None and header.round < collecting.round and member.learner_id in collecting.asked:
-                return None
-        return original(self, member, header)
-
-    return admit
+    state = self._versions.fragments.get(header.fragment_id)
+    if state is not None and state.seeded and not header.is_seed and header.epoch == self._versions.epoch:
+        collecting = state.round
+        if collecting is not None and header.round < collecting.round and member.learner_id in collecting.asked:
+            return None
+    return original(self, member, header)
 
 
-def merge_twice(original: Any) -> Any:
+@breaks(Rounds, "_close_if_ready")
+def merge_twice(original: Any, self: Rounds, state: FragmentState, *how: Any) -> None:
     """A contribution stays in the fragment and is merged into the next version as well."""
-    kept: dict[int, tuple[Any, ...]] = {}
-
-    def close(self: Rounds, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
-        original(self, state, collecting, waits_until, now)
-        effects = self._outbox._effects
-        for i, effect in enumerate(effects):
-            if isinstance(effect, MergeRound) and effect.fragment_id == state.fragment.fragment_id:
-                again = kept.get(id(state), ())
-                kept[id(state)] = effect.contributions
-                effects[i] = MergeRound(effect.fragment_id, effect.version, (*effect.contributions, *again))
-
-    return close
+    original(self, state, *how)
+    effects, kept = self._outbox._effects, vars(self).setdefault("kept", {})
+    for i, effect in enumerate(effects):
+        if isinstance(effect, MergeRound) and effect.fragment_id == state.fragment.fragment_id:
+            again = kept.get(id(state), ())
+            kept[id(state)] = effect.contributions
+            effects[i] = MergeRound(effect.fragment_id, effect.version, (*effect.contributions, *again))
 
 
-def announce_before_computing(original: Any) -> Any:
+@breaks(Rounds, "_close_if_ready")
+def announce_before_computing(original: Any, self: Rounds, state: FragmentState, *how: Any) -> None:
     """Learners are told of a version as soon as its round closes."""
-
-    def close(self: Rounds, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
-        original(self, state, collecting, waits_until, now)
-        if state.closed is not None:
-            self._outbox.tell_live(replace(state.announcement(), version=state.version + 1))
-
-    return close
+    original(self, state, *how)
+    if state.closed is not None:
+        self._outbox.tell_live(replace(state.announcement(), version=state.version + 1))
 
 
-def take_every_seed(original: Any) -> Any:
+@breaks(Rounds, "_admit")
+def take_every_seed(original: Any, self: Rounds, member: Any, header: Any) -> Any:
     """Not the first writer wins, but the last."""
-
-    def admit(self: Rounds, member: Any, header: Any) -> Any:
-        answer = original(self, member, header)
-        return None if header.is_seed and answer is DUPLICATE else answer
-
-    return admit
+    answer = original(self, member, header)
+    return None if header.is_seed and answer is DUPLICATE else answer
 
 
-def wait_for_all(original: Any) -> Any:
+@breaks(Round, "verdict")
+def wait_for_all(original: Any, self: Any, quorum: Any, waits_until: Any, now: Any) -> Any:
     """The grace window never ends."""
-    return lambda self, quorum, waits_until, now: original(self, quorum, float("inf"), now)
+    return original(self, quorum, float("inf"), now)
 
 
-def wait_for_the_dead(original: Any) -> Any:
+@breaks(Round, "lose")
+def wait_for_the_dead(original: Any, self: Round, learner_id: str, quorum: Any) -> Any:
     """A learner that lost its lease is waited for."""
-
-    def lose(self: Round, learner_id: str, quorum: Any) -> Any:
-        fenced = original(self, learner_id, quorum)
-        if learner_id in self.asked:
-            self.awaited[learner_id] = self.asked[learner_id]
-        return fenced
-
-    return lose
+    fenced = original(self, learner_id, quorum)
+    if learner_id in self.asked:
+        self.awaited[learner_id] = self.asked[learner_id]
+    return fenced
 
 
-def stop_whoever_joins_again(original: Any) -> Any:
+@breaks(Membership, "check")
+def stop_whoever_joins_again(original: Any, self: Membership, learner_id: str, generation: int) -> Any:
     """Any older generation is taken for that of another process."""
-
-    def check(self: Membership, learner_id: str, generation: int) -> Any:
-        member = self.get(learner_id)
-        if member is not None and generation < member.generation:
-            raise Superseded("another process joined")
-        return original(self, learner_id, generation)
-
-    return check
+    member = self.get(learner_id)
+    if member is not None and generation < member.generation:
+        raise Superseded("another process joined")
+    return original(self, learner_id, generation)
 
 
-def carry_although_merged(original: Any) -> Any:
+@breaks(Contribution, "fate_in")
+def carry_although_merged(original: Any, self: Any, version: int, epoch: int, merged: int, forgotten: Any) -> Any:
     """The learner never believes that it was merged."""
-    return lambda self, version, epoch, merged_version, forgotten: original(self, version, epoch, 0, forgotten)
+    return original(self, version, epoch, 0, forgotten)
 
 
-def ignore_merged_version(original: Any) -> Any:
+@breaks(Contribution, "fate_in")
+def ignore_merged_version(original: Any, *args: Any) -> Any:
     """The learner always believes that it was merged."""
-    return lambda self, version, epoch, merged_version, forgotten: Fate.MERGED
+    return Fate.MERGED
 
 
-def drop_what_was_not_merged(original: Any) -> Any:
+@breaks(LearnerFragment, "give_back")
+def drop_what_was_not_merged(original: Any, self: LearnerFragment) -> None:
     """Work that was not merged is not given back."""
-
-    def give_back(self: LearnerFragment) -> None:
-        assert self.contribution is not None
-        self._base_tokens += self.contribution.tokens
-        self._base_steps += self.contribution.steps
-        original(self)
-
-    return give_back
+    assert self.contribution is not None
+    self._base_tokens += self.contribution.tokens
+    self._base_steps += self.contribution.steps
+    original(self)
 
 
-def never_give_back(original: Any) -> Any:
+@breaks(LearnerFragment, "give_back")
+def never_give_back(original: Any, self: Any) -> Any:
     """A contribution that was not merged stays under way."""
-    return lambda self: None
+    return None
 
 
-def count_the_snapshot_twice(original: Any) -> Any:
+@breaks(FragmentTensors, "carry")
+def count_the_snapshot_twice(original: Any, self: FragmentTensors, values: Any, *, merged: bool, **how: Any) -> None:
     """A version that holds the contribution is put under all local progress, the contribution's included."""
-
-    def carry(self: FragmentTensors, values: Any, *, merged: bool, difference: Any = None, **steps: int) -> None:
-        if merged:
-            assert self.contribution is not None
-            self.contribution._moved = self.anchor
-        original(self, values, merged=merged, difference=None, **steps)
-
-    return carry
+    if merged:
+        assert self.contribution is not None
+        self.contribution._moved = self.anchor
+    original(self, values, merged=merged, **how | {"difference": None})
 
 
-def forget_what_encoding_lost(original: Any) -> Any:
+@breaks(FragmentTensors, "_settle")
+def forget_what_encoding_lost(original: Any, self: FragmentTensors, values: Any, *, merged: bool) -> None:
     """No error feedback, although it is set."""
-
-    def settle(self: FragmentTensors, values: Any, *, merged: bool) -> None:
-        original(self, values, merged=merged)
-        self._residual = None
-
-    return settle
+    original(self, values, merged=merged)
+    self._residual = None
 
 
-def keep_the_loss_of_what_was_not_merged(original: Any) -> Any:
+@breaks(ContributionTensors, "_take_back")
+def keep_the_loss_of_what_was_not_merged(original: Any, self: Any) -> Any:
     """The residual stays what encoding lost of a contribution that no version holds."""
-    return lambda self: None
+    return None
 
 
-def keep_what_a_shard_forgot(original: Any) -> Any:
+@breaks(LearnerCore, "rejoined")
+def keep_what_a_shard_forgot(original: Any, self: LearnerCore, statuses: Any, epoch: int) -> None:
     """A contribution to a shard that has lost its memory stays pending."""
-
-    def rejoined(self: LearnerCore, statuses: Any, epoch: int) -> None:
-        for status in statuses:
-            self.fragments[status.fragment_id].asked = None
-
-    return rejoined
+    for status in statuses:
+        self.fragments[status.fragment_id].asked = None
 
 
-def add_changes_to_anything(original: Any) -> Any:
+@breaks(Shard, "change_since")
+def add_changes_to_anything(original: Any, self: Shard, fragment_id: int, have: VersionId | None) -> Any:
     """Whoever asks gets the change since the version before, whatever version it has."""
-
-    def change_since(self: Shard, fragment_id: int, have: VersionId | None) -> Any:
-        return None if have is None else original(self, fragment_id, self.fragments[fragment_id].before)
-
-    return change_since
+    return None if have is None else original(self, fragment_id, self.fragments[fragment_id].before)
 
 
-def push_to_any_epoch(original: Any) -> Any:
+@breaks(Contribution, "begin_push")
+def push_to_any_epoch(original: Any, self: Any, lease: Any) -> Any:
     """What was taken for one epoch of a shard is pushed to the next one as well."""
-    return lambda self, lease: self.pushes.begin(lease)
+    return self.pushes.begin(lease)
 
 
-def forget_without_a_trace(original: Any) -> Any:
+@breaks(FragmentState, "forget")
+def forget_without_a_trace(original: Any, self: FragmentState, learner_id: str) -> None:
     """A learner that was forgotten hears that nothing of it was merged."""
-
-    def forget(self: FragmentState, learner_id: str) -> None:
-        before = self.record.forgotten_version
-        original(self, learner_id)
-        self.record = replace(self.record, forgotten_version=before)
-
-    return forget
+    before = self.record.forgotten_version
+    original(self, learner_id)
+    self.record = replace(self.record, forgotten_version=before)
 
 
 # ------------------------------------------------------------ the disk
 
 
-def announce_before_saving(original: Any) -> Any:
+@breaks(ShardHost, "keep")
+async def announce_before_saving(original: Any, self: ShardHost, version: StoredVersion) -> None:
     """Learners are told of a version while it is being written."""
-
-    async def keep(self: ShardHost, version: StoredVersion) -> None:
-        self.start(lambda: original(self, version), "keep")
-
-    return keep
+    self.start(lambda: original(self, version), "keep")
 
 
 class Careless:
@@ -277,17 +259,14 @@ class Careless:
         return getattr(self._of, name)
 
 
-def on(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def on(make: Callable[[Any], Any]) -> Any:
     """The store gets what `make` makes of its disk."""
 
-    def mutate(original: Any) -> Any:
-        def open_folder(self: FileStore, fs: Any, origin: Any, *, first_epoch: int) -> None:
-            original(self, make(fs), origin, first_epoch=first_epoch)
+    def open_folder(original: Any, self: FileStore, fs: Any, *args: Any, **how: Any) -> None:
+        original(self, make(fs), *args, **how)
 
-        return open_folder
-
-    mutate.__name__, mutate.__doc__ = make.__name__, make.__doc__
-    return mutate
+    open_folder.__name__ = make.__name__
+    return breaks(FileStore, "__init__")(open_folder)
 
 
 @on
@@ -319,349 +298,234 @@ def rename_before_sync(disk: Any) -> Any:
     return Careless(disk, create=create, rename=rename)
 
 
-def reuse_an_epoch(original: Any) -> Any:
+@breaks(FileStore, "_begin_epoch")
+def reuse_an_epoch(original: Any, self: FileStore, before: Any) -> None:
     """A shard that restarts goes on in the epoch that it had before."""
-
-    def begin_epoch(self: FileStore, before: Any) -> None:
-        if before:
-            self.epoch = before[-1]
-        else:
-            original(self, before)
-
-    return begin_epoch
+    if before:
+        self.epoch = before[-1]
+    else:
+        original(self, before)
 
 
-def forget_what_was_merged(original: Any) -> Any:
+@breaks(Versions, "restore")
+def forget_what_was_merged(original: Any, self: Versions, manifest: Any, fragments: Any) -> None:
     """A shard that restarts does not look at the merged contributions in its files."""
-
-    def restore(self: Versions, manifest: Any, fragments: Any) -> None:
-        forgetful = [replace(f, record=replace(f.record, merged_versions={}, merged_by={})) for f in fragments]
-        original(self, manifest, forgetful)
-
-    return restore
+    forgetful = [replace(f, record=replace(f.record, merged_versions={}, merged_by={})) for f in fragments]
+    original(self, manifest, forgetful)
 
 
-def accept_damaged_files(original: Any) -> Any:
-    """No checksum of a version file is ever wrong."""
-
-    class NoChecksums:
-        value = staticmethod(lambda content: 0)
-        extend = staticmethod(lambda checksum, content: 0)
-
-    return NoChecksums
+NO_CHECKSUMS = SimpleNamespace(value=lambda content: 0, extend=lambda checksum, content: 0)
+MUTANTS["accept_damaged_files"] = version_file, "google_crc32c", lambda original: NO_CHECKSUMS
+"""No checksum of a version file is ever wrong."""
 
 
-def keep_the_old_name(original: Any) -> Any:
+@breaks(FileStore, "_recover_fragment")
+def keep_the_old_name(original: Any, self: FileStore, *args: Any) -> Any:
     """A version that came back in place of a later one is announced under the name that it had."""
-
-    def recover_fragment(self: FileStore, *args: Any) -> Any:
-        header, found = original(self, *args)
-        return header, replace(found, is_behind=False)
-
-    return recover_fragment
+    header, found = original(self, *args)
+    return header, replace(found, is_behind=False)
 
 
-def forget_what_is_held(original: Any) -> Any:
+@breaks(CodecThread, "held")
+def forget_what_is_held(original: Any, self: Any, fragment_ids: Any) -> Any:
     """A learner that joins does not say which versions it holds."""
-    return lambda self, fragment_ids: ()
+    return ()
 
 
-def begin_every_folder_at_epoch_1(original: Any) -> Any:
+@breaks(FileStore, "__init__")
+def begin_every_folder_at_epoch_1(original: Any, self: FileStore, fs: Any, origin: Any, *, first_epoch: int) -> None:
     """A folder that was emptied begins with an epoch that it had before."""
-
-    def open_folder(self: FileStore, fs: Any, origin: Any, *, first_epoch: int) -> None:
-        original(self, fs, origin, first_epoch=1)
-
-    return open_folder
+    original(self, fs, origin, first_epoch=1)
 
 
-def announce_what_the_disk_refused(original: Any) -> Any:
+@breaks(Keeper, "_write")
+async def announce_what_the_disk_refused(original: Any, self: Keeper, version: StoredVersion, manifest: Any) -> bool:
     """A disk that refuses a version is believed to have it."""
-
-    async def write(self: Keeper, version: StoredVersion, manifest: Any) -> bool:
-        await original(self, version, manifest)
-        return True
-
-    return write
+    await original(self, version, manifest)
+    return True
 
 
 # ------------------------------------------------------------ what only the product's own shells can get wrong
 
 
-def apply_while_a_snapshot_is_read(original: Any) -> Any:
+@breaks(FragmentTensors, "is_being_read")
+def apply_while_a_snapshot_is_read(original: Any, self: Any) -> Any:
     """A version does not wait for the codec thread, which is copying the fragment."""
-    return property(lambda self: False)
+    return False
 
 
-def count_open_pushes_for_ever(original: Any) -> Any:
+@breaks(PushQuota, "closed")
+def count_open_pushes_for_ever(original: Any, self: Any, account: Any, push: Any) -> Any:
     """A push that was answered still takes a place: the shard is busy for ever."""
+    return None
 
-    return lambda self, account, push: None
 
-
-def take_seeds_of_two_learners(original: Any) -> Any:
+@breaks(Rounds, "_admit")
+def take_seeds_of_two_learners(original: Any, self: Rounds, member: Any, header: Any) -> Any:
     """A fragment that has versions is seeded again by whoever comes late."""
-
-    def admit(self: Rounds, member: Any, header: Any) -> Any:
-        answer = original(self, member, header)
-        state = self._versions.fragments.get(header.fragment_id)
-        if header.is_seed and answer is DUPLICATE and state is not None and state.phase is Phase.RESTING:
-            state.phase = Phase.UNSEEDED
-            return None
-        return answer
-
-    return admit
+    answer = original(self, member, header)
+    state = self._versions.fragments.get(header.fragment_id)
+    if header.is_seed and answer is DUPLICATE and state is not None and state.phase is Phase.RESTING:
+        state.phase = Phase.UNSEEDED
+        return None
+    return answer
 
 
-def answer_refusals_as_if_taken(original: Any) -> Any:
+@breaks(Service, "push")
+async def answer_refusals_as_if_taken(original: Any, *args: Any) -> PushAnswer:
     """A push that the shard has no place for is answered as if it had been taken: nobody sends it again."""
-
-    async def push(self: Service, caller: Identity, parts: AsyncIterator[Any]) -> PushAnswer:
-        try:
-            return await original(self, caller, parts)  # type: ignore[no-any-return]
-        except Refusal:
-            return DUPLICATE
-
-    return push
+    try:
+        return await original(*args)
+    except Refusal:
+        return DUPLICATE
 
 
-def keep_quiet_about_values_that_are_not_finite(original: Any) -> Any:
+@breaks(CodecThread, "payload")
+async def keep_quiet_about_values_that_are_not_finite(original: Any, *args: Any) -> Any:
     """A learner that cannot contribute does not say so, and the round waits for it."""
-
-    async def payload(self: CodecThread, contribution: Contribution) -> Any:
-        try:
-            return await original(self, contribution)
-        except NotFinite:
-            return None
-
-    return payload
+    try:
+        return await original(*args)
+    except NotFinite:
+        return None
 
 
-def forget_values_that_were_never_sent(original: Any) -> Any:
+@breaks(Pushes, "begin")
+def forget_values_that_were_never_sent(original: Any, self: Pushes, lease: Any) -> bool:
     """A shard that knows nothing of a learner may have had what it never got."""
-
-    def begin(self: Pushes, lease: Any) -> bool:
-        self.may_have_arrived = True
-        return bool(original(self, lease))
-
-    return begin
+    self.may_have_arrived = True
+    return bool(original(self, lease))
 
 
-def take_any_epoch_for_the_same(original: Any) -> Any:
+@breaks(ConnectionState, "take_lease")
+def take_any_epoch_for_the_same(original: Any, self: ConnectionState, joined: Any) -> bool:
     """A learner that joins a restarted shard does not forget what the shard had announced before."""
-
-    def take_lease(self: ConnectionState, joined: Any) -> bool:
-        announced = dict(self.to_pull.now)
-        original(self, joined)
-        self.to_pull.now |= announced
-        return False
-
-    return take_lease
+    announced = dict(self.to_pull.now)
+    original(self, joined)
+    self.to_pull.now |= announced
+    return False
 
 
-def compute_the_record_again(original: Any) -> Any:
+@breaks(Versions, "committed")
+def compute_the_record_again(original: Any, self: Versions, record: Any, published: Any) -> None:
     """The record in memory is not the one on the disk: learners have come and gone in between."""
-
-    def committed(self: Versions, record: Any, published: Any) -> None:
-        state = self.fragments[record.fragment_id]
-        before = dict(state.record.merged_versions)
-        original(self, record, published)
-        state.record.merged_versions.clear()
-        state.record.merged_versions.update(before)
-
-    return committed
+    state = self.fragments[record.fragment_id]
+    before = dict(state.record.merged_versions)
+    original(self, record, published)
+    state.record.merged_versions.clear()
+    state.record.merged_versions.update(before)
 
 
-def contribute_the_checkpoint_again(original: Any) -> Any:
+@breaks(LearnerFragment, "adopt")
+def contribute_the_checkpoint_again(
+    original: Any, self: Any, values: Any, version: int, epoch: int, *counted: int
+) -> None:
     """A learner that was resumed counts what its checkpoint had trained as its own work."""
-
-    def adopt(self: LearnerFragment, values: Any, version: int, epoch: int, tokens: int, steps: int) -> None:
-        original(self, values, version, epoch, 0, 0)
-
-    return adopt
+    original(self, values, version, epoch, 0, 0)
 
 
-def decode_onto_any_base(original: Any) -> Any:
+@breaks(CodecThread, "base")
+def decode_onto_any_base(original: Any, self: CodecThread, fragment_id: int) -> Any:
     """A change is added to whatever version the learner holds by then."""
-
-    def base(self: CodecThread, fragment_id: int) -> Any:
-        held = self._held.get(fragment_id)
-        return None if held is None else (held.epoch, held.version - 1)
-
-    return base
+    held = self._held.get(fragment_id)
+    return None if held is None else (held.epoch, held.version - 1)
 
 
 # ------------------------------------------------------------ hostile learners
 
 
-def weigh_as_claimed(original: Any) -> Any:
+@breaks(cuts, "capped")
+def weigh_as_claimed(original: Any, weights: Any, most: Any) -> Any:
     """A contribution weighs what its learner says that it holds."""
-    return lambda weights, most: [*weights]
+    return [*weights]
 
 
-def take_any_length(original: Any) -> Any:
+@breaks(cuts, "clipping")
+def take_any_length(original: Any, lengths: Any, most: Any) -> Any:
     """A contribution moves the model as far as it likes."""
-    return lambda lengths, most: [1.0] * len(lengths)
+    return [1.0] * len(lengths)
 
 
-def count_every_step(original: Any) -> Any:
+@breaks(DueFragments, "among")
+def count_every_step(original: Any, self: DueFragments, live: Any, quorum: Any) -> Any:
     """Steps make rounds due as they are reported, and those of one stranger are enough."""
-
-    def among(self: DueFragments, live: Any, quorum: Any) -> Any:
-        for member in live:
-            member.trail.counted = replace(member.trail.counted, inner_step=member.progress.inner_step)
-        return original(self, live, 1)
-
-    return among
+    for member in live:
+        member.trail.counted = replace(member.trail.counted, inner_step=member.progress.inner_step)
+    return original(self, live, 1)
 
 
-def believe_step_times(original: Any) -> Any:
+@breaks(Trail, "go_on")
+def believe_step_times(original: Any, self: Trail, progress: Progress, most: Most, now: float) -> None:
     """A step takes as long as its learner says."""
-
-    def go_on(self: Trail, progress: Progress, most: Most, now: float) -> None:
-        original(self, progress, most, now)
-        self.counted = replace(self.counted, step_time_s=progress.step_time_s)
-
-    return go_on
+    original(self, progress, most, now)
+    self.counted = replace(self.counted, step_time_s=progress.step_time_s)
 
 
-def let_one_learner_take_all_places(original: Any) -> Any:
+@breaks(Places, "take")
+def let_one_learner_take_all_places(original: Any, self: Places[Any], account: str, holder: Any) -> None:
     """Whoever opens many pushes keeps all of them open."""
-
-    def take(self: Places[Any], account: str, holder: Any) -> None:
-        self._holders.setdefault(account, {})[holder] = None
-        self._count += 1
-
-    return take
+    self._holders.setdefault(account, {})[holder] = None
+    self._count += 1
 
 
 # ------------------------------------------------------------ islands
 
 
-def take_half_for_the_whole(original: Any) -> Any:
+@breaks(HalfContribution, "is_complete")
+def take_half_for_the_whole(original: Any, self: Any) -> Any:
     """Parts that cover half of a fragment are a contribution."""
-    return property(lambda self: 2 * self._covered >= self._elements)
+    return 2 * self._covered >= self._elements
 
 
-def keep_parts_of_who_is_gone(original: Any) -> Any:
+@breaks(Round, "lose")
+def keep_parts_of_who_is_gone(original: Any, self: Round, learner_id: str, quorum: Any) -> Any:
     """Half a contribution stays in its round when the generation ends that has pushed it."""
-
-    def lose(self: Round, learner_id: str, quorum: Any) -> Any:
-        half = self.halves.get(learner_id)
-        fenced = original(self, learner_id, quorum)
-        if half is not None:
-            self.halves[learner_id] = half
-        return fenced
-
-    return lose
+    half = self.halves.get(learner_id)
+    fenced = original(self, learner_id, quorum)
+    if half is not None:
+        self.halves[learner_id] = half
+    return fenced
 
 
-def take_any_refusal_for_that_of_this_one(original: Any) -> Any:
+@breaks(LearnerCore, "answered")
+def take_any_refusal_for_that_of_this_one(
+    original: Any, self: Any, p: int, number: int, answer: Any, tokens: int = 0
+) -> Any:
     """That a rank's part was refused is heard late, and believed of the next contribution to the same round."""
-    return lambda self, fragment_id, round_number, answer, tokens=0: original(self, fragment_id, round_number, answer)
+    return original(self, p, number, answer)
 
 
-def keep_one_answer_per_fragment(original: Any) -> Any:
+@breaks(events, "_subject")
+def keep_one_answer_per_fragment(original: Any, event: Any) -> Any:
     """While a refusal waits to be read, a late answer to an earlier contribution takes its place."""
-    return lambda event: event.fragment_id if isinstance(event, Answered) else original(event)
+    return event.fragment_id if isinstance(event, Answered) else original(event)
 
 
-def give_the_latest_whatever_is_wanted(original: Any) -> Any:
+@breaks(Shard, "named")
+def give_the_latest_whatever_is_wanted(original: Any, self: Shard, fragment_id: int, want: Any, learner_id: str) -> Any:
     """A rank that asks for a version by name gets the one after it."""
-
-    def named(self: Shard, fragment_id: int, want: Any, learner_id: str) -> Any:
-        original(self, fragment_id, want, learner_id)
-        state = self.owned(fragment_id)
-        return state.record, state.published
-
-    return named
+    original(self, fragment_id, want, learner_id)
+    state = self.owned(fragment_id)
+    return state.record, state.published
 
 
-def act_on_own_words(original: Any) -> Any:
+@breaks(CouncilLog, "_is_ready")
+def act_on_own_words(original: Any, self: CouncilLog, rank: int, word: Any) -> None:
     """A rank applies a version as soon as it has it, whatever the others have."""
-
-    def is_ready(self: CouncilLog, rank: int, word: Any) -> None:
-        original(self, rank, word)
-        p, fetching = word.fragment_id, self._fetching.get(word.fragment_id)
-        if fetching is not None and rank == self.rank and p not in self._complete:
-            fetching.ready.setdefault(LEADER, word)
-            self._complete.append(p)
-
-    return is_ready
+    original(self, rank, word)
+    p, fetching = word.fragment_id, self._fetching.get(word.fragment_id)
+    if fetching is not None and rank == self.rank and p not in self._complete:
+        fetching.ready.setdefault(LEADER, word)
+        self._complete.append(p)
 
 
-def know_only_of_own_parts(original: Any) -> Any:
+@breaks(IslandCouncil, "applies")
+def know_only_of_own_parts(original: Any, self: IslandCouncil, event: Any, contribution: Any) -> None:
     """Whether a contribution may have arrived is what each rank knows of its own push."""
-
-    def applies(self: IslandCouncil, event: Any, contribution: Any) -> None:
-        is_sent = contribution is not None and contribution.pushes.may_have_arrived
-        original(self, replace(event, sent=contribution.tokens if is_sent else 0), contribution)
-
-    return applies
+    is_sent = contribution is not None and contribution.pushes.may_have_arrived
+    original(self, replace(event, sent=contribution.tokens if is_sent else 0), contribution)
 
 
-def save_what_is_counted_so_far(original: Any) -> Any:
+@breaks(IslandCouncil, "trained")
+def save_what_is_counted_so_far(original: Any, *args: Any) -> Any:
     """A checkpoint holds the last step, and the counts of the step before."""
-    return Council.trained
-
-
-Mutant = tuple[Any, str, Callable[[Any], Any]]
-MUTANTS: dict[str, Mutant] = {
-    make.__name__: (owner, name, make)
-    for owner, name, make in (
-        (Round, "lose", fence_nobody),
-        (Membership, "check", let_everybody_speak),
-        (Rounds, "_admit", accept_late),
-        (Rounds, "_close_if_ready", merge_twice),
-        (Rounds, "_close_if_ready", announce_before_computing),
-        (Rounds, "_admit", take_every_seed),
-        (Round, "verdict", wait_for_all),
-        (Round, "lose", wait_for_the_dead),
-        (Membership, "check", stop_whoever_joins_again),
-        (Contribution, "fate_in", carry_although_merged),
-        (Contribution, "fate_in", ignore_merged_version),
-        (LearnerFragment, "give_back", drop_what_was_not_merged),
-        (LearnerFragment, "give_back", never_give_back),
-        (FragmentTensors, "carry", count_the_snapshot_twice),
-        (FragmentTensors, "_settle", forget_what_encoding_lost),
-        (ContributionTensors, "_take_back", keep_the_loss_of_what_was_not_merged),
-        (LearnerCore, "rejoined", keep_what_a_shard_forgot),
-        (Shard, "change_since", add_changes_to_anything),
-        (Contribution, "begin_push", push_to_any_epoch),
-        (FragmentState, "forget", forget_without_a_trace),
-        (ShardHost, "keep", announce_before_saving),
-        (FileStore, "__init__", skip_the_sync_of_files),
-        (FileStore, "__init__", skip_the_sync_of_names),
-        (FileStore, "__init__", rename_before_sync),
-        (FileStore, "_begin_epoch", reuse_an_epoch),
-        (Versions, "restore", forget_what_was_merged),
-        (version_file, "google_crc32c", accept_damaged_files),
-        (FileStore, "_recover_fragment", keep_the_old_name),
-        (CodecThread, "held", forget_what_is_held),
-        (FileStore, "__init__", begin_every_folder_at_epoch_1),
-        (Keeper, "_write", announce_what_the_disk_refused),
-        (FragmentTensors, "is_being_read", apply_while_a_snapshot_is_read),
-        (PushQuota, "closed", count_open_pushes_for_ever),
-        (Rounds, "_admit", take_seeds_of_two_learners),
-        (Service, "push", answer_refusals_as_if_taken),
-        (CodecThread, "payload", keep_quiet_about_values_that_are_not_finite),
-        (Pushes, "begin", forget_values_that_were_never_sent),
-        (ConnectionState, "take_lease", take_any_epoch_for_the_same),
-        (Versions, "committed", compute_the_record_again),
-        (LearnerFragment, "adopt", contribute_the_checkpoint_again),
-        (CodecThread, "base", decode_onto_any_base),
-        (cuts, "capped", weigh_as_claimed),
-        (cuts, "clipping", take_any_length),
-        (DueFragments, "among", count_every_step),
-        (Trail, "go_on", believe_step_times),
-        (Places, "take", let_one_learner_take_all_places),
-        (HalfContribution, "is_complete", take_half_for_the_whole),
-        (Round, "lose", keep_parts_of_who_is_gone),
-        (LearnerCore, "answered", take_any_refusal_for_that_of_this_one),
-        (events, "_subject", keep_one_answer_per_fragment),
-        (Shard, "named", give_the_latest_whatever_is_wanted),
-        (CouncilLog, "_is_ready", act_on_own_words),
-        (IslandCouncil, "applies", know_only_of_own_parts),
-        (IslandCouncil, "trained", save_what_is_counted_so_far),
-    )
-}
+    return Council.trained(*args)

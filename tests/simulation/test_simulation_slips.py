@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hunt import found_by
-from slips import KEPT, MISSED, SLIPS
+from slips import KEPT
 
 SLOW = {"count_leases_from_the_join"}
 """Its schedule takes seconds."""
@@ -14,11 +14,6 @@ SLOW = {"count_leases_from_the_join"}
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def test_of_every_slip_it_is_known_whether_schedules_find_it() -> None:
-    assert KEPT.keys() | MISSED.keys() == SLIPS.keys()
-    assert not KEPT.keys() & MISSED.keys()
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # a schedule that failed leaves some that never began
