@@ -8,8 +8,10 @@ as that process counted them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec
 
 from diloco_common.observe.histories import Histories, Line, Merge, Name, Process, Push, Version
 
@@ -25,6 +27,20 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.check}: {self.what}"
+
+
+Given = ParamSpec("Given")
+
+
+def check(find: Callable[Given, Iterator[str | Violation]]) -> Callable[Given, Iterator[Violation]]:
+    """What a check says in words is a violation of its name."""
+
+    @wraps(find)
+    def found(*args: Given.args, **how: Given.kwargs) -> Iterator[Violation]:
+        for what in find(*args, **how):
+            yield Violation(find.__name__, what) if isinstance(what, str) else what
+
+    return found
 
 
 def violations(
@@ -55,7 +71,8 @@ def violations(
 # ---------------------------------------------------------------- P1: exactly once
 
 
-def double_counted(histories: Histories, claimants: Container[str] = ()) -> Iterator[Violation]:
+@check
+def double_counted(histories: Histories, claimants: Container[str] = ()) -> Iterator[str]:
     """No version holds a token of a process twice, and no learner will contribute a token that a version holds already.
 
     This compares trained tokens, not pushes: a second push of the same work is a push of its own.
@@ -69,43 +86,37 @@ def double_counted(histories: Histories, claimants: Container[str] = ()) -> Iter
             if merge.learner in claimants:
                 continue
             if merge.push is None:
-                yield Violation(
-                    "double_counted", f"{_words(merge)} holds a contribution that {merge.learner} never sent"
-                )
+                yield f"{_words(merge)} holds a contribution that {merge.learner} never sent"
             elif (before := merge.previous) is not None and before.push is not None:
                 twice = before.push.end - merge.push.since
                 if twice > 0:
-                    yield Violation(
-                        "double_counted",
-                        f"{twice} tokens of {merge.learner} are in {_words(before)} and again in {_words(merge)}",
-                    )
+                    yield f"{twice} tokens of {merge.learner} are in {_words(before)} and again in {_words(merge)}"
     for process in _believed(histories, claimants):
         for line, push in _fates(histories, process):
             if line["what"] == "carried":
                 for merge in lineage.merges_of(push) if push is not None else ():
                     if merge.into.survives:
-                        yield Violation(
-                            "double_counted",
+                        yield (
                             f"{process.name} counts its contribution to round {line['round']} of fragment "
-                            f"{line['fragment']} as not merged, but {_words(merge)} holds it",
+                            f"{line['fragment']} as not merged, but {_words(merge)} holds it"
                         )
             elif (held := _held(histories, line)) is not None and (last := held.last_of(process)) is not None:
                 assert last.push is not None
                 if last.push.end > line["since"]:
-                    yield Violation(
-                        "double_counted",
+                    yield (
                         f"{process.name} counts {line['since']} tokens as merged in fragment {held.fragment}, "
-                        f"but {_words(last)} holds its tokens up to {last.push.end}",
+                        f"but {_words(last)} holds its tokens up to {last.push.end}"
                     )
 
 
+@check
 def work_lost(
     histories: Histories,
     excused: Container[tuple[int, int]] = (),
     *,
     gapless: bool = True,
     claimants: Container[str] = (),
-) -> Iterator[Violation]:
+) -> Iterator[str]:
     """If a learner counts work as merged, it will not send it again: the version it applies holds that work, for good.
 
     As long as each version that it applies comes from the one before, they hold its tokens without a gap. After a loss,
@@ -129,10 +140,9 @@ def work_lost(
                 merge = _merged(histories, push, line["merged"], held)
                 stays = merge is not None and (merge.into.survives or (merge.into.lost_in, fragment) in excused)
                 if not stays:
-                    yield Violation(
-                        "work_lost",
+                    yield (
                         f"{process.name} counts its contribution to round {line['merged']} of fragment {fragment} "
-                        f"as merged, but {'no version holds it' if merge is None else f'{_words(merge)} was lost'}",
+                        f"as merged, but {'no version holds it' if merge is None else f'{_words(merge)} was lost'}"
                     )
                 if merge is None:
                     continue
@@ -145,7 +155,7 @@ def _believed(histories: Histories, claimants: Container[str]) -> Iterator[Proce
     return (process for process in histories.learner_processes() if process.name not in claimants)
 
 
-def _gaps(process: Process, before: Version, held: Version, reached: int, since: int) -> Iterator[Violation]:
+def _gaps(process: Process, before: Version, held: Version, reached: int, since: int) -> Iterator[str]:
     """Tokens that are missing between an earlier and a later version, though the learner counts them as merged."""
     new, merge, known = list[Merge](), held.last_of(process), before.last_of(process)
     while merge is not None and merge is not known:
@@ -155,16 +165,12 @@ def _gaps(process: Process, before: Version, held: Version, reached: int, since:
     for merge in reversed(new):
         assert merge.push is not None
         if merge.push.since > reached:
-            yield Violation(
-                "work_lost",
-                f"{merge.push.since - reached} tokens of {process.name} before {_words(merge)} are in no version",
-            )
+            yield f"{merge.push.since - reached} tokens of {process.name} before {_words(merge)} are in no version"
         reached = max(reached, merge.push.end)
     if since > reached:
-        yield Violation(
-            "work_lost",
+        yield (
             f"{process.name} counts {since} tokens as merged in {where}, "
-            f"but version {held.version} holds its tokens up to {reached}",
+            f"but version {held.version} holds its tokens up to {reached}"
         )
 
 
@@ -209,7 +215,8 @@ def _words(merge: Merge) -> str:
 # ---------------------------------------------------------------- P2: no announced version is lost
 
 
-def lost_versions(histories: Histories, excused: Container[tuple[int, int]] = ()) -> Iterator[Violation]:
+@check
+def lost_versions(histories: Histories, excused: Container[tuple[int, int]] = ()) -> Iterator[str | Violation]:
     """A shard that comes back goes on from the last version it announced, and learners apply only announced versions.
 
     `excused`: pairs of an epoch and a fragment. In that epoch the shard may come back with an older version of the
@@ -222,16 +229,15 @@ def lost_versions(histories: Histories, excused: Container[tuple[int, int]] = ()
     for process in histories.learner_processes():
         for line in process.of("applied"):
             if _held(histories, line) is None:
-                yield Violation(
-                    "lost_versions",
+                yield (
                     f"{process.name} holds version {line['version']} of fragment {line['fragment']}, "
-                    f"epoch {line['epoch']}, which no shard announced",
+                    f"epoch {line['epoch']}, which no shard announced"
                 )
 
 
 def _going_on(
     histories: Histories, shard: str, process: Process, latest: dict[int, Version], excused: Container[tuple[int, int]]
-) -> Iterator[Violation]:
+) -> Iterator[str | Violation]:
     """One epoch of a shard. `latest`: fragment -> its last version, in this epoch or an earlier one."""
     epoch, began = process.epoch, set[int]()
     for line in process.of("announced", "restored"):
@@ -240,15 +246,9 @@ def _going_on(
         if fragment in began:
             assert before is not None
             if version != before.version + 1:
-                yield Violation(
-                    "lost_versions",
-                    f"{shard} announced version {version} of fragment {fragment} after {before.version}",
-                )
+                yield f"{shard} announced version {version} of fragment {fragment} after {before.version}"
         elif before is not None and now.line is line and now.base is None and version > 0:
-            yield Violation(
-                "lost_versions",
-                f"{shard} came back with version {version} of fragment {fragment}, which it never made",
-            )
+            yield f"{shard} came back with version {version} of fragment {fragment}, which it never made"
         elif before is not None and not now.comes_from(before) and (epoch, fragment) not in excused:
             yield Violation(
                 "lost_versions",
@@ -262,7 +262,8 @@ def _going_on(
 # ---------------------------------------------------------------- P3: same bytes for everyone
 
 
-def differing_bytes(histories: Histories) -> Iterator[Violation]:
+@check
+def differing_bytes(histories: Histories) -> Iterator[str]:
     """All holders of a version hold the same bytes, and no two versions have the same name."""
     seen: dict[Name, dict[str, str]] = defaultdict(dict)
     for process in histories.shard_processes():
@@ -277,48 +278,47 @@ def differing_bytes(histories: Histories) -> Iterator[Violation]:
     for (fragment, epoch, version), holders in sorted(seen.items()):
         if len(holders) > 1:
             said = ", ".join(f"{checksum} at {name}" for checksum, name in holders.items())
-            yield Violation("differing_bytes", f"version {version} of fragment {fragment}, epoch {epoch}: {said}")
+            yield f"version {version} of fragment {fragment}, epoch {epoch}: {said}"
     yield from _names(histories)
     yield from _restored(histories)
 
 
-def _names(histories: Histories) -> Iterator[Violation]:
+def _names(histories: Histories) -> Iterator[str]:
     """An epoch begins once, and gives its number to the versions made in it."""
     for shard, processes in histories.shards.items():
         epochs = set[int]()
         for process in processes:
             epoch = process.epoch
             if epoch in epochs:
-                yield Violation("differing_bytes", f"{shard} began epoch {epoch} twice")
+                yield f"{shard} began epoch {epoch} twice"
             epochs.add(epoch)
             for line in process.of("announced", "restored"):
                 allowed = (epoch, line["stored_epoch"]) if line["what"] == "restored" else (epoch,)
                 if line["epoch"] not in allowed:
-                    yield Violation(
-                        "differing_bytes",
+                    yield (
                         f"{shard} gave version {line['version']} of fragment {line['fragment']} the epoch "
-                        f"{line['epoch']}, in epoch {epoch}",
+                        f"{line['epoch']}, in epoch {epoch}"
                     )
 
 
-def _restored(histories: Histories) -> Iterator[Violation]:
+def _restored(histories: Histories) -> Iterator[str]:
     """A version restored from the disk has the same state as before, whatever its name is now."""
     for process in histories.shard_processes():
         for line in process.of("restored"):
             version = histories.lineage.at(line)
             for fact in ("state", "tokens_merged"):
                 if line[fact] != version.line[fact]:
-                    yield Violation(
-                        "differing_bytes",
+                    yield (
                         f"version {line['version']} of fragment {line['fragment']} came back to {process.name} with "
-                        f"another {fact}: {line[fact]} instead of {version.line[fact]}",
+                        f"another {fact}: {line[fact]} instead of {version.line[fact]}"
                     )
 
 
 # ---------------------------------------------------------------- P4: fencing
 
 
-def fencing(histories: Histories) -> Iterator[Violation]:
+@check
+def fencing(histories: Histories) -> Iterator[str]:
     """A shard accepts and merges nothing of a generation that is over. What came before a goodbye still counts."""
     for process in histories.shard_processes():
         current: dict[str, int] = {}
@@ -332,15 +332,14 @@ def fencing(histories: Histories) -> Iterator[Violation]:
                 case "accepted":
                     who = line["learner"], line["generation"]
                     if who in over or current.get(line["learner"]) != line["generation"]:
-                        yield Violation("fencing", f"{process.name} accepted a push of {_generation(who, over)}")
+                        yield f"{process.name} accepted a push of {_generation(who, over)}"
                 case "merging":
                     for c in line["contributions"]:
                         who = c["learner"], c["generation"]
                         if over.get(who, "LEFT") != "LEFT":
-                            yield Violation(
-                                "fencing",
+                            yield (
                                 f"{process.name} merged into version {line['version']} of fragment {line['fragment']} "
-                                f"a contribution of {_generation(who, over)}",
+                                f"a contribution of {_generation(who, over)}"
                             )
 
 
@@ -352,7 +351,8 @@ def _generation(who: tuple[str, int], over: dict[tuple[str, int], str]) -> str:
 # ---------------------------------------------------------------- the ledger
 
 
-def accounting(histories: Histories) -> Iterator[Violation]:
+@check
+def accounting(histories: Histories) -> Iterator[str]:
     """Every pushed token ends as merged, carried, refused or in flight; nothing else is merged.
 
     A shard merges every contribution it accepted, unless the generation was evicted or the shard leaves it out. A
@@ -367,7 +367,7 @@ def accounting(histories: Histories) -> Iterator[Violation]:
         yield from _one_after_the_other(histories, process)
 
 
-def _ledger(process: Process) -> Iterator[Violation]:
+def _ledger(process: Process) -> Iterator[str]:
     """One epoch of a shard."""
     accepted: dict[tuple[int, int], dict[tuple[str, int], int]] = defaultdict(dict)  # round -> tokens of contributions
     evicted: set[tuple[str, int]] = set()
@@ -385,34 +385,31 @@ def _ledger(process: Process) -> Iterator[Violation]:
 
 def _closed(
     process: Process, merging: Line, held: dict[tuple[str, int], int], evicted: set[tuple[str, int]]
-) -> Iterator[Violation]:
+) -> Iterator[str]:
     where = f"round {merging['version']} of fragment {merging['fragment']} ({process.name})"
     for c in merging["contributions"]:
         tokens = held.pop((c["learner"], c["generation"]), None)
         if tokens != c["tokens"]:
-            yield Violation(
-                "accounting", f"{where} merged {c['tokens']} tokens of {c['learner']}, but had accepted {tokens}"
-            )
+            yield f"{where} merged {c['tokens']} tokens of {c['learner']}, but had accepted {tokens}"
         if not 0 < c.get("counted", c["tokens"]) <= c["tokens"]:
-            yield Violation("accounting", f"{where} counts {c['counted']} of {c['tokens']} tokens of {c['learner']}")
+            yield f"{where} counts {c['counted']} of {c['tokens']} tokens of {c['learner']}"
     for who, tokens in held.items():
         if who not in evicted and who[0] not in merging.get("left_out", ()):
-            yield Violation("accounting", f"{where} forgot {tokens} accepted tokens of {who[0]}")
+            yield f"{where} forgot {tokens} accepted tokens of {who[0]}"
 
 
-def _tokens(version: Version) -> Iterator[Violation]:
+def _tokens(version: Version) -> Iterator[str]:
     if version.base is not None:
         counted = version.line["tokens_merged"] - version.base.line["tokens_merged"]
         merged = sum(merge.counted for merge in version.merges)
         if counted != merged:
-            yield Violation(
-                "accounting",
+            yield (
                 f"version {version.version} of fragment {version.fragment}, epoch {version.epoch} "
-                f"merged {merged} tokens, but counts {counted}",
+                f"merged {merged} tokens, but counts {counted}"
             )
 
 
-def _one_after_the_other(histories: Histories, process: Process) -> Iterator[Violation]:
+def _one_after_the_other(histories: Histories, process: Process) -> Iterator[str]:
     """One process of a learner."""
     pushes = iter(histories.pushes_of[process])
     under_way: dict[int, Push] = {}
@@ -430,24 +427,21 @@ def _one_after_the_other(histories: Histories, process: Process) -> Iterator[Vio
                 push = next(pushes)[1]
                 where = f"{process.name} contributed to round {push.round} of fragment {push.fragment}"
                 if push.end > trained:
-                    yield Violation("accounting", f"{where} tokens up to {push.end}, but had trained only {trained}")
+                    yield f"{where} tokens up to {push.end}, but had trained only {trained}"
                 if push.since < born:
-                    yield Violation(
-                        "accounting", f"{where} tokens from {push.since} on, and was resumed with {born} trained before"
-                    )
+                    yield f"{where} tokens from {push.since} on, and was resumed with {born} trained before"
                 before = under_way.setdefault(push.fragment, push)
                 if before is not push:
-                    yield Violation(
-                        "accounting", f"{where} before it knew the fate of its contribution to round {before.round}"
-                    )
+                    yield f"{where} before it knew the fate of its contribution to round {before.round}"
                     under_way[push.fragment] = push
 
 
 # ---------------------------------------------------------------- P6: nobody waits
 
 
-def stood_still(gaps: Sequence[tuple[float, str]], max_s: float) -> Iterator[Violation]:
+@check
+def stood_still(gaps: Sequence[tuple[float, str]], max_s: float) -> Iterator[str]:
     """No living worker goes without an inner step for longer than `max_s` seconds. `gaps`: seconds, and the worker."""
     for seconds, worker in gaps:
         if seconds > max_s:
-            yield Violation("stood_still", f"{worker} took no inner step for {seconds:.1f} s (at most {max_s:g} s)")
+            yield f"{worker} took no inner step for {seconds:.1f} s (at most {max_s:g} s)"
