@@ -52,21 +52,7 @@ def test_nonsense_is_refused_with_the_reason_and_an_example(text, why):
     assert str(refused.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [
-        ("127.0.0.1", True),
-        ("127.8.9.10", True),
-        ("localhost", True),
-        ("LOCALHOST", True),
-        ("::1", True),
-        ("::ffff:127.0.0.1", True),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("10.0.0.1", False),
-        ("localhost.example.org", False),
-        ("ps-0", False),
-    ],
-)
-def test_only_hosts_that_nobody_else_can_reach_are_loopback(host, loopback):
-    assert is_loopback(host) is loopback
+def test_only_hosts_that_nobody_else_can_reach_are_loopback():
+    ours = ["127.0.0.1", "127.8.9.10", "localhost", "LOCALHOST", "::1", "::ffff:127.0.0.1"]
+    others = ["0.0.0.0", "::", "10.0.0.1", "localhost.example.org", "ps-0"]
+    assert [host for host in (*ours, *others) if is_loopback(host)] == ours
