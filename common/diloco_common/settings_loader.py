@@ -101,10 +101,7 @@ def save(settings: Settings, path: Path) -> None:
 
 
 def _finish(
-    given: dict[str, Given],
-    overrides: Sequence[str],
-    flags: Mapping[str, Given] | None,
-    problems: list[str],
+    given: dict[str, Given], overrides: Sequence[str], flags: Mapping[str, Given] | None, problems: list[str]
 ) -> Loaded:
     given.update(_from_overrides(overrides, problems))
     given.update(flags or {})

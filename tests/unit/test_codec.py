@@ -69,9 +69,7 @@ def error_bound(values: Tensor, encoding: str) -> Tensor:
 
 @each_encoding
 @settings(max_examples=150, deadline=None)
-@given(
-    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=256),
-)
+@given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=256))
 def test_any_finite_block_comes_back_finite_and_within_the_bound(encoding: str, values: list[float]) -> None:
     x = torch.tensor(values)
     y = round_trip(x, encoding)
@@ -218,9 +216,7 @@ def test_decoding_bytes_warns_of_nothing() -> None:
 
 @each_encoding
 @settings(max_examples=40, deadline=None)
-@given(
-    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=600),
-)
+@given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=600))
 def test_the_loss_is_what_the_receiver_does_not_get(encoding: str, values: list[float]) -> None:
     x = torch.tensor(values)
     loss = x.clone()
@@ -237,8 +233,7 @@ def test_values_are_left_alone_unless_the_loss_is_asked_for(encoding: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("encoding", "most"),
-    [("float32", 0.5), ("bfloat16", 0.5), ("int8", 0.5), ("int4", 0.5), ("topk64_2bit", 8.0)],
+    ("encoding", "most"), [("float32", 0.5), ("bfloat16", 0.5), ("int8", 0.5), ("int4", 0.5), ("topk64_2bit", 8.0)]
 )
 def test_over_many_rounds_nothing_that_was_meant_is_lost(encoding: str, most: float) -> None:
     num_elements = 1500
@@ -334,13 +329,7 @@ def test_arbitrary_bytes_are_refused_or_decode(encoding: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        torch.zeros(4, dtype=torch.float64),
-        torch.zeros(2, 2),
-        torch.zeros(8)[::2],
-        torch.zeros(0),
-    ],
+    "values", [torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(8)[::2], torch.zeros(0)]
 )
 def test_only_a_flat_float32_tensor_is_encoded_or_decoded_into(values: Tensor) -> None:
     with pytest.raises(ValueError, match="contiguous 1-D float32"):

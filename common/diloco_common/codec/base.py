@@ -88,14 +88,7 @@ class Codec(ABC):
         `start` is a multiple of BLOCK_ELEMENTS, m at most SLICE_ELEMENTS. Does not wait for the device.
         """
 
-    def encode(
-        self,
-        values: Tensor,
-        out: Tensor,
-        *,
-        plus: Tensor | None = None,
-        loss: Tensor | None = None,
-    ) -> None:
+    def encode(self, values: Tensor, out: Tensor, *, plus: Tensor | None = None, loss: Tensor | None = None) -> None:
         """Encode the chunk x = `values + plus`, each (n,) float32, into `out` as `encode_values` does.
 
         `values` may be bfloat16. So may `plus` and `loss`, if both are. Computes the error x - decoded in

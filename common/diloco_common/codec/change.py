@@ -22,14 +22,7 @@ from torch import Tensor
 
 from diloco_common.codec import memory
 from diloco_common.codec.base import Reference, subtract
-from diloco_common.codec.payload import (
-    ChunkWriter,
-    Payload,
-    PayloadHeader,
-    as_tensor,
-    check_chunk_sizes,
-    check_layout,
-)
+from diloco_common.codec.payload import ChunkWriter, Payload, PayloadHeader, as_tensor, check_chunk_sizes, check_layout
 from diloco_common.codec.plain import PlainCodec
 from diloco_common.codec.registry import get_codec
 from diloco_common.errors import BadEncoding, BadSize, NotFinite

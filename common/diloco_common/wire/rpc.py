@@ -67,10 +67,7 @@ PENDING_CALLS_MAX = 3_000
 SERVER_OPTIONS = [
     *_keepalive(10_000, 30_000),  # leases notice dead learners sooner
     *_SIZES,
-    (
-        "grpc.http2.min_ping_interval_without_data_ms",
-        500,
-    ),  # else idle channels are cut off for too many pings
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),  # else idle channels are cut off for too many pings
     ("grpc.http2.max_ping_strikes", 0),
     # What a call may send before the shard asks for it. By default, gRPC raises it to 4 MiB where the link is fast.
     ("grpc.http2.lookahead_bytes", 64 << 10),
