@@ -132,30 +132,13 @@ def test_a_repeated_push_counts_once_in_an_open_round_and_after_it(opened):
     assert opened.shard.ledger.tokens_merged == 200
 
 
-def test_a_contribution_to_a_closed_round_is_late_and_changes_nothing(serve, clock):
-    opened = OpenRound(serve(settings_with(sync={"quorum": 1, "grace": 0.0}), clock))
-    opened.push(opened.a)
-    until(lambda: opened.shard.version() == 1, "version 1 without b")
-    with opened.unchanged():
-        assert opened.push(opened.b, tokens=70).outcome == LATE
-    assert (opened.shard.ledger.late, opened.shard.ledger.tokens_late) == (1, 70)
-    assert opened.shard.metric("contributions_total", outcome="late") == 1
-
-
 # ---------------------------------------------------------------- refused by the header, before a byte is taken
 
 REFUSED_BY_HEADER: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("another manifest", {"manifest_digest": "f" * 32}, {}, "MANIFEST_MISMATCH", "join again"),
-    ("an epoch that is over", {"epoch": 1 << 40}, {}, "WRONG_EPOCH", "pull first"),
-    ("a fragment that does not exist", {"fragment_id": 7}, {}, "UNKNOWN_FRAGMENT", "owns fragments 0, not 7"),
     ("a round that never opened", {"round": 9}, {}, "WRONG_ROUND", "round 9 is not open"),
-    ("a base version of the future", {"base_version": 5}, {}, "WRONG_ROUND", "does not exist yet"),
-    ("no tokens", {"tokens": 0}, {}, "WRONG_ROUND", "at least 1 step and 1 token"),
-    ("no steps", {"steps": 0}, {}, "WRONG_ROUND", "at least 1 step and 1 token"),
     ("more elements than the fragment", {}, {"num_elements": 10**15}, "BAD_SIZE", "the fragment 605"),
-    ("enormous chunks", {}, {"chunk_elements": 1 << 40}, "BAD_SIZE", "chunk_elements"),
     ("an unknown encoding", {}, {"encoding": "zip\x1b[31m"}, "UNKNOWN_ENCODING", "send int8"),
-    ("an encoding of other runs", {}, {"encoding": "float32"}, "UNKNOWN_ENCODING", "send int8"),
 ]
 
 
@@ -229,9 +212,7 @@ def test_bytes_that_are_not_the_announced_contribution_are_refused(opened, paylo
     [
         (float("nan"), "NOT_FINITE"),
         (float("inf"), "NOT_FINITE"),
-        (-float("inf"), "NOT_FINITE"),
-        (3e38, "NOT_FINITE"),  # their squares overflow
-        (1e30, "NOT_FINITE"),
+        (1e30, "NOT_FINITE"),  # their squares overflow
         (1e10, "NORM_TOO_LARGE"),
     ],
 )
@@ -480,47 +461,6 @@ def test_a_message_above_the_limit_is_refused_with_the_limit_named(opened):
         found = refusal(lambda: opened.shard.loop.run(push()))
     assert found.status == STATUS.RESOURCE_EXHAUSTED
     assert str(rpc.MAX_MESSAGE_BYTES) in found.words
-
-
-# ---------------------------------------------------------------- seeds
-
-
-def test_the_first_seed_of_a_fragment_wins(serve, clock):
-    shard = serve(settings_with(), clock)
-    a, b = shard.caller("a"), shard.caller("b")
-    a.join()
-    b.join()
-    a.seed(0.25)
-    before = shard.state()
-
-    b.seed(0.75)
-
-    assert shard.state() == before
-    assert theta(shard).eq(0.25).all()
-
-
-def test_a_seed_that_is_not_finite_leaves_the_fragment_to_the_next(serve, clock):
-    shard = serve(settings_with(), clock)
-    a = shard.caller("a")
-    a.join()
-    payload = with_first(contribution(0.5, "float32"), float("nan"))
-
-    answer = a.push(a.header(payload, round=0, tokens=0, steps=0), payload)
-
-    assert (answer.outcome, answer.code) == (REJECTED, "NOT_FINITE")
-    assert not shard.core.versions.all_seeded
-    a.seed(0.5)
-
-
-def test_a_contribution_before_there_is_a_version_is_refused(serve, clock):
-    a = serve(settings_with(), clock).caller("a")
-    a.join()
-    payload = contribution()
-
-    answer = a.push(a.header(payload), payload)
-
-    assert (answer.outcome, answer.code) == (REJECTED, "NOT_SEEDED")
-    assert "seed it first" in answer.message
 
 
 # ---------------------------------------------------------------- a shard that is told to end

@@ -119,18 +119,6 @@ def test_a_range_may_begin_and_end_within_a_block(num_elements: int, start: int,
     assert torch.equal(out, decoded(payload)[start:stop])
 
 
-def test_what_is_always_small_is_sent_in_the_end() -> None:
-    """One contribution over and over: error feedback sends its smallest element too, in proportion."""
-    delta = torch.linspace(0.5, 2.0, BLOCK)
-    residual, arrived = torch.zeros(BLOCK), torch.zeros(BLOCK, dtype=torch.float64)
-    rounds = 400
-    for _ in range(rounds):
-        residual += delta
-        arrived += decoded(encode_payload(residual, NAME, loss=residual))
-    torch.testing.assert_close(arrived + residual, rounds * delta.double(), rtol=1e-5, atol=0)
-    assert float((arrived / (rounds * delta)).min()) > 0.5
-
-
 # ------------------------------------------------------------------ refusals
 
 NUM_ELEMENTS = BLOCK + 129  # 64 and 3 entries: 16 + 101 + 17 bytes, with unused bits in both

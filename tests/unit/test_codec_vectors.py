@@ -307,13 +307,14 @@ on_levels = st.integers(-127, 127).map(float)
 @settings(max_examples=60, deadline=None)
 @given(values=st.one_of(*(st.lists(kind, min_size=1, max_size=40) for kind in (finite, similar, on_levels))))
 @example(values=[0.5] * 300 + [FLOAT32_MAX])
+@example(values=[1e-6 * i for i in range(256)] + [1e6 - i for i in range(256)] + [1.0])
 @example(values=[-0.0, 0.0])
 def test_the_codec_equals_the_reference_bit_for_bit(encoding: str, values: list[float]) -> None:
-    chunks = [reference_chunk(values[i : i + 256], encoding) for i in range(0, len(values), 256)]
-    payload = encode_payload(torch.tensor(values), encoding, chunk_elements=256)
+    chunks = [reference_chunk(values[i : i + 512], encoding) for i in range(0, len(values), 512)]
+    payload = encode_payload(torch.tensor(values), encoding, chunk_elements=512)
     assert list(payload.chunks) == chunks
     assert payload.header.chunks_crc32c == reference_chunks_crc32c(chunks)
-    assert same_bits(decoded(payload), torch.tensor(reference_decode_all(chunks, len(values), 256, encoding)))
+    assert same_bits(decoded(payload), torch.tensor(reference_decode_all(chunks, len(values), 512, encoding)))
 
 
 @pytest.mark.parametrize("num_elements", [65, 4095, 4096, 4097, 9001])

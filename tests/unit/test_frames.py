@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diloco_common.codec import Chunk, PayloadReceiver, crc32c, encode_payload
-from diloco_common.codec.frames import HEAD_BYTES, NewFrame, chunk_in, frame_of, framed, said_crc32c
+from diloco_common.codec.frames import HEAD_BYTES, NewFrame, frame_of, framed, said_crc32c
 from diloco_common.errors import BadChecksum, BadRequest
 from diloco_common.wire import bounds, protobuf
 from diloco_common.wire.entries import has_at_most, size_of
@@ -166,11 +166,6 @@ def test_a_frame_that_changed_is_read_as_the_generated_class_reads_it(kind: Any,
         read_alike(kind, read, bytes(message))
 
 
-def test_what_is_no_frame_is_left_to_others() -> None:
-    for message in (b"", b"\x1d", pb.PushRequest(header=PUSH_HEADER).SerializeToString(), frame_of(b"abc") + b"d"):
-        assert chunk_in(message) is None
-
-
 # ---------------------------------------------------------------- refused
 
 
@@ -185,14 +180,6 @@ def test_a_chunk_that_changed_on_the_way_is_refused_when_it_comes() -> None:
     receiver.add(protobuf.push_part(frame_of(payload.chunks[1])))
     receiver.add(protobuf.push_part(frame_of(payload.chunks[2])))
     assert receiver.finish() == payload
-
-
-@each_reader
-def test_a_chunk_without_its_checksum_is_refused(kind: Any, read: Callable[[bytes], Any]) -> None:
-    with pytest.raises(BadRequest, match="nor a chunk with its crc32c"):
-        read(kind(chunk=b"abc").SerializeToString())
-    with pytest.raises(BadRequest, match="neither a header"):
-        read(b"")
 
 
 GROUP = b"\xa3\x06\xa4\x06"

@@ -182,6 +182,7 @@ def test_whatever_differs_shows_in_the_digest(other: Manifest) -> None:
     [
         ([], 1, 1, "no trainable elements"),
         ([TensorSpec("w", (0,))], 1, 1, "no trainable elements"),
+        ([TensorSpec("b", (3,), rule="mean", kind="momentum")], 1, 1, "no trainable elements"),
         ([TensorSpec("w", (2,)), TensorSpec("w", (3,))], 1, 1, r"have the same name: \['w'\]"),
         ([TensorSpec("w", (4, 3)), TensorSpec("v", (-1, 12))], 1, 1, r"tensor 'v' has shape \[-1, 12\]"),
         ([TensorSpec("w", (2,))], 0, 1, "at least 1, got 0 and 1"),
@@ -308,11 +309,6 @@ def test_the_kind_of_momentum_does_not_change_the_cut() -> None:
         for of in (mixed, alike)
     ]
     assert ids[0] == ids[1]
-
-
-def test_companions_alone_are_no_model() -> None:
-    with pytest.raises(ValueError, match="no trainable elements"):
-        cut([TensorSpec("b", (3,), rule="mean", kind="momentum")], 1, 1)
 
 
 # ------------------------------------------------------------------ buffers

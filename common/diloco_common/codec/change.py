@@ -14,18 +14,22 @@ exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
 from diloco_common.codec import memory
 from diloco_common.codec.base import Reference, subtract
-from diloco_common.codec.payload import ChunkWriter, Payload, PayloadHeader, as_tensor, check_chunk_sizes, check_layout
+from diloco_common.codec.payload import (
+    ChunkWriter,
+    Payload,
+    as_tensor,
+    check_chunk_sizes,
+    check_layout,
+    of_chunk,
+)
 from diloco_common.codec.plain import PlainCodec
 from diloco_common.codec.registry import get_codec
-from diloco_common.errors import BadEncoding, BadSize, NotFinite
+from diloco_common.errors import BadSize, NotFinite
 
 ANCHOR = "bfloat16"
 """Encoding of anchors."""
@@ -83,50 +87,22 @@ def decode_version(
             raise BadSize(f"the version has {header.num_elements} elements, what it is added to {other.numel()}")
     check_layout(header)
     check_chunk_sizes(payload)
-    difference = None if reference is None else memory.empty(header.num_elements, device=device)
-    dtype = _dtype_of_values(header.encoding) if base is None else torch.bfloat16
-    anchor = memory.empty(header.num_elements, dtype, device)
-    for index, data in enumerate(payload.chunks):
-        bound = header.chunk_slice(index)
-        minus, out = (
-            (None, None) if reference is None or difference is None else (reference.part(bound), difference[bound])
-        )
-        if base is None:
-            _decode_values(header, index, as_tensor(data, device), anchor[bound])
-            if minus is not None and out is not None:
-                subtract(anchor[bound], minus, out)
-        else:
-            _decode_change(header, index, as_tensor(data, device), base[bound].bfloat16(), anchor[bound], minus, out)
-    return anchor, difference
-
-
-def _dtype_of_values(encoding: str) -> torch.dtype:
-    codec = get_codec(encoding)
-    return codec.dtype if isinstance(codec, PlainCodec) else torch.float32
-
-
-def _decode_values(header: PayloadHeader, index: int, data: Tensor, out: Tensor) -> None:
-    """The values of a chunk, in the dtype of the encoding. Raises BadEncoding with the index of the chunk."""
     codec = get_codec(header.encoding)
-    if isinstance(codec, PlainCodec):
-        out.view(torch.uint8).copy_(data)
-        return
-    with _of_chunk(index):
-        codec.decode(data, out)
-
-
-def _decode_change(
-    header: PayloadHeader, index: int, data: Tensor, base: Tensor, anchor: Tensor, reference: Reference | None,
-    difference: Tensor | None,
-) -> None:  # fmt: skip
-    with _of_chunk(index):
-        get_codec(header.encoding).decode_change(data, base, anchor, reference, difference)
-
-
-@contextmanager
-def _of_chunk(index: int) -> Iterator[None]:
-    """An error in it says the index of the chunk."""
-    try:
-        yield
-    except BadEncoding as error:
-        raise BadEncoding(f"chunk {index}: {error}") from None
+    dtype = torch.bfloat16 if base is not None else codec.dtype if isinstance(codec, PlainCodec) else torch.float32
+    anchor = memory.empty(header.num_elements, dtype, device)
+    difference = None if reference is None else memory.empty(header.num_elements, device=device)
+    for index, chunk in enumerate(payload.chunks):
+        bound, data = header.chunk_slice(index), as_tensor(chunk, device)
+        minus = None if reference is None else reference.part(bound)
+        out = None if difference is None else difference[bound]
+        with of_chunk(index):
+            if base is not None:
+                codec.decode_change(data, base[bound].bfloat16(), anchor[bound], minus, out)
+                continue
+            if isinstance(codec, PlainCodec):
+                anchor[bound].view(torch.uint8).copy_(data)
+            else:
+                codec.decode(data, anchor[bound])
+        if minus is not None and out is not None:
+            subtract(anchor[bound], minus, out)
+    return anchor, difference

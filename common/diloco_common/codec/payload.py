@@ -8,7 +8,8 @@ payload, or allocate memory for it, before the first chunk comes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -222,17 +223,22 @@ def decode_chunk(header: PayloadHeader, index: int, data: Chunk, out_slice: Tens
             f"chunk {index} has {bounds.stop - bounds.start} elements, but `out_slice` has {out_slice.numel()}"
         )
     check_chunk_size(header, index, data)
-    try:
+    with of_chunk(index):
         get_codec(header.encoding).decode(as_tensor(data, out_slice.device), out_slice)
-    except BadEncoding as error:
-        raise BadEncoding(f"chunk {index}: {error}") from None
 
 
 def check_chunk(header: PayloadHeader, index: int, data: Tensor) -> None:
     """Check that chunk `index`, as uint8, can be decoded. Raises BadSize, and BadEncoding with chunk and block."""
     bounds = header.chunk_slice(index)
-    try:
+    with of_chunk(index):
         get_codec(header.encoding).check(data, bounds.stop - bounds.start)
+
+
+@contextmanager
+def of_chunk(index: int) -> Iterator[None]:
+    """An error in it says the index of the chunk."""
+    try:
+        yield
     except BadEncoding as error:
         raise BadEncoding(f"chunk {index}: {error}") from None
 
