@@ -414,38 +414,6 @@ def test_a_push_that_falls_silent_is_cut_off(serve, clock):
         assert "push again" in found.words
 
 
-def test_more_pushes_at_once_than_allowed_are_told_to_come_again(serve, clock):
-    opened = OpenRound(serve(settings_with(shard={"max_pushes": 1}), clock))
-    payload = contribution()
-    shard = opened.shard
-
-    async def two_at_once() -> Any:
-        first = opened.a.stub.Push(metadata=opened.a.metadata())
-        await first.write(messages(opened.a.header(payload))[0])
-        await first.write(chunk_request(payload.chunks[0]))
-        received = shard.server.host.telemetry
-        while not received.bytes_pushed % 605:
-            await shard.server.host.compute("encode", lambda: None)
-        try:
-            second = opened.b.stub.Push(metadata=opened.b.metadata())
-            return await second
-        finally:
-            first.cancel()
-
-    found = refusal(lambda: shard.loop.run(two_at_once()))
-
-    assert (found.status, found.code) == (STATUS.RESOURCE_EXHAUSTED, "BUSY")
-    assert "shard.max_pushes" in found.words
-
-    def second_goes_through() -> bool:
-        try:
-            return opened.push(opened.b).outcome == ACCEPTED
-        except grpc.aio.AioRpcError:
-            return False  # the place of the first is not free yet
-
-    until(second_goes_through, "a place is free again")
-
-
 def test_a_message_above_the_limit_is_refused_with_the_limit_named(opened):
     too_long = bytes(rpc.MAX_MESSAGE_BYTES + 1)
 
