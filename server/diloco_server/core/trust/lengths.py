@@ -15,7 +15,6 @@ What is refused is seen, too: where most go further, that is how far one goes no
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -104,20 +103,39 @@ class Judged(NamedTuple):
     """It is within what those say that say what is usual."""
 
 
+@dataclass(slots=True)
+class Past:
+    """Of one learner, in one fragment."""
+
+    last: Way
+    """What it sent last, taken or not."""
+    count: int = 0
+    """How often it sent something."""
+    own: Way | None = None
+    """What it may be measured by, of what was merged. Follows slowly."""
+    steady: Way | None = None
+    """The same as it was when the learner had settled."""
+    usual: Way | None = None
+    """The longest for its steps that it sent while that was usual."""
+
+    def took(self) -> None:
+        """What it sent last is merged."""
+        way, before = self.last, self.own
+        if before is not None and before.norm > 0:
+            usual = before.norm * way.steps / before.steps
+            up = UP_YOUNG if self.count < YOUNG else UP
+            way = Way(min(max(way.norm, DOWN * usual), up * usual), way.steps)
+        self.own = way
+        if self.steady is None and self.count >= SETTLED:
+            self.steady = way
+
+
 @dataclass
 class Ways:
     """Of the learners of one shard, in one fragment."""
 
-    last: dict[str, Way] = field(default_factory=dict)
-    """Learner -> what it sent last, taken or not."""
-    own: dict[str, Way] = field(default_factory=dict)
-    """Learner -> what it may be measured by, of what was merged. Follows slowly."""
-    steady: dict[str, Way] = field(default_factory=dict)
-    """The same as it was when the learner had settled."""
-    usual: dict[str, Way] = field(default_factory=dict)
-    """Learner -> the longest for its steps that it sent while that was usual."""
-    count: Counter[str] = field(default_factory=Counter)
-    """Learner -> how often it sent something."""
+    of: dict[str, Past] = field(default_factory=dict)
+    """By learner."""
     of_crowd: Way | None = None
     """The usual one of many, looked up now and then."""
     looked_at: int = 0
@@ -128,33 +146,27 @@ class Ways:
 
         Learners that are here go before those that were, and settled ones before new ones.
         """
-        if len(self.last) > CROWD and len(live) > CROWD:
-            sent = self.count.total()
+        if len(self.of) > CROWD and len(live) > CROWD:
+            sent = sum(past.count for past in self.of.values())
             if self.of_crowd is None or CROWD * (sent - self.looked_at) > len(live):
-                here = [way for one, way in self.last.items() if one in live]
-                ways = sorted(here or self.last.values(), key=lambda way: way.pace)
+                here = [past for one, past in self.of.items() if one in live]
+                ways = sorted((past.last for past in here or self.of.values()), key=lambda way: way.pace)
                 self.of_crowd, self.looked_at = ways[len(ways) // 2], sent
             return [self.of_crowd], True
-        others = [one for one in self.last if one != learner_id]
-        others = [one for one in others if one in live] or others
-        settled = [one for one in others if self.count[one] >= SETTLED]
-        return [self.last[one] for one in (settled if len(settled) > 1 else others)], len(settled) > 1
+        others = {one: past for one, past in self.of.items() if one != learner_id}
+        pasts = [past for one, past in others.items() if one in live] or [*others.values()]
+        settled = [past for past in pasts if past.count >= SETTLED]
+        return [past.last for past in (settled if len(settled) > 1 else pasts)], len(settled) > 1
 
     def saw(self, learner_id: str, way: Way, *, is_usual: bool) -> None:
-        self.count[learner_id] += 1
-        self.last[learner_id] = way if self.count[learner_id] == 1 else replace(way, until=0)
-        if is_usual and (learner_id not in self.usual or way.pace > self.usual[learner_id].pace):
-            self.usual[learner_id] = way
-
-    def took(self, learner_id: str) -> None:
-        way, before = self.last[learner_id], self.own.get(learner_id)
-        if before is not None and before.norm > 0:
-            usual = before.norm * way.steps / before.steps
-            up = UP_YOUNG if self.count[learner_id] < YOUNG else UP
-            way = Way(min(max(way.norm, DOWN * usual), up * usual), way.steps)
-        self.own[learner_id] = way
-        if self.count[learner_id] >= SETTLED:
-            self.steady.setdefault(learner_id, way)
+        past = self.of.get(learner_id)
+        if past is None:
+            past = self.of[learner_id] = Past(way)
+        else:
+            past.last = replace(way, until=0)
+        past.count += 1
+        if is_usual and (past.usual is None or way.pace > past.usual.pace):
+            past.usual = way
 
 
 class Lengths:
@@ -166,8 +178,8 @@ class Lengths:
 
     def last(self, fragment_id: int, learner_id: str) -> Way | None:
         """What the learner sent last."""
-        ways = self._ways.get(fragment_id)
-        return None if ways is None else ways.last.get(learner_id)
+        past = self._past(fragment_id, learner_id)
+        return None if past is None else past.last
 
     def saw(self, fragment: Fragment, learner_id: str, way: Way, *, is_usual: bool = False) -> None:
         """A finite contribution has come, and was judged. Once each."""
@@ -176,18 +188,18 @@ class Lengths:
 
     def took(self, fragment_id: int, learner_id: str) -> None:
         """What it sent last is merged."""
-        ways = self._ways.get(fragment_id)
-        if ways is not None and learner_id in ways.last:
-            ways.took(learner_id)
+        past = self._past(fragment_id, learner_id)
+        if past is not None:
+            past.took()
 
     def forget(self, learner_id: str) -> None:
         """The learner has been gone for long."""
         for ways in self._ways.values():
-            ways.last.pop(learner_id, None)
-            ways.own.pop(learner_id, None)
-            ways.steady.pop(learner_id, None)
-            ways.usual.pop(learner_id, None)
-            ways.count.pop(learner_id, None)
+            ways.of.pop(learner_id, None)
+
+    def _past(self, fragment_id: int, learner_id: str) -> Past | None:
+        ways = self._ways.get(fragment_id)
+        return None if ways is None else ways.of.get(learner_id)
 
     def judge(
         self, fragment: Fragment, learner_id: str, way: Way, live: Steps, seed_norm: float, every: int
@@ -208,19 +220,20 @@ class Lengths:
             return Judged(0.0, is_enough)
         until = live.get(learner_id, 0)
         rising = median_high([other.rises(steps, until) for other in others])
-        size, own = max(seed_norm, QUIET * root), ways.own.get(learner_id)
+        size, past = max(seed_norm, QUIET * root), ways.of.get(learner_id, Past(way))
+        own = past.own
         if own is not None:
             further = most * _more_steps(learner_id, live)
             if not is_enough:
-                further = max(further, ways.steady.get(learner_id, own).reach(steps), FIRST_OF_SEED * size * rounds)
-            elif learner_id in ways.usual:
-                further = max(further, AGAIN * ways.usual[learner_id].goes(steps))
+                further = max(further, (past.steady or own).reach(steps), FIRST_OF_SEED * size * rounds)
+            elif past.usual is not None:
+                further = max(further, AGAIN * past.usual.goes(steps))
             most = max(most, min(own.rises(steps, until), max(further, rising)))
         elif not is_enough:
             most = max(most, rising)
         sparse = SPARSE * root * self._elsewhere(fragment_id, learner_id, steps, live)
         if not is_enough or not sparse:
-            begins = own is None or (ways.count[learner_id] < SETTLED and steps > FURTHER * own.steps)
+            begins = own is None or (past.count < SETTLED and steps > FURTHER * own.steps)
             share = FIRST_OF_SEED if begins else SPARSE_OF_SEED
             sparse = max(sparse, share * size * rounds)
         most = max(most, sparse)
