@@ -9,14 +9,14 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, contribution, refusal, settings_with
+from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, refusal, settings_with
 
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import BadLearnerId, ConfigError, InUse
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import TensorSpec
-from diloco_common.wire.messages import PROTOCOL, Collect, Committed, Drain, Evicted, JoinRequest, Pulse, Stop
+from diloco_common.wire.messages import PROTOCOL, Collect, Committed, Drain, Evicted, JoinRequest, Pulse
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell import probes as health
 from secret_files import secret_file
@@ -49,15 +49,6 @@ def test_join_answers_the_lease_the_cut_and_the_policy(serve, clock):
     assert not answer.tensors
 
 
-def test_every_join_is_a_new_generation(serve, clock):
-    shard = serve(settings_with(), clock)
-
-    generations = [shard.caller(learner).join().generation for learner in ("a", "b", "a", "a")]
-
-    assert generations == [1, 2, 3, 4]
-    assert shard.metric("joins_total") == 4
-
-
 @pytest.mark.parametrize(
     ("join", "status", "code", "words"),
     [
@@ -84,33 +75,6 @@ def test_join_refuses_what_cannot_work(serve, clock, join, status, code, words):
     assert shard.core.membership.all() == []
     assert shard.core.manifest is None
     assert shard.metric("refused_calls_total", code=code) == 1
-
-
-def test_join_with_another_model_shows_the_first_five_differences(serve, clock):
-    shard = serve(settings_with(), clock)
-    joined(shard).seed()
-    other = [TensorSpec(f"extra.{i}", (i + 1,)) for i in range(6)] + [TensorSpec("layer.weight", (60, 11))]
-
-    found = refusal(lambda: shard.caller("b").join(other))
-
-    assert (found.status, found.code) == (STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH")
-    shown = found.words.split(": ", 1)[1].split("; ")
-    assert shown == [*(f"extra.{i}: absent <-> [{i + 1}]" for i in range(5)), "and 3 more"]
-    assert shard.member_state("b") == "unknown"
-
-
-def test_more_learners_than_allowed_are_told_to_come_again(serve, clock):
-    shard = serve(settings_with(shard={"max_learners": 1}), clock)
-    first = joined(shard, "a")
-
-    found = refusal(lambda: shard.caller("b").join())
-
-    assert (found.status, found.code) == (STATUS.RESOURCE_EXHAUSTED, "BUSY")
-    assert "shard.max_learners" in found.words
-    joined(shard, "a")  # the same learner may come again
-    first.identity = replace(first.identity, generation=2)
-    first.leave()
-    joined(shard, "b")
 
 
 def test_a_join_that_was_cancelled_or_repeated_leaves_one_lease(serve, clock):
@@ -148,30 +112,6 @@ def test_an_observer_sees_the_model_and_pulls_without_a_lease(serve, clock):
     assert [m.learner_id for m in shard.core.membership.all()] == ["a"]
 
 
-def test_an_observer_with_another_model_is_refused(serve, clock):
-    shard = serve(settings_with(), clock)
-    joined(shard)
-
-    found = refusal(lambda: shard.caller("").join([TensorSpec("w", (3,))], observe=True))
-
-    assert found.code == "MANIFEST_MISMATCH"
-
-
-def test_pulls_in_an_encoding_of_their_own_are_limited_and_others_are_not(serve, clock, monkeypatch):
-    shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
-    joined(shard).seed(0.25)
-    observer = shard.caller("")
-    monkeypatch.setattr(shard.server.service._observers, "_together", 1)
-    assert observer.pull(encodings=["float32"])[0].version == 0
-    assert observer.pull(encodings=["float32"])[0].version == 0, "the first one has ended"
-
-    monkeypatch.setattr(shard.server.service._observers, "_together", 0)
-    found = refusal(lambda: observer.pull(encodings=["float32"]))
-
-    assert (found.status, found.code) == (STATUS.RESOURCE_EXHAUSTED, "BUSY")
-    assert observer.pull(encodings=["bfloat16"])[0].version == 0
-
-
 def test_what_is_said_of_a_version_in_another_encoding_is_of_one_moment(serve, clock, monkeypatch):
     """The next version comes while this one is encoded for its caller."""
     shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
@@ -189,16 +129,6 @@ def test_what_is_said_of_a_version_in_another_encoding_is_of_one_moment(serve, c
     header, _ = shard.caller("a").pull(encodings=["float32"])
 
     assert ((header.epoch, header.version), header.merged_version, header.tokens_merged) == (named, 0, 0)
-
-
-def test_an_observer_of_a_shard_that_ends_is_told_so(serve, clock):
-    shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
-    joined(shard).seed(0.25)
-    shard.loop.look(shard.server.host.close)
-
-    found = refusal(lambda: shard.caller("").pull(encodings=["float32"]))
-
-    assert (found.status, found.code) == (STATUS.UNAVAILABLE, "DRAINING")
 
 
 @pytest.mark.parametrize("step_time_s", [float("inf"), float("nan"), -1.0])
@@ -459,21 +389,6 @@ def test_a_stream_that_the_learner_ends_or_cuts_leaves_the_lease(serve, clock):
     a.attend().hear(Pulse)
 
 
-def test_the_budget_stops_all_learners(serve, clock):
-    shard = serve(settings_with(run={"tokens": 100}), clock)
-    a = joined(shard)
-    a.seed()
-    stream = a.attend()
-    stream.say(0)
-    stream.say(1, tokens=100)
-    stream.hear(Collect)
-    payload = contribution()
-    a.push(a.header(payload), payload)
-
-    assert stream.hear(Stop) == Stop()
-    assert shard.core.done
-
-
 def test_a_shard_that_ends_tells_its_learners(serve, clock):
     shard = serve(settings_with(), clock)
     stream = joined(shard).attend()
@@ -536,11 +451,6 @@ def test_pull_refuses_what_is_not_there(serve, clock, pull, status, code, words)
     assert words in found.words
 
 
-def test_pull_before_the_first_version_is_refused(serve, clock):
-    a = joined(serve(settings_with(), clock))
-    assert refusal(a.pull).code == "NOT_SEEDED"
-
-
 def test_a_pull_that_is_cancelled_leaves_the_shard_serving(serve, clock):
     shard = serve(settings_with(), clock)
     a = joined(shard)
@@ -568,14 +478,6 @@ def test_leave_may_be_repeated_and_ends_the_right_to_contribute(serve, clock):
     assert shard.member_state("a") == "left"
     assert refusal(lambda: a.attend().ends()).code == "NOT_JOINED"
     assert shard.metric("evictions_total", code="LEFT") == 0
-
-
-def test_the_goodbye_of_an_older_generation_does_not_end_the_newer(serve, clock):
-    shard = serve(settings_with(), clock)
-    old = joined(shard)
-    joined(shard)
-    old.leave()
-    assert shard.member_state("a") == "alive"
 
 
 # ---------------------------------------------------------------- health, and what is no message at all

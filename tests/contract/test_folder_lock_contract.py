@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,7 @@ from waiting import DEADLINE_S, until_async
 
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("way", ["stop", "abandon"])
-def test_a_folder_that_a_hanging_write_may_still_land_in_stays_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, hangs: bool
-) -> None:
+def test_a_folder_that_a_hanging_write_may_still_land_in_stays_locked(tmp_path, monkeypatch, way, hangs) -> None:
     """Else another process could take the folder, and the old write would land among its files."""
     monkeypatch.setattr(server, "WRITES_END_S", 0.1 if hangs else DEADLINE_S)
     begun, gate = threading.Event(), threading.Event()
@@ -55,9 +52,7 @@ def test_a_folder_that_a_hanging_write_may_still_land_in_stays_locked(
     gate.set()
 
 
-def test_a_shard_ends_quietly_while_its_disk_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_shard_ends_quietly_while_its_disk_refuses(tmp_path, monkeypatch, caplog) -> None:
     """faults.md 7: what waits for the disk is not announced, and learners push it again to the next life."""
     monkeypatch.setattr(server, "DRAIN_S", 0.05)
     monkeypatch.setattr(keeper, "RETRY_S", 0.02)

@@ -65,9 +65,7 @@ def read(name: str, out: Path) -> bytes:
     return out.read_bytes()
 
 
-def test_a_copy_is_verified_restored_and_exported_from_its_url(
-    url: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_is_verified_restored_and_exported_from_its_url(url, checkpoint, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(objects, "BLOCK_BYTES", 1000)  # several blocks to a file
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 0
 
@@ -91,9 +89,7 @@ def test_an_object_of_many_parts_is_put_whole(url: str) -> None:
     assert bytes(found) == content
 
 
-def test_a_second_copy_to_the_same_place_is_refused(
-    url: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_copy_to_the_same_place_is_refused(url, checkpoint, capsys) -> None:
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 0
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 3
     assert "is a checkpoint already, and none is ever changed" in capsys.readouterr().err
@@ -102,9 +98,7 @@ def test_a_second_copy_to_the_same_place_is_refused(
     assert main(["checkpoint", "verify", url]) == 0
 
 
-def test_a_copy_that_was_interrupted_is_no_checkpoint_and_is_begun_again(
-    url: str, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_was_interrupted_is_no_checkpoint_and_is_begun_again(url, checkpoint, capsys, monkeypatch) -> None:
     """The manifest comes last: everything before it may be there."""
 
     def cut(self: object, name: str, content: bytes) -> None:
@@ -119,17 +113,13 @@ def test_a_copy_that_was_interrupted_is_no_checkpoint_and_is_begun_again(
     assert main(["checkpoint", "verify", url]) == 0
 
 
-def test_a_place_that_holds_something_else_is_refused(
-    url: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_that_holds_something_else_is_refused(url, checkpoint, capsys) -> None:
     objects.ObjectFolder(url).put_new("notes.txt", b"mine")
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 3
     assert "notes.txt is there" in capsys.readouterr().err
 
 
-def test_damage_is_found_at_a_url_and_never_copied(
-    url: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_found_at_a_url_and_never_copied(url, checkpoint, capsys) -> None:
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 0
     path = sorted(checkpoint.glob("fragment-*"))[0]
     content = bytearray(path.read_bytes())
@@ -146,9 +136,7 @@ def test_damage_is_found_at_a_url_and_never_copied(
     assert is_checkpoint(checkpoint)
 
 
-def test_a_store_that_does_not_answer_or_has_no_such_bucket_is_told(
-    checkpoint: Path, s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_does_not_answer_or_has_no_such_bucket_is_told(checkpoint, s3, monkeypatch, capsys) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")

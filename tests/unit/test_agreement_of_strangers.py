@@ -28,9 +28,7 @@ SIZE = 100
     ],
 )
 @pytest.mark.parametrize("member", [False, True])
-def test_a_stranger_that_points_away_has_no_weight(
-    signs: tuple[float, ...], kept: tuple[float, ...], member: bool
-) -> None:
+def test_a_stranger_that_points_away_has_no_weight(signs, kept, member) -> None:
     """`signs`: of each contribution, how much of the common direction is in it."""
     s = torch.tensor(signs, dtype=torch.float64)
     cosines = C * torch.outer(s, s)

@@ -37,9 +37,7 @@ def trail(reported_at: float, step_s: float = STEP_S) -> Trail:
         (10.0, 0.0, 10.0, 10.0),  # no step yet
     ],
 )
-def test_a_learner_answers_at_its_next_step_boundary(
-    reported_at: float, step_s: float, now: float, boundary_at: float
-) -> None:
+def test_a_learner_answers_at_its_next_step_boundary(reported_at, step_s, now, boundary_at) -> None:
     assert next_boundary(trail(reported_at, step_s), PATIENCE_S, now) == pytest.approx(boundary_at)
 
 

@@ -67,9 +67,7 @@ def test_a_refusal_that_repeats_is_counted(log: AuditLog, clock: Clock, tmp_path
     ]
 
 
-def test_what_one_caller_does_again_and_again_is_counted_with_the_last_of_it(
-    log: AuditLog, clock: Clock, tmp_path: Path
-) -> None:
+def test_what_one_caller_does_again_and_again_is_counted_with_the_last_of_it(log, clock, tmp_path) -> None:
     for generation in range(1, 1001):
         log.note("Join", "OK", replace(A, generation=generation))
     for fragment in range(2):

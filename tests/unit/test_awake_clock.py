@@ -17,9 +17,7 @@ from diloco_server.shell.host import AwakeClock
     ],
     ids=["awake", "slow", "frozen once", "frozen twice"],
 )
-def test_time_stands_still_while_nobody_looks(
-    asked_at: list[float], shown: list[float], slept: list[tuple[float, float]]
-) -> None:
+def test_time_stands_still_while_nobody_looks(asked_at, shown, slept) -> None:
     times, found = iter([100.0, *asked_at]), list[tuple[float, float]]()
     clock = AwakeClock(1.0, lambda: next(times), lambda seconds, now: found.append((seconds, now)))
     assert [clock() for _ in asked_at] == pytest.approx(shown)

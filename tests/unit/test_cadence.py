@@ -71,9 +71,7 @@ def test_a_quorum_is_held_to_those_who_are_there(quorum: Quorum, learners: int, 
         ({"b": 4}, {"a": 1000}, "all", True),  # the fastest has died; the cadence goes on
     ],
 )
-def test_a_fragment_is_due_when_enough_learners_took_h_steps_of_their_own(
-    steps: dict[str, int], base: dict[str, int], quorum: Quorum, due: bool
-) -> None:
+def test_a_fragment_is_due_when_enough_learners_took_h_steps_of_their_own(steps, base, quorum, due) -> None:
     assert is_due([member(i, s) for i, s in steps.items()], base, 4, quorum) is due
 
 

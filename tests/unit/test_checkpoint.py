@@ -14,7 +14,6 @@ import pytest
 
 from diloco_common.errors import (
     CheckpointDamaged,
-    CheckpointExists,
     CheckpointIncomplete,
     CheckpointsDiffer,
     ConfigError,
@@ -27,7 +26,6 @@ from diloco_server.storage.checkpoint import (
     MANIFEST,
     CheckpointFile,
     Contents,
-    NoCheckpoint,
     decode_manifest,
     encode_manifest,
     find_damage,
@@ -36,7 +34,7 @@ from diloco_server.storage.checkpoint import (
     read_manifest,
 )
 from diloco_server.storage.filesystem import Disk
-from diloco_server.storage.folders import is_checkpoint, place, restore, take_checkpoint
+from diloco_server.storage.folders import place, restore, take_checkpoint
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import Origin, StoredVersion
 from stores import LONG_AGO, assert_equal, make_version
@@ -97,9 +95,7 @@ def test_a_checkpoint_outlives_the_versions_that_follow_it(cluster: Path) -> Non
         assert_equal(read_listed(Disk(cluster / "c"), file, contents)[1], version_of(file.fragment_id, 2))
 
 
-def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(
-    cluster: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(cluster, monkeypatch) -> None:
     """Each file that is about to be linked is replaced by two later versions, once."""
     real, seen = folders.hard_link, set[int]()
     stores = [open_shard(cluster, index) for index in range(NUM_SHARDS)]
@@ -163,18 +159,6 @@ def test_a_version_with_a_damaged_header_is_passed_over_in_words(cluster: Path) 
     assert find_damage(Disk(cluster / "c"), contents) == []
 
 
-def test_none_is_changed_and_none_is_half(cluster: Path) -> None:
-    take_checkpoint(shards(cluster), cluster / "c", whole=True)
-    with pytest.raises(CheckpointExists, match="--name"):
-        take_checkpoint(shards(cluster), cluster / "c", whole=True)
-    with pytest.raises(CheckpointIncomplete, match="3 of 6 fragments"):
-        take_checkpoint(shards(cluster)[:1], cluster / "half", whole=True)
-    (cluster / "empty").mkdir()
-    with pytest.raises(NoCheckpoint, match="no versions"):
-        take_checkpoint([cluster / "empty"], cluster / "half", whole=True)
-    assert not (cluster / "half").exists()
-
-
 def test_each_shard_may_be_taken_on_its_own_machine_and_joined_later(cluster: Path) -> None:
     parts = [take_checkpoint([s], cluster / f"part-{s.name}", whole=False)[0] for s in shards(cluster)]
     assert [len(part.files) for part in parts] == [3, 3]
@@ -193,9 +177,7 @@ def test_a_shard_that_lacks_a_fragment_makes_no_part(cluster: Path) -> None:
         take_checkpoint([cluster / "shard-1"], cluster / "c", whole=False)
 
 
-def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(
-    cluster: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(cluster, monkeypatch) -> None:
     """Else a power cut may take the folder that it lies in."""
     synced: list[Path] = []
     monkeypatch.setattr("diloco_server.storage.filesystem.sync_path", synced.append)
@@ -368,15 +350,6 @@ def test_a_restore_touches_nothing_of_another_one_that_is_at_work(cluster: Path)
         restore([], place(contents, 2), cluster / "new")
     assert theirs.is_dir()
     assert not (cluster / "new").exists()
-
-
-def test_a_restore_needs_an_empty_folder_and_fragments_for_every_shard(cluster: Path) -> None:
-    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
-    with pytest.raises(ConfigError, match="not empty"):
-        restore([], place(contents, 2), cluster)
-    with pytest.raises(ConfigError, match="--shards 7"):
-        place(contents, 7)
-    assert is_checkpoint(cluster / "c")
 
 
 # ------------------------------------------------------------------ companions

@@ -88,9 +88,7 @@ def test_take_list_verify_restore_and_export(run_folder: Path, capsys: pytest.Ca
     assert_same(run_folder / "b.safetensors", expected_model(4))
 
 
-def test_the_line_to_go_on_with_holds_no_command_of_whoever_made_the_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_to_go_on_with_holds_no_command_of_whoever_made_the_checkpoint(tmp_path, capsys) -> None:
     save(tmp_path / "theirs", 1, run="x; touch y")
     new = tmp_path / "a new one"
     assert main(["restore", str(tmp_path / "theirs"), "--shards", "1", "--folder", str(new)]) == 0
@@ -98,9 +96,7 @@ def test_the_line_to_go_on_with_holds_no_command_of_whoever_made_the_checkpoint(
     assert line.endswith(f"diloco up --folder '{new}' --shards 1 --set 'run.id=x; touch y' --set sync.fragments=6")
 
 
-def test_an_export_needs_no_companion_and_a_restore_needs_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_needs_no_companion_and_a_restore_needs_all(tmp_path, capsys) -> None:
     w = TensorSpec("w", (10, 70))
     manifest = cut([w, companion_of(w, "Adam")], 1, 1)
     store = FileStore(Disk(tmp_path / "run"), Origin("trial", 0, 1, 1, "nesterov", "bfloat16"), first_epoch=LONG_AGO)
@@ -128,9 +124,7 @@ def test_parts_that_shards_took_on_machines_of_their_own_make_one(run_folder: Pa
     assert_same(run_folder / "m.safetensors", expected_model(2))
 
 
-def test_parts_of_two_checkpoints_are_refused_and_may_be_made_one_on_purpose(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_of_two_checkpoints_are_refused_and_may_be_made_one_on_purpose(run_folder, capsys) -> None:
     """Shard 0 at version 2; shard 1 at version 3, as may be while a run goes on, and at version 4."""
     shards = [run_folder / "shard-0", run_folder / "shard-1"]
     old = str(shards[0] / "checkpoints" / "a")
@@ -203,9 +197,7 @@ def test_damage_is_named_and_ends_with_exit_code_3(run_folder: Path, capsys: pyt
         (["restore", "{run}", "{run}", "--shards", "2", "--folder", "{run}/new"], 3, "CHECKPOINTS_DIFFER"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(
-    run_folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], exit_code: int, code: str
-) -> None:
+def test_what_cannot_be_is_refused_in_one_line(run_folder, capsys, words, exit_code, code) -> None:
     main(["checkpoint", str(run_folder), "--name", "one"])
     capsys.readouterr()
     before = sorted(run_folder.rglob("*"))
@@ -218,9 +210,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert sorted(run_folder.rglob("*")) == before, "something is left"
 
 
-def test_without_the_extra_a_url_is_refused_with_its_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_extra_a_url_is_refused_with_its_name(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     assert main(["checkpoint", "verify", "s3://bucket/path"]) == 2
     said = capsys.readouterr().err
@@ -228,9 +218,7 @@ def test_without_the_extra_a_url_is_refused_with_its_name(
     assert said.endswith("[MISSING_EXTRA]\n")
 
 
-def test_a_run_goes_on_with_another_number_of_shards_bit_for_bit(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_with_another_number_of_shards_bit_for_bit(run_folder, monkeypatch, capsys) -> None:
     """And with the settings that it had, whatever is typed this time."""
     had = load(None, {}, ["run.id=trial", "sync.fragments=6", f"cluster.folder={run_folder}"]).settings
     save_settings(had, run_folder / "settings.json")
@@ -266,9 +254,7 @@ def save_run(folder: Path, *overrides: str) -> None:
     (folder / "worker-0").mkdir()
 
 
-def test_a_run_whose_versions_are_elsewhere_is_not_begun_anew(
-    tmp_path: Path, resumed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_versions_are_elsewhere_is_not_begun_anew(tmp_path, resumed, monkeypatch, capsys) -> None:
     folder = tmp_path / "cluster"
     folder.mkdir()
     save(tmp_path / "disk", 1)
@@ -283,9 +269,7 @@ def test_a_run_whose_versions_are_elsewhere_is_not_begun_anew(
     assert (folder / "worker-0").exists()
 
 
-def test_the_identity_of_a_run_is_checked_before_its_shards_move(
-    run_folder: Path, resumed: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_identity_of_a_run_is_checked_before_its_shards_move(run_folder, resumed, capsys) -> None:
     save_run(run_folder)
     assert main(["resume", str(run_folder), "--shards", "3", "--set", "run.seed=5"]) == 2
     assert "run.seed: 0 <-> 5" in capsys.readouterr().err
@@ -308,9 +292,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("renames", range(9))
-def test_a_kill_between_any_two_renames_leaves_a_run_to_go_on_with(
-    run_folder: Path, resumed: list[str], renames: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_between_any_two_renames_leaves_a_run_to_go_on_with(run_folder, resumed, renames, monkeypatch) -> None:
     """Renames: of what was restored, of two old shards, of three new ones, and of those that are kept. Workers have
     another folder than the shards, as on another disk: no rename goes from one to the other."""
     cluster = run_folder.parent / "cluster"

@@ -6,7 +6,6 @@ shard that restarts from the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -68,7 +67,6 @@ class Writing:
         self.push(round_number)
 
     def push(self, round_number: int) -> None:
-        assert self.shard.manifest is not None
         base = max(0, round_number - 1)
         header = PushHeader(0, round_number, 1, base, 10, 1, PAYLOAD.header, self.shard.manifest.digest)
         assert self.shard.contribute(self.member, header, PAYLOAD, (1.0,), self.now).outcome is Outcome.ACCEPTED
@@ -151,9 +149,7 @@ MERGED, NOT_KNOWN = (1, 0), (0, 1)
         (is_forgotten_and_replaced, NOT_KNOWN),
     ],
 )
-def test_who_is_in_a_version_is_right_whatever_happens_while_it_is_written(
-    happens: Callable[[Writing], None], told: tuple[int, int]
-) -> None:
+def test_who_is_in_a_version_is_right_whatever_happens_while_it_is_written(happens, told) -> None:
     """What process 1 contributed is in the version. Another process under the same id has nothing in it."""
     writing = Writing()
     happens(writing)
@@ -176,9 +172,7 @@ def test_what_happens_after_a_version_changes_nothing_of_its_record() -> None:
 
 
 @pytest.mark.parametrize(("process_id", "told"), [("process 1", (1, 0)), ("process 2", (0, 1))])
-def test_an_earlier_merge_is_right_too_while_the_next_version_is_written(
-    process_id: str, told: tuple[int, int]
-) -> None:
+def test_an_earlier_merge_is_right_too_while_the_next_version_is_written(process_id, told) -> None:
     """ann is in version 1 and has no part in version 2."""
     writing = Writing()
     writing.committed()
@@ -196,7 +190,6 @@ def test_an_earlier_merge_is_right_too_while_the_next_version_is_written(
 def test_a_seed_has_one_record_too() -> None:
     shard = make_shard()
     member = shard.join("ann", "process 1", MODEL, 0.0)
-    assert shard.manifest is not None
     header = PushHeader(0, 0, 1, 0, 0, 0, PAYLOAD.header, shard.manifest.digest, tokens_merged=70)
     shard.contribute(member, header, PAYLOAD, (3.0,), 0.0)
     record = shard.versions.seed_record(0)

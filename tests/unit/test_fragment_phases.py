@@ -111,9 +111,7 @@ def test_a_transition_leaves_one_phase_for_another(transition: Callable[[Fragmen
         (MERGING, True, True, False, True),
     ],
 )
-def test_what_a_phase_implies(
-    phase: Phase, seeded: bool, computing: bool, has_open_round: bool, has_closed_round: bool
-) -> None:
+def test_what_a_phase_implies(phase, seeded, computing, has_open_round, has_closed_round) -> None:
     state = state_in(phase)
     rounds = (state.round is not None, state.closed is not None)
     assert (state.seeded, state.computing, *rounds) == (seeded, computing, has_open_round, has_closed_round)

@@ -62,9 +62,7 @@ def test_the_window_is_clamped_to_one_step(sync: dict[str, Any], seconds: float)
         ({}, 0.0, 0.0),  # nobody has told its step time
     ],
 )
-def test_where_learners_carry_a_round_waits_a_share_of_its_cadence(
-    sync: dict[str, Any], step_time_s: float, seconds: float
-) -> None:
+def test_where_learners_carry_a_round_waits_a_share_of_its_cadence(sync, step_time_s, seconds) -> None:
     window = make_window([3.0], [3.0], on_commit="carry", **sync)
     assert window.seconds(step_time_s) == pytest.approx(seconds)
 

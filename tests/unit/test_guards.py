@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from diloco_common.errors import (
     BadSize,
     ManifestMismatch,
     NormTooLarge,
-    NotFinite,
     Refusal,
     TooStale,
     UnknownEncoding,
@@ -66,9 +64,7 @@ def test_what_is_right_passes() -> None:
         ({"epoch": 4}, WrongEpoch, "version 5 of epoch 4 is over"),
     ],
 )
-def test_another_model_or_another_epoch_of_the_shard(
-    changes: dict[str, object], error: type[Refusal], words: str
-) -> None:
+def test_another_model_or_another_epoch_of_the_shard(changes, error, words) -> None:
     header = replace(HEADER, **changes)  # type: ignore[arg-type]
 
     def check() -> None:
@@ -113,9 +109,7 @@ def test_a_base_version_is_one_that_the_latest_version_came_from(epoch: int, bas
         ),
     ],
 )
-def test_the_round_and_what_it_is_relative_to(
-    learner_id: str, changes: dict[str, object], error: type[Refusal], words: str
-) -> None:
+def test_the_round_and_what_it_is_relative_to(learner_id, changes, error, words) -> None:
     with pytest.raises(error, match=words):
         admission.check_round(replace(HEADER, **changes), make_state(), learner_id, staleness_max=2)  # type: ignore[arg-type]
 
@@ -123,13 +117,6 @@ def test_the_round_and_what_it_is_relative_to(
 @pytest.mark.parametrize("base_version", [3, 4, 5])
 def test_staleness_within_its_bound_passes(base_version: int) -> None:
     admission.check_round(replace(HEADER, base_version=base_version), make_state(), "a", staleness_max=2)
-
-
-def test_no_round_is_open() -> None:
-    state = make_state()
-    state.phase, state.collected = Phase.RESTING, None
-    with pytest.raises(WrongRound, match="round 6 is not open"):
-        admission.check_round(HEADER, state, "a", 8)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +141,6 @@ def check_values(norms: tuple[float, ...], state: FragmentState) -> None:
     membership = Membership(LeaseSettings(), 8)
     trust = Trust(GuardSettings(norm_factor=10.0), membership)
     trust.check_values(membership.join("a", "p", 0.0), HEADER, norms, state, 4, 0.0, is_whole=True)
-
-
-@pytest.mark.parametrize("norms", [(math.nan, 1.0), (1.0, math.inf), (1.7e308, 1.7e308)])
-def test_norms_that_are_not_finite(norms: tuple[float, ...]) -> None:
-    with pytest.raises(NotFinite, match="check the learner's loss"):
-        check_values(norms, make_state())
 
 
 MEDIAN_OF_2 = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 300.0]

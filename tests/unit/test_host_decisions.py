@@ -91,9 +91,7 @@ async def test_a_merge_that_fails_half_way_ends_the_shard(monkeypatch: pytest.Mo
     assert why == "version 1 of fragment 0 cannot be made: element 0 of 4 is inf"
 
 
-async def test_a_shard_for_which_time_stops_ends(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_shard_for_which_time_stops_ends(monkeypatch, caplog) -> None:
     """Else it would serve on, and no lease would end."""
 
     def fails() -> None:

@@ -99,9 +99,7 @@ def test_the_record_of_a_learner_goes_on_over_its_generations_but_its_cadence_do
         ({5.0 * i: i for i in range(1, 20)}, 95.0, State.ALIVE, ""),
     ],
 )
-def test_silence_ends_a_lease_and_no_progress_only_after_its_own_timeout(
-    heard_at: dict[float, int], now: float, state: State, code: str
-) -> None:
+def test_silence_ends_a_lease_and_no_progress_only_after_its_own_timeout(heard_at, now, state, code) -> None:
     members = make_membership(progress_timeout_s=40.0)
     member = members.join("a", "p", 0.0)
     for at, step in heard_at.items():
@@ -211,13 +209,6 @@ def test_the_longest_gone_are_forgotten_first() -> None:
     assert [m.learner_id for m in members.all()] == ["b", "c"]
     with pytest.raises(NotJoined, match="join first"):
         members.check("d", 1)
-
-
-def test_nobody_with_a_lease_is_forgotten() -> None:
-    members = make_membership(max_learners=2)
-    members.join("a", "p", 0.0)
-    members.join("b", "p", 0.0)
-    assert members.forget() == []
 
 
 def test_members_are_listed_by_id_whatever_their_order() -> None:

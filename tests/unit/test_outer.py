@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from builders import make_settings, random_values
-from diloco_server.core.outer import SLICE, make_outer_optimizer
+from builders import make_settings
+from diloco_server.core.outer import make_outer_optimizer
 
 
 def trajectory(gradients: list[float], **outer: Any) -> list[float]:
@@ -34,19 +34,6 @@ def trajectory(gradients: list[float], **outer: Any) -> list[float]:
 )
 def test_descending_along_the_pseudo_gradient(outer: dict[str, Any], path: list[float]) -> None:
     assert trajectory([1.0, 1.0, 0.0], **outer) == path
-
-
-@pytest.mark.parametrize("name", ["nesterov", "sgd", "adam"])
-def test_slices_do_not_show(name: str) -> None:
-    """A long fragment is worked on in slices; each element is stepped as if it were alone."""
-    optimizer = make_outer_optimizer(make_settings(outer={"optimizer": name}).outer)
-    size = 2 * SLICE + 3
-    theta, gradient = random_values(size, 0), random_values(size, 1)
-    tail = slice(SLICE - 2, SLICE + 2)
-    alone, alone_gradient = theta[tail].clone(), gradient[tail].clone()
-    optimizer.step(theta, gradient, optimizer.new_buffers(size), 1)
-    optimizer.step(alone, alone_gradient, optimizer.new_buffers(4), 1)
-    assert torch.equal(theta[tail], alone)
 
 
 @pytest.mark.parametrize("name", ["nesterov", "sgd"])

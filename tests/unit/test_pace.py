@@ -261,7 +261,6 @@ def test_what_is_merged_cannot_be_pushed_again() -> None:
     crowd.run(100)
     while crowd.state.round is None:
         crowd.run(TICK_S)
-    assert liar.member.trail is not None
     assert liar.member.trail.merged_until[0].tokens > 0
 
     answer = crowd.brings(liar, crowd.state.version + 1, tokens=100 * TRAINED_FACTOR * TOKENS)
@@ -287,9 +286,7 @@ SLOW = Pace(1.0, 10.0)
         (MERGED, None, 1e6, 1000 + UNKNOWN_TOKENS_PER_S * (10 + 1)),
     ],
 )
-def test_a_contribution_is_taken_up_to_what_can_have_been_trained(
-    trail: Trail | None, pace: Pace | None, before_s: float, most: float
-) -> None:
+def test_a_contribution_is_taken_up_to_what_can_have_been_trained(trail, pace, before_s, most) -> None:
     def push(tokens: int) -> None:
         header = PushHeader(0, 1, 1, 0, tokens, 1, PAYLOAD.header, "")
         check_trained(header, "a", trail, pace, before_s, now=60.0)

@@ -103,7 +103,6 @@ class Islands(Rig):
 
     @property
     def values(self) -> Tensor:
-        assert self.state.values is not None
         return self.state.values.theta
 
 
@@ -277,7 +276,6 @@ def test_ranges_lie_in_the_fragment() -> None:
     payload = encode_payload(torch.ones(10), "int8")
     header = rig.header(1, payload, num_parts=2, ranges=(Range(SIZE - 5, SIZE + 5),))
     answer = rig.shard.admit(rig.members["island"], header)
-    assert answer is not None
     assert answer.code == "BAD_SIZE"
 
 
@@ -333,14 +331,6 @@ def test_an_element_is_in_one_part_alone(seed: int) -> None:
 
 
 # ------------------------------------------------------------------ version 0
-
-
-def test_version_0_may_come_in_parts() -> None:
-    rig, values = Islands(), random_values(SIZE, 3)
-    rig.join("island")
-    for part in (0, 1):
-        rig.push_part("island", values, cut_in(600), part, 0)
-    assert torch.equal(rig.values, values)
 
 
 def test_while_one_island_brings_version_0_in_parts_others_do_not() -> None:

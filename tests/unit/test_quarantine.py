@@ -101,9 +101,7 @@ def test_what_is_forgotten_is_what_holds_nobody() -> None:
         ([1.0, 500.0], [4, 4], 0.5, ""),  # of two nobody can say who is the outlier
     ],
 )
-def test_far_off_is_eight_times_the_usual_norm(
-    norms: list[float], steps: list[int], typical: float, outliers: str
-) -> None:
+def test_far_off_is_eight_times_the_usual_norm(norms, steps, typical, outliers) -> None:
     contributions = {
         name: make_contribution(name, torch.tensor([norm]), steps=count)
         for name, norm, count in zip("abcd", norms, steps, strict=False)
@@ -137,7 +135,6 @@ class Run(Rig):
     def next_round(self) -> int:
         """Everybody takes a step and reports. Returns the round that is open then."""
         self.step(*LIVE)
-        assert self.state.round is not None
         return self.state.round.round
 
     def round(self, bad: float) -> PushAnswer:
@@ -246,5 +243,4 @@ def test_a_learner_that_multiplies_its_norm_each_time_is_refused_soon_and_for_go
     assert set(outcomes[refused:]) == {Outcome.REJECTED}
     assert 0.01 * 12.0 ** (refused / 4) < 200 * 0.01 * 1000
     values = run.state.values
-    assert values is not None
     assert float(values.theta.abs().max()) < 2.0

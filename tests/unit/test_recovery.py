@@ -47,7 +47,6 @@ def test_a_fragment_without_any_file_is_named_where_others_have_versions(version
 
     recovered = recover(open_store(disk), settings, made_by(settings), log)
 
-    assert recovered is not None
     assert [r.record.fragment_id for r in recovered[1]] == [0]
     assert [facts.get("fragments") for facts in log.errors] == ([] if missing is None else [missing])
 
@@ -89,7 +88,6 @@ def test_a_shard_goes_on_from_a_folder_whose_momentum_is_float32() -> None:
 
     recovered = recover(open_store(disk), settings, made_by(settings), Heard())
 
-    assert recovered is not None
     (restored,) = recovered[1]
     assert torch.equal(restored.values.theta, stored.values.theta)
     assert torch.equal(restored.values.buffers[0], exact[0].bfloat16())

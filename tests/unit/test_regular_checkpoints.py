@@ -64,9 +64,7 @@ def test_a_checkpoint_holds_every_fragment_at_the_version_that_names_it(tmp_path
     assert shard.checkpoints == {2: [2, 2]}
 
 
-def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(tmp_path, monkeypatch) -> None:
     """Else a power cut may take the folder that it lies in; writing version 2 does not count, it came before."""
     shard = Shard(tmp_path)
     shard.save(0, 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -54,9 +52,7 @@ def make_round(
         (1, [], {"refused": "ab"}, 9.0, False, "0/3 contributions"),
     ],
 )
-def test_a_round_closes_on_quorum_and_grace_or_when_nobody_is_missing(
-    quorum: Quorum, arrivals: list[tuple[str, float]], more: dict[str, Any], now: float, closes: bool, why: str
-) -> None:
+def test_a_round_closes_on_quorum_and_grace_or_when_nobody_is_missing(quorum, arrivals, more, now, closes, why) -> None:
     made = make_round("abc", arrivals, quorum, **more)
     reason, words = made.verdict(quorum, (made.quorum_at or 0.0) + GRACE_S, now)
     assert (reason is not None, words) == (closes, why)
@@ -84,9 +80,7 @@ def test_missing_is_who_could_still_contribute() -> None:
         ([], {"lost": "a"}, False),
     ],
 )
-def test_a_round_is_void_when_nobody_contributed_and_nobody_will(
-    arrivals: list[tuple[str, float]], more: dict[str, Any], void: bool
-) -> None:
+def test_a_round_is_void_when_nobody_contributed_and_nobody_will(arrivals, more, void) -> None:
     assert make_round("ab", arrivals, 1, **more).is_void is void
 
 
@@ -110,9 +104,7 @@ def test_who_cannot_contribute_any_more_can_be_asked_again(learner: str, is_aske
 
 
 @pytest.mark.parametrize(("quorum_at", "now", "lacks"), [(None, 5.0, False), (None, 7.0, True), (1.0, 7.0, False)])
-def test_a_round_that_lacks_its_quorum_asks_again_after_a_lease(
-    quorum_at: float | None, now: float, lacks: bool
-) -> None:
+def test_a_round_that_lacks_its_quorum_asks_again_after_a_lease(quorum_at, now, lacks) -> None:
     asked = Round(3, 0.0, {"a": 1}, quorum_at=quorum_at)
     assert asked.lacks_quorum_since(now - 6.0) is lacks
 
@@ -126,7 +118,6 @@ def test_a_quorum_that_is_fenced_off_is_lost(fenced: str, since: float | None) -
 def test_losing_a_learner_fences_off_what_it_sent() -> None:
     made = make_round("ab", [("a", 0.0)], 2)
     fenced = made.lose("a", 2)
-    assert fenced is not None
     assert fenced.learner_id == "a"
     assert made.contributions == {}
     assert made.lose("b", 2) is None, "it had sent nothing"
@@ -142,11 +133,6 @@ def test_only_who_is_waited_for_can_be_refused(learner_id: str, generation: int,
     assert made.refuse(learner_id, generation) is waited
     assert made.missing == ([] if waited else ["b"])
     assert "a" in made.contributions
-
-
-def test_the_quorum_is_reached_once() -> None:
-    made = make_round("abc", [("a", 1.0), ("b", 2.0), ("c", 3.0)], 2)
-    assert made.quorum_at == 2.0
 
 
 def test_only_who_was_asked_may_contribute() -> None:

@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from builders import decoded, make_settings
-from diloco_common.codec import Chunk, PayloadReceiver, encode_payload, encoding_names
+from diloco_common.codec import Chunk, Payload, encode_payload, encoding_names
 from diloco_common.errors import (
     BadRequest,
     Busy,
     Draining,
     NotJoined,
-    ProtocolMismatch,
-    Refusal,
     TornUpload,
     UnknownEncoding,
     VersionGone,
@@ -32,9 +30,6 @@ from diloco_common.trust.identity import Identity, Proof, Scope, Subject
 from diloco_common.wire.manifest import Manifest, TensorSpec, cut
 from diloco_common.wire.messages import (
     PROTOCOL,
-    Collect,
-    Committed,
-    Directive,
     JoinRequest,
     Outcome,
     Progress,
@@ -49,7 +44,7 @@ from diloco_server.shell import service as module
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.server import real_world
 from diloco_server.shell.service import Service
-from diloco_server.shell.status import rounds_since, shard_status
+from diloco_server.shell.status import shard_status
 from diloco_server.storage.store import MemoryStore
 from diloco_server.storage.version_file import StoredVersion
 from waiting import until_async
@@ -108,8 +103,9 @@ class Rig:
 
     async def pull(
         self, caller: Identity, *encodings: str, have: tuple[int, int] | None = None, **more: Any
-    ) -> list[PullHeader | Chunk]:
-        return [part async for part in self.service.pull(caller, PullRequest(0, encodings, have, **more))]
+    ) -> tuple[PullHeader, list[Chunk]]:
+        header, *chunks = [p async for p in self.service.pull(caller, PullRequest(0, encodings, have, **more))]
+        return header, chunks
 
     async def seeded(self) -> Identity:
         caller = await self.join()
@@ -143,39 +139,6 @@ def rig_of() -> Iterator[RigOf]:
 @pytest.fixture
 def rig(rig_of: RigOf) -> Rig:
     return rig_of()
-
-
-async def test_a_learner_joins_seeds_contributes_pulls_and_leaves(rig: Rig) -> None:
-    ann = await rig.seeded()
-    reports: asyncio.Queue[Progress] = asyncio.Queue()
-
-    async def reported() -> AsyncIterator[Progress]:
-        while True:
-            yield await reports.get()
-
-    directives = rig.service.attend(ann, reported())
-    heard: list[Directive] = []
-    for step in (0, 1):
-        reports.put_nowait(Progress(step, 10 * step))
-    while not any(isinstance(directive, Collect) for directive in heard):
-        heard.append(await anext(directives))
-    assert (await rig.push(ann, 1)).outcome is Outcome.ACCEPTED
-    while Committed(0, 1, EPOCH) not in heard:
-        heard.append(await anext(directives))
-    await directives.aclose()
-    assert len(rig.host.streams) == 0
-
-    header, *chunks = await rig.pull(ann)
-    assert isinstance(header, PullHeader)
-    assert (header.version, header.merged_version, header.tokens_merged) == (1, 1, 10)
-    assert sum(len(chunk) for chunk in chunks if not isinstance(chunk, PullHeader)) == 4 * SIZE
-    (again,) = await rig.pull(ann, have=(EPOCH, 1))
-    assert isinstance(again, PullHeader)
-    assert again.payload is None, "it has this version"
-
-    await rig.service.leave(ann)
-    await rig.service.leave(ann)
-    assert not rig.host.shard.membership.live()
 
 
 async def counted(reports: int, taken: list[int]) -> AsyncIterator[Progress]:
@@ -222,22 +185,6 @@ async def test_what_proves_the_holders_of_leases_is_kept_while_they_last(rig: Ri
     assert len(rig.service.leases_of({"b1"})) == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "refused", "words"),
-    [
-        ({"protocol": PROTOCOL + 1}, ProtocolMismatch, "install equal versions"),
-        ({"process_id": "p" * 65}, BadRequest, "process_id has 65 characters"),
-        ({"decodes": ("int4",)}, UnknownEncoding, "the learner knows int4"),
-    ],
-)
-async def test_who_cannot_take_part_is_told_why(
-    rig: Rig, changes: dict[str, Any], refused: type[Refusal], words: str
-) -> None:
-    with pytest.raises(refused, match=words):
-        await rig.service.join(Identity("local", "ann"), replace(JOIN, **changes))
-    assert rig.host.shard.membership.all() == []
-
-
 async def test_a_push_without_a_lease_is_refused_before_a_byte_of_it_is_read(rig: Rig) -> None:
     async def unread() -> AsyncIterator[PushHeader | Chunk]:
         raise AssertionError("read")
@@ -266,9 +213,7 @@ async def test_a_later_push_of_a_fragment_takes_the_place_of_one_that_stands_sti
     assert rig.service._pushes.bytes_held == 0
 
 
-async def test_a_push_has_to_keep_pace_although_each_chunk_comes_soon(
-    rig_of: RigOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_push_has_to_keep_pace_although_each_chunk_comes_soon(rig_of, monkeypatch) -> None:
     monkeypatch.setattr(waits, "SLOWEST_BYTES_PER_S", 1e12)
     rig = rig_of(lease={"lease_s": 0.2, "heartbeat_s": 0.1})
     ann = await rig.join()
@@ -284,30 +229,22 @@ async def test_a_learner_may_pull_a_few_times_at_once_and_costs_others_no_place(
         await anext(pull)
     with pytest.raises(Busy, match="4 pulls of ann are open"):
         await rig.pull(ann)
-    assert len(await rig.pull(OBSERVER)) > 1
+    await rig.pull(OBSERVER)
     await opened[0].aclose()
-    assert len(await rig.pull(ann)) > 1
+    await rig.pull(ann)
     for pull in opened:
         await pull.aclose()
     assert rig.service._outgoing.num_bytes == 0
 
 
 async def test_who_has_not_shown_that_it_reads_is_given_small_chunks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for where, name, value in ((quotas, "SHOWN_BYTES", 1024), (module, "SHOWN_BYTES", 1024),
-                               (module, "SMALL_CHUNK_BYTES", 1024)):  # fmt: skip
-        monkeypatch.setattr(where, name, value)
+    for where, name in ((quotas, "SHOWN_BYTES"), (module, "SHOWN_BYTES"), (module, "SMALL_CHUNK_BYTES")):
+        monkeypatch.setattr(where, name, 1024)
     ann = await rig.seeded()
     small, whole = await rig.pull(ann), await rig.pull(ann)
-    assert (len(small) - 1, len(whole) - 1) == (-(-4 * SIZE // 1024), 1)
-    values = torch.ones(SIZE)
-    for header, *chunks in (small, whole):
-        assert isinstance(header, PullHeader)
-        assert header.payload is not None
-        receiver = PayloadReceiver(header.payload)
-        for chunk in chunks:
-            assert not isinstance(chunk, PullHeader)
-            receiver.add(chunk)
-        assert torch.equal(decoded(receiver.finish()), values)
+    assert (len(small[1]), len(whole[1])) == (-(-4 * SIZE // 1024), 1)
+    for header, chunks in (small, whole):
+        assert torch.equal(decoded(Payload(header.payload, tuple(chunks))), torch.ones(SIZE))
 
 
 async def test_a_pull_that_nothing_ends_is_refused(rig: Rig) -> None:
@@ -318,8 +255,7 @@ async def test_a_pull_that_nothing_ends_is_refused(rig: Rig) -> None:
 
 async def test_a_pull_names_the_version_that_it_wants(rig: Rig) -> None:
     ann = await rig.seeded()
-    header, *chunks = await rig.pull(ann, want=(EPOCH, 0))
-    assert isinstance(header, PullHeader)
+    header, chunks = await rig.pull(ann, want=(EPOCH, 0))
     assert (header.epoch, header.version, len(chunks)) == (EPOCH, 0, 1)
     for want in ((EPOCH, 1), (EPOCH - 1, 0)):
         with pytest.raises(VersionGone, match=f"version {want[1]} of epoch {want[0]} is not held here, but 0 of 7"):
@@ -328,11 +264,8 @@ async def test_a_pull_names_the_version_that_it_wants(rig: Rig) -> None:
 
 async def test_a_shard_sends_the_ranges_that_are_asked_for(rig: Rig) -> None:
     ann, ranges = await rig.seeded(), (Range(0, 1), Range(2, SIZE))
-    header, *_ = await rig.pull(ann, ranges=ranges)
-    assert isinstance(header, PullHeader)
-    assert header.ranges == ranges
-    assert header.payload is not None
-    assert header.payload.num_elements == SIZE
+    header, _ = await rig.pull(ann, ranges=ranges)
+    assert (header.ranges, header.payload.num_elements) == (ranges, SIZE)
     with pytest.raises(BadRequest, match=f"a range ends at element {SIZE + 1} of {SIZE}"):
         await rig.pull(ann, ranges=(Range(0, SIZE + 1),))
 
@@ -346,23 +279,21 @@ async def test_ranks_of_one_learner_have_so_many_pulls_together(rig_of: RigOf) -
         await anext(pull)
     with pytest.raises(Busy, match="4 pulls of ranks of this island are open"):
         await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
-    assert len(await rig.pull(ann, ranges=asked.ranges)) > 1
+    await rig.pull(ann, ranges=asked.ranges)
     await opened[0].aclose()
-    assert len(await rig.pull(replace(ann, rank=5), ranges=asked.ranges)) > 1
+    await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
     for pull in opened:
         await pull.aclose()
 
 
 @pytest.mark.parametrize("asked", [{"ranges": (Range(0, 1),)}, {"want": (EPOCH, 0)}])
-async def test_what_is_made_for_one_caller_is_the_latest_version_and_all_of_it(
-    rig_of: RigOf, asked: dict[str, Any]
-) -> None:
+async def test_what_is_made_for_one_caller_is_the_latest_version_and_all_of_it(rig_of: RigOf, asked: Any) -> None:
     rig = rig_of("bfloat16")
     ann = await rig.seeded()
-    assert len(await rig.pull(ann, "float32")) > 1
+    assert (await rig.pull(ann, "float32"))[1]
     with pytest.raises(UnknownEncoding, match="versions are sent as bfloat16, not as float32"):
         await rig.pull(ann, "float32", **asked)
-    assert len(await rig.pull(ann, "bfloat16", **asked)) > 1
+    assert (await rig.pull(ann, "bfloat16", **asked))[1]
 
 
 async def test_one_host_leaves_leases_to_others(rig_of: RigOf) -> None:
@@ -398,48 +329,7 @@ async def test_a_pull_that_is_closed_early_gives_its_place_back(rig_of: RigOf, m
     with pytest.raises(Busy):
         await rig.pull(OBSERVER, "float32")
     await first.aclose()
-    assert len(await rig.pull(OBSERVER, "float32")) == 2
-
-
-def totals(rig: Rig, metric: str) -> dict[str, float]:
-    """Label -> total of a counter, without those that are 0."""
-    families = {family.name: family for family in rig.host.metrics.registry.collect()}
-    samples = [s for s in families[metric].samples if s.name.endswith("_total") and s.value]
-    return {next(iter(s.labels.values())): s.value for s in samples}
-
-
-async def test_status_metrics_and_rounds_count_the_same_contributions(rig: Rig) -> None:
-    """One that comes in parts once, and a seed not at all."""
-    ann = await rig.seeded()
-    for step in range(2):
-        rig.host.progress(ann, Progress(step, 10 * step))
-    await until_async(lambda: rig.host.shard.open_rounds == 1, "a round")
-    for rank in range(4):
-        payload = encode_payload(torch.ones(150), "float32", chunk_elements=256)
-        header = PushHeader(
-            0, 1, EPOCH, 0, 10, 1, payload.header, DIGEST, not_finite=True, part=rank, num_parts=4,
-            ranges=(Range(rank * 150, rank * 150 + 150),),
-        )  # fmt: skip
-        answer = await rig.service.push(replace(ann, rank=rank), parts([header]))
-        assert answer.code == "NOT_FINITE"
-    rig.host.advance()
-
-    assert rig.host.shard.ledger.rejected == {"NOT_FINITE": 1}
-    assert totals(rig, "diloco_shard_contributions_rejected") == {"NOT_FINITE": 1}
-    assert totals(rig, "diloco_shard_contributions") == {}
-    (traced,) = rounds_since(rig.host, EPOCH, 0)["rounds"]
-    assert traced["refused"] == {"NOT_FINITE": 1}
-
-
-async def test_who_is_revoked_is_evicted_in_status_and_metrics(rig: Rig) -> None:
-    ann = await rig.seeded()
-    rig.host.revoke(ann)
-
-    status = shard_status(rig.host, "")
-    assert status["evictions_by_code"] == {"REVOKED": 1} == totals(rig, "diloco_shard_evictions")
-    assert [learner["state"] for learner in status["learners"]] == ["evicted"]
-    with pytest.raises(NotJoined):  # it may have another certificate by now
-        rig.host.member(ann)
+    assert len((await rig.pull(OBSERVER, "float32"))[1]) == 1
 
 
 async def test_a_status_is_of_one_moment(rig: Rig) -> None:

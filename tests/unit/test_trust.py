@@ -55,7 +55,6 @@ class Crowd(Rig):
             for learner in self.members:
                 self.steps[learner] += speeds.get(learner, 1)
                 self.report(learner, step_time_s=1 / max(1, speeds.get(learner, 1)))
-        assert self.state.round is not None
         return self.state.round.round
 
     def round(self, *sick: Sick, **norms: float) -> dict[str, PushAnswer]:
@@ -82,7 +81,6 @@ class Crowd(Rig):
     @property
     def length(self) -> float:
         """Of the values."""
-        assert self.state.values is not None
         return float(self.state.values.theta.norm())
 
 

@@ -69,9 +69,7 @@ async def test_who_sends_for_long_makes_room_only_where_others_wait(monkeypatch:
         caller.task.cancel()
 
 
-async def test_with_too_many_waiting_the_one_that_waits_for_longest_is_told_to_come_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_with_too_many_waiting_the_one_that_waits_for_longest_is_told_to_come_again(monkeypatch) -> None:
     monkeypatch.setattr(waits, "BODIES_WAITING_MAX", 2)
     bodies = Bodies()
     callers = [Reader(bodies) for _ in range(waits.BODIES_AT_ONCE + 3)]
@@ -157,9 +155,7 @@ async def test_a_push_that_was_ended_between_two_parts_leaves_no_coroutine_behin
     assert not warned
 
 
-async def test_the_first_turns_are_there_at_once_on_a_machine_that_has_just_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_first_turns_are_there_at_once_on_a_machine_that_has_just_started(monkeypatch) -> None:
     """The clock of an event loop begins at 0 with the machine."""
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 0.5)
     line = Turns(per_s=0.1, burst=3)
