@@ -32,6 +32,16 @@ def joined(shard: InProcessShard, learner_id: str = "a") -> Caller:
     return caller
 
 
+@pytest.fixture
+def shard(serve, clock) -> InProcessShard:
+    return serve(settings_with(), clock)
+
+
+@pytest.fixture
+def a(shard) -> Caller:
+    return joined(shard)
+
+
 # ---------------------------------------------------------------- Join
 
 
@@ -65,9 +75,7 @@ def test_join_answers_the_lease_the_cut_and_the_policy(serve, clock):
         ({"observe": True}, STATUS.FAILED_PRECONDITION, "NOT_SEEDED", "try again later"),
     ],
 )
-def test_join_refuses_what_cannot_work(serve, clock, join, status, code, words):
-    shard = serve(settings_with(), clock)
-
+def test_join_refuses_what_cannot_work(shard, join, status, code, words):
     found = refusal(lambda: shard.caller("a").join(**join))
 
     assert (found.status, found.code) == (status, code)
@@ -77,8 +85,7 @@ def test_join_refuses_what_cannot_work(serve, clock, join, status, code, words):
     assert shard.metric("refused_calls_total", code=code) == 1
 
 
-def test_a_join_that_was_cancelled_or_repeated_leaves_one_lease(serve, clock):
-    shard = serve(settings_with(), clock)
+def test_a_join_that_was_cancelled_or_repeated_leaves_one_lease(shard):
     caller = shard.caller("a")
     tensors = protobuf.tensors_to_pb(TENSORS)
     request = pb.JoinRequest(protocol=PROTOCOL, process_id="x", tensors=tensors, decodes=rpc.DECODES)
@@ -96,8 +103,7 @@ def test_a_join_that_was_cancelled_or_repeated_leaves_one_lease(serve, clock):
     assert [m.learner_id for m in shard.core.membership.live()] == ["a"]
 
 
-def test_an_observer_sees_the_model_and_pulls_without_a_lease(serve, clock):
-    shard = serve(settings_with(), clock)
+def test_an_observer_sees_the_model_and_pulls_without_a_lease(shard):
     joined(shard).seed(0.25)
     observer = shard.caller("")
 
@@ -166,9 +172,7 @@ RAW_IDS = [
 
 
 @pytest.mark.parametrize("learner_id", [i for _, i in BAD_IDS], ids=[name for name, _ in BAD_IDS])
-def test_a_learner_id_that_is_not_plain_is_refused_and_shown_nowhere(serve, clock, written, learner_id):
-    shard = serve(settings_with(), clock)
-
+def test_a_learner_id_that_is_not_plain_is_refused_and_shown_nowhere(shard, written, learner_id):
     found = refusal(lambda: shard.caller(learner_id).join())
 
     assert (found.status, found.code) == (STATUS.INVALID_ARGUMENT, "BAD_LEARNER_ID")
@@ -257,8 +261,7 @@ def test_a_port_that_is_taken_is_refused(serve, loop):
         InProcessShard(loop, settings_with(shard={"listen": taken})).start()
 
 
-def test_every_call_of_another_run_is_refused(serve, clock):
-    shard = serve(settings_with(), clock)
+def test_every_call_of_another_run_is_refused(shard):
     foreign = shard.caller("a", run_id="other")
 
     for call in (foreign.join, foreign.pull, foreign.leave, lambda: foreign.attend().ends()):
@@ -291,8 +294,7 @@ def test_attend_tells_first_what_the_learner_could_have_missed(serve, clock):
     ("change", "code"),
     [({"generation": 0}, "NOT_JOINED"), ({"generation": 5}, "NOT_JOINED"), ({"epoch": 5}, "NOT_JOINED")],
 )
-def test_attend_without_a_lease_is_refused(serve, clock, change, code):
-    shard = serve(settings_with(), clock)
+def test_attend_without_a_lease_is_refused(shard, change, code):
     stranger = joined(shard)
     stranger.identity = replace(stranger.identity, **change)
 
@@ -301,9 +303,7 @@ def test_attend_without_a_lease_is_refused(serve, clock, change, code):
     assert (found.status, found.code) == (STATUS.FAILED_PRECONDITION, code)
 
 
-def test_silence_for_longer_than_the_lease_evicts(serve, clock):
-    shard = serve(settings_with(), clock)
-    a = joined(shard)
+def test_silence_for_longer_than_the_lease_evicts(a, shard, clock):
     stream = a.attend()
     stream.say(1)
     until(lambda: shard.core.membership.get("a").progress.inner_step == 1, "the report is heard")
@@ -341,8 +341,7 @@ def test_heartbeats_without_steps_evict_by_the_progress_rule_alone(serve, clock)
 
 
 @pytest.mark.parametrize(("process_id", "code"), [("another", "SUPERSEDED"), ("", "STALE_GENERATION")])
-def test_a_newer_generation_ends_the_stream_of_the_older(serve, clock, process_id, code):
-    shard = serve(settings_with(), clock)
+def test_a_newer_generation_ends_the_stream_of_the_older(shard, process_id, code):
     stream = joined(shard).attend()
     stream.hear(Pulse)
 
@@ -355,8 +354,7 @@ def test_a_newer_generation_ends_the_stream_of_the_older(serve, clock, process_i
     newer.attend().hear(Pulse)
 
 
-def test_the_older_process_is_told_even_if_the_newer_attends_at_once(serve, clock):
-    shard = serve(settings_with(), clock)
+def test_the_older_process_is_told_even_if_the_newer_attends_at_once(shard):
     old = joined(shard).attend()
     old.hear(Pulse)
     newer = shard.caller("a")
@@ -372,9 +370,7 @@ def test_the_older_process_is_told_even_if_the_newer_attends_at_once(serve, cloc
     assert old.hear(Evicted).code == "SUPERSEDED"
 
 
-def test_a_stream_that_the_learner_ends_or_cuts_leaves_the_lease(serve, clock):
-    shard = serve(settings_with(), clock)
-    a = joined(shard)
+def test_a_stream_that_the_learner_ends_or_cuts_leaves_the_lease(a, shard):
     polite = a.attend()
     polite.hear(Pulse)
     a.loop.run(polite.call.done_writing())
@@ -389,8 +385,7 @@ def test_a_stream_that_the_learner_ends_or_cuts_leaves_the_lease(serve, clock):
     a.attend().hear(Pulse)
 
 
-def test_a_shard_that_ends_tells_its_learners(serve, clock):
-    shard = serve(settings_with(), clock)
+def test_a_shard_that_ends_tells_its_learners(shard):
     stream = joined(shard).attend()
     stream.hear(Pulse)
     refused = shard.caller("b")
@@ -404,8 +399,7 @@ def test_a_shard_that_ends_tells_its_learners(serve, clock):
     assert stream.ends()
 
 
-def test_a_shard_that_ends_at_once_tells_its_learners_all_the_same(serve, clock):
-    shard = serve(settings_with(), clock)
+def test_a_shard_that_ends_at_once_tells_its_learners_all_the_same(shard):
     stream = joined(shard).attend()
     stream.hear(Pulse)
 
@@ -417,9 +411,7 @@ def test_a_shard_that_ends_at_once_tells_its_learners_all_the_same(serve, clock)
 # ---------------------------------------------------------------- Pull
 
 
-def test_pull_answers_with_a_header_alone_where_the_caller_has_the_version(serve, clock):
-    shard = serve(settings_with(), clock)
-    a = joined(shard)
+def test_pull_answers_with_a_header_alone_where_the_caller_has_the_version(a, shard):
     a.seed()
 
     fresh, chunks = a.pull()
@@ -440,9 +432,7 @@ def test_pull_answers_with_a_header_alone_where_the_caller_has_the_version(serve
         ({"encodings": ["int4", "zip"]}, STATUS.INVALID_ARGUMENT, "UNKNOWN_ENCODING", "bfloat16 or float32"),
     ],
 )
-def test_pull_refuses_what_is_not_there(serve, clock, pull, status, code, words):
-    shard = serve(settings_with(), clock)
-    a = joined(shard)
+def test_pull_refuses_what_is_not_there(a, shard, pull, status, code, words):
     a.seed()
 
     found = refusal(lambda: a.pull(**pull))
@@ -451,9 +441,7 @@ def test_pull_refuses_what_is_not_there(serve, clock, pull, status, code, words)
     assert words in found.words
 
 
-def test_a_pull_that_is_cancelled_leaves_the_shard_serving(serve, clock):
-    shard = serve(settings_with(), clock)
-    a = joined(shard)
+def test_a_pull_that_is_cancelled_leaves_the_shard_serving(a, shard):
     a.seed()
 
     async def cut_off() -> None:
@@ -470,9 +458,7 @@ def test_a_pull_that_is_cancelled_leaves_the_shard_serving(serve, clock):
 # ---------------------------------------------------------------- Leave
 
 
-def test_leave_may_be_repeated_and_ends_the_right_to_contribute(serve, clock):
-    shard = serve(settings_with(), clock)
-    a = joined(shard)
+def test_leave_may_be_repeated_and_ends_the_right_to_contribute(a, shard):
     for _ in range(3):
         a.leave()
     assert shard.member_state("a") == "left"
@@ -483,8 +469,7 @@ def test_leave_may_be_repeated_and_ends_the_right_to_contribute(serve, clock):
 # ---------------------------------------------------------------- health, and what is no message at all
 
 
-def test_health_says_serving_until_the_end(serve, clock):
-    shard = serve(settings_with(), clock)
+def test_health_says_serving_until_the_end(shard):
     channel = shard.caller().channel
     stub = health_pb2_grpc.HealthStub(channel)
 
@@ -515,8 +500,7 @@ def watch(shard: InProcessShard, service: str = "") -> Any:
     return call, lambda: shard.loop.run(hear())
 
 
-def test_a_watch_tells_what_becomes_of_a_shard(serve, clock):
-    shard = serve(settings_with(), clock)
+def test_a_watch_tells_what_becomes_of_a_shard(shard):
     _, hear = watch(shard)
     _, hear_unknown = watch(shard, "nobody")
     status = health_pb2.HealthCheckResponse
@@ -526,8 +510,7 @@ def test_a_watch_tells_what_becomes_of_a_shard(serve, clock):
     assert hear() == status.NOT_SERVING
 
 
-def test_one_host_has_two_watches(serve, clock):
-    shard = serve(settings_with(), clock)
+def test_one_host_has_two_watches(shard):
     first, hear = watch(shard)
     assert hear() == watch(shard)[1]()
 
@@ -552,9 +535,7 @@ def test_watches_have_a_bound_and_an_end(serve, clock, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["Join", "Attend", "Push", "Pull", "Leave"])
-def test_bytes_that_are_no_message_end_the_call_and_nothing_else(serve, clock, method):
-    shard = serve(settings_with(), clock)
-    a = joined(shard)
+def test_bytes_that_are_no_message_end_the_call_and_nothing_else(a, shard, method):
     a.seed()
     before = shard.state()
 

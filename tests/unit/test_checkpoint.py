@@ -71,6 +71,12 @@ def shards(cluster: Path) -> list[Path]:
     return sorted(cluster.glob("shard-*"))
 
 
+@pytest.fixture
+def contents(cluster: Path) -> Contents:
+    """Of the checkpoint `c`."""
+    return take_checkpoint(shards(cluster), cluster / "c", whole=True)[0]
+
+
 def test_a_checkpoint_is_the_newest_version_of_every_fragment_and_takes_no_space(cluster: Path) -> None:
     contents, damage = take_checkpoint(shards(cluster), cluster / "c", whole=True)
 
@@ -82,8 +88,7 @@ def test_a_checkpoint_is_the_newest_version_of_every_fragment_and_takes_no_space
     assert find_damage(Disk(cluster / "c"), contents) == []
 
 
-def test_a_checkpoint_outlives_the_versions_that_follow_it(cluster: Path) -> None:
-    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+def test_a_checkpoint_outlives_the_versions_that_follow_it(contents: Contents, cluster: Path) -> None:
     for index in range(NUM_SHARDS):
         store = open_shard(cluster, index)
         for fragment in MODEL.owned_by(index):
@@ -189,8 +194,7 @@ def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(cluster,
 # ------------------------------------------------------------------ damage
 
 
-def test_every_byte_of_a_checkpoint_is_checked(cluster: Path) -> None:
-    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+def test_every_byte_of_a_checkpoint_is_checked(contents: Contents, cluster: Path) -> None:
     file = contents.files[3]
     path = cluster / "c" / file.name
     good = path.read_bytes()
@@ -207,8 +211,7 @@ def test_every_byte_of_a_checkpoint_is_checked(cluster: Path) -> None:
     assert len(find_damage(Disk(cluster / "c"), contents)) == 1
 
 
-def test_another_intact_version_in_place_of_the_one_that_is_listed_is_found(cluster: Path) -> None:
-    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+def test_another_intact_version_in_place_of_the_one_that_is_listed_is_found(contents: Contents, cluster: Path) -> None:
     file = contents.files[0]
     other = open_shard(cluster / "again", file.shard_index)
     other.save(version_of(file.fragment_id, 1), MODEL)
@@ -218,8 +221,7 @@ def test_another_intact_version_in_place_of_the_one_that_is_listed_is_found(clus
     assert "not the file that the manifest lists" in find_damage(Disk(cluster / "c"), contents)[0]
 
 
-def test_no_byte_of_a_manifest_may_change(cluster: Path) -> None:
-    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+def test_no_byte_of_a_manifest_may_change(contents: Contents, cluster: Path) -> None:
     text = (cluster / "c" / MANIFEST).read_bytes()
     assert text == encode_manifest(contents)
     assert decode_manifest(text, "c") == contents
@@ -273,9 +275,8 @@ def another_name(body: Any) -> None:
         lambda b: b.pop("format"),
     ],
 )
-def test_a_manifest_that_nobody_makes_is_refused_in_one_line(cluster: Path, change: Callable[[Any], object]) -> None:
+def test_a_manifest_that_nobody_makes_is_refused_in_one_line(contents, cluster, change) -> None:
     """Bad input: from elsewhere, so a right checksum says nothing, and its names are not paths."""
-    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
     assert forged(contents, lambda _: None) == encode_manifest(contents)
     with pytest.raises(CheckpointDamaged, match=r"^c is damaged: [^\n]*$"):
         decode_manifest(forged(contents, change), "c")
@@ -288,16 +289,14 @@ def test_what_is_no_manifest_is_refused(text: bytes) -> None:
 
 
 @pytest.mark.parametrize("what", [{"num_bytes": 9}, {"checksums": "0011223344556677"}, {"tokens_merged": 1}])
-def test_a_file_that_differs_from_what_is_listed_is_found(cluster: Path, what: dict[str, Any]) -> None:
-    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+def test_a_file_that_differs_from_what_is_listed_is_found(contents, cluster, what) -> None:
     listed = replace(contents.files[0], **what)
     with pytest.raises(VersionDamaged, match="not the file that the manifest lists"):
         read_listed(Disk(cluster / "c"), listed, contents)
 
 
 @pytest.mark.parametrize("what", [{"run": "other"}, {"optimizer": "adam"}, {"digest": "0" * 32}])
-def test_a_file_of_another_run_or_model_than_the_manifest_says_is_found(cluster: Path, what: dict[str, Any]) -> None:
-    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+def test_a_file_of_another_run_or_model_than_the_manifest_says_is_found(contents, cluster, what) -> None:
     assert len(find_damage(Disk(cluster / "c"), replace(contents, **what))) == 6
 
 
@@ -305,8 +304,7 @@ def test_a_file_of_another_run_or_model_than_the_manifest_says_is_found(cluster:
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 6])
-def test_a_checkpoint_comes_back_bit_for_bit_on_any_number_of_shards(cluster: Path, num_shards: int) -> None:
-    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+def test_a_checkpoint_comes_back_bit_for_bit_on_any_number_of_shards(contents, cluster, num_shards) -> None:
     manifest = place(contents, num_shards)
     if num_shards == 3:
         (cluster / "new").mkdir()  # an empty folder will do
@@ -327,8 +325,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_on_any_number_of_shards(cluster: Pa
         assert_equal(stored, version_of(fragment_id, 2))
 
 
-def test_a_restore_puts_everything_or_nothing(cluster: Path) -> None:
-    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+def test_a_restore_puts_everything_or_nothing(contents: Contents, cluster: Path) -> None:
     last = cluster / "c" / contents.files[-1].name
     content = bytearray(last.read_bytes())
     content[-20] ^= 1
@@ -341,9 +338,8 @@ def test_a_restore_puts_everything_or_nothing(cluster: Path) -> None:
     assert not [path for path in cluster.iterdir() if path.name.startswith("new")]
 
 
-def test_a_restore_touches_nothing_of_another_one_that_is_at_work(cluster: Path) -> None:
+def test_a_restore_touches_nothing_of_another_one_that_is_at_work(contents: Contents, cluster: Path) -> None:
     """Or of a person's who called a folder so."""
-    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
     theirs = cluster / "new.restoring" / "theirs"
     theirs.mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"new.restoring exists: .* delete that folder"):

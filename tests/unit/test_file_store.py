@@ -16,6 +16,11 @@ from diloco_simulator.world.disk import Crashed, FakeDisk, FakeFile
 from stores import LONG_AGO, MANIFEST, ORIGIN, assert_equal, make_version, names, open_store
 
 
+@pytest.fixture
+def disk() -> FakeDisk:
+    return FakeDisk()
+
+
 def store_with(disk: FakeDisk, *versions: int) -> FileStore:
     """A store of one fragment that these versions were saved in."""
     store = open_store(disk)
@@ -35,8 +40,7 @@ def test_a_folder_that_is_new_holds_nothing() -> None:
     assert (store.epoch, recovered.manifest, recovered.versions, recovered.damage) == (LONG_AGO, None, [], [])
 
 
-def test_what_was_saved_comes_back_with_its_model() -> None:
-    disk = FakeDisk()
+def test_what_was_saved_comes_back_with_its_model(disk: FakeDisk) -> None:
     store = open_store(disk)
     store.recover()
     saved = [make_version(3, fragment_id=1, sends_changes=True), make_version(4, fragment_id=0, epoch=2)]
@@ -120,14 +124,12 @@ def test_a_crash_while_starting_never_gives_an_epoch_twice(at: int, seed: int) -
     assert open_store(disk).epoch > max(served)
 
 
-def test_epochs_count_the_starts() -> None:
-    disk = FakeDisk()
+def test_epochs_count_the_starts(disk: FakeDisk) -> None:
     assert [open_store(disk).epoch for _ in range(3)] == [LONG_AGO, LONG_AGO + 1, LONG_AGO + 2]
 
 
-def test_an_emptied_folder_begins_an_epoch_that_none_of_its_versions_had() -> None:
+def test_an_emptied_folder_begins_an_epoch_that_none_of_its_versions_had(disk: FakeDisk) -> None:
     """Else two versions would have one name, and a learner that holds the first would ignore the second."""
-    disk = FakeDisk()
     emptied = FileStore(disk, ORIGIN, first_epoch=LONG_AGO).epoch
     for name in disk.names():
         disk.lose(name)
@@ -135,9 +137,8 @@ def test_an_emptied_folder_begins_an_epoch_that_none_of_its_versions_had() -> No
     assert FileStore(disk, ORIGIN, first_epoch=LONG_AGO + 60).epoch > emptied
 
 
-def test_a_copy_of_an_earlier_day_begins_an_epoch_that_the_run_has_not_had_since() -> None:
+def test_a_copy_of_an_earlier_day_begins_an_epoch_that_the_run_has_not_had_since(disk: FakeDisk) -> None:
     """A snapshot of the volume holds the epoch of its day. The shard has started again since."""
-    disk = FakeDisk()
     FileStore(disk, ORIGIN, first_epoch=LONG_AGO)
     copied = copy.deepcopy(disk)
     since = FileStore(disk, ORIGIN, first_epoch=LONG_AGO + 60).epoch
@@ -150,9 +151,8 @@ def test_a_copy_of_an_earlier_day_begins_an_epoch_that_the_run_has_not_had_since
 
 @pytest.mark.parametrize("call", ["create", "write", "sync", "rename", "sync_names"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
-def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(call: str, number: int) -> None:
+def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(disk, call, number) -> None:
     """faults.md 7: `save` raises, so nothing is announced, and it can be repeated."""
-    disk = FakeDisk()
     store = store_with(disk, 0, 1)
     disk.refuse = lambda name: number if name == call else 0
     for _ in range(3):
@@ -170,9 +170,8 @@ def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(cal
 @pytest.mark.parametrize(
     "calls", [("sync_names",), ("sync", "remove")], ids=["its name may be durable", "half of it stays"]
 )
-def test_what_a_refused_save_left_goes_with_the_next_version(calls: tuple[str, ...]) -> None:
+def test_what_a_refused_save_left_goes_with_the_next_version(disk: FakeDisk, calls: tuple[str, ...]) -> None:
     """Durability "interval" never writes the version again that was refused."""
-    disk = FakeDisk()
     store = store_with(disk, 0, 1)
     disk.refuse = lambda name: errno.EIO if name in calls else 0
     for version in (2, 3):
@@ -187,9 +186,8 @@ def test_what_a_refused_save_left_goes_with_the_next_version(calls: tuple[str, .
     assert (names(last.versions), last.versions[0].is_behind, last.damage) == ({0: (1, 5)}, False, [])
 
 
-def test_a_save_that_does_not_fit_gives_back_the_space_that_it_took() -> None:
+def test_a_save_that_does_not_fit_gives_back_the_space_that_it_took(disk: FakeDisk) -> None:
     """faults.md 7, ENOSPC: what is left of a version that did not fit must not keep the disk full."""
-    disk = FakeDisk()
     store = store_with(disk, 0)
     disk.space = 4000
     with pytest.raises(OSError, match="No space left"):
@@ -197,8 +195,7 @@ def test_a_save_that_does_not_fit_gives_back_the_space_that_it_took() -> None:
     assert disk.space == 4000
 
 
-def test_old_files_that_cannot_be_removed_do_no_harm() -> None:
-    disk = FakeDisk()
+def test_old_files_that_cannot_be_removed_do_no_harm(disk: FakeDisk) -> None:
     store = store_with(disk, 0, 1)
     disk.refuse = lambda name: errno.EIO if name == "remove" else 0
     store.save(make_version(2), MANIFEST)
@@ -210,9 +207,8 @@ def test_old_files_that_cannot_be_removed_do_no_harm() -> None:
 # ------------------------------------------------------------------ damage
 
 
-def test_a_rotten_version_is_named_and_the_one_before_used() -> None:
+def test_a_rotten_version_is_named_and_the_one_before_used(disk: FakeDisk) -> None:
     """faults.md 8. It is behind what was announced, so that it gets a new name."""
-    disk = FakeDisk()
     store_with(disk, 6, 7)
     disk.rot(version_name(0, 7), 2000)
 
@@ -229,9 +225,8 @@ def test_a_rotten_version_is_named_and_the_one_before_used() -> None:
     assert files(disk) == [version_name(0, 6), version_name(0, 7)]
 
 
-def test_a_version_with_poisoned_counters_is_named_and_the_one_before_used() -> None:
+def test_a_version_with_poisoned_counters_is_named_and_the_one_before_used(disk: FakeDisk) -> None:
     """Its checksums are right; a shard that went on from it could answer no Join any more."""
-    disk = FakeDisk()
     store_with(disk, 6)
     open_store(disk).save(make_version(7, tokens_merged=2**64), MANIFEST)
 
@@ -245,9 +240,8 @@ def test_a_version_with_poisoned_counters_is_named_and_the_one_before_used() -> 
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.ESTALE], ids=errno.errorcode.get)
-def test_a_version_that_cannot_be_read_now_is_not_passed_over(number: int) -> None:
+def test_a_version_that_cannot_be_read_now_is_not_passed_over(disk: FakeDisk, number: int) -> None:
     """P2: it may be intact, and the next save would take it away."""
-    disk = FakeDisk()
     store_with(disk, 6, 7)
 
     class Refusing(FakeDisk):
@@ -276,15 +270,13 @@ def recover_past(disk: FakeDisk, rotten: str, number: int = errno.EIO) -> Recove
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG], ids=errno.errorcode.get)
-def test_a_version_on_a_bad_sector_gives_way_to_the_one_before(number: int) -> None:
-    disk = FakeDisk()
+def test_a_version_on_a_bad_sector_gives_way_to_the_one_before(disk: FakeDisk, number: int) -> None:
     store_with(disk, 6, 7)
     assert names(recover_past(disk, version_name(0, 7), number).versions) == {0: (1, 6)}
 
 
-def test_what_was_passed_over_once_does_not_come_back() -> None:
+def test_what_was_passed_over_once_does_not_come_back(disk: FakeDisk) -> None:
     """P4: an epoch went on from version 6. Version 7 of the old line must not be served after it, readable or not."""
-    disk = FakeDisk()
     store_with(disk, 6, 7)
     recover_past(disk, version_name(0, 7))
 
@@ -309,8 +301,7 @@ def test_a_shard_serves_nobody_before_what_it_passed_over_is_aside(seed: int) ->
     assert names(open_store(disk).recover().versions) == {0: (1, 6)}
 
 
-def test_a_disk_that_cannot_put_a_version_aside_serves_nobody() -> None:
-    disk = FakeDisk()
+def test_a_disk_that_cannot_put_a_version_aside_serves_nobody(disk: FakeDisk) -> None:
     store_with(disk, 6, 7)
     disk.rot(version_name(0, 7), 2000)
     store = open_store(disk)
@@ -319,9 +310,8 @@ def test_a_disk_that_cannot_put_a_version_aside_serves_nobody() -> None:
         store.recover()
 
 
-def test_a_missing_newest_version_is_noticed() -> None:
+def test_a_missing_newest_version_is_noticed(disk: FakeDisk) -> None:
     """faults.md 8: version 6 was taken away only because version 8 was there, so version 7 is not the newest."""
-    disk = FakeDisk()
     store_with(disk, 6, 7, 8)
     disk.lose(version_name(0, 8))
     recovered = open_store(disk).recover()
@@ -329,8 +319,7 @@ def test_a_missing_newest_version_is_noticed() -> None:
     assert recovered.damage == [f"version 6, written before {version_name(0, 7)}, is missing; later ones may be, too"]
 
 
-def test_a_missing_older_version_is_noticed_and_does_no_harm() -> None:
-    disk = FakeDisk()
+def test_a_missing_older_version_is_noticed_and_does_no_harm(disk: FakeDisk) -> None:
     store_with(disk, 6, 7, 8)
     disk.lose(version_name(0, 7))
     recovered = open_store(disk).recover()
@@ -338,9 +327,8 @@ def test_a_missing_older_version_is_noticed_and_does_no_harm() -> None:
     assert recovered.damage == [f"version 7, written before {version_name(0, 8)}, is missing; later ones may be, too"]
 
 
-def test_nothing_intact_is_said_and_not_begun_anew() -> None:
+def test_nothing_intact_is_said_and_not_begun_anew(disk: FakeDisk) -> None:
     """faults.md 8: exit code 3, the files by name, and what to do."""
-    disk = FakeDisk()
     store_with(disk, 6, 7)
     disk.rot(version_name(0, 6), 40)
     disk.truncate(version_name(0, 7), 9)
@@ -363,9 +351,8 @@ def test_nothing_intact_is_said_and_not_begun_anew() -> None:
         ({"optimizer": "adam"}, "optimizer: nesterov <-> adam"),
     ],
 )
-def test_a_folder_of_another_run_is_refused_with_the_differences(changes: dict[str, Any], words: str) -> None:
+def test_a_folder_of_another_run_is_refused_with_the_differences(disk, changes, words) -> None:
     """Bad input (people): data folder of another run."""
-    disk = FakeDisk()
     store_with(disk, 0)
     other: Origin = replace(ORIGIN, **changes)
     with pytest.raises(WrongFolder, match=words) as raised:
@@ -374,8 +361,7 @@ def test_a_folder_of_another_run_is_refused_with_the_differences(changes: dict[s
     assert isinstance(raised.value, DataError)
 
 
-def test_another_pull_encoding_is_no_other_run() -> None:
-    disk = FakeDisk()
+def test_another_pull_encoding_is_no_other_run(disk: FakeDisk) -> None:
     store_with(disk, 0)
     (found,) = open_store(disk, replace(ORIGIN, pull="int8")).recover().versions
     assert found.pull == "bfloat16"

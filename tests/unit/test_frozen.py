@@ -10,6 +10,11 @@ from diloco_server.core.model import SHOWN
 from rig import MODEL, Rig
 
 
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
 def base(values: int, *, names: str = "abc", form: str = "bfloat16 [4, 4]") -> list[FrozenTensor]:
     return [FrozenTensor(f"{name}.weight", form, values) for name in names]
 
@@ -44,16 +49,14 @@ MIXED = [FrozenTensor("a.weight", "float32 [4, 4]", 1), *base(2, names="b"), *ba
         (base(2), r'a target network\), join\(.*, private=\[.*\]\) keeps .*, and shared="all" merges them, too$'),
     ],
 )
-def test_another_base_is_refused_and_the_first_differences_are_named(theirs: list[FrozenTensor], words: str) -> None:
-    rig = Rig()
+def test_another_base_is_refused_and_the_first_differences_are_named(rig, theirs, words) -> None:
     joined(rig, "a", SAME)
     joined(rig, "b", SAME)
     with pytest.raises(FrozenMismatch, match=f"those that a has .*{words}"):
         rig.shard.join("c", "process", MODEL, 0.0, (), theirs)
 
 
-def test_a_refusal_names_a_few_of_many_differences() -> None:
-    rig = Rig()
+def test_a_refusal_names_a_few_of_many_differences(rig: Rig) -> None:
     many = "abcdefghijklmnopqrstuvwxyz"
     joined(rig, "a", base(1, names=many))
     words = refused(rig, base(2, names=many))
@@ -61,8 +64,7 @@ def test_a_refusal_names_a_few_of_many_differences() -> None:
     assert f"and {len(many) - SHOWN} more" in words
 
 
-def test_who_allows_differences_is_not_compared_and_binds_nobody() -> None:
-    rig = Rig()
+def test_who_allows_differences_is_not_compared_and_binds_nobody(rig: Rig) -> None:
     joined(rig, "any", [])
     joined(rig, "a", SAME)
     joined(rig, "any too", [])
@@ -80,16 +82,14 @@ def test_a_tensor_without_a_checksum_matches_until_somebody_brings_one() -> None
     refused(rig, base(1, form="float32 [4, 4]"))
 
 
-def test_a_learner_that_comes_back_is_compared_with_itself() -> None:
-    rig = Rig()
+def test_a_learner_that_comes_back_is_compared_with_itself(rig: Rig) -> None:
     joined(rig, "a", SAME)
     joined(rig, "a", SAME)
     refused(rig, base(2))
 
 
-def test_while_nothing_is_trained_a_learner_that_has_gone_binds_nobody() -> None:
+def test_while_nothing_is_trained_a_learner_that_has_gone_binds_nobody(rig: Rig) -> None:
     """Also after a restart of the shard: who came first with the wrong base is refused elsewhere, and leaves."""
-    rig = Rig()
     joined(rig, "wrong", base(2))
     rig.seed("wrong")
     rig.shard.leave(rig.members["wrong"])
@@ -97,8 +97,7 @@ def test_while_nothing_is_trained_a_learner_that_has_gone_binds_nobody() -> None
     refused(rig, base(2))
 
 
-def test_what_a_version_was_trained_with_binds_also_when_everybody_has_gone() -> None:
-    rig = Rig()
+def test_what_a_version_was_trained_with_binds_also_when_everybody_has_gone(rig: Rig) -> None:
     joined(rig, "a", SAME)
     rig.seed("a")
     rig.step("a", steps=4)

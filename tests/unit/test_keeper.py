@@ -58,13 +58,17 @@ def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_S", 0.005)
 
 
+@pytest.fixture
+def store() -> SlowStore:
+    return SlowStore()
+
+
 def make_keeper(store: SlowStore, **settings: Any) -> tuple[Keeper, ShardMetrics]:
     metrics = ShardMetrics()
     return Keeper(store, ShardSettings(**settings), real_world(), metrics, Log("test")), metrics
 
 
-async def test_the_write_of_one_fragment_holds_up_no_other() -> None:
-    store = SlowStore()
+async def test_the_write_of_one_fragment_holds_up_no_other(store: SlowStore) -> None:
     store.gates[0] = threading.Event()
     keeper, _ = make_keeper(store)
     slow = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
@@ -75,9 +79,8 @@ async def test_the_write_of_one_fragment_holds_up_no_other() -> None:
     keeper.close()
 
 
-async def test_a_disk_that_refuses_is_told_and_tried_until_it_works() -> None:
+async def test_a_disk_that_refuses_is_told_and_tried_until_it_works(store: SlowStore) -> None:
     """Nothing may be announced before `keep` returns."""
-    store = SlowStore()
     store.error = OSError(28, "No space left on device")
     keeper, metrics = make_keeper(store)
     keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
@@ -91,8 +94,7 @@ async def test_a_disk_that_refuses_is_told_and_tried_until_it_works() -> None:
     keeper.close()
 
 
-async def test_by_interval_the_first_version_is_written_at_once_and_later_ones_together() -> None:
-    store = SlowStore()
+async def test_by_interval_the_first_version_is_written_at_once_and_later_ones_together(store: SlowStore) -> None:
     keeper, _ = make_keeper(store, durability="interval", interval_s=3600)
     for version in range(4):
         await keeper.keep(make_version(version), MANIFEST)
@@ -102,9 +104,8 @@ async def test_by_interval_the_first_version_is_written_at_once_and_later_ones_t
     keeper.close()
 
 
-async def test_by_interval_values_do_not_change_while_they_are_written() -> None:
+async def test_by_interval_values_do_not_change_while_they_are_written(store: SlowStore) -> None:
     """The next merge of the fragment waits for the write; that of another fragment does not."""
-    store = SlowStore()
     keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
     for fragment_id in (0, 1):
         await keeper.keep(make_version(0, fragment_id=fragment_id), MANIFEST)
@@ -119,9 +120,8 @@ async def test_by_interval_values_do_not_change_while_they_are_written() -> None
     keeper.close()
 
 
-async def test_by_interval_values_that_a_merge_left_half_way_are_not_written() -> None:
+async def test_by_interval_values_that_a_merge_left_half_way_are_not_written(store: SlowStore) -> None:
     """The merge holds the fragment while the interval ends; then it fails."""
-    store = SlowStore()
     keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
     await keeper.keep(make_version(0), MANIFEST)
     async with keeper.hold(0):
@@ -132,8 +132,7 @@ async def test_by_interval_values_that_a_merge_left_half_way_are_not_written() -
     keeper.close()
 
 
-async def test_by_interval_a_disk_that_refuses_holds_up_no_merge() -> None:
-    store = SlowStore()
+async def test_by_interval_a_disk_that_refuses_holds_up_no_merge(store: SlowStore) -> None:
     keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
     await keeper.keep(make_version(0), MANIFEST)
     store.error = OSError(5, "Input/output error")
@@ -148,8 +147,7 @@ async def test_by_interval_a_disk_that_refuses_holds_up_no_merge() -> None:
 
 
 @pytest.mark.parametrize("durability", ["version", "interval"])
-async def test_versions_that_wait_for_the_disk_are_counted(durability: str) -> None:
-    store = SlowStore()
+async def test_versions_that_wait_for_the_disk_are_counted(store: SlowStore, durability: str) -> None:
     keeper, _ = make_keeper(store, durability=durability, interval_s=0.005)
     keeper.recovered(0)
     store.gates[0] = threading.Event()
@@ -165,8 +163,7 @@ async def test_versions_that_wait_for_the_disk_are_counted(durability: str) -> N
 
 
 @pytest.mark.parametrize("error", [None, OSError("no space left")], ids=["taken", "refused"])
-async def test_every_attempt_to_write_tells_how_much_room_is_left(error: OSError | None) -> None:
-    store = SlowStore()
+async def test_every_attempt_to_write_tells_how_much_room_is_left(store: SlowStore, error: OSError | None) -> None:
     keeper, metrics = make_keeper(store)
     store.error, store.room = error, 12345
     keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))

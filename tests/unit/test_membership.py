@@ -27,11 +27,15 @@ def heard(members: Membership, member: Member, step: int, now: float) -> None:
     members.heard(member, Progress(step, 10 * step), now)
 
 
+@pytest.fixture
+def members() -> Membership:
+    return make_membership()
+
+
 # ------------------------------------------------------------------ generations
 
 
-def test_every_join_of_anybody_gets_the_next_generation() -> None:
-    members = make_membership()
+def test_every_join_of_anybody_gets_the_next_generation(members: Membership) -> None:
     joins = [members.join(learner_id, "p", 0.0) for learner_id in ("a", "b", "a", "c", "b")]
     assert [m.generation for m in joins] == [1, 2, 3, 4, 5]
 
@@ -40,8 +44,7 @@ def test_every_join_of_anybody_gets_the_next_generation() -> None:
     ("learner_id", "generation", "error"),
     [("nobody", 1, NotJoined), ("a", 2, StaleGeneration), ("a", 4, NotJoined), ("b", 1, Superseded)],
 )
-def test_who_speaks_without_a_current_lease_is_refused(learner_id: str, generation: int, error: type[Refusal]) -> None:
-    members = make_membership()
+def test_who_speaks_without_a_current_lease_is_refused(members, learner_id, generation, error) -> None:
     members.join("b", "one process", 0.0)  # 1
     members.join("a", "p", 0.0)  # 2
     members.join("a", "p", 0.0)  # 3
@@ -52,9 +55,8 @@ def test_who_speaks_without_a_current_lease_is_refused(learner_id: str, generati
     assert members.check("b", 4).process_id == "another process"
 
 
-def test_a_process_that_began_later_comes_back_although_the_earlier_one_took_its_place() -> None:
+def test_a_process_that_began_later_comes_back_although_the_earlier_one_took_its_place(members: Membership) -> None:
     """Else each of the two may hold one shard of two, refused by the other, for ever."""
-    members = make_membership()
     members.join("a", "earlier", 1.0, age_s=1.0)
     later = members.join("a", "later", 10.0, age_s=1.0)
     members.revoke(later)
@@ -67,8 +69,7 @@ def test_a_process_that_began_later_comes_back_although_the_earlier_one_took_its
         members.welcome("a", "earlier", began=0.0)
 
 
-def test_the_record_of_a_learner_goes_on_over_its_generations_but_its_cadence_does_not() -> None:
-    members = make_membership()
+def test_the_record_of_a_learner_goes_on_over_its_generations_but_its_cadence_does_not(members: Membership) -> None:
     first = members.join("a", "p", 0.0)
     heard(members, first, 7, 0.0)
     first.asked, first.contributed, first.merged, first.tokens_merged = 4, 3, 2, 20
@@ -139,8 +140,7 @@ def test_leases_end_at_their_time_however_often_it_is_looked(every_s: float) -> 
     assert stalled_at == every_s * (34.0 // every_s + 1)
 
 
-def test_a_stalled_learner_is_alive_again_with_its_next_step() -> None:
-    members = make_membership()
+def test_a_stalled_learner_is_alive_again_with_its_next_step(members: Membership) -> None:
     member = members.join("a", "p", 0.0)
     for second in range(40):
         heard(members, member, 1, float(second))
@@ -152,8 +152,7 @@ def test_a_stalled_learner_is_alive_again_with_its_next_step() -> None:
     assert member.state is State.ALIVE
 
 
-def test_without_a_progress_timeout_a_stalled_learner_stays() -> None:
-    members = make_membership()
+def test_without_a_progress_timeout_a_stalled_learner_stays(members: Membership) -> None:
     member = members.join("a", "p", 0.0)
     for second in range(1000):
         heard(members, member, 1, float(second))
@@ -211,8 +210,7 @@ def test_the_longest_gone_are_forgotten_first() -> None:
         members.check("d", 1)
 
 
-def test_members_are_listed_by_id_whatever_their_order() -> None:
-    members = make_membership()
+def test_members_are_listed_by_id_whatever_their_order(members: Membership) -> None:
     for learner_id in "cab":
         members.join(learner_id, "p", 0.0)
     assert [m.learner_id for m in members.live()] == ["a", "b", "c"]
@@ -221,15 +219,13 @@ def test_members_are_listed_by_id_whatever_their_order() -> None:
 # ------------------------------------------------------------------ numbers
 
 
-def test_every_live_learner_has_the_smallest_number_that_is_free() -> None:
-    members = make_membership()
+def test_every_live_learner_has_the_smallest_number_that_is_free(members: Membership) -> None:
     assert [members.join(learner_id, "p", 0.0).index for learner_id in ("c", "a", "b")] == [0, 1, 2]
     members.leave(members.all()[0])  # a
     assert members.join("d", "p", 0.0).index == 1
 
 
-def test_a_learner_keeps_its_number_over_restarts_of_itself_and_of_the_shard() -> None:
-    members = make_membership()
+def test_a_learner_keeps_its_number_over_restarts_of_itself_and_of_the_shard(members: Membership) -> None:
     for learner_id in ("a", "b"):
         members.join(learner_id, "p", 0.0)
     assert members.join("b", "another process", 1.0).index == 1
@@ -240,8 +236,7 @@ def test_a_learner_keeps_its_number_over_restarts_of_itself_and_of_the_shard() -
     assert restarted.join("c", "p", 0.0, 1).index == 2  # b has it
 
 
-def test_a_number_is_kept_for_who_takes_it_before_joining() -> None:
-    members = make_membership()
+def test_a_number_is_kept_for_who_takes_it_before_joining(members: Membership) -> None:
     assert [members.take_number(name, 0.0) for name in ("a", "b", "b", "c")] == [0, 1, 1, 2]
     assert members.join("d", "p", 1.0).index == 3
     assert members.join("b", "p", 2.0).index == 1
@@ -252,8 +247,7 @@ def test_a_number_is_kept_for_who_takes_it_before_joining() -> None:
 
 
 @pytest.mark.parametrize(("at", "index"), [(NUMBER_S - 1, 1), (NUMBER_S, 0)])
-def test_a_number_is_kept_for_ten_minutes(at: float, index: int) -> None:
-    members = make_membership()
+def test_a_number_is_kept_for_ten_minutes(members: Membership, at: float, index: int) -> None:
     members.take_number("a", 0.0)
     assert members.join("b", "p", at).index == index
 

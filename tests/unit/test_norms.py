@@ -24,32 +24,33 @@ class Fragment:
         return self.norms.usual
 
 
+@pytest.fixture
+def fragment() -> Fragment:
+    return Fragment()
+
+
 @pytest.mark.parametrize("learners", [1, 2, 3])
-def test_a_few_contributions_say_nothing_yet(learners: int) -> None:
-    fragment = Fragment()
+def test_a_few_contributions_say_nothing_yet(fragment: Fragment, learners: int) -> None:
     rounds = -(-NORMS_MIN // learners)
     names = [f"learner-{i}" for i in range(learners)]
     usual = [fragment.add(**dict.fromkeys(names, 2.0)) for _ in range(rounds)]
     assert usual == [0.0] * (rounds - 1) + [2.0]
 
 
-def test_a_learner_that_pushes_often_has_one_vote() -> None:
-    fragment = Fragment()
+def test_a_learner_that_pushes_often_has_one_vote(fragment: Fragment) -> None:
     for i in range(200):
         usual = fragment.add(**({"honest": 1.0, "other": 1.2} if i % 20 == 0 else {}), liar=12.0**i)
     assert usual == 1.2
 
 
-def test_of_two_learners_neither_can_raise_it() -> None:
-    fragment = Fragment()
+def test_of_two_learners_neither_can_raise_it(fragment: Fragment) -> None:
     for i in range(200):
         usual = fragment.add(honest=1.0, liar=12.0**i)
     assert usual == 1.0
 
 
-def test_where_a_learner_is_alone_it_grows_tenfold_per_window_at_most() -> None:
+def test_where_a_learner_is_alone_it_grows_tenfold_per_window_at_most(fragment: Fragment) -> None:
     """Attack: each contribution twelve times the last one."""
-    fragment = Fragment()
     for _ in range(NORMS_MIN):
         fragment.add(liar=1.0)
     for i in range(2 * WINDOW):
@@ -57,8 +58,7 @@ def test_where_a_learner_is_alone_it_grows_tenfold_per_window_at_most() -> None:
     assert usual == pytest.approx(GROWTH**2, rel=0.2)
 
 
-def test_what_grows_steadily_is_followed_and_what_shrinks_at_once() -> None:
-    fragment = Fragment()
+def test_what_grows_steadily_is_followed_and_what_shrinks_at_once(fragment: Fragment) -> None:
     for i in range(100):
         usual = fragment.add(a=1.02**i, b=1.02**i, c=1.02**i)
     assert usual == pytest.approx(1.02**96, rel=0.02)
@@ -67,17 +67,15 @@ def test_what_grows_steadily_is_followed_and_what_shrinks_at_once() -> None:
     assert usual == 0.01
 
 
-def test_empty_contributions_tell_nothing() -> None:
+def test_empty_contributions_tell_nothing(fragment: Fragment) -> None:
     """Found by the simulation: half of two learners' contributions were empty, and no other one was let in again."""
-    fragment = Fragment()
     for full, empty in [(50.0, 0.0), (60.0, 6e-6), (55.0, 0.0)]:
         fragment.add(a=full, b=full, c=full, d=full)
         usual = fragment.add(a=empty, b=empty, c=full, d=empty)
     assert usual == 55.0
 
 
-def test_who_contributes_nothing_but_little_has_a_vote() -> None:
-    fragment = Fragment()
+def test_who_contributes_nothing_but_little_has_a_vote(fragment: Fragment) -> None:
     for _ in range(NORMS_MIN):
         usual = fragment.add(a=1e-6, b=1e-6, c=1.0)
     assert usual == 1e-6
@@ -93,8 +91,7 @@ def test_a_flood_of_one_learner_does_not_wash_the_others_out() -> None:
     assert fragment.norms.usual == 1.0
 
 
-def test_learners_that_are_long_gone_have_no_vote() -> None:
-    fragment = Fragment()
+def test_learners_that_are_long_gone_have_no_vote(fragment: Fragment) -> None:
     for _ in range(NORMS_MIN):
         fragment.add(gone=1.0, away=1.0, here=3.0)
     for _ in range(WINDOW + 1):

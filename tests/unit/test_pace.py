@@ -118,6 +118,11 @@ class Crowd(Rig):
         return [(learner_id, answer.code) for learner_id, answer in self.answers if answer.code]
 
 
+@pytest.fixture
+def crowd() -> Crowd:
+    return Crowd()
+
+
 def honest(crowd: Crowd, count: int = 3, step_s: float = 1.0) -> list[Actor]:
     return [crowd.come(f"honest-{i}", step_s) for i in range(count)]
 
@@ -139,8 +144,7 @@ def test_a_ghost_that_reports_a_thousand_steps_at_a_time_opens_no_more_rounds(ot
     assert with_ghost.refused == []
 
 
-def test_a_liar_that_contributes_makes_rounds_at_most_so_many_times_as_often() -> None:
-    crowd = Crowd()
+def test_a_liar_that_contributes_makes_rounds_at_most_so_many_times_as_often(crowd: Crowd) -> None:
     honest(crowd)
     usual_rounds = crowd.run(100) / 100
     liar = crowd.come("liar", 0.1, per_step=(1000, 1000))
@@ -152,8 +156,7 @@ def test_a_liar_that_contributes_makes_rounds_at_most_so_many_times_as_often() -
 
 
 @pytest.mark.parametrize("times", [1, 3, 10])
-def test_a_learner_that_is_ten_times_as_fast_counts_in_full(times: int) -> None:
-    crowd = Crowd()
+def test_a_learner_that_is_ten_times_as_fast_counts_in_full(crowd: Crowd, times: int) -> None:
     slow = honest(crowd, 3, step_s=2.0)
     fast = crowd.come("fast", 2.0 / times)
     rounds = crowd.run(400)
@@ -164,9 +167,8 @@ def test_a_learner_that_is_ten_times_as_fast_counts_in_full(times: int) -> None:
     assert crowd.refused == []
 
 
-def test_what_was_not_reported_for_long_counts_at_once_when_it_is() -> None:
+def test_what_was_not_reported_for_long_counts_at_once_when_it_is(crowd: Crowd) -> None:
     """A learner that was cut off: its reports are dropped, and only the newest is sent."""
-    crowd = Crowd()
     cut_off, *_ = honest(crowd)
     crowd.run(50)
     cut_off.silent_until = crowd.now + 300
@@ -175,8 +177,7 @@ def test_what_was_not_reported_for_long_counts_at_once_when_it_is() -> None:
     assert crowd.refused == []
 
 
-def test_a_new_generation_of_a_process_keeps_what_is_known_of_it() -> None:
-    crowd = Crowd()
+def test_a_new_generation_of_a_process_keeps_what_is_known_of_it(crowd: Crowd) -> None:
     first, *_ = honest(crowd)
     crowd.run(100)
     known = first.member.trail
@@ -188,8 +189,7 @@ def test_a_new_generation_of_a_process_keeps_what_is_known_of_it() -> None:
     assert replaced.trail is None
 
 
-def test_learners_whose_others_hang_go_on_at_their_own_pace() -> None:
-    crowd = Crowd()
+def test_learners_whose_others_hang_go_on_at_their_own_pace(crowd: Crowd) -> None:
     worker, *others = honest(crowd)
     crowd.run(100)
     for other in others:
@@ -237,8 +237,7 @@ def test_step_times_are_held_against_what_passes_between_reports() -> None:
 # ------------------------------------------------------------------ contributions
 
 
-def test_nobody_pushes_more_than_was_reported_and_can_be_on_its_way() -> None:
-    crowd = Crowd()
+def test_nobody_pushes_more_than_was_reported_and_can_be_on_its_way(crowd: Crowd) -> None:
     honest(crowd)
     liar = crowd.come("liar", 1.0, contributes=False)
     crowd.run(40)
@@ -254,9 +253,8 @@ def test_nobody_pushes_more_than_was_reported_and_can_be_on_its_way() -> None:
     assert crowd.shard.ledger.tokens_refused["IMPLAUSIBLE"] == 10**9
 
 
-def test_what_is_merged_cannot_be_pushed_again() -> None:
+def test_what_is_merged_cannot_be_pushed_again(crowd: Crowd) -> None:
     """The time for which the shard has been up says nothing any more: only what came since."""
-    crowd = Crowd()
     liar, *_ = honest(crowd)
     crowd.run(100)
     while crowd.state.round is None:

@@ -56,17 +56,20 @@ class Shard:
         return found
 
 
-def test_a_checkpoint_holds_every_fragment_at_the_version_that_names_it(tmp_path: Path) -> None:
-    shard = Shard(tmp_path)
+@pytest.fixture
+def shard(tmp_path: Path) -> Shard:
+    return Shard(tmp_path)
+
+
+def test_a_checkpoint_holds_every_fragment_at_the_version_that_names_it(shard: Shard) -> None:
     assert shard.write(0, 0, 1, 2, 3) == []
     assert shard.write(1, 0, 1) == []
     assert shard.write(1, 2) == [2]
     assert shard.checkpoints == {2: [2, 2]}
 
 
-def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(tmp_path, monkeypatch) -> None:
+def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(shard: Shard, tmp_path, monkeypatch) -> None:
     """Else a power cut may take the folder that it lies in; writing version 2 does not count, it came before."""
-    shard = Shard(tmp_path)
     shard.save(0, 2)
     shard.save(1, 2)
     synced: list[Path] = []
@@ -104,8 +107,7 @@ def test_versions_that_never_reach_the_disk_give_way_to_the_next(tmp_path: Path)
     assert shard.checkpoints == {4: [5, 7], 6: [9, 7]}
 
 
-def test_a_version_that_has_gone_already_gives_way_to_the_next(tmp_path: Path) -> None:
-    shard = Shard(tmp_path)
+def test_a_version_that_has_gone_already_gives_way_to_the_next(shard: Shard) -> None:
     shard.write(1, 2)
     shard.save(0, 2, 3, 4)
     assert shard.regular.written(0, 2, MANIFEST, 0) == []
@@ -114,9 +116,8 @@ def test_a_version_that_has_gone_already_gives_way_to_the_next(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("told", [0, 1])
-def test_a_life_that_ends_in_the_middle_of_one_leaves_it_to_the_next(tmp_path: Path, told: int) -> None:
+def test_a_life_that_ends_in_the_middle_of_one_leaves_it_to_the_next(shard: Shard, tmp_path: Path, told: int) -> None:
     """It ended before it was told of version 2 of the second fragment, or after it was told of the first's."""
-    shard = Shard(tmp_path)
     shard.write(0, 1)
     (shard.write if told else shard.save)(0, 2)
     shard.write(1, 1)
@@ -132,16 +133,14 @@ def test_a_life_that_ends_in_the_middle_of_one_leaves_it_to_the_next(tmp_path: P
     assert third.checkpoints == {2: [2, 2]}
 
 
-def test_a_life_that_ends_before_it_is_told_of_the_last_version_finishes_at_the_next_start(tmp_path: Path) -> None:
-    shard = Shard(tmp_path)
+def test_a_life_that_ends_before_it_is_told_of_the_last_version_finishes_at_the_next_start(shard, tmp_path) -> None:
     shard.write(0, 1, 2)
     shard.save(1, 1, 2)
     assert Shard(tmp_path).finished == [2]
 
 
 @pytest.mark.parametrize("what", ["checkpoints", "checkpoints/version-000000000002", "a link"])
-def test_one_that_somebody_deletes_before_it_is_whole_gives_way_to_the_next(tmp_path: Path, what: str) -> None:
-    shard = Shard(tmp_path)
+def test_one_that_somebody_deletes_before_it_is_whole_gives_way_to_the_next(shard, tmp_path, what) -> None:
     shard.write(0, 2)
     if what == "a link":
         next((tmp_path / "checkpoints").glob("*/fragment-0000-*")).unlink()
@@ -155,8 +154,7 @@ def test_one_that_somebody_deletes_before_it_is_whole_gives_way_to_the_next(tmp_
     assert shard.checkpoints == {2: [3, 2 if what == "a link" else 3], 4: [4, 4]}
 
 
-def test_one_with_a_damaged_file_gives_way_to_the_next(tmp_path: Path) -> None:
-    shard = Shard(tmp_path)
+def test_one_with_a_damaged_file_gives_way_to_the_next(shard: Shard, tmp_path: Path) -> None:
     shard.write(0, 2)
     (path,) = (tmp_path / "checkpoints").glob("*/fragment-0000-*")
     content = path.read_bytes()

@@ -20,7 +20,6 @@ from diloco_common.errors import (
     ManifestMismatch,
     NotJoined,
     NotSeeded,
-    Refusal,
     StaleGeneration,
     Superseded,
     UnknownFragment,
@@ -51,6 +50,12 @@ from diloco_server.shell.driver import EffectDriver
 from rig import EPOCH, MODEL, SIZE, TOKENS, Rig
 
 ACCEPTED, DUPLICATE, LATE, REJECTED = Outcome.ACCEPTED, Outcome.DUPLICATE, Outcome.LATE, Outcome.REJECTED
+
+
+@pytest.fixture
+def rig() -> Rig:
+    """Round 1 is open, and waits for both."""
+    return Rig().started("a", "b")
 
 
 # ------------------------------------------------------------------ seeding
@@ -185,8 +190,7 @@ def test_a_shard_that_was_told_the_model_takes_no_companions_beyond_it() -> None
 # ------------------------------------------------------------------ rounds and versions
 
 
-def test_a_round_asks_every_learner_collects_merges_and_is_announced() -> None:
-    rig = Rig().started("a", "b")
+def test_a_round_asks_every_learner_collects_merges_and_is_announced(rig: Rig) -> None:
     assert rig.noted(RoundOpened) == [RoundOpened(0, 1, 2)]
     for learner_id in "ab":
         assert rig.told_of(learner_id, Collect) == [Collect(0, 1, EPOCH)]
@@ -330,8 +334,7 @@ def test_a_control_stream_begins_with_all_that_could_have_been_missed() -> None:
     assert rig.told_of("a", Collect) == [], "it has contributed"
 
 
-def test_pulses_go_to_every_live_learner_and_to_nobody_else() -> None:
-    rig = Rig().started("a", "b")
+def test_pulses_go_to_every_live_learner_and_to_nobody_else(rig: Rig) -> None:
     rig.shard.leave(rig.members["b"])
     for learner_id in "ab":
         rig.take_told(learner_id)
@@ -375,9 +378,8 @@ def test_bad_bytes_of_a_copy_are_no_refusal_of_what_was_taken(taken: str) -> Non
     assert not rig.members["a"].missed
 
 
-def test_a_copy_that_is_refused_under_the_next_lease_was_not_taken_under_the_one_before() -> None:
+def test_a_copy_that_is_refused_under_the_next_lease_was_not_taken_under_the_one_before(rig: Rig) -> None:
     """So a refusal says all: what was accepted under the first lease is fenced off by the second."""
-    rig = Rig().started("a", "b")
     assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
     rig.join("a")
     answer = rig.contribute("a", 1, 1.0)
@@ -388,8 +390,7 @@ def test_a_copy_that_is_refused_under_the_next_lease_was_not_taken_under_the_one
 
 @pytest.mark.parametrize("changes", [{"values": 2.0}, {"tokens": 41}, {"steps": 5}])
 @pytest.mark.parametrize("computing", [False, True])
-def test_the_same_push_with_other_content_is_a_conflict(changes: dict[str, Any], computing: bool) -> None:
-    rig = Rig().started("a", "b")
+def test_the_same_push_with_other_content_is_a_conflict(rig: Rig, changes: dict[str, Any], computing: bool) -> None:
     rig.contribute("a", 1, 1.0)
     if computing:
         rig.holds_jobs = True
@@ -430,8 +431,7 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("code", "changes"), REFUSALS, ids=[f"{c}-{next(iter(d))}" for c, d in REFUSALS])
-def test_what_a_guard_refuses_is_counted_and_changes_nothing(code: str, changes: dict[str, Any]) -> None:
-    rig = Rig().started("a", "b")
+def test_what_a_guard_refuses_is_counted_and_changes_nothing(rig: Rig, code: str, changes: dict[str, Any]) -> None:
     before = rig.snapshot()
     answer = rig.contribute("a", changes.get("round", 1), changes.get("values", 1.0), **{
         k: v for k, v in changes.items() if k not in ("round", "values")
@@ -488,8 +488,7 @@ def test_one_learner_that_diverged_does_not_hold_up_a_round_that_waits_for_all()
     assert rig.noted(RoundClosed)[-1].participants == 2
 
 
-def test_a_learner_that_has_nothing_finite_says_so_and_nobody_waits_for_it() -> None:
-    rig = Rig().started("a", "b")
+def test_a_learner_that_has_nothing_finite_says_so_and_nobody_waits_for_it(rig: Rig) -> None:
     rig.contribute("a", 1, 1.0)
     answer = rig.contribute("b", 1, 0.0, not_finite=True)
     assert (answer.outcome, answer.code) == (REJECTED, "NOT_FINITE")
@@ -497,8 +496,7 @@ def test_a_learner_that_has_nothing_finite_says_so_and_nobody_waits_for_it() -> 
     assert rig.members["b"].missed == {"NOT_FINITE": 1}
 
 
-def test_what_was_refused_is_answered_the_same_again_and_what_is_right_may_still_be_pushed() -> None:
-    rig = Rig().started("a", "b")
+def test_what_was_refused_is_answered_the_same_again_and_what_is_right_may_still_be_pushed(rig: Rig) -> None:
     refused = rig.contribute("a", 1, 1e6)
     assert rig.contribute("a", 1, 1e6) == refused
     assert rig.shard.ledger.rejected == {"NORM_TOO_LARGE": 1}
@@ -507,9 +505,8 @@ def test_what_was_refused_is_answered_the_same_again_and_what_is_right_may_still
     assert rig.theta == [-2.0]
 
 
-def test_a_copy_that_was_let_in_before_another_was_refused_is_not_taken_after_that() -> None:
+def test_a_copy_that_was_let_in_before_another_was_refused_is_not_taken_after_that(rig: Rig) -> None:
     """Its learner has given the work back, and it would count twice."""
-    rig = Rig().started("a", "b")
     payload = encode_payload(torch.ones(SIZE), "float32")
     header, member = rig.header(1, payload), rig.members["a"]
     assert rig.shard.admit(member, header) is None
@@ -538,10 +535,9 @@ def test_no_copy_of_what_was_refused_is_taken_when_the_round_opens_again() -> No
 
 
 @pytest.mark.parametrize("first", [LATE, REJECTED])
-def test_no_copy_of_what_came_between_two_leases_is_taken_when_the_round_opens_again(first: Outcome) -> None:
+def test_no_copy_of_what_came_between_two_leases_is_taken_when_the_round_opens_again(rig: Rig, first: Outcome) -> None:
     """A new lease ends the round's old one, so the contribution is refused, or late if no round is open. Later the
     same round opens again and asks the new lease: only what is made for that counts."""
-    rig = Rig().started("a", "b")
     if first is LATE:
         rig.join("a", "b")
         assert rig.state.round is None
@@ -592,8 +588,7 @@ def test_the_running_median_judges_norms_once_there_are_enough() -> None:
 # ------------------------------------------------------------------ leases, generations, fencing
 
 
-def test_who_is_silent_past_its_lease_is_evicted_and_told_and_nobody_waits_for_it() -> None:
-    rig = Rig().started("a", "b")
+def test_who_is_silent_past_its_lease_is_evicted_and_told_and_nobody_waits_for_it(rig: Rig) -> None:
     rig.contribute("a", 1, 1.0)
     rig.take_told("b")
     rig.silence("b", "a")
@@ -608,8 +603,7 @@ def test_who_is_silent_past_its_lease_is_evicted_and_told_and_nobody_waits_for_i
     assert rig.noted(RoundClosed)[-1].why == "lease"
 
 
-def test_what_an_evicted_learner_contributed_is_fenced() -> None:
-    rig = Rig().started("a", "b")
+def test_what_an_evicted_learner_contributed_is_fenced(rig: Rig) -> None:
     rig.contribute("b", 1, 9.0)
     rig.silence("b", "a")
     assert rig.shard.ledger.tokens_fenced == 40
@@ -620,8 +614,7 @@ def test_what_an_evicted_learner_contributed_is_fenced() -> None:
     rig.assert_accounts_balance()
 
 
-def test_what_is_being_merged_is_not_fenced() -> None:
-    rig = Rig().started("a", "b")
+def test_what_is_being_merged_is_not_fenced(rig: Rig) -> None:
     rig.holds_jobs = True
     rig.contribute("a", 1, 1.0)
     rig.contribute("b", 1, 3.0)
@@ -651,8 +644,7 @@ def test_a_round_that_everybody_left_is_opened_again() -> None:
     ("process_id", "code", "error"),
     [("process", "STALE_GENERATION", StaleGeneration), ("another", "SUPERSEDED", Superseded)],
 )
-def test_the_newer_generation_wins_and_the_older_is_told_why(process_id: str, code: str, error: type[Refusal]) -> None:
-    rig = Rig().started("a", "b")
+def test_the_newer_generation_wins_and_the_older_is_told_why(rig, process_id, code, error) -> None:
     rig.contribute("a", 1, 9.0)
     rig.take_told("a")
     old = rig.members["a"].generation
@@ -669,9 +661,8 @@ def test_the_newer_generation_wins_and_the_older_is_told_why(process_id: str, co
     rig.assert_accounts_balance()
 
 
-def test_what_a_process_left_behind_counts_although_the_next_one_joins_twice() -> None:
+def test_what_a_process_left_behind_counts_although_the_next_one_joins_twice(rig: Rig) -> None:
     """The answer to its first join was lost. Only its own first lease ends by that."""
-    rig = Rig().started("a", "b")
     rig.contribute("a", 1, 1.0)
     rig.shard.leave(rig.members["a"])
     for _ in range(2):
@@ -684,9 +675,8 @@ def test_what_a_process_left_behind_counts_although_the_next_one_joins_twice() -
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_who_was_refused_and_joins_again_has_no_part_in_the_round(leaves: bool) -> None:
+def test_who_was_refused_and_joins_again_has_no_part_in_the_round(rig: Rig, leaves: bool) -> None:
     """The round asked the generation before, and waits for it no longer."""
-    rig = Rig().started("a", "b")
     rig.contribute("a", 1, 1e6)
     if leaves:
         rig.shard.leave(rig.members["a"])
@@ -698,8 +688,7 @@ def test_who_was_refused_and_joins_again_has_no_part_in_the_round(leaves: bool) 
     assert rig.theta == [-3.0]
 
 
-def test_a_learner_that_joins_again_after_its_eviction_is_asked_next_time() -> None:
-    rig = Rig().started("a", "b")
+def test_a_learner_that_joins_again_after_its_eviction_is_asked_next_time(rig: Rig) -> None:
     rig.silence("b", "a")
     rig.contribute("a", 1)
     rig.join("b")
