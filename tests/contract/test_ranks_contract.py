@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco_worker
-from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
+from diloco_common.errors import CannotConnect, UnsupportedModel
 from diloco_common.wire.manifest import cut
 from diloco_worker.core.parts import Seat, located
 from diloco_worker.core.replica import Replica
@@ -186,17 +186,6 @@ def test_all_parameters_of_an_island_are_spread_in_one_way() -> None:
     fully_shard(model[2], mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(UnsupportedModel, match=r"0.bias and 2.bias are spread over the ranks in different ways"):
         Replica(model, seat=Seat(0, 2, located))
-
-
-def test_an_island_needs_a_process_group() -> None:
-    with pytest.raises(ConfigError, match=r"island= is .*give a process group or a device mesh"):
-        diloco_worker.join("127.0.0.1:9", plain(), island=object())
-
-
-@pytest.mark.usefixtures("group")
-def test_what_is_no_group_is_no_island() -> None:
-    with pytest.raises(ConfigError, match="island= is 3: give a process group or a device mesh"):
-        diloco_worker.join("127.0.0.1:9", plain(), island=3)
 
 
 @pytest.mark.usefixtures("group")

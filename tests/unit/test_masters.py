@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_undone import Lookahead, ScheduleFree
 from torch import Tensor, nn
 
 from diloco_common.errors import VersionUndone, WrongCall
@@ -14,6 +13,7 @@ from diloco_common.wire.manifest import cut
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.shell.masters import Masters, find_copies
+from optimizers import Lookahead, ScheduleFree
 from parts import Rig
 
 

@@ -82,14 +82,6 @@ def test_the_digest_tells_kinds_of_momentum_apart() -> None:
     assert len({model_digest([A, companion_of(A, kind)]) for kind in get_args(Momentum)}) == 3
 
 
-def test_a_worker_says_the_digest_of_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
-    declared = [A, B, companion_of(A, "Adam")]
-    telemetry, said = Parts().telemetry, list[str]()
-    monkeypatch.setattr(telemetry.log, "event", lambda event, **facts: said.append(facts["digest"]))
-    telemetry.model(declared, 0)
-    assert said == [model_digest(declared)]
-
-
 def test_a_worker_says_how_many_buffers_and_how_many_companions_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     telemetry, said = Parts().telemetry, list[dict[str, object]]()
     monkeypatch.setattr(telemetry.log, "event", lambda event, **facts: said.append(facts))
@@ -98,8 +90,3 @@ def test_a_worker_says_how_many_buffers_and_how_many_companions_it_shares(monkey
         telemetry.model(declared, 0)
     beside = [{word: facts[word] for word in ("companions", "buffers") if word in facts} for facts in said]
     assert beside == [{}, {"companions": 1}, {"companions": 1, "buffers": 2}]
-
-
-def test_a_worker_prints_the_digest_of_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["digest", "--set", "model.width=48"]) == 0
-    assert capsys.readouterr().out.strip() == model_digest(gpt_tensors(ModelSettings(width=48)))

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from diloco_common.errors import ModelChanged, WrongCall
+from diloco_common.errors import ModelChanged
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet, as_module
-from diloco_worker.learner import Learner
 from diloco_worker.shell.other_values import OtherValues, beside, write
 from diloco_worker.shell.watch import AT_ONCE, ModelWatch
 from parts import Rig
@@ -129,22 +128,6 @@ def test_what_is_not_named_stays_and_dtypes_are_those_of_the_model() -> None:
     assert torch.equal(net.norm.weight, before)
 
 
-@pytest.mark.parametrize(
-    ("values", "why"),
-    [
-        ({"boddy.weight": torch.ones(4, 3)}, r"the model has no boddy.weight; did you mean body.weight\?"),
-        ({"body.weight": torch.ones(3, 4)}, r"body.weight is of shape \(3, 4\), and in the model .* \(4, 3\)"),
-        ({"model": {"body.weight": torch.ones(4, 3)}}, "the model has no model"),
-        ({"body.weight": [1.0]}, r"body.weight is \[1.0\]"),
-        ({}, "there are none"),
-        (None, "give the nn.Module"),
-    ],
-)  # fmt: skip
-def test_values_that_do_not_fit_are_refused_by_name(values: Any, why: str) -> None:
-    with pytest.raises(WrongCall, match=why):
-        beside(Net(), values)
-
-
 # ------------------------------------------------------------------ what a learner does
 
 
@@ -159,30 +142,6 @@ def test_the_newest_global_values_are_in_the_model_and_then_no_longer() -> None:
     assert rig.values == [22.0, 12.0], "what has arrived meanwhile waits"
     rig.learner.poll()
     assert rig.values == [22.0, 32.0]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda learner: learner.step(tokens=1),
-        lambda learner: learner.poll(),
-        lambda learner: learner.finish(wait_s=0.0),
-        lambda learner: learner.leave(wait_s=0.0),
-        lambda learner: learner.restore({"0": torch.zeros(1)}),
-        lambda learner: learner.global_values().__enter__(),
-        lambda learner: learner.values({"0": torch.zeros(1)}).__enter__(),
-    ],
-    ids=["step", "poll", "finish", "leave", "restore", "global_values", "values"],
-)
-def test_inside_a_block_the_run_stands_still(call: Callable[[Learner], object]) -> None:
-    rig = Rig()
-    with rig.learner.values({"0": torch.zeros(1)}):
-        with pytest.raises(WrongCall, match=r"inside `with learner.values\(\)` the model holds other values") as caught:
-            call(rig.learner)
-        assert "\n" not in str(caught.value)
-    assert rig.values == [10.0, 10.0]
-    assert rig.learner.inner_step == 0
-    rig.steps()
 
 
 def test_a_snapshot_in_the_background_is_waited_for() -> None:

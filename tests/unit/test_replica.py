@@ -108,11 +108,6 @@ def test_an_unsupported_model_is_refused_in_words_that_say_what_to_do(make, word
         Replica(make())
 
 
-def test_a_name_to_average_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match=r"mean_merge names \['hed'\]"):
-        Replica(Language(tied=False), mean_merge={"hed"})
-
-
 # ------------------------------------------------------------------ values in and out
 
 

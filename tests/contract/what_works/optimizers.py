@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optimizers import Lookahead, Make, OnMasters, ScheduleFree
 from what_works.script import RATE, Cases, Ground, Script, X, Y, loop, loss_of, small
 
 CASES = Cases()
-Make: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 USUAL: dict[str, Make] = {
     "SGD": partial(torch.optim.SGD, lr=RATE),
@@ -261,63 +261,7 @@ def gan() -> Script:
 
 # ---------------------------------------------------------------- weights of the optimizer's own
 
-
-class OnMasters:
-    """AdamW on float32 copies, which are written over the parameters, as apex and others do."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.parameters())
-        self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.parameters]
-        self.inner = torch.optim.AdamW(self.masters, lr=0.03)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
-        self.inner.step()
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            parameter.copy_(master)
-
-
-class Lookahead(torch.optim.SGD):
-    """Every second step, slow weights go half of the way to the fast ones, and these back to them."""
-
-    steps = 0
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        super().step()
-        self.steps += 1
-        for group in self.param_groups:
-            for fast in group["params"]:
-                slow = self.state[fast].setdefault("slow_param", fast.clone())
-                if self.steps % 2 == 0:
-                    fast.copy_(slow.lerp_(fast, 0.5))
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """SGD without a schedule: the parameters are y, between z and its mean."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": RATE})
-        self.steps = 0
-
-    def train(self) -> None:
-        """As the published one: it makes an empty state of each parameter."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter].get("z")
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        self.steps += 1
-        for group in self.param_groups:
-            for y in group["params"]:
-                z = self.state[y].setdefault("z", y.clone())
-                share = 1 / self.steps
-                y.lerp_(z, share).add_(y.grad, alpha=RATE * (0.9 * (1 - share) - 1))
-                z.sub_(y.grad, alpha=RATE)
+MASTER: Make = partial(torch.optim.AdamW, lr=0.03)
 
 
 def with_masters(model: nn.Module, optimizer: OnMasters) -> Callable[[], Tensor]:
@@ -334,8 +278,8 @@ def with_masters(model: nn.Module, optimizer: OnMasters) -> Callable[[], Tensor]
 @CASES.script("float32 masters beside bfloat16 weights, with masters=")
 def masters() -> Script:
     model = small().bfloat16()
-    optimizer = OnMasters(model)
-    pairs = list(zip(model.parameters(), optimizer.masters, strict=True))
+    optimizer = OnMasters(model.parameters(), MASTER)
+    pairs = list(zip(model.parameters(), optimizer.copies, strict=True))
     return Script(model, with_masters(model, optimizer), {"masters": pairs}, exact=4e-3)
 
 
@@ -343,20 +287,20 @@ def masters() -> Script:
 def masters_unsaid(ground: Ground) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)).bfloat16()  # of fewer, no tensor is watched
-    ground.is_undone(Script(model, with_masters(model, OnMasters(model))))
+    ground.is_undone(Script(model, with_masters(model, OnMasters(model.parameters(), MASTER))))
 
 
 @CASES.script("Lookahead, with masters=")
 def lookahead() -> Script:
     model = small()
-    optimizer = Lookahead(model.parameters(), lr=RATE)
+    optimizer = Lookahead(model.parameters(), USUAL["SGD"], k=2)
     return Script(model, loop(model, optimizer), {"masters": optimizer})
 
 
 @CASES.script("schedule-free, with masters=")
 def schedule_free() -> Script:
     model = small()
-    optimizer = ScheduleFree(model.parameters())
+    optimizer = ScheduleFree(model.parameters(), RATE)
     optimizer.train()
     return Script(model, loop(model, optimizer), {"masters": optimizer})
 
