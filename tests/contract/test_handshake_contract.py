@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_process import InProcessShard, settings_with
@@ -16,7 +18,7 @@ from training import tiny_model
 
 import diloco_worker
 from certificates import Certificates
-from diloco_common.errors import CannotConnect, HandshakeFailed, NoCertificate, NotAShard, TlsNotSpoken
+from diloco_common.errors import CannotConnect, HandshakeFailed, NotAShard, TlsNotSpoken
 from diloco_common.trust.identity import Identity
 from diloco_common.trust.tls import read_folder
 from diloco_common.wire.handshake import find_cause
@@ -34,29 +36,6 @@ def run(tmp_path: Path) -> Certificates:
 @pytest.fixture
 def shard(serve: Callable[..., InProcessShard], run: Certificates) -> InProcessShard:
     return serve(settings_with(security={"tls": run.issue("shard/0")}))
-
-
-def cause_at(address: str, folder: Path | None) -> HandshakeFailed | None:
-    return find_cause(address, None if folder is None else read_folder(folder))
-
-
-def without_pair(run: Certificates, folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "ca.pem").write_bytes((run.authority.folder / "ca.pem").read_bytes())
-    return folder
-
-
-def mixed(run: Certificates, folder: Path, other: Certificates, *, foreign: str) -> Path:
-    """A learner's folder in which some files are of another authority."""
-    source = run.issue("learner/a")
-    for name in ("ca.pem", "cert.pem", "key.pem"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes((source / name).read_bytes())
-        (folder / name).chmod(0o600)
-    theirs = other.issue("learner/a")
-    for name in foreign.split():
-        (folder / name).write_bytes((theirs / name).read_bytes())
-    return folder
 
 
 @contextmanager
@@ -113,109 +92,104 @@ def tls_server(folder: Path) -> Iterator[str]:
         yield address
 
 
-def test_all_is_well(shard, run):
-    assert cause_at(shard.address, run.issue("learner/a")) is None
+Where = Callable[[Any, InProcessShard, Certificates], AbstractContextManager[str]]
+Folder = Callable[[Certificates, Path], Path | None]
 
 
-def test_a_caller_without_a_certificate(shard, run, tmp_path):
-    found = cause_at(shard.address, without_pair(run, tmp_path / "bare"))
-    assert isinstance(found, NoCertificate)
-    assert "asks for a certificate" in str(found)
+def at_the_shard(serve: Any, shard: InProcessShard, run: Certificates) -> AbstractContextManager[str]:
+    return nullcontext(shard.address)
 
 
-@pytest.mark.parametrize(
-    ("begins", "code", "words"),
-    [
-        (timedelta(days=-3), "CERTIFICATE_EXPIRED", "diloco certs issue learner/a"),
-        (timedelta(days=3), "CERTIFICATE_NOT_YET_VALID", "set the clock"),
-    ],
-)
-def test_a_certificate_out_of_its_time(shard, run, begins, code, words):
-    found = cause_at(shard.address, run.issue("learner/a", begins=begins))
-    assert found is not None
-    assert found.code == code
-    assert words in str(found)
-    assert "this machine's clock" in str(found)
+def at_plaintext(serve: Any, shard: InProcessShard, run: Certificates) -> AbstractContextManager[str]:
+    return nullcontext(serve().address)
 
 
-@pytest.mark.parametrize("foreign", ["cert.pem key.pem", "ca.pem", "ca.pem cert.pem key.pem"])
-def test_a_certificate_of_another_authority(shard, run, tmp_path, foreign):
-    other = Certificates(tmp_path / "other")
-    found = cause_at(shard.address, mixed(run, tmp_path / "mixed", other, foreign=foreign))
-    assert found is not None
-    assert found.code == "FOREIGN_CERTIFICATE"
-    assert "ca.pem" in str(found) or "whole folder" in str(found)
+def under_another_name(serve: Any, shard: InProcessShard, run: Certificates) -> AbstractContextManager[str]:
+    return forwarded(shard.address)
 
 
-def test_a_shard_of_another_authority_is_told_from_a_caller_of_one(shard, run, tmp_path):
-    """Both sides trust the caller's CA file, and the shard's own file is another: only the shard refuses."""
-    other = Certificates(tmp_path / "other")
-    folder = mixed(run, tmp_path / "mixed", other, foreign="cert.pem key.pem")
-    both = (folder / "ca.pem").read_bytes() + (other.authority.folder / "ca.pem").read_bytes()
-    (folder / "ca.pem").write_bytes(both)
-
-    found = cause_at(shard.address, folder)
-
-    assert found is not None
-    assert found.code == "FOREIGN_CERTIFICATE"
-    assert "does not take the certificate" in str(found)
+def at_a_server(**validity: timedelta) -> Where:
+    """Another one than gRPC's. It says why: after the handshake, in TLS 1.3."""
+    return lambda serve, shard, run: tls_server(run.issue("shard/0", **validity))
 
 
-@pytest.mark.parametrize(
-    ("begins", "code", "words"),
-    [
-        (timedelta(days=-3), "CERTIFICATE_EXPIRED", "diloco certs issue shard/N"),
-        (timedelta(days=3), "CERTIFICATE_NOT_YET_VALID", "set the clock"),
-    ],
-)
-def test_a_shard_whose_certificate_is_out_of_its_time(run, begins, code, words):
-    with tls_server(run.issue("shard/0", begins=begins)) as address:
-        found = cause_at(address, run.issue("learner/a"))
-    assert found is not None
-    assert found.code == code
-    assert words in str(found)
+@contextmanager
+def at_nobody(serve: Any, shard: InProcessShard, run: Certificates) -> Iterator[str]:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
-def test_a_name_that_the_certificate_does_not_have(shard, run):
-    with forwarded(shard.address) as address:
-        found = cause_at(address, run.issue("learner/a"))
-    assert found is not None
-    assert found.code == "WRONG_HOST"
-    assert "ps-0" in str(found)
-    assert "--host 127.0.0.2" in str(found)
+def nothing(run: Certificates, here: Path) -> None:
+    """Plaintext."""
 
 
-def test_plaintext_on_a_tls_port_and_the_reverse(shard, serve, run):
-    plain = serve()
-    assert cause_at(plain.address, None) is None
-    needed, not_spoken = cause_at(shard.address, None), cause_at(plain.address, run.issue("learner/a"))
-    assert needed is not None
-    assert needed.code == "TLS_NEEDED"
-    assert "security.tls" in str(needed)
-    assert not_spoken is not None
-    assert not_spoken.code == "TLS_NOT_SPOKEN"
+def issued(**validity: timedelta) -> Folder:
+    return lambda run, here: run.issue("learner/a", **validity)
+
+
+def without_pair(run: Certificates, here: Path) -> Path:
+    (here / "ca.pem").write_bytes((run.authority.folder / "ca.pem").read_bytes())
+    return here
+
+
+def foreign(*files: str, trusts_both: bool = False) -> Folder:
+    """A learner's folder in which these files are of another authority."""
+
+    def folder(run: Certificates, here: Path) -> Path:
+        other = Certificates(here / "other")
+        ours, theirs = run.issue("learner/a"), other.issue("learner/a")
+        for name in ("ca.pem", "cert.pem", "key.pem"):
+            (here / name).write_bytes(((theirs if name in files else ours) / name).read_bytes())
+            (here / name).chmod(0o600)
+        if trusts_both:
+            with (here / "ca.pem").open("ab") as ca:
+                ca.write((other.authority.folder / "ca.pem").read_bytes())
+        return here
+
+    return folder
+
+
+PAIR = "cert.pem", "key.pem"
+OLD, EARLY = {"begins": timedelta(days=-3)}, {"begins": timedelta(days=3)}
+CAUSES: dict[str, tuple[Where, Folder, str, list[str]]] = {
+    "all is well": (at_the_shard, issued(), "", []),
+    "nor in plaintext": (at_plaintext, nothing, "", []),
+    "no certificate": (at_the_shard, without_pair, "NO_CERTIFICATE", ["asks for a certificate"]),
+    "no certificate, at another server": (at_a_server(), without_pair, "NO_CERTIFICATE", []),
+    "too old": (at_the_shard, issued(**OLD), "CERTIFICATE_EXPIRED",
+                ["diloco certs issue learner/a", "this machine's clock"]),
+    "not valid yet": (at_the_shard, issued(**EARLY), "CERTIFICATE_NOT_YET_VALID",
+                      ["set the clock", "this machine's clock"]),
+    "the shard's is too old": (at_a_server(**OLD), issued(), "CERTIFICATE_EXPIRED", ["diloco certs issue shard/N"]),
+    "nor is the shard's": (at_a_server(**EARLY), issued(), "CERTIFICATE_NOT_YET_VALID", ["set the clock"]),
+    "a pair of others": (at_the_shard, foreign(*PAIR), "FOREIGN_CERTIFICATE", [r"ca\.pem|whole folder"]),
+    "an authority of others": (at_the_shard, foreign("ca.pem"), "FOREIGN_CERTIFICATE", [r"ca\.pem|whole folder"]),
+    "all of others": (at_the_shard, foreign("ca.pem", *PAIR), "FOREIGN_CERTIFICATE", [r"ca\.pem|whole folder"]),
+    "only the shard refuses": (at_the_shard, foreign(*PAIR, trusts_both=True), "FOREIGN_CERTIFICATE",
+                               ["does not take the certificate"]),
+    "another host": (under_another_name, issued(), "WRONG_HOST", ["ps-0", "--host 127.0.0.2"]),
+    "plaintext on a TLS port": (at_the_shard, nothing, "TLS_NEEDED", [r"security\.tls"]),
+    "TLS on a plaintext port": (at_plaintext, issued(), "TLS_NOT_SPOKEN", []),
+    "nobody there is no matter of TLS": (at_nobody, issued(), "", []),
+    "nor without it": (at_nobody, nothing, "", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "folder", "code", "words"), CAUSES.values(), ids=CAUSES)
+def test_the_cause_is_named_with_what_to_do(serve, shard, run, tmp_path, where, folder, code, words):
+    (here := tmp_path / "caller").mkdir()
+    files = folder(run, here)
+    with where(serve, shard, run) as address:
+        found = find_cause(address, None if files is None else read_folder(files))
+    assert ("" if found is None else found.code) == code
+    assert all(re.search(word, str(found)) for word in words), found
 
 
 def test_the_http_port_of_a_shard_says_where_the_shard_listens(serve):
     server = serve(settings_with()).server
-    assert cause_at(server.grpc_address, None) is None
     with pytest.raises(NotAShard, match=f"gRPC: {server.grpc_address}"):
         diloco_worker.join(server.http_address, tiny_model(), http=None, wait_s=30.0)
-
-
-def test_an_alert_is_heard_too(run, tmp_path):
-    """Where another server than gRPC's ends TLS, it says why: after the handshake, in TLS 1.3."""
-    with tls_server(run.issue("shard/0")) as address:
-        found = cause_at(address, without_pair(run, tmp_path / "bare"))
-    assert isinstance(found, NoCertificate)
-
-
-def test_nobody_there_is_no_matter_of_tls(run):
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # taken, and nobody listens
-        address = f"127.0.0.1:{bound.getsockname()[1]}"
-        assert cause_at(address, run.issue("learner/a")) is None
-        assert cause_at(address, None) is None
 
 
 # ---------------------------------------------------------------- what becomes of it
