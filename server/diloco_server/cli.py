@@ -39,9 +39,7 @@ def serve(
 
     end_on_sigterm()
     tune_allocator()  # before threads and large buffers
-    os.environ.setdefault(
-        "GRPC_VERBOSITY", "ERROR"
-    )  # else each handshake that fails writes a line, and anybody may dial
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # anybody may dial, and each failed handshake writes a line
     import asyncio
     import gc
     import logging

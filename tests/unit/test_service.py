@@ -277,7 +277,7 @@ async def test_ranks_of_one_learner_have_so_many_pulls_together(rig_of: RigOf) -
     opened = [rig.service.pull(replace(ann, rank=rank), asked) for rank in range(1, 5)]
     for pull in opened:
         await anext(pull)
-    with pytest.raises(Busy, match="4 pulls of ranks of this island are open"):
+    with pytest.raises(Busy, match="4 pulls of ranks of ann are open"):
         await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
     await rig.pull(ann, ranges=asked.ranges)
     await opened[0].aclose()

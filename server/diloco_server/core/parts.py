@@ -1,6 +1,6 @@
 """Contributions that come in parts: what each part holds, and when the parts make a whole.
 
-The ranks of an island push what each of them holds of a fragment. A part names its ranges. Parts wait in the round
+The ranks of a learner push what each of them holds of a fragment. A part names its ranges. Parts wait in the round
 until they cover the fragment exactly; then they are one contribution, and before that they are nothing. They live and
 die with the round and the generation that it asked. Its parts do not overlap, but each range may bring 255 elements of
 padding (part_layout.py). So ranges and padding of all parts together are bounded: half a contribution has at most twice
@@ -99,7 +99,7 @@ class HalfContribution:
         if whole_of(header) != self.whole:
             raise ContributionConflict(
                 f"fragment {header.fragment_id}: part {header.part} is of another contribution to round {header.round} "
-                "than the parts that came before; all ranks of an island must take it at the same step boundary"
+                "than the parts that came before; all ranks of a learner must take it at the same step boundary"
             )
         held = self._parts.get(header.part)
         if held is not None and (held.payload.header, held.ranges) == (header.payload, header.ranges):

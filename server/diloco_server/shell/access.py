@@ -22,7 +22,7 @@ from diloco_common.trust.revocations import REVOKED, DenyList
 from diloco_common.trust.tls import TlsFiles, TlsFolder, proof_of, shown
 from diloco_common.trust.tokens import read_bearer_token, read_token_key, verify_token
 from diloco_common.wire.addresses import is_loopback, parse_address
-from diloco_server.shell.audit import Audit, NoAudit
+from diloco_server.shell.audit import Audit
 
 BEARER = "Bearer "
 LOOK_S = 0.25
@@ -161,7 +161,7 @@ class AccessFiles:
         security = settings.security
         check_consent(settings)
         self._log = log
-        self._audit = audit or NoAudit()
+        self._audit = audit or Audit()
         self._tls = TlsFolder(security.tls, needs_pair=True) if security.tls else None
         self._itself = Subject(settings.run.id, Scope.SHARD, str(settings.shard.index))
         self._wall_clock = wall_clock

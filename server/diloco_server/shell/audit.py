@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from diloco_common.errors import ConfigError
 from diloco_common.trust.identity import Identity
@@ -37,14 +37,8 @@ _SAME = ("what", "outcome", "who", "peer")
 """Lines that have these in common are counted together."""
 
 
-class Audit(Protocol):
-    """What wants to know of the calls of a process."""
-
-    def note(self, what: str, outcome: str, caller: Identity | None = None, **facts: object) -> None: ...
-
-
-class NoAudit:
-    """Nobody wants to know."""
+class Audit:
+    """Is told of the calls of a process. This one keeps nothing."""
 
     def note(self, what: str, outcome: str, caller: Identity | None = None, **facts: object) -> None:
         pass
@@ -58,7 +52,7 @@ class _Repeated:
     more: int = 0
 
 
-class AuditLog:
+class AuditLog(Audit):
     """One process's. Owned by one thread."""
 
     def __init__(

@@ -58,10 +58,9 @@ class Health:
         self._status: int = Status.NOT_SERVING
         self._services = frozenset(services)
         self._changed = asyncio.Event()
-        self._bodies, self._watches = (
-            Bodies(),
-            Places[object](WATCHES_EACH, WATCHES_MAX, "watches of its health are open; call Check, or try again later"),
-        )
+        self._bodies = Bodies()
+        crowded = "watches of its health are open; call Check, or try again later"
+        self._watches = Places[object](WATCHES_EACH, WATCHES_MAX, crowded)
 
     def set(self, status: int) -> None:
         """From now on. Watches tell it."""

@@ -106,6 +106,23 @@ class Places(Generic[H]):
             self._holders.pop(account, None)
 
 
+class Ranks:
+    """Calls of the ranks of each learner, with an account for every rank. A caller chooses its rank, so those above 0
+    have only so many places together."""
+
+    def __init__(self, what: str, each: int) -> None:
+        self._what, self._places = what, Places[object](each)
+
+    @contextmanager
+    def account(self, learner_id: str, rank: int) -> Iterator[str]:
+        """Held while a call is open. Raises Busy."""
+        if not rank:
+            yield learner_id
+            return
+        with self._places.held(learner_id, f"{self._what} of ranks of {learner_id}"):
+            yield f"{learner_id}/{rank}"
+
+
 class Pulled:
     """One pull of an account."""
 

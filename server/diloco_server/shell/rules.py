@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,43 +33,37 @@ class Rules:
     """Merge rule, outer optimizer and cadence. Learners take part where all shards of a run say the same."""
 
 
+_GROUPS = {
+    "sync.merge": "diloco.merge", "outer.optimizer": "diloco.outer", "sync.cadence": "diloco.cadence",
+    "sync.push": "diloco.codec", "sync.pull": "diloco.codec",
+}  # fmt: skip
+"""Setting -> where what it names is found."""
+
+
 def find_rules(settings: Settings) -> Rules:
     """Import what is not ours. Raises ConfigError."""
-    merge: str | MergeRule = settings.sync.merge
-    outer, sources = None, {}
-    if is_extension(settings.sync.merge):
-        found = find("diloco.merge", settings.sync.merge)
-        if not callable(found.thing):
-            raise ConfigError(f"sync.merge {settings.sync.merge} is no function (diloco_server.core.merge.MergeRule)")
-        merge, sources["sync.merge"] = found.thing, f"{settings.sync.merge} {found.source}"
-    if is_extension(settings.outer.optimizer):
-        found = find("diloco.outer", settings.outer.optimizer)
-        if not (isinstance(found.thing, type) and issubclass(found.thing, OuterOptimizer)):
-            raise ConfigError(
-                f"outer.optimizer {settings.outer.optimizer} is no subclass of diloco_server.core.outer.OuterOptimizer"
-            )
-        _try_outer(found.thing, settings)
-        outer, sources["outer.optimizer"] = found.thing, f"{settings.outer.optimizer} {found.source}"
-    cadence: CadenceRule = every_h_steps
-    if is_extension(settings.sync.cadence):
-        found = find("diloco.cadence", settings.sync.cadence)
-        if not callable(found.thing):
-            raise ConfigError(
-                f"sync.cadence {settings.sync.cadence} is no function (diloco_server.core.cadence.CadenceRule)"
-            )
-        _try_cadence(found.thing, settings)
-        cadence, sources["sync.cadence"] = found.thing, f"{settings.sync.cadence} {found.source}"
-    for setting, name in (("sync.push", settings.sync.push), ("sync.pull", settings.sync.pull)):
+    sync = settings.sync
+    by_name = {"sync.merge": sync.merge, "outer.optimizer": settings.outer.optimizer, "sync.cadence": sync.cadence}
+    found, sources = dict[str, Any](), dict[str, str]()
+    for setting, name in (by_name | {"sync.push": sync.push, "sync.pull": sync.pull}).items():
         if is_extension(name):
-            sources[setting] = f"{name} {find('diloco.codec', name).source}"
-    by_name = {
-        "sync.merge": settings.sync.merge, "outer.optimizer": settings.outer.optimizer,
-        "sync.cadence": settings.sync.cadence,
-    }  # fmt: skip
+            extension = find(_GROUPS[setting], name)
+            found[setting], sources[setting] = extension.thing, f"{name} {extension.source}"
+    for setting, rule in (("sync.merge", "merge.MergeRule"), ("sync.cadence", "cadence.CadenceRule")):
+        if setting in found and not callable(found[setting]):
+            raise ConfigError(f"{setting} {by_name[setting]} is no function (diloco_server.core.{rule})")
+    outer, cadence = found.get("outer.optimizer"), found.get("sync.cadence", every_h_steps)
+    if outer is not None and not (isinstance(outer, type) and issubclass(outer, OuterOptimizer)):
+        name = by_name["outer.optimizer"]
+        raise ConfigError(f"outer.optimizer {name} is no subclass of diloco_server.core.outer.OuterOptimizer")
+    if outer is not None:
+        _try_outer(outer, settings)
+    if cadence is not every_h_steps:
+        _try_cadence(cadence, settings)
     words = ", ".join(f"{setting} {sources.get(setting, name)}" for setting, name in by_name.items())
     if len(words) > RULES_MAX:
         words = f"rules with the digest {hashlib.sha256(words.encode()).hexdigest()[:16]}"
-    return Rules(merge, outer, cadence, sources, words)
+    return Rules(found.get("sync.merge", sync.merge), outer, cadence, sources, words)
 
 
 def _try_outer(rule: type[OuterOptimizer], settings: Settings) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import aclosing, closing, contextmanager, nullcontext, suppress
+from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -42,7 +42,7 @@ from diloco_common.wire.messages import (
 )
 from diloco_server.shell.control_streams import ControlStream
 from diloco_server.shell.host import ShardHost
-from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Rate, Takers
+from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Ranks, Rate, Takers
 from diloco_server.shell.rules import check_codecs
 from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
 
@@ -85,9 +85,9 @@ class Service:
         limits = host.settings.shard
         self._host = host
         self._pushes = Pushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, limits.bytes_in_max)
-        self._rank_pushes = Places[object](max(PUSHES_AT_ONCE, limits.max_pushes // 2))
+        self._rank_pushes = Ranks("pushes", max(PUSHES_AT_ONCE, limits.max_pushes // 2))
         self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](HOST_PULLS_AT_ONCE)
-        self._rank_pulls = Places[object](max(PULLS_AT_ONCE, limits.max_pushes // 2))
+        self._rank_pulls = Ranks("pulls", max(PULLS_AT_ONCE, limits.max_pushes // 2))
         self._takers = Takers()
         self._outgoing = Outgoing(limits.bytes_out_max)
         self._observers = Places[object](  # pulls whose bytes are made for them alone
@@ -245,10 +245,9 @@ class Service:
 
     @contextmanager
     def _push_place(self, learner_id: str, rank: int) -> Iterator[OpenPush]:
-        """Held while a push is open. Ranks have places each, but those above 0 at most half of all. Raises Busy."""
-        account = f"{learner_id}/{rank}" if rank else learner_id
-        push = OpenPush(account, learner_id)
-        with self._rank_pushes.held(learner_id, "pushes of ranks of this island") if rank else nullcontext():
+        """Held while a push is open. Raises Busy."""
+        with self._rank_pushes.account(learner_id, rank) as account:
+            push = OpenPush(account, learner_id)
             try:
                 oldest = self._pushes.opened(account, push)
                 if oldest is not None:
@@ -340,18 +339,13 @@ class Service:
     @contextmanager
     def _pull_place(self, caller: Identity) -> Iterator[str]:
         """Held while a pull is open, and so are its bytes; whose account it is. Raises Busy, and as `ShardHost.member`
-        does for a lease.
-
-        Ranks have places each, but those above 0 of one learner only so many together: a caller chooses its rank.
-        """
+        does for a lease."""
         if not caller.generation:
             with self._host_pulls.held(caller.account, f"pulls of {caller.account or 'this host'}"):
                 yield caller.account
             return
-        learner_id, rank = self._host.member(caller).learner_id, caller.rank
-        account = f"{learner_id}/{rank}" if rank else learner_id
         with (
-            self._rank_pulls.held(learner_id, "pulls of ranks of this island") if rank else nullcontext(),
+            self._rank_pulls.account(self._host.member(caller).learner_id, caller.rank) as account,
             self._pulls.held(account, f"pulls of {account}"),
         ):
             yield account

@@ -25,7 +25,7 @@ from diloco_common.wire.manifest import TensorSpec, check_kinds
 from diloco_common.wire.messages import JoinRequest, Outcome, Progress, PullHeader, PullRequest, PushAnswer, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
-from diloco_server.shell.audit import Audit, NoAudit
+from diloco_server.shell.audit import Audit
 from diloco_server.shell.quotas import Rate
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -61,7 +61,7 @@ class ParameterServer:
         self._callers = callers
         self._refused = refused
         self._bearer_token = bearer_token
-        self._audit = audit or NoAudit()
+        self._audit = audit or Audit()
         self._joins = Rate("joins on this connection", JOINS, JOINS_PER_S)
 
     def handler(self) -> grpc.GenericRpcHandler:

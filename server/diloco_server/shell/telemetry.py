@@ -6,6 +6,8 @@ and branches on nothing that a log or a metric returns: in another world they ma
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from diloco_common import ports
@@ -36,13 +38,12 @@ class ShardTelemetry:
     """Tells of one shard. Owned by its event loop."""
 
     def __init__(self, shard: Shard, metrics: ShardMetrics, log: Log, history: ports.History | None) -> None:
-        """None for `history`: nothing is recorded."""
         self._shard = shard
         self._metrics = metrics
         self._log = log
         self.bytes_pushed = 0
         self.bytes_pulled = 0
-        self._history = None if history is None else ShardHistory(history, shard.epoch)
+        self._history = ShardHistory(history, shard.epoch)
         metrics.itself.epoch.set(shard.epoch)
         settings = shard.settings
         compared = {"shard.count": settings.shard.count, "sync.staleness_max": settings.sync.staleness_max}
@@ -54,8 +55,7 @@ class ShardTelemetry:
 
     def note(self, fact: Fact) -> None:
         """The core says that something has happened."""
-        if self._history is not None:
-            self._history.note(fact)
+        self._history.note(fact)
         self._observe(fact)
         if (told := told_of(fact)) is not None:
             getattr(self._log, told.level)(told.words, **told.facts)
@@ -80,13 +80,11 @@ class ShardTelemetry:
 
     def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
         """A push got its outcome. What counts as a contribution, the core says (`ContributionAnswered`)."""
-        if self._history is not None:
-            self._history.answered(member.learner_id, member.generation, header, answer)
+        self._history.answered(member.learner_id, member.generation, header, answer)
 
     def merging(self, merge: MergeRound) -> None:
         """A closed round is about to become a version."""
-        if self._history is not None:
-            self._history.merging(merge)
+        self._history.merging(merge)
 
     def merged(self, seconds: float) -> None:
         """It took so long to merge it and to take the outer step."""
@@ -94,8 +92,7 @@ class ShardTelemetry:
 
     def announcing(self, state: FragmentState) -> None:
         """A version is durable, and nobody has heard of it yet."""
-        if self._history is not None:
-            self._history.announcing(state)
+        self._history.announcing(state)
         if state.version == 0:
             fragment = state.fragment
             self._log.event("fragment seeded", fragment=fragment.fragment_id, elements=fragment.num_elements)
@@ -103,8 +100,7 @@ class ShardTelemetry:
     def restored(self, fragment_id: int) -> None:
         """A fragment goes on from a version that an earlier epoch of the shard, or a checkpoint, has left."""
         state = self._shard.fragments[fragment_id]
-        if self._history is not None:
-            self._history.restored(state)
+        self._history.restored(state)
         self._metrics.rounds.version(fragment_id, state.version)
 
     def recovered(self, took_s: float) -> None:
@@ -176,19 +172,24 @@ class ShardTelemetry:
 class ShardHistory:
     """Writes down what happens to one shard in one epoch. `diloco_common/observe/histories.py` has all lines."""
 
-    def __init__(self, history: ports.History, epoch: int) -> None:
+    def __init__(self, history: ports.History | None, epoch: int) -> None:
+        """None: nothing is recorded."""
         self._history = history
-        history.write("born", role="shard", epoch=epoch)
+        self._write("born", role="shard", epoch=epoch)
+
+    def _write(self, what: str, **facts: Any) -> None:
+        if self._history is not None:
+            self._history.write(what, **facts)
 
     def note(self, fact: Fact) -> None:
         """Something that the core says has happened."""
         match fact:
             case RoundOpened():
-                self._history.write("opened", fragment=fact.fragment_id, round=fact.round, asked=fact.asked)
+                self._write("opened", fragment=fact.fragment_id, round=fact.round, asked=fact.asked)
             case LearnerJoined():
-                self._history.write("joined", learner=fact.learner_id, generation=fact.generation)
+                self._write("joined", learner=fact.learner_id, generation=fact.generation)
             case LearnerGone():
-                self._history.write("gone", learner=fact.learner_id, generation=fact.generation, code=fact.code)
+                self._write("gone", learner=fact.learner_id, generation=fact.generation, code=fact.code)
 
     def answered(self, learner_id: str, generation: int, header: PushHeader, answer: PushAnswer) -> None:
         """A push got its outcome."""
@@ -196,7 +197,7 @@ class ShardHistory:
             return
         what = "accepted" if answer.outcome is Outcome.ACCEPTED else "declined"
         facts = {} if what == "accepted" else {"outcome": answer.outcome.value, "code": answer.code}
-        self._history.write(
+        self._write(
             what, learner=learner_id, generation=generation, fragment=header.fragment_id, round=header.round,
             epoch=header.epoch, base=header.base_version, tokens=header.tokens, steps=header.steps, **facts,
         )  # fmt: skip
@@ -208,7 +209,7 @@ class ShardHistory:
              "tokens": c.tokens, "steps": c.steps} | ({} if c.counted == c.tokens else {"counted": c.counted})
             for c in merge.contributions
         ]  # fmt: skip
-        self._history.write(
+        self._write(
             "merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions,
             **({"left_out": list(merge.left_out)} if merge.left_out else {}),
         )  # fmt: skip
@@ -223,12 +224,14 @@ class ShardHistory:
         self._version("restored", state, stored_epoch=state.recovered.epoch)
 
     def _version(self, what: str, state: FragmentState, **facts: int) -> None:
+        if self._history is None:
+            return  # to decode a version takes long
         values, published = state.values, state.published
         assert values is not None
         assert published is not None
         decoded = torch.empty(published.values.header.num_elements)
         decode_payload(published.values, decoded)
-        self._history.write(
+        self._write(
             what, fragment=state.fragment.fragment_id, epoch=state.epoch, version=state.version,
             checksum=fingerprint(decoded.numpy().tobytes()),
             state=fingerprint(*(part.view(torch.uint8).numpy().tobytes() for part in (values.theta, *values.buffers))),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +30,6 @@ from diloco_server.storage.filesystem import Files, FileSystem
 from diloco_server.storage.version_file import (
     CHECKSUM_BYTES,
     Header,
-    Origin,
     StoredVersion,
     check_version,
     read_header,
@@ -112,12 +112,9 @@ class Contents:
 def describe(fs: Files, name: str) -> tuple[Header, CheckpointFile]:
     """A version file as a manifest lists it. Reads only its header and checksums. Raises VersionDamaged and OSError."""
     header = read_header(fs, name)
-    file = fs.open(name)
-    try:
+    with closing(fs.open(name)) as file:
         num_bytes, checksums = file.size, bytearray(CHECKSUM_BYTES)
         file.read_into(memoryview(checksums), num_bytes - CHECKSUM_BYTES)
-    finally:
-        file.close()
     record = header.record
     return header, CheckpointFile(
         name, num_bytes, checksums.hex(), record.fragment_id, header.origin.shard_index, record.epoch, record.version,
@@ -134,14 +131,9 @@ def contents_of(described: Sequence[tuple[Header, CheckpointFile]]) -> Contents:
 def _part(header: Header, file: CheckpointFile) -> Contents:
     origin, manifest = header.origin, header.manifest
     return Contents(
-        origin.run,
-        origin.num_shards,
-        origin.num_fragments,
-        origin.optimizer,
-        manifest.tensors,
-        manifest.digest,
+        origin.run, origin.num_shards, origin.num_fragments, origin.optimizer, manifest.tensors, manifest.digest,
         (file,),
-    )
+    )  # fmt: skip
 
 
 def joined(parts: Sequence[Contents]) -> Contents:
@@ -160,10 +152,7 @@ def joined(parts: Sequence[Contents]) -> Contents:
                     f"{file.version}: name only the parts of one checkpoint"
                 )
             files[file.fragment_id] = file
-    return Contents(
-        first.run, first.num_shards, first.num_fragments, first.optimizer, first.tensors, first.digest,
-        tuple(file for _, file in sorted(files.items())),
-    )  # fmt: skip
+    return replace(first, files=tuple(file for _, file in sorted(files.items())))
 
 
 def _identity(contents: Contents) -> dict[str, Any]:
@@ -184,12 +173,9 @@ def encode_manifest(contents: Contents) -> bytes:
 def write_manifest(fs: FileSystem, contents: Contents) -> None:
     """Turn a folder of version files into a checkpoint: write, sync, rename, sync the names. Raises OSError."""
     temporary = MANIFEST + ".tmp"
-    file = fs.create(temporary)
-    try:
+    with closing(fs.create(temporary)) as file:
         file.write(memoryview(encode_manifest(contents)))
         file.sync()
-    finally:
-        file.close()
     fs.sync_names()  # the listed files must be durable before the list
     fs.rename(temporary, MANIFEST)
     fs.sync_names()
@@ -245,12 +231,9 @@ def read_manifest(fs: Files, where: str) -> Contents:
             f"{where} is not a checkpoint: it has no {MANIFEST}. That file is written last, so making the checkpoint "
             "was interrupted, or this is the wrong place (`diloco checkpoint list`)"
         )
-    file = fs.open(MANIFEST)
-    try:
+    with closing(fs.open(MANIFEST)) as file:
         text = bytearray(file.size)
         file.read_into(memoryview(text), 0)
-    finally:
-        file.close()
     return decode_manifest(bytes(text), f"{where}/{MANIFEST}")
 
 
@@ -278,11 +261,6 @@ def check_listed(fs: Files, file: CheckpointFile, contents: Contents) -> None:
     part = _part(header, found)
     if found != file or part.digest != contents.digest or _identity(part) != _identity(contents):
         raise VersionDamaged(file.name, "it is not the file that the manifest lists")
-
-
-def placed(origin: Origin, num_shards: int, shard_index: int) -> Origin:
-    """The same run, placed on another number of shards."""
-    return Origin(origin.run, shard_index, num_shards, origin.num_fragments, origin.optimizer, origin.pull)
 
 
 def _checksum(body: Any) -> str:

@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from diloco_common.errors import CheckpointExists, CheckpointIncomplete, ConfigError, NoCheckpoint, VersionDamaged
@@ -32,7 +33,6 @@ from diloco_server.storage.checkpoint import (
     Contents,
     contents_of,
     describe,
-    placed,
     write_manifest,
 )
 from diloco_server.storage.filesystem import Disk, open_private, sync_path
@@ -169,9 +169,8 @@ def _check_complete(contents: Contents, shards: set[int] | None) -> None:
 
 
 def _exists(target: Path) -> CheckpointExists:
-    what = (
-        "is already a checkpoint" if is_checkpoint(target) else "exists, but is not a checkpoint (perhaps half of one)"
-    )
+    half = "exists, but is not a checkpoint (perhaps half of one)"
+    what = "is already a checkpoint" if is_checkpoint(target) else half
     return CheckpointExists(f"{target} {what}: give another --name, or delete it")
 
 
@@ -207,13 +206,11 @@ def restore(versions: Iterable[tuple[Header, StoredVersion]], manifest: Manifest
         disks = [Disk(half / f"shard-{index}") for index in range(manifest.num_shards)]
         for header, stored in versions:
             index = homes[stored.record.fragment_id]
-            origin = placed(header.origin, manifest.num_shards, index)
-            file = disks[index].create(version_name(stored.record.fragment_id, stored.record.version))
-            try:
+            origin = replace(header.origin, num_shards=manifest.num_shards, shard_index=index)
+            name = version_name(stored.record.fragment_id, stored.record.version)
+            with contextlib.closing(disks[index].create(name)) as file:
                 write_version(file, stored, origin, manifest, None)
                 file.sync()
-            finally:
-                file.close()
         for disk in disks:
             disk.sync_names()
         half.rename(target)

@@ -128,11 +128,8 @@ class FileStore:
         self._begin_epoch(epochs)
 
     def _begin_epoch(self, before: Sequence[int]) -> None:
-        file = self._fs.create(f"epoch-{self.epoch:012d}")
-        try:
+        with contextlib.closing(self._fs.create(f"epoch-{self.epoch:012d}")) as file:
             file.sync()
-        finally:
-            file.close()
         self._fs.sync_names()
         for epoch in before:
             self._fs.remove(f"epoch-{epoch:012d}")
@@ -235,12 +232,9 @@ class FileStore:
         unneeded = self._unneeded.setdefault(record.fragment_id, set())
         unneeded |= {temporary, name}  # if this fails, either may stay behind, and no later save may use the name
         try:
-            file = self._fs.create(temporary)
-            try:
+            with contextlib.closing(self._fs.create(temporary)) as file:
                 num_bytes = write_version(file, version, self._origin, manifest, intact[-1] if intact else None)
                 file.sync()
-            finally:
-                file.close()
             self._fs.rename(temporary, name)
         except OSError:
             with contextlib.suppress(OSError):  # this file may have filled the disk

@@ -18,6 +18,7 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -228,8 +229,7 @@ def read_version(fs: Files, name: str) -> tuple[Header, StoredVersion]:
     Raises VersionDamaged, which names the file. Raises OSError if the file may be intact: too many files are open, this
     process may not read it, and so on.
     """
-    file = _open(fs, name)
-    try:
+    with closing(_open(fs, name)) as file:
         header, offset, crc32c = _read_header(file, name)
         theta, *buffers = (torch.empty(header.num_elements, dtype=_DTYPES[kind]) for kind in ("F32", *header.buffers))
         found = 0
@@ -242,23 +242,17 @@ def read_version(fs: Files, name: str) -> tuple[Header, StoredVersion]:
         if found != crc32c:
             raise VersionDamaged(name, f"the checksum of its values is {found:08x}, not {crc32c:08x}")
         return header, StoredVersion(header.record, Values(theta, buffers), anchor)
-    finally:
-        file.close()
 
 
 def read_header(fs: Files, name: str) -> Header:
     """Read only the header of a file. Raises as `read_version`."""
-    file = _open(fs, name)
-    try:
+    with closing(_open(fs, name)) as file:
         return _read_header(file, name)[0]
-    finally:
-        file.close()
 
 
 def check_version(fs: Files, name: str) -> Header:
     """Check every byte of a file. Raises as `read_version`."""
-    file = _open(fs, name)
-    try:
+    with closing(_open(fs, name)) as file:
         header, offset, crc32c = _read_header(file, name)
         part, found = bytearray(SLICE_BYTES), 0
         while offset < (end := file.size - CHECKSUM_BYTES):
@@ -268,8 +262,6 @@ def check_version(fs: Files, name: str) -> Header:
         if found != crc32c:
             raise VersionDamaged(name, f"the checksum of its values is {found:08x}, not {crc32c:08x}")
         return header
-    finally:
-        file.close()
 
 
 def _open(fs: Files, name: str) -> OldFile:
