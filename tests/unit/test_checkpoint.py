@@ -235,13 +235,14 @@ def test_no_byte_of_a_manifest_may_change(contents: Contents, cluster: Path) -> 
 
 def forged(contents: Contents, change: Callable[[Any], object]) -> bytes:
     """Another manifest, with a checksum that is right. `change` gets its `checkpoint`."""
-
-    def dump(value: object) -> bytes:
-        return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
-
     body = json.loads(encode_manifest(contents))["checkpoint"]
     change(body)
-    return dump({"checkpoint": body, "crc32c": f"{google_crc32c.value(dump(body)):08x}"})
+    whole = {"checkpoint": body, "crc32c": f"{google_crc32c.value(dump(body)):08x}"}
+    return dump(whole)
+
+
+def dump(value: object) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 def another_name(body: Any) -> None:
@@ -354,19 +355,10 @@ def test_a_restore_touches_nothing_of_another_one_that_is_at_work(contents: Cont
 def part_of(shard: int, version: int, companions_every: int = 4) -> Contents:
     """A shard's part of a checkpoint at a version; companions have made fewer."""
     manifest = cut([*TENSORS, *(companion_of(t, "Adam") for t in TENSORS)], 6, NUM_SHARDS)
-    files = [
-        CheckpointFile(
-            "name",
-            1,
-            "00" * 8,
-            f.fragment_id,
-            shard,
-            1,
-            version // (1 if f.traits.is_of_model else companions_every),
-            1,
-        )
-        for f in manifest.owned_by(shard)
-    ]
+    files = []
+    for f in manifest.owned_by(shard):
+        number = version if f.traits.is_of_model else version // companions_every
+        files.append(CheckpointFile("name", 1, "00" * 8, f.fragment_id, shard, 1, number, 1))
     return Contents("run", NUM_SHARDS, 6, "nesterov", manifest.tensors, manifest.digest, tuple(files))
 
 

@@ -98,61 +98,33 @@ def known(shard: Shard) -> tuple[int, int]:
     return status.merged_version, status.forgotten_version
 
 
-def nothing(writing: Writing) -> None:
-    """She goes on."""
-
-
-def leaves(writing: Writing) -> None:
-    writing.leave()
-
-
-def is_forgotten(writing: Writing) -> None:
-    writing.forget_ann()
-
-
-def joins_again(writing: Writing) -> None:
-    writing.join("ann", "process 1")
-
-
-def is_replaced(writing: Writing) -> None:
-    writing.join("ann", "process 2")
-
-
-def is_replaced_by_one_that_leaves(writing: Writing) -> None:
-    writing.join("ann", "process 2")
-    writing.leave()
-
-
-def is_forgotten_and_comes_back(writing: Writing) -> None:
-    writing.forget_ann()
-    writing.join("ann", "process 1")
-
-
-def is_forgotten_and_replaced(writing: Writing) -> None:
-    writing.forget_ann()
-    writing.join("ann", "process 2")
-
-
 MERGED, NOT_KNOWN = (1, 0), (0, 1)
+
+
+AGAIN, REPLACED = ("join", "ann", "process 1"), ("join", "ann", "process 2")
 
 
 @pytest.mark.parametrize(
     ("happens", "told"),
     [
-        (nothing, MERGED),
-        (leaves, MERGED),
-        (is_forgotten, MERGED),  # the record knows her, and no other process has her id
-        (joins_again, MERGED),
-        (is_replaced, NOT_KNOWN),
-        (is_replaced_by_one_that_leaves, NOT_KNOWN),
-        (is_forgotten_and_comes_back, MERGED),
-        (is_forgotten_and_replaced, NOT_KNOWN),
+        ([], MERGED),
+        ([("leave",)], MERGED),
+        ([("forget_ann",)], MERGED),  # the record knows her, and no other process has her id
+        ([AGAIN], MERGED),
+        ([REPLACED], NOT_KNOWN),
+        ([REPLACED, ("leave",)], NOT_KNOWN),
+        ([("forget_ann",), AGAIN], MERGED),
+        ([("forget_ann",), REPLACED], NOT_KNOWN),
     ],
+    ids=lambda steps: " ".join(step[-1] for step in steps) if isinstance(steps, list) else None,
 )
-def test_who_is_in_a_version_is_right_whatever_happens_while_it_is_written(happens, told) -> None:
+def test_who_is_in_a_version_is_right_whatever_happens_while_it_is_written(
+    happens: list[tuple[str, ...]], told: tuple[int, int]
+) -> None:
     """What process 1 contributed is in the version. Another process under the same id has nothing in it."""
     writing = Writing()
-    happens(writing)
+    for what, *who in happens:
+        getattr(writing, what)(*who)
     assert known(writing.committed()) == told
     assert writing.record == writing.on_disk, "what is being written must not change"
 

@@ -229,11 +229,8 @@ def test_a_version_with_poisoned_counters_is_named_and_the_one_before_used(disk:
     """Its checksums are right; a shard that went on from it could answer no Join any more."""
     store_with(disk, 6)
     open_store(disk).save(make_version(7, tokens_merged=2**64), MANIFEST)
-
     recovered = open_store(disk).recover()
-
-    assert names(recovered.versions) == {0: (1, 6)}
-    assert recovered.versions[0].is_behind
+    assert (names(recovered.versions), recovered.versions[0].is_behind) == ({0: (1, 6)}, True)
     (words,) = recovered.damage
     assert words.startswith(f"{version_name(0, 7)} is damaged: ")
     assert "tokens_merged is 18446744073709551616" in words
@@ -310,21 +307,16 @@ def test_a_disk_that_cannot_put_a_version_aside_serves_nobody(disk: FakeDisk) ->
         store.recover()
 
 
-def test_a_missing_newest_version_is_noticed(disk: FakeDisk) -> None:
-    """faults.md 8: version 6 was taken away only because version 8 was there, so version 7 is not the newest."""
+@pytest.mark.parametrize(("lost", "newest", "before"), [(8, 7, 6), (7, 8, 7)], ids=["the newest", "an older one"])
+def test_a_missing_newest_version_is_noticed(disk: FakeDisk, lost: int, newest: int, before: int) -> None:
+    """faults.md 8: version 6 was taken away only because version 8 was there, so version 7 is not the newest. A missing
+    older one does no harm, and is told as well."""
     store_with(disk, 6, 7, 8)
-    disk.lose(version_name(0, 8))
+    disk.lose(version_name(0, lost))
     recovered = open_store(disk).recover()
-    assert (names(recovered.versions), recovered.versions[0].is_behind) == ({0: (1, 7)}, True)
-    assert recovered.damage == [f"version 6, written before {version_name(0, 7)}, is missing; later ones may be, too"]
-
-
-def test_a_missing_older_version_is_noticed_and_does_no_harm(disk: FakeDisk) -> None:
-    store_with(disk, 6, 7, 8)
-    disk.lose(version_name(0, 7))
-    recovered = open_store(disk).recover()
-    assert (names(recovered.versions), recovered.versions[0].is_behind) == ({0: (1, 8)}, True)
-    assert recovered.damage == [f"version 7, written before {version_name(0, 8)}, is missing; later ones may be, too"]
+    assert (names(recovered.versions), recovered.versions[0].is_behind) == ({0: (1, newest)}, True)
+    missing = f"version {before}, written before {version_name(0, newest)}, is missing; later ones may be, too"
+    assert recovered.damage == [missing]
 
 
 def test_nothing_intact_is_said_and_not_begun_anew(disk: FakeDisk) -> None:
@@ -334,11 +326,9 @@ def test_nothing_intact_is_said_and_not_begun_anew(disk: FakeDisk) -> None:
     disk.truncate(version_name(0, 7), 9)
     with pytest.raises(NothingIntact, match="fragment 0 has no intact version") as raised:
         open_store(disk).recover()
-    words = str(raised.value)
     assert raised.value.exit_code == 3
-    assert version_name(0, 6) in words
-    assert version_name(0, 7) in words
-    assert "Restore a checkpoint" in words
+    for words in (version_name(0, 6), version_name(0, 7), "Restore a checkpoint"):
+        assert words in str(raised.value)
 
 
 @pytest.mark.parametrize(
