@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -57,65 +57,41 @@ def process() -> Process:
     return Process()
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, timeout=120))
+async def test_metrics_are_served_in_the_prometheus_format(process):
+    async with process.serving() as browser:
+        answer = await browser.get("/metrics")
 
-
-def test_metrics_are_served_in_the_prometheus_format(process):
-    async def scenario():
-        async with process.serving() as browser:
-            answer = await browser.get("/metrics")
-
-        assert answer.status_code == 200
-        assert answer.headers["content-type"].startswith("text/plain; version=")
-        (family,) = text_string_to_metric_families(answer.text)
-        assert (family.name, family.samples[0].value) == ("diloco_test_answer", 42)
-
-    run(scenario())
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    (family,) = text_string_to_metric_families(answer.text)
+    assert (family.name, family.samples[0].value) == ("diloco_test_answer", 42)
 
 
 @pytest.mark.parametrize(("is_ready", "code"), [((True, "serving"), 200), ((False, "fragment 3 is not seeded"), 503)])
-def test_readiness_says_why(process, is_ready, code):
-    async def scenario():
-        process.is_ready = is_ready
-        async with process.serving() as browser:
-            answer = await browser.get("/readyz")
+async def test_readiness_says_why(process, is_ready, code):
+    process.is_ready = is_ready
+    async with process.serving() as browser:
+        answer = await browser.get("/readyz")
+        assert (await browser.get("/healthz")).status_code == 200, "not ready, and still alive"
 
-        assert answer.status_code == code
-        assert answer.json() == {"ready": is_ready[0], "reason": is_ready[1]}
-
-    run(scenario())
+    assert answer.status_code == code
+    assert answer.json() == {"ready": is_ready[0], "reason": is_ready[1]}
 
 
-def test_a_process_that_is_not_ready_is_still_alive(process):
-    async def scenario():
-        process.is_ready = (False, "starting")
-        async with process.serving() as browser:
-            assert (await browser.get("/healthz")).status_code == 200
+async def test_status_is_json_also_when_a_loss_has_diverged(process):
+    process.status = lambda: {"loss": float("nan"), "losses": [1.5, float("inf")], "version": 7}
+    async with process.serving() as browser:
+        answer = await browser.get("/status?verbose=1")
 
-    run(scenario())
-
-
-def test_status_is_json_also_when_a_loss_has_diverged(process):
-    async def scenario():
-        process.status = lambda: {"loss": float("nan"), "losses": [1.5, float("inf")], "version": 7}
-        async with process.serving() as browser:
-            answer = await browser.get("/status?verbose=1")
-
-        assert answer.headers["content-type"] == "application/json"
-        assert answer.json() == {"loss": None, "losses": [1.5, None], "version": 7}
-
-    run(scenario())
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == {"loss": None, "losses": [1.5, None], "version": 7}
 
 
-def test_a_status_that_fails_is_answered_and_the_server_goes_on(process):
-    async def scenario():
-        process.status = lambda: {"impossible": 1 // 0}
-        async with process.serving() as browser:
-            assert (await browser.get("/status")).status_code == 500
-            assert (await browser.get("/healthz")).status_code == 200
-
-    run(scenario())
+async def test_a_status_that_fails_is_answered_and_the_server_goes_on(process):
+    process.status = lambda: {"impossible": 1 // 0}
+    async with process.serving() as browser:
+        assert (await browser.get("/status")).status_code == 500
+        assert (await browser.get("/healthz")).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -130,76 +106,59 @@ def test_a_status_that_fails_is_answered_and_the_server_goes_on(process):
         ("HEAD", "/healthz", 200),
     ],
 )
-def test_other_paths_and_methods_are_refused(process, method, path, code):
-    async def scenario():
-        async with process.serving() as browser:
-            answer = await browser.request(method, path)
+async def test_other_paths_and_methods_are_refused(process, method, path, code):
+    async with process.serving() as browser:
+        answer = await browser.request(method, path)
 
-        assert answer.status_code == code
-        if code == 405:
-            assert answer.headers["allow"] == "GET, HEAD"
-        if method != "HEAD" and code != 200:
-            assert "error" in answer.json()
-
-    run(scenario())
+    assert answer.status_code == code
+    if code == 405:
+        assert answer.headers["allow"] == "GET, HEAD"
+    if method != "HEAD" and code != 200:
+        assert "error" in answer.json()
 
 
-def test_garbage_bytes_do_not_stop_the_server(process):
-    async def scenario():
-        async with process.serving() as browser:
-            reader, writer = await asyncio.open_connection(browser.base_url.host, browser.base_url.port)
-            writer.write(b"\x00\xff" * 4096)
-            await reader.read()  # it hangs up
-            writer.close()
+async def test_garbage_bytes_do_not_stop_the_server(process):
+    async with process.serving() as browser:
+        reader, writer = await asyncio.open_connection(browser.base_url.host, browser.base_url.port)
+        writer.write(b"\x00\xff" * 4096)
+        await reader.read()  # it hangs up
+        writer.close()
 
-            assert (await browser.get("/healthz")).status_code == 200
-
-    run(scenario())
+        assert (await browser.get("/healthz")).status_code == 200
 
 
-def test_a_port_in_use_is_refused_by_name(process):
-    async def scenario():
-        async with process.serving() as browser:
-            taken = f"127.0.0.1:{browser.base_url.port}"
-            second = HttpServer(taken, registry=process.registry, status=dict, ready=lambda: (True, ""))
-            with pytest.raises(InUse, match=taken):
-                await second.start()
-
-    run(scenario())
+async def test_a_port_in_use_is_refused_by_name(process):
+    async with process.serving() as browser:
+        taken = f"127.0.0.1:{browser.base_url.port}"
+        second = HttpServer(taken, registry=process.registry, status=dict, ready=lambda: (True, ""))
+        with pytest.raises(InUse, match=taken):
+            await second.start()
 
 
-def test_a_bad_address_is_a_configuration_error(process):
-    server = HttpServer("nowhere", registry=process.registry, status=dict, ready=lambda: (True, ""))
-
+async def test_a_bad_address_is_a_configuration_error(process):
     with pytest.raises(ConfigError):
-        run(server.start())  # type: ignore[arg-type]
+        await HttpServer("nowhere", registry=process.registry, status=dict, ready=lambda: (True, "")).start()
 
 
-def test_the_port_is_free_after_stopping_and_stopping_twice_is_fine(process):
-    async def scenario():
-        first = HttpServer("127.0.0.1:0", registry=process.registry, status=dict, ready=lambda: (True, ""))
-        address = await first.start()
-        await first.stop()
-        await first.stop()
+async def test_the_port_is_free_after_stopping_and_stopping_twice_is_fine(process):
+    first = HttpServer("127.0.0.1:0", registry=process.registry, status=dict, ready=lambda: (True, ""))
+    address = await first.start()
+    await first.stop()
+    await first.stop()
 
-        second = HttpServer(address, registry=process.registry, status=dict, ready=lambda: (True, ""))
-        assert await second.start() == address
-        await second.stop()
-
-    run(scenario())
+    second = HttpServer(address, registry=process.registry, status=dict, ready=lambda: (True, ""))
+    assert await second.start() == address
+    await second.stop()
 
 
-def test_signals_stay_with_the_process_that_hosts_the_server(process):
-    async def scenario():
-        interrupted = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
-        async with process.serving() as browser:
-            os.kill(os.getpid(), signal.SIGINT)
-            await interrupted.wait()
+async def test_signals_stay_with_the_process_that_hosts_the_server(process):
+    interrupted = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
+    async with process.serving() as browser:
+        os.kill(os.getpid(), signal.SIGINT)
+        await interrupted.wait()
 
-            assert (await browser.get("/healthz")).status_code == 200
-
-    run(scenario())
+        assert (await browser.get("/healthz")).status_code == 200
 
 
 # ---------------------------------------------------------------- who may see what
@@ -223,60 +182,48 @@ TOKEN = "a-token-of-16-or-more"
         (False, None, "Bearer None", OPEN),
     ],
 )
-def test_generations_and_epochs_are_for_callers_of_this_machine_and_those_with_the_token(
+async def test_generations_and_epochs_are_for_callers_of_this_machine_and_those_with_the_token(
     process, monkeypatch, from_here, token, sent, answer
 ):
     monkeypatch.setattr(http, "is_loopback", lambda _: from_here)
-
-    async def scenario():
-        process.status = lambda: SHOWN
-        async with process.serving(token) as browser:
-            headers = {} if sent is None else {"authorization": sent.encode("latin-1")}
-            assert (await browser.get("/status", headers=headers)).json() == answer
-            assert (await browser.get("/metrics")).status_code == 200
-
-    run(scenario())
+    process.status = lambda: SHOWN
+    async with process.serving(token) as browser:
+        headers = {} if sent is None else {"authorization": sent.encode("latin-1")}
+        assert (await browser.get("/status", headers=headers)).json() == answer
+        assert (await browser.get("/metrics")).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("from_here", "sent", "code"),
     [(True, "nothing", 200), (False, "nothing", 403), (False, TOKEN, 200), (False, "another", 403)],
 )
-def test_further_pages_are_for_callers_of_this_machine_and_those_with_the_token(
+async def test_further_pages_are_for_callers_of_this_machine_and_those_with_the_token(
     process, monkeypatch, from_here, sent, code
 ):
     monkeypatch.setattr(http, "is_loopback", lambda _: from_here)
-
-    async def scenario():
-        pages = {"/rounds": lambda asked: {"after": int(asked["after"])}}
-        async with process.serving(TOKEN, pages=pages) as browser:
-            headers = {"authorization": f"Bearer {sent}"}
-            answer = await browser.get("/rounds?after=7", headers=headers)
-            assert answer.status_code == code
-            if code == 200:
-                assert answer.json() == {"after": 7}
-                assert (await browser.get("/rounds?after=x", headers=headers)).status_code == 400
-
-    run(scenario())
+    pages = {"/rounds": lambda asked: {"after": int(asked["after"])}}
+    async with process.serving(TOKEN, pages=pages) as browser:
+        headers = {"authorization": f"Bearer {sent}"}
+        answer = await browser.get("/rounds?after=7", headers=headers)
+        assert answer.status_code == code
+        if code == 200:
+            assert answer.json() == {"after": 7}
+            assert (await browser.get("/rounds?after=x", headers=headers)).status_code == 400
 
 
-def test_diloco_status_sends_the_token_that_it_was_given(process, monkeypatch):
+async def test_diloco_status_sends_the_token_that_it_was_given(process, monkeypatch):
     monkeypatch.setattr(http, "is_loopback", lambda _: False)
-
-    async def scenario():
-        process.status = lambda: {"role": "shard", **SHOWN}
-        async with process.serving(TOKEN) as browser:
-            address = f"{browser.base_url.host}:{browser.base_url.port}"
-            assert await asyncio.to_thread(fetch_status, address, 20.0) == {"role": "shard", **OPEN}
-            assert await asyncio.to_thread(fetch_status, address, 20.0, Asker(None, TOKEN)) == {
-                "role": "shard",
-                **SHOWN,
-            }
-
-    run(scenario())
+    process.status = lambda: {"role": "shard", **SHOWN}
+    async with process.serving(TOKEN) as browser:
+        address = f"{browser.base_url.host}:{browser.base_url.port}"
+        assert await asyncio.to_thread(fetch_status, address, 20.0) == {"role": "shard", **OPEN}
+        assert await asyncio.to_thread(fetch_status, address, 20.0, Asker(None, TOKEN)) == {
+            "role": "shard",
+            **SHOWN,
+        }
 
 
-def test_the_token_follows_no_redirect(process):
+async def test_the_token_follows_no_redirect(process):
     came = []
 
     async def elsewhere(scope: Any, _: Any, send: Any) -> None:
@@ -285,15 +232,12 @@ def test_the_token_follows_no_redirect(process):
         await send({"type": "http.response.start", "status": 302, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 
-    async def scenario():
-        server = HttpListener("127.0.0.1:0", elsewhere)
-        address = await server.start()
-        try:
-            assert await asyncio.to_thread(fetch_status, address, 20.0, Asker(None, TOKEN)) is None
-        finally:
-            await server.stop()
-
-    run(scenario())
+    server = HttpListener("127.0.0.1:0", elsewhere)
+    address = await server.start()
+    try:
+        assert await asyncio.to_thread(fetch_status, address, 20.0, Asker(None, TOKEN)) is None
+    finally:
+        await server.stop()
     assert came == ["/status"]
 
 
@@ -307,15 +251,12 @@ def test_the_token_follows_no_redirect(process):
         ("evil.example:1", OPEN),
     ],
 )
-def test_a_name_that_somebody_leads_to_this_machine_shows_no_more_than_to_strangers(process, host, answer):
-    async def scenario():
-        process.status = lambda: SHOWN
-        async with process.serving(TOKEN, pages={"/rounds": lambda _: {}}) as browser:
-            assert (await browser.get("/status", headers={"host": host})).json() == answer
-            rounds = await browser.get("/rounds", headers={"host": host})
-            assert rounds.status_code == (200 if answer is SHOWN else 403)
-
-    run(scenario())
+async def test_a_name_that_somebody_leads_to_this_machine_shows_no_more_than_to_strangers(process, host, answer):
+    process.status = lambda: SHOWN
+    async with process.serving(TOKEN, pages={"/rounds": lambda _: {}}) as browser:
+        assert (await browser.get("/status", headers={"host": host})).json() == answer
+        rounds = await browser.get("/rounds", headers={"host": host})
+        assert rounds.status_code == (200 if answer is SHOWN else 403)
 
 
 @pytest.mark.parametrize(
@@ -364,176 +305,140 @@ def nothing_held() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("text", [b"", HALF, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" + HALF])
-def test_a_header_that_does_not_end_is_cut_off(process, monkeypatch, text):
+async def test_a_header_that_does_not_end_is_cut_off(process, monkeypatch, text):
     monkeypatch.setattr(http_connections, "HEADER_S", 0.1)
-
-    async def scenario():
-        async with process.serving() as browser:
-            reader = await say(browser, text)
-            with suppress(ConnectionError):
-                await reader.read()  # to its end
-            monkeypatch.setattr(http_connections, "HEADER_S", 60.0)  # the next one may take its time
-            assert (await browser.get("/healthz")).status_code == 200
-
-    run(scenario())
+    async with process.serving() as browser:
+        reader = await say(browser, text)
+        with suppress(ConnectionError):
+            await reader.read()  # to its end
+        monkeypatch.setattr(http_connections, "HEADER_S", 60.0)  # the next one may take its time
+        assert (await browser.get("/healthz")).status_code == 200
 
 
-def test_a_header_that_drips_is_cut_off_all_the_same(process, monkeypatch):
+async def test_a_header_that_drips_is_cut_off_all_the_same(process, monkeypatch):
     monkeypatch.setattr(http_connections, "HEADER_S", 0.1)
+    async with process.serving() as browser:
+        reader = await say(browser, HALF)
 
-    async def scenario():
-        async with process.serving() as browser:
-            reader = await say(browser, HALF)
+        async def drip() -> None:
+            while True:
+                held[0].write(b"a")
+                await asyncio.sleep(0.01)
 
-            async def drip() -> None:
-                while True:
-                    held[0].write(b"a")
-                    await asyncio.sleep(0.01)
-
-            dripping = asyncio.create_task(drip())
-            with suppress(ConnectionError):
-                await reader.read()
-            dripping.cancel()
-
-    run(scenario())
+        dripping = asyncio.create_task(drip())
+        with suppress(ConnectionError):
+            await reader.read()
+        dripping.cancel()
 
 
 @pytest.mark.parametrize("text", [b"", HALF])
-def test_idle_connections_keep_nobody_out(process, monkeypatch, written, text):
+async def test_idle_connections_keep_nobody_out(process, monkeypatch, written, text):
     monkeypatch.setattr(http_connections, "CONNECTIONS_MAX", 8)
     monkeypatch.setattr(http_connections, "HEALTH_MAX", 2)
     monkeypatch.setattr(http_connections, "HEADER_S", 60.0)
-
-    async def scenario():
-        async with process.serving() as browser:
-            readers = [await say(browser, text) for _ in range(100)]
-            for _ in range(3):
-                assert (await browser.get("/healthz", headers={"connection": "close"})).status_code == 200
-            ended = [asyncio.create_task(reader.read()) for reader in readers]
-            await until_async(lambda: sum(task.done() for task in ended) >= 90, "all but ten to be closed")
-
-    run(scenario())
+    async with process.serving() as browser:
+        readers = [await say(browser, text) for _ in range(100)]
+        for _ in range(3):
+            assert (await browser.get("/healthz", headers={"connection": "close"})).status_code == 200
+        ended = [asyncio.create_task(reader.read()) for reader in readers]
+        await until_async(lambda: sum(task.done() for task in ended) >= 90, "all but ten to be closed")
     assert "Traceback" not in written.getvalue()
 
 
-def test_those_who_read_nothing_keep_nobody_out(process, monkeypatch):
+async def test_those_who_read_nothing_keep_nobody_out(process, monkeypatch):
     """Requests one after the other, and no answer is read: they go first."""
     monkeypatch.setattr(http_connections, "CONNECTIONS_MAX", 8)
     monkeypatch.setattr(http_connections, "HEALTH_MAX", 2)
     process.status = lambda: {"long": "x" * 3_000_000}
-
-    async def scenario():
-        async with process.serving() as browser:
-            for n in range(30):
-                held_up = await say(browser, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
-                held_up._transport.pause_reading()
-                if n % 5 == 4:
-                    answers = [await browser.get(path) for path in ("/healthz", "/metrics")]
-                    assert [answer.status_code for answer in answers] == [200, 200]
-
-    run(scenario())
+    async with process.serving() as browser:
+        for n in range(30):
+            held_up = await say(browser, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
+            held_up._transport.pause_reading()
+            if n % 5 == 4:
+                answers = [await browser.get(path) for path in ("/healthz", "/metrics")]
+                assert [answer.status_code for answer in answers] == [200, 200]
 
 
-def test_however_many_others_are_answered_health_has_its_places(monkeypatch):
+async def test_however_many_others_are_answered_health_has_its_places(monkeypatch):
     """None of them is idle, and none is stuck."""
     monkeypatch.setattr(http_connections, "CONNECTIONS_MAX", 8)
     monkeypatch.setattr(http_connections, "HEALTH_MAX", 2)
+    under_way, release = 0, asyncio.Event()
 
-    async def scenario():
-        under_way, release = 0, asyncio.Event()
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal under_way
+        if scope["path"] == "/metrics":
+            under_way += 1
+            await release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
 
-        async def application(scope: Any, receive: Any, send: Any) -> None:
-            nonlocal under_way
-            if scope["path"] == "/metrics":
-                under_way += 1
-                await release.wait()
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-
-        listener = HttpListener("127.0.0.1:0", application)
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=f"http://{await listener.start()}", trust_env=False, timeout=DEADLINE_S, limits=limits
-        ) as browser:
-            crowd = [asyncio.create_task(browser.get("/metrics")) for _ in range(8)]
-            await until_async(lambda: under_way == 8, "eight requests under way")
-            for path in ("/healthz", "/readyz") * 3:
-                answer = await browser.get(path)
-                assert (answer.status_code, answer.headers["connection"]) == (200, "close")
-            answer = await browser.get("/metrics")
-            assert (answer.status_code, answer.headers["connection"]) == (503, "close")
-            release.set()
-            assert {answer.status_code for answer in await asyncio.gather(*crowd)} == {200}
-        await listener.stop()
-
-    run(scenario())
+    listener = HttpListener("127.0.0.1:0", application)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=f"http://{await listener.start()}", trust_env=False, timeout=DEADLINE_S, limits=limits
+    ) as browser:
+        crowd = [asyncio.create_task(browser.get("/metrics")) for _ in range(8)]
+        await until_async(lambda: under_way == 8, "eight requests under way")
+        for path in ("/healthz", "/readyz") * 3:
+            answer = await browser.get(path)
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        answer = await browser.get("/metrics")
+        assert (answer.status_code, answer.headers["connection"]) == (503, "close")
+        release.set()
+        assert {answer.status_code for answer in await asyncio.gather(*crowd)} == {200}
+    await listener.stop()
 
 
-def test_an_answer_that_nobody_takes_is_cut_off(process, monkeypatch):
+async def test_an_answer_that_nobody_takes_is_cut_off(process, monkeypatch):
     monkeypatch.setattr(http_connections, "ANSWER_S", 0.1)
+    process.status = lambda: {"long": "x" * 30_000_000}
+    async with process.serving() as browser:
+        await say(browser, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
 
-    async def scenario():
-        process.status = lambda: {"long": "x" * 30_000_000}
-        async with process.serving() as browser:
-            await say(browser, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
+        def is_held() -> bool:
+            of_server = (c for c in psutil.Process().net_connections("tcp") if c.laddr.port == browser.base_url.port)
+            return any(c.status == psutil.CONN_ESTABLISHED for c in of_server)
 
-            def is_held() -> bool:
-                of_server = (
-                    c for c in psutil.Process().net_connections("tcp") if c.laddr.port == browser.base_url.port
-                )
-                return any(c.status == psutil.CONN_ESTABLISHED for c in of_server)
-
-            await until_async(is_held, "the connection")
-            await until_async(lambda: not is_held(), "the server to give it up")
-
-    run(scenario())
+        await until_async(is_held, "the connection")
+        await until_async(lambda: not is_held(), "the server to give it up")
 
 
-def test_asking_again_and_again_does_not_make_the_answer_again_and_again(process):
-    async def scenario():
-        made: list[int] = []
+async def test_asking_again_and_again_does_not_make_the_answer_again_and_again(process):
+    made: list[int] = []
 
-        def slow() -> dict[str, Any]:
-            until_s = time.perf_counter() + 0.05
-            while time.perf_counter() < until_s:
-                pass
-            made.append(1)
-            return {"made": len(made)}
+    def slow() -> dict[str, Any]:
+        until_s = time.perf_counter() + 0.05
+        while time.perf_counter() < until_s:
+            pass
+        made.append(1)
+        return {"made": len(made)}
 
-        process.status = slow
-        async with process.serving() as browser:
-            began = time.perf_counter()
-            for _ in range(50):
-                await browser.get("/status")
-            took_s = time.perf_counter() - began
-        assert len(made) <= 1 + took_s / 0.5, "a tenth of the time goes into it, at most"
-
-    run(scenario())
+    process.status = slow
+    async with process.serving() as browser:
+        began = time.perf_counter()
+        for _ in range(50):
+            await browser.get("/status")
+        took_s = time.perf_counter() - began
+    assert len(made) <= 1 + took_s / 0.5, "a tenth of the time goes into it, at most"
 
 
 @pytest.mark.parametrize("accept", ["application/openmetrics-text;version=nonsense", "text/plain;version=\u00e9", ""])
-def test_metrics_are_served_whatever_sort_of_text_is_asked_for(process, accept):
-    async def scenario():
-        async with process.serving() as browser:
-            answer = await browser.get("/metrics", headers={"accept": accept.encode("latin-1")})
-        assert answer.status_code == 200
-        assert "diloco_test_answer 42" in answer.text
-
-    run(scenario())
+async def test_metrics_are_served_whatever_sort_of_text_is_asked_for(process, accept):
+    async with process.serving() as browser:
+        answer = await browser.get("/metrics", headers={"accept": accept.encode("latin-1")})
+    assert answer.status_code == 200
+    assert "diloco_test_answer 42" in answer.text
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/status", "/nothing"])
-def test_a_request_whose_body_is_garbage_has_one_answer_and_no_traceback(process, path, caplog):
+async def test_a_request_whose_body_is_garbage_has_one_answer_and_no_traceback(process, path, caplog):
     """Its header is right, so an answer to that is under way when the rest is found to be none."""
-
-    async def scenario():
-        async with process.serving() as browser:
-            reader, writer = await asyncio.open_connection(browser.base_url.host, browser.base_url.port)
-            writer.write(f"PUT {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n".encode())
-            answer = await reader.read()
-            writer.close()
-            assert answer.startswith(b"HTTP/1.1 400 ")
-            assert answer.count(b"HTTP/1.1") == 1
-
-    run(scenario())
+    async with process.serving() as browser:
+        reader, writer = await asyncio.open_connection(browser.base_url.host, browser.base_url.port)
+        writer.write(f"PUT {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n".encode())
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1") == 1
     assert "Traceback" not in caplog.text

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +27,19 @@ from waiting import DEADLINE_S
 
 NOWHERE = "127.0.0.1:1"
 TOKEN = "a-secret-that-nobody-shows"
-Scenario = Callable[[str, httpx.AsyncClient], Coroutine[Any, Any, None]]
 
 
-def serve(page: LivePage, scenario: Scenario, **of_client: Any) -> None:
-    """Run the scenario with the printed address of a page, and a client of it."""
-
-    async def body() -> None:
-        url = await page.start()
-        try:
-            async with httpx.AsyncClient(
-                base_url=url.partition("#")[0], trust_env=False, timeout=DEADLINE_S, **of_client
-            ) as client:
-                await scenario(url, client)
-        finally:
-            await page.stop()
-
-    asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
+@asynccontextmanager
+async def served(page: LivePage, **of_client: Any) -> AsyncIterator[tuple[str, httpx.AsyncClient]]:
+    """The printed address of a page, and a client of it."""
+    url = await page.start()
+    try:
+        async with httpx.AsyncClient(
+            base_url=url.partition("#")[0], trust_env=False, timeout=DEADLINE_S, **of_client
+        ) as client:
+            yield url, client
+    finally:
+        await page.stop()
 
 
 def open_page() -> LivePage:
@@ -68,20 +65,18 @@ async def first_state(client: httpx.AsyncClient) -> dict[str, Any]:
     raise AssertionError("the stream ended")
 
 
-def test_the_page_says_that_no_shard_has_answered():
-    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+async def test_the_page_says_that_no_shard_has_answered():
+    async with served(open_page()) as (_, client):
         while "connection refused" not in (state := await first_state(client))["shards"][0]["why_not"]:
             pass  # each stream begins with what is known then
         assert (state["headlines"]["learning"]["title"], state["run"]["tokens_merged"]) == ("Not known", None)
 
-    serve(open_page(), scenario)
 
-
-def test_a_crowd_of_viewers_that_never_leave_keeps_nobody_out(monkeypatch):
+async def test_a_crowd_of_viewers_that_never_leave_keeps_nobody_out(monkeypatch):
     """The newest are told; the oldest come again, if they are browsers."""
     monkeypatch.setattr(live_page, "STREAMS_MAX", 3)
 
-    async def scenario(url: str, client: httpx.AsyncClient) -> None:
+    async with served(open_page()) as (_, client):
         host, port = str(client.base_url.host), client.base_url.port
         crowd = []
         for _ in range(20):
@@ -96,38 +91,30 @@ def test_a_crowd_of_viewers_that_never_leave_keeps_nobody_out(monkeypatch):
         for _, writer in crowd:
             writer.close()
 
-    serve(open_page(), scenario)
-
 
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/static/vendor/uPlot.iife.min.js", "/learners", "/nothing"])
-def test_no_answer_lets_the_browser_load_from_elsewhere(path):
-    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+async def test_no_answer_lets_the_browser_load_from_elsewhere(path):
+    async with served(open_page()) as (_, client):
         policy = (await client.get(path)).headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'self';")
         assert "unsafe" not in policy
         assert "frame-ancestors 'none'" in policy
 
-    serve(open_page(), scenario)
 
-
-def test_a_name_that_somebody_leads_here_is_refused():
-    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+async def test_a_name_that_somebody_leads_here_is_refused():
+    async with served(open_page()) as (_, client):
         assert (await client.get("/", headers={"host": "evil.example"})).status_code == 421
-
-    serve(open_page(), scenario)
 
 
 @pytest.mark.parametrize("query", ["sort=nonsense", "page=x"])
-def test_a_query_that_makes_no_sense_is_refused_in_words(query):
-    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+async def test_a_query_that_makes_no_sense_is_refused_in_words(query):
+    async with served(open_page()) as (_, client):
         answer = await client.get(f"/learners?{query}")
         assert (answer.status_code, bool(answer.json()["error"])) == (400, True)
 
-    serve(open_page(), scenario)
 
-
-def test_where_the_run_has_a_token_the_page_asks_for_a_key(tmp_path):
-    async def scenario(url: str, client: httpx.AsyncClient) -> None:
+async def test_where_the_run_has_a_token_the_page_asks_for_a_key(tmp_path):
+    async with served(guarded_page(tmp_path)) as (url, client):
         assert TOKEN not in url, "the secret of the run is not printed"
         closed = await client.get("/")
         assert (closed.status_code, "asks for a key" in closed.text) == (401, True)
@@ -138,25 +125,19 @@ def test_where_the_run_has_a_token_the_page_asks_for_a_key(tmp_path):
         assert "Is it learning?" in (await client.get("/")).text
         assert (await client.get("/learners")).status_code == 200
 
-    serve(guarded_page(tmp_path), scenario)
 
-
-def test_the_shared_token_opens_the_page_and_the_cookie_cannot_be_read_by_scripts(tmp_path):
-    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+async def test_the_shared_token_opens_the_page_and_the_cookie_cannot_be_read_by_scripts(tmp_path):
+    async with served(guarded_page(tmp_path)) as (_, client):
         assert (await client.get("/learners", headers={"authorization": f"Bearer {TOKEN}"})).status_code == 200
         given = (await client.post("/enter", content=TOKEN)).headers["set-cookie"]
         assert "HttpOnly" in given
         assert "SameSite=strict" in given
         assert TOKEN not in given
 
-    serve(guarded_page(tmp_path), scenario)
 
-
-def test_a_body_without_end_is_cut_off(tmp_path):
-    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+async def test_a_body_without_end_is_cut_off(tmp_path):
+    async with served(guarded_page(tmp_path)) as (_, client):
         assert (await client.post("/enter", content=b"x" * 100_000)).status_code == 413
-
-    serve(guarded_page(tmp_path), scenario)
 
 
 async def announced_key(client: httpx.AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -167,30 +148,26 @@ async def announced_key(client: httpx.AsyncClient) -> tuple[asyncio.StreamReader
     return reader, writer
 
 
-def test_a_key_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
+async def test_a_key_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(app, "ENTER_S", 0.05)
 
-    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+    async with served(guarded_page(tmp_path)) as (_, client):
         reader, writer = await announced_key(client)
         assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
         writer.close()
 
-    serve(guarded_page(tmp_path), scenario)
 
-
-def test_few_keys_are_awaited_at_once_and_who_goes_leaves_no_traceback(tmp_path, monkeypatch, caplog):
+async def test_few_keys_are_awaited_at_once_and_who_goes_leaves_no_traceback(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(app, "ENTERING_MAX", 1)
     monkeypatch.setattr(app, "ENTER_S", DEADLINE_S)
 
-    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+    async with served(guarded_page(tmp_path)) as (_, client):
         _, writer = await announced_key(client)
         while (await client.post("/enter", content="wrong")).status_code != 503:
             pass
         writer.close()
         while (await client.post("/enter", content="wrong")).status_code != 403:
             pass
-
-    serve(guarded_page(tmp_path), scenario)
     assert "Traceback" not in caplog.text
 
 
@@ -202,7 +179,7 @@ def test_few_keys_are_awaited_at_once_and_who_goes_leaves_no_traceback(tmp_path,
         OverflowError("large"),
     ],
 )
-def test_a_shard_that_answers_nonsense_is_away_and_is_asked_again(monkeypatch, answer):
+async def test_a_shard_that_answers_nonsense_is_away_and_is_asked_again(monkeypatch, answer):
     asked = 0
 
     def ask_instead(*_: Any) -> Any:
@@ -215,15 +192,13 @@ def test_a_shard_that_answers_nonsense_is_away_and_is_asked_again(monkeypatch, a
     monkeypatch.setattr(live_page, "ask", ask_instead)
     monkeypatch.setattr(live_page, "EVERY_S", 0.01)
 
-    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+    async with served(open_page()) as (_, client):
         while "makes no sense" not in (await first_state(client))["shards"][0]["why_not"] or asked < 3:
             pass
         assert (await client.get("/learners")).json()["total"] == 0
 
-    serve(open_page(), scenario)
 
-
-def test_a_look_that_fails_does_not_stop_the_page(monkeypatch, caplog):
+async def test_a_look_that_fails_does_not_stop_the_page(monkeypatch, caplog):
     monkeypatch.setattr(live_page, "EVERY_S", 0.01)
     looks = 0
 
@@ -234,11 +209,9 @@ def test_a_look_that_fails_does_not_stop_the_page(monkeypatch, caplog):
             raise RuntimeError("the disk is gone")
         return Members({"shard-0": None} if looks > 3 else {})
 
-    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+    async with served(command.page_of("127.0.0.1:0", watched, SecuritySettings(), None)) as (_, client):
         while not (await first_state(client))["shards"]:
             pass
-
-    serve(command.page_of("127.0.0.1:0", watched, SecuritySettings(), None), scenario)
     assert caplog.text.count("could not take a look") == 1
 
 
@@ -268,7 +241,7 @@ def half_written(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("who", "code"), [(None, 401), ("observer/eve", 200), ("learner/a", 401), ("observer/revoked", 401)]
 )
-def test_beyond_this_machine_it_is_served_over_tls_and_an_observers_certificate_opens_it(tmp_path, who, code):
+async def test_beyond_this_machine_it_is_served_over_tls_and_an_observers_certificate_opens_it(tmp_path, who, code):
     run = Certificates(tmp_path / "certs")
     own = run.issue("observer/page")
     if who == "observer/revoked":
@@ -283,11 +256,9 @@ def test_beyond_this_machine_it_is_served_over_tls_and_an_observers_certificate_
         folder = folder if folder.exists() else run.issue(who)
         context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
 
-    async def scenario(url: str, client: httpx.AsyncClient) -> None:
+    async with served(page, verify=context) as (url, client):
         assert url.startswith("https://127.0.0.1:")
         assert (await client.get("/")).status_code == code
-
-    serve(page, scenario, verify=context)
 
 
 def test_other_machines_get_nothing_without_consent():
@@ -304,22 +275,18 @@ def test_a_key_for_tokens_of_the_run_does_not_protect_the_page(tmp_path):
         command.page_of("0.0.0.0:7171", given([NOWHERE]), key_of_tokens(tmp_path), None)
 
 
-def test_where_the_run_has_a_key_for_tokens_the_page_asks_for_a_key(tmp_path):
-    async def scenario(url: str, client: httpx.AsyncClient) -> None:
+async def test_where_the_run_has_a_key_for_tokens_the_page_asks_for_a_key(tmp_path):
+    async with served(command.page_of("127.0.0.1:0", given([NOWHERE]), key_of_tokens(tmp_path), None)) as (url, client):
         assert "#key=" in url
         assert (await client.get("/learners")).status_code == 401
 
-    serve(command.page_of("127.0.0.1:0", given([NOWHERE]), key_of_tokens(tmp_path), None), scenario)
 
-
-def test_numbers_that_json_has_not_are_null():
-    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+async def test_numbers_that_json_has_not_are_null():
+    page = open_page()
+    async with served(page) as (_, client):
         page._feed.expect([f"shard at {NOWHERE}"])
         page._feed.heard(f"shard at {NOWHERE}", {"role": "shard", "uptime_s": float("inf")}, None, 1e9, 0.0)
         assert (await first_state(client))["shards"][0]["uptime_s"] is None
-
-    page = open_page()
-    serve(page, scenario)
 
 
 # ------------------------------------------------------------ beside `diloco up`
