@@ -217,10 +217,7 @@ async def test_diloco_status_sends_the_token_that_it_was_given(process, monkeypa
     async with process.serving(TOKEN) as browser:
         address = f"{browser.base_url.host}:{browser.base_url.port}"
         assert await asyncio.to_thread(fetch_status, address, 20.0) == {"role": "shard", **OPEN}
-        assert await asyncio.to_thread(fetch_status, address, 20.0, Asker(None, TOKEN)) == {
-            "role": "shard",
-            **SHOWN,
-        }
+        assert await asyncio.to_thread(fetch_status, address, 20.0, Asker(None, TOKEN)) == {"role": "shard", **SHOWN}
 
 
 async def test_the_token_follows_no_redirect(process):

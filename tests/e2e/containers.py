@@ -26,10 +26,7 @@ DEADLINE_S = 240.0
 """For things that take seconds on a machine that is not busy."""
 LOOK_EVERY_S = 0.5
 
-BEGIN = {
-    "v2": 'set -euo pipefail; docker-compose() { docker compose "$@"; }\n',
-    "v1": "set -euo pipefail\n",
-}
+BEGIN = {"v2": 'set -euo pipefail; docker-compose() { docker compose "$@"; }\n', "v1": "set -euo pipefail\n"}
 """What docker-compose is, as docs/deploy.md says. Version 1 has the classic builder, version 2 BuildKit."""
 
 T = TypeVar("T")

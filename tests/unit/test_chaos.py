@@ -191,18 +191,9 @@ AWAY = Hit("freeze", "shard-0", 5.5, 5.8)
         ([], {"joining": 1.0, "never_merged": 2.0, "slower": 3.0}),
         ([KILLED], {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5}),
         ([KILLED, AWAY], {"joining": 1.0, "died_shard_away": 2.0, "cut_short": 0.5}),
-        (
-            [KILLED, Hit("cut", "ann to shard-0", 5.5, 9.0)],
-            {"joining": 1.0, "died_shard_away": 2.0, "cut_short": 0.5},
-        ),
-        (
-            [KILLED, Hit("cut", "ben to shard-0", 5.5, 9.0)],
-            {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5},
-        ),
-        (
-            [KILLED, Hit("freeze", "shard-0", 0.0, 0.5)],
-            {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5},
-        ),
+        ([KILLED, Hit("cut", "ann to shard-0", 5.5, 9.0)], {"joining": 1.0, "died_shard_away": 2.0, "cut_short": 0.5}),
+        ([KILLED, Hit("cut", "ben to shard-0", 5.5, 9.0)], {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5}),
+        ([KILLED, Hit("freeze", "shard-0", 0.0, 0.5)], {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5}),
         ([Hit("kill", "ann", 2.5, 9.5)], {"joining": 0.5}),
     ],
 )

@@ -15,13 +15,6 @@ from diloco_deploy.cluster.record import ClusterRecord
 from diloco_deploy.run.folder import Files, Outputs, shown
 
 
-def test_status_without_a_cluster_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--folder", str(tmp_path)]) == 5
-    said = capsys.readouterr().err
-    assert str(tmp_path) in said
-    assert "[CANNOT_CONNECT]" in said
-
-
 def test_status_names_the_settings_that_the_environment_decided(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,22 +65,17 @@ def test_a_folder_is_named_as_it_was_typed(
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["up", "--shards", "0"], "cluster.shards = 0 (--shards): must be a whole number from 1 to 64"),
-        (["up", "--tokens", "many"], "run.tokens = many (--tokens): must be a whole number"),
-        (["up", "--set", "sync.quorm=1"], "did you mean sync.quorum?"),
-        (["up", "--workers", "2", "--set", "sync.quorum=3"], "sync.quorum (3) is above cluster.workers (2)"),
-        (["up", "--config", "/does/not/exist.toml"], "/does/not/exist.toml: no such file"),
-        (["upp"], "there is no command upp; did you mean up?"),
         (["chaos", "--every", "x"], "--every x: must be seconds, from 0.1 to 10000, such as 5s"),
         (["chaos", "--minutes", "0"], "--minutes 0: must be minutes, from 0.01 to 10000"),
         (["chaos", "--dead", "nan"], "--dead nan: must be a share, from 0 to 0.9"),
         (["chaos", "--timeline", "x.gif"], "--timeline x.gif: give a name that ends with .png or .svg"),
         (["chaos", "--baseline", "/does/not/exist"], "/does/not/exist is not a result of `diloco chaos`"),
         (["chaos", "--workers", "2", "--set", "sync.quorum=3"], "sync.quorum (3) is above cluster.workers (2)"),
-        (["status", "--jsn"], "there is no option --jsn; did you mean --json?"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_of_chaos_is_one_line_and_exit_code_2(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     network = Path("/proc/self/ns/net").readlink()
     assert main(argv) == 2
     said = capsys.readouterr().err

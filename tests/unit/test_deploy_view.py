@@ -177,11 +177,7 @@ def test_plain_lines_come_at_their_pace() -> None:
     for now in (10.0, 11.0, 14.9, 15.0):
         display.show(cluster(elapsed_s=now), now)
     display.tell("worker-1 died (signal 9)")
-    assert [one.split("  ")[0] for one in out.getvalue().splitlines()] == [
-        "0:10",
-        "0:15",
-        "worker-1 died (signal 9)",
-    ]
+    assert [one.split("  ")[0] for one in out.getvalue().splitlines()] == ["0:10", "0:15", "worker-1 died (signal 9)"]
 
 
 def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
@@ -216,8 +212,7 @@ def test_the_summary_tells_the_last_tokens_from_those_that_workers_dropped_on_th
 
 
 @pytest.mark.parametrize(
-    ("budget", "merged", "proposed"),
-    [(200_000, 201_000, "400k"), (200_000, 30_000, "400k"), (5, 31_000, "62.0k")],
+    ("budget", "merged", "proposed"), [(200_000, 201_000, "400k"), (200_000, 30_000, "400k"), (5, 31_000, "62.0k")]
 )
 def test_the_budget_that_is_proposed_next_is_above_what_is_merged(budget: int, merged: int, proposed: str) -> None:
     report = make_report(

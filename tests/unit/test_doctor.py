@@ -15,7 +15,6 @@ from diloco_common.codec import native
 from diloco_common.errors import CannotConnect
 from diloco_common.settings import Settings, ShardSettings
 from diloco_common.wire.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
-from diloco_deploy.cli import main
 from diloco_deploy.doctor import command, machine, shards
 from diloco_deploy.doctor.checks import Check, Finding, Found, State, failure, ok, run_checks
 from diloco_deploy.doctor.machine import Shard, Written
@@ -272,8 +271,3 @@ def test_the_words_of_a_shard_do_not_steer_the_terminal(
     first, second, *_ = capsys.readouterr().out.split("\n")
     assert first.isprintable()
     assert second.endswith(r"do\nok       all is well")
-
-
-def test_a_doctor_without_a_patient_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 2
-    assert "--shards" in capsys.readouterr().err

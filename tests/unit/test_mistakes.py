@@ -1,4 +1,4 @@
-"""Seventy mistakes, typed as people make them: at most three lines each, no traceback, and a code that is explained."""
+"""Mistakes, typed as people make them: at most three lines each, no traceback, and a code that is explained."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ MISTAKES: list[tuple[Main, str, int, str, str]] = [
     (D, "status --jsn", 2, "BAD_CONFIG", "did you mean --json?"),
     (D, "status --watch --json", 2, "BAD_CONFIG", "leave out --json"),
     (D, "status --tls absent --http 127.0.0.1:1", 2, "BAD_CONFIG", "absent"),
+    (D, "web --folder absent", 5, "CANNOT_CONNECT", "no cluster is running in absent"),
     (D, "scale --workers 5 --folder absent", 5, "CANNOT_CONNECT", "no `diloco up` runs in absent"),
     (D, "scale --workers 0", 2, "BAD_CONFIG", "from 1 to 256"),
     (D, "scale", 2, "BAD_CONFIG", "--workers is missing"),
@@ -67,6 +68,10 @@ MISTAKES: list[tuple[Main, str, int, str, str]] = [
     (D, "restore run --shards 2 --folder new", 3, "NO_CHECKPOINT", "holds no versions"),
     (D, "export run --out m.safetensors --dtype int8", 2, "BAD_CONFIG", "bfloat16 (bf16)"),
     (D, "pull --shards 127.0.0.1:1 --out m --wait soon", 2, "BAD_CONFIG", "such as 5s"),
+    (D, "pull --shards 127.0.0.1:9", 2, "BAD_CONFIG", "--out"),
+    (D, "pull --shards 127.0.0.1 --out m", 2, "BAD_CONFIG", "the port is missing"),
+    (D, "pull --shards 127.0.0.1:1 --out m --base absent", 3, "BAD_DATA", "no such folder"),
+    (D, "pull --shards 127.0.0.1:1 --out m --dtype int8", 2, "BAD_CONFIG", "bfloat16 (bf16)"),
     (D, "pull --out m", 2, "BAD_CONFIG", "give --shards or --folder"),
     (D, "certs issue learner/a", 2, "BAD_CONFIG", "`diloco certs init` makes one"),
     (D, "certs issue learner/a --days 0", 2, "BAD_CONFIG", "must be days"),
@@ -75,12 +80,14 @@ MISTAKES: list[tuple[Main, str, int, str, str]] = [
     (D, "status --http 127.0.0.1:1 --token-file absent", 2, "BAD_CONFIG", "absent: No such file"),
     (D, "pull --shards 127.0.0.1:1 --out m --wait 100ms", 5, "CANNOT_CONNECT", "no shard answers at 127.0.0.1:1"),
     (D, "web --shards 127.0.0.1:1 --listen here:99999", 2, "BAD_CONFIG", "a number from 0 to 65535"),
+    (D, "doctor", 2, "BAD_CONFIG", "--shards"),
     (D, "doctor ps-0 --step-time soon", 2, "BAD_CONFIG", "such as 1s or 250ms"),
     (D, "plan --params 1X", 2, "BAD_CONFIG", "such as 125M or 70B"),
     (D, "explain NO_SUCH_CODE", 2, "BAD_CONFIG", "`diloco explain` lists all"),
     (D, "up --set security.tls=absent", 2, "BAD_CONFIG", "each process of `diloco up` needs its own"),
     (S, "--listen 127.0.0.1:99999", 2, "BAD_CONFIG", "a number from 0 to 65535"),
     (S, "--listen 0.0.0.0:0", 2, "BAD_CONFIG", "reachable from other machines"),
+    (W, "--shards 127.0.0.1:1 --data absent", 3, "BAD_DATA", "absent"),
     (S, "--tls absent", 2, "BAD_CONFIG", "`diloco certs issue` makes this folder"),
     (W, "--shards ps-0", 2, "BAD_CONFIG", "the port is missing"),
     (W, "--shards 127.0.0.1:99999", 2, "BAD_CONFIG", "a number from 0 to 65535"),
@@ -122,8 +129,7 @@ def test_a_mistake_is_at_most_three_lines_and_has_a_code(
     assert "Traceback" not in said
 
 
-def test_there_are_seventy_and_each_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len({typed for _, typed, *_ in MISTAKES}) == 70
+def test_each_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     for code in {code for *_, code, _ in MISTAKES} | {"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY"}:
         assert diloco.main(["explain", code]) == 0
         assert code in capsys.readouterr().out

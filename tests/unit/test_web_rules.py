@@ -1,15 +1,13 @@
-"""Who may look at the live page, what `diloco web` refuses, and that the page explains words as the docs do."""
+"""Who may look at the live page, and that the page explains words as the docs do."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from tools.web_glossary import GLOSSARY, glossary
 
-from diloco_deploy.cli import main
 from diloco_deploy.web.app import Access
 
 KEY, TOKEN = "made-at-the-start", "the-shared-secret-of-the-run"
@@ -56,17 +54,6 @@ def test_the_cookie_does_not_hold_the_key():
 def test_without_a_key_nobody_may_lead_a_name_of_theirs_here(host, answers):
     assert Access(None).answers_to(host) is answers
     assert Access(KEY).answers_to(host), "with a key, a name of theirs has no cookie"
-
-
-@pytest.mark.parametrize("command", ["web", "status"])
-def test_a_folder_that_does_not_exist_is_refused_alike(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    nowhere = tmp_path / "nowhere"
-    assert main([command, "--folder", str(nowhere)]) == 5
-    said = capsys.readouterr().err
-    assert f"no cluster is running in {nowhere}" in said
-    assert said.endswith("[CANNOT_CONNECT]\n")
 
 
 def test_the_words_of_the_page_are_those_of_the_docs():

@@ -14,12 +14,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from diloco_common.errors import (
-    CheckpointExists,
-    ConfigError,
-    MissingExtra,
-    ObjectStoreFailed,
-)
+from diloco_common.errors import CheckpointExists, ConfigError, MissingExtra, ObjectStoreFailed
 from diloco_server.storage.checkpoint import MANIFEST, CheckpointFile, Contents, check_listed, encode_manifest
 from diloco_server.storage.filesystem import Files, OldFile
 from diloco_server.storage.version_file import check_version

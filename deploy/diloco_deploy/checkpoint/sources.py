@@ -7,12 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_common.errors import (
-    CheckpointIncomplete,
-    CheckpointsDiffer,
-    NoCheckpoint,
-    VersionDamaged,
-)
+from diloco_common.errors import CheckpointIncomplete, CheckpointsDiffer, NoCheckpoint, VersionDamaged
 from diloco_common.settings_loader import load_saved
 from diloco_deploy.checkpoint.objects import ObjectFolder, is_url
 from diloco_server.storage.checkpoint import (

@@ -129,10 +129,7 @@ if __name__ == "__main__":
 '''
 
 
-def init(
-    folder: Annotated[Path, Parameter(metavar="FOLDER", help="a new folder; its name becomes run.id")],
-    /,
-) -> int:
+def init(folder: Annotated[Path, Parameter(metavar="FOLDER", help="a new folder; its name becomes run.id")], /) -> int:
     """Make a folder to begin with: run.toml, the settings of a run with what they mean, and train.py, a training loop
     with a model of its own that joins the run. Both run as they are.
     """
@@ -168,8 +165,7 @@ def resume(
         Parameter(metavar="M", help="as many shards as this from now on (cluster.shards)", show_default="as before"),
     ] = None,
     workers: Annotated[
-        str | None,
-        Parameter(metavar="N", help="as many workers (cluster.workers)", show_default="as before"),
+        str | None, Parameter(metavar="N", help="as many workers (cluster.workers)", show_default="as before")
     ] = None,
     tokens: Annotated[
         str | None, Parameter(metavar="N", help="end at so many merged tokens (run.tokens)", show_default="as before")

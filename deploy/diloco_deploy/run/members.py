@@ -185,10 +185,7 @@ def take_wish(folder: Path) -> int | None:
 
 
 def scale_to(
-    folder: Path,
-    workers: int,
-    wait: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
+    folder: Path, workers: int, wait: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
 ) -> int:
     """The command. Raises ConfigError, and CannotConnect: no `diloco up` runs there, or it does not answer."""
     if not 1 <= workers <= WORKERS_MAX:

@@ -275,14 +275,7 @@ class Supervisor:
         spec = child.spec
         if spec.address_file is not None:
             spec.address_file.unlink(missing_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "diloco_common.child",
-            str(os.getpid()),
-            spec.module,
-            *spec.arguments(),
-        ]
+        command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), spec.module, *spec.arguments()]
         with spec.log.open("ab") as log:
             child.process = subprocess.Popen(
                 command,

@@ -79,9 +79,7 @@ def legend(snapshot: Snapshot) -> str:
 def view(snapshot: Snapshot, width: int) -> Group:
     """The live view: the present activity, the progress, every member, and the course of the loss."""
     totals = snapshot.cluster.totals()
-    parts: list[RenderableType] = [
-        Text(f"{snapshot.doing}  {units.clock(snapshot.elapsed_s)}", style="bold"),
-    ]
+    parts: list[RenderableType] = [Text(f"{snapshot.doing}  {units.clock(snapshot.elapsed_s)}", style="bold")]
     merged, budget = units.count(totals.tokens_merged), units.count(totals.tokens_budget)
     if totals.tokens_budget:
         share = min(1.0, totals.tokens_merged / totals.tokens_budget)
