@@ -75,7 +75,8 @@ class Children:
         given = {
             "worker.shards": self.shard_addresses(host), "worker.learner_id": name,
             "worker.folder": self._files.worker_folder(index), "worker.http": nth_port(worker.http, index),
-            "worker.threads": worker.threads or _share_of_cores(self.workers), **self._proof_of(f"learner/{name}"),
+            "worker.threads": worker.threads or max(1, len(os.sched_getaffinity(0)) // len(self.workers)),
+            **self._proof_of(f"learner/{name}"),
         }  # fmt: skip
         arguments = [*flags(self._files, address_file, given), f"--final-status={self._files.final_status(name)}"]
         return ChildSpec(name, "worker", self._programs.worker, lambda: arguments, self.log(name), address_file)
@@ -83,14 +84,10 @@ class Children:
     def evaluation(self) -> ChildSpec:
         """The job that evaluates and exports the global model. All shards must be up."""
         arguments = [
-            "evaluate",
-            f"--settings={self._files.settings}",
-            f"--shards={self.shard_addresses()}",
-            *_sets(self._proof_of(OBSERVER)),
-            f"--export={self._files.model}",
-            f"--out={self._files.evaluation}",
+            "evaluate", f"--settings={self._files.settings}", f"--shards={self.shard_addresses()}",
+            *_sets(self._proof_of(OBSERVER)), f"--export={self._files.model}", f"--out={self._files.evaluation}",
             f"--progress={self._files.evaluated}",
-        ]
+        ]  # fmt: skip
         return ChildSpec(EVALUATE, "job", self._programs.worker, lambda: arguments, self.log(EVALUATE))
 
     def log(self, name: str) -> Path:
@@ -102,9 +99,7 @@ class Children:
 
     def shard_addresses(self, host: str = "") -> str:
         """Of all shards, which must be up, as one text. `host`: as of `worker`."""
-        if host:
-            return ",".join(f"{host}:{self.port(name)}" for name in self.shards)
-        return ",".join(dialable(self._ports[name][0]) for name in self.shards)
+        return ",".join(f"{host}:{self.port(s)}" if host else dialable(self._ports[s][0]) for s in self.shards)
 
     def _proof_of(self, who: str) -> dict[str, object]:
         own = self._certificates
@@ -129,7 +124,3 @@ def flags(files: Files, address_file: Path, given: Mapping[str, object]) -> list
 
 def _sets(given: Mapping[str, object]) -> list[str]:
     return [f"--set={name}={value}" for name, value in given.items()]
-
-
-def _share_of_cores(processes: Sequence[str]) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // len(processes))

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -37,13 +39,11 @@ from diloco_common.trust.identity import Proof, Scope, Subject
 from diloco_common.trust.revocations import REVOKED, write_revocations
 from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, read_folder, serial_text, subject_of_certificate
 from diloco_common.trust.tokens import TOKEN_MAX, read_private, sign_token, verify_token
-from diloco_deploy.trust.registry import ISSUED, Issued, Registry, write_private, write_public
+from diloco_deploy.trust.registry import ISSUED, PRIVATE, PUBLIC, Issued, Registry, write_file
 
 CA_KEY, TOKEN_KEY, TOKEN_PUBLIC = "ca.key", "token.key", "token.pub"
 _BESIDE_THE_KEY = (CA, TOKEN_KEY, TOKEN_PUBLIC, ISSUED, REVOKED)
 _ELSE = "give another --out, or remove it if nobody needs it"
-
-
 CA_DAYS, CERTIFICATE_DAYS, TOKEN_DAYS = 3650, 90, 30
 CLOCKS_DIFFER = timedelta(hours=1)
 """A certificate begins so long before it is made: the clocks of other machines may be behind."""
@@ -59,13 +59,8 @@ class Authority:
     def __init__(
         self, folder: Path, run_id: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
     ) -> None:
-        self.folder = folder
-        self.run_id = run_id
-        self.registry = Registry(folder)
-        self._certificate = certificate
-        self._key = key
-
-    # ------------------------------------------------------------ issue
+        self.folder, self.run_id, self.registry = folder, run_id, Registry(folder)
+        self._certificate, self._key = certificate, key
 
     def issue(
         self, subject: Subject, now: datetime, *, hosts: Sequence[str] = (), days: float = CERTIFICATE_DAYS,
@@ -86,9 +81,9 @@ class Authority:
             into.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.registry.note(issued)  # first: whatever ends this process, no certificate is about that is not listed
             # A process that looks in between sees a pair that does not fit, and waits for the other.
-            write_public(into / CERTIFICATE, certificate.public_bytes(Encoding.PEM))
-            write_private(into / KEY, _private_pem(key))
-            write_public(into / CA, self._certificate.public_bytes(Encoding.PEM))
+            write_file(into / CERTIFICATE, certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
+            write_file(into / KEY, _private_pem(key), mode=PRIVATE)
+            write_file(into / CA, self._certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
         return into, issued
@@ -153,8 +148,8 @@ class Authority:
             if not path.exists():
                 made = Ed25519PrivateKey.generate()
                 public = made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-                write_public(self.folder / TOKEN_PUBLIC, public)
-                write_private(path, _private_pem(made))
+                write_file(self.folder / TOKEN_PUBLIC, public, mode=PUBLIC)
+                write_file(path, _private_pem(made), mode=PRIVATE)
             key = load_pem_private_key(read_private(path), None)
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}") from None
@@ -171,13 +166,17 @@ def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
     Raises ConfigError: the folder cannot be written, or holds the authority of another run, or one whose key is away.
     """
     if (folder / CA_KEY).exists():
-        found = open_authority(folder).run_id
-        if found != run_id:
+        if (other := open_authority(folder).run_id) != run_id:
             raise ConfigError(
-                f"{folder} holds the authority of run {found!r}, not of {run_id!r}; give another --folder"
+                f"{folder} holds the authority of run {other!r}, not of {run_id!r}; give another --folder"
             )
         return False
-    _check_no_authority(folder)
+    # Where no authority's key is, nothing else of one may be: it would be lost.
+    if found := [name for name in _BESIDE_THE_KEY if os.path.lexists(folder / name)]:
+        raise ConfigError(
+            f"{folder} holds {', '.join(found)} of an authority, but not its {CA_KEY}; bring that back, give another "
+            "--folder, or remove these files if the authority is no more"
+        )
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name(
         [x509.NameAttribute(NameOID.ORGANIZATION_NAME, "diloco"), x509.NameAttribute(NameOID.COMMON_NAME, run_id)]
@@ -190,9 +189,9 @@ def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        write_public(folder / CA, certificate.public_bytes(Encoding.PEM))
+        write_file(folder / CA, certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
         write_revocations(folder / REVOKED, [])
-        write_private(folder / CA_KEY, _private_pem(key))  # last: with it, the authority is whole
+        write_file(folder / CA_KEY, _private_pem(key), mode=PRIVATE)  # last: with it, the authority is whole
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
     return True
@@ -213,16 +212,6 @@ def open_authority(folder: Path) -> Authority:
     return Authority(folder, str(name.value), certificate, key)
 
 
-def _check_no_authority(folder: Path) -> None:
-    """Where no authority's key is, nothing else of one may be: it would be lost. Raises ConfigError."""
-    found = [name for name in _BESIDE_THE_KEY if os.path.lexists(folder / name)]
-    if found:
-        raise ConfigError(
-            f"{folder} holds {', '.join(found)} of an authority, but not its {CA_KEY}; bring that back, give another "
-            "--folder, or remove these files if the authority is no more"
-        )
-
-
 def _private_pem(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
@@ -239,17 +228,14 @@ def _alternative_names(subject: Subject, hosts: Sequence[str]) -> list[x509.Gene
 
 def _host_name(host: str) -> x509.GeneralName:
     """Raises ConfigError."""
-    try:
+    with suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
-    except ValueError:
-        pass
-    labels = host.split(".")
-    if not (0 < len(host) <= 253 and all(label and set(label) <= _DNS_CHARACTERS for label in labels)):
+    if len(host) > 253 or not _HOST_NAME.fullmatch(host):
         raise ConfigError(f"--host {host[:80]!a} is neither a host name nor an IP address; leave out the port")
     return x509.DNSName(host)
 
 
-_DNS_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 def _begun(
@@ -277,10 +263,10 @@ def is_good(folder: Path, subject: Subject, hosts: Sequence[str], revoked: set[s
     """Whether a folder holds a certificate of this subject and hosts that has enough of its time left."""
     try:
         files = read_folder(folder, needs_pair=True)
-        certificate = files.certificate
         is_of_subject = files.subject == subject
     except ConfigError:
         return False
+    certificate = files.certificate
     assert certificate is not None
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

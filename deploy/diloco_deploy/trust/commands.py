@@ -18,7 +18,7 @@ from diloco_common.options import Days, Flag
 from diloco_common.trust.identity import Scope, subject_of
 from diloco_common.trust.tls import shown
 from diloco_deploy.trust.authority import CA_DAYS, TOKEN_PUBLIC, is_good, make_authority, open_authority
-from diloco_deploy.trust.registry import Issued, write_private
+from diloco_deploy.trust.registry import PRIVATE, Issued, write_file
 from diloco_deploy.trust.tending import LOOK_S, Tending
 
 Folder = Annotated[Path, Parameter(metavar="PATH", help="of the authority")]
@@ -212,7 +212,7 @@ def issue_token(
     authority.check_free_for_token(out, subject)
     signed, issued = authority.issue_token(subject, now, days=days)
     try:
-        write_private(out, signed.encode() + b"\n")
+        write_file(out, signed.encode() + b"\n", mode=PRIVATE)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
     print(f"{out}: {subject}, serial {issued.serial}, until {_until(issued)}")

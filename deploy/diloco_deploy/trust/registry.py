@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,26 +16,22 @@ from diloco_common.trust.revocations import REVOKED, Revocation, normal_serial, 
 from diloco_common.trust.tls import shown
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file for its owner alone; a reader sees all of it or what was there before. Raises OSError."""
-    _write(path, content, 0o600)
-
-
-def write_public(path: Path, content: bytes) -> None:
-    """The same for a file that anybody may read. Raises OSError."""
-    _write(path, content, 0o644)
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
+def write_file(path: Path, content: bytes, *, mode: int) -> None:
+    """Write a file; a reader sees all of it or what was there before. Raises OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+    with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
 
 
+def _for_owner(name: str, flags: int) -> int:
+    return os.open(name, flags, PRIVATE)
+
+
+PRIVATE, PUBLIC = 0o600, 0o644
 ISSUED = "issued.jsonl"
 SERIAL_DIGITS_MIN = 12
 """What is shorter is a slip of the pen: a serial that nobody issued here is revoked all the same."""
@@ -79,10 +74,9 @@ class Registry:
 
     def note(self, issued: Issued) -> Issued:
         """Raises ConfigError."""
-        line = json.dumps(asdict(issued)) + "\n"
         try:
-            with os.fdopen(os.open(self._issued, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
-                file.write(line)
+            with open(self._issued, "a", opener=_for_owner) as file:
+                file.write(json.dumps(asdict(issued)) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -134,29 +128,14 @@ class Registry:
         return self._deny([Revocation(serial, who, shown(now))])
 
     def _deny(self, wanted: list[Revocation]) -> tuple[list[Revocation], list[Revocation]]:
-        with self._alone():
-            return self._deny_alone(wanted)
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
         """One at a time, also among processes: who reads the deny-list to write it must not lose what another wrote."""
-        path = self.deny_list.with_name("lock")
         try:
-            held = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            with open(self.deny_list.with_name("lock"), "ab", opener=_for_owner) as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                listed = {one.serial: one for one in read_revocations(self.deny_list)}
+                new = [one for one in wanted if one.serial not in listed]
+                if new:
+                    write_revocations(self.deny_list, [*listed.values(), *new])
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(held)
-
-    def _deny_alone(self, wanted: list[Revocation]) -> tuple[list[Revocation], list[Revocation]]:
-        listed = {one.serial: one for one in read_revocations(self.deny_list)}
-        new = [one for one in wanted if one.serial not in listed]
-        if new:
-            try:
-                write_revocations(self.deny_list, [*listed.values(), *new])
-            except OSError as error:
-                raise ConfigError(f"{self.deny_list}: cannot be written: {error.strerror}") from None
+            raise ConfigError(f"{self.deny_list}: cannot be written: {error.strerror}") from None
         return new, [listed[one.serial] for one in wanted if one.serial in listed]

@@ -24,7 +24,7 @@ from diloco_common.trust.identity import Scope, Subject
 from diloco_common.trust.revocations import REVOKED
 from diloco_common.trust.tls import CA, KEY, Stamp, stamp_of
 from diloco_deploy.trust.authority import CERTIFICATE_DAYS, Authority
-from diloco_deploy.trust.registry import Issued, write_public
+from diloco_deploy.trust.registry import PUBLIC, Issued, write_file
 
 LOOK_S = 0.25
 """How often to look: shards look as often, so whoever is revoked is out within a second."""
@@ -43,20 +43,15 @@ class Tending:
     """The certificates below one folder."""
 
     def __init__(
-        self,
-        authority: Authority,
-        out: Path,
-        subjects: Sequence[Subject],
-        hosts: Sequence[str],
-        days: float | None = None,
-        lent: Collection[Subject] = (),
-    ) -> None:
+        self, authority: Authority, out: Path, subjects: Sequence[Subject], hosts: Sequence[str],
+        days: float = CERTIFICATE_DAYS, lent: Collection[Subject] = (),
+    ) -> None:  # fmt: skip
         """`subjects`: shards and observers. `hosts`: of every shard, beside the name of its own folder.
 
         `lent`: observers that run as another user, in our group: Prometheus does.
         """
         self._authority, self._out, self._subjects, self._hosts = authority, out, subjects, hosts
-        self._days, self._lent = days or CERTIFICATE_DAYS, lent
+        self._days, self._lent = days, lent
         self._newest: dict[str, Issued] = {}
         self._known: dict[str, Subject] = {}
         """Name of the folder -> learner that has had a certificate."""
@@ -104,7 +99,7 @@ class Tending:
         try:
             content = self._authority.registry.deny_list.read_bytes()
             if not copy.exists() or copy.read_bytes() != content:
-                write_public(copy, content)
+                write_file(copy, content, mode=PUBLIC)
         except OSError as error:
             self._troubles["deny-list"] = f"the deny-list is not passed on: {error.filename}: {error.strerror}"
 
