@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -49,8 +48,7 @@ def health(
     """Ask one process whether it is healthy. Exit code 0 if it is, 1 if not."""
     if (grpc is None) == (http is None):
         raise ConfigError("give --grpc or --http, one of them: diloco health --grpc 127.0.0.1:50051")
-    given = os.environ.get(TLS_VARIABLE)
-    return check(grpc, http, tls or (Path(given) if given else None))
+    return check(grpc, http, tls)
 
 
 _LOOK_S = 0.3
@@ -156,13 +154,9 @@ def as_lines(found: Mapping[str, Given], *, origin: bool) -> Iterator[str]:
         if section != last:
             yield from (["", f"[{section}]"] if last else [f"[{section}]"])
             last = section
-        line = f"# {key} =" if one.value is None else f"{key} = {_toml(one.value)}"
+        # Numbers, texts, lists and booleans are the same in JSON; but for very small numbers, which need no care here.
+        line = f"# {key} =" if one.value is None else f"{key} = {dumps(one.value, ensure_ascii=False)}"
         yield f"{line:<40}  # {one.source}" if origin else line
-
-
-def _toml(value: Any) -> str:
-    """Numbers, texts, lists and booleans are the same in JSON; but for very small numbers, which need no care here."""
-    return dumps(value, ensure_ascii=False)
 
 
 def completion(

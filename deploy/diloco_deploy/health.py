@@ -26,24 +26,21 @@ TLS_VARIABLE = "DILOCO_SECURITY__TLS"
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the answer of the process. Returns 0 if it is healthy, 1 if not."""
     parser = argparse.ArgumentParser(prog="diloco health", description="Ask a process whether it is healthy.")
-    add_arguments(parser)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--grpc", metavar="HOST:PORT", help="of a shard; it is healthy if grpc.health.v1 says SERVING")
+    which.add_argument("--http", metavar="HOST:PORT", help="of a shard or worker; it is healthy if /readyz says so")
+    parser.add_argument(
+        "--tls", type=Path, metavar="FOLDER",
+        help=f"it serves over TLS: a folder of `diloco certs issue`, such as its own (default: ${TLS_VARIABLE})",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     return check(args.grpc, args.http, args.tls)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--grpc", metavar="HOST:PORT", help="of a shard; it is healthy if grpc.health.v1 says SERVING")
-    which.add_argument("--http", metavar="HOST:PORT", help="of a shard or worker; it is healthy if /readyz says so")
-    given = os.environ.get(TLS_VARIABLE)
-    parser.add_argument(
-        "--tls", type=Path, default=Path(given) if given else None, metavar="FOLDER",
-        help=f"it serves over TLS: a folder of `diloco certs issue`, such as its own (default: ${TLS_VARIABLE})",
-    )  # fmt: skip
-
-
 def check(grpc_address: str | None, http_address: str | None, tls: Path | None) -> int:
     """The exit code for one of the two addresses."""
+    if tls is None and (given := os.environ.get(TLS_VARIABLE)):
+        tls = Path(given)
     try:
         well, words = _ask_grpc(grpc_address, tls) if grpc_address else _ask_http(http_address or "", tls)
     except (OSError, ssl.SSLError) as error:

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from diloco_common.errors import NeverReady
 from diloco_common.settings import Settings
@@ -31,16 +30,10 @@ class ChaosCluster:
     """A local cluster, and its faults."""
 
     def __init__(
-        self,
-        settings: Settings,
-        files: Files,
-        supervisor: Supervisor,
-        interrupts: Interrupts,
-        tell: Callable[[str], None],
-        disks: SmallDisks | None = None,
-        links: Links | None = None,
+        self, settings: Settings, files: Files, supervisor: Supervisor, interrupts: Interrupts,
+        tell: Callable[[str], None], disks: SmallDisks | None = None, links: Links | None = None,
         hostile: Sequence[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`disks` and `links` are needed if a plan fills disks or cuts links. `hostile`: names of hostile processes."""
         assert settings.run.history is not None
         self._settings, self._files, self._history = settings, files, settings.run.history
@@ -114,7 +107,7 @@ class ChaosCluster:
         self._lift(now, all_of_them=True)
         for name in self._supervisor.waiting():
             self._supervisor.kill_for(name, 0.0)
-        marks = {name: self._size(name) for name in (*self._children.workers, *self._children.shards)}
+        marks = {name: len(self._written(name)) for name in (*self._children.workers, *self._children.shards)}
         progressed: set[str] = set()
         while run.healed_s is None or time.monotonic() < now + run.healed_s + _TAIL_S:
             if run.healed_s is None and time.monotonic() > now + heal_s:
@@ -182,17 +175,15 @@ class ChaosCluster:
 
     # ------------------------------------------------------------ histories, while they grow
 
-    def _path(self, name: str) -> Path:
-        return self._history / f"{name}.jsonl"
-
-    def _size(self, name: str) -> int:
-        path = self._path(name)
-        return path.stat().st_size if path.exists() else 0
+    def _written(self, name: str, since: int = 0) -> bytes:
+        """The history, after its first `since` bytes."""
+        path = self._history / f"{name}.jsonl"
+        if not path.exists():
+            return b""
+        with path.open("rb") as file:
+            file.seek(since)
+            return file.read()
 
     def _grew(self, name: str, what: str, since: int = 0) -> bool:
         """Whether the history has a line `what` after its first `since` bytes."""
-        if not self._path(name).exists():
-            return False
-        with self._path(name).open("rb") as file:
-            file.seek(since)
-            return f'"what":"{what}"'.encode() in file.read()
+        return f'"what":"{what}"'.encode() in self._written(name, since)

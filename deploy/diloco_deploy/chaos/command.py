@@ -131,16 +131,9 @@ def chaos(
 
 
 def _run(
-    settings: Settings,
-    name: str,
-    plan: tuple[Fault, ...],
-    seconds: float,
-    interrupts: Interrupts,
-    links: Links | None,
-    *,
-    disk_full: bool = False,
-    hostile: Sequence[str] = (),
-) -> tuple[ChaosRun, Histories]:
+    settings: Settings, name: str, plan: tuple[Fault, ...], seconds: float, interrupts: Interrupts,
+    links: Links | None, *, disk_full: bool = False, hostile: Sequence[str] = (),
+) -> tuple[ChaosRun, Histories]:  # fmt: skip
     """Run one cluster in its own folder. Empties the folder first."""
     folder = settings.cluster.folder / name
     files = Files(folder, Outputs())

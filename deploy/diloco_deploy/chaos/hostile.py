@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diloco_common.codec import Chunk
 from diloco_common.command import end_on_sigterm, new_app, run_app
-from diloco_common.errors import DilocoError, Refusal
+from diloco_common.errors import Refusal
 from diloco_common.options import NO_SETTINGS, SettingsOptions, settings_from
 from diloco_common.ports import Unavailable
 from diloco_common.settings import Settings
@@ -136,12 +136,8 @@ async def _described(transport: HoldingTransport, run_id: str) -> JoinAnswer:
         try:
             return await transport.join(Identity(run_id), JoinRequest(PROTOCOL, "", observe=True), CALL_S)
         except (Refusal, Unavailable) as error:
-            print(_words(error), flush=True)
+            print(f"{error} [{error.code}]", flush=True)
             await asyncio.sleep(LOOK_S)
-
-
-def _words(error: DilocoError) -> str:
-    return f"{error} [{error.code}]"
 
 
 def _honest(fragment: Fragment, tokens: int) -> Tensor:

@@ -70,15 +70,8 @@ def make_plan(
 ) -> tuple[Fault, ...]:
     """One fault in every interval of `every_s`, at a random moment. It hits a healthy process.
 
-    Args:
-        seed: the same seed makes the same plan.
-        seconds: length of the measured time. A fault may last longer.
-        every_s: mean time between two faults, in seconds.
-        shards: their names.
-        workers: their names.
-        dead_share: share of all worker-seconds for which workers should be dead or frozen, from 0 to 1.
-        disk_full: fill a disk in a third of the faults that hit shards.
-        links: cut a link in a tenth of all faults.
+    `seconds`: the measured time; a fault may last longer. `dead_share`: of all worker-seconds, for which workers should
+    be dead or frozen. `disk_full`, `links`: whether disks are filled and links cut, too.
     """
     chance = random.Random(seed)
     shard_share = max(SHARD_SHARE, len(shards) / (len(shards) + len(workers)))

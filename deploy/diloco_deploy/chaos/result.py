@@ -33,17 +33,13 @@ def lines_of(histories: Histories, name: str, what: str) -> Iterator[Line]:
     return (line for process in histories.shard_processes() for line in process.of(what) if line["learner"] == name)
 
 
-def words_of(harm: Sequence[dict[str, Any]]) -> list[str]:
+def _words_of(one: dict[str, Any]) -> str:
     """The same for people."""
-    return [
+    declined = ", ".join(f"{count} x {code}" for code, count in one["declined"].items()) or "none"
+    return (
         f"{one['name']}: joined {one['joined']} times; {one['accepted']} contributions accepted, "
-        f"{one['merged']} merged ({one['versions_share']:.1%} of the versions); declined {_listed(one['declined'])}"
-        for one in harm
-    ]
-
-
-def _listed(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} x {code}" for code, count in counts.items()) or "none"
+        f"{one['merged']} merged ({one['versions_share']:.1%} of the versions); declined {declined}"
+    )
 
 
 Result = dict[str, Any]
@@ -110,7 +106,9 @@ def make_result(
         "seconds": round(work.seconds, 2),
         "dead_share": round(work.dead_share, 4),
         "healed_s": run.healed_s,
-        "faults_by_kind": dict(Counter(f"{f.kind.value} {_kind(f.target)}" for f in plan)),
+        "faults_by_kind": dict(
+            Counter(f"{f.kind.value} {'link' if LINK in f.target else f.target.partition('-')[0]}" for f in plan)
+        ),
         "versions": sum(1 for process in histories.shard_processes() for _ in process.of("announced")),
         "contributions": sum(merge.push is not None for merge in histories.merges()),
         "evictions": sum(
@@ -119,7 +117,10 @@ def make_result(
             for line in process.of("gone")
         ),
         "hostile": [harm_of(histories, name) for name in hostile],
-        **_tokens(work),
+        "tokens": round(work.tokens),
+        "tokens_accepted": round(work.tokens_accepted),
+        "tokens_per_alive_s": round(work.per_alive_s, 2),
+        "step_s": round(work.step_s, 4),
         "lost_s": losses(histories, run, work, baseline) if baseline else None,
         "alive_s": round(work.alive_s, 2),
         "baseline": baseline,
@@ -136,7 +137,7 @@ def summary(result: Result) -> str:
         f"{result['faults']} faults in {result['seconds']:.0f} s, seed {result['seed']}: {kinds}",
         f"workers dead, starting or frozen {result['dead_share']:.1%} of the time, {result['evictions']} evictions",
         f"{result['versions']} versions announced, {result['contributions']} contributions merged",
-        *words_of(result["hostile"]),
+        *map(_words_of, result["hostile"]),
         "",
         *(f"  {result[check]:6}  {words}" for check, words in CHECKS.items()),
         "",
@@ -146,7 +147,12 @@ def summary(result: Result) -> str:
         + (f", {1000 * baseline['step_s']:.0f} ms without faults" if baseline else ""),
         f"longest gap  {result['longest_step_gap_s']:.2f} s between two inner steps of a living worker"
         + (f", {baseline['longest_step_gap_s']:.2f} s without faults" if baseline else ""),
-        _healed(result["healed_s"]),
+        "healing      "
+        + (
+            "not complete: some processes made no progress after the last fault"
+            if result["healed_s"] is None
+            else f"every process made progress within {result['healed_s']:.1f} s after the last fault"
+        ),
         "",
         *(f"  {one['check']}: {one['what']}" for one in result["found"][:_SHOWN_MAX]),
     ]
@@ -180,25 +186,6 @@ def _compared(result: Result) -> list[str]:
             for cause, seconds in result["lost_s"].items()
         ),
     ]
-
-
-def _kind(target: str) -> str:
-    return "link" if LINK in target else target.partition("-")[0]
-
-
-def _healed(healed_s: float | None) -> str:
-    if healed_s is None:
-        return "healing      not complete: some processes made no progress after the last fault"
-    return f"healing      every process made progress within {healed_s:.1f} s after the last fault"
-
-
-def _tokens(work: Work) -> Result:
-    return {
-        "tokens": round(work.tokens),
-        "tokens_accepted": round(work.tokens_accepted),
-        "tokens_per_alive_s": round(work.per_alive_s, 2),
-        "step_s": round(work.step_s, 4),
-    }
 
 
 def _longest(gaps: Sequence[tuple[float, str]]) -> float:

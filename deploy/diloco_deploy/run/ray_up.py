@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from diloco_common.errors import EXIT_INTERRUPTED, CannotConnect, ConfigError, DilocoError
@@ -59,7 +58,8 @@ def bring_up_on_ray(settings: Settings, outputs: Outputs, *, fresh: bool = False
         save(settings, files.settings)
         files.runs("ray")
         if not settings.security.insecure:
-            _make_authority(files.certs, settings.run.id)
+            make_authority(files.certs, settings.run.id, today := datetime.now(UTC))
+            open_authority(files.certs).issue(subject_of(settings.run.id, OBSERVER), today)
         run = _RayRun(ray, settings, files, interrupts)
         try:
             return run.run()
@@ -308,12 +308,6 @@ def _connected() -> Any:
             "there is no Ray cluster here; start one with `ray start --head`, or name one with RAY_ADDRESS"
         ) from None
     return ray
-
-
-def _make_authority(folder: Path, run_id: str) -> None:
-    today = datetime.now(UTC)
-    make_authority(folder, run_id, today)
-    open_authority(folder).issue(subject_of(run_id, OBSERVER), today)
 
 
 def _say(what: str) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal, Self
 
 from diloco_common.errors import EXIT_UNEXPECTED
@@ -67,7 +67,7 @@ def verdict_on_exit(
         restart: the setting cluster.restart.
         out_of_memory: whether the kernel has killed a process for lack of memory since the last exit.
     """
-    how = describe_exit(code)
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
     if out_of_memory and code == -signal.SIGKILL:
         how += ": the machine or its container ran out of memory"
     if code == 0 and kind != "shard":
@@ -79,15 +79,8 @@ def verdict_on_exit(
         return Verdict(Action.FAIL, f"died {deaths} times in a row ({how})", exit_code=failed.exit_code)
     if not restart:
         off = f"died ({how}) and is not started again, because cluster.restart is off"
-        if kind == "shard":
-            return Verdict(Action.FAIL, off, exit_code=failed.exit_code)
-        return Verdict(Action.LOST, off, exit_code=failed.exit_code)
+        return Verdict(Action.FAIL if kind == "shard" else Action.LOST, off, exit_code=failed.exit_code)
     return Verdict(Action.AGAIN, f"died ({how})", wait_s=min(0.5 * 2 ** (deaths - 1), 10.0))
-
-
-def describe_exit(code: int) -> str:
-    """ "exit code 3", "signal 9"."""
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def memory_kills() -> int:
@@ -146,9 +139,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
     def start(self, spec: ChildSpec) -> None:
@@ -211,13 +202,11 @@ class Supervisor:
     def start_due(self, now: float) -> list[str]:
         """Start the dead children whose wait is over. Returns their names."""
         due = [
-            child
-            for child in self._children.values()
-            if child.start_again_at is not None and now >= child.start_again_at
+            name for name, one in self._children.items() if one.start_again_at is not None and now >= one.start_again_at
         ]
-        for child in due:
-            self._spawn(child)
-        return [child.spec.name for child in due]
+        for name in due:
+            self._spawn(self._children[name])
+        return due
 
     def waiting(self) -> set[str]:
         """Children that are dead and will be started again."""
@@ -228,11 +217,10 @@ class Supervisor:
 
         Returns the names of the killed children.
         """
-        children = [self._children[name] for name in names]
-        for child in children:
-            child.start_again_at = None
-            if child.process is not None:
-                _signal(child.process, signal.SIGTERM)
+        children = []
+        for name in names:
+            self.dismiss(name)
+            children.append(self._children[name])
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline and not hurry():
             for child in children:
@@ -248,10 +236,8 @@ class Supervisor:
 
     def dismiss(self, name: str) -> None:
         """Ask a child to end for good (SIGTERM). `look` tells when it has."""
-        child = self._children[name]
-        child.start_again_at = None
-        if child.process is not None:
-            _signal(child.process, signal.SIGTERM)
+        self._children[name].start_again_at = None
+        self.signal(name, signal.SIGTERM)
 
     def forget(self, name: str) -> None:
         """A child that has ended was the last process of its name."""

@@ -89,11 +89,7 @@ class _Interrupted(Exception):
 
 
 class _ChildFailed(Exception):
-    """A child has failed, and starting it again would not help."""
-
-    def __init__(self, exit: Exit) -> None:
-        self.exit = exit
-        super().__init__(exit.name)
+    """A child has failed, and starting it again would not help. Has its `Exit`."""
 
 
 class LocalRun:
@@ -136,12 +132,15 @@ class LocalRun:
             self._gather()
             # Before the evaluation pulls, so the report holds only the traffic of training.
             self._report = self._make_report(wall_s)
-            self._report |= _losses(self._evaluate())
+            found = self._evaluate()
+            self._report |= {key: found.get(key) for key in ("eval_loss_first", "eval_loss_final")} | {
+                "evaluation": found
+            }
             self._stop_all()
         except _Interrupted:
             return self._interrupted()
         except _ChildFailed as failure:
-            return self._failed(failure.exit)
+            return self._failed(*failure.args)
         write_json(self._files.report, self._report)
         self._display.close()
         results = {"model": self._files.model, "report": self._files.report, "logs": self._files.logs}
@@ -244,8 +243,9 @@ class LocalRun:
             write_json(self._files.report, self._report)
         self._display.close()
         print(f"diloco: {failed.name} {failed.verdict.why}; the end of {failed.log}:", file=sys.stderr)
-        for line in tail(failed.log):
-            print(f"  {line}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            for line in failed.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]:
+                print(f"  {line}", file=sys.stderr)
         sys.stderr.flush()
         return failed.verdict.exit_code
 
@@ -382,16 +382,3 @@ class LocalRun:
 
     def _make_report(self, wall_s: float, *, interrupted: bool = False) -> Report:
         return make_report(self._watch.cluster, self._settings, wall_s=wall_s, evaluation=None, interrupted=interrupted)
-
-
-def _losses(evaluation: dict[str, Any]) -> Report:
-    keys = ("eval_loss_first", "eval_loss_final")
-    return {**{key: evaluation.get(key) for key in keys}, "evaluation": evaluation}
-
-
-def tail(log: Path) -> list[str]:
-    """The last lines of a log, as far as it can be read."""
-    try:
-        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-    except OSError:
-        return []
