@@ -12,12 +12,12 @@ import json
 import re
 import tomllib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from diloco_common import quantities
@@ -147,7 +147,7 @@ def _from_tree(tree: Mapping[str, Any], path: Path, problems: list[str]) -> dict
     text = _read_text(path)
     for section, keys in tree.items():
         where = _whereabouts(path, text, section, None)
-        if section not in Settings.model_fields:
+        if section not in _SECTIONS:
             problems.append(f"{where}: there is no section [{section}]{_did_you_mean(section, _SECTIONS)}")
         elif not isinstance(keys, dict):
             problems.append(f"{where}: {section} is a section; write [{section}] and its keys below")
@@ -253,24 +253,17 @@ def _is_time(name: str) -> bool:
 # ---------------------------------------------------------------- explaining
 
 
-def _sections() -> Iterable[tuple[str, type[BaseModel]]]:
-    for section, field in Settings.model_fields.items():
-        assert isinstance(field.annotation, type)
-        assert issubclass(field.annotation, BaseModel)
-        yield section, field.annotation
-
-
-_SECTIONS = list(Settings.model_fields)
+_SECTIONS: dict[str, Any] = {section: field.annotation for section, field in Settings.model_fields.items()}
 _FIELDS: dict[str, FieldInfo] = {
-    f"{section}.{key}": field for section, model in _sections() for key, field in model.model_fields.items()
+    f"{section}.{key}": field for section, model in _SECTIONS.items() for key, field in model.model_fields.items()
 }
 
 
 def _unknown(name: str) -> str:
-    return f"there is no setting {name}{_did_you_mean(name, list(_FIELDS))}"
+    return f"there is no setting {name}{_did_you_mean(name, _FIELDS)}"
 
 
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
+def _did_you_mean(word: str, known: Collection[str]) -> str:
     same_key = [name for name in known if name.rpartition(".")[2] == word.rpartition(".")[2]]
     return f"; did you mean {' or '.join(same_key)}?" if same_key else did_you_mean(word, known)
 

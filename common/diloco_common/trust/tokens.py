@@ -51,19 +51,19 @@ def read_bearer_token(settings: SecuritySettings) -> str | None:
 def read_private(path: Path) -> bytes:
     """The bytes of a file with a secret. Raises OSError, SecretExposed.
 
-    What is checked is the open file, so nobody can exchange it in between.
+    What is checked is the open file, so nobody can exchange it in between. A link is judged by what it leads to:
+    Kubernetes mounts secrets as links.
     """
     with path.open("rb") as file:
-        _check(path, os.fstat(file.fileno()))
-        return file.read()
-
-
-def check_private(path: Path) -> None:
-    """Refuse a file with a secret that others can read, or could have written. Raises OSError, SecretExposed.
-
-    For a file that somebody else opens. A link is judged by what it leads to: Kubernetes mounts secrets as links.
-    """
-    _check(path, path.stat())
+        found = os.fstat(file.fileno())
+        user, groups = os.geteuid(), {os.getegid(), *os.getgroups()}
+        exposed = exposure(found.st_mode, found.st_uid, found.st_gid, user, groups)
+        if exposed is None:
+            return file.read()
+    what = f"chown {user} {path} && chmod 600 {path}" if found.st_uid not in (user, _ROOT) else f"chmod 600 {path}"
+    raise SecretExposed(
+        f"{path}: {exposed} (mode {stat.S_IMODE(found.st_mode):04o}), and a secret is for its owner alone: {what}"
+    )
 
 
 def exposure(mode: int, owner: int, group: int, user: int, groups: Collection[int]) -> str | None:
@@ -82,17 +82,6 @@ def exposure(mode: int, owner: int, group: int, user: int, groups: Collection[in
     if mode & stat.S_IRGRP and not (owner == _ROOT and (group == _ROOT or group in groups)):
         return f"group {group} can read it"
     return None
-
-
-def _check(path: Path, found: os.stat_result) -> None:
-    user = os.geteuid()
-    groups = {os.getegid(), *os.getgroups()}
-    exposed = exposure(found.st_mode, found.st_uid, found.st_gid, user, groups)
-    if exposed is not None:
-        what = f"chown {user} {path} && chmod 600 {path}" if found.st_uid not in (user, _ROOT) else f"chmod 600 {path}"
-        raise SecretExposed(
-            f"{path}: {exposed} (mode {stat.S_IMODE(found.st_mode):04o}), and a secret is for its owner alone: {what}"
-        )
 
 
 SIGNED_FOR = b"diloco signed token 1\n"

@@ -212,13 +212,8 @@ class Manifest:
         return sum(f.num_elements for f in self.model_fragments)
 
     @cached_property
-    def model_tensors(self) -> tuple[TensorSpec, ...]:
-        """The parameters."""
-        return tuple(t for t in self.tensors if t.traits.is_of_model)
-
-    @cached_property
     def model_fragments(self) -> tuple[Fragment, ...]:
-        """The fragments of these."""
+        """Those of the parameters."""
         return tuple(f for f in self.fragments if f.traits.is_of_model)
 
     @cached_property

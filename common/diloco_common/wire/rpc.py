@@ -155,17 +155,16 @@ def _decimal(values: Mapping[str, str], key: str) -> int:
 # ---------------------------------------------------------------- TLS
 
 
-def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """For a caller that trusts ca.pem of these files, and shows their certificate if there is one."""
-    key, chain = files.pair or (None, None)
-    return grpc.ssl_channel_credentials(files.ca, key, chain)
-
-
 def channel(address: str, files: TlsFiles | None, options: list[tuple[str, int]]) -> grpc.aio.Channel:
-    """To one shard: TLS with these files, or plaintext."""
+    """To one shard, for a caller that trusts ca.pem of these files, and shows their certificate if there is one.
+
+    Without files it is plaintext.
+    """
     if files is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, channel_credentials(files), options=options)
+    key, chain = files.pair or (None, None)
+    credentials = grpc.ssl_channel_credentials(files.ca, key, chain)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 class ServerCredentials:
