@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import re
 
@@ -20,13 +19,6 @@ ANSI = "\x1b[31mred\x1b[0m"
 def written() -> io.StringIO:
     stream = io.StringIO()
     configure(stream=stream)
-    return stream
-
-
-@pytest.fixture
-def json_lines() -> io.StringIO:
-    stream = io.StringIO()
-    configure(json_lines=True, stream=stream)
     return stream
 
 
@@ -117,28 +109,6 @@ def test_other_libraries_are_heard_only_when_they_warn_and_never_raw(written):
 
     assert written.getvalue().endswith("some.library WARNING odd: \\x1b[31mred\\x1b[0m\\nsecond line\n")
     assert "chatter" not in written.getvalue()
-
-
-def test_json_lines_hold_the_same_event(json_lines):
-    Log("shard-0").event("round closed", fragment=3, loss=float("nan"), why=ANSI, learners=("a", "b"))
-    logging.getLogger("some.library").warning("odd")
-
-    first, second = map(json.loads, json_lines.getvalue().splitlines())
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
-    assert first == {
-        "process": "shard-0", "level": "info", "event": "round closed", "fragment": 3, "loss": None, "why": ANSI,
-        "learners": ["a", "b"],
-    }  # fmt: skip
-    assert "\x1b" not in json_lines.getvalue()
-    assert second["event"] == "odd"
-
-
-def test_a_field_cannot_pretend_to_be_another_event(json_lines):
-    Log("shard-0").event("evicted", process="shard-9", level="debug")
-
-    said = json.loads(json_lines.getvalue())
-    del said["time"]
-    assert said == {"process": "shard-0", "level": "info", "event": "evicted"}
 
 
 def test_configuring_again_does_not_say_everything_twice(written):

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 
-def crc32c(data: bytes | memoryview, start: int = 0) -> int:
-    """CRC-32C of bytes, or of a view of bytes, without a copy. `start`: that of the bytes before, if there are any."""
+def crc32c(data: bytes | memoryview) -> int:
+    """CRC-32C of bytes, or of a view of bytes, without a copy."""
     # google_crc32c refuses a memoryview, as its buffer can be released; a read-only array has none to release.
     if not len(data):
-        return start
+        return 0
     view: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(data, np.uint8)
     view.flags.writeable = False
-    return int(google_crc32c.extend(start, view))
+    return int(google_crc32c.value(view))
 
 
 class Checksum:

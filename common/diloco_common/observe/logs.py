@@ -11,15 +11,13 @@ counted instead (`Repeats`).
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import sys
 import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
 WINDOW_S = 10.0
 EVENTS_MAX = 1000
@@ -122,14 +120,12 @@ class Log:
         self._logger.log(level, text, exc_info=trace, extra=extra)
 
 
-def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+def configure(*, level: int = logging.INFO, stream: TextIO | None = None) -> None:
     """Send our events, and the warnings of other libraries, to stderr. Replaces any earlier handlers."""
-    handler = Handler(sys.stderr if stream is None else stream)
-    handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
-    root.addHandler(handler)
+    root.addHandler(Handler(sys.stderr if stream is None else stream))
     root.setLevel(logging.WARNING)
     logging.getLogger("diloco").setLevel(level)
     logging.captureWarnings(True)
@@ -139,9 +135,7 @@ def listen() -> None:
     """For a library: our events go to stderr, unless the process has handlers that get them. Repeating it is fine."""
     ours = logging.getLogger("diloco")
     if all(isinstance(h, logging.NullHandler) for h in (*ours.handlers, *logging.getLogger().handlers)):
-        handler = Handler(sys.stderr)
-        handler.setFormatter(TextFormatter())
-        ours.addHandler(handler)
+        ours.addHandler(Handler(sys.stderr))
     if ours.level == logging.NOTSET:
         ours.setLevel(logging.INFO)
 
@@ -158,6 +152,7 @@ class Handler(logging.StreamHandler[TextIO]):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
+        self.setFormatter(TextFormatter())
         self._repeats = Repeats()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -206,24 +201,6 @@ class TextFormatter(logging.Formatter):
         return "\n".join(lines)
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC, ISO 8601), process, level, event and the fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        fields: dict[str, object] = getattr(record, "diloco_fields", {})
-        known: dict[str, object] = {
-            "time": f"{stamp}.{int(record.msecs):03d}Z",
-            "process": getattr(record, "diloco_process", record.name),
-            "level": record.levelname.lower(),
-            "event": getattr(record, "diloco_event", None) or _message(record),
-        }
-        if lines := _traceback_lines(record):
-            known["traceback"] = lines
-        # Our own facts about the line win over fields of the same name. json.dumps writes only ASCII: nothing is raw.
-        return json.dumps(_jsonable(fields) | known)
-
-
 def show(value: object) -> str:
     """A value as shown in `key=value`: one word or quoted, escaped, and cut if it is long."""
     if value is None:
@@ -268,16 +245,3 @@ def _traceback_lines(record: logging.LogRecord) -> list[str]:
         return []
     text = "".join(traceback.format_exception(record.exc_info[1]))
     return [escape(line, _MESSAGE_MAX) for line in text.splitlines()]
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):  # JSON has no NaN and no infinity
-        return None
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    text = str(value)
-    return text if len(text) <= _MESSAGE_MAX else f"{text[:_MESSAGE_MAX]}...(+{len(text) - _MESSAGE_MAX})"
