@@ -15,26 +15,16 @@ from typing import TYPE_CHECKING
 import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)
 
 if TYPE_CHECKING:
-    from diloco_worker.export import write_model
-    from diloco_worker.global_model import pull_global_model
-    from diloco_worker.joining import digest_of, join
-    from diloco_worker.learner import Learner
-    from diloco_worker.number import take_number
-    from diloco_worker.progress_lr import ProgressLR
-    from diloco_worker.shell.island import init_island
-    from diloco_worker.state import blank_state
+    from diloco_worker.export import write_model as write_model
+    from diloco_worker.global_model import pull_global_model as pull_global_model
+    from diloco_worker.joining import digest_of as digest_of
+    from diloco_worker.joining import join as join
+    from diloco_worker.learner import Learner as Learner
+    from diloco_worker.number import take_number as take_number
+    from diloco_worker.progress_lr import ProgressLR as ProgressLR
+    from diloco_worker.shell.island import init_island as init_island
+    from diloco_worker.state import blank_state as blank_state
 
-__all__ = [
-    "Learner",
-    "ProgressLR",
-    "blank_state",
-    "digest_of",
-    "init_island",
-    "join",
-    "pull_global_model",
-    "take_number",
-    "write_model",
-]
 _MODULES = {
     "Learner": "diloco_worker.learner",
     "ProgressLR": "diloco_worker.progress_lr",
@@ -48,7 +38,10 @@ _MODULES = {
 }
 
 
+__all__ = tuple(_MODULES)
+
+
 def __getattr__(name: str) -> object:
-    if name in __all__:  # imported on first use: torch and grpc take seconds
+    if name in _MODULES:  # imported on first use: torch and grpc take seconds
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -47,11 +47,11 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, shards: str, *, save_to: str | Path | None = None, **options: Any) -> None:
         """`save_to`: folder for the global model; None: `global` in the Trainer's `output_dir`. `options`: of `join`
-        (run, learner_id, tls, token, ...), but not `island`. Raises ConfigError, and WrongCall."""
+        for one process (run, learner_id, tls, token, ...). Raises ConfigError, and WrongCall."""
         check_callback(
             shards, options, join,
-            "the Trainer has summed the tokens of all ranks already, and islands sum them again, and all ranks would "
-            "write the same files. Give each device a Trainer of its own (CUDA_VISIBLE_DEVICES), each a learner",
+            "the Trainer has summed the tokens of all ranks already, and `step` would sum them again, and all ranks "
+            "would write the same files. Give each device a Trainer of its own (CUDA_VISIBLE_DEVICES), each a learner",
         )  # fmt: skip
         if save_to is not None and Path(save_to).exists() and not Path(save_to).is_dir():
             raise ConfigError(f"save_to={str(save_to)!r} is a file; give a folder, in which the global model is saved")

@@ -184,12 +184,16 @@ def join(
     with _closed_if_it_fails(learner, name):
         learner.start()
         if address_file is not None:
-            _write_address(Path(address_file), name, network.http_address)
+            with _written(f"address_file={str(address_file)!r} cannot be written: {{}}"):
+                write_address(Path(address_file), "worker", name, http=network.http_address)
         _wait_until_joined(learner, world, wait_s)
         if group is not None:
             learner.number(int(group.agree(str(learner.index))))
-        if averaged is not None and learner.core is not None:
-            _warn_of_noise(learner.core.policy.push_encoding, telemetry.log)
+        if averaged is not None and learner.core is not None and learner.core.policy.push_encoding.startswith("topk"):
+            telemetry.log.warning(
+                "averaged momentum is mostly noise with this encoding: take another sync.push, or leave the momentum "
+                "local", push=learner.core.policy.push_encoding,
+            )  # fmt: skip
     return learner
 
 
@@ -254,27 +258,23 @@ def _telemetry(
     caller: Caller, name: str, world: World, history: str | Path | None, credentials: Credentials
 ) -> LearnerTelemetry:
     """Raises ConfigError."""
-    recorded = None if history is None else _recorded(Path(history), name)
+    recorded = None
+    if history is not None:
+        with _written(f"history={str(history)!r}: {{}}; give a folder that can be written"):
+            recorded = HistoryFile(Path(history), name)
     telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log(name), recorded)
     if credentials.tls() is not None:
         telemetry.metrics.certificates.follow(credentials.files)
     return telemetry
 
 
-def _recorded(folder: Path, name: str) -> HistoryFile:
-    """Raises ConfigError."""
+@contextmanager
+def _written(words: str) -> Iterator[None]:
+    """Raises ConfigError with these words, and what the system says in the place of {}."""
     try:
-        return HistoryFile(folder, name)
+        yield
     except OSError as error:
-        raise ConfigError(f"history={str(folder)!r}: {error.strerror}; give a folder that can be written") from None
-
-
-def _write_address(path: Path, name: str, http: str) -> None:
-    """Raises ConfigError."""
-    try:
-        write_address(path, "worker", name, http=http)
-    except OSError as error:
-        raise ConfigError(f"address_file={str(path)!r} cannot be written: {error.strerror}") from None
+        raise ConfigError(words.format(error.strerror)) from None
 
 
 def _check_ranks(model: nn.Module, island: Island) -> None:
@@ -290,7 +290,9 @@ def _check_ranks(model: nn.Module, island: Island) -> None:
 
             get_error_handler().record_exception(error)
         if rank.rank > 0:
-            raise UnsupportedModel(ranks.short(rank)) from None
+            raise UnsupportedModel(
+                f"rank {rank.rank} of {rank.size} ends: this model cannot be joined like this; rank 0 says what to do"
+            ) from None
         raise
 
 
@@ -331,15 +333,6 @@ def _say_what_it_takes(replica: Replica, chosen: SharedSet, telemetry: LearnerTe
             'residuals="host" changes nothing: memory can be pinned for CUDA devices only', device=replica.device.type
         )
     telemetry.model(replica.specs, sum(p.numel() for p in chosen.frozen.values()))
-
-
-def _warn_of_noise(push: str, log: Log) -> None:
-    """`push`: the encoding of contributions, those to companions included."""
-    if push.startswith("topk"):
-        log.warning(
-            "averaged momentum is mostly noise with this encoding: take another sync.push, or leave the momentum local",
-            push=push,
-        )
 
 
 def _http_server(

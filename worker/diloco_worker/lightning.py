@@ -70,7 +70,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
             warmup: the share of the run in which the rate rises.
             tokens: counts those of a batch; or `samples`, where there are none. Neither: the batch says
                 (`counted_in`).
-            options: of `join` (run, learner_id, tls, token, ...), but not `island`.
+            options: of `join` for one process (run, learner_id, tls, token, ...).
 
         Raises ConfigError, and WrongCall.
         """

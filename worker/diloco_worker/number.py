@@ -40,8 +40,8 @@ def take_number(
     """The `index` that this learner will have: from 0, no other learner has it. Waits for shard 0, which gives it.
 
     The arguments are those of `join`. The number is kept for ten minutes for the `join` of this process under this
-    learner id, and for as long as nobody else takes it. Repeating it gives the same number. All ranks of an island have
-    one number if they give one `learner_id`.
+    learner id, and for as long as nobody else takes it. Repeating it gives the same number, and so do all ranks that
+    give one `learner_id`.
 
     Raises:
         ConfigError: an address is no address, or shard 0 is not among the shards.

@@ -7,7 +7,7 @@ rate as they have, and the rate has come down when the run ends.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from diloco_common.errors import ConfigError, WrongCall, shown
 
 Shape: TypeAlias = Literal["cosine", "linear", "wsd", "constant"]
-SHAPES = ("cosine", "linear", "wsd", "constant")
+SHAPES: tuple[Shape, ...] = get_args(Shape)
 WARMUP_FLOOR = 0.1
 """The warm-up starts at this share of the rate, because progress stays at 0 until the first round is merged."""
 WARMUP_STEPS = 20

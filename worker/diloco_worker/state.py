@@ -30,18 +30,6 @@ class LearnerState:
         """Plain values, for torch.save, JSON and the like."""
         return asdict(self)
 
-    @staticmethod
-    def from_dict(saved: Mapping[str, Any], run: str) -> LearnerState:
-        """Raises ConfigError if it is no state, or one of another run than `run`."""
-        if wrong := _what_is_wrong(saved):
-            raise ConfigError(
-                f"state= is not what learner.state_dict() gave: {wrong}; save it beside the model and the optimizer, "
-                "and give it back as it was"
-            )
-        if saved["run"] != run:
-            raise ConfigError(f"state= is of run {saved['run']!r}, and this is run {run!r}: leave it out, or give run=")
-        return LearnerState(**{f.name: saved[f.name] for f in fields(LearnerState)})
-
 
 def _what_is_wrong(saved: object) -> str:
     """Why this is no state; empty if it is one."""
@@ -49,11 +37,11 @@ def _what_is_wrong(saved: object) -> str:
         return f"it is a {type(saved).__name__}"
     if missing := sorted({f.name for f in fields(LearnerState)} - saved.keys()):
         return f"it has no {', '.join(missing)}"
-    for name, kinds in (("run", str), ("learner_id", str), ("index", (Integral, NoneType))):
-        if not isinstance(saved[name], kinds):
-            return f"its {name} is {saved[name]!r}"
-    for name in ("inner_step", "tokens"):
-        if not (isinstance(saved[name], Integral) and saved[name] >= 0):
+    for name, kinds in (
+        ("run", str), ("learner_id", str), ("index", (Integral, NoneType)), ("inner_step", Integral),
+        ("tokens", Integral),
+    ):  # fmt: skip
+        if not isinstance(saved[name], kinds) or (kinds is Integral and saved[name] < 0):
             return f"its {name} is {saved[name]!r}"
     return ""
 
@@ -67,5 +55,17 @@ def blank_state() -> dict[str, Any]:
 
 
 def read_state(state: Mapping[str, Any] | None, run: str) -> LearnerState | None:
-    """What `join(state=...)` was given; None: nothing, or a blank state. Raises as `LearnerState.from_dict`."""
-    return None if state is None or state in ({}, blank_state()) else LearnerState.from_dict(state, run)
+    """What `join(state=...)` was given; None: nothing, or a blank state.
+
+    Raises ConfigError if it is no state, or one of another run than `run`.
+    """
+    if state is None or state in ({}, blank_state()):
+        return None
+    if wrong := _what_is_wrong(state):
+        raise ConfigError(
+            f"state= is not what learner.state_dict() gave: {wrong}; save it beside the model and the optimizer, "
+            "and give it back as it was"
+        )
+    if state["run"] != run:
+        raise ConfigError(f"state= is of run {state['run']!r}, and this is run {run!r}: leave it out, or give run=")
+    return LearnerState(**{f.name: state[f.name] for f in fields(LearnerState)})

@@ -41,22 +41,12 @@ def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters by name; one that is tied has several. Raises UnsupportedModel if two have the same name."""
-    return _by_name(
-        (join(path, leaf), parameter)
-        for path, module in modules(model)
-        for leaf, parameter in module._parameters.items()
-        if parameter is not None
-    )
+    return _by_name((path, module._parameters) for path, module in modules(model))
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """All buffers by name; one that is tied has several. Raises UnsupportedModel if two have the same name."""
-    return _by_name(
-        (join(path, leaf), buffer)
-        for path, module in modules(model)
-        for leaf, buffer in module._buffers.items()
-        if buffer is not None
-    )
+    """All buffers, as `parameters` gives those."""
+    return _by_name((path, module._buffers) for path, module in modules(model))
 
 
 def canonical(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -98,12 +88,14 @@ def _modules(module: nn.Module, path: str, above: tuple[nn.Module, ...]) -> Iter
             yield from _modules(child, path if name == inside else join(path, name), (*above, module))
 
 
-def _by_name(tensors: Iterable[tuple[str, T]]) -> dict[str, T]:
+def _by_name(owners: Iterable[tuple[str, Mapping[str, T | None]]]) -> dict[str, T]:
+    """`owners`: paths of modules, and what these have."""
     found: dict[str, T] = {}
-    for name, tensor in tensors:
-        if found.setdefault(name, tensor) is not tensor:
-            raise UnsupportedModel(
-                f"two tensors are called {name} once the names of wrappers ({', '.join(WRAPPERS.values())}) are taken "
-                "off; rename the one that is registered on the wrapper itself"
-            )
+    for path, tensors in owners:
+        for leaf, tensor in tensors.items():
+            if tensor is not None and found.setdefault(name := join(path, leaf), tensor) is not tensor:
+                raise UnsupportedModel(
+                    f"two tensors are called {name} once the names of wrappers ({', '.join(WRAPPERS.values())}) are "
+                    "taken off; rename the one that is registered on the wrapper itself"
+                )
     return found

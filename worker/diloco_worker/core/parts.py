@@ -1,4 +1,4 @@
-"""What one process holds of a fragment, and what of that it pushes: all of it, unless it is a rank of an island.
+"""What one process holds of a fragment, and what of that it pushes: all of it, unless it is one rank of several.
 
     held    the elements that the rank's own tensors cover: all of them under DDP, rows of each tensor under FSDP2
     own     what of these it pushes: ranks that hold the same elements share them out, in whole blocks
@@ -21,12 +21,8 @@ from diloco_common.codec.parts import num_elements, spans
 from diloco_common.errors import UnsupportedModel
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Range
+from diloco_worker.core.ranks import SUPPORTED
 from diloco_worker.core.sizes import torch_chunk
-
-SUPPORTED = (
-    "islands take DistributedDataParallel, and fully_shard (FSDP2) on a mesh of one dimension, or of two (HSDP), whose "
-    "parameters are Replicate or Shard(0)"
-)
 
 
 @dataclass(frozen=True, slots=True)

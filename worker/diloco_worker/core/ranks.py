@@ -24,6 +24,10 @@ Island: TypeAlias = Any
 a process group or a device mesh of torch: its ranks, together."""
 IN_ISLANDS = frozenset({"DistributedDataParallel", "fully_shard (FSDP2)"})
 """Of `WRAPPERS`, what the ranks of an island may have."""
+SUPPORTED = (
+    "islands take DistributedDataParallel, and fully_shard (FSDP2) on a mesh of one dimension, or of two (HSDP), whose "
+    "parameters are Replicate or Shard(0)"
+)
 
 WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "DistributedDataParallel",
@@ -83,11 +87,6 @@ def check(model: nn.Module, rank: Rank, island: Island) -> None:
 def is_together(island: Island) -> bool:
     """Whether several processes are one learner."""
     return island is not None and not isinstance(island, str)
-
-
-def short(rank: Rank) -> str:
-    """What the other ranks say instead, in one line."""
-    return f"rank {rank.rank} of {rank.size} ends: this model cannot be joined like this; rank 0 says what to do"
 
 
 def _what_spreads(model: nn.Module, allowed: Set[str]) -> Iterator[str]:

@@ -77,7 +77,7 @@ def shares(manifest: Manifest, ranks: int = 1, replicas: int = 1) -> list[Share]
     """What the fullest rank, the first, has of each fragment of the model.
 
     Args:
-        ranks: over which the rows of each tensor are spread: all under FSDP2, 1 under DDP or without an island.
+        ranks: over which the rows of each tensor are spread: all under FSDP2, 1 under DDP or of a process alone.
         replicas: that hold the same elements: all ranks under DDP, 1 under FSDP2. Under HSDP the product is all ranks.
     """
     rows = {t.name: t.shape[0] if t.shape else 1 for t in manifest.tensors}
@@ -117,14 +117,15 @@ def learner_bytes(
     def moving(share: Share) -> int:
         held, owned = share
         snapshot, difference = get_codec(push).progress_dtype.itemsize * held, FLOAT32_BYTES * held
-        return snapshot + _encoded(push, owned) + _came(pull, held) + difference
+        anchor_made = 0 if pull in VALUES else num_payload_bytes(ANCHOR, held)  # of a change
+        return snapshot + num_payload_bytes(push, owned) + num_payload_bytes(pull, held) + anchor_made + difference
 
     return LearnerBytes(
         elements=sum(h for h, _ in found),
         kept=sum(anchor * h + residual * o for of, residual in kinds for h, o in of),
         under_way=sum(_most_at_once([moving(share) for share in of], under_way) for of in (found, companions)),
-        pushed=sum(_encoded(push, o) for _, o in [*found, *companions]),
-        pulled=sum(_encoded(pull, h) for h, _ in [*found, *companions]),
+        pushed=sum(num_payload_bytes(push, o) for _, o in [*found, *companions]),
+        pulled=sum(num_payload_bytes(pull, h) for h, _ in [*found, *companions]),
     )
 
 
@@ -134,15 +135,6 @@ def _most_at_once(sizes: Sequence[int], under_way: int) -> int:
     cycle = [sizes[fragment_id] for fragment_id in in_turn]
     span = min(under_way, len(cycle))
     return max((sum((cycle + cycle)[first : first + span]) for first in range(len(cycle))), default=0)
-
-
-def _came(pull: str, held: int) -> int:
-    """A version on its way into the model: what came, and, of a change, the anchor that it makes."""
-    return _encoded(pull, held) + (0 if pull in VALUES else _encoded(ANCHOR, held))
-
-
-def _encoded(encoding: str, elements: int) -> int:
-    return num_payload_bytes(encoding, elements)
 
 
 def _blocks(elements: int) -> int:

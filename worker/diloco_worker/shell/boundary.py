@@ -12,19 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from diloco_common.errors import DilocoError, IslandBroken
+from diloco_common.errors import DilocoError
 from diloco_common.ports import World
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Pulse
-from diloco_worker.core.acts import (
-    Act,
-    Figures,
-    ModelCut,
-    PushContribution,
-    SeedFragment,
-    VersionApplied,
-    WorkCarried,
-)
+from diloco_worker.core.acts import Act, Figures, ModelCut, PushContribution, SeedFragment, VersionApplied, WorkCarried
 from diloco_worker.core.agreement import Shards
 from diloco_worker.core.council_log import Turn
 from diloco_worker.core.events import Answered, Arrived, Asked, Event, Failed, Joined, Stopped
@@ -105,13 +97,10 @@ class StepBoundary:
 
     def cross(self, apply_s: float = math.inf) -> list[Act]:
         """Take in what is decided, in order, and say what came. Returns what to do about it, contributions included."""
-        try:
-            acts = self._decided(self._council.hear(), apply_s)
-            if not any(isinstance(act, Failed) for act in acts):
-                is_leaving = self.leave_asked_at is not None
-                self._council.post(self.core, self._pulse, stop=self._is_stop_asked, leave=is_leaving)
-        except IslandBroken as error:
-            return [Failed(error)]
+        acts = self._decided(self._council.hear(), apply_s)
+        if not any(isinstance(act, Failed) for act in acts):
+            is_leaving = self.leave_asked_at is not None
+            acts += self._council.post(self.core, self._pulse, stop=self._is_stop_asked, leave=is_leaving)
         return acts
 
     def _decided(self, turn: Turn, apply_s: float) -> list[Act]:
@@ -179,7 +168,7 @@ class StepBoundary:
         )  # fmt: skip
 
     def trained(self) -> tuple[int, int]:
-        """Inner steps and tokens of everything that the model holds. In the training thread. Raises IslandBroken."""
+        """Inner steps and tokens of everything that the model holds. Raises as `Council.trained`."""
         figures = self.figures()
         return self._council.trained(figures.inner_step, figures.tokens)
 
@@ -259,20 +248,13 @@ class StepBoundary:
         )  # fmt: skip
         if applied is not None:
             seconds, cpu_seconds = self._clock() - began, self._cpu_clock() - cpu_began
+            since = self._core.tokens - fragment.tokens_since(self._core.tokens)
             self._acts.append(
                 VersionApplied(
-                    fragment_id=event.fragment_id,
-                    version=event.version,
-                    epoch=event.epoch,
-                    values=event.values,
-                    contribution=applied.contribution,
-                    fate=applied.fate,
-                    since=self._core.tokens - fragment.tokens_since(self._core.tokens),
-                    seconds=seconds,
-                    cpu_seconds=cpu_seconds,
-                    replaced=replaced,
+                    event.fragment_id, event.version, event.epoch, event.values, applied.contribution, applied.fate,
+                    since, seconds, cpu_seconds, replaced,
                 )
-            )
+            )  # fmt: skip
 
     @torch.no_grad()
     def _contribute(self) -> None:

@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
+from diloco_common.errors import IslandBroken
 from diloco_common.wire.messages import Pulse
 from diloco_worker.core.connection import AndTell, AsTold, ToPull
 from diloco_worker.core.council_log import CouncilLog, Turn, tokens_of
-from diloco_worker.core.events import Arrived, Event, EventQueue
+from diloco_worker.core.events import Arrived, Event, EventQueue, Failed
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 
@@ -81,7 +82,7 @@ class Council:
     # ------------------------------------------------------------ at a step boundary
 
     def hear(self) -> Turn:
-        """What is decided at this boundary, but for what `pop` gives. Raises IslandBroken."""
+        """What is decided at this boundary, but for what `pop` gives."""
         return Turn(None, (), ())
 
     def pop(self) -> Event | None:
@@ -106,8 +107,9 @@ class Council:
     def applies(self, arrived: Arrived, contribution: Contribution | None) -> None:
         """This version is about to be applied, while that contribution is under way."""
 
-    def post(self, core: LearnerCore | None, pulse: Callable[[], Pulse], *, stop: bool, leave: bool) -> None:
-        """Say what this process knows, and whether it wants to stop or to leave. Raises IslandBroken."""
+    def post(self, core: LearnerCore | None, pulse: Callable[[], Pulse], *, stop: bool, leave: bool) -> list[Failed]:
+        """Say what this process knows, and whether it wants to stop or to leave. Returns why it cannot."""
+        return []
 
     # ------------------------------------------------------------ what all have heard
 
@@ -171,8 +173,11 @@ class IslandCouncil(Council):
 
     def hear(self) -> Turn:
         """What all ranks have posted at the boundary before."""
-        frames = self._exchange.end()
-        turn = Turn(None, (), ()) if frames is None else self._log.hear(frames)
+        try:
+            frames = self._exchange.end()
+            turn = Turn(None, (), ()) if frames is None else self._log.hear(frames)
+        except IslandBroken as error:
+            turn = Turn(None, (Failed(error),), ())
         self._agreed.extend(turn.events)
         return turn
 
@@ -201,7 +206,7 @@ class IslandCouncil(Council):
         if contribution is not None and arrived.version >= contribution.round:
             contribution.may_have_arrived = arrived.sent == contribution.tokens
 
-    def post(self, core: LearnerCore | None, pulse: Callable[[], Pulse], *, stop: bool, leave: bool) -> None:
+    def post(self, core: LearnerCore | None, pulse: Callable[[], Pulse], *, stop: bool, leave: bool) -> list[Failed]:
         if core is not None and not self._log.elements:
             self._log.elements = {f.fragment_id: f.num_elements for f in core.manifest.fragments}
         while (event := self.inbox.pop()) is not None:
@@ -216,7 +221,11 @@ class IslandCouncil(Council):
             self._has_asked_leave = True
             self._log.ask_leave()
         tokens, self._tokens = self._tokens, None
-        self._exchange.begin(self._log.frame(tokens))
+        try:
+            self._exchange.begin(self._log.frame(tokens))
+        except IslandBroken as error:
+            return [Failed(error)]
+        return []
 
     def pulse(self, mine: Pulse) -> Pulse:
         return self._log.pulse

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any
 
 import grpc
 
@@ -32,8 +32,6 @@ from diloco_common.wire.messages import (
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.shell.credentials import Credentials, Whereabouts
 
-Multicallable: TypeAlias = Callable[..., Any]
-Calls = TypeVar("Calls")
 RETIRE_S = 120.0
 """Seconds that calls on a channel with an old certificate have to end."""
 PROBE_FIRST_S, PROBE_LONGEST_S = 2.0, 60.0
@@ -49,29 +47,30 @@ class GrpcTransport:
         self._credentials = credentials or Credentials()
         where = Whereabouts(address)
         self._waits_for_shard = waits_for_shard
-        self._control = _Line(where, rpc.CHANNEL_OPTIONS, self._credentials, _Control)
-        self._pushes = _Line(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials, _push)
-        self._pulls = _Line(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials, _pull)
+        self._control = _Line(where, rpc.CHANNEL_OPTIONS, self._credentials)
+        self._pushes = _Line(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials)
+        self._pulls = _Line(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials)
         self._probe = _Probe(where, self._credentials)
 
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer:
         message = protobuf.join_request_to_pb(request)
         wait = True if self._waits_for_shard else None
         try:
-            answer = await self._control.dialed().join(
-                message, metadata=self._metadata(caller), timeout=timeout_s, wait_for_ready=wait
-            )
+            call = self._control.dialed("Join", "unary_unary")
+            answer = await call(message, metadata=self._metadata(caller), timeout=timeout_s, wait_for_ready=wait)
         except grpc.aio.AioRpcError as error:
             raise await self._probe.explained(error) from None
         return protobuf.join_answer_from_pb(protobuf.parse(pb.JoinResponse, answer))
 
     def attend(self, caller: Identity) -> GrpcControlStream:
-        return GrpcControlStream(self._control.dialed().attend(metadata=self._metadata(caller)), self._probe)
+        attend = self._control.dialed("Attend", "stream_stream")
+        return GrpcControlStream(attend(metadata=self._metadata(caller)), self._probe)
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
         messages = protobuf.push_requests(header, payload)
         try:
-            answer = await self._pushes.dialed()(messages, metadata=self._metadata(caller), timeout=timeout_s)
+            call = self._pushes.dialed("Push", "stream_unary", serializer=None)  # they are bytes already
+            answer = await call(messages, metadata=self._metadata(caller), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error) from None
         return protobuf.answer_from_pb(protobuf.parse(pb.PushResponse, answer))
@@ -80,7 +79,8 @@ class GrpcTransport:
         self, caller: Identity, request: PullRequest, timeout_s: float
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
         message = protobuf.pull_request_to_pb(request)
-        call = self._pulls.dialed()(message, metadata=self._metadata(caller), timeout=timeout_s)
+        pull = self._pulls.dialed("Pull", "unary_stream")
+        call = pull(message, metadata=self._metadata(caller), timeout=timeout_s)
         try:
             while True:
                 part = await call.read()
@@ -93,9 +93,9 @@ class GrpcTransport:
             call.cancel()
 
     async def leave(self, caller: Identity, timeout_s: float) -> None:
-        control = self._control.calls or self._control.dialed()
+        leave = self._control.dialed("Leave", "unary_unary", on_newest=False)
         try:
-            await control.leave(pb.LeaveRequest(), metadata=self._metadata(caller), timeout=timeout_s)
+            await leave(pb.LeaveRequest(), metadata=self._metadata(caller), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error) from None
 
@@ -107,62 +107,44 @@ class GrpcTransport:
         return rpc.metadata_of(caller, self._credentials.token())
 
 
-class _Control:
-    """The calls of one channel. Like those below, they give the bytes that come as they are: gRPC makes None of bytes
-    that are no message, and says nothing."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        path, serializer = f"/{rpc.SERVICE}", protobuf.serialize
-        self.join: Multicallable = channel.unary_unary(f"{path}/Join", request_serializer=serializer)
-        self.attend: Multicallable = channel.stream_stream(f"{path}/Attend", request_serializer=serializer)
-        self.leave: Multicallable = channel.unary_unary(f"{path}/Leave", request_serializer=serializer)
-
-
-def _push(channel: grpc.aio.Channel) -> Multicallable:
-    """Takes the bytes of messages as they are, too."""
-    calls: Multicallable = channel.stream_unary(f"/{rpc.SERVICE}/Push")
-    return calls
-
-
-def _pull(channel: grpc.aio.Channel) -> Multicallable:
-    calls: Multicallable = channel.unary_stream(f"/{rpc.SERVICE}/Pull", request_serializer=protobuf.serialize)
-    return calls
-
-
-class _Line(Generic[Calls]):
+class _Line:
     """One channel, and the next one once certificate or address are others: gRPC fixes them when a channel is made."""
 
-    def __init__(
-        self,
-        where: Whereabouts,
-        options: list[tuple[str, int]],
-        credentials: Credentials,
-        calls_on: Callable[[grpc.aio.Channel], Calls],
-    ) -> None:
-        self._where, self._options, self._credentials, self._calls_on = where, options, credentials, calls_on
+    def __init__(self, where: Whereabouts, options: list[tuple[str, int]], credentials: Credentials) -> None:
+        self._where, self._options, self._credentials = where, options, credentials
         self._address = ""
         self._files: TlsFiles | None = None
         self._channel: grpc.aio.Channel | None = None
         self._retiring: set[asyncio.Task[None]] = set()
-        self.calls: Calls | None = None
 
-    def dialed(self) -> Calls:
-        """For a new call. Calls that are under way on an older channel may end there. Raises Unavailable."""
+    def dialed(
+        self, name: str, kind: str, *, serializer: Callable[..., bytes] | None = protobuf.serialize,
+        on_newest: bool = True,
+    ) -> Callable[..., Any]:  # fmt: skip
+        """What makes a call: `kind` is that of grpc. Calls that are under way on an older channel may end there.
+
+        It gives the bytes that come as they are: gRPC makes None of bytes that are no message, and says nothing.
+        Raises Unavailable.
+        """
+        if self._channel is None or on_newest:
+            self._renew()
+        make: Callable[..., Callable[..., Any]] = getattr(self._channel, kind)
+        return make(f"/{rpc.SERVICE}/{name}", request_serializer=serializer)
+
+    def _renew(self) -> None:
         files, address = self._credentials.tls(), self._where.now()
-        if self.calls is None or files is not self._files or address != self._address:
+        if self._channel is None or files is not self._files or address != self._address:
             if self._channel is not None:
                 retiring = asyncio.create_task(self._channel.close(RETIRE_S), name="retire channel")
                 self._retiring.add(retiring)
                 retiring.add_done_callback(self._retiring.discard)
             self._files, self._address = files, address
             self._channel = rpc.channel(address, files, self._options)
-            self.calls = self._calls_on(self._channel)
-        return self.calls
 
     async def close(self, grace_s: float) -> None:
         for retiring in self._retiring:
             retiring.cancel()
-        channel, self._channel, self.calls = self._channel, None, None
+        channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(grace_s)
 

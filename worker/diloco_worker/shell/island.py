@@ -26,6 +26,7 @@ from diloco_common.wire.manifest import model_digest
 from diloco_worker.core import parts
 from diloco_worker.core.council_log import LEADER_BYTES, RANK_BYTES
 from diloco_worker.core.parts import Holding, Seat, Sharing
+from diloco_worker.core.ranks import SUPPORTED
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.shell.council import IslandCouncil
@@ -130,7 +131,7 @@ class IslandGroup:
         try:
             return parts.located(tensor)
         except ValueError as error:
-            raise UnsupportedModel(f"a parameter {error}; {parts.SUPPORTED}") from None
+            raise UnsupportedModel(f"a parameter {error}; {SUPPORTED}") from None
 
     async def goodbye(self) -> None:
         """Wait until all ranks are here, or for a few seconds.
