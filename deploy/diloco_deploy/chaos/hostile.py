@@ -45,16 +45,19 @@ class HoldingTransport(GrpcTransport):
 
     def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> HeldCall:
         """A push that never ends."""
-        return HeldCall(self._pushes.dialed()(_Endless(parts), metadata=self._metadata(caller)), reads=False)
+        push = self._pushes.dialed("Push", "stream_unary", serializer=None)
+        return HeldCall(push(_Endless(parts), metadata=self._metadata(caller)), reads=False)
 
     def hold_pull(self, caller: Identity, request: PullRequest) -> HeldCall:
         """A pull that nobody reads."""
         message = protobuf.pull_request_to_pb(request)
-        return HeldCall(self._pulls.dialed()(message, metadata=self._metadata(caller)), reads=True)
+        return HeldCall(
+            self._pulls.dialed("Pull", "unary_stream")(message, metadata=self._metadata(caller)), reads=True
+        )
 
     def hold_stream(self, caller: Identity) -> HeldCall:
         """A control stream that nobody reads, and on which nothing is reported."""
-        return HeldCall(self._control.dialed().attend(metadata=self._metadata(caller)), reads=True)
+        return HeldCall(self._control.dialed("Attend", "stream_stream")(metadata=self._metadata(caller)), reads=True)
 
 
 class _Endless:
