@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,19 +21,19 @@ import grpc
 import messages
 import psutil
 import torch
+from attack import Credential, Target
 from fuzzing import NUMBERS, RSS_MORE, STUCK_S, TEXTS, Finding, Result, chance_of, mutated, number, shown
+from intruder import SERVICE, Asked, Mole, refused
 from scene import ShardProcess
 
 from builders import chunk_request, push_bodies
 from diloco_common.codec import encode_payload
 from diloco_common.codec.frames import frame_of
 from diloco_common.errors import Busy, Refusal
-from diloco_common.wire import protobuf, rpc
+from diloco_common.wire import protobuf
 from diloco_common.wire.manifest import TensorSpec, cut
-from diloco_common.wire.messages import PROTOCOL
 from diloco_protos import parameter_server_pb2 as pb
 
-SERVICE = "/diloco.v1.ParameterServer/"
 REQUESTS: dict[str, type[Any]] = {
     "Join": pb.JoinRequest, "Attend": pb.Progress, "Push": pb.PushRequest, "Pull": pb.PullRequest,
     "Leave": pb.LeaveRequest,
@@ -54,7 +57,7 @@ class Call:
     """One call, as drawn; what only the shard knows is filled in when it is made."""
 
     method: str
-    bodies: list[bytes | Callable[[Lease], bytes]]
+    bodies: list[bytes | Callable[[Learner], bytes]]
     wrong: dict[str, str | None] = field(default_factory=dict)
     """Metadata that differs from the right ones; None: it is left out."""
     leased: bool = True
@@ -64,16 +67,40 @@ class Call:
         return f"{self.method} {self.wrong} {said}"
 
 
-@dataclass
-class Lease:
-    """What a learner that is fuzzed with knows."""
+class Learner(Mole):
+    """Reports, and hears what is asked; after the seeds of its model it contributes nothing."""
 
-    learner_id: str
-    generation: int = 0
-    epoch: int = 0
-    digest: str = ""
-    rounds: dict[int, int] = field(default_factory=dict)
-    """Fragment -> the round that asked last."""
+    def __init__(self, shard: ShardProcess, learner_id: str) -> None:
+        super().__init__(Target(shard.endpoints.grpc, shard.endpoints.http, Credential(TOKEN)), learner_id)
+        self.tensors, self.report_every_s, self.steps_per_report = TENSORS, 0.01, 1
+        self.rounds: dict[int, int] = {}
+        """Fragment -> the round that asked last."""
+
+    def hear(self, asked: Asked) -> None:
+        self.rounds[asked.fragment.fragment_id] = asked.header.round
+
+    def seed(self) -> None:
+        for fragment in self.fragments.values():
+            header = pb.PushHeader(fragment_id=fragment.fragment_id, epoch=self.epoch, manifest_digest=self.digest)
+            self.push_bytes(push_bodies(header, encode_payload(torch.full((fragment.num_elements,), 0.1), "float32")))
+
+
+@contextmanager
+def learners(shard: ShardProcess) -> Iterator[list[Learner]]:
+    """Two that go on in the background."""
+    over, made = threading.Event(), [Learner(shard, f"fuzz-{index}") for index in range(2)]
+    for one in made:
+        one.join()
+    made[0].seed()
+    threads = [threading.Thread(target=one.work, args=(one.hear, over.is_set), daemon=True) for one in made]
+    for thread in threads:
+        thread.start()
+    try:
+        yield made
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 # ------------------------------------------------------------------ drawing
@@ -89,14 +116,14 @@ def draw_call(chance: random.Random) -> Call:
     return call
 
 
-def _bodies(chance: random.Random, method: str) -> list[bytes | Callable[[Lease], bytes]]:
+def _bodies(chance: random.Random, method: str) -> list[bytes | Callable[[Learner], bytes]]:
     if method != "Push" or chance.random() < 0.3:
         kind = REQUESTS[method]
         return [messages.body(chance, kind) for _ in range(chance.choice((0, 1, 1, 1, 2, 5)))]
     return _push(chance)
 
 
-def _push(chance: random.Random) -> list[bytes | Callable[[Lease], bytes]]:
+def _push(chance: random.Random) -> list[bytes | Callable[[Learner], bytes]]:
     """A right push of which something is changed."""
     manifest = cut(TENSORS, 2, 1)
     fragment = manifest.fragments[chance.randrange(2)]
@@ -119,7 +146,7 @@ def _push(chance: random.Random) -> list[bytes | Callable[[Lease], bytes]]:
     elif spoiled is not None:
         setattr(header, spoiled, getattr(extreme, spoiled))
 
-    def right(lease: Lease) -> bytes:
+    def right(lease: Learner) -> bytes:
         """What only the shard knows, where that is not what is spoiled."""
         said = pb.PushHeader()
         said.CopyFrom(header)
@@ -137,7 +164,7 @@ def _push(chance: random.Random) -> list[bytes | Callable[[Lease], bytes]]:
     if chance.random() < 0.3:
         at = chance.randrange(len(chunks))
         chunks[at] = mutated(chance, chunks[at])
-    bodies: list[bytes | Callable[[Lease], bytes]] = [right]
+    bodies: list[bytes | Callable[[Learner], bytes]] = [right]
     bodies += [
         frame_of(chunk) if chance.random() < 0.5 else chunk_request(chunk).SerializeToString() for chunk in chunks
     ]
@@ -209,15 +236,10 @@ def _with_shard(
     try:
         process = psutil.Process(shard.pid)
 
-        async def run() -> None:
-            async with Learners(shard.endpoints.grpc) if part == "calls" else _Nobody():
-                before = process.memory_info().rss
-                await offer(shard, result, seed, numbers)
-                more = process.memory_info().rss - before
-                if more > RSS_MORE:
-                    result.found(Finding(part, seed, numbers.stop, f"RSS + {more / 2**20:.0f} MiB", ""), "memory")
-
-        asyncio.run(run())
+        before = process.memory_info().rss
+        asyncio.run(offer(shard, result, seed, numbers))
+        if (more := process.memory_info().rss - before) > RSS_MORE:
+            result.found(Finding(part, seed, numbers.stop, f"RSS + {more / 2**20:.0f} MiB", ""), "memory")
         for why in _wrong_with(shard):
             result.found(Finding(part, seed, numbers.stop, why, str(shard.log)))
     finally:
@@ -235,36 +257,24 @@ def _wrong_with(shard: ShardProcess) -> list[str]:
         problems.append(f"{said.count('Traceback')} tracebacks in the log, the first: {said[at : at + 3000]}")
     if any(ord(c) < 32 and c != "\n" for c in said):
         problems.append("control characters in the log")
-    learner = Lease("afterwards")
-    try:
-        asyncio.run(_join_once(shard.endpoints.grpc, learner))
-    except grpc.RpcError as error:
-        problems.append(f"nobody can join any more: {error.details()}")
+    afterwards = Learner(shard, "afterwards")  # on a connection of its own: the other one has no joins left
+    for _ in range(JOIN_TRIES):  # the host may wait for some
+        if (answer := afterwards.join()).code != Busy.code:
+            break
+        time.sleep(0.5)
+    if answer.code != "OK":
+        problems.append(f"nobody can join any more: {answer.code} {answer.details}")
     return problems
-
-
-async def _join_once(address: str, lease: Lease) -> None:
-    """On a connection of its own: the one that was fuzzed with has no joins left. The host may wait for some."""
-    async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        for left in reversed(range(JOIN_TRIES)):
-            try:
-                await join(channel, lease)
-                break
-            except grpc.aio.AioRpcError as error:
-                code = dict(error.trailing_metadata() or ()).get(rpc.CODE_KEY)
-                if code != Busy.code or not left:
-                    raise
-                await asyncio.sleep(0.5)
 
 
 async def _calls(shard: ShardProcess, result: Result, seed: int, numbers: range) -> None:
     loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(AT_ONCE) as pool, grpc.insecure_channel(shard.endpoints.grpc) as channel:
+    where = shard.endpoints.grpc
+    with learners(shard) as known, ThreadPoolExecutor(AT_ONCE) as pool, grpc.insecure_channel(where) as channel:
 
         async def one(at: int) -> None:
             call = draw_call(chance_of("calls", seed, at))
-            lease = LEASES[at % len(LEASES)]
-            code, words = await loop.run_in_executor(pool, _offer, channel, call, lease)
+            code, words = await loop.run_in_executor(pool, _offer, channel, call, known[at % len(known)])
             kind = "" if code in CODES else f"{call.method} ended with {code}"
             if not kind and len(words.encode()) > WORDS_MAX:
                 kind = f"{code} of {call.method} has more than {WORDS_MAX} bytes of words"
@@ -281,7 +291,7 @@ async def _in_batches(one: Callable[[int], Awaitable[None]], numbers: range) -> 
         await asyncio.gather(*(one(at) for at in range(first, min(first + 1024, numbers.stop))))
 
 
-def _offer(channel: grpc.Channel, call: Call, lease: Lease) -> tuple[str, str]:
+def _offer(channel: grpc.Channel, call: Call, lease: Learner) -> tuple[str, str]:
     """The stable code, and the words of a refusal. Not by grpc.aio, which loses answers (grpc/grpc#36066)."""
     bodies = [body if isinstance(body, bytes) else body(lease) for body in call.bodies]
     made = channel.stream_stream(SERVICE + call.method)(
@@ -296,16 +306,11 @@ def _offer(channel: grpc.Channel, call: Call, lease: Lease) -> tuple[str, str]:
         said = pb.PushResponse.FromString(last)
         return said.code or pb.PushResponse.Outcome.Name(said.outcome), said.message
     except grpc.RpcError as error:
-        trailing = {key: str(value) for key, value in error.trailing_metadata() or ()}
-        return trailing.get(rpc.CODE_KEY, f"status {error.code().name}"), error.details() or ""
+        answer = refused(error)
+        return answer.code, answer.details
 
 
-async def _each(bodies: list[bytes]) -> Any:
-    for body in bodies:
-        yield body
-
-
-def metadata_of(call: Call, lease: Lease) -> list[tuple[str, str]]:
+def metadata_of(call: Call, lease: Learner) -> list[tuple[str, str]]:
     right = {"authorization": f"Bearer {TOKEN}", "diloco-run": "local", "diloco-learner": lease.learner_id}
     if call.method in ("Join", "Leave"):
         right["diloco-learner"] = f"other-{lease.generation % 7}"
@@ -350,81 +355,3 @@ async def _ask(host: str, port: int, data: bytes) -> str:
         return "closed"
     finally:
         writer.close()
-
-
-# ------------------------------------------------------------------ learners
-
-LEASES = [Lease("fuzz-0"), Lease("fuzz-1")]
-
-
-class Learners:
-    """Two learners that seed the model, and then report and listen in the background."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self._address)
-        for lease in LEASES:
-            await join(self._channel, lease)
-        for fragment in cut(TENSORS, 2, 1).fragments:
-            await _seed(self._channel, LEASES[0], fragment.fragment_id, fragment.num_elements)
-        self._tasks = [asyncio.create_task(self._live(lease)) for lease in LEASES]
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
-
-    async def _live(self, lease: Lease) -> None:
-        while True:
-            try:
-                await self._attend(lease)
-                await join(self._channel, lease)
-            except grpc.aio.AioRpcError:
-                await asyncio.sleep(0.1)
-
-    async def _attend(self, lease: Lease) -> None:
-        async def reports() -> Any:
-            for step in range(10**9):
-                yield pb.Progress(inner_step=step, tokens=step, step_time_s=0.02).SerializeToString()
-                await asyncio.sleep(0.01)
-
-        call = self._channel.stream_stream(SERVICE + "Attend")(
-            reports(), metadata=metadata_of(Call("Attend", []), lease)
-        )
-        async for raw in call:
-            directive = pb.Directive.FromString(raw)
-            if directive.WhichOneof("kind") == "collect":
-                lease.rounds[directive.collect.fragment_id] = directive.collect.round
-
-
-class _Nobody:
-    async def __aenter__(self) -> None:
-        pass
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-
-async def join(channel: grpc.aio.Channel, lease: Lease) -> None:
-    request = pb.JoinRequest(
-        protocol=PROTOCOL, process_id=f"process of {lease.learner_id}", tensors=protobuf.tensors_to_pb(TENSORS),
-        decodes=rpc.DECODES,
-    )  # fmt: skip
-    who = [("authorization", f"Bearer {TOKEN}"), ("diloco-run", "local"), ("diloco-learner", lease.learner_id)]
-    raw = await channel.unary_unary(SERVICE + "Join")(request.SerializeToString(), metadata=who, timeout=STUCK_S)
-    answer = pb.JoinResponse.FromString(raw)
-    lease.generation, lease.epoch, lease.digest = answer.generation, answer.epoch, answer.manifest_digest
-
-
-async def _seed(channel: grpc.aio.Channel, lease: Lease, fragment_id: int, num_elements: int) -> None:
-    payload = encode_payload(torch.full((num_elements,), 0.1), "float32")
-    header = pb.PushHeader(
-        fragment_id=fragment_id, epoch=lease.epoch, manifest_digest=lease.digest,
-    )  # fmt: skip
-    await channel.stream_unary(SERVICE + "Push")(
-        _each(push_bodies(header, payload)), metadata=metadata_of(Call("Push", []), lease)
-    )
