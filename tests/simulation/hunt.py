@@ -7,28 +7,12 @@ Mutants of one's own: add them to `SLIPS`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 import torch
 from mutants import broken_by
 from slips import KEPT, SLIPS
 
 from diloco_simulator.options import draw
-
-
-def found_by(slip: str, schedules: Iterator[str]) -> tuple[str, str] | None:
-    """The first of these schedules that finds it, and what is broken there; None: none does."""
-    for name in schedules:
-        if (broken := broken_by(SLIPS[slip], draw(name))) is not None:
-            return name, broken
-    return None
-
-
-def candidates(slip: str, schedules: int) -> Iterator[str]:
-    """Names of schedules, the kept one first."""
-    if slip in KEPT:
-        yield KEPT[slip][0]
-    yield from (f"short:{seed}" for seed in range(schedules))
 
 
 def main() -> None:
@@ -39,7 +23,9 @@ def main() -> None:
     torch.set_num_threads(1)
     total = 0
     for slip in args.names:
-        found = found_by(slip, candidates(slip, args.schedules))
+        schedules = [*KEPT.get(slip, ())[:1], *(f"short:{seed}" for seed in range(args.schedules))]
+        tried = ((name, broken_by(SLIPS[slip], draw(name))) for name in schedules)
+        found = next(((name, broken) for name, broken in tried if broken is not None), None)
         total += found is not None
         print(f"{slip}: {' '.join(found) if found else 'not found'}", flush=True)
     print(f"{total} of {len(args.names)} found")

@@ -8,7 +8,6 @@ from functools import cache
 
 import pytest
 import schedules
-import torch
 
 from diloco_simulator.chaos.plot import FOREIGN, MANNERS, TACTICS
 from diloco_simulator.cluster import Cluster, run_schedule
@@ -20,11 +19,6 @@ QUICK = pytest.mark.parametrize(
     "seeds", [range(1), pytest.param(range(1, SEEDS), marks=pytest.mark.gate)], ids=["quick", "more"]
 )
 DRAWN = 1000
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,12 @@ from collections import Counter
 
 import pytest
 import schedules
-import torch
 
 from diloco_simulator.cluster import run_schedule
 from diloco_simulator.options import draw_islands
 
 SEEDS = (0, 6, 34, 42, 122, 305, *range(330, 340))
 """Those that found something while this was built, and others."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_islands_keep_all_promises_while_their_ranks_die() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import schedules
-import torch
 
 import forks
 from diloco_simulator.cli import main
@@ -39,11 +38,6 @@ REGRESSIONS = [
     for line in (Path(__file__).parent / "regressions.txt").read_text().splitlines()
     if line.strip() and not line.startswith("#")
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(
@@ -187,27 +181,27 @@ def test_a_few_seeds_give_the_same_traces_in_two_processes(repository: Path) -> 
     assert len(set(traces[0])) == 3
 
 
-def test_a_failure_names_its_seed_its_options_and_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "name", "replay"),
+    [
+        (draw_options(0), "long:0", "python -m diloco_simulator --replay long:0"),
+        (schedules.late(3), "short:3", "run_schedule(short:3 with the options above)"),
+    ],
+    ids=["drawn", "changed by a test"],
+)
+def test_a_failure_names_its_seed_its_options_and_how_to_replay_it(
+    options: Options, name: str, replay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("diloco_simulator.verify.invariants.TOLERANCE", -1.0)
-    options = draw_options(0)
 
     with pytest.raises(ScheduleFailed) as failed:
         run_schedule(options)
 
     lines = str(failed.value).splitlines()
-    assert lines[0].startswith("long:0: Violation ")
+    assert lines[0].startswith(f"{name}: Violation ")
     assert repr(options) in lines[1]
     assert lines[2] == f"the last {len(lines) - 4} events:"
-    assert lines[-1] == "replay: python -m diloco_simulator --replay long:0"
-
-
-def test_a_schedule_that_a_test_has_changed_is_not_said_to_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_simulator.verify.invariants.TOLERANCE", -1.0)
-
-    with pytest.raises(ScheduleFailed) as failed:
-        run_schedule(schedules.late(3))
-
-    assert str(failed.value).splitlines()[-1] == "replay: run_schedule(short:3 with the options above)"
+    assert lines[-1] == f"replay: {replay}"
 
 
 def _pythons() -> list[str]:
@@ -233,17 +227,13 @@ def _traces(repository: Path, python: str, hash_seed: str, seeds: int) -> list[s
         "print(run_schedule(draw('short:11')).trace)"  # an island's tasks are cancelled together
     )
     elsewhere = {"PYTHONMALLOC": "malloc"} if hash_seed == "2" else {}
-    return _run(repository, python, "-c", code, PYTHONHASHSEED=hash_seed, **elsewhere).split()
-
-
-def _run(repository: Path, *command: str, **environment: str) -> str:
     path = os.pathsep.join(str(repository / root) for root in ("protos", "common", "server", "worker", "simulator"))
     done = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": path} | environment,
+        [python, "-c", code],
+        env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": hash_seed} | elsewhere,
         capture_output=True, text=True, timeout=280, check=True,
     )  # fmt: skip
-    return done.stdout
+    return done.stdout.split()
 
 
 def test_of_two_processes_with_one_id_the_later_ends_up_with_all_shards() -> None:

@@ -7,7 +7,6 @@ from itertools import islice
 
 import pytest
 import schedules
-import torch
 from mutants import MUTANTS, broken_by
 
 from diloco_simulator.options import Options, draw_islands, draw_options, draw_short
@@ -92,11 +91,6 @@ SLOW = {
     "give_the_latest_whatever_is_wanted",
 }
 """Their schedules take seconds: in `make mutants`."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_every_mutant_is_hunted() -> None:
