@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -67,12 +66,8 @@ def simulate(
         return keep_going or not total.failures
 
     total = run_many(family, range(seed, seed + schedules), jobs, tell)
-    for words in total.failures.values() if not keep_going else ():
-        print(words)
-        break
-    if keep_going:
-        for words in total.failures.values():
-            print(words.splitlines()[0])
+    for words in [*total.failures.values()][: None if keep_going else 1]:
+        print(words.splitlines()[0] if keep_going else words)
     print(_summary(family, total, time.perf_counter() - began))
     return EXIT_UNEXPECTED if total.failures else EXIT_OK
 
@@ -108,4 +103,4 @@ def _coverage(total: Tally) -> str:
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(Counter(counts).items()))
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))

@@ -16,8 +16,7 @@ from diloco_common.errors import LeaseExpired
 from diloco_common.observe.histories import Histories, gather
 from diloco_common.wire.messages import Committed
 from diloco_simulator.chaos.faults import Faults
-from diloco_simulator.island_process import IslandProcess
-from diloco_simulator.learner_process import LearnerProcess
+from diloco_simulator.followed import Trainer
 from diloco_simulator.options import Options, draw
 from diloco_simulator.processes import HostileProcess, Processes
 from diloco_simulator.verify import invariants
@@ -203,7 +202,7 @@ class Cluster(Processes):
                 raise Violation("well_again_after_faults", words)
         self.timeline.later(self.options.look_every_s, self._look_after)
 
-    def _bury(self, learner: LearnerProcess | IslandProcess) -> None:
+    def _bury(self, learner: Trainer) -> None:
         if learner.error is not None:
             self.note("failed", learner.name, learner.error.code)
             invariants.superseded_only_by_another(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from diloco_common.errors import DilocoError
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.process import Process
 from diloco_simulator.world.stage import QuietLog, Silence, Stage
@@ -44,20 +45,47 @@ class Account:
     """Of all values that its anchors have had."""
 
 
-def refused_since(before: Mapping[Contribution, int], learner: Learner) -> dict[Contribution, int]:
-    """The contributions that were refused, and are held as if they were not: for how many steps.
+class Trainer:
+    """A process that trains. `state`: "joining", "training", "leaving", "left", "done" or "failed"."""
 
-    An answer waits behind versions that came before it, while their fragments are read or applying takes long. Steps
-    count from when it was taken out of the inbox, or got lost there.
-    """
-    core = learner.core
-    held = (fragment.contribution for fragment in core.fragments.values()) if core is not None else ()
-    unread = {(e.fragment_id, e.round, e.tokens) for e in learner._inbox.unread() if isinstance(e, Answered)}
-    return {
-        c: before.get(c, 0) + 1
-        for c in held
-        if c is not None and c.pushes.is_refused and (c.fragment_id, c.round, c.tokens) not in unread
-    }
+    learner: Any
+    """Of the product; an island's is its leader's."""
+
+    def __init__(self, stage: Stage, learner_id: str) -> None:
+        options = stage.options
+        self.stage, self.learner_id = stage, learner_id
+        self.name = f"{learner_id}.{stage.starts[learner_id]}"
+        self.state = "joining"
+        self.error: DilocoError | None = None
+        self.hung_until = 0.0
+        """The training loop does nothing until then, while its connections go on."""
+        self.not_finite = 0
+        """So many snapshots to come hold a value that is NaN."""
+        self.poisoned = 0
+        """So many have held one."""
+        self.process = Process(
+            stage.timeline, self.name, stage.seed_of(learner_id), lambda _: options.codec_s, stutters=options.stutters
+        )
+        self._random = self.process.random
+        self._step_s = options.step_s[stage.learner_ids.index(learner_id)]
+        self._options = options
+
+    @property
+    def unresolved(self) -> dict[int, Contribution]:
+        """Fragment -> contribution whose fate is not known; without those of buffers."""
+        core = self.learner.core
+        held = core.fragments.items() if core is not None else ()
+        return {i: f.contribution for i, f in held if f.contribution is not None and f.fragment.kind != "buffer"}
+
+    def thaw(self) -> None:
+        self.process.thaw()
+
+    async def _hang(self, due: float) -> float:
+        """When a step ends that was due at this time."""
+        while (hangs_s := self.hung_until - self.stage.timeline.now) > 0:
+            due = self.hung_until
+            await asyncio.sleep(hangs_s)
+        return due
 
 
 class Followed(ABC):
@@ -122,7 +150,19 @@ class Followed(ABC):
             self._connections.perform(acts)
 
     def _check_refusals(self) -> None:
-        self._refused = refused_since(self._refused, self.learner)
+        """Contributions that were refused, and are held as if they were not: for how many steps.
+
+        An answer waits behind versions that came before it, while their fragments are read or applying takes long.
+        Steps count from when it was taken out of the inbox, or got lost there.
+        """
+        core = self.learner.core
+        held = (fragment.contribution for fragment in core.fragments.values()) if core is not None else ()
+        unread = {(e.fragment_id, e.round, e.tokens) for e in self.learner._inbox.unread() if isinstance(e, Answered)}
+        self._refused = {
+            c: self._refused.get(c, 0) + 1
+            for c in held
+            if c is not None and c.pushes.is_refused and (c.fragment_id, c.round, c.tokens) not in unread
+        }
         for contribution, steps in self._refused.items():
             invariants.refusals_are_heard(self._name, contribution.fragment_id, steps)
 

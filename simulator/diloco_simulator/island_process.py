@@ -16,17 +16,16 @@ from torch import Tensor
 
 from diloco_common.errors import DilocoError
 from diloco_common.wire.manifest import Fragment
-from diloco_simulator.followed import Followed
+from diloco_simulator.followed import Followed, Trainer
 from diloco_simulator.learner_process import LOOK_S, SAVES
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.model import AVERAGED, Counting
-from diloco_simulator.world.process import Process
 from diloco_simulator.world.stage import Checkpoint, Stage
 from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.core.acts import Act, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.events import Answered
-from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
+from diloco_worker.core.fragment import Fate, LearnerFragment
 from diloco_worker.core.parts import Holding, LocalFragment, Sharing, local_fragment
 from diloco_worker.core.replica import Replica
 from diloco_worker.learner import make_learner
@@ -38,24 +37,11 @@ RESTART_S = 1.0
 RANKS_MAX = 4
 
 
-class IslandProcess:
-    """All ranks of one island. As `LearnerProcess` to the cluster."""
+class IslandProcess(Trainer):
+    """All ranks of one island."""
 
     def __init__(self, cluster: Stage, learner_id: str, flat: Tensor, start: Start) -> None:
-        self.learner_id = learner_id
-        self.name = f"{learner_id}.{cluster.starts[learner_id]}"
-        self.state = "joining"
-        self.error: DilocoError | None = None
-        self.hung_until = 0.0
-        self.not_finite = self.poisoned = 0
-        self.cluster = cluster
-        self.options = options = cluster.options
-        self.process = Process(
-            cluster.timeline, self.name, cluster.seed_of(learner_id), lambda _: options.codec_s,
-            stutters=options.stutters,
-        )  # fmt: skip
-        self._random = self.process.random
-        self._step_s = options.step_s[cluster.learner_ids.index(learner_id)]
+        super().__init__(cluster, learner_id)
         size = self._random.randint(2, RANKS_MAX)
         self.posted: list[bytes | None] = [None] * size
         self._trained = start.inner_step, start.tokens
@@ -63,28 +49,14 @@ class IslandProcess:
         self._left = 0
         history = cluster.history_of(learner_id)
         self.ranks = [Rank(self, rank, size, flat, start, history if rank == 0 else None) for rank in range(size)]
+        self.learner = self.ranks[0].learner
         self.process.start(self._live(), self.name)
-
-    @property
-    def learner(self) -> Any:
-        """The leader's."""
-        return self.ranks[0].learner
-
-    @property
-    def unresolved(self) -> dict[int, Contribution]:
-        """Fragment -> contribution whose fate is not known."""
-        core = self.learner.core
-        fragments = core.fragments.items() if core is not None else ()
-        return {i: f.contribution for i, f in fragments if f.contribution is not None}
 
     def lose_rank(self) -> None:
         """One rank dies: nothing of it goes on, and no rank crosses another boundary."""
         rank = self._random.choice(self.ranks)
-        self.cluster.note("killed", self.name, f"rank {rank.rank} of {len(self.ranks)}")
+        self.stage.note("killed", self.name, f"rank {rank.rank} of {len(self.ranks)}")
         rank.die()
-
-    def thaw(self) -> None:
-        self.process.thaw()
 
     async def goodbye(self) -> None:
         """All ranks leave together."""
@@ -113,8 +85,7 @@ class IslandProcess:
 
     async def _step(self) -> None:
         await asyncio.sleep(self._step_s * self._random.uniform(0.8, 1.2))
-        while (hangs_s := self.hung_until - self.cluster.timeline.now) > 0:  # noqa: ASYNC110 - it may hang for longer
-            await asyncio.sleep(hangs_s)
+        await self._hang(0.0)
         await self._all_live()
         tokens = [self._random.randint(1, 2) for _ in self.ranks]
         self._trained = self._trained[0] + 1, self._trained[1] + sum(tokens)
@@ -138,7 +109,7 @@ class IslandProcess:
         states = [rank.learner.state_dict() for rank in self.ranks]
         saved = self._alike("save", [(state["inner_step"], state["tokens"]) for state in states])
         invariants.checkpoints_count_what_they_hold(self.name, saved, self._trained)
-        self.cluster.checkpoints[self.learner_id].append(Checkpoint(flat, *saved))
+        self.stage.checkpoints[self.learner_id].append(Checkpoint(flat, *saved))
 
     async def _all_live(self) -> None:
         """A rank that has died is waited for, until somebody ends the process."""
@@ -154,7 +125,7 @@ class Rank(Followed):
     """One rank: a learner of the product, its part of the model, and what must hold of it."""
 
     def __init__(self, island: IslandProcess, rank: int, size: int, flat: Tensor, start: Start, history: Any) -> None:
-        super().__init__(island.cluster, island.process, f"{island.name}/{rank}")
+        super().__init__(island.stage, island.process, f"{island.name}/{rank}")
         self.rank = rank
         self.model = Rows(flat)
         self.holdings = {
@@ -163,7 +134,7 @@ class Rank(Followed):
         }
         self.replica = RowsReplica(self.model, self.holdings, rank, size, self._poison)
         self._island = island
-        options, process = island.options, island.process
+        options, process = island.stage.options, island.process
         caller = Caller("local", island.learner_id, island.name, rank)
         telemetry = self._telemetry(caller, history)
         self.learner = make_learner(
@@ -193,11 +164,10 @@ class Rank(Followed):
             self._running.cancel()
 
     def _dial(self, address: str) -> MemoryTransport:
-        cluster = self._island.cluster
         path = self._island.learner_id, int(address)
         return MemoryTransport(
-            cluster.network, self._island.process, path, lambda header, payload: None, lambda header, code: None,
-            self._island.options.call_s,
+            self.stage.network, self.process, path, lambda header, payload: None, lambda header, code: None,
+            self.stage.options.call_s,
         )  # fmt: skip
 
     # ------------------------------------------------------------ training, and what must hold
@@ -209,7 +179,7 @@ class Rank(Followed):
         self._check_refusals()
         for fragment in self._fragments():
             anchor = fragment.tensors.anchor
-            if anchor is None or self._island.options.on_commit == "blend":
+            if anchor is None or self.stage.options.on_commit == "blend":
                 continue
             account = self._account(fragment)
             self._measure(account, fragment)
@@ -237,7 +207,7 @@ class Rank(Followed):
 
     def _watch(self, act: Act) -> None:
         if isinstance(act, PushContribution):
-            self._island.cluster.count("parts taken")
+            self.stage.count("parts taken")
         if isinstance(act, Answered):
             invariants.parts_belong_together(self._island.name, act.fragment_id, act.answer.code)
         if isinstance(act, VersionApplied):
@@ -246,7 +216,7 @@ class Rank(Followed):
             fragment = core.fragments[act.fragment_id]
             account = self._account(fragment)
             contribution = act.contribution
-            if self._island.options.on_commit != "carry":
+            if self.stage.options.on_commit != "carry":
                 account.base = self._trained(fragment)
             elif contribution is not None and act.fate is not Fate.CARRIED:
                 tensors = contribution.tensors

@@ -15,10 +15,9 @@ from torch import Tensor
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import Busy, DilocoError
 from diloco_common.wire.messages import PushHeader
-from diloco_simulator.followed import Followed
+from diloco_simulator.followed import Followed, Trainer
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.model import Counting, TornReplica, part_of
-from diloco_simulator.world.process import Process
 from diloco_simulator.world.stage import Checkpoint, Stage
 from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.core.acts import Act, PushContribution, VersionApplied
@@ -49,39 +48,21 @@ class Taken:
     """What the encoding lost of it, once it was pushed."""
 
 
-class LearnerProcess(Followed):
-    """A process that trains. `state`: "joining", "training", "leaving", "left", "done" or "failed"."""
+class LearnerProcess(Trainer, Followed):
+    """A learner of one process."""
 
     def __init__(self, cluster: Stage, learner_id: str, flat: Tensor, start: Start) -> None:
-        number = cluster.starts[learner_id]
-        self.learner_id = learner_id
-        self.name = f"{learner_id}.{number}"
-        self.state = "joining"
-        self.error: DilocoError | None = None
-        self.hung_until = 0.0
-        """The training loop does nothing until then, while its connections go on."""
+        Trainer.__init__(self, cluster, learner_id)
+        Followed.__init__(self, cluster, self.process, self.name)
+        options = self._options
         self.is_warned = False
         """It is to hand over what it has trained, and leave."""
-        self.not_finite = 0
-        """So many snapshots to come hold a value that is NaN."""
-        self.poisoned = 0
-        """So many have held one."""
-        self._options = options = cluster.options
-        process = Process(
-            cluster.timeline, self.name, cluster.seed_of(learner_id), lambda _: options.codec_s,
-            stutters=options.stutters,
-        )  # fmt: skip
-        super().__init__(cluster, process, self.name)
-        self._random = self.process.random
         self.model = Counting(flat, has_buffer=options.has_buffer)
-        self._step_s = options.step_s[cluster.learner_ids.index(learner_id)]
         self._tokens = 0  # of the step that is under way
         self._ahead = 0  # of these, the optimizer has put so many into the model already
         self._thawed_at = 0.0
         self._taken: dict[Contribution, Taken] = {}
         self._busy_since: dict[tuple[int, int], float] = {}  # fragment and round -> first of the BUSY answers in a row
-        self.unresolved: dict[int, Contribution] = {}
-        """Fragment -> contribution whose fate is not known."""
         caller = Caller("local", learner_id, self.name)
         telemetry = self._telemetry(caller, cluster.history_of(learner_id))
         replica = TornReplica(self.model, self._during_a_read, has_companion=options.companions_every > 0)
@@ -134,9 +115,7 @@ class LearnerProcess(Followed):
         due = self.stage.timeline.now + takes_s
         self._tokens, self._ahead = self._random.randint(1, TOKENS_MAX), 0
         await asyncio.sleep(takes_s)
-        while (hangs_s := self.hung_until - self.stage.timeline.now) > 0:
-            due = self.hung_until
-            await asyncio.sleep(hangs_s)
+        due = await self._hang(due)
         invariants.steps_keep_their_pace(self.stage.timeline.now, max(due, self._thawed_at))
         self.model.train_on(self._tokens - self._ahead)
         tokens, self._tokens, self._ahead = self._tokens, 0, 0
@@ -165,14 +144,13 @@ class LearnerProcess(Followed):
         match act:
             case PushContribution():
                 contribution = act.contribution
-                fragment = self.learner.core.fragments[contribution.fragment_id]  # type: ignore[union-attr]
+                fragment = self.learner.core.fragments[contribution.fragment_id]
                 if fragment.fragment.kind == "buffer":
                     return
-                self.unresolved[contribution.fragment_id] = contribution
                 if contribution not in self._taken:
                     self._taken[contribution] = Taken(self._unmerged(fragment))
             case VersionApplied():
-                fragment = self.learner.core.fragments[act.fragment_id]  # type: ignore[union-attr]
+                fragment = self.learner.core.fragments[act.fragment_id]
                 if fragment.fragment.kind == "buffer":
                     return
                 account = self._account(fragment)
@@ -200,7 +178,7 @@ class LearnerProcess(Followed):
         invariants.steps_fit_tokens(self.name, fragment_id, header.steps, header.tokens, TOKENS_MAX)
         assert tensors.snapshot is not None
         meant = tensors.snapshot.float()
-        fragment = self.learner.core.fragments[fragment_id]  # type: ignore[union-attr]
+        fragment = self.learner.core.fragments[fragment_id]
         if self._options.on_commit == "carry":
             high = self._unmerged(fragment) if fragment.contribution is contribution else None
             if high is not None:
@@ -231,11 +209,9 @@ class LearnerProcess(Followed):
         core = self.learner.core
         assert core is not None
         self._check_refusals()
+        under_way = self.unresolved.values()
+        self._taken = {c: taken for c, taken in self._taken.items() if c in under_way}
         for fragment in self._fragments():
-            pending = self.unresolved.get(fragment.fragment.fragment_id)
-            if pending is not None and fragment.contribution is not pending:
-                del self.unresolved[fragment.fragment.fragment_id]
-                self._taken.pop(pending, None)
             if fragment.tensors.anchor is not None and self._options.on_commit != "blend":
                 theta, unmerged = part_of(self.model.flat, fragment.fragment), self._unmerged(fragment)
                 account, anchor = self._account(fragment), fragment.tensors.anchor.float()
@@ -251,4 +227,4 @@ class LearnerProcess(Followed):
 
     def thaw(self) -> None:
         self._thawed_at = self.stage.timeline.now
-        self.process.thaw()
+        super().thaw()

@@ -14,6 +14,7 @@ from diloco_common.wire.manifest import Fragment, TensorSpec, cut
 from diloco_server.core.fragment import FragmentState
 from diloco_simulator.chaos.hostile import HostileLearner
 from diloco_simulator.chaos.plot import Plot
+from diloco_simulator.followed import Trainer
 from diloco_simulator.island_process import RESTART_S, IslandProcess
 from diloco_simulator.learner_process import LearnerProcess
 from diloco_simulator.options import Options
@@ -75,7 +76,7 @@ class Processes(Stage):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self.learners: list[LearnerProcess | IslandProcess] = []
+        self.learners: list[Trainer] = []
         """Every process that was ever started."""
         self.shards: dict[int, ShardProcess] = {}
         """Those that were started last."""
@@ -152,7 +153,7 @@ class Processes(Stage):
         self._all.append(self.learners[-1].process)
         self.starts[learner_id] += 1
 
-    def running(self, learner_id: str) -> list[LearnerProcess | IslandProcess]:
+    def running(self, learner_id: str) -> list[Trainer]:
         return [p for p in self.learners if p.learner_id == learner_id and p.process.alive]
 
     # ------------------------------------------------------------ faults
@@ -223,7 +224,7 @@ class Processes(Stage):
             self.counts["drains"] += 1
             shard.drain(ended)
 
-    def _kill_soon(self, what: LearnerProcess | IslandProcess | ShardProcess, kill: Any, *, at_await: bool) -> None:
+    def _kill_soon(self, what: Trainer | ShardProcess, kill: Any, *, at_await: bool) -> None:
         """Now, or after some more callbacks: between any two awaits."""
         if at_await and what.process.kill_at is None and not what.process.frozen:
             what.process.kill_at = what.process.turns + self._random.randint(1, TURNS_BEFORE_A_KILL), kill
@@ -290,12 +291,12 @@ class Processes(Stage):
         self.network.heal()
         self._to_resolve = [(p, c) for p in self.learners if p.process.alive for c in p.unresolved.values()]
 
-    def _end(self, learner: LearnerProcess | IslandProcess, *, noticed: bool) -> None:
+    def _end(self, learner: Trainer, *, noticed: bool) -> None:
         self.note("killed", learner.name)
         learner.process.kill()
         self.network.gone(learner.process, noticed)
 
-    def _thaw(self, what: LearnerProcess | IslandProcess | ShardProcess) -> None:
+    def _thaw(self, what: Trainer | ShardProcess) -> None:
         if what.process.alive and what.process.frozen:
             what.thaw()
 

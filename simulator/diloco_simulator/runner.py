@@ -11,8 +11,9 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from diloco_simulator.cluster import ScheduleFailed, run_schedule
+from diloco_simulator.cluster import Result, ScheduleFailed, run_schedule
 from diloco_simulator.options import FAMILIES
 
 CHUNK = 100
@@ -32,13 +33,14 @@ class Tally:
     failures: dict[int, str] = field(default_factory=dict)
     """Seed -> all that replays it."""
 
-    def add(self, other: Tally) -> None:
-        self.schedules += other.schedules
+    def add(self, other: Tally | Result) -> None:
         self.events += other.events
         self.virtual_s += other.virtual_s
         self.counts.update(other.counts)
         self.faults.update(other.faults)
-        self.failures.update(other.failures)
+        if isinstance(other, Tally):
+            self.schedules += other.schedules
+            self.failures.update(other.failures)
 
 
 def run_seeds(family: str, seeds: Sequence[int]) -> Tally:
@@ -47,42 +49,28 @@ def run_seeds(family: str, seeds: Sequence[int]) -> Tally:
     for seed in seeds:
         tally.schedules += 1
         try:
-            result = run_schedule(FAMILIES[family](seed))
+            tally.add(run_schedule(FAMILIES[family](seed)))
         except ScheduleFailed as failure:
             tally.failures[seed] = str(failure)
-            continue
-        tally.events += result.events
-        tally.virtual_s += result.virtual_s
-        tally.counts.update(result.counts)
-        tally.faults.update(result.faults)
     return tally
 
 
 def run_many(family: str, seeds: Sequence[int], jobs: int, tell: Callable[[Tally], bool]) -> Tally:
     """In `jobs` processes. `tell` hears of the sum after every chunk, and says whether to go on."""
     total = Tally()
-    chunks = [(family, seeds[i : i + CHUNK]) for i in range(0, len(seeds), CHUNK)]
-    for tally in _map(chunks, min(jobs, len(chunks))):
+    run_chunk, chunks = partial(run_seeds, family), [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
+    for tally in _map(run_chunk, chunks, min(jobs, len(chunks))):
         total.add(tally)
         if not tell(total):
             break
     return total
 
 
-def _map(chunks: list[tuple[str, Sequence[int]]], jobs: int) -> Iterator[Tally]:
+def _map(run_chunk: Callable[[Sequence[int]], Tally], chunks: list[Sequence[int]], jobs: int) -> Iterator[Tally]:
     if jobs <= 1:
-        for chunk in chunks:
-            yield _run_chunk(chunk)
+        yield from map(run_chunk, chunks)
         return
     gc.collect()
     gc.freeze()  # of what is shared with the processes: looking at it would copy it
-    with multiprocessing.get_context("fork").Pool(jobs, _keep_garbage, maxtasksperchild=1) as pool:
-        yield from pool.imap_unordered(_run_chunk, chunks)
-
-
-def _run_chunk(chunk: tuple[str, Sequence[int]]) -> Tally:
-    return run_seeds(*chunk)
-
-
-def _keep_garbage() -> None:
-    gc.disable()
+    with multiprocessing.get_context("fork").Pool(jobs, gc.disable, maxtasksperchild=1) as pool:
+        yield from pool.imap_unordered(run_chunk, chunks)

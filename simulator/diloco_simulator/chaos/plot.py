@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from diloco_common.codec import Chunk, Payload
-from diloco_common.ports import ControlStream
+from diloco_common.ports import Transport
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.manifest import Fragment, Manifest
-from diloco_common.wire.messages import (
-    Collect,
-    JoinAnswer,
-    JoinRequest,
-    PullHeader,
-    PullRequest,
-    PushAnswer,
-    PushHeader,
-)
+from diloco_common.wire.messages import Collect, PullRequest, PushHeader
 
 PUSHES = ("contribute", "contribute", "claim", "claim", "lie", "lie", "other bytes", "not finite")
 AS_OTHERS = "contribute as others"
@@ -45,20 +37,8 @@ class Held(Protocol):
     def cancel(self) -> None: ...
 
 
-class HostileTransport(Protocol):
-    """The way to one shard: `ports.Transport`, and calls that are begun and left as they are."""
-
-    async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer: ...
-
-    def attend(self, caller: Identity) -> ControlStream: ...
-
-    async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer: ...
-
-    def pull(
-        self, caller: Identity, request: PullRequest, timeout_s: float
-    ) -> AsyncGenerator[PullHeader | Chunk, None]: ...
-
-    async def leave(self, caller: Identity, timeout_s: float) -> None: ...
+class HostileTransport(Transport, Protocol):
+    """The way to one shard, on which calls can be begun and left as they are."""
 
     def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> Held:
         """A push that never ends."""

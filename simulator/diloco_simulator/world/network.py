@@ -68,9 +68,6 @@ class Network:
             self._faults[fault] += 1
         return happens
 
-    def is_cut(self, path: Path, up: bool) -> bool:
-        return self.cuts[path, up] > 0
-
     def open(self, client: Process, path: Path, answer: Answer, *, is_short: bool) -> Call:
         """Begin a call. A short one may lose its request or its answer, or arrive twice."""
         call = Call(self, client, path, answer)
@@ -81,7 +78,7 @@ class Network:
             call.is_twice = self.happens(self._options.duplicates, "call twice")
         self.calls = [c for c in self.calls if not c.is_over]
         self.calls.append(call)
-        call.dial()
+        call._transmit(True, call._accept)
         return call
 
     def gone(self, process: Process, noticed: bool) -> None:
@@ -109,7 +106,7 @@ class Call:
         self.loses_request = self.loses_answer = self.is_twice = False
         self.pauses = True
         """Whether items travel one by one, so that anything may come between them."""
-        self._network = network
+        self._network, self._timeline = network, network.timeline
         self._client = client
         self._answer = answer
         self._came: asyncio.Queue[Any] = asyncio.Queue()  # at the client
@@ -125,9 +122,6 @@ class Call:
         return self._given_up and all(handler.is_over for handler in self._handlers)
 
     # ------------------------------------------------------------ the client's end
-
-    def dial(self) -> None:
-        self._transmit(True, self._accept)
 
     def send(self, *items: Any) -> None:
         """Send items, in one go or with pauses. Raises Unavailable once the client knows that the call is over."""
@@ -166,10 +160,6 @@ class Call:
         else:
             self._transmit(False, self._come, *items)
 
-    def failed(self, error: Exception) -> None:
-        """The product raised something in a handler that is no refusal."""
-        self._network.timeline.fail(error)
-
     def _accept(self) -> None:
         serving = self._network.serving.get(self.path[1])
         if serving is None or not serving[0].alive:
@@ -180,8 +170,8 @@ class Call:
             handler = _Handler(self, process, self._answer, service, answers=copy == 0)
             self._handlers.append(handler)
             if copy:
-                later = self._network.timeline.now + self._network.delay_s()
-                self._network.timeline.at(later, handler.begin, process=process)
+                later = self._timeline.now + self._network.delay_s()
+                self._timeline.at(later, handler.begin, process=process)
             else:
                 process.do(handler.begin, ())
 
@@ -198,22 +188,20 @@ class Call:
     def flush(self) -> None:
         """A cut ended: TCP sends again what it held, if neither end has given up since."""
         for up in (True, False):
-            if self._held[up] and not self._network.is_cut(self.path, up):
+            if self._held[up] and not self._network.cuts[self.path, up]:
                 held, self._held[up] = self._held[up], []
                 if self._network.random.random() < 0.5:
-                    self._die()
+                    self._dead = True
                 for act, args in held:
                     self._transmit(up, act, *args)
 
     def break_off(self, *, tell_client: bool, tell_shard: bool) -> None:
         """The connection is gone, and either end, both or none is told."""
         if tell_client:
-            self._network.timeline.at(
-                self._network.timeline.now + self._network.delay_s(), self._come,
-                Unavailable("the connection was reset"), process=self._client,
-            )  # fmt: skip
+            reset = Unavailable("the connection was reset")
+            self._timeline.at(self._timeline.now + self._network.delay_s(), self._come, reset, process=self._client)
         if tell_shard:
-            self._network.timeline.later(self._network.delay_s(), self._cancel_handlers)
+            self._timeline.later(self._network.delay_s(), self._cancel_handlers)
         self._dead = True
 
     def gone(self, process: Process, noticed: bool) -> None:
@@ -227,9 +215,6 @@ class Call:
                 if noticed:
                     self._transmit(False, self._come, Unavailable("the shard is gone"))
 
-    def _die(self) -> None:
-        self._dead = True
-
     def _break_or_not(self, *, always: bool = False) -> None:
         """The client learns that the call is lost, or waits for its deadline."""
         if always or self._network.healed or self._network.random.random() < 0.5:
@@ -240,7 +225,7 @@ class Call:
         if self._dead:
             return
         network = self._network
-        if self._held[up] or (network.cuts and network.is_cut(self.path, up)):
+        if self._held[up] or (network.cuts and network.cuts[self.path, up]):
             self._held[up].append((act, args))
             return
         arrives_at = max(network.timeline.now + network.delay_s(), self._arrives_at[up] + 1e-6)
@@ -297,7 +282,7 @@ class _Handler:
         except Refusal as refusal:
             said.append(refusal)
         except Exception as error:
-            self._call.failed(error)
+            self.process.timeline.fail(error)  # the product raised something that is no refusal
         finally:
             self._say(said)
             self.is_over = True

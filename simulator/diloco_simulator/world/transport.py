@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 from diloco_common.codec import Chunk, Payload
 from diloco_common.errors import Refusal
@@ -25,6 +25,7 @@ from diloco_simulator.world.network import Answer, Call, End, Network, Path
 from diloco_simulator.world.process import Process
 from diloco_simulator.world.wire import Door
 
+T = TypeVar("T")
 Pushing = Callable[[PushHeader, Payload], None]
 Answered = Callable[[PushHeader, str], None]
 
@@ -47,39 +48,29 @@ class MemoryTransport:
         self._keepalive_s = keepalive_s
 
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer:
-        async def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            yield await service.join(caller, request)
-
-        return await self._ask(answer, timeout_s)  # type: ignore[no-any-return]
+        return await self._ask(lambda service, _: service.join(caller, request), timeout_s)
 
     def attend(self, caller: Identity) -> MemoryStream:
-        def answer(service: ShardService, reports: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            return service.attend(caller, reports)
-
-        return MemoryStream(self._open(answer, is_short=False))
+        return MemoryStream(self._open(lambda service, reports: service.attend(caller, reports), is_short=False))
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
-        async def answer(service: ShardService, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            yield await service.push(caller, parts)
-
         self._pushing(header, payload)
         self._network.sniffed.append(Sniffed(self._path[1], caller, header, payload))
         try:
-            answered = await self._ask(answer, timeout_s, header, *payload.chunks)
+            answered = await self._ask(
+                lambda service, parts: service.push(caller, parts), timeout_s, header, *payload.chunks
+            )
         except Refusal as refusal:
             self._answered(header, refusal.code)
             raise
         self._answered(header, "")
-        return answered  # type: ignore[no-any-return]
+        return answered
 
     async def pull(
         self, caller: Identity, request: PullRequest, timeout_s: float
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
-        def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            return service.pull(caller, request)
-
-        call = self._open(answer, is_short=True)
-        deadline = self._process.loop.time() + min(timeout_s, self._keepalive_s)
+        call = self._open(lambda service, _: service.pull(caller, request), is_short=True)
+        deadline = self._deadline(timeout_s)
         try:
             call.send(End)
             while (item := await _receive(call, deadline)) is not End:
@@ -88,24 +79,23 @@ class MemoryTransport:
             call.cancel()
 
     async def leave(self, caller: Identity, timeout_s: float) -> None:
-        async def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            await service.leave(caller)
-            yield None
-
-        await self._ask(answer, timeout_s)
+        await self._ask(lambda service, _: service.leave(caller), timeout_s)
 
     async def close(self, grace_s: float) -> None:
         """Its calls end with whoever waits for them."""
 
-    async def _ask(self, answer: Answer, timeout_s: float, *parts: Any) -> Any:
+    async def _ask(self, act: Callable[[ShardService, Any], Awaitable[T]], timeout_s: float, *parts: Any) -> T:
         """A call that is answered once."""
-        call = self._open(answer, is_short=True)
-        deadline = self._process.loop.time() + min(timeout_s, self._keepalive_s)
+        call = self._open(_once(act), is_short=True)
+        deadline = self._deadline(timeout_s)
         try:
             call.send(*parts, End)
-            return await _receive(call, deadline)
+            return await _receive(call, deadline)  # type: ignore[no-any-return]
         finally:
             call.cancel()
+
+    def _deadline(self, timeout_s: float) -> float:
+        return float(self._process.loop.time()) + min(timeout_s, self._keepalive_s)
 
     def _open(self, answer: Answer, *, is_short: bool) -> Call:
         return self._network.open(self._process, self._path, answer, is_short=is_short)
@@ -124,30 +114,15 @@ class UntrustedTransport(MemoryTransport):
         self._has_model = has_model
 
     def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> Call:
-        """A push that never ends."""
-
-        async def answer(service: ShardService, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            yield await service.push(caller, parts)
-
-        call = self._open(answer, is_short=True)
+        call = self._open(_once(lambda service, parts: service.push(caller, parts)), is_short=True)
         call.send(*parts)
         return call
 
     def hold_pull(self, caller: Identity, request: PullRequest) -> Call:
-        """A pull that nobody reads."""
-
-        def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            return service.pull(caller, request)
-
-        return self._open(answer, is_short=True)
+        return self._open(lambda service, _: service.pull(caller, request), is_short=True)
 
     def hold_stream(self, caller: Identity) -> Call:
-        """A control stream that nobody reads, and on which nothing is reported."""
-
-        def answer(service: ShardService, reports: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            return service.attend(caller, reports)
-
-        return self._open(answer, is_short=False)
+        return self._open(lambda service, reports: service.attend(caller, reports), is_short=False)
 
     def _open(self, answer: Answer, *, is_short: bool) -> Call:
         def behind_the_door(service: ShardService, items: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -171,6 +146,13 @@ class MemoryStream:
 
     def cancel(self) -> None:
         self._call.cancel()
+
+
+def _once(act: Callable[[ShardService, Any], Awaitable[Any]]) -> Answer:
+    async def answer(service: ShardService, items: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        yield await act(service, items)
+
+    return answer
 
 
 async def _receive(call: Call, deadline: float) -> Any:
