@@ -20,14 +20,13 @@ import argparse
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from diloco_common.wire.manifest import cut
-from light_learners import Accepted, LightLearner, noise_of, running_shard, tensors_of
+from light_learners import Accepted, LightLearner, noise_of, running_shards, tensors_of
 
 SYNC_EVERY = 24
 
@@ -72,17 +71,11 @@ async def measure(case: Cost, rounds: int, at_least_s: float) -> Cost:
     """Warm up for one round, then take `rounds` or more. With several shards, a learner is a light one per shard."""
     manifest = cut(tensors_of(case.parameters), case.fragments, case.shards)
     contributions = noise_of(manifest.fragments, 0.001, "int8")
-    with ExitStack() as stack:
-        shards = [
-            stack.enter_context(
-                running_shard(
-                    f"sync.fragments={case.fragments}", f"sync.sync_every={SYNC_EVERY}", "sync.quorum=all",
-                    f"shard.index={index}", f"shard.count={case.shards}", f"shard.max_pushes={4 * case.learners + 64}",
-                    "lease.lease_s=300", "lease.heartbeat_s=1",
-                )
-            )
-            for index in range(case.shards)
-        ]  # fmt: skip
+    settings = (
+        f"sync.fragments={case.fragments}", f"sync.sync_every={SYNC_EVERY}", "sync.quorum=all",
+        f"shard.max_pushes={4 * case.learners + 64}", "lease.lease_s=300", "lease.heartbeat_s=1",
+    )  # fmt: skip
+    with running_shards(case.shards, *settings) as shards:
         learners = [
             LightLearner(f"learner-{i}", shard, manifest, manifest.owned_by(index), contributions, Accepted())
             for i in range(case.learners)

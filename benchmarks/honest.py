@@ -4,8 +4,8 @@
     python benchmarks/honest.py --loss      # and what a run loses beside all guards off, and beside the fast one alone
 
 Whole runs in lockstep (`diloco_lab.lockstep`) with a small model of words: the production cores in virtual time. Every
-merge is held against the published formulas, which are written here once more: weights tokens^2 / steps, RDA, and the
-mean for embedding and head. A cell is exact where each merge has the same bits, and every contribution that was
+merge is held against the published formulas as the simulator has them: weights tokens^2 / steps, RDA, and the mean for
+embedding and head. A cell is exact where each merge has the same bits, and every contribution that was
 accepted is in a version as it was sent: none was refused, left out or cut, and of each learner some are.
 """
 
@@ -16,7 +16,7 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
@@ -24,17 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco_common.codec import get_codec
-from diloco_common.codec.base import Part
 from diloco_common.settings import GuardSettings, LeaseSettings, RunSettings, Settings, SyncSettings, TrainSettings
-from diloco_common.wire.manifest import Piece
 from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_lab.arms import Conditions
 from diloco_lab.lockstep import TICK, LearnerRig, LockstepRun, ShardRig
 from diloco_server.core.effects import MergeRound
-from diloco_server.core.merge import CANCELLED, MergedSlice, chunk_tensors, merge
-from diloco_server.core.round import Contribution
+from diloco_server.core.merge import merge
 from diloco_server.core.trust.trust import Trust
+from diloco_simulator.verify.published import merged as published
 
 WORDS, ROWS, LENGTH, RARE = 64, 8, 9, 8
 """Of the vocabulary; of a batch; of a sequence; words that only one learner meets, and late."""
@@ -205,7 +202,7 @@ class Shard(ShardRig):
         found: Found = self._run.found  # type: ignore[attr-defined]
         state, rule = self.shard.owned(merge_round.fragment_id), self.settings.sync.merge
         merged = torch.cat([s.tensor().clone() for s in merge(merge_round.contributions, state.fragment.pieces, rule)])
-        expected = torch.cat([*published(merge_round.contributions, state.fragment.pieces, rule)])
+        expected = published(merge_round.contributions, state.fragment.pieces, rule)
         found.merges += 1
         found.exact += torch.equal(merged, expected)
         found.ratios.append(float(merged.norm() / expected.norm()))
@@ -299,41 +296,6 @@ class Run(LockstepRun):
     @property
     def loss(self) -> float:
         return self.task.evaluate(self.global_model(), 1, 0)
-
-
-# ------------------------------------------------------------------ the published formulas
-
-
-def published(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str) -> Iterator[Tensor]:
-    """Each piece of the merged pseudo-gradient. Sums in the order of learners' ids, as merges do."""
-    ordered = sorted(contributions, key=lambda c: c.learner_id)
-    w = [c.tokens**2 / c.steps for c in ordered]
-    s = [one / sum(w) for one in w]
-    for piece in pieces:
-        v = [_part(c, piece) for c in ordered]
-        norms = [c.piece_norms[piece_index(pieces, piece)] for c in ordered]
-        if len(ordered) == 1 or "mean" in (rule, piece.rule):
-            yield _sum(ordered[0], piece, v, s).tensor().clone()
-            continue
-        radius = sum(share * norm for share, norm in zip(s, norms, strict=True))
-        direction = [share / norm if norm > 0 else 0.0 for share, norm in zip(s, norms, strict=True)]
-        length = math.sqrt(_sum(ordered[0], piece, v, direction).sum_squares())
-        weights = [d * (radius / length) for d in direction] if length > CANCELLED else s
-        yield _sum(ordered[0], piece, v, weights).tensor().clone()
-
-
-def piece_index(pieces: Sequence[Piece], piece: Piece) -> int:
-    return list(pieces).index(piece)
-
-
-def _part(contribution: Contribution, piece: Piece) -> Part:
-    """The bytes of a piece. Fragments here are one chunk each."""
-    (chunk,) = chunk_tensors(contribution.payload)  # type: ignore[arg-type]
-    return Part(chunk, contribution.payload.header.num_elements, piece.offset)
-
-
-def _sum(one: Contribution, piece: Piece, v: Sequence[Part], weights: Sequence[float]) -> MergedSlice:
-    return MergedSlice(piece.offset, piece.num_elements, get_codec(one.payload.header.encoding), v, weights)
 
 
 # ------------------------------------------------------------------ the table
