@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -83,8 +84,8 @@ def noise_of(fragments: Sequence[Fragment], scale: float, encoding: str) -> dict
 # ------------------------------------------------------------ the shard
 
 
-class ShardProcess:
-    """A shard on free ports, with its memory and CPU time as the kernel counts them."""
+class Member:
+    """A shard or worker on free ports, with its memory and CPU time as the kernel counts them."""
 
     def __init__(self, process: subprocess.Popen[bytes], address: Endpoints) -> None:
         self.address = address.grpc
@@ -104,26 +105,29 @@ class ShardProcess:
 
 
 @contextmanager
-def running_shard(*settings: str) -> Iterator[ShardProcess]:
-    """A shard process with these settings (key=value), killed at the end. Exits if it does not start."""
+def running(module: str, *settings: str) -> Iterator[Member]:
+    """A process with these settings (key=value), killed at the end. Exits if it does not start."""
     with tempfile.TemporaryDirectory() as folder:
-        address_file = Path(folder, "shard.json")
-        command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), "diloco_server"]
+        address_file = Path(folder, "address.json")
+        command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), module]
         flags = [f"--set={setting}" for setting in settings]
         process = subprocess.Popen([*command, f"--address-file={address_file}", *flags], stderr=subprocess.DEVNULL)
         try:
             while (address := read_address(address_file)) is None:
                 if process.poll() is not None:
-                    sys.exit(f"the shard did not start: diloco-server {' '.join(flags)} says why")
+                    sys.exit(f"a process did not start: python -m {module} {' '.join(flags)} says why")
                 time.sleep(0.05)
-            yield ShardProcess(process, address)
+            yield Member(process, address)
         finally:
             process.kill()
             process.wait()
 
 
+running_shard = partial(running, "diloco_server")
+
+
 @contextmanager
-def running_shards(count: int, *settings: str) -> Iterator[list[ShardProcess]]:
+def running_shards(count: int, *settings: str) -> Iterator[list[Member]]:
     """All shards of one run, with these settings."""
     with ExitStack() as stack:
         yield [
@@ -156,7 +160,7 @@ class LightLearner:
     """A learner that does not train. Create it and use it inside one event loop."""
 
     def __init__(
-        self, learner_id: str, shard: ShardProcess, manifest: Manifest, fragments: Sequence[Fragment],
+        self, learner_id: str, shard: Member, manifest: Manifest, fragments: Sequence[Fragment],
         contributions: Mapping[int, Payload], accepted: Accepted,
     ) -> None:  # fmt: skip
         """`fragments`: those of this shard. `contributions`: fragment id -> the payload it contributes every time."""

@@ -41,7 +41,7 @@ from diloco_common.allocator import tune_allocator
 from diloco_common.trust.identity import subject_of
 from diloco_common.wire.manifest import TensorSpec
 from diloco_deploy.trust.authority import make_authority, open_authority
-from light_learners import ShardProcess, running_shard, running_shards, tensors_of
+from light_learners import Member, running_shard, running_shards, tensors_of
 
 JOIN_S = 600.0
 FP32_BYTES = 4
@@ -239,7 +239,7 @@ class Learners:
 class Usage:
     """CPU seconds and bytes of all processes, summed over the rounds of `during_round`."""
 
-    def __init__(self, learners: Learners, shards: Sequence[ShardProcess]) -> None:
+    def __init__(self, learners: Learners, shards: Sequence[Member]) -> None:
         self.learners, self._shards = learners, shards
         self.learner_cpu_s = self.shard_cpu_s = 0.0
         self.bytes_up = self.bytes_down = 0

@@ -22,13 +22,13 @@ import sys
 import torch
 
 from diloco_common.wire.manifest import Manifest, cut
-from light_learners import Accepted, LightLearner, ShardProcess, noise_of, running_shard, tensors_of
+from light_learners import Accepted, LightLearner, Member, noise_of, running_shard, tensors_of
 
 BYTES_PER_PARAMETER_MAX = 11.0
 MB = 1e6
 
 
-async def load(shard: ShardProcess, manifest: Manifest, learners: int, rounds: int, push: str) -> Accepted:
+async def load(shard: Member, manifest: Manifest, learners: int, rounds: int, push: str) -> Accepted:
     """Seed and contribute as described above."""
     accepted = Accepted()
     contributions = noise_of(manifest.fragments, 0.001, push)

@@ -15,92 +15,66 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from diloco_common.wire.addresses import read_address
 from diloco_deploy.cluster.asking import fetch_status
+from light_learners import Member, running, running_shard
 
 LOSS_MAX = 0.05
 SLOW = "slow"
 FAST = ("fast-0", "fast-1", "fast-2")
 START_S = 60.0
 FRAGMENTS = 4
-SETTINGS = {
-    "model.layers": 1, "model.heads": 2, "model.width": 32, "model.context": 32, "train.batch": 4,
-    "worker.threads": 1, "sync.fragments": FRAGMENTS, "sync.sync_every": 8, "sync.quorum": 1,
-}  # fmt: skip
+SETTINGS = (
+    "model.layers=1", "model.heads=2", "model.width=32", "model.context=32", "train.batch=4", "worker.threads=1",
+    f"sync.fragments={FRAGMENTS}", "sync.sync_every=8", "sync.quorum=1",
+)  # fmt: skip
 
 
-class Member:
-    """A shard or worker process, and its status."""
-
-    def __init__(self, name: str, module: str, folder: Path, stack: ExitStack, **settings: object) -> None:
-        self._address_file = folder / f"{name}.json"
-        given = SETTINGS | {key.replace("__", "."): value for key, value in settings.items()}
-        flags = [f"--set={key}={value}" for key, value in given.items()]
-        command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), module]
-        self._process = subprocess.Popen(
-            [*command, f"--address-file={self._address_file}", *flags],
-            stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        stack.callback(self._end)
-        deadline = time.monotonic() + START_S
-        while (found := read_address(self._address_file)) is None:
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"{name} did not start")
-            time.sleep(0.1)
-        self.endpoints = found
-
-    def status(self) -> dict[str, Any]:
-        answer = fetch_status(self.endpoints.http, 5.0)
-        if answer is None:
-            sys.exit(f"{self.endpoints.name} does not answer")
-        return answer
-
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+def status_of(member: Member) -> dict[str, Any]:
+    answer = fetch_status(member.http, 5.0)
+    if answer is None:
+        sys.exit(f"{member.http} does not answer")
+    return answer
 
 
 def run(delays_s: dict[str, float], seconds: float) -> dict[str, Any]:
     """Run workers with these sleeps for `seconds`. Returns steps per second, tokens and merged tokens of each."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        shard = Member("shard-0", "diloco_server", folder, stack)
+        shard = stack.enter_context(running_shard(*SETTINGS))
         workers = {
-            name: Member(
-                name, "diloco_demo", folder, stack,
-                worker__shards=shard.endpoints.grpc, worker__learner_id=name, worker__step_delay_s=delay_s,
+            name: stack.enter_context(
+                running(
+                    "diloco_demo", *SETTINGS, f"worker.shards={shard.address}", f"worker.learner_id={name}",
+                    f"worker.step_delay_s={delay_s}",
+                )
             )
             for name, delay_s in delays_s.items()
         }  # fmt: skip
         wait_until_all_merge(shard, set(workers))
-        begun = {name: (worker.status()["inner_step"], time.monotonic()) for name, worker in workers.items()}
+        begun = {name: (status_of(worker)["inner_step"], time.monotonic()) for name, worker in workers.items()}
         time.sleep(seconds)
         steps_per_s = {}
         for name, worker in workers.items():
             steps, at = begun[name]
-            steps_per_s[name] = (worker.status()["inner_step"] - steps) / (time.monotonic() - at)
-        learners = {learner["id"]: learner for learner in shard.status()["learners"]}
+            steps_per_s[name] = (status_of(worker)["inner_step"] - steps) / (time.monotonic() - at)
+        learners = {learner["id"]: learner for learner in status_of(shard)["learners"]}
         return {
             "merged_of_asked": {name: learner["merged"] / learner["asked"] for name, learner in learners.items()},
             "steps_per_s": steps_per_s,
             "tokens": {name: learner["tokens"] for name, learner in learners.items()},
             "tokens_merged": {name: learner["tokens_merged"] / FRAGMENTS for name, learner in learners.items()},
-            "stall_share": {name: stall_share(worker.status()) for name, worker in workers.items()},
+            "stall_share": {name: stall_share(status_of(worker)) for name, worker in workers.items()},
         }
 
 
 def wait_until_all_merge(shard: Member, names: set[str]) -> None:
     """Wait until a version holds a contribution of every worker."""
     deadline = time.monotonic() + START_S
-    while {learner["id"] for learner in shard.status()["learners"] if learner["merged"]} != names:
+    while {learner["id"] for learner in status_of(shard)["learners"] if learner["merged"]} != names:
         if time.monotonic() > deadline:
             sys.exit("not every worker contributes")
         time.sleep(0.2)
@@ -118,6 +92,7 @@ def main() -> int:
     parser.add_argument("--factor", type=float, default=5.0, help="how much longer the slow one sleeps")
     args = parser.parse_args()
 
+    os.environ["OMP_NUM_THREADS"] = "1"
     step_s = args.step_ms / 1000
     alike = run(dict.fromkeys((*FAST, SLOW), step_s), args.seconds)
     one_slow = run({**dict.fromkeys(FAST, step_s), SLOW: step_s * args.factor}, args.seconds)

@@ -38,7 +38,7 @@ import versus_page
 from versus_task import Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
-from networks import LongLink, NotPossible
+from networks import LongLink, NotPossible, run
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "versus.jsonl"
@@ -102,10 +102,10 @@ class Machines:
         known = [("127.0.0.1", "localhost"), *((host, f"machine-{i}") for i, host in enumerate(self.hosts))]
         self._hosts_file.write_text("".join(f"{address} {name}\n" for address, name in known))
         for name in (self._hub, *self._names):
-            _command("ip", "netns", "add", name)
-            stack.callback(_command, "ip", "netns", "del", name)
-            _command("ip", "-n", name, "link", "set", "lo", "up")
-        _command("nsenter", f"--net=/run/netns/{self._hub}", "sysctl", "-qw", "net.ipv4.ip_forward=1")
+            run("ip", "netns", "add", name)
+            stack.callback(run, "ip", "netns", "del", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        run("nsenter", f"--net=/run/netns/{self._hub}", "sysctl", "-qw", "net.ipv4.ip_forward=1")
         for i in range(count):
             self._plug_in(i)
 
@@ -120,7 +120,7 @@ class Machines:
 
     def sent_bytes(self) -> int:
         """By all machines together onto their links so far."""
-        shown = (json.loads(_command("ip", "-s", "-j", "-n", name, "link", "show", INSIDE)) for name in self._names)
+        shown = (json.loads(run("ip", "-s", "-j", "-n", name, "link", "show", INSIDE)) for name in self._names)
         return sum(int(found[0]["stats64"]["tx"]["bytes"]) for found in shown)
 
     def _plug_in(self, i: int) -> None:
@@ -129,27 +129,20 @@ class Machines:
             outside = f"v{os.getpid()}h{i}"
             line = LongLink(outside, machine_end, self._link.delay_s, 0.0, 0.0, seed=0)
             self._stack.callback(line.close)
-            _command("ip", "link", "set", outside, "netns", self._hub, "name", hub_end)
-            _command("ip", "link", "set", machine_end, "netns", name, "name", INSIDE)
+            run("ip", "link", "set", outside, "netns", self._hub, "name", hub_end)
+            run("ip", "link", "set", machine_end, "netns", name, "name", INSIDE)
         else:
-            _command(
+            run(
                 "ip", "-n", self._hub, "link", "add", hub_end, "type", "veth", "peer", "name", INSIDE, "netns", name
             )  # fmt: skip
         near, far = f"10.77.{i + 1}.1", f"10.77.{i + 1}.2"
         for where, device, address in ((self._hub, hub_end, near), (name, INSIDE, far)):
-            _command("ip", "-n", where, "addr", "add", f"{address}/24", "dev", device)
-            _command("ip", "-n", where, "link", "set", device, "up")
+            run("ip", "-n", where, "addr", "add", f"{address}/24", "dev", device)
+            run("ip", "-n", where, "link", "set", device, "up")
             shape = ("root", "tbf", "rate", self._link.rate, "burst", self._link.burst, "latency", "50ms")
-            _command("tc", "-n", where, "qdisc", "add", "dev", device, *shape)
+            run("tc", "-n", where, "qdisc", "add", "dev", device, *shape)
         via = () if self._link.delay_s else ("via", near)
-        _command("ip", "-n", name, "route", "add", "default", "dev", INSIDE, *via)
-
-
-def _command(*command: str) -> str:
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise NotPossible(f"{' '.join(command)}: {ended.stderr.strip()}")
-    return ended.stdout
+        run("ip", "-n", name, "route", "add", "default", "dev", INSIDE, *via)
 
 
 # ------------------------------------------------------------ one run

@@ -32,7 +32,7 @@ class NotPossible(Exception):
     """This machine does not let us."""
 
 
-def _run(*command: str) -> str:
+def run(*command: str) -> str:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise NotPossible(f"{' '.join(command)}: {ended.stderr.strip()}")
@@ -51,8 +51,8 @@ class Namespace:
         self._link: LongLink | None = None
 
     def __enter__(self) -> Self:
-        _run("ip", "netns", "add", self.name)
-        _run("ip", "-n", self.name, "link", "set", "lo", "up")
+        run("ip", "netns", "add", self.name)
+        run("ip", "-n", self.name, "link", "set", "lo", "up")
         return self
 
     def __exit__(
@@ -61,26 +61,26 @@ class Namespace:
         if self._link is not None:
             self._link.close()
         with suppress(NotPossible):
-            _run("ip", "link", "del", self._near_device)
-        _run("ip", "netns", "del", self.name)
+            run("ip", "link", "del", self._near_device)
+        run("ip", "netns", "del", self.name)
 
     def plug_in(self) -> None:
         """A cable."""
-        _run("ip", "link", "add", self._near_device, "type", "veth", "peer", self._far_device, "netns", self.name)
+        run("ip", "link", "add", self._near_device, "type", "veth", "peer", self._far_device, "netns", self.name)
         self._bring_up()
 
     def plug_in_far_away(self, delay_s: float, jitter_s: float, loss: float, seed: int) -> LongLink:
         """A long and bad line, by packet and direction."""
         self._link = LongLink(self._near_device, self._far_device, delay_s, jitter_s, loss, seed)
-        _run("ip", "link", "set", self._far_device, "netns", self.name)
+        run("ip", "link", "set", self._far_device, "netns", self.name)
         self._bring_up()
         return self._link
 
     def thin(self, rate: str) -> None:
         """Let no more than `rate`, such as "5mbit", through, each way."""
         shape = ("root", "tbf", "rate", rate, "burst", "16k", "latency", "400ms")
-        _run("tc", "qdisc", "add", "dev", self._near_device, *shape)
-        _run("tc", "-n", self.name, "qdisc", "add", "dev", self._far_device, *shape)
+        run("tc", "qdisc", "add", "dev", self._near_device, *shape)
+        run("tc", "-n", self.name, "qdisc", "add", "dev", self._far_device, *shape)
 
     def cut(self, ports: Iterable[int], *, both_ways: bool = True) -> None:
         """Packets to these ports outside get lost; with `both_ways` off, only those that come back."""
@@ -114,8 +114,8 @@ class Namespace:
             (self.near, self._near_device, ()),
             (self.far, self._far_device, ("-n", self.name)),
         ):
-            _run("ip", *where, "addr", "add", f"{address}/24", "dev", device)
-            _run("ip", *where, "link", "set", device, "up")
+            run("ip", *where, "addr", "add", f"{address}/24", "dev", device)
+            run("ip", *where, "link", "set", device, "up")
 
     def _chain(self, hook: str, *rules: str) -> None:
         self._nft("add", "table", "inet", "faults")
@@ -124,7 +124,7 @@ class Namespace:
             self._nft("add", "rule", "inet", "faults", hook, rule)
 
     def _nft(self, *command: str) -> str:
-        return _run("ip", "netns", "exec", self.name, "nft", *command)
+        return run("ip", "netns", "exec", self.name, "nft", *command)
 
 
 class LongLink:
