@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -23,14 +24,14 @@ from diloco_server.core.shard import Shard
 from diloco_server.core.trust.trail import IDLE_ROUNDS
 
 
-def make_shard(fragments: int, version: int = 5, **sync: object) -> Shard:
+def make_shard(fragments: int, version: int = 5, *, sections: Any = None, **sync: object) -> Shard:
     """A shard whose fragments, of one element each, have a version already."""
-    shard = Shard(make_settings(sync={"fragments": fragments, "sync_every": 4, **sync}), 2)
-    manifest = cut(SPECS[:fragments], fragments, 1)
+    sections = {"sync": {"fragments": fragments, "sync_every": 4, **sync}} | (sections or {})
+    shard = Shard(make_settings(**sections), 2)
     values = Values(torch.ones(1), [])
     published = Published(encode_payload(values.theta, "float32"))
     shard.versions.restore(
-        manifest,
+        cut(SPECS[:fragments], fragments, 1),
         [Restored(Record(p, 1, version, {}, {}, 0, (), 1.0), values, published, False) for p in range(fragments)],
     )
     return shard
@@ -127,21 +128,18 @@ def test_rounds_that_are_due_at_once_open_in_slices(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("sections", "tokens", "asked"),
+    ("sync", "sections", "tokens", "asked"),
     [
-        ({}, 0, ["fast"]),
-        ({"sync": {"on_commit": "overwrite"}}, 0, ["fast", "slow"]),  # it would lose what it is not asked for
-        ({"guard": {"trust": "strangers"}}, 0, ["fast", "slow"]),  # who seems fast would be alone
-        ({"run": {"tokens": 12}}, 1, ["fast", "slow"]),  # the budget ends
+        ({}, {}, 0, ["fast"]),
+        ({"on_commit": "overwrite"}, {}, 0, ["fast", "slow"]),  # it would lose what it is not asked for
+        ({}, {"guard": {"trust": "strangers"}}, 0, ["fast", "slow"]),  # who seems fast would be alone
+        ({}, {"run": {"tokens": 12}}, 1, ["fast", "slow"]),  # the budget ends
     ],
-)  # fmt: skip
-def test_a_round_asks_those_that_have_most_of_an_interval(sections, tokens, asked) -> None:
-    sync = {"fragments": 1, "sync_every": 4, "quorum": 1} | sections.pop("sync", {})
-    shard = Shard(make_settings(sync=sync, **sections), 2)
-    manifest = cut(SPECS[:1], 1, 1)
-    values = Values(torch.ones(1), [])
-    published = Published(encode_payload(values.theta, "float32"))
-    shard.versions.restore(manifest, [Restored(Record(0, 1, 5, {}, {}, 0, (), 1.0), values, published, False)])
+)
+def test_a_round_asks_those_that_have_most_of_an_interval(
+    sync: dict[str, object], sections: dict[str, Any], tokens: int, asked: list[str]
+) -> None:
+    shard = make_shard(1, sections=sections, quorum=1, **sync)
     (state,) = shard.fragments.values()
     for name, steps in (("fast", 4), ("slow", 2)):
         member = shard.join(name, f"process {name}", SPECS[:1], 0.0)

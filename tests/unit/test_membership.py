@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from builders import make_settings
@@ -15,7 +17,7 @@ from diloco_common.errors import (
     Superseded,
 )
 from diloco_common.wire.messages import Progress
-from diloco_server.core.membership import NUMBER_S, Member, Membership, State
+from diloco_server.core.membership import ALIKE, NUMBER_S, Likeness, Member, Membership, State
 
 
 def make_membership(max_learners: int = 8, **lease: float) -> Membership:
@@ -79,6 +81,51 @@ def test_the_record_of_a_learner_goes_on_over_its_generations_but_its_cadence_do
     assert again.missed == {"LATE": 1}
     assert again.first_step is None
     assert again.state is State.ALIVE
+
+
+def come(members: Membership, process_id: str, now: float, age_s: float = 0.0) -> Member:
+    """A process joins as cat, if it may."""
+    members.welcome("cat", process_id, now - age_s)
+    return members.join("cat", process_id, now, age_s=age_s)
+
+
+def test_the_older_of_two_processes_is_told_so_whatever_it_says_later(members: Membership) -> None:
+    old = come(members, "process 1", 0.0)
+    come(members, "process 2", 0.1)
+    come(members, "process 2", 0.2)
+    with pytest.raises(Superseded, match="its own learner id"):
+        members.check("cat", old.generation)
+
+
+@pytest.mark.parametrize(
+    ("first_age_s", "second_age_s", "later_s", "has_it"),
+    [
+        (0.0, 0.0, 1.0, True),  # neither says
+        (50.0, 3.0, 1.0, True),
+        (3.0, 50.0, 1.0, False),  # it was frozen, or cut off, when the other one took over at the other shards
+        (3.0, 6.5, 3.0, False),
+        (3.0, 6.0, 3.0, True),  # they began as one: who comes later has it, as ever
+        (3.0, 50.0, 1000.0, True),  # whose lease is over by then
+    ],
+)
+def test_of_two_processes_with_one_id_the_one_that_began_later_has_it(
+    members: Membership, first_age_s: float, second_age_s: float, later_s: float, has_it: bool
+) -> None:
+    come(members, "process 1", 0.0, first_age_s)
+    members.expire(later_s)
+    with nullcontext() if has_it else pytest.raises(Superseded):
+        come(members, "process 2", later_s, second_age_s)
+
+
+def test_a_process_that_looked_younger_than_it_is_gives_way_once_it_says_its_age_again(members: Membership) -> None:
+    come(members, "young", 5.0)
+    come(members, "old", 8.0)  # this Join was on its way for seven seconds
+    with pytest.raises(Superseded):
+        come(members, "young", 9.0, 4.0)
+    come(members, "old", 10.0, 9.0)
+    come(members, "young", 11.0, 6.0)
+    with pytest.raises(Superseded):
+        come(members, "old", 12.0, 11.0)
 
 
 # ------------------------------------------------------------------ leases
@@ -260,3 +307,33 @@ def test_numbers_are_kept_for_as_many_as_may_join() -> None:
         members.take_number("c", 0.0)
     assert members.take_number("a", 0.0) == 0
     assert members.take_number("c", NUMBER_S) == 0
+
+
+LOSSES = [3.0 - 0.1 * i for i in range(2 * ALIKE)]
+
+
+@pytest.mark.parametrize(
+    ("learner_id", "losses", "first_step", "alike"),
+    [
+        ("b", LOSSES, 1, [None] * (ALIKE - 1) + ["a"] + [None] * ALIKE),  # said once
+        ("b", [loss + 0.01 for loss in LOSSES], 1, [None] * 2 * ALIKE),  # batches of its own
+        ("b", LOSSES, 2, [None] * 2 * ALIKE),  # at other steps
+        ("a", LOSSES, 1, [None] * 2 * ALIKE),  # itself
+    ],
+)
+def test_learners_that_draw_the_same_batches_are_noticed_by_their_losses(
+    learner_id: str, losses: list[float], first_step: int, alike: list[str | None]
+) -> None:
+    likeness = Likeness()
+    for step, loss in enumerate(LOSSES, 1):
+        assert likeness.heard("a", Progress(step, 10 * step, loss)) is None
+    reports = [Progress(step, 10 * step, loss) for step, loss in enumerate(losses, first_step)]
+    assert [likeness.heard(learner_id, report) for report in reports] == alike
+
+
+def test_losses_that_never_change_that_nobody_reports_or_of_no_step_tell_nothing() -> None:
+    likeness = Likeness()
+    for learner_id in "ab":
+        assert not any(likeness.heard(learner_id, Progress(i, 10 * i, 0.0)) for i in range(1, 11))
+        assert not any(likeness.heard(learner_id, Progress(0, 0, 0.1 * i)) for i in range(10))
+        assert not any(likeness.heard(learner_id, Progress(i, i)) for i in range(10))

@@ -227,20 +227,3 @@ def test_what_was_taken_before_is_answered_as_before() -> None:
         run.round(math.nan)
     assert run.shard.trust.quarantine.holds("d")
     assert run.push_values("d", 1, 0.01).outcome is Outcome.DUPLICATE
-
-
-@pytest.mark.parametrize("others", ["abc", "a"])
-def test_a_learner_that_multiplies_its_norm_each_time_is_refused_soon_and_for_good(others: str) -> None:
-    """Twelve times the last one, each time: the usual norm is the others'. The quarantine is off."""
-    run = Run(guard={"quarantine_s": 0.0})
-    outcomes = []
-    for i in range(40):
-        number = run.next_round()
-        outcomes.append(run.push_values("d", number, 0.01 * 12.0 ** (i / 4)).outcome)
-        for learner_id in "abc":
-            run.push_values(learner_id, number, 0.01 if learner_id in others else 0.0)
-    refused = outcomes.index(Outcome.REJECTED)
-    assert set(outcomes[refused:]) == {Outcome.REJECTED}
-    assert 0.01 * 12.0 ** (refused / 4) < 200 * 0.01 * 1000
-    values = run.state.values
-    assert float(values.theta.abs().max()) < 2.0

@@ -77,9 +77,9 @@ class Rig:
         )
         self.service = Service(self.host)
 
-    async def join(self) -> Identity:
-        answer = await self.service.join(Identity("local", "ann"), JOIN)
-        return Identity("local", "ann", answer.generation, answer.epoch)
+    async def join(self, name: str = "ann") -> Identity:
+        answer = await self.service.join(Identity("local", name), JOIN)
+        return Identity("local", name, answer.generation, answer.epoch)
 
     async def push(self, caller: Identity, round_number: int, chunks: int | None = None) -> PushAnswer:
         """Push a seed (round 0) or a contribution; only so many `chunks` of it."""
@@ -203,6 +203,24 @@ async def test_a_push_that_breaks_off_gives_its_place_back(rig: Rig, monkeypatch
     assert (await rig.push(ann, 0)).outcome is Outcome.ACCEPTED
 
 
+async def test_a_fragment_is_taken_from_one_learner_at_a_time_and_then_from_the_next(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learners that start together all offer the whole model. A few seeds come in at once, each fragment once."""
+    ann, bob = await rig.join(), await rig.join("bob")
+    slow = asyncio.create_task(rig.push_slowly(ann, asyncio.Event()))
+    await until_async(lambda: rig.service._seeding, "its header")
+    with pytest.raises(Busy, match="others are bringing 1 fragments"):
+        await rig.push(bob, 0)
+    slow.cancel()
+    await until_async(lambda: not rig.service._seeding, "its end")
+    monkeypatch.setattr(module, "SEEDS_AT_ONCE", 0)
+    with pytest.raises(Busy):
+        await rig.push(bob, 0)
+    monkeypatch.undo()
+    assert (await rig.push(bob, 0)).outcome is Outcome.ACCEPTED
+
+
 async def test_a_later_push_of_a_fragment_takes_the_place_of_one_that_stands_still(rig: Rig) -> None:
     ann = await rig.join()
     still = asyncio.create_task(rig.push_slowly(ann, asyncio.Event()))
@@ -245,12 +263,6 @@ async def test_who_has_not_shown_that_it_reads_is_given_small_chunks(rig: Rig, m
     assert (len(small[1]), len(whole[1])) == (-(-4 * SIZE // 1024), 1)
     for header, chunks in (small, whole):
         assert torch.equal(decoded(Payload(header.payload, tuple(chunks))), torch.ones(SIZE))
-
-
-async def test_a_pull_that_nothing_ends_is_refused(rig: Rig) -> None:
-    ann = await rig.seeded()
-    with pytest.raises(BadRequest, match="must have a deadline"):
-        await anext(rig.service.pull(ann, PullRequest(0), math.inf))
 
 
 async def test_a_pull_names_the_version_that_it_wants(rig: Rig) -> None:
