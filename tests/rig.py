@@ -87,6 +87,11 @@ class Rig(ShardShell):
         assert self.state.round is not None
         return self
 
+    def joined(self, *learner_ids: str) -> Rig:
+        """There is no version yet."""
+        self.join(*learner_ids)
+        return self
+
     def silence(self, learner_id: str, *others: str) -> None:
         """The learner is silent until its lease is over; the others are not."""
         for _ in range(7):

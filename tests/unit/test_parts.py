@@ -334,8 +334,7 @@ def test_an_element_is_in_one_part_alone(seed: int) -> None:
 
 
 def test_while_one_island_brings_version_0_in_parts_others_do_not() -> None:
-    rig = Islands()
-    rig.join("island", "other")
+    rig = Islands().joined("island", "other")
     rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, 0)
     with pytest.raises(Busy):
         rig.push_part("other", torch.ones(SIZE), cut_in(600), 0, 0)
@@ -345,8 +344,7 @@ def test_while_one_island_brings_version_0_in_parts_others_do_not() -> None:
 
 
 def test_a_whole_version_0_wins_over_half_of_one() -> None:
-    rig = Islands()
-    rig.join("island", "other")
+    rig = Islands().joined("island", "other")
     rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, 0)
     payload = encode_payload(torch.full((SIZE,), 2.0), "float32", chunk_elements=256)
     assert rig.push(rig.members["other"], rig.header(0, payload), payload).outcome is Outcome.ACCEPTED
@@ -355,8 +353,7 @@ def test_a_whole_version_0_wins_over_half_of_one() -> None:
 
 
 def test_half_of_version_0_gives_way_once_no_part_has_come_for_a_lease() -> None:
-    rig = Islands()
-    rig.join("island", "other")
+    rig = Islands().joined("island", "other")
     rig.push_part("island", torch.ones(SIZE), cut_in(300, 600), 0, 0)
     lease_s = rig.settings.lease.lease_s
     for _ in range(4):  # reports keep both leases
@@ -370,8 +367,7 @@ def test_half_of_version_0_gives_way_once_no_part_has_come_for_a_lease() -> None
 
 
 def test_half_of_version_0_ends_with_a_part_that_is_refused() -> None:
-    rig = Islands()
-    rig.join("island", "other")
+    rig = Islands().joined("island", "other")
     rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, 0)
     assert rig.push_part("island", torch.ones(SIZE), cut_in(500), 1, 0).code == "CONTRIBUTION_CONFLICT"
     rig.seed("other", 2.0)
