@@ -47,11 +47,8 @@ def a(shard) -> Caller:
 
 def test_join_answers_the_lease_the_cut_and_the_policy(serve, clock):
     shard = serve(settings_with(sync={"push": "int4"}), clock)
-
     answer = shard.caller("a").join()
-
-    assert (answer.generation, answer.epoch) == (1, shard.core.epoch)
-    assert answer.heartbeat_s == 0.2
+    assert (answer.generation, answer.epoch, answer.heartbeat_s) == (1, shard.core.epoch, 0.2)
     assert (answer.shard_index, answer.num_shards, answer.num_fragments) == (0, 1, 1)
     assert answer.manifest_digest == shard.caller().manifest.digest
     assert answer.policy.push_encoding == "int4"
@@ -153,28 +150,19 @@ def test_a_report_of_an_impossible_step_time_is_refused_and_widens_no_grace_wind
 
 # ---------------------------------------------------------------- who calls
 
-BAD_IDS = [
-    ("a path", "../../etc/passwd"),
-    ("10 kB", "x" * 10_000),
-    ("65 characters", "x" * 65),
-    ("a space", "a b"),
-    ("a label breaker", 'a",code="x'),
-    ("a comma", "a,b"),
-]
-RAW_IDS = [
-    ("NUL", "a\0b"),
-    ("a newline", "a\nb"),
-    ("a newline at the end", "a\n"),
-    ("an ANSI escape", "\x1b[31mred\x1b[0m"),
-    ("another alphabet", "учень"),
-    ("a lone surrogate", "\udc80"),
-]
+BAD_IDS = {
+    "a path": "../../etc/passwd", "10 kB": "x" * 10_000, "65 characters": "x" * 65, "a space": "a b",
+    "a label breaker": 'a",code="x', "a comma": "a,b",
+}  # fmt: skip
+RAW_IDS = {
+    "NUL": "a\0b", "a newline": "a\nb", "a newline at the end": "a\n", "an ANSI escape": "\x1b[31mred\x1b[0m",
+    "another alphabet": "учень", "a lone surrogate": "\udc80",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("learner_id", [i for _, i in BAD_IDS], ids=[name for name, _ in BAD_IDS])
+@pytest.mark.parametrize("learner_id", BAD_IDS.values(), ids=BAD_IDS)
 def test_a_learner_id_that_is_not_plain_is_refused_and_shown_nowhere(shard, written, learner_id):
     found = refusal(lambda: shard.caller(learner_id).join())
-
     assert (found.status, found.code) == (STATUS.INVALID_ARGUMENT, "BAD_LEARNER_ID")
     assert "1 to 64 of" in found.words
     assert len(found.words) < 200
@@ -184,7 +172,7 @@ def test_a_learner_id_that_is_not_plain_is_refused_and_shown_nowhere(shard, writ
     assert not any(learner_id[:20] in label for label in labels)
 
 
-@pytest.mark.parametrize("learner_id", [i for _, i in BAD_IDS + RAW_IDS], ids=[name for name, _ in BAD_IDS + RAW_IDS])
+@pytest.mark.parametrize("learner_id", (BAD_IDS | RAW_IDS).values(), ids=BAD_IDS | RAW_IDS)
 def test_identify_refuses_ids_that_grpc_might_let_through(learner_id):
     with pytest.raises(BadLearnerId) as refused:
         rpc.identify([("diloco-run", "local"), ("diloco-learner", learner_id)], "local", None)
@@ -200,39 +188,25 @@ def test_a_generation_that_is_no_number_is_refused(generation):
     assert refused.value.code == "BAD_REQUEST"
 
 
-@pytest.mark.parametrize(
-    ("token", "words"),
-    [
-        (None, "set security.token_file"),
-        ("wrong", "check security.token_file"),
-        (TOKEN[:-1], "check security.token_file"),
-    ],
-)
-def test_without_the_token_every_call_is_refused(serve, clock, tmp_path, written, token, words):
-    file = secret_file(tmp_path / "token", TOKEN)
-    shard = serve(settings_with(security={"token_file": file}), clock)
+@pytest.mark.parametrize("token", [None, "wrong", TOKEN[:-1]])
+def test_without_the_token_every_call_is_refused(serve, clock, tmp_path, written, token):
+    shard = serve(settings_with(security={"token_file": secret_file(tmp_path / "token", TOKEN)}), clock)
     right = shard.caller("a", token=TOKEN)
     right.join()
     right.seed()
     before = shard.state()
     intruder = shard.caller("a", token=token)
     intruder.identity = right.identity
-    calls = {
-        "Join": intruder.join,
-        "Attend": lambda: intruder.attend().ends(),
-        "Push": lambda: intruder.push_messages([], hold=True),
-        "Pull": intruder.pull,
-        "Leave": intruder.leave,
-    }
-
-    found = {name: refusal(call) for name, call in calls.items()}
-
-    for name, how in found.items():
-        assert (how.status, how.code) == (STATUS.UNAUTHENTICATED, "UNAUTHENTICATED"), name
-        assert words in how.words
+    for call in (
+        intruder.join, lambda: intruder.attend().ends(), lambda: intruder.push_messages([], hold=True),
+        intruder.pull, intruder.leave,
+    ):  # fmt: skip
+        how = refusal(call)
+        assert (how.status, how.code) == (STATUS.UNAUTHENTICATED, "UNAUTHENTICATED")
+        assert ("set security.token_file" if token is None else "check security.token_file") in how.words
         assert TOKEN not in how.words
-    assert shard.state() == before
-    assert shard.member_state("a") == "alive"
+
+    assert (shard.state(), shard.member_state("a")) == (before, "alive")
     assert shard.metric("refused_calls_total", code="UNAUTHENTICATED") >= 5
     assert TOKEN not in written.getvalue()
 
@@ -279,28 +253,23 @@ def test_attend_tells_first_what_the_learner_could_have_missed(serve, clock):
     assert first.ends()
 
 
-@pytest.mark.parametrize(
-    ("change", "code"),
-    [({"generation": 0}, "NOT_JOINED"), ({"generation": 5}, "NOT_JOINED"), ({"epoch": 5}, "NOT_JOINED")],
-)
-def test_attend_without_a_lease_is_refused(shard, change, code):
-    stranger = joined(shard)
-    stranger.identity = replace(stranger.identity, **change)
-
-    found = refusal(lambda: stranger.attend().ends())
-
-    assert (found.status, found.code) == (STATUS.FAILED_PRECONDITION, code)
+@pytest.mark.parametrize("change", [{"generation": 0}, {"generation": 5}, {"epoch": 5}])
+def test_attend_without_a_lease_is_refused(a, change):
+    a.identity = replace(a.identity, **change)
+    found = refusal(lambda: a.attend().ends())
+    assert (found.status, found.code) == (STATUS.FAILED_PRECONDITION, "NOT_JOINED")
 
 
-def test_silence_for_longer_than_the_lease_evicts(a, shard, clock):
+def heard(shard: InProcessShard, what: Any) -> None:
+    until(lambda: what(shard.core.membership.get("a")), "the report is heard")
+
+
+def test_silence_for_longer_than_the_lease_evicts(shard, a, clock):
     stream = a.attend()
-    stream.say(1)
-    until(lambda: shard.core.membership.get("a").progress.inner_step == 1, "the report is heard")
-
-    clock.now += 1.9
-    stream.say(2)
-    until(lambda: shard.core.membership.get("a").progress.inner_step == 2, "the report is heard")
-    clock.now += 1.9
+    for step in (1, 2):
+        stream.say(step)
+        heard(shard, lambda member, step=step: member.progress.inner_step == step)
+        clock.now += 1.9
     assert shard.member_state("a") == "alive"
     clock.now += 0.2
 
@@ -315,17 +284,13 @@ def test_heartbeats_without_steps_evict_by_the_progress_rule_alone(serve, clock)
     """Fault 17."""
     shard = serve(settings_with(lease={"stalled_s": 5.0, "progress_timeout_s": 8.0}), clock)
     stream = joined(shard).attend()
-    for _ in range(4):
+    for beat in range(5):
         clock.now += 1.5
         stream.say(0)
-        until(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
-    until(lambda: shard.member_state("a") == "stalled", "a is stalled, not dead")
-
+        heard(shard, lambda member: member.last_heard == clock.now)
+        if beat == 3:
+            until(lambda: shard.member_state("a") == "stalled", "a is stalled, not dead")
     clock.now += 1.5
-    stream.say(0)
-    until(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
-    clock.now += 1.5
-
     assert stream.hear(Evicted).code == "STALLED"
 
 

@@ -40,14 +40,18 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     """Where nothing is yet. Credentials come from the environment, as they would to a person."""
     if request.param == "file":
         return f"file://{tmp_path}/objects"
+    sign_in(request.getfixturevalue("s3"), monkeypatch)
+    return f"s3://{BUCKET}/{tmp_path.name}/one"
+
+
+def sign_in(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith("AWS_") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3"))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    return f"s3://{BUCKET}/{tmp_path.name}/one"
+    for name, value in {
+        "ENDPOINT_URL": address, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"AWS_{name}", value)
 
 
 @pytest.fixture
@@ -136,13 +140,10 @@ def test_damage_is_found_at_a_url_and_never_copied(url, checkpoint, capsys) -> N
     assert is_checkpoint(checkpoint)
 
 
-def test_a_store_that_does_not_answer_or_has_no_such_bucket_is_told(checkpoint, s3, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    for name in os.environ:
-        if name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
+def test_a_store_that_does_not_answer_or_has_no_such_bucket_is_told(
+    checkpoint: Path, s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sign_in(s3, monkeypatch)
     assert main(["checkpoint", "copy", str(checkpoint), "s3://nobody/here"]) == 5
     said = capsys.readouterr().err
     assert said.endswith("[OBJECT_STORE]\n")

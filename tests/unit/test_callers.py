@@ -59,16 +59,11 @@ def test_a_call_is_of_whom_the_certificate_names(run: Certificates, who: str, cl
 def test_a_token_proves_as_much_as_a_certificate(run: Certificates) -> None:
     token = run.token("learner/a")
     callers = Callers(lambda: 0.0, token_key=read_token_key(run.authority.folder / "token.pub"))
-
     caller = callers.proven(Identity("local", "a"), None, f"Bearer {token}")
-
     assert str(caller.proof and caller.proof.subject) == "learner/a"
-    with pytest.raises(WrongIdentity):
-        callers.proven(Identity("local", "b"), None, f"Bearer {token}")
-    with pytest.raises(WrongIdentity):
-        Callers(lambda: 0.0, token_key=read_token_key(run.authority.folder / "token.pub")).proven(
-            Identity("other", "a"), None, f"Bearer {token}"
-        )
+    for other in (Identity("local", "b"), Identity("other", "a")):
+        with pytest.raises(WrongIdentity):
+            callers.proven(other, None, f"Bearer {token}")
     for wrong in (None, token, "Basic x", f"Bearer {token}x"):
         with pytest.raises(Unauthenticated):
             callers.proven(Identity("local", "a"), None, wrong)
@@ -87,16 +82,20 @@ def test_what_has_expired_proves_nothing(run: Certificates) -> None:
 
 
 def test_an_open_call_ends_when_its_proof_expires(run: Certificates) -> None:
-    certificate = pem(run, "learner/a")
-    proof = proof_of(certificate)
+    proof = proof_of(pem(run, "learner/a"))
     callers = Callers(lambda: proof.expires - 0.01, needs_certificate=True)
 
-    async def call() -> None:
-        async with callers.holding(Identity("local", "a", proof=proof)):
-            await asyncio.Event().wait()
+    async def call(*, revokes: bool) -> None:
+        async with callers.holding(Identity("local", "a", 7, proof=proof)):
+            try:
+                await asyncio.Event().wait()
+            finally:  # its time is up, and it has not ended yet
+                if revokes:
+                    assert [lease.generation for lease in callers.revoke(frozenset({proof.serial}))] == [7]
 
-    with pytest.raises(Expired):
-        asyncio.run(asyncio.wait_for(call(), 20))
+    for revokes, ends in ((False, Expired), (True, Revoked)):
+        with pytest.raises(ends):
+            asyncio.run(asyncio.wait_for(call(revokes=revokes), 20))
 
 
 def test_open_calls_of_the_revoked_end_and_no_others(run: Certificates) -> None:
@@ -108,37 +107,16 @@ def test_open_calls_of_the_revoked_end_and_no_others(run: Certificates) -> None:
             await asyncio.Event().wait()
 
     async def scene() -> None:
-        calls = [
-            asyncio.create_task(call("a", 7)),
-            asyncio.create_task(call("a", 7)),
-            asyncio.create_task(call("b", 8)),
-        ]
+        *revoked, other = [asyncio.create_task(call(*of)) for of in (("a", 7), ("a", 7), ("b", 8))]
         await asyncio.sleep(0)
         leases = callers.revoke(frozenset({proofs["a"].serial}))
         assert [(lease.learner_id, lease.generation) for lease in leases] == [("a", 7)], "each lease once"
-        done, open_yet = await asyncio.wait(calls, timeout=120, return_when=asyncio.FIRST_EXCEPTION)
-        done |= (await asyncio.wait(calls[:2], timeout=120))[0]
-        assert done == set(calls[:2])
-        assert all(isinstance(task.exception(), Revoked) for task in done)
-        assert calls[2] in open_yet
-        calls[2].cancel()
+        ended = await asyncio.wait_for(asyncio.gather(*revoked, return_exceptions=True), 120)
+        assert [type(error) for error in ended] == [Revoked] * 2
+        assert not other.done()
+        other.cancel()
 
     asyncio.run(scene())
-
-
-def test_a_call_that_is_ending_by_itself_can_be_revoked(run: Certificates) -> None:
-    proof = proof_of(pem(run, "learner/a"))
-    callers = Callers(lambda: proof.expires - 0.01, needs_certificate=True)
-
-    async def call() -> None:
-        async with callers.holding(Identity("local", "a", 7, proof=proof)):
-            try:
-                await asyncio.Event().wait()
-            finally:  # its time is up, and it has not ended yet
-                assert [lease.generation for lease in callers.revoke(frozenset({proof.serial}))] == [7]
-
-    with pytest.raises(Revoked):
-        asyncio.run(asyncio.wait_for(call(), 20))
 
 
 def test_a_time_out_of_the_call_itself_is_not_taken_for_the_end_of_its_proof(run: Certificates) -> None:

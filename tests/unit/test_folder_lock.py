@@ -10,15 +10,12 @@ import pytest
 from diloco_common.errors import DataError, InUse
 from diloco_common.settings import Settings
 from diloco_server.storage.filesystem import FolderLock
-from diloco_server.storage.store import FileStore, Store, open_store
+from diloco_server.storage.store import FileStore, MemoryStore, Store, open_store
 from stores import LONG_AGO
 
 
-def settings_for(folder: Path | None) -> Settings:
-    return Settings.model_validate({"shard": {"data_dir": folder}})
-
-
-def opened(settings: Settings) -> tuple[Store, FolderLock | None]:
+def opened(folder: Path | None) -> tuple[Store, FolderLock | None]:
+    settings = Settings.model_validate({"shard": {"data_dir": folder}})
     return open_store(settings, epoch_in_memory=7, first_epoch=LONG_AGO)
 
 
@@ -32,10 +29,10 @@ def test_the_second_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None
 
 
 def test_a_folder_that_is_in_use_is_not_touched(tmp_path: Path) -> None:
-    store, lock = opened(settings_for(tmp_path))
+    store, lock = opened(tmp_path)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(InUse):
-        opened(settings_for(tmp_path))
+        opened(tmp_path)
     assert sorted(tmp_path.iterdir()) == before
     assert isinstance(store, FileStore)
     lock.release()
@@ -43,18 +40,17 @@ def test_a_folder_that_is_in_use_is_not_touched(tmp_path: Path) -> None:
 
 def test_the_next_one_has_the_next_epoch(tmp_path: Path) -> None:
     for epoch in (LONG_AGO, LONG_AGO + 1, LONG_AGO + 2):
-        store, lock = opened(settings_for(tmp_path / "new" / "folder"))
+        store, lock = opened(tmp_path / "new" / "folder")
         assert store.epoch == epoch
         lock.release()
 
 
 def test_without_a_folder_versions_stay_in_memory() -> None:
-    store, lock = opened(settings_for(None))
-    assert store.epoch == 7
-    assert lock is None
+    store, lock = opened(None)
+    assert (type(store), store.epoch, lock) == (MemoryStore, 7, None)
 
 
 def test_a_folder_that_cannot_be_used_is_said_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"shard.data_dir .*file/data cannot be used: Not a directory"):
-        opened(settings_for(tmp_path / "file" / "data"))
+        opened(tmp_path / "file" / "data")

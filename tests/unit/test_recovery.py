@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,57 +38,48 @@ def made_by(settings: Settings) -> Callable[[Fragment], Making]:
     return lambda fragment: Making("mean", make_outer_optimizer(settings.outer))
 
 
+@pytest.fixture
+def disk() -> FakeDisk:
+    return FakeDisk()
+
+
+def recovered_from(disk: FakeDisk, settings: Settings, log: Log | None = None) -> Any:
+    return recover(open_store(disk), settings, made_by(settings), log or Heard())
+
+
 @pytest.mark.parametrize(("version", "missing"), [(0, None), (3, [1])], ids=["still being seeded", "taken away"])
-def test_a_fragment_without_any_file_is_named_where_others_have_versions(version: int, missing: Any) -> None:
-    disk, settings, log = FakeDisk(), Settings(), Heard()
-    store = open_store(disk)
-    store.recover()
-    store.save(make_version(version, fragment_id=0), MANIFEST)
+def test_a_fragment_without_any_file_is_named_where_others_have_versions(disk, version: int, missing: Any) -> None:
+    log = Heard()
+    open_store(disk).save(make_version(version, fragment_id=0), MANIFEST)
     assert [f.fragment_id for f in MANIFEST.owned_by(0)] == [0, 1]
-
-    recovered = recover(open_store(disk), settings, made_by(settings), log)
-
-    assert [r.record.fragment_id for r in recovered[1]] == [0]
+    _, restored = recovered_from(disk, Settings(), log)
+    assert [r.record.fragment_id for r in restored] == [0]
     assert [facts.get("fragments") for facts in log.errors] == ([] if missing is None else [missing])
 
 
 @pytest.mark.parametrize(("model", "is_taken"), [("", True), (model_digest(MANIFEST.tensors), True), ("0" * 32, False)])
-def test_a_folder_with_another_model_than_the_shard_was_told_is_not_served(model: str, is_taken: bool) -> None:
-    disk, settings = FakeDisk(), Settings.model_validate({"run": {"model": model}})
+def test_a_folder_with_another_model_than_the_shard_was_told_is_not_served(disk, model: str, is_taken: bool) -> None:
     open_store(disk).save(make_version(3), MANIFEST)
-
-    def start() -> object:
-        return recover(open_store(disk), settings, made_by(settings), Heard())
-
-    if is_taken:
-        assert start() is not None
-    else:
-        with pytest.raises(WrongFolder, match=rf"{model_digest(MANIFEST.tensors)}, but run.model is {model}"):
-            start()
+    words = rf"{model_digest(MANIFEST.tensors)}, but run.model is {model}"
+    with nullcontext() if is_taken else pytest.raises(WrongFolder, match=words):
+        assert recovered_from(disk, Settings.model_validate({"run": {"model": model}})) is not None
 
 
-def test_a_version_that_cannot_be_read_now_ends_the_start_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_cannot_be_read_now_ends_the_start_in_words(disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be intact, so the one before is not used in its place."""
-    disk, settings = FakeDisk(), Settings()
-    store = open_store(disk)
-    store.recover()
-    store.save(make_version(3), MANIFEST)
+    open_store(disk).save(make_version(3), MANIFEST)
 
     def refuse(name: str) -> FakeFile:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), name)
 
     monkeypatch.setattr(disk, "open", refuse)
     with pytest.raises(DataError, match=r"\(fragment-0000-\S+: Permission denied\).* start the shard again$"):
-        recover(open_store(disk), settings, made_by(settings), Heard())
+        recovered_from(disk, Settings())
 
 
-def test_a_shard_goes_on_from_a_folder_whose_momentum_is_float32() -> None:
-    disk, settings, stored = FakeDisk(), Settings(), make_version(3)
-    exact = [random_values(SIZE, 1)]
+def test_a_shard_goes_on_from_a_folder_whose_momentum_is_float32(disk) -> None:
+    stored, exact = make_version(3), [random_values(SIZE, 1)]
     open_store(disk).save(replace(stored, values=Values(stored.values.theta, exact)), MANIFEST)
-
-    recovered = recover(open_store(disk), settings, made_by(settings), Heard())
-
-    (restored,) = recovered[1]
+    _, (restored,) = recovered_from(disk, Settings())
     assert torch.equal(restored.values.theta, stored.values.theta)
     assert torch.equal(restored.values.buffers[0], exact[0].bfloat16())
