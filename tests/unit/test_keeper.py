@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,50 +64,59 @@ def store() -> SlowStore:
     return SlowStore()
 
 
-def make_keeper(store: SlowStore, **settings: Any) -> tuple[Keeper, ShardMetrics]:
-    metrics = ShardMetrics()
-    return Keeper(store, ShardSettings(**settings), real_world(), metrics, Log("test")), metrics
+@pytest.fixture
+def keeping(store: SlowStore) -> Iterator[Callable[..., Keeper]]:
+    """Makes keepers, and closes them."""
+    made: list[Keeper] = []
+
+    def make(**settings: Any) -> Keeper:
+        made.append(Keeper(store, ShardSettings(**settings), real_world(), ShardMetrics(), Log("test")))
+        return made[-1]
+
+    yield make
+    for keeper in made:
+        keeper.close()
 
 
-async def test_the_write_of_one_fragment_holds_up_no_other(store: SlowStore) -> None:
+def sample(keeper: Keeper, name: str) -> float | None:
+    return keeper._metrics.registry.get_sample_value(f"diloco_shard_{name}")
+
+
+async def test_the_write_of_one_fragment_holds_up_no_other(store: SlowStore, keeping) -> None:
     store.gates[0] = threading.Event()
-    keeper, _ = make_keeper(store)
+    keeper = keeping()
     slow = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
     await asyncio.wait_for(keeper.keep(make_version(1, fragment_id=1), MANIFEST), 20.0)
     assert (store.saved, slow.done()) == ([(1, 1)], False)
     store.gates[0].set()
     await asyncio.wait_for(slow, 20.0)
-    keeper.close()
 
 
-async def test_a_disk_that_refuses_is_told_and_tried_until_it_works(store: SlowStore) -> None:
+async def test_a_disk_that_refuses_is_told_and_tried_until_it_works(store: SlowStore, keeping) -> None:
     """Nothing may be announced before `keep` returns."""
     store.error = OSError(28, "No space left on device")
-    keeper, metrics = make_keeper(store)
-    keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
-    failures = "diloco_shard_save_failures_total"
-    await until_async(lambda: (metrics.registry.get_sample_value(failures) or 0) > 3, "failures")
+    keeper = keeping()
+    waiting = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
+    await until_async(lambda: (sample(keeper, "save_failures_total") or 0) > 3, "failures")
     assert keeper.failing == "[Errno 28] No space left on device"
-    assert not keeping.done()
+    assert not waiting.done()
     store.error = None
-    await asyncio.wait_for(keeping, 20.0)
+    await asyncio.wait_for(waiting, 20.0)
     assert (store.saved, keeper.failing) == ([(0, 1)], "")
-    keeper.close()
 
 
-async def test_by_interval_the_first_version_is_written_at_once_and_later_ones_together(store: SlowStore) -> None:
-    keeper, _ = make_keeper(store, durability="interval", interval_s=3600)
+async def test_by_interval_the_first_version_is_written_at_once_and_later_ones_together(store, keeping) -> None:
+    keeper = keeping(durability="interval", interval_s=3600)
     for version in range(4):
         await keeper.keep(make_version(version), MANIFEST)
     assert (store.saved, keeper.unwritten) == ([(0, 0)], 1)
     await keeper.flush(20.0)
     assert (store.saved, keeper.unwritten) == ([(0, 0), (0, 3)], 0)
-    keeper.close()
 
 
-async def test_by_interval_values_do_not_change_while_they_are_written(store: SlowStore) -> None:
+async def test_by_interval_values_do_not_change_while_they_are_written(store: SlowStore, keeping) -> None:
     """The next merge of the fragment waits for the write; that of another fragment does not."""
-    keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
+    keeper = keeping(durability="interval", interval_s=0.001)
     for fragment_id in (0, 1):
         await keeper.keep(make_version(0, fragment_id=fragment_id), MANIFEST)
     store.gates[0] = threading.Event()
@@ -117,23 +127,21 @@ async def test_by_interval_values_do_not_change_while_they_are_written(store: Sl
     await asyncio.wait_for(keeper.hold(0).acquire(), 20.0)
     assert store.saved[-1] == (0, 1)
     keeper.hold(0).release()
-    keeper.close()
 
 
-async def test_by_interval_values_that_a_merge_left_half_way_are_not_written(store: SlowStore) -> None:
+async def test_by_interval_values_that_a_merge_left_half_way_are_not_written(store: SlowStore, keeping) -> None:
     """The merge holds the fragment while the interval ends; then it fails."""
-    keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
+    keeper = keeping(durability="interval", interval_s=0.001)
     await keeper.keep(make_version(0), MANIFEST)
     async with keeper.hold(0):
         await keeper.keep(make_version(1), MANIFEST)
         keeper.drop(0)
     await until_async(lambda: not keeper._writing, "the last write")
     assert store.saved == [(0, 0)]
-    keeper.close()
 
 
-async def test_by_interval_a_disk_that_refuses_holds_up_no_merge(store: SlowStore) -> None:
-    keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
+async def test_by_interval_a_disk_that_refuses_holds_up_no_merge(store: SlowStore, keeping) -> None:
+    keeper = keeping(durability="interval", interval_s=0.001)
     await keeper.keep(make_version(0), MANIFEST)
     store.error = OSError(5, "Input/output error")
     for version in (1, 2, 3):
@@ -143,34 +151,30 @@ async def test_by_interval_a_disk_that_refuses_holds_up_no_merge(store: SlowStor
     store.error = None
     await until_async(lambda: store.saved[-1] == (0, 3), "version 3 on disk")
     await until_async(lambda: not keeper.failing, "the disk to take it")
-    keeper.close()
 
 
 @pytest.mark.parametrize("durability", ["version", "interval"])
-async def test_versions_that_wait_for_the_disk_are_counted(store: SlowStore, durability: str) -> None:
-    keeper, _ = make_keeper(store, durability=durability, interval_s=0.005)
+async def test_versions_that_wait_for_the_disk_are_counted(store: SlowStore, keeping, durability: str) -> None:
+    keeper = keeping(durability=durability, interval_s=0.005)
     keeper.recovered(0)
     store.gates[0] = threading.Event()
     counts = [keeper.not_durable]
-    keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
+    waiting = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
     await until_async(lambda: keeper.not_durable, "a version that waits")
     counts.append(keeper.not_durable)
     store.gates[0].set()
-    await asyncio.wait_for(keeping, 20.0)
+    await asyncio.wait_for(waiting, 20.0)
     await until_async(lambda: not keeper.not_durable, "the write of it")
-    keeper.close()
     assert counts == [0, 1]
 
 
 @pytest.mark.parametrize("error", [None, OSError("no space left")], ids=["taken", "refused"])
-async def test_every_attempt_to_write_tells_how_much_room_is_left(store: SlowStore, error: OSError | None) -> None:
-    keeper, metrics = make_keeper(store)
+async def test_every_attempt_to_write_tells_how_much_room_is_left(store, keeping, error) -> None:
+    keeper = keeping()
     store.error, store.room = error, 12345
-    keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
-    free = lambda: metrics.registry.get_sample_value("diloco_shard_disk_free_bytes")  # noqa: E731
-    await until_async(lambda: free() == 12345, "a look at the disk")
-    keeping.cancel()
-    keeper.close()
+    waiting = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
+    await until_async(lambda: sample(keeper, "disk_free_bytes") == 12345, "a look at the disk")
+    waiting.cancel()
 
 
 def test_a_file_store_tells_how_much_room_its_folder_has(tmp_path: Path) -> None:

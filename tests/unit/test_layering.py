@@ -38,15 +38,7 @@ PURE_STDLIB = sys.stdlib_module_names - IMPURE
 """`io`, `sys`, `warnings` and `importlib` would be ways around the rule."""
 PURE_COMMON = tuple(
     f"diloco_common.{name}"
-    for name in (
-        "codec",
-        "errors",
-        "settings",
-        "trust.identity",
-        "wire.bounds",
-        "wire.manifest",
-        "wire.messages",
-    )
+    for name in ["codec", "errors", "settings", "trust.identity", "wire.bounds", "wire.manifest", "wire.messages"]
 )
 
 
@@ -92,9 +84,7 @@ RULES = {
     "diloco_server.shell.servicer": allow(
         "diloco_common",
         "diloco_protos",
-        "diloco_server.shell.access",
-        "diloco_server.shell.audit",
-        "diloco_server.shell.quotas",
+        *(f"diloco_server.shell.{name}" for name in ("access", "audit", "quotas")),
         never=CLOCKS_AND_CHANCE,
     ),
     "diloco_server.shell.audit": allow("diloco_server", "diloco_common", never=NETWORK),
@@ -106,10 +96,7 @@ RULES = {
     "diloco_server.core": core("diloco_server"),
     "diloco_worker": allow("diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
     "diloco_worker.shell.grpc_transport": allow(
-        "diloco_common",
-        "diloco_protos",
-        "diloco_worker.shell.credentials",
-        never=CLOCKS_AND_CHANCE,
+        "diloco_common", "diloco_protos", "diloco_worker.shell.credentials", never=CLOCKS_AND_CHANCE
     ),
     "diloco_worker.shell.island": allow(  # timeouts of torch.distributed are timedeltas
         "diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE - {"datetime"} | NETWORK
@@ -124,13 +111,9 @@ RULES = {
     "diloco_lab.cli": allow("diloco_lab", "diloco_common"),
     "diloco_deploy": allow(*OURS),
     "diloco_demo": allow(  # as a script of a user's: what docs/api.md shows, and what commands share
+        *(f"diloco_worker.{name}" for name in ("digest_of", "join", "pull_global_model", "write_model", "progress_lr")),
         "diloco_demo",
         "diloco_common",
-        "diloco_worker.digest_of",
-        "diloco_worker.join",
-        "diloco_worker.pull_global_model",
-        "diloco_worker.write_model",
-        "diloco_worker.progress_lr",
         never=NETWORK,
     ),
 }
