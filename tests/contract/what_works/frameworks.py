@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,34 +22,29 @@ def holds_the_global_values(ground: Ground, model: Any) -> None:
         assert torch.equal(theta, found[name]), name
 
 
-@CASES("Trainer of transformers, with DilocoCallback")
-def trainer(ground: Ground) -> None:
+def trains_with_transformers(ground: Ground, **arguments: Any) -> Any:
     pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
     from test_hf_contract import trainer
 
-    training = trainer(ground.shards, ground.folder, max_steps=STEPS)
+    training = trainer(ground.shards, ground.folder, max_steps=STEPS, **arguments)
     training.train()
+    return training
+
+
+@CASES("Trainer of transformers, with DilocoCallback")
+def trainer(ground: Ground) -> None:
+    training = trains_with_transformers(ground)
     assert training.diloco.learner.inner_step == STEPS
     holds_the_global_values(ground, training.model)
 
 
 @CASES("Trainer of transformers with dataloader_num_workers")
 def trainer_with_workers(ground: Ground) -> None:
-    pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
-    from test_hf_contract import trainer
-
-    training = trainer(ground.shards, ground.folder, max_steps=STEPS, dataloader_num_workers=2)
-    training.train()
-    holds_the_global_values(ground, training.model)
+    holds_the_global_values(ground, trains_with_transformers(ground, dataloader_num_workers=2).model)
 
 
-@CASES("Trainer of transformers with load_best_model_at_end")
-def best_model(ground: Ground) -> None:
-    pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
-    from test_hf_contract import trainer
-
-    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": STEPS}
-    trainer(ground.shards, ground.folder, max_steps=STEPS, **best).train()
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": STEPS}
+CASES("Trainer of transformers with load_best_model_at_end")(partial(trains_with_transformers, **BEST))
 
 
 @CASES("models of transformers in a loop of one's own")
@@ -75,24 +72,18 @@ def lora(ground: Ground) -> None:
     ground.trains(Script(model, loop(model, optimizer, lambda: model(**inputs).loss), plain=adapted))
 
 
-@CASES("Trainer of Lightning, with DilocoCallback")
-def lightning(ground: Ground) -> None:
+def fits_with_lightning(ground: Ground, **more: Any) -> None:
     pytest.importorskip("lightning", reason="NOT RUN: lightning is not installed")
     from test_lightning_contract import fit
 
-    callback, module = fit(ground.shards, ground.folder, max_steps=STEPS)
+    callback, module = fit(ground.shards, ground.folder, max_steps=STEPS, **more)
     assert callback.learner is not None
     assert callback.learner.inner_step == STEPS
     holds_the_global_values(ground, module)
 
 
-@CASES("Trainer of Lightning with loader workers")
-def lightning_with_workers(ground: Ground) -> None:
-    pytest.importorskip("lightning", reason="NOT RUN: lightning is not installed")
-    from test_lightning_contract import fit
-
-    _, module = fit(ground.shards, ground.folder, max_steps=STEPS, loaders=1)
-    holds_the_global_values(ground, module)
+CASES("Trainer of Lightning, with DilocoCallback")(fits_with_lightning)
+CASES("Trainer of Lightning with loader workers")(partial(fits_with_lightning, loaders=1))
 
 
 @CASES("Fabric of Lightning")
@@ -101,15 +92,7 @@ def fabric(ground: Ground) -> None:
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     plain = small()
     model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), RATE))
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        fabric.backward(loss)
-        optimizer.step()
-        return loss
-
-    ground.trains(Script(plain, step, plain=small))
+    ground.trains(Script(plain, backward_by(fabric, model, optimizer), plain=small))
 
 
 @CASES("Accelerate")
@@ -118,16 +101,26 @@ def accelerate(ground: Ground) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     plain = small()
     model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), RATE))
+    step = backward_by(accelerator, model, optimizer)
+
+    def accumulating() -> Tensor:
+        with accelerator.accumulate(model):
+            return step()
+
+    ground.trains(Script(model, accumulating, plain=small))
+
+
+def backward_by(library: Any, model: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
+    """The usual pass of a loop, but for who calls `backward`."""
 
     def step() -> Tensor:
-        with accelerator.accumulate(model):
-            loss = loss_of(model)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        library.backward(loss)
+        optimizer.step()
         return loss
 
-    ground.trains(Script(model, step, plain=small))
+    return step
 
 
 @CASES("a loop inside another library: learner.follow(optimizer)")
