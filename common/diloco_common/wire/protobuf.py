@@ -46,6 +46,7 @@ from diloco_protos import parameter_server_pb2 as pb
 M = TypeVar("M", bound=Message)
 V = TypeVar("V", PushHeader, PullRequest, PullHeader)
 W = TypeVar("W", Evicted, PushAnswer)
+H = TypeVar("H", PushHeader, PullHeader)
 TURN = 2048
 """Tensors that are read in one turn."""
 ON_COMMIT = ("carry", "overwrite", "blend")
@@ -262,49 +263,38 @@ def push_requests(header: PushHeader, payload: Payload) -> Iterator[bytes]:
 
 def push_request(part: PushHeader | Chunk) -> bytes:
     """One message of a push."""
-    if isinstance(part, PushHeader):
-        return serialize(pb.PushRequest(header=push_header_to_pb(part)))
-    return frame_of(part)
-
-
-def push_part(data: bytes) -> PushHeader | Chunk:
-    """What one message of a push brings. A chunk is not checked yet. Raises BadRequest."""
-    chunk = chunk_in(data) if len(data) <= bounds.MESSAGE_BYTES_MAX["PushRequest"] else None
-    if chunk is not None:
-        return chunk
-    message = _other_part(pb.PushRequest, data)
-    return push_header_from_pb(message.header) if message.HasField("header") else _chunk_of(message)
+    return serialize(pb.PushRequest(header=to_pb(part))) if isinstance(part, PushHeader) else frame_of(part)
 
 
 def pull_response(part: PullHeader | Chunk) -> bytes:
     """One message of the answer to a pull."""
-    if isinstance(part, PullHeader):
-        return serialize(pb.PullResponse(header=pull_header_to_pb(part)))
-    return frame_of(part)
+    return serialize(pb.PullResponse(header=to_pb(part))) if isinstance(part, PullHeader) else frame_of(part)
+
+
+def push_part(data: bytes) -> PushHeader | Chunk:
+    """What one message of a push brings. A chunk is not checked yet. Raises BadRequest."""
+    return _part(pb.PushRequest, PushHeader, data)
 
 
 def pull_part(data: bytes) -> PullHeader | Chunk:
     """What one message of the answer to a pull brings. A chunk is not checked yet. Raises BadRequest."""
-    chunk = chunk_in(data) if len(data) <= bounds.MESSAGE_BYTES_MAX["PullResponse"] else None
+    return _part(pb.PullResponse, PullHeader, data)
+
+
+def _part(kind: type[pb.PushRequest] | type[pb.PullResponse], header: type[H], data: bytes) -> H | Chunk:
+    name = kind.DESCRIPTOR.name
+    chunk = chunk_in(data) if len(data) <= bounds.MESSAGE_BYTES_MAX[name] else None
     if chunk is not None:
         return chunk
-    message = _other_part(pb.PullResponse, data)
-    return pull_header_from_pb(message.header) if message.HasField("header") else _chunk_of(message)
-
-
-def _other_part(kind: type[M], data: bytes) -> M:
-    """A header, or a chunk in a message that others have made. Raises BadRequest."""
     header_bytes = size_of(data, 1, bounds.PART_FIELDS_MAX)
     if header_bytes is None or header_bytes > bounds.HEADER_BYTES_MAX:
         raise errors.BadRequest(
-            f"{kind.DESCRIPTOR.name} has a header of more than {bounds.HEADER_BYTES_MAX} bytes, or more than "
-            f"{bounds.PART_FIELDS_MAX} fields"
+            f"{name} has a header of more than {bounds.HEADER_BYTES_MAX} bytes, or more than {bounds.PART_FIELDS_MAX} "
+            "fields"
         )
-    return parse(kind, data)
-
-
-def _chunk_of(message: pb.PushRequest | pb.PullResponse) -> Chunk:
-    """Copied into a frame of our own, where it is aligned."""
+    message = parse(kind, data)
+    if message.HasField("header"):
+        return from_pb(header, message.header)
     if not message.HasField("crc32c"):
-        raise errors.BadRequest(f"{message.DESCRIPTOR.name} has neither a header nor a chunk with its crc32c")
-    return framed(message.chunk, message.crc32c)
+        raise errors.BadRequest(f"{name} has neither a header nor a chunk with its crc32c")
+    return framed(message.chunk, message.crc32c)  # a copy, where it is aligned
