@@ -18,6 +18,8 @@ from pathlib import Path
 
 from fake_member import Member, arguments
 
+from statuses import worker
+
 
 def main() -> None:
     args = arguments()
@@ -32,19 +34,7 @@ def main() -> None:
         print("diloco-worker: no GPU here [BAD_CONFIG]", file=sys.stderr)
         sys.exit(2)
     name, folder = args.set["worker.learner_id"], Path(args.set["worker.folder"])
-    status = {
-        "role": "worker",
-        "name": name,
-        "state": "training",
-        "inner_step": 12,
-        "tokens": 500,
-        "loss": 2.5,
-        "tokens_per_s": 50.0,
-        "sync_stall_s": 0.25,
-        "contributions": {"merged": 3, "late": 0},
-        "tokens_carried": 7,
-        "tokens_unmerged": 3,
-    }
+    status = worker(name, tokens=500, loss=2.5, tokens_per_s=50.0)
     member = Member("127.0.0.1:0", status)
     folder.mkdir(parents=True, exist_ok=True)
     lived_before = (folder / "lived").exists()
