@@ -167,9 +167,7 @@ AGAIN, QUEUED = "waits", "scontrol requeue 12"
     ],
     ids=["done", "told to end", "told early", "died", "cancelled"],
 )
-def test_a_job_of_a_worker_goes_on_unless_it_is_done_or_cancelled(
-    tmp_path: Path, codes: list[object], state: str, then: list[str]
-) -> None:
+def test_a_job_of_a_worker_goes_on_unless_it_is_done_or_cancelled(tmp_path, codes, state, then) -> None:
     node = slurm_node(tmp_path, codes, state)
     has_begun(node, count="2\n")
     said = run("bash", WORKERS, SLURM_ARRAY_TASK_ID="5", **node).splitlines()

@@ -87,9 +87,7 @@ def test_what_is_installed_from_a_platform_wheel_needs_no_compiler(installed: Pa
 
 
 @pytest.mark.gate
-def test_what_comes_prebuilt_makes_the_bytes_that_torch_makes(
-    installed: Path, repository: Path, tmp_path: Path
-) -> None:
+def test_what_comes_prebuilt_makes_the_bytes_that_torch_makes(installed, repository, tmp_path) -> None:
     """By the tests of the compiled kernels, run with the prebuilt ones."""
     tests = repository / "tests/unit/test_codec_native.py"
     variables = {"PYTHONPATH": f"{installed}:{repository / 'tests'}", "HYPOTHESIS_STORAGE_DIRECTORY": str(tmp_path)}
@@ -145,9 +143,7 @@ def test_what_compares_kernels_calls_them_as_they_are(prebuilt: Path, repository
 
 
 @pytest.mark.skipif(QEMU is None or not ITS_LIBRARIES.exists(), reason="needs qemu-user and libc6-arm64-cross")
-def test_the_kernels_for_aarch64_make_the_same_bytes(
-    zig: Path, prebuilt: Path, repository: Path, tmp_path: Path
-) -> None:
+def test_the_kernels_for_aarch64_make_the_same_bytes(zig, prebuilt, repository, tmp_path) -> None:
     source = repository / "tests/artifacts/run_kernels.c"
     here, there, for_arm = tmp_path / "here", tmp_path / "there", tmp_path / "arm.so"
     subprocess.run(["cc", "-O1", "-o", here, source, "-ldl", "-lm"], check=True)
@@ -156,9 +152,7 @@ def test_the_kernels_for_aarch64_make_the_same_bytes(
     assert hashes([QEMU, "-L", ITS_LIBRARIES], there, for_arm) == hashes([], here, prebuilt)
 
 
-def test_the_kernels_that_zig_makes_for_this_machine_make_the_same_bytes(
-    zig: Path, prebuilt: Path, repository: Path, tmp_path: Path
-) -> None:
+def test_the_kernels_that_zig_makes_for_this_machine_make_the_same_bytes(zig, prebuilt, repository, tmp_path) -> None:
     program, compiled = tmp_path / "program", tmp_path / "zig.so"
     subprocess.run(
         ["cc", "-O1", "-o", program, repository / "tests/artifacts/run_kernels.c", "-ldl", "-lm"], check=True

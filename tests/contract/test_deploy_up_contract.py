@@ -113,9 +113,7 @@ def new_processes() -> Callable[[], list[psutil.Process]]:
     return lambda: [child for child in psutil.Process().children(recursive=True) if child not in before]
 
 
-def test_a_run_ends_with_a_report_a_model_and_no_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], new_processes: Callable[[], list[psutil.Process]]
-) -> None:
+def test_a_run_ends_with_a_report_a_model_and_no_process(tmp_path, capsys, new_processes) -> None:
     outputs = Outputs(report=tmp_path / "out" / "report.json", model=tmp_path / "out" / "model.safetensors")
     assert bring_up(settings_for(tmp_path / "run", "run.seed=5"), outputs, PROGRAMS) == 0
 
@@ -134,9 +132,7 @@ def test_a_run_ends_with_a_report_a_model_and_no_process(
     assert new_processes() == []
 
 
-def test_a_killed_worker_is_started_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_is_started_again(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("FAKE_WORKER", "dies-once")
     # One worker, so that the run cannot be over before it has come back.
     settings = settings_for(tmp_path, "cluster.workers=1")
@@ -163,12 +159,7 @@ def test_a_worker_that_hangs_is_killed_and_started_again(command: Callable[..., 
     assert "worker-1 hangs" not in said
 
 
-def test_without_restart_the_last_lost_worker_ends_the_cluster(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    new_processes: Callable[[], list[psutil.Process]],
-) -> None:
+def test_without_restart_the_last_lost_worker_ends_the_cluster(tmp_path, capsys, monkeypatch, new_processes) -> None:
     monkeypatch.setenv("FAKE_WORKER", "dies")
     settings = settings_for(tmp_path, "cluster.restart=false")
     assert bring_up(settings, Outputs(), PROGRAMS) == 1
@@ -188,17 +179,13 @@ def test_a_child_that_cannot_start_ends_everything_with_its_exit_code_and_last_w
     assert new_processes() == []
 
 
-def test_a_shard_that_cannot_start_ends_everything_before_any_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_cannot_start_ends_everything_before_any_worker(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("FAKE_SERVER", "fails")
     assert bring_up(settings_for(tmp_path), Outputs(), PROGRAMS) == 4
     assert not (tmp_path / "logs" / "worker-0.log").exists()
 
 
-def test_a_failed_evaluation_leaves_the_report_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_evaluation_leaves_the_report_of_the_training(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("FAKE_EVALUATION", "fails")
     assert bring_up(settings_for(tmp_path), Outputs(), PROGRAMS) == 1
     assert json.loads((tmp_path / "report.json").read_text())["eval_loss_final"] is None
@@ -257,9 +244,7 @@ def test_a_killed_shard_comes_back_on_the_same_ports(command: Callable[..., Comm
     assert (after["grpc"], after["http"]) == (before["grpc"], before["http"])
 
 
-def test_workers_come_and_go_while_it_runs_and_who_was_told_to_leave_is_no_end(
-    command: Callable[..., Command], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_come_and_go_while_it_runs_and_who_was_told_to_leave_is_no_end(command, capsys) -> None:
     up = command("waits")
     up.trains()
     third = up.folder / "run" / "worker-2.json"
@@ -278,9 +263,7 @@ def test_workers_come_and_go_while_it_runs_and_who_was_told_to_leave_is_no_end(
     assert "2 -> 3 workers (1 start)" in capsys.readouterr().out
 
 
-def test_a_worker_that_does_not_leave_is_killed_and_the_number_can_change_again(
-    command: Callable[..., Command],
-) -> None:
+def test_a_worker_that_does_not_leave_is_killed_and_the_number_can_change_again(command) -> None:
     up = command("deaf", drain_s=0.5).trains()
     for workers in (1, 2):
         assert main(["scale", "--workers", str(workers), "--folder", str(up.folder)]) == 0
@@ -296,9 +279,7 @@ def test_a_worker_that_was_still_leaving_is_waited_for_at_the_end(command: Calla
     assert "worker-1 did not end by itself" in said
 
 
-def test_a_cluster_that_does_not_train_refuses_another_number_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_that_does_not_train_refuses_another_number_at_once(tmp_path, capsys) -> None:
     (tmp_path / "run").mkdir()
     ClusterRecord(run="r", shards=2, workers=2, fragments=4).write(tmp_path)
     assert main(["scale", "--workers", "3", "--folder", str(tmp_path)]) != 0
@@ -306,9 +287,7 @@ def test_a_cluster_that_does_not_train_refuses_another_number_at_once(
     assert take_wish(tmp_path) is None
 
 
-def test_a_wish_that_is_written_while_another_is_read_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wish_that_is_written_while_another_is_read_is_not_lost(tmp_path, monkeypatch) -> None:
     wish_file(tmp_path).parent.mkdir()
     wish_file(tmp_path).write_text('{"workers": 3}')
     read = Path.read_text

@@ -180,9 +180,7 @@ def test_tools_take_it_for_no_answer(said: bytes, capsys: pytest.CaptureFixture[
         (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n", "does not answer"),
     ],
 )
-def test_health_says_what_came_on_one_printable_line(
-    data: bytes, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_health_says_what_came_on_one_printable_line(data, words, capsys) -> None:
     with serving(says(data)) as address:
         health.check(None, address, None)
     said = capsys.readouterr().out

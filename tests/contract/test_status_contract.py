@@ -96,9 +96,7 @@ def test_watch_says_how_far_the_run_is_and_that_nobody_answers_any_more(shard: A
     assert ("this is from before" in after) == terminal
 
 
-def test_status_with_one_shard_of_two_down_shows_the_other(
-    tmp_path: Path, shard: Answering, nobody: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_with_one_shard_of_two_down_shows_the_other(tmp_path, shard, nobody, capsys, monkeypatch) -> None:
     (tmp_path / "run").mkdir()
     write_address(tmp_path / "run" / "shard-0.json", "shard", "shard-0", grpc="x:1", http=nobody)
     write_address(tmp_path / "run" / "shard-1.json", "shard", "shard-1", grpc="x:2", http=shard.address)
@@ -115,9 +113,7 @@ def test_status_with_one_shard_of_two_down_shows_the_other(
     assert found["totals"]["tokens_merged"] == 42
 
 
-def test_our_own_processes_are_never_asked_through_a_proxy(
-    shard: Answering, nobody: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_own_processes_are_never_asked_through_a_proxy(shard, nobody, monkeypatch) -> None:
     monkeypatch.setenv("http_proxy", f"http://{nobody}")
     monkeypatch.delenv("no_proxy", raising=False)
     assert fetch_status(shard.address, DEADLINE_S) == SHARD

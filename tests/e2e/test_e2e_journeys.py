@@ -127,9 +127,7 @@ def saved(folder: Path, address: str) -> Path:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_in_three_lines(
-    mistake: str, address: str, saved: Path, as_a_script: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_mistake_is_answered_in_three_lines(mistake, address, saved, as_a_script, tmp_path) -> None:
     script, shards, code = MISTAKES[mistake]
     shutil.copy(saved, tmp_path / "resume.pt")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from mistakes import EXAMPLES, assert_told, changed
@@ -89,9 +89,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_with_hugging_face_is_answered_in_three_lines(
-    mistake: str, addresses: dict[str, str], as_a_script: Callable[..., str]
-) -> None:
+def test_a_mistake_with_hugging_face_is_answered_in_three_lines(mistake, addresses, as_a_script) -> None:
     script, shards, code = MISTAKES[mistake]
     for name, address in addresses.items():
         shards = shards.replace(name, address)

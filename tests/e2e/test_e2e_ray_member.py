@@ -179,17 +179,13 @@ def test_a_shard_whose_actor_is_dead_ends_the_run(looks_after: Callable[..., Non
         looks_after("shard-0", FakeRay(EOFError()))
 
 
-def test_a_dead_worker_is_lost_and_not_asked_again(
-    looks_after: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dead_worker_is_lost_and_not_asked_again(looks_after, tmp_path, capsys) -> None:
     looks_after("worker-0", FakeRay(EOFError()))
     assert capsys.readouterr().out.count("its actor died") == 1
     assert state_of("worker-0", tmp_path) == "lost"
 
 
-def test_what_may_pass_is_looked_at_again(
-    looks_after: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_may_pass_is_looked_at_again(looks_after, tmp_path, capsys) -> None:
     up = Look(HOST, 0, True, None, 0, ())
     looks_after("shard-0", FakeRay(Unavailable(), OSError("stale file"), OSError("stale file"), up, up))
     assert capsys.readouterr().out.count("looking after it failed (stale file)") == 1

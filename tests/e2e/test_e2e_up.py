@@ -218,9 +218,7 @@ def test_children_end_when_the_command_is_killed(up: Callable[..., Up]) -> None:
         pytest.param("true", False, id="momentum is averaged"),
     ],
 )
-def test_when_everything_is_killed_the_same_command_goes_on(
-    tmp_path: Path, average: str, own_interpreters: bool
-) -> None:
+def test_when_everything_is_killed_the_same_command_goes_on(tmp_path, average, own_interpreters) -> None:
     """faults.md 6: no announced version is lost, workers go on from their own checkpoints, and the run ends."""
     how: dict[str, Any] = {"worker.checkpoint_every_s": 0.5, "train.average_momentum": average}
     how["own_interpreters"] = own_interpreters

@@ -234,9 +234,7 @@ def everything_in(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("left", [["ca.pem", "revoked.json", "issued.jsonl"], ["revoked.json"], ["token.key"]])
-def test_an_authority_whose_key_is_kept_elsewhere_is_not_made_again(
-    folder: Path, tmp_path: Path, capsys, left: list[str]
-) -> None:
+def test_an_authority_whose_key_is_kept_elsewhere_is_not_made_again(folder, tmp_path, capsys, left) -> None:
     main(["certs", "issue", "learner/a"])
     main(["certs", "revoke", "learner/a"])
     main(["token", "issue", "learner/a", "--out", "t"])
@@ -265,9 +263,7 @@ def test_an_authority_whose_key_is_kept_elsewhere_is_not_made_again(
         (["certs", "issue", "learner/b", "--out", "web"], "key.pem without a certificate"),
     ],
 )
-def test_what_is_of_others_is_not_overwritten(
-    folder: Path, tmp_path: Path, capsys, words: list[str], said: str
-) -> None:
+def test_what_is_of_others_is_not_overwritten(folder, tmp_path, capsys, words, said) -> None:
     main(["certs", "issue", "learner/a"])
     main(["token", "issue", "learner/a", "--out", "a.token"])
     main(["certs", "init", "--folder", "other"])

@@ -143,9 +143,7 @@ def test_the_longest_gap_is_that_of_a_worker_that_could_have_stepped(times: Any,
         ([stepping(1, 4)], [Hit("freeze", "ann", 9.0, 12.0)], 9.0),
     ],
 )
-def test_a_worker_is_alive_from_when_it_asks_to_join_until_it_is_killed(
-    processes: list[list[dict[str, Any]]], faults: list[Hit], alive_s: float
-):
+def test_a_worker_is_alive_from_when_it_asks_to_join_until_it_is_killed(processes, faults, alive_s):
     assert work_of(worker(*processes), injected(*faults)).alive_s == pytest.approx(alive_s)
 
 

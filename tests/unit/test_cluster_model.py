@@ -210,9 +210,7 @@ def test_one_shard_misses_another_that_its_learners_do_not_reach() -> None:
         ([learner("a", "evicted")], ("ps-1:8080",), "away", "nobody answers at ps-1:8080"),  # the only missing one
     ],
 )
-def test_what_is_known_of_a_shard_that_did_not_answer(
-    known: list[dict[str, Any]], silent: tuple[str, ...], presence: str, why: str
-) -> None:
+def test_what_is_known_of_a_shard_that_did_not_answer(known, silent, presence, why) -> None:
     roll = called(shard(0, *known), silent=silent)
     (one,) = [one for one in roll.present if one.name == "shard-1"]
     assert (one.presence, one.why, one.answered) == (presence, why, False)

@@ -15,9 +15,7 @@ from diloco_deploy.cluster.record import ClusterRecord
 from diloco_deploy.run.folder import Files, Outputs, shown
 
 
-def test_status_names_the_settings_that_the_environment_decided(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_names_the_settings_that_the_environment_decided(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("DILOCO_CLUSTER__FOLDER", str(tmp_path))
     assert main(["status"]) == 5
     assert "from the environment variable DILOCO_CLUSTER__FOLDER" in capsys.readouterr().err
@@ -34,9 +32,7 @@ def test_status_of_a_cluster_that_starts_says_so(tmp_path: Path, capsys: pytest.
     assert "no cluster is running" in capsys.readouterr().err
 
 
-def test_what_a_command_that_was_killed_left_behind_does_not_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_command_that_was_killed_left_behind_does_not_start(tmp_path, capsys) -> None:
     (tmp_path / "run").mkdir()
     ClusterRecord.of(Settings()).write(tmp_path)
     (tmp_path / "run" / "lock").write_text(f"{1 << 22}")  # above the largest that Linux gives
@@ -45,17 +41,13 @@ def test_what_a_command_that_was_killed_left_behind_does_not_start(
 
 
 @pytest.mark.parametrize("argv", [["status"], ["logs"], ["scale", "--workers", "3"]])
-def test_a_cluster_is_found_by_the_settings_of_its_run(
-    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_is_found_by_the_settings_of_its_run(argv, tmp_path, capsys) -> None:
     (tmp_path / "run.toml").write_text('[cluster]\nfolder = "elsewhere"\n')
     assert main([*argv, "--config", str(tmp_path / "run.toml")]) != 0
     assert "elsewhere" in capsys.readouterr().err
 
 
-def test_a_folder_is_named_as_it_was_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_named_as_it_was_typed(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["resume", "absent"]) == 3
     assert capsys.readouterr().err.startswith("diloco: absent holds no run of `diloco up`")
@@ -73,9 +65,7 @@ def test_a_folder_is_named_as_it_was_typed(
         (["chaos", "--workers", "2", "--set", "sync.quorum=3"], "sync.quorum (3) is above cluster.workers (2)"),
     ],
 )
-def test_bad_input_of_chaos_is_one_line_and_exit_code_2(
-    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_of_chaos_is_one_line_and_exit_code_2(argv, says, capsys) -> None:
     network = Path("/proc/self/ns/net").readlink()
     assert main(argv) == 2
     said = capsys.readouterr().err

@@ -15,7 +15,7 @@ from diloco_common.settings_loader import load, save
 from diloco_common.wire.messages import Pulse
 from diloco_deploy.run.children import Programs, nth_port
 from diloco_deploy.run.folder import Files, Outputs, anchored
-from diloco_deploy.run.supervisor import DEATHS_MAX, Action, Hanging, Kind, verdict_on_exit
+from diloco_deploy.run.supervisor import DEATHS_MAX, Action, Hanging, verdict_on_exit
 from diloco_deploy.run.up import bring_up, check_cluster
 from diloco_worker.core.connection import Caller
 from diloco_worker.shell.telemetry import LearnerTelemetry
@@ -43,9 +43,7 @@ from diloco_worker.shell.telemetry import LearnerTelemetry
         ("job", -9, False, 1, True, Action.FAIL, 1),
     ],
 )
-def test_the_exit_of_a_child_is_judged(
-    kind: Kind, code: int, was_up: bool, deaths: int, restart: bool, action: Action, exit_code: int
-) -> None:
+def test_the_exit_of_a_child_is_judged(kind, code, was_up, deaths, restart, action, exit_code) -> None:
     verdict = verdict_on_exit(kind, code, was_up=was_up, deaths=deaths, restart=restart)
     assert (verdict.action, verdict.exit_code) == (action, exit_code)
 
@@ -85,9 +83,7 @@ def test_a_death_says_its_cause_also_lack_of_memory(code: int, out_of_memory: bo
         (60.0, [0, 1, 1000, *range(1001, 1100)], {}, 1060),
     ],
 )
-def test_a_process_hangs_by_silence_or_by_its_own_word(
-    limit_s: float, looks: list[int], heard: dict[int, bool], hung_at: int | None
-) -> None:
+def test_a_process_hangs_by_silence_or_by_its_own_word(limit_s, looks, heard, hung_at) -> None:
     hanging = Hanging(limit_s)
     for now in looks:
         if now in heard:
@@ -142,9 +138,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(tmp_
 
 
 @pytest.mark.parametrize("outputs", [Outputs(report=Path("folder")), Outputs(model=Path("folder"))])
-def test_an_output_that_is_a_folder_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outputs: Outputs
-) -> None:
+def test_an_output_that_is_a_folder_is_refused_before_anything_starts(tmp_path, monkeypatch, outputs) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match="folder: cannot be written: it is a folder"):
@@ -248,18 +242,14 @@ def test_shards_may_keep_their_versions_elsewhere(files: Files, tmp_path: Path) 
     assert other.shard_folder(1) == tmp_path / "disk" / "shard-1"
 
 
-def test_a_data_folder_other_than_that_of_the_run_is_refused_and_nothing_is_deleted(
-    files: Files, tmp_path: Path
-) -> None:
+def test_a_data_folder_other_than_that_of_the_run_is_refused_and_nothing_is_deleted(files, tmp_path) -> None:
     other = Files(files.folder, Outputs(), tmp_path / "disk")
     with pytest.raises(ConfigError, match=r"shard.data_dir: None <-> "):
         other.prepare(settings_for(files.folder, f"shard.data_dir={tmp_path / 'disk'}"), fresh=False)
     assert folders(files) == ["shard-0", "shard-1", "shard-notes", "worker-0"]
 
 
-def test_settings_mean_the_same_to_a_command_that_is_typed_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_mean_the_same_to_a_command_that_is_typed_elsewhere(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = anchored(settings_for(Path("run"), "shard.data_dir=disk", "data.source=text"))
     assert (settings.cluster.folder, settings.shard.data_dir) == (tmp_path / "run", tmp_path / "disk")

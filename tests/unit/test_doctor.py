@@ -191,9 +191,7 @@ def test_companions_take_their_share_of_the_time_of_a_disk() -> None:
 
 
 @pytest.mark.parametrize(("average", "every"), [(False, None), (True, 3)])
-def test_the_shard_of_the_settings_holds_companions_where_momentum_is_averaged(
-    average: bool, every: int | None
-) -> None:
+def test_the_shard_of_the_settings_holds_companions_where_momentum_is_averaged(average, every) -> None:
     settings = Settings.model_validate({"sync": {"companions_every": 3}, "train": {"average_momentum": average}})
     shard = command._shard(command.Patient(settings, is_shard=True, params=1e8))
     assert shard is not None
@@ -262,9 +260,7 @@ def test_a_failure_says_what_explain_says_unless_it_knows_better() -> None:
     assert failure("DISK_SMALL", "x").state is State.FAILURE
 
 
-def test_the_words_of_a_shard_do_not_steer_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_words_of_a_shard_do_not_steer_the_terminal(monkeypatch, capsys) -> None:
     finding = failure("DISK_SLOW", "the shard is \x1b]0;mine\x07\x1b[2J", "do\nok       all is well")
     monkeypatch.setattr(command, "look", lambda _: [Found(Check("disk", "", 1.0, lambda: finding), finding)])
     command.examine(command.Patient(Settings()))

@@ -118,9 +118,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("program", "typed", "exit_code", "code", "says"), MISTAKES, ids=[f"{m[1]}" or "nothing" for m in MISTAKES]
 )
-def test_a_mistake_is_at_most_three_lines_and_has_a_code(
-    here: Path, capsys: pytest.CaptureFixture[str], program: Main, typed: str, exit_code: int, code: str, says: str
-) -> None:
+def test_a_mistake_is_at_most_three_lines_and_has_a_code(here, capsys, program, typed, exit_code, code, says) -> None:
     assert program(typed.split()) == exit_code
     said = capsys.readouterr().err
     assert says in said
@@ -135,9 +133,7 @@ def test_each_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         assert code in capsys.readouterr().out
 
 
-def test_a_new_folder_has_settings_that_are_taken_and_a_script_that_compiles(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_folder_has_settings_that_are_taken_and_a_script_that_compiles(tmp_path, capsys) -> None:
     folder = tmp_path / "my run"
     assert diloco.main(["init", str(folder)]) == 0
     assert "diloco up --config run.toml" in capsys.readouterr().out
