@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _ADDRESS = "10.77.0.{}"
@@ -40,9 +39,7 @@ class Machines:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name in self.names:
             self.kill(name)
         self._stack.close()

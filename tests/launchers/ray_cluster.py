@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -30,9 +29,7 @@ class RayCluster:
             self.add_node()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._cluster.shutdown()
         for process in self._orphans:
             _kill(process)

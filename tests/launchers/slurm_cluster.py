@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from machines import Machines
@@ -79,10 +78,8 @@ class Slurm:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._machines.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._machines.__exit__(*error)
         if self._munged is not None:
             self._munged.kill()
             self._munged.wait()

@@ -10,16 +10,15 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from tiny import TINY, as_environment
+from runs import SHARDS, TINY, WORKERS, Watched, as_environment
 
-import waiting
 from diloco_common.observe.histories import Histories, Line, gather
 from diloco_common.observe.history import read_history
 from diloco_common.wire.addresses import read_address
@@ -30,14 +29,12 @@ if TYPE_CHECKING:
     from ray_cluster import RayCluster
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARDS, WORKERS = ("shard-0", "shard-1"), ("worker-0", "worker-1")
-DEADLINE_S = 300.0
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 @dataclass
-class Run:
+class Run(Watched):
     ray: RayCluster
     folder: Path
     driver: subprocess.Popen[bytes]
@@ -53,35 +50,16 @@ class Run:
     def lives(self, name: str) -> int:
         return len(list((self.folder / "run/lives").glob(f"{name}.*")))
 
-    def born(self, name: str) -> int:
-        return sum(line["what"] == "born" for lines in self.histories(name) for line in lines)
+    def lines(self, name: str, *what: str) -> list[Line]:
+        return [line for lines in self.histories(name) for line in lines if line["what"] in what]
 
     def pid(self, name: str) -> int:
         found = read_address(self.folder / "run" / f"{name}.json")
         assert found is not None
         return found.pid
 
-    def merges(self, shard: str) -> list[Line]:
-        return [line for lines in self.histories(shard) for line in lines if line["what"] == "merging"]
-
     def said(self) -> str:
         return (self.folder.parent / "driver.log").read_text()
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        try:
-            waiting.until(condition, what, DEADLINE_S, 0.2)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.said()}") from None
-
-    def wait_for_merges_of_all(self) -> None:
-        """Each shard merges something of each worker, from now on."""
-        before = {shard: len(self.merges(shard)) for shard in SHARDS}
-
-        def merged(shard: str) -> set[str]:
-            return {c["learner"] for line in self.merges(shard)[before[shard] :] for c in line["contributions"]}
-
-        for shard in SHARDS:
-            self.until(lambda shard=shard: merged(shard) == set(WORKERS), f"merges of both workers at {shard}")
 
     def members_below(self, raylet: psutil.Process) -> list[str]:
         return [name for name in (*SHARDS, *WORKERS) if self.ray.raylet_of(self.pid(name)) == raylet]
@@ -102,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     where = tmp_path_factory.mktemp("ray")
     folder = where / "run"
     with RayCluster(nodes=3) as ray:
-        settings = {**TINY, "run.history": folder / "history", "worker.checkpoint_every_s": 2}
+        settings = {**TINY, "run.history": folder / "history"}
         (line,) = blocks(ROOT / "docs/launchers.md")["ray"].splitlines()  # as a person would type it
         program, *options = shlex.split(
             line.replace("/shared/my-run", str(folder)).replace("--workers 8", "--workers 2")
@@ -134,10 +112,10 @@ def test_a_node_that_dies_takes_no_other_shard_with_it_on_ray(run: Run) -> None:
     lost = run.members_below(raylet)
     kept = [name for name in (*SHARDS, *WORKERS) if name not in lost]
     assert "shard-1" in kept
-    versions = len(run.merges("shard-1"))
+    versions = len(run.lines("shard-1", "merging"))
 
     run.ray.kill(raylet, with_processes=True)
-    run.until(lambda: len(run.merges("shard-1")) > versions + 4, "versions of shard 1 meanwhile")
+    run.until(lambda: len(run.lines("shard-1", "merging")) > versions + 4, "versions of shard 1 meanwhile")
     for name in lost:
         run.until(lambda name=name: run.lives(name) == 2, f"{name} on another node")
     run.wait_for_merges_of_all()
@@ -171,7 +149,7 @@ def test_a_raylet_that_dies_alone_leaves_old_and_new_side_by_side(run: Run) -> N
 
 def test_all_histories_keep_the_promises_on_ray(run: Run) -> None:
     run.driver.send_signal(signal.SIGINT)
-    assert run.driver.wait(DEADLINE_S) == 130
+    assert run.driver.wait(run.deadline_s) == 130
     assert "every announced version is on disk" in run.said()
     assert violations(run.judged()) == []
     for log in (run.folder / "logs").iterdir():

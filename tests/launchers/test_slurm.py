@@ -10,30 +10,27 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from runs import SHARDS, TINY, WORKERS, Watched, as_environment
 from slurm_cluster import Slurm
-from tiny import TINY, as_environment
 
-import waiting
 from diloco_common.observe.histories import Line
 from diloco_common.observe.history import read_histories, read_history
 from diloco_simulator.verify.judge import violations
 from pages import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARDS, WORKERS = ("shard-0", "shard-1"), ("worker-0", "worker-1")
-DEADLINE_S = 250.0
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 
 @dataclass
-class Run:
+class Run(Watched):
     """One run of ours, submitted."""
 
     slurm: Slurm
@@ -68,12 +65,8 @@ class Run:
         return (self.folder / f"diloco-{name}.log").read_text()
 
     def lines(self, name: str, *what: str) -> list[Line]:
-        """What a process wrote into its history, of these kinds, in all its lives."""
         path = self.folder / "history" / f"{name}.jsonl"
         return [line for line in (read_history(path) if path.exists() else []) if line["what"] in what]
-
-    def lives(self, name: str) -> int:
-        return len(self.lines(name, "born"))
 
     def since_birth(self, name: str, what: str) -> list[Line]:
         """Of its present life."""
@@ -82,25 +75,8 @@ class Run:
         return lines[last + 1 :]
 
     def said(self) -> str:
-        """All logs, for a test that failed."""
-        return "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log")))
-
-    def until(self, condition: Callable[[], object], what: str, every_s: float = 0.1) -> None:
-        try:
-            waiting.until(condition, what, DEADLINE_S, every_s)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.said()}\n{self.slurm.logs()}") from None
-
-    def wait_for_merges_of_all(self) -> None:
-        """Each shard merges something of each worker, from now on."""
-        before = {shard: len(self.lines(shard, "merging")) for shard in SHARDS}
-
-        def merged(shard: str) -> set[str]:
-            new = self.lines(shard, "merging")[before[shard] :]
-            return {contribution["learner"] for line in new for contribution in line["contributions"]}
-
-        for shard in SHARDS:
-            self.until(lambda shard=shard: merged(shard) == set(WORKERS), f"merges of both workers at {shard}")
+        logs = (f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log")))
+        return "\n".join([*logs, self.slurm.logs()])
 
 
 def page(folder: Path) -> Iterator[list[str]]:
@@ -119,7 +95,7 @@ def run() -> Iterator[Run]:
         with Slurm(("n1", "n2", "n3"), folder) as slurm:
             run = Run(slurm, folder / "run")
             run.folder.mkdir()
-            settings = {**TINY, "run.history": run.folder / "history", "worker.checkpoint_every_s": 2}
+            settings = {**TINY, "run.history": run.folder / "history"}
             env = {
                 **as_environment(settings), "OMP_NUM_THREADS": "1",
                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -142,19 +118,19 @@ def test_a_node_that_dies_takes_no_other_shard_with_it(run: Run) -> None:
     run.slurm.kill(node)
     run.until(lambda: run.restarts("shard-0") == 1, "Slurm to queue shard 0 again")
     run.until(lambda: len(run.lines("shard-1", "announced")) > other + 4, "versions of shard 1 meanwhile")
-    assert run.lives("shard-0") == 1, "Slurm lets what it queues again begin after two minutes"
+    assert run.born("shard-0") == 1, "Slurm lets what it queues again begin after two minutes"
 
     run.hurry()
-    run.until(lambda: run.lives("shard-0") == 2, "shard 0 on another node")
+    run.until(lambda: run.born("shard-0") == 2, "shard 0 on another node")
     assert run.job("shard-0")["NodeList"] != node
     run.wait_for_merges_of_all()
-    assert run.lives("shard-1") == 1
+    assert run.born("shard-1") == 1
 
 
 def test_preempted_and_before_the_time_limit_they_end_in_order_and_are_queued_again(run: Run) -> None:
     minutes = 2 + run.seconds_of("shard-0") // 60  # one to two minutes are left: less than --signal asks for
     run.slurm.control("update", f"JobId={run.id_of('shard-0')}", f"TimeLimit={minutes}")
-    lives = {name: run.lives(name) for name in (*SHARDS, *WORKERS)}
+    lives = {name: run.born(name) for name in (*SHARDS, *WORKERS)}
     restarts = {name: run.restarts(name) for name in lives}
 
     node = run.job("worker-0")["NodeList"]
@@ -170,7 +146,7 @@ def test_preempted_and_before_the_time_limit_they_end_in_order_and_are_queued_ag
 
     def are_back() -> bool:
         run.hurry()
-        return all(run.lives(name) > lives[name] for name in ("worker-0", "shard-0"))
+        return all(run.born(name) > lives[name] for name in ("worker-0", "shard-0"))
 
     run.until(are_back, "both to go on", every_s=2.0)
     run.wait_for_merges_of_all()
