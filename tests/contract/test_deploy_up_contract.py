@@ -132,16 +132,6 @@ def test_a_run_ends_with_a_report_a_model_and_no_process(tmp_path, capsys, new_p
     assert new_processes() == []
 
 
-def test_a_killed_worker_is_started_again(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("FAKE_WORKER", "dies-once")
-    # One worker, so that the run cannot be over before it has come back.
-    settings = settings_for(tmp_path, "cluster.workers=1")
-    assert bring_up(settings, Outputs(), PROGRAMS) == 0
-    said = capsys.readouterr().out
-    assert "worker-0 died (signal 9)" in said
-    assert "worker-0 started again" in said
-
-
 def test_a_worker_that_hangs_is_killed_and_started_again(command: Callable[..., Command]) -> None:
     up = command("waits", "cluster.hung_s=1").trains()
     found = read_address(up.folder / "run" / "worker-0.json")
@@ -304,7 +294,7 @@ def test_a_wish_that_is_written_while_another_is_read_is_not_lost(tmp_path, monk
     assert take_wish(tmp_path) is None
 
 
-def test_the_record_names_a_killed_worker_and_how_often_it_was_started(command: Callable[..., Command]) -> None:
+def test_a_killed_worker_is_started_again_and_the_record_says_how_often(command: Callable[..., Command]) -> None:
     up = command("waits")
     children = up.children()
     up.trains()
@@ -319,6 +309,10 @@ def test_the_record_names_a_killed_worker_and_how_often_it_was_started(command: 
     assert known is not None
     assert known.members["worker-1"].why == "died (signal 9)"
     assert (known.shards, known.workers) == (2, 2)
+    up.process.send_signal(signal.SIGINT)
+    _, said = up.end()
+    assert "worker-1 died (signal 9)" in said
+    assert "worker-1 started again" in said
 
 
 def test_a_death_that_was_asked_for_is_no_exit_and_lasts_as_long_as_asked(tmp_path: Path) -> None:

@@ -34,16 +34,14 @@ class Process:
         self.is_ready: tuple[bool, str] = (True, "serving")
         self.status: Callable[[], dict[str, Any]] = lambda: {"version": 7}
 
+    def server(self, address: str = "127.0.0.1:0", **more: Any) -> HttpServer:
+        return HttpServer(
+            address, registry=self.registry, status=lambda: self.status(), ready=lambda: self.is_ready, **more
+        )
+
     @asynccontextmanager
     async def serving(self, token: str | None = None, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
-        server = HttpServer(
-            "127.0.0.1:0",
-            registry=self.registry,
-            status=lambda: self.status(),
-            ready=lambda: self.is_ready,
-            bearer_token=token,
-            **more,
-        )
+        server = self.server(bearer_token=token, **more)
         address = await server.start()
         try:
             async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=DEADLINE_S) as browser:
@@ -130,23 +128,23 @@ async def test_garbage_bytes_do_not_stop_the_server(process):
 async def test_a_port_in_use_is_refused_by_name(process):
     async with process.serving() as browser:
         taken = f"127.0.0.1:{browser.base_url.port}"
-        second = HttpServer(taken, registry=process.registry, status=dict, ready=lambda: (True, ""))
+        second = process.server(taken)
         with pytest.raises(InUse, match=taken):
             await second.start()
 
 
 async def test_a_bad_address_is_a_configuration_error(process):
     with pytest.raises(ConfigError):
-        await HttpServer("nowhere", registry=process.registry, status=dict, ready=lambda: (True, "")).start()
+        await process.server("nowhere").start()
 
 
 async def test_the_port_is_free_after_stopping_and_stopping_twice_is_fine(process):
-    first = HttpServer("127.0.0.1:0", registry=process.registry, status=dict, ready=lambda: (True, ""))
+    first = process.server()
     address = await first.start()
     await first.stop()
     await first.stop()
 
-    second = HttpServer(address, registry=process.registry, status=dict, ready=lambda: (True, ""))
+    second = process.server(address)
     assert await second.start() == address
     await second.stop()
 
@@ -294,6 +292,13 @@ held: list[asyncio.StreamWriter] = []
 HALF = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
 
 
+@pytest.fixture
+def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight connections, and two for questions of health."""
+    monkeypatch.setattr(http_connections, "CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(http_connections, "HEALTH_MAX", 2)
+
+
 @pytest.fixture(autouse=True)
 def nothing_held() -> Iterator[None]:
     held.clear()
@@ -329,9 +334,7 @@ async def test_a_header_that_drips_is_cut_off_all_the_same(process, monkeypatch)
 
 
 @pytest.mark.parametrize("text", [b"", HALF])
-async def test_idle_connections_keep_nobody_out(process, monkeypatch, written, text):
-    monkeypatch.setattr(http_connections, "CONNECTIONS_MAX", 8)
-    monkeypatch.setattr(http_connections, "HEALTH_MAX", 2)
+async def test_idle_connections_keep_nobody_out(process, few_places, monkeypatch, written, text):
     monkeypatch.setattr(http_connections, "HEADER_S", 60.0)
     async with process.serving() as browser:
         readers = [await say(browser, text) for _ in range(100)]
@@ -342,10 +345,8 @@ async def test_idle_connections_keep_nobody_out(process, monkeypatch, written, t
     assert "Traceback" not in written.getvalue()
 
 
-async def test_those_who_read_nothing_keep_nobody_out(process, monkeypatch):
+async def test_those_who_read_nothing_keep_nobody_out(process, few_places):
     """Requests one after the other, and no answer is read: they go first."""
-    monkeypatch.setattr(http_connections, "CONNECTIONS_MAX", 8)
-    monkeypatch.setattr(http_connections, "HEALTH_MAX", 2)
     process.status = lambda: {"long": "x" * 3_000_000}
     async with process.serving() as browser:
         for n in range(30):
@@ -356,10 +357,8 @@ async def test_those_who_read_nothing_keep_nobody_out(process, monkeypatch):
                 assert [answer.status_code for answer in answers] == [200, 200]
 
 
-async def test_however_many_others_are_answered_health_has_its_places(monkeypatch):
+async def test_however_many_others_are_answered_health_has_its_places(few_places):
     """None of them is idle, and none is stuck."""
-    monkeypatch.setattr(http_connections, "CONNECTIONS_MAX", 8)
-    monkeypatch.setattr(http_connections, "HEALTH_MAX", 2)
     under_way, release = 0, asyncio.Event()
 
     async def application(scope: Any, receive: Any, send: Any) -> None:

@@ -261,18 +261,14 @@ async def test_beyond_this_machine_it_is_served_over_tls_and_an_observers_certif
         assert (await client.get("/")).status_code == code
 
 
-def test_other_machines_get_nothing_without_consent():
-    with pytest.raises(ConfigError, match=r"--listen = 0\.0\.0\.0:7171 is reachable from other machines"):
-        command.page_of("0.0.0.0:7171", given([NOWHERE]), SecuritySettings(), None)
-
-
 def key_of_tokens(folder: Path) -> SecuritySettings:
     return SecuritySettings(token_key=secret_file(folder / "key", TOKEN))
 
 
-def test_a_key_for_tokens_of_the_run_does_not_protect_the_page(tmp_path):
-    with pytest.raises(ConfigError, match=r"--listen = 0\.0\.0\.0:7171 is reachable from other machines"):
-        command.page_of("0.0.0.0:7171", given([NOWHERE]), key_of_tokens(tmp_path), None)
+def test_other_machines_get_nothing_without_consent_and_a_key_for_tokens_is_none(tmp_path):
+    for security in (SecuritySettings(), key_of_tokens(tmp_path)):
+        with pytest.raises(ConfigError, match=r"--listen = 0\.0\.0\.0:7171 is reachable from other machines"):
+            command.page_of("0.0.0.0:7171", given([NOWHERE]), security, None)
 
 
 async def test_where_the_run_has_a_key_for_tokens_the_page_asks_for_a_key(tmp_path):

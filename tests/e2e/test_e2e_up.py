@@ -201,16 +201,6 @@ def test_ctrl_c_drains_and_says_where_things_lie(up: Callable[..., Up]) -> None:
     assert "draining" in (run.folder / "logs" / "shard-0.log").read_text()
 
 
-def test_children_end_when_the_command_is_killed(up: Callable[..., Up]) -> None:
-    run = up()
-    run.await_merging()
-    run.signal(signal.SIGKILL)
-    code, _ = run.end()
-
-    assert code == -signal.SIGKILL
-    until(run.no_children_left, "the children to end")
-
-
 @pytest.mark.parametrize(
     ("average", "own_interpreters"),
     [

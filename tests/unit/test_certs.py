@@ -309,6 +309,8 @@ def test_a_token_is_made_once_and_is_one_that_shards_take(tmp_path: Path) -> Non
     assert main(["token", str(file)]) == 0
     assert read_bearer_token(SecuritySettings(token_file=file)) == made
     assert list(tmp_path.iterdir()) == [file]
+    main(["token", str(tmp_path / "another")])
+    assert (tmp_path / "another").read_text() != file.read_text()
 
 
 def test_a_token_that_is_there_asks_for_no_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,12 +318,6 @@ def test_a_token_that_is_there_asks_for_no_right_to_write(tmp_path: Path, monkey
     file.write_text("a-token-that-somebody-made")
     monkeypatch.setattr("os.open", None)
     assert not make_bearer_token(file)
-
-
-def test_two_runs_have_different_tokens(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        main(["token", str(tmp_path / name)])
-    assert (tmp_path / "a").read_text() != (tmp_path / "b").read_text()
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_in_one_line(tmp_path: Path, capsys) -> None:

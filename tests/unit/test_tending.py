@@ -19,15 +19,21 @@ from diloco_deploy.trust.authority import make_authority, open_authority
 from diloco_deploy.trust.tending import AGAIN, Tending
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
-SUBJECTS = ("shard/0", "shard/1", "observer/page", "observer/prometheus")
+NAMES = ("shard/0", "shard/1", "observer/page", "observer/prometheus")
+SUBJECTS = [subject_of("compose", who) for who in NAMES]
 
 
 @pytest.fixture
 def tending(tmp_path: Path) -> Tending:
     make_authority(tmp_path / "ca", "compose", NOW)
-    authority = open_authority(tmp_path / "ca")
-    subjects = [subject_of("compose", who) for who in SUBJECTS]
-    return Tending(authority, tmp_path, subjects, ["ps.example"], 90.0, lent=subjects[-1:])
+    return Tending(open_authority(tmp_path / "ca"), tmp_path, SUBJECTS, ["ps.example"], 90.0, lent=SUBJECTS[-1:])
+
+
+@pytest.fixture
+def tended(tending: Tending) -> Tending:
+    """Shards and observers have theirs."""
+    tending.look(NOW)
+    return tending
 
 
 def learner_wishes(out: Path, learner_id: str) -> Path:
@@ -41,7 +47,7 @@ def mode(path: Path) -> int:
 
 
 def test_shards_and_observers_get_theirs_at_once_and_then_there_is_nothing_to_do(tending, tmp_path):
-    assert [words.partition(",")[0] for words in tending.look(NOW)] == list(SUBJECTS)
+    assert [words.partition(",")[0] for words in tending.look(NOW)] == list(NAMES)
     assert tending.look(NOW + timedelta(days=1)) == []
     for who, folder in [
         ("shard/0", "shards/shard-0"),
@@ -56,8 +62,7 @@ def read_folder_of(folder: Path):
     return read_folder(folder, needs_pair=True)
 
 
-def test_a_shard_is_known_by_the_name_of_its_folder_and_under_the_given_hosts(tending, tmp_path):
-    tending.look(NOW)
+def test_a_shard_is_known_by_the_name_of_its_folder_and_under_the_given_hosts(tended, tmp_path):
     certificate = read_folder(tmp_path / "shards/shard-1").certificate
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert {"shard-1", "ps.example", "localhost"} == set(names.get_values_for_type(x509.DNSName))
@@ -74,30 +79,26 @@ def test_keys_are_for_their_owner_and_one_that_is_lent_for_our_group(tending, tm
     assert mode(tmp_path / "observers/observer-prometheus") == 0o750
 
 
-def test_a_key_that_there_is_can_be_lent_and_taken_back(tending, tmp_path):
-    tending.look(NOW)
-    subjects = [subject_of("compose", who) for who in SUBJECTS]
+def test_a_key_that_there_is_can_be_lent_and_taken_back(tended, tmp_path):
     authority = open_authority(tmp_path / "ca")
     page, prometheus = tmp_path / "observers/observer-page", tmp_path / "observers/observer-prometheus"
 
-    assert Tending(authority, tmp_path, subjects, [], 90.0, lent=[subjects[2]]).look(NOW) == []
+    assert Tending(authority, tmp_path, SUBJECTS, [], 90.0, lent=[SUBJECTS[2]]).look(NOW) == []
 
     assert [mode(page), mode(page / "key.pem")] == [0o750, 0o640]
     assert [mode(prometheus), mode(prometheus / "key.pem")] == [0o700, 0o600]
 
 
-def test_a_learner_that_makes_a_folder_gets_a_certificate_in_it(tending, tmp_path):
-    tending.look(NOW)
+def test_a_learner_that_makes_a_folder_gets_a_certificate_in_it(tended, tmp_path):
     folder = learner_wishes(tmp_path, "cdad8b7211fb")
-    assert len(tending.look(NOW)) == 1
+    assert len(tended.look(NOW)) == 1
     assert str(read_folder(folder, needs_pair=True).subject) == "learner/cdad8b7211fb"
 
 
 @pytest.mark.parametrize("name", ["learner-", "learner-a b", "learner-" + "x" * 65, "shard-0", "learner-a\nb"])
-def test_a_folder_that_names_no_learner_gets_nothing(tending, tmp_path, name):
-    tending.look(NOW)
+def test_a_folder_that_names_no_learner_gets_nothing(tended, tmp_path, name):
     (tmp_path / "learners" / name).mkdir()
-    assert tending.look(NOW) == []
+    assert tended.look(NOW) == []
 
 
 def test_everything_is_renewed_when_a_third_of_its_time_is_left(tending, tmp_path):
@@ -109,19 +110,16 @@ def test_everything_is_renewed_when_a_third_of_its_time_is_left(tending, tmp_pat
     assert ends == NOW + timedelta(days=151)
 
 
-def test_on_request_everything_is_renewed_at_once(tending, tmp_path):
-    tending.look(NOW)
+def test_on_request_everything_is_renewed_at_once(tended, tmp_path):
     before = read_folder(tmp_path / "shards/shard-0").pair
-    assert len(tending.look(NOW, renews=True)) == len(SUBJECTS)
+    assert len(tended.look(NOW, renews=True)) == len(SUBJECTS)
     assert read_folder(tmp_path / "shards/shard-0").pair != before
 
 
 def test_a_restart_forgets_nothing(tending, tmp_path):
     learner_wishes(tmp_path, "a")
     tending.look(NOW)
-    again = Tending(
-        open_authority(tmp_path / "ca"), tmp_path, [subject_of("compose", who) for who in SUBJECTS], [], 90.0
-    )
+    again = Tending(open_authority(tmp_path / "ca"), tmp_path, SUBJECTS, [], 90.0)
     assert again.look(NOW + timedelta(days=1)) == []
 
 
@@ -141,14 +139,13 @@ def test_whoever_is_revoked_gets_no_other_until_somebody_issues_one(tending, tmp
     assert tending.look(NOW + timedelta(days=61))[-1].startswith("learner/a"), "it is looked after again"
 
 
-def test_a_link_of_a_learner_is_not_followed(tending, tmp_path):
+def test_a_link_of_a_learner_is_not_followed(tended, tmp_path):
     """It could lead to the authority, or to a shard."""
-    tending.look(NOW)
     before = {path: path.read_bytes() for path in (tmp_path / "ca").iterdir()}
     (tmp_path / "learners/learner-a").symlink_to(tmp_path / "ca")
     inside = learner_wishes(tmp_path, "b")
     (inside / "cert.pem").symlink_to(tmp_path / "ca/ca.pem")
-    tending.look(NOW)
+    tended.look(NOW)
     assert (tmp_path / "ca/ca.pem").read_bytes() == before[tmp_path / "ca/ca.pem"]
     assert not (tmp_path / "ca/cert.pem").exists()
     assert not (inside / "cert.pem").is_symlink()
@@ -202,11 +199,10 @@ def test_whoever_removes_its_certificate_gets_another_once_a_minute(tending, tmp
     assert issued == 2
 
 
-def test_damaged_records_keep_nobody_from_being_revoked(tending, tmp_path):
-    tending.look(NOW)
+def test_damaged_records_keep_nobody_from_being_revoked(tended, tmp_path):
     with (tmp_path / "ca/issued.jsonl").open("a") as file:
         file.write("{")
     open_authority(tmp_path / "ca").registry.revoke_serial("3aa6c68d58750627", NOW)
     with pytest.raises(ConfigError, match="a line is damaged"):
-        tending.look(NOW)
+        tended.look(NOW)
     assert [one.serial for one in read_revocations(tmp_path / "shards/revoked.json")] == ["3aa6c68d58750627"]
