@@ -86,14 +86,7 @@ class Roll:
 def roll_call(
     asked: Mapping[str, str], answers: Mapping[str, Status], record: ClusterRecord | None, now: float
 ) -> Roll:
-    """All members.
-
-    Args:
-        asked: name (or address, where no name is known) -> address.
-        answers: the answers of /status, by the same names.
-        record: that of `diloco up`; None: there is none.
-        now: unix time.
-    """
+    """All members. `asked`: name (or address, where no name is known) -> address; `answers`: by the same names."""
     call = _Call(asked, answers, record, now)
     found = [*call.shards(), *call.workers()]
     named = {present.name for present in found}
@@ -133,21 +126,17 @@ def _problem(one: Present, shards: int, recorded: MemberRecord | None) -> Proble
     because = f" ({one.why})" if one.why else ""
     again = _again(one, recorded)
     if one.role == "worker":
-        return Problem(
-            code="WORKER_AWAY", member=one.name,
-            words=f"{one.name} is {state}{because}: the others train on; {again}",
-        )  # fmt: skip
+        words = f"{one.name} is {state}{because}: the others train on; {again}"
+        return Problem("WORKER_AWAY", one.name, words)
     if one.presence == "unknown":
-        return Problem(
-            code="SHARD_UNKNOWN", member=one.name,
-            words=f"{one.name} was not asked, and nobody speaks of it: add its address to --http",
-        )  # fmt: skip
-    share = {1: "the whole model", 2: "half of the model"}.get(shards, f"a {_nth(shards)} of the model")
-    return Problem(
-        code="SHARD_AWAY", member=one.name,
-        words=f"{one.name} is {state}{because}: {share} is away and gets no new versions; learners train on and lose "
-        f"nothing; {again}",
-    )  # fmt: skip
+        words = f"{one.name} was not asked, and nobody speaks of it: add its address to --http"
+        return Problem("SHARD_UNKNOWN", one.name, words)
+    part = {1: "the whole", 2: "half of the", 3: "a third of the", 4: "a quarter of the"}
+    share = part.get(shards, f"a {shards}th part of the")
+    words = (
+        f"{one.name} is {state}{because}: {share} model is away and gets no new versions; learners train on and lose "
+    )
+    return Problem("SHARD_AWAY", one.name, f"{words}nothing; {again}")
 
 
 def _again(one: Present, recorded: MemberRecord | None) -> str:
@@ -159,10 +148,6 @@ def _again(one: Present, recorded: MemberRecord | None) -> str:
     if recorded is not None:
         return "if `diloco up` still runs, it starts it again"
     return "start it again" + (" with its data folder" if one.role == "shard" else ", and it goes on")
-
-
-def _nth(count: int) -> str:
-    return {3: "third", 4: "quarter"}.get(count, f"{count}th part")
 
 
 class _Call:

@@ -80,6 +80,7 @@ def look(patient: Patient) -> Iterator[Found]:
 
 def _ways(patient: Patient, ends_at: float) -> Iterator[Found]:
     """All ways side by side; then the link to the first shard that answers, alone, as the others would share it."""
+    from diloco_deploy.doctor import shards
     from diloco_worker.shell.credentials import Credentials
 
     known, security = Known(), patient.settings.security
@@ -90,9 +91,12 @@ def _ways(patient: Patient, ends_at: float) -> Iterator[Found]:
         yield from chain.from_iterable(pool.map(lambda door: list(_walked(door, known, ends_at)), doors))
     finally:
         pool.shutdown(wait=False)
-    reached = [door for door in doors if door.address in known.measured]
-    if reached:
-        yield from run_checks(_of_run(patient, reached[0], known), time.monotonic, ends_at)
+    if door := next((door for door in doors if door.address in known.measured), None):
+        of_run = [
+            Check("all shards", "", 1.0, partial(shards.complete, known)),
+            Check("link", door.address, 9.0, partial(shards.link, door, known, patient.step_s, patient.params)),
+        ]
+        yield from run_checks(of_run, time.monotonic, ends_at)
 
 
 def _walked(door: Door, known: Known, ends_at: float) -> Iterator[Found]:
@@ -105,25 +109,16 @@ def _walked(door: Door, known: Known, ends_at: float) -> Iterator[Found]:
         known.round_trip_s[door.address] = found.figures.get("round_trip_s", 0.0)
         return found
 
-    a = door.address
+    a, ours = door.address, version().removeprefix("diloco ").removesuffix(" (not installed)")
     checks = [
         Check("name", a, 4.0, partial(shards.name, a)),
         Check("port", a, 4.0, port, ("name",)),
         Check("tls", a, 7.0, partial(shards.handshake, a, door.files), ("port",)),
         Check("run", a, 12.0, partial(shards.describe, door, known, PROTOCOL), ("port", "tls")),
         Check("clock", a, 9.0, partial(shards.measure, door, known), ("run",)),
-        Check("version", a, 1.0, partial(shards.version, door, known, _ours()), ("run",)),
+        Check("version", a, 1.0, partial(shards.version, door, known, ours), ("run",)),
     ]
     return run_checks(checks, time.monotonic, ends_at)
-
-
-def _of_run(patient: Patient, door: Door, known: Known) -> list[Check]:
-    from diloco_deploy.doctor import shards
-
-    return [
-        Check("all shards", "", 1.0, partial(shards.complete, known)),
-        Check("link", door.address, 9.0, partial(shards.link, door, known, patient.step_s, patient.params)),
-    ]
 
 
 def _of_machine(patient: Patient) -> list[Check]:
@@ -169,10 +164,6 @@ def _shard(patient: Patient) -> Shard | None:
     )  # fmt: skip
 
 
-def _ours() -> str:
-    return version().removeprefix("diloco ").removesuffix(" (not installed)")
-
-
 def _lines(found: Found) -> Iterator[str]:
     """What a shard has said is in some of the words: it must not steer the terminal."""
     check, finding = found
@@ -184,14 +175,14 @@ def _lines(found: Found) -> Iterator[str]:
 
 
 def _summary(count: dict[State, int]) -> str:
-    if count[State.FAILURE]:
-        return f"{count[State.FAILURE]} failed, {count[State.WARNING]} warnings; `diloco explain CODE` says more"
-    if count[State.WARNING]:
-        return f"nothing failed, {count[State.WARNING]} warnings; `diloco explain CODE` says more"
-    return "all is well"
+    failed, warnings = count[State.FAILURE], count[State.WARNING]
+    if not failed and not warnings:
+        return "all is well"
+    return f"{failed or 'nothing'} failed, {warnings} warnings; `diloco explain CODE` says more"
 
 
 _PARAMS = number(quantities.count, 1, 10**13, "a number of parameters, such as 125M or 70B")
+_LEARNERS = number(quantities.count, 1, 1_000_000, "a whole number from 1")
 _SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
 
 
@@ -214,14 +205,7 @@ def doctor(
     step_time: Annotated[
         float, Parameter(converter=_SECONDS, metavar="1s", help="of one inner step", show_default="1s")
     ] = 1.0,
-    learners: Annotated[
-        int,
-        Parameter(
-            converter=number(quantities.count, 1, 1_000_000, "a whole number from 1"),
-            metavar="L",
-            help="learners that the shard will have",
-        ),
-    ] = 8,
+    learners: Annotated[int, Parameter(converter=_LEARNERS, metavar="L", help="learners that the shard will have")] = 8,
     options: SettingsOptions = NO_SETTINGS,
     json: Json = False,
 ) -> int:

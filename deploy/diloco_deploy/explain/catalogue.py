@@ -19,9 +19,7 @@ from diloco_common.errors import ConfigError
 from diloco_common.options import Json
 from diloco_deploy.explain.codes import ALERTS, ERRORS, EXITS, FINDINGS, OUTCOMES, WORDS, Entry, Kind
 
-ENTRIES: tuple[Entry, ...] = (
-    *ERRORS, *WORDS, *FINDINGS, *OUTCOMES, *ALERTS, *EXITS,
-)  # fmt: skip
+ENTRIES: tuple[Entry, ...] = (*ERRORS, *WORDS, *FINDINGS, *OUTCOMES, *ALERTS, *EXITS)
 CODES = {entry.code: entry for entry in ENTRIES}
 
 
@@ -135,30 +133,13 @@ def _rejections() -> str:
     return _table("code of a rejected contribution | meaning | what to do", [first, *rows])
 
 
-def _with_exit_code(*kinds: Kind) -> Callable[[], str]:
-    def part() -> str:
-        rows = (f"| `{e.code}` ({_ends(e)}) | {e.means} | {_deed(e)} |" for e in of_kind(*kinds))
-        return _table("code | meaning | what to do", rows)
+def _said_of(kind: Kind, first: str = "code") -> Callable[[], str]:
+    """A row for each; errors have their exit code, or that they stand in a log."""
 
-    return part
+    def row(e: Entry) -> str:
+        return f"| `{e.code}`{f' ({_ends(e)})' if _ends(e) else ''} | {e.means} | {_deed(e)} |"
 
-
-def _findings() -> str:
-    rows = (f"| `{e.code}` | {e.means} | {_deed(e)} |" for e in of_kind(Kind.FINDING))
-    return _table("code | meaning | what to do", rows)
-
-
-def _outcomes() -> str:
-    rows = (f"| `{e.code}` | {e.means} | {_deed(e)} |" for e in of_kind(Kind.OUTCOME))
-    return _table("outcome | meaning | what to do", rows)
-
-
-def _exits() -> str:
-    return _table("code | meaning", (f"| {e.code} | {e.means} |" for e in of_kind(Kind.EXIT)))
-
-
-def _alerts() -> str:
-    return "\n".join(f"## {e.code}\n\n{e.means}\n\n{e.do}\n" for e in of_kind(Kind.ALERT))
+    return lambda: _table(f"{first} | meaning | what to do", map(row, of_kind(kind)))
 
 
 def _deed(entry: Entry) -> str:
@@ -183,14 +164,14 @@ def _spaced(row: str) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "exits": _exits,
+    "exits": lambda: _table("code | meaning", (f"| {e.code} | {e.means} |" for e in of_kind(Kind.EXIT))),
     "calls": _calls,
     "rejections": _rejections,
-    "outcomes": _outcomes,
-    "connecting": _with_exit_code(Kind.CONNECTING),
-    "commands": _with_exit_code(Kind.COMMAND),
-    "data": _with_exit_code(Kind.DATA),
-    "checkpoints": _with_exit_code(Kind.CHECKPOINT),
-    "findings": _findings,
-    "alerts": _alerts,
+    "outcomes": _said_of(Kind.OUTCOME, "outcome"),
+    "connecting": _said_of(Kind.CONNECTING),
+    "commands": _said_of(Kind.COMMAND),
+    "data": _said_of(Kind.DATA),
+    "checkpoints": _said_of(Kind.CHECKPOINT),
+    "findings": _said_of(Kind.FINDING),
+    "alerts": lambda: "\n".join(f"## {e.code}\n\n{e.means}\n\n{e.do}\n" for e in of_kind(Kind.ALERT)),
 }

@@ -58,57 +58,36 @@ def _of(error: type[DilocoError]) -> Entry:
 ERRORS = tuple(_of(error) for error in all_kinds() if error is not DilocoError)
 WORDS = (
     Entry(
-        "SHARD_AWAY",
-        Kind.COMMAND,
-        (
-            "In `diloco status`: a shard does not answer, or most learners do not reach it. They train on. The exit "
-            "code is that of `--strict`."
-        ),
-        "Start it again with its data folder.",
-        look="the log of the shard, and the way to it",
-        exit_code=7,
+        "SHARD_AWAY", Kind.COMMAND,
+        "In `diloco status`: a shard does not answer, or most learners do not reach it. They train on. The exit "
+        "code is that of `--strict`.",
+        "Start it again with its data folder.", "the log of the shard, and the way to it", exit_code=7,
     ),
     Entry(
-        "SHARD_UNKNOWN",
-        Kind.COMMAND,
-        "In `diloco status`: a shard was not asked, and no learner speaks of it.",
-        "Add its address to `--http`.",
-        look="`shard.count`",
-        exit_code=7,
+        "SHARD_UNKNOWN", Kind.COMMAND, "In `diloco status`: a shard was not asked, and no learner speaks of it.",
+        "Add its address to `--http`.", "`shard.count`", exit_code=7,
     ),
     Entry(
-        "WORKER_AWAY",
-        Kind.COMMAND,
+        "WORKER_AWAY", Kind.COMMAND,
         "In `diloco status`: a worker is silent, or ended without a goodbye. The others train on.",
-        "Start it again, and it goes on.",
-        look="the log of the worker",
-        exit_code=7,
+        "Start it again, and it goes on.", "the log of the worker", exit_code=7,
     ),
     Entry(
-        "UNEXPECTED",
-        Kind.COMMAND,
-        "Something that should not happen.",
-        "If the message does not help, please file an issue with the traceback.",
-        look="the message",
-        exit_code=1,
+        "UNEXPECTED", Kind.COMMAND, "Something that should not happen.",
+        "If the message does not help, please file an issue with the traceback.", "the message", exit_code=1,
     ),
     Entry(
-        "STORAGE",
-        Kind.DATA,
+        "STORAGE", Kind.DATA,
         "The disk refuses a version: nothing is announced until it works. `/readyz` says `storage`.",
-        "[DilocoVersionNotDurable](runbook.md#dilocoversionnotdurable)",
-        look="the system's own words in the log",
+        "[DilocoVersionNotDurable](runbook.md#dilocoversionnotdurable)", "the system's own words in the log",
         is_logged=True,
     ),
     Entry(
-        "CHECKPOINT",
-        Kind.DATA,
-        "A regular checkpoint failed: the next version tries again.",
-        "[DilocoCheckpointFailing](runbook.md#dilococheckpointfailing)",
-        look="the system's own words in the log",
+        "CHECKPOINT", Kind.DATA, "A regular checkpoint failed: the next version tries again.",
+        "[DilocoCheckpointFailing](runbook.md#dilococheckpointfailing)", "the system's own words in the log",
         is_logged=True,
     ),
-)
+)  # fmt: skip
 """In answers of `diloco status`, in logs, and at the end of a command that should not end so."""
 
 

@@ -41,11 +41,7 @@ def bring_up_on_ray(settings: Settings, outputs: Outputs, *, fresh: bool = False
     """Run a cluster on Ray until its token budget is reached, and return the exit code of the command.
 
     `cluster.folder` has to be one that all nodes see. Goes on with the run in it, if there is one; `fresh` deletes it.
-
-    Raises:
-        ConfigError: the settings cannot make a cluster, Ray is not installed, or the folder holds another run.
-        CannotConnect: there is no Ray cluster.
-        InUse: another `diloco up` works in the same folder.
+    Raises CannotConnect if there is no Ray cluster, ConfigError also where Ray is not installed, and InUse.
     """
     check_cluster(settings)
     ray = _connected()  # before `Interrupts`: Ray sets a handler for SIGTERM

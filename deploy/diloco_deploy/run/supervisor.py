@@ -57,15 +57,10 @@ class Verdict:
 def verdict_on_exit(
     kind: Kind, code: int, *, was_up: bool, deaths: int, restart: bool, out_of_memory: bool = False
 ) -> Verdict:
-    """Decide what the exit of a child means.
+    """Decide what the exit of a child means. A shard never ends by itself, a worker when the budget is reached.
 
-    Args:
-        kind: a shard never ends by itself, a worker ends when the budget is reached, a job always ends.
-        code: exit code as in `subprocess.Popen`: negative for a signal.
-        was_up: whether this process or an earlier one of the child had bound its ports.
-        deaths: number of deaths in a row, including this one.
-        restart: the setting cluster.restart.
-        out_of_memory: whether the kernel has killed a process for lack of memory since the last exit.
+    `code`: as in `subprocess.Popen`. `was_up`: it, or an earlier process of the child, had bound its ports. `deaths`:
+    in a row, with this one. `out_of_memory`: the kernel has killed a process for lack of memory since the last exit.
     """
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     if out_of_memory and code == -signal.SIGKILL:

@@ -39,16 +39,10 @@ _DRAIN_S = 35.0
 _TAIL_LINES = 8
 
 
-def bring_up(
-    settings: Settings, outputs: Outputs, programs: Programs | None = None, *, fresh: bool = False
-) -> int:  # fmt: skip
+def bring_up(settings: Settings, outputs: Outputs, programs: Programs | None = None, *, fresh: bool = False) -> int:
     """Run a cluster until its token budget is reached, and return the exit code of the command.
 
-    Goes on with the run in the folder, if there is one; `fresh` deletes it and begins anew.
-
-    Raises:
-        ConfigError: the settings cannot make a cluster, the folder holds another run, or an output cannot be written.
-        InUse: another `diloco up` works in the same folder.
+    Goes on with the run in the folder, if there is one; `fresh` deletes it. Raises ConfigError, DataError and InUse.
     """
     check_cluster(settings)
     settings = anchored(settings)
@@ -67,12 +61,7 @@ def bring_up(
 
 
 def check_cluster(settings: Settings) -> None:
-    """Refuse settings that are wrong only for a cluster with a known number of workers.
-
-    Raises:
-        ConfigError: the quorum asks for more contributions than there are workers.
-        DataError: there is no such data.
-    """
+    """Raises ConfigError: the quorum asks for more contributions than there are workers; DataError: no such data."""
     quorum, workers = settings.sync.quorum, settings.cluster.workers
     if quorum != "all" and quorum > workers:
         raise ConfigError(

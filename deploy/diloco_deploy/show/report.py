@@ -17,20 +17,12 @@ NAMED_MAX = 8
 
 
 def make_report(
-    cluster: Cluster,
-    settings: Settings,
-    *,
-    wall_s: float,
-    evaluation: Mapping[str, Any] | None,
+    cluster: Cluster, settings: Settings, *, wall_s: float, evaluation: Mapping[str, Any] | None,
     interrupted: bool = False,
-) -> Report:
-    """All facts about a run whose workers have ended.
+) -> Report:  # fmt: skip
+    """All facts about a run whose workers have ended `wall_s` seconds after the command began.
 
-    Args:
-        cluster: the last answers of all members.
-        wall_s: seconds from the start of the command until the last worker ended.
-        evaluation: the result of `diloco-worker evaluate` (losses in nats per byte); None if it did not run.
-        interrupted: whether the run ended before its budget was reached.
+    `evaluation`: the result of `diloco-worker evaluate` (losses in nats per byte); None if it did not run.
     """
     totals = cluster.totals()
     found = evaluation or {}

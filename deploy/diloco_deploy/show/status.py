@@ -112,11 +112,7 @@ class Where:
 
 
 def look(where: Where, asker: Asker = IN_PLAINTEXT) -> Roll:
-    """Ask every address once: who is there, and who ought to be.
-
-    Raises:
-        CannotConnect: nobody answered.
-    """
+    """Ask every address once: who is there, and who ought to be. Raises CannotConnect: nobody answered."""
     addresses = where.addresses()
     answers = fetch_all(addresses, ANSWER_WITHIN_S, asker)
     if not answers:

@@ -67,13 +67,8 @@ def page_of(
 ) -> LivePage:
     """A page that shows no more than its viewers may see: whoever asks with a secret also asks for one.
 
-    Args:
-        listen: host:port.
-        tls: folder of an observer's or admin's certificate, to ask shards with; None: they are asked in plaintext.
-        certificate: folder of the certificate to serve with; None: in plaintext, which beyond this machine needs a
-            token or `security.insecure`.
-
-    Raises ConfigError, SecretExposed.
+    `tls`: folder of an observer's or admin's certificate, to ask shards with. `certificate`: folder of the one to serve
+    with; in plaintext, beyond this machine needs a token or `security.insecure`. Raises ConfigError, SecretExposed.
     """
     # Neither the run's own certificates nor its key for tokens protect this page.
     check_http_is_meant("--listen", listen, security.model_copy(update={"tls": certificate, "token_key": None}))

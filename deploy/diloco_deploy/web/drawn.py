@@ -7,7 +7,7 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from statistics import fmean, variance
 from typing import Any
 
@@ -73,12 +73,7 @@ class Course:
         """Whether the points are the whole course, and the points that came after a change."""
         if seq < self.thinned_seq:
             return True, self.points
-        newer = []
-        for point in reversed(self.points):
-            if point.seq <= seq:
-                break
-            newer.append(point)
-        return seq == 0, newer[::-1]
+        return seq == 0, [*takewhile(lambda point: point.seq > seq, reversed(self.points))][::-1]
 
     def trends(self, spans_s: Iterable[float]) -> list[Trend]:
         """Of the spans of which the course holds enough."""
@@ -157,12 +152,7 @@ class DrawnRounds:
 
     def since(self, seq: int) -> list[DrawnRound]:
         """Those that changed after a number."""
-        newer = []
-        for drawn in reversed(self._rounds.values()):
-            if drawn.seq <= seq:
-                break
-            newer.append(drawn)
-        return newer[::-1]
+        return [*takewhile(lambda drawn: drawn.seq > seq, reversed(self._rounds.values()))][::-1]
 
 
 EVENTS_MAX = 200
@@ -211,13 +201,9 @@ class Event:
     def row(self) -> dict[str, Any]:
         """JSON."""
         return {
-            "id": self.number,
-            "at": round(self.at, 2),
-            "kind": self.kind,
-            "level": self.level,
-            "words": self.words or self._of_learners(),
-            "shards": list(self.shards),
-        }
+            "id": self.number, "at": round(self.at, 2), "kind": self.kind, "level": self.level,
+            "words": self.words or self._of_learners(), "shards": list(self.shards),
+        }  # fmt: skip
 
     def _of_learners(self) -> str:
         one, many = (_BY_CODE.get(self.code) or _OF_LEARNERS[self.kind])[1:]
@@ -276,10 +262,8 @@ class Events:
         return True
 
     def _together(self, kind: str, code: str, at: float) -> Event | None:
-        for event in reversed(self._events):
-            if (event.kind, event.code) == (kind, code) and abs(event.at - at) <= TOGETHER_S:
-                return event
-        return None
+        alike = (one for one in reversed(self._events) if (one.kind, one.code) == (kind, code))
+        return next((one for one in alike if abs(one.at - at) <= TOGETHER_S), None)
 
 
 def _words_of(shard: str, kind: str, facts: Mapping[str, Any]) -> str:

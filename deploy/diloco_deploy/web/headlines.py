@@ -95,9 +95,7 @@ def _here(states: Counter[str], answering: int, shards_away: Sequence[str], run:
     if unasked:
         parts.append(f"{unasked} of the run's shards {'is' if unasked == 1 else 'are'} not asked by this page")
     parts += [f"learners do not reach shard-{index}" for index in run["unreached"]]
-    if states["unknown"]:
-        parts.append(f"{_learners(states['unknown'])} {WORDS['unknown'].sentence}")
-    for state in ("away", "awaited", "quarantined", "stalled", "partly"):
+    for state in ("unknown", "away", "awaited", "quarantined", "stalled", "partly"):
         if states[state]:
             parts.append(f"{_learners(states[state])} {WORDS[state].sentence}")
     if left:
@@ -113,14 +111,8 @@ def _here(states: Counter[str], answering: int, shards_away: Sequence[str], run:
 
 def _lost(totals: Mapping[str, Any], shards_away: Sequence[str]) -> dict[str, str]:
     lost, refused = totals["versions_lost"], sum(totals["refused"].values())
-    carried = []
-    late, fenced = totals["missed"].get("LATE", 0), totals["missed"].get("FENCED", 0)
-    if late:
-        carried.append(f"{late:,} late")
-    if refused:
-        carried.append(f"{refused:,} refused")
-    if fenced:
-        carried.append(f"{fenced:,} fenced off")
+    missed = (totals["missed"].get("LATE", 0), refused, totals["missed"].get("FENCED", 0))
+    carried = [f"{n:,} {how}" for n, how in zip(missed, ("late", "refused", "fenced off"), strict=True) if n]
     if lost:
         words = "Announced versions that a shard came back without; learners go on from what they hold."
         return _said("bad", f"{lost:,} {'version' if lost == 1 else 'versions'} lost", words)
