@@ -10,8 +10,8 @@ import threading
 
 import pytest
 import torch
-from in_process import InProcessShard, settings_with
-from training import Training, tiny_model
+from in_process import settings_with
+from training import EXACT, Training, global_values, tiny_model
 
 import diloco_worker
 from diloco_common.errors import NotFinite
@@ -21,17 +21,6 @@ from diloco_worker.shell import connection
 from diloco_worker.shell.ending import Finishing
 from diloco_worker.shell.exits import Interrupted
 from waiting import until
-
-EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
-
-
-def global_values(*shards: InProcessShard) -> torch.Tensor:
-    """Of the whole model, in its own order."""
-    tensors = {name: torch.empty_like(p) for name, p in tiny_model().named_parameters()}
-    for shard in shards:
-        for state in shard.loop.look(lambda core=shard.core: list(core.fragments.values())):
-            lay_out(state.values.theta, state.fragment, tensors)
-    return torch.cat([values.flatten() for values in tensors.values()])
 
 
 def run_until_done(*learners: Training) -> None:

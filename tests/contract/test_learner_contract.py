@@ -9,9 +9,9 @@ import threading
 
 import pytest
 import torch
-from in_process import InProcessShard, settings_with
+from in_process import settings_with
 from torch import nn
-from training import Training, state_of, tiny_model
+from training import EXACT, Training, global_values, state_of, tiny_model
 
 import diloco_worker
 from diloco_common.errors import (
@@ -29,26 +29,11 @@ from diloco_worker.learner import AWAY_S
 from secret_files import secret_file
 from waiting import until
 
-EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
-
-
-def exact(**sync: object) -> dict[str, object]:
-    """Settings of `sync` under which nothing is rounded on the wire."""
-    return EXACT | sync
-
-
-def global_values(shard: InProcessShard) -> torch.Tensor:
-    def look() -> torch.Tensor:
-        return torch.cat([f.values.theta.clone() for f in shard.core.fragments.values()])
-
-    return shard.loop.look(look)
-
-
 # ---------------------------------------------------------------- joining and training
 
 
 def test_the_first_learner_seeds_and_the_second_adopts(serve, train):
-    shard = serve(settings_with(sync=exact(sync_every=1000, fragments=2)))
+    shard = serve(settings_with(sync=EXACT | {"sync_every": 1000, "fragments": 2}))
     first = tiny_model(seed=1)
 
     a = train(shard.address, "a", seed=1)
@@ -99,7 +84,7 @@ def test_the_budget_ends_the_run(serve, train):
 
 def test_samples_are_called_samples_wherever_one_looks(serve, train):
     """Beside it, an optimizer that is followed: each of its steps is one of the learner."""
-    shard = serve(settings_with(sync=exact()))
+    shard = serve(settings_with(sync=EXACT))
     a = train(shard.address, "a")
     handle = a.learner.follow(a.optimizer, samples=lambda: 3)
     before = a.learner.inner_step
@@ -128,7 +113,7 @@ def test_samples_are_called_samples_wherever_one_looks(serve, train):
 
 def test_training_goes_on_without_the_shard_and_its_work_arrives_after(serve, train):
     """Fault 10: everything that was not merged when the shard went away is part of its next life."""
-    first = serve(settings_with(sync=exact()))
+    first = serve(settings_with(sync=EXACT))
     a = train(first.address, "a")
     a.until(lambda: first.version() >= 2, "two versions")
     address, tokens_merged = first.address, first.core.tokens_merged
@@ -140,7 +125,7 @@ def test_training_goes_on_without_the_shard_and_its_work_arrives_after(serve, tr
     until(lambda: not a.connection.is_up, "the loss is noticed")
     assert a.learner.core.inner_step == step_before + 50
 
-    second = serve(settings_with(sync=exact(), shard={"listen": address}))
+    second = serve(settings_with(sync=EXACT, shard={"listen": address}))
     a.until(lambda: second.version() >= 2 if second.core.fragments else False, "versions of its second life")
     assert second.member_state("a") == "alive"
     assert a.connection.state.epoch == second.core.epoch
@@ -148,7 +133,7 @@ def test_training_goes_on_without_the_shard_and_its_work_arrives_after(serve, tr
 
 
 def test_a_learner_that_comes_back_keeps_its_progress(serve, train):
-    first = serve(settings_with(sync=exact()))
+    first = serve(settings_with(sync=EXACT))
     a = train(first.address, "a")
     a.until(lambda: first.version() >= 2, "two versions")
     address = first.address
@@ -157,7 +142,7 @@ def test_a_learner_that_comes_back_keeps_its_progress(serve, train):
         a.step()
     trained = a.values()
 
-    second = serve(settings_with(sync=exact(sync_every=10_000), shard={"listen": address}))
+    second = serve(settings_with(sync=EXACT | {"sync_every": 10_000}, shard={"listen": address}))
 
     def arrived() -> bool:
         a.learner.step(tokens=1)  # a boundary without training
@@ -259,7 +244,7 @@ def test_a_lease_that_is_over_is_replaced_without_the_waits_of_a_silent_shard(se
 
 def test_a_resumed_learner_trains_on_without_a_shard_that_is_away_and_its_work_arrives_after(serve, front, train):
     """Fault 2 during 4 or 5: it begins from the values of its checkpoint, and nothing that it adds is lost."""
-    shards = [serve(settings_with(sync=exact(fragments=2), shard={"index": i, "count": 2})) for i in (0, 1)]
+    shards = [serve(settings_with(sync=EXACT | {"fragments": 2}, shard={"index": i, "count": 2})) for i in (0, 1)]
     between = front(shards[1])
     addresses = f"{shards[0].address},{between.address}"
     first = train(addresses, "first")
@@ -281,7 +266,7 @@ def test_a_resumed_learner_trains_on_without_a_shard_that_is_away_and_its_work_a
 
 def test_a_resumed_learner_lets_a_new_one_begin_a_run_of_which_nothing_is_left(serve, train):
     """Not some fragments of the one and some of the other."""
-    shard = serve(settings_with(sync=exact(fragments=4, sync_every=1000)))
+    shard = serve(settings_with(sync=EXACT | {"fragments": 4, "sync_every": 1000}))
     joined: list[Training] = []
     waiting = threading.Thread(
         target=lambda: joined.append(train(shard.address, "resumed", seed=1, state=state_of("resumed")))

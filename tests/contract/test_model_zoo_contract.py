@@ -133,15 +133,6 @@ def test_a_model_in_bfloat16(shards, tmp_path):
     assert_loads(GPT2, tmp_path / "out", model, dtype=torch.bfloat16)
 
 
-@pytest.mark.gate  # what-works.md has the short case
-def test_a_compiled_model(shards, tmp_path):
-    model = made(GPT2)
-    model.config.save_pretrained(tmp_path / "config")
-    train(shards, torch.compile(model, backend="eager"), GPT2)  # type: ignore[arg-type]
-    pull(shards, tmp_path / "config", tmp_path / "out")
-    assert_loads(GPT2, tmp_path / "out", model)
-
-
 def test_a_lora(shards, tmp_path):
     peft = pytest.importorskip("peft", reason="NOT RUN: peft is not installed")
     base = made(GPT2)

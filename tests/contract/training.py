@@ -6,10 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from in_process import InProcessShard
 from torch import Tensor, nn
 
 import diloco_worker
+from diloco_worker.export import lay_out
 from waiting import until
+
+EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
+"""Settings of `sync` under which nothing is rounded on the wire."""
 
 
 def tiny_model(seed: int = 0, width: int = 6) -> nn.Module:
@@ -20,6 +25,15 @@ def tiny_model(seed: int = 0, width: int = 6) -> nn.Module:
 def state_of(learner_id: str, inner_step: int = 0, tokens: int = 0) -> dict[str, Any]:
     """What `Learner.state_dict` gave in an earlier process."""
     return {"run": "local", "learner_id": learner_id, "index": 0, "inner_step": inner_step, "tokens": tokens}
+
+
+def global_values(*shards: InProcessShard) -> Tensor:
+    """What they hold of the tiny model, in its own order."""
+    tensors = {name: torch.empty_like(p) for name, p in tiny_model().named_parameters()}
+    for shard in shards:
+        for state in shard.loop.look(lambda core=shard.core: list(core.fragments.values())):
+            lay_out(state.values.theta, state.fragment, tensors)
+    return torch.cat([values.flatten() for values in tensors.values()])
 
 
 class Training:
