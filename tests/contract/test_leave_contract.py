@@ -81,15 +81,6 @@ def test_what_was_trained_is_merged_before_the_learner_is_gone(serve, train, quo
         b.step()
 
 
-def test_a_learner_alone_hands_over_too(serve, train):
-    shards = shards_of(serve)
-    a = train(",".join(shard.address for shard in shards), "a")
-    for _ in range(7):
-        a.step()
-    assert a.learner.leave()
-    assert [merged(shard, "a") for shard in shards] == [7 * 8] * 2
-
-
 def test_who_has_nothing_to_hand_over_opens_no_round(serve, train):
     shards = shards_of(serve)
     a = train(",".join(shard.address for shard in shards), "a")
@@ -184,19 +175,6 @@ def test_a_wait_for_shards_ends_by_sigterm(train, capsys):
     assert ended.value.code == 143
 
 
-def test_a_handler_of_the_users_own_stays(serve, train):
-    came: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: came.append(1))
-    try:
-        a = train(serve(settings_with()).address, "a")
-        os.kill(os.getpid(), signal.SIGTERM)
-        a.step()
-        a.learner.close()
-        assert came == [1]
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 # ---------------------------------------------------------------- the end of a learner: what it waits for, and what not
 
 
@@ -241,15 +219,6 @@ def test_a_learner_does_not_wait_for_seeds_on_hold(serve, monkeypatch: pytest.Mo
 def heard() -> Iterator[list[str]]:
     yield []
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def test_it_tells_the_learner_and_goes_with_it(heard: list[str]) -> None:
-    notice = Notice(lambda: heard.append("once"))
-    signal.raise_signal(signal.SIGTERM)
-    assert heard == ["once"]
-    notice.end(is_heeded=True)
-    notice.end(is_heeded=True)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_handler_that_is_there_stays(heard: list[str]) -> None:

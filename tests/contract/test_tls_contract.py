@@ -38,9 +38,26 @@ def run(tmp_path: Path) -> Certificates:
 
 
 @pytest.fixture
-def shard(serve: Callable[..., InProcessShard], run: Certificates) -> InProcessShard:
-    """It asks for certificates, and watches the master copy of the deny-list."""
-    return serve(settings_with(security={"tls": run.issue("shard/0"), "revoked": run.deny_list}))
+def serving(serve: Callable[..., InProcessShard], run: Certificates) -> Callable[..., InProcessShard]:
+    """Starts a shard that asks for certificates, and watches the master copy of the deny-list."""
+
+    def start(*, audit: Path | None = None, **sections: Any) -> InProcessShard:
+        security = {"tls": run.issue("shard/0"), "revoked": run.deny_list, "audit": audit}
+        return serve(settings_with(security=security, **sections))
+
+    return start
+
+
+@pytest.fixture
+def shard(serving: Callable[..., InProcessShard]) -> InProcessShard:
+    return serving()
+
+
+def joined(shard: InProcessShard, run: Certificates, learner_id: str = "a") -> Any:
+    """A caller with a lease."""
+    caller = shard.caller(learner_id, tls=run.issue(f"learner/{learner_id}"))
+    caller.join()
+    return caller
 
 
 def calls_of(caller: Any) -> dict[str, Callable[[], Any]]:
@@ -58,8 +75,7 @@ def calls_of(caller: Any) -> dict[str, Callable[[], Any]]:
 
 def seeded(shard: InProcessShard, run: Certificates, learner_id: str = "b") -> Any:
     """An honest learner that has joined, and brought the model."""
-    caller = shard.caller(learner_id, tls=run.issue(f"learner/{learner_id}"))
-    caller.join()
+    caller = joined(shard, run, learner_id)
     caller.seed()
     return caller
 
@@ -88,16 +104,10 @@ def test_a_scope_makes_the_calls_of_its_row_and_no_others(shard, run, who):
     if scope == "learner":
         caller.join()
 
-    refused = set()
-    for call, make in calls_of(caller).items():
-        if call == "Attend" and scope == "learner":
-            continue  # it would last
-        try:
-            make()
-        except grpc.aio.AioRpcError as error:
-            code = dict(error.trailing_metadata() or ()).get("diloco-code")
-            if code == "WRONG_SCOPE":
-                refused.add(call)
+    calls = calls_of(caller)
+    if scope == "learner":
+        del calls["Attend"]  # it would last
+    refused = {call for call, make in calls.items() if _code_of(make) == "WRONG_SCOPE"}
 
     assert refused - {"number"} == {"Join", "Observe", "Attend", "Push", "Pull", "Leave"} - MAY[scope]
     assert ("number" in refused) == ("Join" in refused), "who may join may take a number"
@@ -151,9 +161,8 @@ def test_a_real_worker_is_not_superseded_by_somebody_with_another_certificate(sh
     assert training.generation == 1
 
 
-def test_one_certificate_takes_one_lease_whatever_ids_it_makes_up(serve, run):
-    security = {"tls": run.issue("shard/0"), "revoked": run.deny_list}
-    shard = serve(settings_with(security=security, shard={"max_learners": 2}))
+def test_one_certificate_takes_one_lease_whatever_ids_it_makes_up(serving, run):
+    shard = serving(shard={"max_learners": 2})
     bad = run.issue("learner/a")
 
     ghosts = {refusal(shard.caller(f"ghost-{i}", tls=bad).join).code for i in range(5)}
@@ -168,8 +177,7 @@ def test_one_certificate_takes_one_lease_whatever_ids_it_makes_up(serve, run):
 
 
 def test_whoever_is_revoked_is_out_at_once_and_nobody_else(shard, run):
-    honest, bad = seeded(shard, run, "b"), shard.caller("a", tls=run.issue("learner/a"))
-    bad.join()
+    honest, bad = seeded(shard, run, "b"), joined(shard, run)
     control, honest_control = bad.attend(), honest.attend()
     control.hear(object)
     honest_control.hear(object)
@@ -186,12 +194,10 @@ def test_whoever_is_revoked_is_out_at_once_and_nobody_else(shard, run):
     assert shard.member_state("b") == "alive"
 
 
-def test_a_lease_ends_at_once_although_no_call_is_open(serve, run):
-    security, lease = {"tls": run.issue("shard/0"), "revoked": run.deny_list}, {"lease_s": 600.0}
-    shard = serve(settings_with(security=security, lease=lease))
+def test_a_lease_ends_at_once_although_no_call_is_open(serving, run):
+    shard = serving(lease={"lease_s": 600.0})
     seeded(shard, run, "b")
-    bad = shard.caller("a", tls=run.issue("learner/a"))
-    bad.join()
+    joined(shard, run)
     assert not shard.loop.look(lambda: shard.server._access.callers._open)
 
     run.revoke(run.serials["learner/a"])
@@ -200,11 +206,9 @@ def test_a_lease_ends_at_once_although_no_call_is_open(serve, run):
     assert shard.member_state("b") == "alive"
 
 
-def test_a_lease_is_of_the_certificate_that_attends_last(serve, run):
-    security, lease = {"tls": run.issue("shard/0"), "revoked": run.deny_list}, {"lease_s": 600.0}
-    shard = serve(settings_with(security=security, lease=lease))
-    before = shard.caller("a", tls=run.issue("learner/a"))
-    before.join()
+def test_a_lease_is_of_the_certificate_that_attends_last(serving, run):
+    shard = serving(lease={"lease_s": 600.0})
+    before = joined(shard, run)
     old = run.serials["learner/a"]
     renewed = shard.caller("a", tls=run.issue("learner/a"))
     renewed.identity = before.identity
@@ -239,8 +243,7 @@ def test_whoever_is_revoked_does_not_hear_of_its_health_either(shard, run):
 
 
 def test_a_push_that_is_open_ends_when_its_learner_is_revoked(shard, run):
-    bad = shard.caller("a", tls=run.issue("learner/a"))
-    bad.join()
+    bad = joined(shard, run)
     header = bad.header(encode_payload(torch.zeros(NUM_ELEMENTS), "float32"), round=0, tokens=0, steps=0)
     pushing = bad.loop.begin(_push_header_and_wait(bad, header))
     open_calls = shard.server._access.callers._open
@@ -273,8 +276,7 @@ def test_a_damaged_deny_list_pardons_nobody(shard, run, written, damaged):
     until(lambda: "copy it again" in written.getvalue(), "the damage is said")
 
     assert refusal(bad.pull).code == Revoked.code
-    later = shard.caller("c", tls=run.issue("learner/c"))
-    later.join()
+    later = joined(shard, run, "c")
     run.deny_list.write_text(whole)
     run.revoke(run.serials["learner/c"])
     until(lambda: _code_of(later.pull) == Revoked.code, "the list is read once it is whole")
@@ -295,11 +297,11 @@ def test_whatever_goes_wrong_with_the_files_they_are_looked_at_again(shard, run,
 
 
 def _code_of(call: Callable[[], Any]) -> str:
+    """With which it is refused; "" if it is not."""
     try:
-        call()
-    except grpc.aio.AioRpcError as error:
-        return str(dict(error.trailing_metadata() or ()).get("diloco-code", ""))
-    return ""
+        return refusal(call).code
+    except AssertionError:
+        return ""
 
 
 # ---------------------------------------------------------------- renewed
@@ -313,8 +315,7 @@ def test_a_shard_serves_with_its_renewed_certificate_and_connections_go_on(shard
     run.issue("shard/0", days=2.0)
     until(lambda: "certificate read again" in written.getvalue(), "the shard has seen it")
 
-    newcomer = shard.caller("c", tls=run.issue("learner/c"))
-    newcomer.join()
+    joined(shard, run, "c")
     control.hear(object)
     assert shard.member_state("a") == "alive"
     assert shown_serial(shard.address) == run.serials["shard/0"]
@@ -338,7 +339,7 @@ def test_half_a_renewal_is_not_served_with(shard, run, written):
     until(lambda: "is not the key of" in written.getvalue(), "the shard says so")
 
     assert shown_serial(shard.address) in (before, run.serials["shard/0"])
-    shard.caller("a", tls=run.issue("learner/a")).join()
+    joined(shard, run)
 
 
 def test_a_learner_goes_on_with_its_renewed_certificate(shard, run, train):
@@ -432,9 +433,8 @@ def test_settings_that_prove_callers_twice_are_refused(loop, run):
 # ---------------------------------------------------------------- audit
 
 
-def test_the_audit_log_tells_who_came_went_and_was_refused(serve, run, tmp_path):
-    security = {"tls": run.issue("shard/0"), "revoked": run.deny_list, "audit": tmp_path / "audit"}
-    shard = serve(settings_with(security=security))
+def test_the_audit_log_tells_who_came_went_and_was_refused(serving, run, tmp_path):
+    shard = serving(audit=tmp_path / "audit")
     learner = seeded(shard, run, "a")
     thief = shard.caller("a", tls=run.issue("learner/b"))
     refusal(thief.join)
@@ -457,11 +457,10 @@ def test_the_audit_log_tells_who_came_went_and_was_refused(serve, run, tmp_path)
     assert lines[0]["peer"] == "ipv4:127.0.0.1"
 
 
-def test_the_audit_log_names_whoever_was_revoked_under_any_name(serve, run, tmp_path):
-    security = {"tls": run.issue("shard/0"), "revoked": run.deny_list, "audit": tmp_path / "audit"}
+def test_the_audit_log_names_whoever_was_revoked_under_any_name(serving, run, tmp_path):
     thief_files = run.issue("learner/b")
     run.revoke(run.serials["learner/b"])
-    shard = serve(settings_with(security=security))
+    shard = serving(audit=tmp_path / "audit")
     refusal(shard.caller("a", tls=thief_files).join)
 
     (line,) = [line for line in _audited(tmp_path, "Join") if line["outcome"] == "REVOKED"]
@@ -469,8 +468,8 @@ def test_the_audit_log_names_whoever_was_revoked_under_any_name(serve, run, tmp_
     assert (line["who"], line["serial"]) == ("diloco://local/learner/b", run.serials["learner/b"])
 
 
-def test_the_audit_log_tells_of_a_goodbye_only_where_a_lease_ended(serve, run, tmp_path):
-    shard = serve(settings_with(security={"tls": run.issue("shard/0"), "audit": tmp_path / "audit"}))
+def test_the_audit_log_tells_of_a_goodbye_only_where_a_lease_ended(serving, run, tmp_path):
+    shard = serving(audit=tmp_path / "audit")
     learner = shard.caller("a", tls=run.issue("learner/a"))
     learner.leave()
     learner.join()
@@ -498,10 +497,9 @@ def test_the_audit_log_holds_no_secret(serve, run, tmp_path):
     assert token.partition(".")[2] not in text
 
 
-def test_a_pull_that_nobody_reads_ends_when_its_learner_is_revoked(serve, run, written):
+def test_a_pull_that_nobody_reads_ends_when_its_learner_is_revoked(shard, run, written):
     """Revoked in the middle of a chunk, which the network does not take."""
     wide = (TensorSpec("weight", (3, usual_chunk_elements("bfloat16"))),)
-    shard = serve(settings_with(security={"tls": run.issue("shard/0"), "revoked": run.deny_list}))
     bad = shard.caller("a", tls=run.issue("learner/a"))
     bad.manifest = cut(wide, 1, 1)
     bad.join(wide)
