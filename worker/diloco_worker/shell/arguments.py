@@ -7,7 +7,6 @@ others can judge (addresses, certificates, names of parameters) is not looked at
 from __future__ import annotations
 
 import inspect
-import math
 import operator
 import os
 import re
@@ -31,51 +30,39 @@ GIVEN = frozenset({"shards", "model", "state"})
 
 def check_who(run: object, learner_id: object, tls: object, token: object) -> None:
     """Who calls. Raises WrongCall."""
-    if not (isinstance(run, str) and _RUN.match(run)):
-        raise WrongCall(
-            f"run= is {shown(run)}: give the id of the run as its shards have it, 1 to 64 of A-Z a-z 0-9 . _ -"
-        )
-    if not isinstance(learner_id, str | None):
-        raise WrongCall(
-            f"learner_id= is {shown(learner_id)}: give a name, such as {str(learner_id)[:40]!r}, or leave it out"
-        )
-    check_path("tls", tls, "the folder that `diloco certs issue` made")
-    if isinstance(token, os.PathLike) or token is None:
-        return
-    if not isinstance(token, str) or not _TOKEN.match(token):
-        what = "not one word of plain ASCII" if isinstance(token, str) else shown(token)  # it is a secret
-        raise WrongCall(f"token= is {what}: give the bearer token, or the Path of the file that holds it")
+    is_run = isinstance(run, str) and _RUN.match(run)
+    _take(is_run, "run", run, "give the id of the run as its shards have it, 1 to 64 of A-Z a-z 0-9 . _ -")
+    example = f"give a name, such as {str(learner_id)[:40]!r}, or leave it out"
+    _take(isinstance(learner_id, str | None), "learner_id", learner_id, example)
+    _take_path("tls", tls, "the folder that `diloco certs issue` made")
+    if isinstance(token, str) and not _TOKEN.match(token):
+        raise WrongCall("token= is not one word of plain ASCII: give the bearer token")  # which is a secret
+    is_token = isinstance(token, str | os.PathLike | None)
+    _take(is_token, "token", token, "give the bearer token, or the Path of the file that holds it")
 
 
 def check_how(wait_s: object, mean_merge: object, history: object, address_file: object, http: object) -> None:
     """What `join` waits for and writes. Raises WrongCall."""
     check_seconds("wait_s", wait_s)
-    check_names("mean_merge", mean_merge)
-    check_path("history", history, "a folder")
-    check_path("address_file", address_file, "of a file to write")
-    if not isinstance(http, str | None):
-        raise WrongCall(f"http= is {shown(http)}: give an address to serve on, such as 127.0.0.1:0, or leave it out")
-
-
-def check_path(argument: str, path: object, what: str) -> None:
-    """Raises WrongCall."""
-    if not isinstance(path, str | os.PathLike | None) or path == "":
-        raise WrongCall(f"{argument}= is {shown(path)}: give a path, {what}, or leave it out")
+    is_listed = isinstance(mean_merge, Collection) and not isinstance(mean_merge, str | bytes | Mapping)
+    are_names = is_listed and all(isinstance(name, str) for name in mean_merge)  # type: ignore[attr-defined]
+    _take(mean_merge is None or are_names, "mean_merge", mean_merge, "give a list of names of parameters")
+    _take_path("history", history, "a folder")
+    _take_path("address_file", address_file, "of a file to write")
+    example = "give an address to serve on, such as 127.0.0.1:0, or leave it out"
+    _take(isinstance(http, str | None), "http", http, example)
 
 
 def check_seconds(argument: str, seconds: object) -> None:
     """Raises WrongCall unless it is None, or a number from 0."""
-    if seconds is None:
-        return
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or math.isnan(seconds) or seconds < 0:
-        raise WrongCall(f"{argument}={shown(seconds)}: give seconds, a number from 0")
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    _take(seconds is None or (is_number and seconds >= 0), argument, seconds, "give seconds, a number from 0")  # type: ignore[operator]
 
 
 def check_word(argument: str, word: object, known: Collection[str | None]) -> None:
     """Raises WrongCall."""
-    if not any(word is one or (isinstance(word, str) and word == one) for one in known):
-        choices = " or ".join(f'"{one}"' if one else "None" for one in known)
-        raise WrongCall(f"{argument}= is {shown(word)}: it takes {choices}")
+    choices = " or ".join(f'"{one}"' if one else "None" for one in known)
+    _take(isinstance(word, str | None) and word in known, argument, word, f"it takes {choices}")
 
 
 def check_either(argument: str, word: object, known: Collection[str]) -> None:
@@ -85,11 +72,15 @@ def check_either(argument: str, word: object, known: Collection[str]) -> None:
         raise ConfigError(f"{argument}={word!r} is neither {either}")
 
 
-def check_names(argument: str, given: object) -> None:
-    """Raises WrongCall unless it is None, or names; of a single one, in a list."""
-    is_listed = isinstance(given, Collection) and not isinstance(given, str | bytes | Mapping)
-    if given is not None and not (is_listed and all(isinstance(name, str) for name in given)):  # type: ignore[attr-defined]
-        raise WrongCall(f"{argument}= is {shown(given)}: give a list of names of parameters")
+def _take(fits: object, argument: str, given: object, what_to_do: str) -> None:
+    """Raises WrongCall unless it fits."""
+    if not fits:
+        raise WrongCall(f"{argument}= is {shown(given)}: {what_to_do}")
+
+
+def _take_path(argument: str, path: object, what: str) -> None:
+    is_path = isinstance(path, str | os.PathLike | None) and path != ""
+    _take(is_path, argument, path, f"give a path, {what}, or leave it out")
 
 
 def check_callback(shards: str, options: Mapping[str, object], join: Callable[..., Any], instead: str) -> None:

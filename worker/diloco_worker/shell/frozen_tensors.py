@@ -27,19 +27,16 @@ CHUNK_BYTES = 2**24
 
 def declare(chosen: SharedSet) -> tuple[FrozenTensor, ...]:
     """The frozen tensors of a model by name. Reads each of their bytes once, at the speed of memory."""
-    found = [_frozen(name, tensor) for name, tensor in {**chosen.frozen, **chosen.buffers.frozen}.items()]
-    return tuple(_at_most(sorted(found, key=lambda t: t.name), FROZEN_MAX))
+    found = [_frozen(name, tensor) for name, tensor in sorted({**chosen.frozen, **chosen.buffers.frozen}.items())]
+    each = max(1, -(-len(found) // FROZEN_MAX))
+    return tuple(_as_one(found[start : start + each]) for start in range(0, len(found), each))
 
 
 def _frozen(name: str, tensor: Tensor) -> FrozenTensor:
     form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    return FrozenTensor(name, form, _crc32c(tensor.detach(), 0) if _has_bytes(tensor) else None)
-
-
-def _has_bytes(tensor: Tensor) -> bool:
-    if hasattr(tensor, "full_tensor"):  # a DTensor: this process holds some of its rows
-        return False
-    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+    is_in_parts = hasattr(tensor, "full_tensor")  # a DTensor: this process holds some of its rows
+    has_bytes = tensor.layout is torch.strided and not (is_in_parts or tensor.is_meta or tensor.is_quantized)
+    return FrozenTensor(name, form, _crc32c(tensor.detach(), 0) if has_bytes else None)
 
 
 def _crc32c(tensor: Tensor, crc32c: int) -> int:
@@ -68,14 +65,8 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
             yield from _chunks(part if part.nbytes <= CHUNK_BYTES else part[0])
 
 
-def _at_most(tensors: list[FrozenTensor], limit: int) -> Iterator[FrozenTensor]:
-    """The same in at most `limit` lines: neighbours are declared as one."""
-    each = -(-len(tensors) // limit)
-    for start in range(0, len(tensors), max(1, each)):
-        yield _as_one(tensors[start : start + each])
-
-
 def _as_one(tensors: list[FrozenTensor]) -> FrozenTensor:
+    """Neighbours, where there are more than a shard takes."""
     if len(tensors) == 1:
         return tensors[0]
     crc32c = None

@@ -50,23 +50,21 @@ def init_island(backend: str | None = None, **options: Any) -> None:
     has names of its own. Without torchrun it is the plain call. `options`: of `init_process_group`, but not `store`,
     `rank`, `world_size` and `init_method`, which are torchrun's. Raises WrongCall without torchrun, or a second time.
     """
+    from torch.distributed.rendezvous import rendezvous  # takes a second
+
     try:
-        _init(backend, options)
+        if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT")) is not None:
+            timeout = {name: options[name] for name in ("timeout",) if name in options}
+            store, rank, size = next(rendezvous("env://", **timeout))
+            options |= {
+                "store": dist.distributed_c10d.PrefixStore(f"start-{attempt}", store),
+                "rank": rank,
+                "world_size": size,
+            }
+        dist.init_process_group(backend, **options)
     except ValueError as error:  # of torch: no torchrun, twice, ...
         why = str(error).partition("\n")[0]
         raise WrongCall(f"init_island: {why}; call it once, in a script that torchrun starts") from None
-
-
-def _init(backend: str | None, options: dict[str, Any]) -> None:
-    from torch.distributed import distributed_c10d as c10d  # takes a second
-    from torch.distributed.rendezvous import rendezvous
-
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if attempt is not None:
-        timeout = {name: options[name] for name in ("timeout",) if name in options}
-        store, rank, size = next(rendezvous("env://", **timeout))
-        options |= {"store": c10d.PrefixStore(f"start-{attempt}", store), "rank": rank, "world_size": size}
-    c10d.init_process_group(backend, **options)
 
 
 class IslandGroup:
@@ -78,10 +76,9 @@ class IslandGroup:
             raise ConfigError(
                 "island= needs torch.distributed: call init_process_group before join, under torchrun for example"
             )
-        ranks = _ranks_of(island)
-        self.ranks = ranks
-        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
-        self._store = _own_store(ranks)
+        self.ranks = _ranks_of(island)
+        self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
+        self._store = _own_store(self.ranks)
         self._group: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=TIMEOUT_S))
 
     def agree(self, text: str) -> str:
@@ -106,23 +103,21 @@ class IslandGroup:
 
         `saved`: the state that this rank goes on from. Ranks that begin with other counts would decide in other ways.
         """
-        states = self.all_of(hashlib.sha256(repr(saved).encode()).hexdigest())
-        if different := [rank for rank, state in enumerate(states) if state != states[0]]:
-            raise ConfigError(
-                f"state=: ranks {different} of the island bring another state than rank 0, or only some ranks bring "
-                "one; load the same checkpoint in all"
-            )
+        digest = hashlib.sha256(repr(saved).encode()).hexdigest()
+        self._check_equal(digest, "state, or only some ranks bring one (state=); load the same checkpoint in all")
         return self.agree(name)
 
     def replica(self, model: SharedSet, mean_merge: Collection[str] | None) -> Replica:
         """This rank's part of the model. Raises UnsupportedModel, and ConfigError if ranks bring different models."""
         replica = Replica(model, mean_merge, seat=Seat(self.rank, self.size, self._located))
-        digests = self.all_of(model_digest(replica.specs))
-        if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-            raise ConfigError(
-                f"ranks {different} of the island bring another model than rank 0; build the same one in all"
-            )
+        self._check_equal(model_digest(replica.specs), "model; build the same one in all")
         return replica
+
+    def _check_equal(self, digest: str, what: str) -> None:
+        """Of what every rank brings. Raises ConfigError."""
+        digests = self.all_of(digest)
+        if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+            raise ConfigError(f"ranks {different} of the island bring another than rank 0: {what}")
 
     def _located(self, tensor: Tensor) -> tuple[Holding, Sharing]:
         ranks = sorted(tensor.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
@@ -198,9 +193,8 @@ def _own_store(ranks: Sequence[int]) -> Any:
 
 def _places(size: int) -> Sequence[slice]:
     """Where each rank's frame lies."""
-    return [slice(0, LEADER_BYTES)] + [
-        slice(LEADER_BYTES + i * RANK_BYTES, LEADER_BYTES + (i + 1) * RANK_BYTES) for i in range(size - 1)
-    ]
+    ends = [LEADER_BYTES + i * RANK_BYTES for i in range(size)]
+    return [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
 
 
 def _ranks_of(island: Any) -> list[int]:
