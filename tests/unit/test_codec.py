@@ -230,7 +230,7 @@ def test_an_encoder_refuses_values_that_are_not_finite_and_leaves_them(encoding:
 
 
 @each_block_encoding
-@pytest.mark.parametrize("scale", [0.0, -0.0, -1.0, torch.nan, torch.inf, -torch.inf, 2.0**-127])
+@pytest.mark.parametrize("scale", [0.0, -0.0, -1.0, torch.nan, torch.inf, -torch.inf, 2.0**-127, FLOAT32_MAX / 6])
 def test_a_decoder_refuses_a_scale_that_no_encoder_writes(encoding: str, scale: float) -> None:
     payload = encode_payload(random_values(2000, 0), encoding, chunk_elements=1024)
     chunk = bytearray(payload.chunks[1])
@@ -239,14 +239,6 @@ def test_a_decoder_refuses_a_scale_that_no_encoder_writes(encoding: str, scale: 
     with pytest.raises(BadEncoding, match=f"chunk 1: {encoding}: block 2 has scale"):
         decode_chunk(payload.header, 1, bytes(chunk), out)
     assert not out.any()
-
-
-@pytest.mark.parametrize(("encoding", "beyond"), [("int8", FLOAT32_MAX / 126), ("int4", FLOAT32_MAX / 6)])
-def test_a_decoder_refuses_a_scale_that_could_overflow(encoding: str, beyond: float) -> None:
-    payload = encode_payload(torch.ones(2), encoding)
-    chunk = struct.pack("<f", beyond) + payload.chunks[0][4:]
-    with pytest.raises(BadEncoding, match="block 0 has scale"):
-        decoded(replace(payload, chunks=(chunk,)))
 
 
 @pytest.mark.parametrize(
