@@ -73,14 +73,6 @@ def test_a_contribution_in_parts_is_expected_until_all_are_there_and_measured_on
     assert arrivals.expected_at(call, 1000) == pytest.approx(12.7)
 
 
-def test_repeated_headers_measure_nothing() -> None:
-    arrivals = Arrivals()
-    call = Call(1, {arrivals: 10.5})
-    arrivals.header(call, 10.7, wanted=True)
-    arrivals.header(call, 99.0, wanted=True)
-    assert arrivals.lag_s == pytest.approx(0.2)
-
-
 def test_bytes_that_were_not_wanted_or_not_asked_for_measure_nothing() -> None:
     arrivals = Arrivals(s_per_element=1.0)
     call = Call(1, {arrivals: 10.5})

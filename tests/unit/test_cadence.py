@@ -86,18 +86,6 @@ def test_who_has_not_reported_neither_makes_due_nor_is_waited_for() -> None:
     assert is_due([silent, member("a", 4)], {}, 4, "all")
 
 
-def test_the_cadence_goes_on_when_the_fastest_learner_dies() -> None:
-    """Two learners, one ten times as fast; it dies after 20 of its steps. The slow one is asked every 4 of its own."""
-    base: dict[str, int] = {}
-    rounds_at: list[int] = []
-    for tick in range(1, 200):
-        live = [member("slow", tick // 10)] + ([member("fast", tick)] if tick <= 20 else [])
-        if is_due(live, base, 4, 1):
-            rounds_at.append(tick)
-            base = {m.learner_id: m.counted.inner_step for m in live}
-    assert rounds_at == [4, 8, 12, 16, 20, 60, 100, 140, 180]
-
-
 def test_a_rule_of_others_says_when_a_fragment_is_due_again_and_its_first_round_is_spread_likewise() -> None:
     rest = Rest(fragment_id=2, num_fragments=4, version=0, fraction=0.5, sync_every=8)
     assert interval(every_h_steps, rest, never=False) == 8

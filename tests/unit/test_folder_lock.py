@@ -38,13 +38,6 @@ def test_a_folder_that_is_in_use_is_not_touched(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_the_next_one_has_the_next_epoch(tmp_path: Path) -> None:
-    for epoch in (LONG_AGO, LONG_AGO + 1, LONG_AGO + 2):
-        store, lock = opened(tmp_path / "new" / "folder")
-        assert store.epoch == epoch
-        lock.release()
-
-
 def test_without_a_folder_versions_stay_in_memory() -> None:
     store, lock = opened(None)
     assert (type(store), store.epoch, lock) == (MemoryStore, 7, None)

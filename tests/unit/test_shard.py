@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from builders import random_values
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.errors import (
     BadChecksum,
@@ -288,21 +285,6 @@ def test_a_version_is_announced_only_once_it_is_computed() -> None:
     rig.finish_jobs()
     assert (rig.state.version, rig.theta) == (1, [-5.0])
     assert rig.state.round is not None
-
-
-@pytest.mark.parametrize("encoding", ["float32", "int8", "int4"])
-def test_the_order_of_arrival_changes_no_bit(encoding: str) -> None:
-    thetas = []
-    for order in itertools.permutations("abcd"):
-        rig = Rig(sync={"push": encoding, "merge": "rda"}).started("a", "b", "c", "d")
-        for learner_id in order:
-            steps = ord(learner_id) - 96
-            values = random_values(SIZE, seed=steps)
-            assert rig.contribute(learner_id, 1, values, tokens=10 * steps, steps=steps).outcome is ACCEPTED
-        thetas.append(rig.state.values.theta.clone())
-    assert len(thetas) == 24
-    assert all(torch.equal(theta, thetas[0]) for theta in thetas)
-    assert bool(thetas[0].any())
 
 
 def test_a_version_is_kept_in_float32_and_published_in_the_encoding_of_the_run() -> None:
@@ -790,14 +772,6 @@ def test_a_forgotten_learner_that_comes_back_hears_that_its_merges_are_not_known
     (status,) = rig.shard.join_answer("a").fragments
     assert (status.version, status.merged_version, status.forgotten_version) == (1, 0, 1)
     assert rig.contribute("a", 1).outcome is DUPLICATE, "and not LATE: it would be given back"
-
-
-def test_a_learner_whose_merges_are_known_is_told_of_no_gap() -> None:
-    rig = Rig(shard={"max_learners": 1}, sync={"quorum": 1}).started("a")
-    rig.contribute("a", 1)
-    rig.state.record = replace(rig.state.record, forgotten_version=1)
-    (status,) = rig.shard.join_answer("a").fragments
-    assert (status.merged_version, status.forgotten_version) == (1, 0)
 
 
 def test_a_process_is_refused_for_one_that_is_there_and_not_for_one_that_is_gone() -> None:
