@@ -168,47 +168,33 @@ def test_a_shard_that_came_back_has_not_stopped() -> None:
 
 REFUSED = PushAnswer(Outcome.REJECTED, NotFinite.code)
 ACCEPTED = PushAnswer(Outcome.ACCEPTED)
-ENOUGH = range(1, REFUSALS_MAX + 1)
+ALL_BUT_ONE = [(0, 0, number, REFUSED) for number in range(1, REFUSALS_MAX)]
+"""Fragment, shard, round and answer."""
+LAST = (0, 0, REFUSALS_MAX, REFUSED)
+OF_ANOTHER_SHARD = [(1, 1, number, REFUSED) for number in range(1, REFUSALS_MAX + 1)]
+MERGED = "merged"
+"""A contribution to fragment 0."""
 
 
-def ends(diverging: Diverging, rounds: range, fragment_id: int = 0, shard_index: int = 0) -> list[bool]:
-    return [diverging.answered(fragment_id, shard_index, number, REFUSED) is not None for number in rounds]
-
-
-def test_the_last_of_so_many_rounds_in_a_row_ends_the_learner():
-    assert ends(Diverging(1), ENOUGH) == [False] * (REFUSALS_MAX - 1) + [True]
-
-
-def test_a_round_that_refuses_every_rank_of_an_island_is_one_round():
-    diverging = Diverging(1)
-    for number in ENOUGH[:-1]:
-        assert not any(diverging.answered(0, 0, number, REFUSED) for _rank in range(REFUSALS_MAX))
-    assert diverging.answered(0, 0, REFUSALS_MAX, REFUSED) is not None
-
-
-def test_fragments_do_not_add_up():
-    diverging = Diverging(1)
-    assert not any(any(ends(diverging, ENOUGH[:-1], fragment_id)) for fragment_id in range(REFUSALS_MAX))
-
-
-def test_a_contribution_that_is_accepted_or_merged_begins_the_count_again():
-    diverging = Diverging(1)
-    assert not any(ends(diverging, ENOUGH[:-1]))
-    diverging.answered(0, 0, REFUSALS_MAX, ACCEPTED)
-    assert not any(ends(diverging, range(10, 9 + REFUSALS_MAX)))
-    diverging.merged(0)
-    assert not any(ends(diverging, range(20, 19 + REFUSALS_MAX)))
-
-
-def test_one_shard_of_two_cannot_say_so_alone():
-    diverging = Diverging(2)
-    assert not any(ends(diverging, range(1, 100)))
-    assert not any(ends(diverging, ENOUGH, fragment_id=2))
-    assert ends(diverging, ENOUGH, fragment_id=1, shard_index=1)[-1]
-
-
-def test_a_shard_that_takes_the_fragment_again_says_so_no_longer():
-    diverging = Diverging(2)
-    ends(diverging, ENOUGH)
-    diverging.merged(0)
-    assert not any(ends(diverging, ENOUGH, fragment_id=1, shard_index=1))
+@pytest.mark.parametrize(
+    ("num_shards", "heard", "ends"),
+    [
+        (1, ALL_BUT_ONE, False),
+        (1, [*ALL_BUT_ONE, LAST], True),
+        (1, ALL_BUT_ONE * REFUSALS_MAX, False),
+        (1, [(i, *rest) for i in range(REFUSALS_MAX) for _, *rest in ALL_BUT_ONE], False),
+        (1, [*ALL_BUT_ONE, (0, 0, REFUSALS_MAX, ACCEPTED), LAST], False),
+        (1, [*ALL_BUT_ONE, MERGED, LAST], False),
+        (2, [(i, *rest) for i in (0, 2) for _, *rest in [*ALL_BUT_ONE, LAST]], False),
+        (2, [*ALL_BUT_ONE, LAST, *OF_ANOTHER_SHARD], True),
+        (2, [*ALL_BUT_ONE, LAST, MERGED, *OF_ANOTHER_SHARD], False),
+    ],
+    ids=[
+        "one is missing", "the last one in a row", "of every rank of an island", "fragments do not add up",
+        "one was accepted", "one was merged", "one shard of two", "both shards", "the first takes it again",
+    ],
+)  # fmt: skip
+def test_the_last_of_so_many_rounds_in_a_row_ends_the_learner(num_shards: int, heard: list[Any], ends: bool) -> None:
+    diverging = Diverging(num_shards)
+    said = [diverging.merged(0) if event is MERGED else diverging.answered(*event) for event in heard]
+    assert [error is not None for error in said] == [False] * (len(heard) - 1) + [ends]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -178,23 +179,19 @@ def test_only_rounds_after_its_version_and_of_its_epoch_are_answered(
     assert bool(rig.asked(round_number, epoch)) is answered
 
 
-def test_a_round_of_a_new_epoch_is_answered_once_a_version_of_it_is_there() -> None:
+@pytest.mark.parametrize(
+    ("asked", "arrives", "answered"),
+    [
+        ((1, EPOCH + 1), (0, EPOCH + 1), [(1, EPOCH + 1, 0)]),  # once a version of the new epoch is there
+        ((4, EPOCH), (4, EPOCH), []),  # it is overtaken: the push would be LATE, and the bytes wasted
+    ],
+)
+def test_a_version_decides_on_a_round_that_has_asked(asked, arrives, answered) -> None:
     rig = Rig(version=3)
     rig.trains(by=1.0)
-    assert rig.asked(1, epoch=EPOCH + 1) == []
-    rig.arrives(0, 10.0, epoch=EPOCH + 1)
-    (contribution,) = rig.core.contribute()
-    assert (contribution.round, contribution.epoch, contribution.base_version) == (1, EPOCH + 1, 0)
-
-
-def test_a_round_that_its_version_has_overtaken_is_not_answered() -> None:
-    """The push would be LATE, and the bytes wasted."""
-    rig = Rig()
-    rig.trains(by=1.0)
-    rig.core.collect(Collect(0, 1, EPOCH), EPOCH)
-    rig.arrives(1, 9.0)
-    assert rig.core.contribute() == []
-    assert [p.round for p in rig.asked(2)] == [2]
+    rig.core.collect(Collect(0, *asked), asked[1])
+    rig.arrives(arrives[0], 10.0, epoch=arrives[1])
+    assert [(c.round, c.epoch, c.base_version) for c in rig.core.contribute()] == answered
 
 
 @pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.LATE])
@@ -215,26 +212,19 @@ def test_a_round_that_asks_again_before_its_refusal_is_heard_gets_another_contri
     assert rig.core.contribute() == []
 
 
-def test_a_round_that_asks_again_gets_the_same_contribution() -> None:
-    rig = Rig()
-    rig.trains(by=1.0)
-    (first,) = rig.asked(1)
-    rig.trains(by=1.0)
-    (again,) = rig.asked(1)
-    assert again is first
-    assert rig.core.contributions["taken"] == 1
-
-
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite", "blend"])
-def test_a_contribution_says_where_its_work_began_whatever_came_since(on_commit: str) -> None:
+@pytest.mark.parametrize("comes_between", [False, True])
+def test_a_round_that_asks_again_gets_the_same_contribution(on_commit: str, comes_between: bool) -> None:
+    """It says where its work began, whatever came since."""
     rig = Rig(on_commit)
     rig.trains(by=1.0, tokens=3)
     (first,) = rig.asked(2)
     rig.trains(by=1.0, tokens=4)
-    rig.arrives(1, 20.0)
+    if comes_between:
+        rig.arrives(1, 20.0)
     (again,) = rig.asked(2)
     assert again is first
-    assert (again.since, again.tokens) == (0, 3)
+    assert (again.since, again.tokens, rig.core.contributions["taken"]) == (0, 3, 1)
 
 
 def test_tokens_are_unmerged_until_a_version_tells_that_it_holds_them() -> None:
@@ -404,30 +394,25 @@ def test_what_is_trained_while_the_snapshot_is_taken_is_neither_lost_nor_counted
     assert following.tokens + (contribution.tokens if merged else 0) == rig.core.tokens
 
 
-def test_no_version_can_be_applied_while_the_snapshot_is_taken() -> None:
-    rig = Rig()
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_version_can_be_applied_while_the_snapshot_is_taken(fails: bool) -> None:
+    """One that could not be taken holds up none."""
+    rig = Rig(at=10.0)
     assert not rig.core.is_being_read(0)
     rig.trains(by=2.0)
     contribution = asked_to_read(rig)
     assert rig.core.is_being_read(0)
     seen: list[bool] = []
-    contribution.tensors.read = lambda out: seen.append(rig.core.is_being_read(0))
-    contribution.tensors.take_snapshot()
-    assert seen == [True]
-    assert not rig.core.is_being_read(0)
-
-
-def test_a_snapshot_that_could_not_be_taken_holds_up_no_version() -> None:
-    rig = Rig(at=10.0)
-    rig.trains(by=2.0)
-    contribution = asked_to_read(rig)
 
     def read(out: Tensor) -> None:
-        raise MemoryError
+        seen.append(rig.core.is_being_read(0))
+        if fails:
+            raise MemoryError
 
     contribution.tensors.read = read
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError) if fails else nullcontext():
         contribution.tensors.take_snapshot()
+    assert seen == [True]
     assert not rig.core.is_being_read(0)
     rig.arrives(1, 20.0)
     assert (rig.theta, rig.core.contributions["carried"]) == (22.0, 1)
@@ -667,34 +652,26 @@ def status(version: int, merged_version: int, *, seeded: bool = True) -> list[Fr
     return [FragmentStatus(0, seeded, version, merged_version, EPOCH)]
 
 
-def test_joining_again_in_the_same_epoch_leaves_the_fate_of_a_contribution_open() -> None:
-    rig = Rig(version=3)
-    rig.contributes(4)
-    rig.core.rejoined(status(3, 0), EPOCH)
-    assert rig.core.unmerged == 1
-    rig.arrives(4, 20.0, merged=4)
-    assert rig.theta == 20.0
-
-
 @pytest.mark.parametrize(
-    ("statuses", "kept"),
+    ("statuses", "epoch", "kept"),
     [
-        (status(0, 0, seeded=False), False),  # nothing survived
-        (status(3, 2), False),  # the round was open: push it again
-        (status(4, 4), True),  # it is in a version that is there
-        (status(4, 0), False),  # the version was made without it
+        (status(4, 4), EPOCH, True),  # in the same epoch its fate stays open
+        (status(0, 0, seeded=False), EPOCH + 1, False),  # nothing survived
+        (status(3, 2), EPOCH + 1, False),  # the round was open: push it again
+        (status(4, 4), EPOCH + 1, True),  # it is in a version that is there
+        (status(4, 0), EPOCH + 1, False),  # the version was made without it
     ],
 )
 def test_a_shard_that_was_restored_has_a_contribution_or_gets_its_work_again(
-    statuses: list[FragmentStatus], kept: bool
+    statuses: list[FragmentStatus], epoch: int, kept: bool
 ) -> None:
     rig = Rig(version=3)
     rig.contributes(4)
     rig.trains(by=1.0)
-    rig.core.rejoined(statuses, EPOCH + 1)
+    rig.core.rejoined(statuses, epoch)
     assert rig.core.unmerged == (1 if kept else 0)
     (told,) = statuses
-    rig.arrives(told.version, 20.0, merged=told.merged_version, epoch=EPOCH + 1)
+    rig.arrives(told.version, 20.0, merged=told.merged_version, epoch=epoch)
     assert rig.theta == (21.0 if kept else 23.0)
     assert rig.core.unmerged == 0
 
@@ -723,21 +700,19 @@ def test_a_version_of_an_older_line_does_not_hold_a_contribution_to_a_later_one(
 # ------------------------------------------------------------------ a shard that has forgotten this learner
 
 
-def test_what_a_shard_has_forgotten_counts_as_merged_and_is_not_pushed_again() -> None:
+@pytest.mark.parametrize("rejoins", [False, True])
+def test_what_a_shard_has_forgotten_counts_as_merged_and_is_not_pushed_again(rejoins: bool) -> None:
+    """Through its restart, too."""
     rig = Rig(version=3)
     rig.contributes(4)
     rig.trains(by=1.0)
+    if rejoins:
+        rig.core.rejoined([FragmentStatus(0, True, 6, 0, EPOCH, 4)], EPOCH + 1)
+        assert rig.core.unmerged == 1, "the next version tells"
     assert rig.arrives(6, 20.0, merged=0, forgotten=4)
     assert rig.theta == 21.0, "what was trained since goes on"
     assert rig.fragment.tokens_since(rig.core.tokens) == 5
     assert (rig.core.contributions["forgotten"], rig.core.contributions["carried"], rig.core.unmerged) == (1, 0, 0)
-
-
-def test_what_a_shard_has_forgotten_stays_pending_through_its_restart() -> None:
-    rig = Rig(version=3)
-    rig.contributes(4)
-    rig.core.rejoined([FragmentStatus(0, True, 6, 0, EPOCH, 4)], EPOCH + 1)
-    assert rig.core.unmerged == 1, "the next version tells"
 
 
 @pytest.mark.parametrize(
@@ -758,22 +733,20 @@ def test_what_cannot_have_been_forgotten_is_given_back(forgotten: int, version: 
 # ------------------------------------------------------------------ a shard that came back with its versions
 
 
-def test_a_version_of_a_later_epoch_follows_one_that_was_kept() -> None:
-    """The shard has restarted and goes on from (EPOCH, 3): its next version is (EPOCH + 1, 4)."""
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_version_of_a_later_epoch_follows_one_that_was_kept(is_renamed: bool) -> None:
+    """The shard has restarted and goes on from (EPOCH, 3): its next version is (EPOCH + 1, 4).
+
+    Or 3 has a new name, as another learner held a version that is lost. Ours is relative to what came back, and is
+    still in the round."""
     rig, contribution = asked_after_a_restart()
     assert (contribution.shard_epoch, contribution.epoch, contribution.base_version) == (EPOCH + 1, EPOCH, 3)
+    if is_renamed:
+        assert rig.arrives(3, 10.0, epoch=EPOCH + 1)
+        assert (rig.theta, rig.core.unmerged) == (12.0, 1)
     rig.trains(by=1.0)
     assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
     assert (rig.theta, rig.fragment.epoch, rig.core.unmerged) == (21.0, EPOCH + 1, 0)
-
-
-def test_a_new_name_for_the_version_that_it_holds_leaves_a_contribution_pending() -> None:
-    """Another learner held a version that is lost; ours is relative to what came back, and is still in the round."""
-    rig, _ = asked_after_a_restart()
-    assert rig.arrives(3, 10.0, epoch=EPOCH + 1)
-    assert (rig.theta, rig.core.unmerged) == (12.0, 1)
-    assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
-    assert (rig.theta, rig.core.unmerged) == (20.0, 0)
 
 
 def test_what_is_lost_with_a_version_is_not_taken_for_merged() -> None:

@@ -48,6 +48,46 @@ class Asked(Decoder):
         return self.lm_head
 
 
+class Encoder(Asked):
+    """It has no head, and does not know where its embeddings are."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
+    def get_output_embeddings(self) -> nn.Module:
+        return None  # type: ignore[return-value]
+
+
+class Many(Decoder):
+    """Several heads, as the model says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.ModuleList(nn.Linear(32, 101, bias=False) for _ in range(2))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.more
+
+
+class Table(nn.Module):
+    """An embedding of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(nn.Linear(4, 9).weight.detach().clone())
+
+
+class Says(nn.Module):
+    """What its embedding is."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.body = embedding, nn.Linear(4, 4)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+
 HEADLESS = ["wpe.weight", "wte.weight"]
 WITH_HEAD = ["lm_head.weight", "wpe.weight", "wte.weight"]
 
@@ -67,55 +107,16 @@ WITH_HEAD = ["lm_head.weight", "wpe.weight", "wte.weight"]
         pytest.param(Decoder(vocabulary=32, tied=True), ["lm_head.weight", "wpe.weight"], id="but tied is evidence"),
         pytest.param(Asked(vocabulary=32), WITH_HEAD, id="and so is what the model says"),
         pytest.param(Asked(vocabulary=32, bias=True), ["lm_head.bias", *WITH_HEAD], id="with its bias"),
+        pytest.param(
+            nn.Sequential(nn.Linear(3, 3), Asked(vocabulary=32)), [f"1.{n}" for n in WITH_HEAD], id="a part says"
+        ),
+        pytest.param(Encoder(), WITH_HEAD, id="if the model does not know, its size tells"),
+        pytest.param(Many(), ["more.0.weight", "more.1.weight", "wpe.weight", "wte.weight"], id="several heads"),
+        pytest.param(Says(Table()), ["embedding.weight"], id="a table of the user's own"),
+        pytest.param(Says(nn.Conv2d(3, 4, 2)), [], id="a projection of patches is none"),
+        pytest.param(Says(nn.Linear(9, 4)), [], id="nor is a linear layer"),
         pytest.param(nn.Sequential(Decoder(), nn.Linear(101, 32)), ["0.wpe.weight", "0.wte.weight"], id="reads it"),
     ],
 )
 def test_embeddings_and_the_head_take_the_mean_and_projections_never_do(model: nn.Module, expected: list[str]) -> None:
     assert averaged(model) == expected
-
-
-def test_what_the_model_says_is_found_inside_of_the_users_own_module() -> None:
-    outer = nn.Sequential(nn.Linear(3, 3), Asked(vocabulary=32))
-    assert averaged(outer) == [f"1.{name}" for name in WITH_HEAD]
-
-
-def test_a_model_may_have_no_head_or_not_know() -> None:
-    class Encoder(Asked):
-        def get_input_embeddings(self) -> nn.Module:
-            raise NotImplementedError
-
-        def get_output_embeddings(self) -> nn.Module:
-            return None  # type: ignore[return-value]
-
-    assert averaged(Encoder()) == WITH_HEAD, "then its size tells"
-
-
-def test_several_heads_are_heads_if_the_model_says_so() -> None:
-    class Many(Decoder):
-        def __init__(self) -> None:
-            super().__init__()
-            self.more = nn.ModuleList(nn.Linear(32, 101, bias=False) for _ in range(2))
-
-        def get_output_embeddings(self) -> nn.Module:
-            return self.more
-
-    assert averaged(Many()) == ["more.0.weight", "more.1.weight", "wpe.weight", "wte.weight"]
-
-
-def test_a_table_of_the_users_own_is_an_embedding_and_a_projection_of_patches_is_none() -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(nn.Linear(4, 9).weight.detach().clone())
-
-    class Says(nn.Module):
-        def __init__(self, embedding: nn.Module) -> None:
-            super().__init__()
-            self.embedding, self.body = embedding, nn.Linear(4, 4)
-
-        def get_input_embeddings(self) -> nn.Module:
-            return self.embedding
-
-    assert averaged(Says(Table())) == ["embedding.weight"]
-    assert averaged(Says(nn.Conv2d(3, 4, 2))) == []
-    assert averaged(Says(nn.Linear(9, 4))) == []

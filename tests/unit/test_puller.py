@@ -10,18 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from diloco_common import errors
 from diloco_common.codec import encode_payload
-from diloco_common.errors import (
-    BadChecksum,
-    BadSize,
-    Draining,
-    LeaseExpired,
-    NotJoined,
-    NotSeeded,
-    Refusal,
-    StaleGeneration,
-    UnknownEncoding,
-)
+from diloco_common.errors import Refusal
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Held, LearnerPolicy, PullHeader, PullRequest
 from diloco_worker.core.connection import ConnectionState
@@ -96,44 +87,32 @@ def tries_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "backoff_s", lambda *_: 0.0)
 
 
-def test_what_was_pulled_is_held_and_the_next_is_asked_for_as_a_change_of_it() -> None:
-    shard = Shard(1, 2)
-    _, codec = pulled(shard, 1, 2)
-    assert codec.held([0]) == (Held(0, EPOCH, 2),)
-    assert shard.asked == [NOTHING, FIRST]
-
-
-def test_a_change_that_came_damaged_is_fetched_from_nothing_and_what_was_held_still_is() -> None:
-    """The learner's anchor is what it was. A shard that comes back without that version must hear of it."""
-    shard = Shard(1, BadChecksum("damaged"), 2)
-    _, codec = pulled(shard, 1, 2)
-    assert codec.held([0]) == (Held(0, EPOCH, 2),)
-    assert shard.asked == [NOTHING, FIRST, NOTHING]
-    assert shard.held == [(), (Held(0, EPOCH, 1),), (Held(0, EPOCH, 1),)]
-
-
-@pytest.mark.parametrize("of_the_bytes", [BadSize("too few"), UnknownEncoding("not known")])
-def test_what_cannot_be_read_is_fetched_from_nothing(of_the_bytes: Refusal) -> None:
-    shard = Shard(1, of_the_bytes, 2)
-    pulled(shard, 1, 2)
-    assert shard.asked == [NOTHING, FIRST, NOTHING]
+OF_THE_BYTES = [errors.BadChecksum("damaged"), errors.BadSize("too few"), errors.UnknownEncoding("not known")]
+OF_THE_CALL = [
+    errors.StaleGeneration("cat", 1, 2), errors.NotJoined("no lease"), errors.LeaseExpired("silent"),
+    errors.Draining("shutting down"), errors.NotSeeded("nothing yet"),
+]  # fmt: skip
+ONE = (Held(0, EPOCH, 1),)
 
 
 @pytest.mark.parametrize(
-    "of_the_call",
+    ("refused", "asked"),
     [
-        StaleGeneration("cat", 1, 2),
-        NotJoined("no lease"),
-        LeaseExpired("silent"),
-        Draining("shutting down"),
-        NotSeeded("nothing yet"),
+        (None, [NOTHING, FIRST]),
+        *((error, [NOTHING, FIRST, NOTHING]) for error in OF_THE_BYTES),
+        *((error, [NOTHING, FIRST, FIRST]) for error in OF_THE_CALL),
     ],
 )
-def test_a_call_that_is_refused_leaves_the_base_as_it_is(of_the_call: Refusal) -> None:
-    """Nothing came, so nothing is wrong with what is held: the next version may still come as a change."""
-    shard = Shard(1, of_the_call, 2)
-    pulled(shard, 1, 2)
-    assert shard.asked == [NOTHING, FIRST, FIRST]
+def test_the_next_version_is_asked_for_as_a_change_unless_the_bytes_of_one_were_of_no_use(
+    refused: Refusal | None, asked: list[tuple[int, int] | None]
+) -> None:
+    """The learner's anchor is what it was. A shard that comes back without that version must hear of it. Where the call
+    was refused nothing came, so nothing is wrong with what is held."""
+    shard = Shard(1, *([] if refused is None else [refused]), 2)
+    _, codec = pulled(shard, 1, 2)
+    assert codec.held([0]) == (Held(0, EPOCH, 2),)
+    assert shard.asked == asked
+    assert shard.held == [(), *[ONE] * (len(asked) - 1)]
 
 
 def test_another_epoch_of_the_shard_is_told_what_an_earlier_one_gave() -> None:

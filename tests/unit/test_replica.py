@@ -144,29 +144,22 @@ def test_rows_of_one_tensor_may_lie_in_several_fragments() -> None:
     assert sorted(torch.cat(parts).tolist()) == [float(i) for i in range(40)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_zero_dimensional_parameter_is_a_parameter(dtype: torch.dtype) -> None:
-    model = with_parameter(torch.tensor(2.0, dtype=dtype))
-    replica = Replica(model)
-    (fragment,) = cut(replica.specs, 24, 1).fragments
-    replica.add(fragment, torch.tensor([4.0]))
-    assert model.w.item() == 6.0
-
-
-def test_differences_are_added_to_bfloat16_parameters_in_float32() -> None:
-    """The difference -255.5 is none of bfloat16's numbers; rounded on the way, the result would be 0."""
-    model = with_parameter(torch.tensor([256.0], dtype=torch.bfloat16))
-    replica = Replica(model)
-    (fragment,) = cut(replica.specs, 1, 1).fragments
-    replica.add(fragment, torch.tensor([-255.5]))
-    assert model.w.item() == 0.5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("alpha", "expected"), [(0.0, 8.0), (0.25, 7.0), (0.5, 6.0), (1.0, 4.0)])
-def test_blend_keeps_alpha_of_its_own(dtype: torch.dtype, alpha: float, expected: float) -> None:
-    model = with_parameter(torch.tensor([4.0], dtype=dtype))
-    replica = Replica(model)
-    (fragment,) = cut(replica.specs, 1, 1).fragments
-    replica.blend(fragment, torch.tensor([8.0]), alpha)
-    assert model.w.item() == expected
+@pytest.mark.parametrize(
+    ("own", "change", "dtypes", "expected"),
+    [
+        (torch.tensor(2.0), lambda r, f: r.add(f, torch.tensor([4.0])), "fb", 6.0),  # of no dimension
+        # -255.5 is none of bfloat16's numbers; rounded on the way, the result would be 0.
+        (torch.tensor([256.0]), lambda r, f: r.add(f, torch.tensor([-255.5])), "b", 0.5),
+        *(
+            (torch.tensor([4.0]), lambda r, f, alpha=alpha: r.blend(f, torch.tensor([8.0]), alpha), "fb", left)
+            for alpha, left in ((0.0, 8.0), (0.25, 7.0), (0.5, 6.0), (1.0, 4.0))
+        ),
+    ],
+)
+def test_differences_are_added_and_values_blended_in_float32(own, change, dtypes: str, expected: float) -> None:
+    for dtype in dtypes:
+        model = with_parameter(own.to({"f": torch.float32, "b": torch.bfloat16}[dtype], copy=True))
+        replica = Replica(model)
+        (fragment,) = cut(replica.specs, 24, 1).fragments
+        change(replica, fragment)
+        assert model.w.item() == expected
