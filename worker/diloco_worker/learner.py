@@ -217,7 +217,7 @@ class Learner(LearnerView):
                 "gets no versions: join(masters=optimizer)"
             )
         self._following = following
-        return self._following
+        return following
 
     @one_thread
     def poll(self, wait_s: float = 0.0) -> None:
@@ -384,8 +384,10 @@ class Learner(LearnerView):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is not None and kind is not KeyboardInterrupt:
-                self._heed_at_last()
+            is_error = kind is not None and kind is not KeyboardInterrupt
+            if is_error and self._home.is_here and self.state not in ("done", "stopped"):
+                # If SIGTERM has come, that is often why: it went to the workers of a DataLoader, too.
+                self._heed()
         finally:
             self.close(HURRY_S if kind is KeyboardInterrupt else None)
         if kind is KeyboardInterrupt and self._home.is_here:
@@ -399,12 +401,6 @@ class Learner(LearnerView):
             if (asked_at := self._boundary.leave_asked_at) is not None:  # None: another rank was
                 self._leaving.usual_s = max(LEAVE_LEAST_S, LEAVE_S - (self._clock() - asked_at))
             self.leave()
-
-    def _heed_at_last(self) -> None:
-        """An error ends the loop. If SIGTERM has come, that is often why: it went to the workers of a DataLoader, too,
-        and there will be no next step."""
-        if self._home.is_here and self.state not in ("done", "stopped"):
-            self._heed()
 
     def _end(self, how: Ending, look: Callable[[float, float | None], tuple[bool, str]], wait_s: float | None) -> str:
         """Wait as long as `look` says, and close. Returns what is missing, in words."""

@@ -9,39 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco_common.errors import (
-    Busy,
-    ConfigError,
-    DilocoError,
-    Draining,
-    ForeignCertificate,
-    LeaseExpired,
-    ManifestMismatch,
-    NoCertificate,
-    NotAShard,
-    NotJoined,
-    NotSeeded,
-    Refusal,
-    StaleGeneration,
-    Stalled,
-    Superseded,
-    TlsNeeded,
-    TlsNotSpoken,
-    TornUpload,
-    Unavailable,
-    WrongEpoch,
-    WrongHost,
-)
+from diloco_common import errors
+from diloco_common.errors import ConfigError, DilocoError, Refusal, Superseded, Unavailable
 from diloco_common.wire.messages import SLOWEST_BYTES_PER_S
 
-JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
+JOIN_AGAIN = (errors.NotJoined, errors.LeaseExpired, errors.Stalled, errors.StaleGeneration, errors.WrongEpoch)
 """The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""
-TRY_AGAIN = (Draining, Busy, NotSeeded, TornUpload)
+TRY_AGAIN = (errors.Draining, errors.Busy, errors.NotSeeded, errors.TornUpload)
 """Not now."""
-ALWAYS = (Superseded, ConfigError, ManifestMismatch)
+ALWAYS = (Superseded, ConfigError, errors.ManifestMismatch)
 """Also of a shard that was there before: another process is this learner now, or it is no longer the shard it was. So
 is an error that nobody thought of."""
-STAYS = (NoCertificate, ForeignCertificate, WrongHost, TlsNeeded, TlsNotSpoken, NotAShard)
+STAYS = (
+    errors.NoCertificate, errors.ForeignCertificate, errors.WrongHost, errors.TlsNeeded, errors.TlsNotSpoken,
+    errors.NotAShard,
+)  # fmt: skip
 """Only other settings or files can mend it. An expired certificate is waited for: it may be renewed under way, and a
 clock may be set."""
 STAYS_S = 3.0

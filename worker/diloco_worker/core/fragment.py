@@ -157,7 +157,7 @@ class LearnerFragment:
 
     def begin_with_own(self, tokens: int, steps: int) -> None:
         """Train on with the model's own values until a version arrives: what is trained from now on is carried."""
-        self.tensors.begin_with_own()
+        self.tensors.anchor = self.tensors.values()
         self._restart_counters(tokens, steps)
 
     def adopt(self, values: Tensor, version: int, epoch: int, tokens: int, steps: int) -> None:

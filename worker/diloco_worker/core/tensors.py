@@ -246,10 +246,6 @@ class FragmentTensors:
         if contribution is not None and contribution.may_overwrite:
             self._given_back = contribution
 
-    def begin_with_own(self) -> None:
-        """The anchor is what the model holds: no version is there yet."""
-        self.anchor = self.values()
-
     def adopt(self, values: Tensor) -> None:
         """theta <- values: the first version that this learner gets."""
         self._replica.write(self.fragment, values)
@@ -280,8 +276,10 @@ class FragmentTensors:
         if self._is_rounded(self.anchor) or self._is_rounded(values):
             self._carry_held(values, reference, merged=merged)
             return
-        if difference is None or not _are_the_same(difference.reference, reference):
-            difference = Difference(reference, _minus(values, reference))
+        if difference is None or any(a is not b for a, b in zip(difference.reference, reference, strict=True)):
+            moved = memory.empty(values.numel(), device=values.device)
+            subtract(values, reference, moved)
+            difference = Difference(reference, moved)
         with self._replica.laid.under(self.fragment):
             self._replica.add(self.fragment, difference.values, steps)
         if contribution is not None and not merged:  # of a later round
@@ -344,15 +342,3 @@ def _restore(loss: Tensor, payload: Payload, snapshot: Tensor) -> None:
         restored = sent[part].sub_(snapshot[part]).add_(loss[part])
         loss[part].copy_(restored.masked_fill_(restored.abs() <= noise, 0.0))
     wait_for_device(loss.device)  # the snapshot goes, and another stream may take its memory
-
-
-def _are_the_same(one: Reference, other: Reference) -> bool:
-    """Whether they are of the same tensors."""
-    return one.values is other.values and one.progress is other.progress
-
-
-def _minus(values: Tensor, reference: Reference) -> Tensor:
-    """values - reference, float32."""
-    out = memory.empty(values.numel(), device=values.device)
-    subtract(values, reference, out)
-    return out

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -146,9 +146,8 @@ class CodecThread:
 
     def lose_base(self, fragment_id: int) -> None:
         """The bytes of a version were of no use: ask for the values themselves."""
-        held = self._held.get(fragment_id)
-        if held is not None:
-            self._held[fragment_id] = HeldVersion(held.epoch, held.version, held.tokens_merged, None)
+        if (held := self._held.get(fragment_id)) is not None:
+            self._held[fragment_id] = replace(held, values=None)
 
     # ------------------------------------------------------------ jobs
 

@@ -21,14 +21,7 @@ from typing import Any
 from diloco_common.errors import DilocoError, Unavailable
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import Progress, Pulse, ShardAway
-from diloco_worker.core.acts import (
-    Act,
-    LastRounds,
-    ModelCut,
-    PushContribution,
-    SeedFragment,
-    StepEnded,
-)
+from diloco_worker.core.acts import Act, LastRounds, ModelCut, PushContribution, SeedFragment, StepEnded
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import Lease
 from diloco_worker.core.council_log import Fetch, FetchEnded

@@ -6,20 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
+from diloco_common import errors
 from diloco_common.codec import Chunk, Payload, PayloadReceiver
 from diloco_common.codec.change import pull_encodings
-from diloco_common.errors import (
-    BadChecksum,
-    BadEncoding,
-    BadRequest,
-    BadSize,
-    DilocoError,
-    NotFinite,
-    Refusal,
-    Unavailable,
-    UnknownEncoding,
-    VersionGone,
-)
+from diloco_common.errors import BadRequest, DilocoError, Refusal, Unavailable, VersionGone
 from diloco_common.ports import Transport
 from diloco_common.wire.messages import PullHeader, PullRequest, Range
 from diloco_worker.core.connection import ConnectionState
@@ -27,7 +17,9 @@ from diloco_worker.core.dialing import backoff_s, call_s
 from diloco_worker.core.events import Event
 from diloco_worker.shell.context import ConnectionContext
 
-UNREADABLE = (BadRequest, BadSize, BadChecksum, BadEncoding, UnknownEncoding, NotFinite)
+UNREADABLE = (
+    BadRequest, errors.BadSize, errors.BadChecksum, errors.BadEncoding, errors.UnknownEncoding, errors.NotFinite,
+)  # fmt: skip
 """What came cannot be read: the next pull asks for the values. Other refusals are of the call, and cost no base."""
 
 

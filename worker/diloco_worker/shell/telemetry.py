@@ -17,14 +17,7 @@ from diloco_common.ports import Clock, History
 from diloco_common.settings import WorkerSettings
 from diloco_common.wire.manifest import TensorSpec, model_digest
 from diloco_common.wire.messages import Pulse
-from diloco_worker.core.acts import (
-    Act,
-    Figures,
-    PushContribution,
-    StepEnded,
-    VersionApplied,
-    WorkCarried,
-)
+from diloco_worker.core.acts import Act, Figures, PushContribution, StepEnded, VersionApplied, WorkCarried
 from diloco_worker.core.connection import Caller, Lease
 from diloco_worker.core.events import Answered
 from diloco_worker.core.fragment import Fate
@@ -177,7 +170,10 @@ class LearnerTelemetry:
                 self._stall_max_s = max(self._stall_max_s, act.stall_s)
                 self.metrics.training.stepped(tokens=act.tokens, seconds=act.step_s, loss=act.progress.loss)
                 self.metrics.training.stall_seconds.observe(act.stall_s)
-                self._count(self.figures())
+                figures = self.figures()
+                self.metrics.exchange.unmerged.set(figures.unmerged)
+                self.metrics.exchange.tokens_carried.inc(figures.tokens_carried - self._tokens_carried)
+                self._tokens_carried = figures.tokens_carried
             case PushContribution():
                 self.metrics.training.computed("snapshot", act.cpu_seconds)
             case VersionApplied():
@@ -225,11 +221,6 @@ class LearnerTelemetry:
         self.metrics.exchange.encode_seconds.observe(seconds)
 
     # ------------------------------------------------------------ helpers
-
-    def _count(self, figures: Figures) -> None:
-        self.metrics.exchange.unmerged.set(figures.unmerged)
-        self.metrics.exchange.tokens_carried.inc(figures.tokens_carried - self._tokens_carried)
-        self._tokens_carried = figures.tokens_carried
 
     def _applied(self, act: VersionApplied) -> None:
         contribution = act.contribution
