@@ -41,7 +41,12 @@ class Agreement:
         manifest = self._manifest or self._cut(joined)
         self._check_index(joined)
         self._check_settings(joined, self._first or joined, manifest)
-        _check_owned(joined, manifest)
+        named = {status.fragment_id for status in joined.fragments}
+        if not named <= (owned := {f.fragment_id for f in manifest.owned_by(joined.shard_index)}):
+            raise ManifestMismatch(
+                f"{joined.address} says that it owns fragments {sorted(named - owned)[:5]}, but the manifest places "
+                "them elsewhere; install equal versions on both sides"
+            )
         self._first, self._manifest = self._first or joined, manifest
         self._index_of[joined.address] = joined.shard_index
 
@@ -95,17 +100,6 @@ class Agreement:
             )
         for encoding in (joined.policy.push_encoding, joined.policy.pull_encoding):
             get_codec(encoding)
-
-
-def _check_owned(joined: Joined, manifest: Manifest) -> None:
-    """A shard names the fragments that the manifest places on it."""
-    named = {status.fragment_id for status in joined.fragments}
-    owned = {fragment.fragment_id for fragment in manifest.owned_by(joined.shard_index)}
-    if not named <= owned:
-        raise ManifestMismatch(
-            f"{joined.address} says that it owns fragments {sorted(named - owned)[:5]}, but the manifest places "
-            "them elsewhere; install equal versions on both sides"
-        )
 
 
 class Shards:

@@ -51,7 +51,7 @@ class Replica:
             )
         for name, parameter in parameters.items():
             _check(name, parameter)
-        averaged = _embeddings_and_heads(chosen) if mean_merge is None else _shared_names(mean_merge, chosen)
+        averaged = _averaged(mean_merge, chosen)
         specs = {n: TensorSpec(n, tuple(p.shape), "mean" if n in averaged else "run") for n, p in parameters.items()}
         momenta, beside = momentum.declared(companions, parameters, specs)
         layout.refuse_several_devices(parameters)
@@ -184,13 +184,11 @@ class Replica:
                 copy.copy_(value)
 
 
-def _embeddings_and_heads(chosen: SharedSet) -> set[str]:
-    ids = embeddings_and_heads(chosen.model)
-    return {name for name in chosen.shared if any(id(parameter) in ids for parameter in chosen.objects[name])}
-
-
-def _shared_names(mean_merge: Collection[str], chosen: SharedSet) -> set[str]:
-    """Any name of a tied parameter will do. Raises UnsupportedModel."""
+def _averaged(mean_merge: Collection[str] | None, chosen: SharedSet) -> set[str]:
+    """Names of what is merged by plain mean. Any name of a tied parameter will do. Raises UnsupportedModel."""
+    if mean_merge is None:
+        ids = embeddings_and_heads(chosen.model)
+        return {name for name in chosen.shared if any(id(parameter) in ids for parameter in chosen.objects[name])}
     unknown = sorted(name for name in mean_merge if chosen.name_of.get(name) not in chosen.shared)
     if unknown:
         raise UnsupportedModel(f"mean_merge names {unknown[:3]}, which are not trainable parameters of the model")

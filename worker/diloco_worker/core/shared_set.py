@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from diloco_common.errors import UnsupportedModel, WrongCall, did_you_mean, shown
@@ -47,7 +47,10 @@ class SharedSet:
         """Whether the user has said what is shared, so that it may be frozen and unfrozen at any time."""
         _refuse_scripted(self.model)
         by_name = names.parameters(self.model)
-        _refuse_lazy(by_name)
+        if lazy := [name for name, parameter in by_name.items() if is_lazy(parameter)]:
+            raise UnsupportedModel(
+                f"{lazy[0]} has no shape yet, as the module is lazy: send one batch through the model before join"
+            )
         self.name_of = names.canonical(by_name)
         """Every name -> the one that stands for its tensor."""
         self.objects: dict[str, list[nn.Parameter]] = {}
@@ -75,7 +78,8 @@ class SharedSet:
         if shared is None:
             return {self.name_of[name] for name, p in by_name.items() if p.requires_grad}
         found = by_name.keys() if shared == "all" else matching("shared", shared, by_name)
-        return {self.name_of[name] for name in found if _can_be_trained(by_name[name])}
+        # Not integers: a base that is quantised stays frozen.
+        return {self.name_of[name] for name in found if by_name[name].is_floating_point() or by_name[name].is_complex()}
 
     def _refuse_what_nobody_shares(self) -> None:
         for name in self.frozen:
@@ -127,26 +131,14 @@ def _refuse_scripted(model: nn.Module) -> None:
             )
 
 
-def _refuse_lazy(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises UnsupportedModel."""
-    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
-        raise UnsupportedModel(
-            f"{lazy[0]} has no shape yet, as the module is lazy: send one batch through the model before join"
-        )
-
-
-def _can_be_trained(tensor: Tensor) -> bool:
-    """Not integers: a base that is quantised stays frozen."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def embeddings_and_heads(model: nn.Module) -> set[int]:
     """Ids (as of `id`) of the weights and biases of embeddings and output heads."""
     modules = list({id(module): module for _, module in names.modules(model)}.values())
     embeddings: list[nn.Module] = [m for m in modules if isinstance(m, nn.Embedding)]
     embeddings += filter(_is_table, _answers(modules, "get_input_embeddings"))
     heads = [*_answers(modules, "get_output_embeddings"), *_tied(modules, embeddings)] or _by_size(modules)
-    return {id(parameter) for module in [*embeddings, *heads] for parameter in _weight_and_bias(module)}
+    found = (getattr(module, leaf, None) for module in [*embeddings, *heads] for leaf in ("weight", "bias"))
+    return {id(parameter) for parameter in found if isinstance(parameter, nn.Parameter)}
 
 
 def _answers(modules: Sequence[nn.Module], question: str) -> Iterator[nn.Module]:
@@ -188,10 +180,3 @@ def _by_size(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
     fitting = [m for m in layers if m.out_features == vocabulary]
     if len(fitting) == 1 and all(m.in_features != vocabulary for m in layers):
         yield fitting[0]
-
-
-def _weight_and_bias(module: nn.Module) -> Iterator[nn.Parameter]:
-    for leaf in ("weight", "bias"):
-        parameter = getattr(module, leaf, None)
-        if isinstance(parameter, nn.Parameter):
-            yield parameter

@@ -91,7 +91,12 @@ def shares(manifest: Manifest, ranks: int = 1, replicas: int = 1) -> list[Share]
             found += max(0, min(stop, piece.tensor_offset + piece.num_elements) - piece.tensor_offset)
         return found
 
-    return [Share(h, min(h, _blocks(-(-h // replicas)))) for h in map(held, manifest.model_fragments)]
+    def share(fragment: Fragment) -> Share:
+        """Ranks share out whole blocks."""
+        mine = held(fragment)
+        return Share(mine, min(mine, -(-mine // (replicas * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS))
+
+    return [share(fragment) for fragment in manifest.model_fragments]
 
 
 def learner_bytes(
@@ -135,8 +140,3 @@ def _most_at_once(sizes: Sequence[int], under_way: int) -> int:
     cycle = [sizes[fragment_id] for fragment_id in in_turn]
     span = min(under_way, len(cycle))
     return max((sum((cycle + cycle)[first : first + span]) for first in range(len(cycle))), default=0)
-
-
-def _blocks(elements: int) -> int:
-    """Ranks share out whole blocks."""
-    return -(-elements // BLOCK_ELEMENTS) * BLOCK_ELEMENTS

@@ -93,10 +93,7 @@ class Samples(NamedTuple):
 
     fragment_id: int
     values: Tensor
-    event: torch.cuda.Event | None
-
-    def are_there(self) -> bool:
-        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+    are_there: Callable[[], bool]
 
 
 class Laid:
@@ -117,11 +114,8 @@ class Laid:
         """For a `with`: a version of the fragment is applied inside."""
         if self._watched is not None and self._watched.fragment_id == fragment.fragment_id:
             self._end(self._watched)
-        places = (
-            []
-            if self._watched is not None or self._rest > 0 or not fragment.traits.is_of_model
-            else self._places(fragment)
-        )
+        is_due = self._watched is None and self._rest <= 0 and fragment.traits.is_of_model
+        places = self._places(fragment) if is_due else []
         if not places:
             yield
             return
@@ -147,12 +141,14 @@ class Laid:
         self._watched = None
         if watched.steps < STEPS_LEAST:
             return
-        values, event = torch.stack(watched.seen).flatten(2).float(), None
+        values = torch.stack(watched.seen).flatten(2).float()
+        are_there: Callable[[], bool] = lambda: True  # noqa: E731
         if values.is_cuda:
-            there = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
-            values, event = there, torch.cuda.Event()  # type: ignore[no-untyped-call]
+            values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._samples.append(Samples(watched.fragment_id, values, event))
+            are_there = event.query
+        self._samples.append(Samples(watched.fragment_id, values, are_there))
 
     def _count(self, fragment_id: int, is_gone: bool) -> None:
         self._in_a_row = self._in_a_row + 1 if is_gone else 0
