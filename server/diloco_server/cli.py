@@ -57,7 +57,6 @@ def serve(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     return run_app(app, argv)
 
 

@@ -75,23 +75,18 @@ class Outbox:
         self._effects.append(effect)
 
     def note(self, fact: Fact) -> None:
-        """Something has happened."""
         self.ledger.note(fact, self.now)
         self._effects.append(fact)
 
     def tell(self, member: Member, directive: Directive) -> None:
-        """Tell one generation of a learner."""
         self.add(Tell(member.learner_id, member.generation, directive))
 
     def tell_live(self, directive: Directive) -> None:
-        """Tell every learner that has a lease."""
         self.tell_all(self._membership.live(), directive)
 
     def tell_all(self, members: Sequence[Member], directive: Directive) -> None:
-        """Tell these generations of their learners."""
         self.add(TellAll(members, directive))
 
     def take(self) -> list[Effect]:
-        """Empty it."""
         effects, self._effects = self._effects, []
         return effects

@@ -47,7 +47,6 @@ class Phases:
         """Since somebody has looked at them, and emptied this."""
 
     def entered(self, state: FragmentState) -> None:
-        """The fragment has changed its phase."""
         fragment_id = state.fragment.fragment_id
         self.changed.add(fragment_id)
         if state.phase is Phase.COLLECTING:
@@ -102,8 +101,6 @@ class Restored:
 
 @dataclass
 class HalfSeed:
-    """Version 0 that comes in parts."""
-
     learner_id: str
     parts: HalfContribution
     grown_at: float
@@ -308,7 +305,6 @@ class FragmentState:
 
     @property
     def round(self) -> Round | None:
-        """The open round."""
         return self.collected if self.phase is Phase.COLLECTING else None
 
     @property
@@ -320,7 +316,6 @@ class FragmentState:
         return Committed(self.fragment.fragment_id, self.version, self.epoch)
 
     def request(self) -> Collect:
-        """What the open round asks of a learner."""
         return Collect(self.fragment.fragment_id, self.version + 1, self.epoch)
 
     def status(self, learner_id: str) -> FragmentStatus:
@@ -328,7 +323,6 @@ class FragmentState:
         return status_of(self.record, learner_id, seeded=self.seeded)
 
     def named(self, want: VersionId) -> tuple[Record, Published] | None:
-        """This version, if it is held."""
         if self.published is not None and want == self.version_id:
             return self.record, self.published
         return self.kept.get(want)

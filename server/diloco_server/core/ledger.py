@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
@@ -318,10 +317,6 @@ class Ledger:
         shown = newer[:ANSWER_MAX]
         upto = shown[-1].seq if len(shown) < len(newer) else self._seq
         return upto, shown, [event for event in self.events if seq < event.seq <= upto]
-
-    def last_events(self, count: int) -> Sequence[Event]:
-        """Oldest first."""
-        return list(islice(self.events, max(0, len(self.events) - count), None))
 
     # ------------------------------------------------------------ reducing
 

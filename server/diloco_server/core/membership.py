@@ -37,8 +37,6 @@ NOTHING = Progress(0, 0)
 
 
 class State(Enum):
-    """Of a member."""
-
     ALIVE = "alive"  # holds a lease
     STALLED = "stalled"  # holds a lease, but no inner step has ended for long
     EVICTED = "evicted"  # the lease ran out, or was taken away
@@ -274,7 +272,6 @@ class Membership:
         return LeaseExpired(f"{member.learner_id} was silent for more than {limit}; join again")
 
     def heard(self, member: Member, progress: Progress, now: float) -> None:
-        """Renew the lease and note the progress."""
         member.last_heard = now
         if member.trail is None:
             member.trail = Trail.begin(progress, now)

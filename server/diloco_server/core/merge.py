@@ -139,7 +139,6 @@ class MergedSlice:
 
     @property
     def bounds(self) -> slice:
-        """Its elements, in the fragment."""
         return slice(self.start, self.start + self.num_elements)
 
     def tensor(self) -> Tensor:
@@ -149,7 +148,6 @@ class MergedSlice:
         return out
 
     def sum_squares(self) -> float:
-        """Of the values."""
         native = self.native()
         if native is not None:
             return native.squares(self.num_elements)

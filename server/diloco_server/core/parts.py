@@ -83,7 +83,6 @@ class HalfContribution:
 
     @property
     def num_bytes(self) -> int:
-        """Held."""
         return sum(part.payload.header.num_bytes for part in self._parts.values())
 
     @property
@@ -136,7 +135,6 @@ class HalfContribution:
         self._covered += sum(stop - start for start, stop in part.ranges)
 
     def payload(self) -> PartedPayload:
-        """Of the whole contribution."""
         assert self.is_complete
         parts = tuple(self._parts[number] for number in sorted(self._parts))
         first = parts[0].payload.header
@@ -162,7 +160,6 @@ def whole_of(header: PushHeader) -> PushHeader:
 
 
 def is_part(header: PushHeader) -> bool:
-    """Whether a push brings a part of a contribution."""
     return header.num_parts > 1
 
 

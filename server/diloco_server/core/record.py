@@ -80,7 +80,6 @@ def check_record(record: Record) -> None:
 
 
 def empty_record(fragment_id: int) -> Record:
-    """Of a fragment that has no version yet."""
     return Record(fragment_id, 0, 0, {}, {}, 0, (), 0.0)
 
 

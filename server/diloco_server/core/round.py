@@ -15,8 +15,6 @@ from diloco_server.core.parts import HalfContribution, PartedPayload, is_part
 
 
 class CloseReason(StrEnum):
-    """Why a round closed."""
-
     ALL = "all"  # nobody is missing
     GRACE = "grace"  # it had its quorum, and the grace window is over
     LEASE = "lease"  # everybody who is missing has lost the lease that was asked
@@ -56,7 +54,6 @@ class Contribution:
 
     @property
     def norm(self) -> float:
-        """Of the whole fragment."""
         return total_norm(self.piece_norms)
 
     def is_what(self, header: PushHeader) -> bool:
@@ -200,7 +197,6 @@ class Round:
 
     @property
     def is_void(self) -> bool:
-        """Whether nobody contributed, and nobody will."""
         return not self.contributions and not self.awaited
 
 

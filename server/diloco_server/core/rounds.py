@@ -309,7 +309,6 @@ class Rounds:
     # ------------------------------------------------------------ time
 
     def tick(self, now: float, *, may_open: bool) -> None:
-        """Open and close what is due."""
         for learner_id in self._trust.quarantine.release(now):
             self._outbox.note(LearnerReleased(learner_id))
             if self._membership.get(learner_id) is None:
@@ -379,7 +378,6 @@ class Rounds:
             self._outbox.tell(member, state.request())
 
     def _missing(self, collecting: Round | None) -> list[Member]:
-        """Whom an open round waits for."""
         ids = collecting.missing if collecting is not None else ()
         return [member for i in ids if (member := self._membership.get(i)) is not None]
 

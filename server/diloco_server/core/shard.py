@@ -77,7 +77,6 @@ class Shard:
         )
 
     def take_effects(self) -> list[Effect]:
-        """What the shell has to do, in order; the list starts anew."""
         return self._outbox.take()
 
     # ------------------------------------------------------------ learners

@@ -55,8 +55,6 @@ class Budget:
 
 
 class Versions:
-    """All versions of one shard in one epoch."""
-
     def __init__(
         self, run: RunSettings, shard: ShardSettings, num_fragments: int, norm_window: int, epoch: int,
         membership: Membership, outbox: Outbox,
@@ -131,7 +129,6 @@ class Versions:
         self._check_budget()
 
     def seed_record(self, fragment_id: int) -> Record:
-        """The record of version 0."""
         return replace(self.fragments[fragment_id].record.copy(), epoch=self.epoch)
 
     def seeded(self, record: Record, values: Values, published: Published) -> None:

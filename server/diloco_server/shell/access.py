@@ -114,7 +114,6 @@ class Callers:
             self._open.discard(call)
 
     def holds(self, proof: Proof) -> bool:
-        """Whether it was not revoked."""
         return proof.serial not in self._revoked
 
     def deny(self, serials: frozenset[str]) -> None:

@@ -16,8 +16,6 @@ from diloco_server.core.effects import Tell
 
 
 class ControlStream:
-    """Directives on their way to one learner."""
-
     def __init__(self, learner_id: str, generation: int) -> None:
         self.learner_id = learner_id
         self.generation = generation
@@ -70,7 +68,6 @@ class ControlStreams:
         return stream
 
     def close(self, stream: ControlStream) -> None:
-        """Nobody reads this one any more."""
         if self._by_learner.get(stream.learner_id) is stream:
             del self._by_learner[stream.learner_id]
 
@@ -81,7 +78,6 @@ class ControlStreams:
             stream.send(tell.directive)
 
     def end(self, learner_id: str) -> None:
-        """End a learner's stream, if it has one."""
         stream = self._by_learner.get(learner_id)
         if stream is not None:
             stream.end()

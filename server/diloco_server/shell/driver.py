@@ -70,8 +70,6 @@ class Witness(Protocol):
 
 
 class EffectDriver:
-    """Carries out the effects of one shard."""
-
     def __init__(self, shard: Shard, shell: Shell, witness: Witness) -> None:
         outer = shard.settings.outer
         self.rules = find_rules(shard.settings)
@@ -106,8 +104,6 @@ class EffectDriver:
                 self._witness.note(effect)
 
     async def _seed(self, effect: SeedFragment) -> None:
-        """Make version 0 of a fragment."""
-
         fragment = self._shard.fragments[effect.fragment_id].fragment
         making = self.making(fragment)
 
@@ -126,7 +122,6 @@ class EffectDriver:
         self._witness.announcing(self._shard.fragments[effect.fragment_id])
 
     async def _merge(self, effect: MergeRound) -> None:
-        """Make the next version of a fragment from a closed round."""
         state = self._shard.fragments[effect.fragment_id]
         values, before, stopwatch = state.values, state.published, self._shell.stopwatch
         assert values is not None

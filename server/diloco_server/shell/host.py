@@ -189,7 +189,6 @@ class ShardHost:
         return True, "serving"
 
     def _sample(self) -> None:
-        """Somebody looks at the metrics."""
         self.telemetry.sample(self.clock(), is_ready=self.ready()[0])
         self.metrics.storage.not_durable.set(self.keeper.not_durable)
         self.metrics.storage.saved_bytes.follow(self.keeper.bytes_saved)
@@ -257,7 +256,6 @@ class ShardHost:
         return stream
 
     def close_stream(self, stream: ControlStream) -> None:
-        """Nobody reads this stream any more."""
         self.streams.close(stream)
         self._moved.set()
 

@@ -146,7 +146,6 @@ class Keeper:
             writing.add_done_callback(lambda _: self._writing.pop(fragment_id, None))
 
     def recovered(self, fragment_id: int) -> None:
-        """This fragment's version is on disk already."""
         self._written_at[fragment_id] = self._clock()
 
     def drop(self, fragment_id: int) -> None:
@@ -244,7 +243,6 @@ class Checkpointer:
             self._submit(partial(self._regular.begin, recovered, manifest, self._index))
 
     def written(self, fragment_id: int, version: int, manifest: Manifest) -> None:
-        """A version is on disk."""
         if self._regular is not None:
             self._submit(partial(self._regular.written, fragment_id, version, manifest, self._index))
 

@@ -69,7 +69,6 @@ class Health:
         self._changed = asyncio.Event()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a gRPC server is given."""
         methods = {
             "Check": grpc.stream_unary_rpc_method_handler(self.Check, response_serializer=protobuf.serialize),
             "Watch": grpc.stream_stream_rpc_method_handler(self.Watch, response_serializer=protobuf.serialize),
@@ -145,7 +144,6 @@ class Probe:
         self._rate = Rate("probes", PROBES, PROBES_PER_S)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a gRPC server is given."""
         measure = grpc.stream_unary_rpc_method_handler(self.Measure, response_serializer=protobuf.serialize)
         return grpc.method_handlers_generic_handler(rpc.PROBE, {"Measure": measure})
 

@@ -67,7 +67,6 @@ class Places(Generic[H]):
         return self._count
 
     def of(self, account: str) -> int:
-        """Places that an account holds."""
         return len(self._holders.get(account, ()))
 
     def take(self, account: str, holder: H) -> H | None:
@@ -124,8 +123,6 @@ class Ranks:
 
 
 class Pulled:
-    """One pull of an account."""
-
     def __init__(self, *, is_trusted: bool) -> None:
         self.is_trusted = is_trusted
         """Whether it is given large chunks."""
@@ -241,7 +238,6 @@ def raise_limit() -> None:
 
 
 def files_max() -> int:
-    """Files that this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ENOUGH if soft == resource.RLIM_INFINITY else soft
 

@@ -247,7 +247,6 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
 
 
 def _package() -> str:
-    """The version that is installed."""
     try:
         return importlib.metadata.version("decoupled-diloco")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree
@@ -255,7 +254,6 @@ def _package() -> str:
 
 
 async def _first_of(*events: asyncio.Event) -> None:
-    """Wait until one of them is set."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
@@ -268,7 +266,6 @@ def _leave() -> NoReturn:
 
 
 def on_signals(act: Callable[[], None]) -> None:
-    """Call `act` in the running loop on SIGTERM and SIGINT."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, act)

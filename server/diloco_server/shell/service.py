@@ -352,7 +352,6 @@ class Service:
 
 
 def now() -> float:
-    """The time of the event loop, in seconds."""
     return asyncio.get_running_loop().time()
 
 
@@ -372,7 +371,6 @@ def _check_ranges(ranges: Sequence[Range], fragment_elements: int) -> None:
 
 
 def _is_large(header: PayloadHeader) -> bool:
-    """Whether its chunks are."""
     return header.chunk_bytes(0) > SHOWN_BYTES
 
 
@@ -383,7 +381,6 @@ def _small_chunk_elements(header: PayloadHeader) -> int | None:
 
 
 def _chunk_sizes(header: PayloadHeader) -> Iterator[int]:
-    """Bytes of each chunk that is to come."""
     return (header.chunk_bytes(index) for index in range(header.num_chunks))
 
 

@@ -60,7 +60,7 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
             "late": ledger.tokens_late,
             "refused": dict(ledger.tokens_refused),
         },
-        "events": _events(ledger.last_events(EVENTS_SHOWN), now),
+        "events": _events([*ledger.events][-EVENTS_SHOWN:], now),
         "bytes_pushed": host.telemetry.bytes_pushed,
         "bytes_pulled": host.telemetry.bytes_pulled,
         "bytes_saved": host.keeper.bytes_saved,

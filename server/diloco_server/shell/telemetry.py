@@ -54,7 +54,6 @@ class ShardTelemetry:
     # ------------------------------------------------------------ what happens
 
     def note(self, fact: Fact) -> None:
-        """The core says that something has happened."""
         self._history.note(fact)
         self._observe(fact)
         if (told := told_of(fact)) is not None:
@@ -182,7 +181,6 @@ class ShardHistory:
             self._history.write(what, **facts)
 
     def note(self, fact: Fact) -> None:
-        """Something that the core says has happened."""
         match fact:
             case RoundOpened():
                 self._write("opened", fragment=fact.fragment_id, round=fact.round, asked=fact.asked)
@@ -192,7 +190,6 @@ class ShardHistory:
                 self._write("gone", learner=fact.learner_id, generation=fact.generation, code=fact.code)
 
     def answered(self, learner_id: str, generation: int, header: PushHeader, answer: PushAnswer) -> None:
-        """A push got its outcome."""
         if header.is_seed:
             return
         what = "accepted" if answer.outcome is Outcome.ACCEPTED else "declined"

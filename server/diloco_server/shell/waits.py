@@ -80,7 +80,6 @@ class Turns:
         self._due = -math.inf  # not 0: a machine that has just started counts its seconds from there
 
     async def next(self) -> None:
-        """Take a turn, and wait until it is due."""
         now = asyncio.get_running_loop().time()
         self._due = max(self._due, now - self._slack_s) + self._every_s
         if self._due > now:

@@ -59,8 +59,6 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint."""
-
     run: str
     num_shards: int
     num_fragments: int
@@ -101,7 +99,6 @@ class Contents:
 
     @property
     def model_files(self) -> list[CheckpointFile]:
-        """Those of the model."""
         of_model = {fragment.fragment_id for fragment in self.manifest.model_fragments}
         return [file for file in self.files if file.fragment_id in of_model]
 

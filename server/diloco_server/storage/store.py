@@ -251,7 +251,6 @@ class FileStore:
         return self._fs.free_bytes()
 
     def _clear(self, fragment_id: int) -> None:
-        """Keep the newest version and the one before."""
         unneeded, intact = self._unneeded[fragment_id], self._intact[fragment_id]
         for name in sorted(unneeded):
             self._fs.remove(name)

@@ -409,7 +409,6 @@ def _extend(crc32c: int, data: memoryview) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a flat tensor, without a copy."""
     return memoryview(tensor.view(torch.uint8).numpy().data)
 
 

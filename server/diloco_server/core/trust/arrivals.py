@@ -22,8 +22,6 @@ again."""
 
 @dataclass(slots=True)
 class Expected:
-    """One contribution that was asked for."""
-
     boundary_at: float
     """The step boundary at which the learner was expected to take it; inf: it seemed to hang."""
     begun_at: float | None = None

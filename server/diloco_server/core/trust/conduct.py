@@ -38,8 +38,6 @@ CODES = (NotFinite.code, NormTooLarge.code)
 
 @dataclass
 class Conduct:
-    """What is known of one learner."""
-
     votes: deque[bool] = field(default_factory=lambda: deque(maxlen=VOTES))
     """True: an outlier. Oldest first."""
     why: str = ""
@@ -102,7 +100,6 @@ class Quarantine:
         return conduct is not None and conduct.times > 0
 
     def holds(self, learner_id: str) -> bool:
-        """Whether the learner is in quarantine."""
         conduct = self._known.get(learner_id)
         return conduct is not None and conduct.until is not None
 

@@ -134,6 +134,7 @@ class Past:
 class Ways:
     """Of the learners of one shard, in one fragment."""
 
+    num_elements: int
     of: dict[str, Past] = field(default_factory=dict)
     """By learner."""
     of_crowd: Way | None = None
@@ -174,20 +175,17 @@ class Lengths:
 
     def __init__(self) -> None:
         self._ways: dict[int, Ways] = {}
-        self._elements: dict[int, int] = {}
 
     def last(self, fragment_id: int, learner_id: str) -> Way | None:
-        """What the learner sent last."""
         past = self._past(fragment_id, learner_id)
         return None if past is None else past.last
 
     def saw(self, fragment: Fragment, learner_id: str, way: Way, *, is_usual: bool = False) -> None:
         """A finite contribution has come, and was judged. Once each."""
-        self._elements[fragment.fragment_id] = fragment.num_elements
-        self._ways.setdefault(fragment.fragment_id, Ways()).saw(learner_id, way, is_usual=is_usual)
+        ways = self._ways.setdefault(fragment.fragment_id, Ways(fragment.num_elements))
+        ways.saw(learner_id, way, is_usual=is_usual)
 
     def took(self, fragment_id: int, learner_id: str) -> None:
-        """What it sent last is merged."""
         past = self._past(fragment_id, learner_id)
         if past is not None:
             past.took()
@@ -207,7 +205,7 @@ class Lengths:
         """Whether a healthy learner's contribution can be as long. `every`: H of the fragment; `seed_norm`: of its
         version 0."""
         fragment_id, steps = fragment.fragment_id, way.steps
-        ways = self._ways.get(fragment_id, Ways())
+        ways = self._ways.get(fragment_id, Ways(fragment.num_elements))
         others, is_enough = ways.others(learner_id, live)
         root, rounds = math.sqrt(fragment.num_elements), max(1.0, steps / every)
         if not others:
@@ -242,11 +240,11 @@ class Lengths:
     def _elsewhere(self, fragment_id: int, learner_id: str, steps: int, live: Steps) -> float:
         """How far others go per element where they go furthest: root mean square, of other fragments."""
         furthest = 0.0
-        for one in islice((one for one in self._ways if one != fragment_id), LOOKED_AT):
-            others, _ = self._ways[one].others(learner_id, live)
+        for ways in islice((ways for one, ways in self._ways.items() if one != fragment_id), LOOKED_AT):
+            others, _ = ways.others(learner_id, live)
             if others:
                 usual = median_high([way.goes(steps) for way in others])
-                furthest = max(furthest, usual / math.sqrt(self._elements[one]))
+                furthest = max(furthest, usual / math.sqrt(ways.num_elements))
         return furthest
 
 

@@ -76,6 +76,5 @@ class Norms:
 
 
 def _vote(norms: Sequence[float]) -> float:
-    """Of one learner."""
     telling = EMPTY * max(norms)
     return median_low([norm for norm in norms if norm >= telling])

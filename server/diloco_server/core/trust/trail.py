@@ -88,7 +88,6 @@ class Trail:
 
     @classmethod
     def begin(cls, first: Progress, now: float) -> Trail:
-        """With the first report of a process."""
         counted, steps = Progress(first.inner_step, first.tokens), float(first.inner_step)
         return cls(
             first, now, counted, now, now, first, now, _steps=steps, _trained_steps=steps, _tokens=first.tokens
