@@ -60,7 +60,7 @@ def work_of(histories: Histories, run: ChaosRun) -> Work:
     )
     merged = tokens_merged(histories, run).total()
     alive_s = sum(end - begin for process in histories.learner_processes() for begin, end in alive_times(process, run))
-    times = [seconds for process in histories.learner_processes() for seconds in _step_times(process)]
+    times = [after - before for one in histories.learner_processes() for before, after in pairwise(steps_of(one))]
     return Work(
         run.ended - run.began, alive_s, len(histories.learners), merged / fragments, accepted / fragments,
         median(times) if times else 0.0, _progress(histories, run),
@@ -137,10 +137,6 @@ def steps_of(process: Process) -> list[float]:
     return [float(line["t"]) for line in process.of("stepped")]
 
 
-def _step_times(process: Process) -> Iterator[float]:
-    return (after - before for before, after in pairwise(steps_of(process)))
-
-
 def _progress(histories: Histories, run: ChaosRun) -> float:
     seconds = max(1, int(run.ended - run.began))
     times = (
@@ -211,22 +207,11 @@ def _away(histories: Histories, run: ChaosRun) -> dict[tuple[str, str], list[tup
     """Shard and worker -> times when the worker could not reach it: from a fault to the shard's next version."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for fault in run.faults:
-        for shard, workers in _affected(histories, fault.target):
-            end = _next_version(histories, shard, fault.ended, run)
-            for worker in workers:
-                found.setdefault((shard, worker), []).append((fault.began, end))
+        worker, _, shard = fault.target.rpartition(LINK)
+        if shard not in histories.shards:  # a worker's
+            continue
+        times = (float(line["t"]) for process in histories.shards[shard] for line in process.of("announced"))
+        end = min((t for t in times if t >= fault.ended), default=run.ended)
+        for name in [worker] if worker else histories.learners:
+            found.setdefault((shard, name), []).append((fault.began, end))
     return found
-
-
-def _affected(histories: Histories, target: str) -> Iterator[tuple[str, list[str]]]:
-    """The shards that a fault makes unreachable, each with the workers it affects."""
-    if target in histories.shards:
-        yield target, list(histories.learners)
-    elif LINK in target:
-        worker, shard = target.split(LINK)
-        yield shard, [worker]
-
-
-def _next_version(histories: Histories, shard: str, after: float, run: ChaosRun) -> float:
-    times = (float(line["t"]) for process in histories.shards[shard] for line in process.of("announced"))
-    return min((t for t in times if t >= after), default=run.ended)

@@ -234,19 +234,16 @@ def _pace(axes: Any, histories: Histories, run: ChaosRun, result: dict[str, Any]
 def _title(figure: Any, height: float, result: dict[str, Any]) -> None:
     broken = f"{result['violations']} violations" if result["violations"] else "nothing lost, nothing counted twice"
     first = f"{result['faults']} faults in {result['seconds']:.0f} s: {broken}"
+    goodput = result["goodput_per_alive"]
+    share = "" if goodput is None else f"{goodput:.1%} of fault-free tokens per alive worker-second, "
     second = (
-        f"{_goodput(result)}workers away "
+        f"{share}workers away "
         f"for {result['dead_share']:.0%} of the time; no living worker went longer than "
         f"{result['longest_step_gap_s']:.2f} s without a step.   diloco chaos --seed {result['seed']}"
     )
     colour = MARKS["kill"][1] if result["violations"] else INK
     figure.text(0.012, 1 - 0.34 / height, first, fontsize=17, fontweight="bold", color=colour)
     figure.text(0.012, 1 - 0.62 / height, second, fontsize=11, color="#57606a")
-
-
-def _goodput(result: dict[str, Any]) -> str:
-    found = result["goodput_per_alive"]
-    return f"{found:.1%} of fault-free tokens per alive worker-second, " if found is not None else ""
 
 
 def _key(figure: Any, height: float, run: ChaosRun, *, is_hostile: bool) -> None:

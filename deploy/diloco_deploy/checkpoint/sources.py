@@ -99,7 +99,11 @@ def open_sources(name: str) -> list[Source]:
     folder = Path(name)
     if is_checkpoint(folder):
         return [open_checkpoint(name)]
-    return [_newest(path) for path in data_folders(folder)]
+    disks = [_HeldDisk(path) for path in data_folders(folder)]
+    return [
+        Source(str(disk.folder), disk, contents_of([_newest_of(disk, i) for i in fragments_in(disk.folder)]))
+        for disk in disks
+    ]
 
 
 def open_checkpoint(name: str) -> Source:
@@ -157,12 +161,6 @@ class _HeldFile:
 
     def close(self) -> None:
         """Does nothing: the file stays open."""
-
-
-def _newest(folder: Path) -> Source:
-    """The newest version of every fragment in a data folder."""
-    disk = _HeldDisk(folder)
-    return Source(str(folder), disk, contents_of([_newest_of(disk, i) for i in fragments_in(folder)]))
 
 
 def _newest_of(disk: _HeldDisk, fragment_id: int) -> tuple[Header, CheckpointFile]:

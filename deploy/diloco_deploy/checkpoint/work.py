@@ -212,27 +212,19 @@ def export(sources: Sequence[str], out: Path, dtype: str) -> int:
 
 
 def _facts(contents: Contents) -> dict[str, Any]:
-    low, high = contents.versions
     return {
-        "run": contents.run,
-        "fragments": len(contents.files),
-        "fragments_missing": len(contents.missing),
-        "versions": [low, high],
-        "tokens_merged": total_tokens(contents),
-        "bytes": contents.num_bytes,
-    }
+        "run": contents.run, "fragments": len(contents.files), "fragments_missing": len(contents.missing),
+        "versions": list(contents.versions), "tokens_merged": total_tokens(contents), "bytes": contents.num_bytes,
+    }  # fmt: skip
 
 
 def _words(contents: Contents) -> str:
     low, high = contents.versions
     versions = f"version {low}" if low == high else f"versions {low} to {high}"
     total = len(contents.files) + len(contents.missing)
-    part = f" (a part: shards {_shards(contents)} of {contents.num_shards})" if contents.missing else ""
+    shards = ", ".join(map(str, sorted({file.shard_index for file in contents.files})))
+    part = f" (a part: shards {shards} of {contents.num_shards})" if contents.missing else ""
     return f"{len(contents.files)} of {total} fragments{part}, {versions}, {units.size(contents.num_bytes)}"
-
-
-def _shards(contents: Contents) -> str:
-    return ", ".join(map(str, sorted({file.shard_index for file in contents.files})))
 
 
 def _settings_of(contents: Contents) -> str:

@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,20 +106,15 @@ class Files:
         if is_resumed:
             self.check(settings)
         else:  # without versions, the checkpoints of workers are useless
-            if not fresh:
-                self._spare_checkpoints(shards)
+            left = [path for shard in shards for path in sorted(shard.glob("checkpoints/*/checkpoint.json"))]
+            if left and not fresh:  # somebody may be about to restore one
+                raise ConfigError(
+                    f"{self.folder} holds checkpoints ({left[-1].parent}) but no versions. To go on from one, use "
+                    "`diloco restore`; to delete them and begin anew, use --fresh"
+                )
             for path in (*shards, *workers):
                 shutil.rmtree(path)
         return is_resumed
-
-    def _spare_checkpoints(self, shards: Sequence[Path]) -> None:
-        """Raises ConfigError if only checkpoints are left of a run: somebody may be about to restore one."""
-        for shard in shards:
-            if found := sorted(shard.glob("checkpoints/*/checkpoint.json")):
-                raise ConfigError(
-                    f"{self.folder} holds checkpoints ({found[-1].parent}) but no versions. To go on from one, use "
-                    "`diloco restore`; to delete them and begin anew, use --fresh"
-                )
 
     @property
     def holds_versions(self) -> bool:
@@ -215,7 +210,8 @@ def _hold_versions(data: Path) -> bool:
 
 def _numbered(folder: Path, name: str) -> list[Path]:
     """The folders NAME-0, NAME-1, ... in a folder."""
-    return [path for path in sorted(folder.glob(f"{name}-*")) if path.is_dir() and re.fullmatch(r".+-\d+", path.name)]
+    found = [path for path in folder.glob(f"{name}-*") if path.is_dir() and re.fullmatch(rf"{name}-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(f"{name}-")))
 
 
 # ---------------------------------------------------------------- the shards in it
@@ -287,7 +283,7 @@ def settle(files: Files) -> None:
 def _finish(files: Files) -> list[Path]:
     """Take the new folders out; the folders that are kept. May be called again after a kill."""
     new, name = _new(files), f"before-{time.strftime('%Y%m%d-%H%M%S')}"
-    _move(sorted(new.glob("shard-*"), key=lambda path: int(path.name[6:])), files.data)
+    _move(_numbered(new, "shard"), files.data)
     saved = new / "settings.json"
     if saved.exists():
         save(load_saved(saved).settings, files.settings)

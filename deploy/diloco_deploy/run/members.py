@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,9 +183,7 @@ def take_wish(folder: Path) -> int | None:
     return wanted if isinstance(wanted, int) and 1 <= wanted <= WORKERS_MAX else None
 
 
-def scale_to(
-    folder: Path, workers: int, wait: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
-) -> int:
+def scale_to(folder: Path, workers: int) -> int:
     """The command. Raises ConfigError, and CannotConnect: no `diloco up` runs there, or it does not answer."""
     if not 1 <= workers <= WORKERS_MAX:
         raise ConfigError(f"--workers {workers}: must be a whole number from 1 to {WORKERS_MAX}")
@@ -203,16 +200,18 @@ def scale_to(
     if not before.training:
         raise _not_training(folder)
     write_json(wish_file(folder), {"workers": workers})
-    deadline = clock() + ANSWER_WITHIN_S
+    deadline = time.monotonic() + ANSWER_WITHIN_S
     while (now := read_record(folder)) is None or now.workers != workers:
         if now is None or not now.training:
             wish_file(folder).unlink(missing_ok=True)
             raise _not_training(folder)
-        if clock() > deadline:
+        if time.monotonic() > deadline:
             wish_file(folder).unlink(missing_ok=True)
             raise CannotConnect(f"`diloco up` in {folder} does not answer; look at it: diloco status --folder {folder}")
-        wait(_LOOK_S)
-    print(_words(before, workers))
+        time.sleep(_LOOK_S)
+    change = workers - before.workers
+    what = f"{change} start" if change > 0 else f"{-change} leave" if change < 0 else "as it was"
+    print(f"{before.workers} -> {workers} workers ({what}); see them come and go: diloco status --watch")
     return 0
 
 
@@ -221,9 +220,3 @@ def _not_training(folder: Path) -> CannotConnect:
         f"`diloco up` in {folder} is not training yet, or no more (and one on Ray keeps its workers); look at it: "
         f"diloco status --folder {folder}"
     )
-
-
-def _words(before: ClusterRecord, workers: int) -> str:
-    change = workers - before.workers
-    what = f"{change} start" if change > 0 else f"{-change} leave" if change < 0 else "as it was"
-    return f"{before.workers} -> {workers} workers ({what}); see them come and go: diloco status --watch"

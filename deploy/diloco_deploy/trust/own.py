@@ -72,24 +72,19 @@ class OwnCertificates:
 
 def own_certificates(settings: Settings, folder: Path) -> OwnCertificates | None:
     """Those of a cluster that other machines may reach, made and good for a while; else None. Raises ConfigError."""
-    if not _are_needed(settings):
-        return None
-    workers = [f"worker-{i}" for i in range(settings.cluster.workers)]
-    hosts = _names_of_this_machine(settings.shard.listen)
-    found = OwnCertificates(folder, settings.run.id, settings.cluster.shards, workers, hosts)
-    found.renew(time.monotonic())
-    return found
-
-
-def _are_needed(settings: Settings) -> bool:
-    """Whether nobody said that plaintext will do. Raises ConfigError: certificates of somebody else were named."""
     security, addresses = settings.security, (settings.shard.listen, settings.shard.http, settings.worker.http)
     if security.tls is not None:
         raise ConfigError(
             "security.tls names one certificate, and each process of `diloco up` needs its own; leave it out: they are "
             "made where an address is not on loopback (in the folder `certs` of the cluster)"
         )
-    return not security.insecure and not all(is_loopback(parse_address(address).host) for address in addresses)
+    if security.insecure or all(is_loopback(parse_address(address).host) for address in addresses):
+        return None
+    workers = [f"worker-{i}" for i in range(settings.cluster.workers)]
+    hosts = _names_of_this_machine(settings.shard.listen)
+    found = OwnCertificates(folder, settings.run.id, settings.cluster.shards, workers, hosts)
+    found.renew(time.monotonic())
+    return found
 
 
 def _names_of_this_machine(listen: str) -> list[str]:
