@@ -43,17 +43,14 @@ def units(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_bash_takes_the_script(script: Path) -> None:
+def test_bash_takes_the_script_and_slurm_reads_its_options_before_the_first_command(script: Path) -> None:
     run("bash", "-n", script)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_slurm_reads_the_options_before_the_first_command(script: Path) -> None:
     lines = script.read_text().splitlines()
     options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]
     assert lines[0] == "#!/bin/bash"
     assert options
     assert all(line.startswith("#") for line in lines[: options[-1]])
+    assert re.search(r"^#SBATCH --mem=\d+G$", script.read_text(), re.MULTILINE), "a job is bounded"
 
 
 STANDS_FOR = {
@@ -197,15 +194,9 @@ def test_what_somebody_has_to_look_at_is_not_tried_again(tmp_path: Path, script:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
-def test_systemd_takes_the_unit(units: Path, unit: Path) -> None:
+def test_systemd_takes_the_unit_and_a_service_is_exposed_to_little(units: Path, unit: Path) -> None:
     analyze = need("systemd-analyze", "Debian and Ubuntu: apt install systemd")
-    said = run(analyze, "verify", "--man=no", unit.name.replace("@", "@0"), SYSTEMD_UNIT_PATH=f"{units}:")
-    assert said == ""
-
-
-@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
-def test_a_service_is_exposed_to_little(units: Path, unit: Path) -> None:
-    analyze = need("systemd-analyze", "Debian and Ubuntu: apt install systemd")
+    assert run(analyze, "verify", "--man=no", unit.name.replace("@", "@0"), SYSTEMD_UNIT_PATH=f"{units}:") == ""
     said = run(analyze, "security", "--offline=yes", "--no-pager", units / unit.name, LC_ALL="C.UTF-8")
     exposure = re.search(r"Overall exposure level for .*: ([\d.]+)", said)
     assert exposure is not None
@@ -216,11 +207,6 @@ def test_a_service_is_exposed_to_little(units: Path, unit: Path) -> None:
 @pytest.mark.parametrize("bound", [r"MemoryMax=\d+G", r"TasksMax=\d+", r"LimitNOFILE=\d+", "UMask=0077"])
 def test_a_service_is_bounded(unit: Path, bound: str) -> None:
     assert re.search(f"^{bound}$", unit.read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_job_is_bounded(script: Path) -> None:
-    assert re.search(r"^#SBATCH --mem=\d+G$", script.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("file", [*SCRIPTS, *UNITS], ids=lambda path: path.name)

@@ -20,15 +20,6 @@ QEMU, ITS_LIBRARIES = shutil.which("qemu-aarch64"), Path("/usr/aarch64-linux-gnu
 
 
 @pytest.fixture(scope="module")
-def pure(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("pure")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(repository)]
-    subprocess.run(command, capture_output=True, check=True)
-    (path,) = out.iterdir()
-    return path
-
-
-@pytest.fixture(scope="module")
 def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library for other machines like this one, as this machine's compiler makes it."""
     if MACHINE not in library.PORTABLE or not (compiler := shutil.which("cc")):
@@ -44,19 +35,8 @@ def installed(pure: Path, prebuilt: Path, tmp_path_factory: pytest.TempPathFacto
     """A folder with nothing but the platform wheel, as pip installs it."""
     folder = tmp_path_factory.mktemp("installed")
     wheel = platform_wheel(pure, MACHINE, prebuilt, folder)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        folder / "all",
-        wheel,
-    ]
-    subprocess.run(command, check=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", folder / "all", wheel], check=True)
     return folder / "all"
 
 

@@ -39,6 +39,12 @@ def changed(script: str, *changes: tuple[str, str]) -> str:
     return script
 
 
+def before_step(script: str, line: str) -> str:
+    """The script with something done after the optimizer's step."""
+    step = "            learner.step("
+    return changed(script, (step, f"            {line}\n{step}"))
+
+
 def answer(stderr: str) -> list[str]:
     """What a person is told at the end: without the lines of the log, which begin with the time."""
     return [line for line in stderr.strip().splitlines() if not re.match(r"\d\d:\d\d:\d\d ", line)]

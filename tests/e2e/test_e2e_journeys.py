@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from mistakes import EXAMPLES, answer, as_examples_run, assert_told, changed
+from mistakes import EXAMPLES, answer, as_examples_run, assert_told, before_step, changed
 from test_e2e_examples import shard
 
 from processes import Script, environment, until
@@ -24,7 +24,6 @@ from processes import Script, environment, until
 LOOP = (EXAMPLES / "own_loop.py").read_text()
 RESUME = (EXAMPLES / "resume.py").read_text()
 JOIN = 'diloco_worker.join(shards, model, run="spirals"'
-STEP = "            learner.step("
 STATE = 'state=saved.get("learner")'
 LOAD = '        model.load_state_dict(saved["model"])\n'
 SAVED_AT = "50"
@@ -34,11 +33,6 @@ SAVED_AT = "50"
 def with_options(options: str, wait_s: float = 2.0) -> str:
     """The loop, with more options of `join`."""
     return changed(LOOP, (JOIN, f"{JOIN}, wait_s={wait_s}, {options}"))
-
-
-def before_step(line: str, script: str = LOOP) -> str:
-    """With something done after the optimizer's step."""
-    return changed(script, (STEP, f"            {line}\n{STEP}"))
 
 
 def in_model(line: str) -> str:
@@ -66,9 +60,11 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "nothing to train": (in_model("model.requires_grad_(False)"), "SHARD", "UNSUPPORTED_MODEL"),
     "a model in float64": (in_model("model.double()"), "SHARD", "UNSUPPORTED_MODEL"),
     "a model on the meta device": (in_model('model.to("meta")'), "SHARD", "UNSUPPORTED_MODEL"),
-    "a checkpoint after join": (before_step("model.load_state_dict(model.state_dict())"), "SHARD", "MODEL_CHANGED"),
-    "a model moved after join": (before_step("model.double()"), "SHARD", "MODEL_CHANGED"),
-    "a step after finish": (before_step("learner.finish()"), "SHARD", "LEARNER_ENDED"),
+    "a checkpoint after join": (
+        before_step(LOOP, "model.load_state_dict(model.state_dict())"), "SHARD", "MODEL_CHANGED",
+    ),
+    "a model moved after join": (before_step(LOOP, "model.double()"), "SHARD", "MODEL_CHANGED"),
+    "a step after finish": (before_step(LOOP, "learner.finish()"), "SHARD", "LEARNER_ENDED"),
     "an unknown schedule": (RESUME.replace('"cosine"', '"cos"'), "SHARD", "BAD_CONFIG"),
     "resumed: the run renamed": (changed(RESUME, ('run="spirals"', 'run="spirals-2"')), "SHARD", "BAD_CONFIG"),
     "resumed: the whole checkpoint as the state": (resumed_with("state=saved"), "SHARD", "BAD_CONFIG"),
@@ -83,7 +79,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         changed(RESUME, (LOAD, ""), ("        generator = ", f"{LOAD}        generator = ")), "SHARD", "MODEL_CHANGED",
     ),
     "resumed: back to the checkpoint while it trains": (
-        before_step('model.load_state_dict(saved["model"])', RESUME), "SHARD", "MODEL_CHANGED",
+        before_step(RESUME, 'model.load_state_dict(saved["model"])'), "SHARD", "MODEL_CHANGED",
     ),
     "resumed: a layer more than before": (
         before_joining_again("model.append(nn.Linear(2, 2))"), "SHARD", "MANIFEST_MISMATCH",
@@ -137,7 +133,7 @@ def test_a_mistake_is_answered_in_three_lines(mistake, address, saved, as_a_scri
 
 
 def test_other_errors_keep_their_traceback(address: str, as_a_script: Callable[..., str]) -> None:
-    said = as_a_script(before_step("raise ValueError('mine')"), address)
+    said = as_a_script(before_step(LOOP, "raise ValueError('mine')"), address)
     assert "Traceback (most recent call last):" in said
     assert "ValueError: mine" in said
 
@@ -165,7 +161,7 @@ def test_who_waits_for_a_shard_is_told_for_what_and_ctrl_c_is_one_line(tmp_path:
 
 
 def test_ctrl_c_while_training_leaves_the_run_in_one_line(address: str, tmp_path: Path) -> None:
-    with Script(before_step('print("step", flush=True)'), address, folder=tmp_path) as script:
+    with Script(before_step(LOOP, 'print("step", flush=True)'), address, folder=tmp_path) as script:
         until(lambda: script.out, "a step")
         script.send_signal(signal.SIGINT)
         assert script.wait(200) == 130

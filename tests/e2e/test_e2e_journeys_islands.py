@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mistakes import EXAMPLES, answer, assert_told, changed, run_ranks
+from mistakes import EXAMPLES, answer, assert_told, before_step, changed, run_ranks
 from test_e2e_examples import shard
 
 import forks
@@ -18,7 +18,6 @@ import forks
 DDP = (EXAMPLES / "ddp.py").read_text()
 FSDP2 = (EXAMPLES / "fsdp2.py").read_text()
 JOIN = {DDP: 'run="spirals", island=dist.group.WORLD', FSDP2: 'run="spirals", island=mesh'}
-STEP = "            learner.step("
 BEFORE_JOIN = "    optimizer = "
 
 
@@ -30,10 +29,6 @@ def joined(script: str, options: str) -> str:
 def and_joined(script: str, options: str) -> str:
     """With these options of `join` beside its own."""
     return joined(script, f"{JOIN[script]}, {options}")
-
-
-def before_step(script: str, line: str) -> str:
-    return changed(script, (STEP, f"            {line}\n{STEP}"))
 
 
 def before_join(script: str, line: str) -> str:
