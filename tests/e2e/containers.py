@@ -15,7 +15,6 @@ import urllib.request
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import waiting
@@ -99,8 +98,7 @@ class Project:
 
     def values(self, query: str) -> dict[str, float]:
         """Instance -> value, of an instant query of one series per instance."""
-        answer = self.prometheus("query", query=query) or {"result": []}
-        return {one["metric"].get("instance", ""): float(one["value"][1]) for one in answer["result"]}
+        return self.by("instance", query)
 
     def by(self, label: str, query: str) -> dict[str, float]:
         """Value of this label -> value, of an instant query of one series per value of it."""
@@ -122,9 +120,7 @@ class Project:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         log = CACHE / f"compose-{self.compose}.log"
         CACHE.mkdir(exist_ok=True)
         log.write_text(self.run("docker-compose ps -a; docker-compose logs --no-color 2>&1 || true"))

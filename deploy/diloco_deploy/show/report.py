@@ -14,6 +14,9 @@ from diloco_deploy.run.folder import shown
 Report = dict[str, Any]
 NAMED_MAX = 8
 """Workers that the summary names. The report has all."""
+_OF_TOTALS = (
+    "unit", "tokens", "tokens_merged", "tokens_carried", "rounds", "late", "evictions", "bytes_pushed", "bytes_pulled",
+)  # fmt: skip
 
 
 def make_report(
@@ -24,27 +27,18 @@ def make_report(
 
     `evaluation`: the result of `diloco-worker evaluate` (losses in nats per byte); None if it did not run.
     """
-    totals = cluster.totals()
-    found = evaluation or {}
+    totals, found = cluster.totals(), evaluation or {}
     rates = {worker.name: float(worker.get("tokens_per_s", 0.0)) for worker in cluster.workers}
     return {
         "eval_loss_first": found.get("eval_loss_first"),
         "eval_loss_final": found.get("eval_loss_final"),
         "train_loss_final": totals.loss,
-        "unit": totals.unit,
-        "tokens": totals.tokens,
-        "tokens_merged": totals.tokens_merged,
+        **{key: getattr(totals, key) for key in _OF_TOTALS},
         "tokens_dropped": max(0, totals.tokens - totals.tokens_merged),
         "tokens_unmerged": {worker.name: int(worker.get("tokens_unmerged", 0)) for worker in cluster.workers},
-        "tokens_carried": totals.tokens_carried,
         "wall_s": round(wall_s, 3),
         "versions": cluster.versions(),
-        "rounds": totals.rounds,
         "participants_mean": round(totals.participants_mean, 4),
-        "late": totals.late,
-        "evictions": totals.evictions,
-        "bytes_pushed": totals.bytes_pushed,
-        "bytes_pulled": totals.bytes_pulled,
         "tokens_per_s": {**rates, "all": sum(rates.values())},
         "sync_stall_s": {worker.name: float(worker.get("sync_stall_s", 0.0)) for worker in cluster.workers},
         "restarts": {member.name: member.starts for member in cluster.members.values() if member.starts},

@@ -21,6 +21,8 @@ OUTAGES_MAX = 128
 PAGE = 50
 """Learners that are shown at once."""
 _COUNTERS = ("rounds", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled")
+_AS_SAID = ("ready", "reason", "uptime_s", "memory_bytes", "disk_free_bytes", "bytes_saved", "unwritten")
+"""Of a shard, as its status has it."""
 
 
 @dataclass
@@ -239,10 +241,8 @@ class Feed:
             "answers": shard.answers,
             "heard_at": shard.heard_at,
             "why_not": shard.why_not,
-            "ready": shard.get("ready"),
-            "reason": shard.get("reason"),
+            **{key: shard.get(key) for key in _AS_SAID},
             "starts": shard.starts + bool(shard.status),
-            "uptime_s": shard.get("uptime_s"),
             "fragments": [int(one["id"]) for one in shard.get("fragments", ())],
             "version_min": low,
             "version_max": high,
@@ -250,11 +250,7 @@ class Feed:
             "learners": shard.learners_held,
             "bytes_pushed": shard.count("bytes_pushed"),
             "bytes_pulled": shard.count("bytes_pulled"),
-            "memory_bytes": shard.get("memory_bytes"),
-            "disk_free_bytes": shard.get("disk_free_bytes"),
-            "bytes_saved": shard.get("bytes_saved"),
             "in_memory_only": shard.get("data_dir") is None if shard.status else None,
-            "unwritten": shard.get("unwritten"),
             "tells_rounds": shard.name in self._traced,
         }
 
