@@ -93,6 +93,7 @@ def test_pods_have_no_rights(build: str) -> None:
     for pod in pods(build):
         (container,) = pod["spec"]["containers"]
         assert pod["spec"]["automountServiceAccountToken"] is False
+        assert pod["spec"]["enableServiceLinks"] is False, "no variable of a service is taken for a setting"
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
         assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert container["securityContext"] == {
@@ -112,11 +113,6 @@ def test_the_secret_is_mounted_as_a_process_takes_it(build: str) -> None:
         groups = {user["runAsGroup"], user["fsGroup"]}
         assert exposure(mode, 0, user["fsGroup"], user["runAsUser"], groups) is None
         assert mode & 0o040, "user 10001 is not root, and reads it as a member of the group"
-
-
-@pytest.mark.parametrize("build", BUILDS)
-def test_no_variable_of_a_service_is_taken_for_a_setting(build: str) -> None:
-    assert [pod["spec"]["enableServiceLinks"] for pod in pods(build)] == [False, False]
 
 
 @pytest.mark.parametrize("build", BUILDS)

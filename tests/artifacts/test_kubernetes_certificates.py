@@ -20,7 +20,7 @@ from diloco_common.trust.revocations import read_revocations
 from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, read_folder
 from diloco_common.trust.tokens import exposure
 from diloco_deploy.trust.authority import make_authority, open_authority
-from manifests import FOLDER, ROOT, built, environment, on_top_of, one, pods
+from manifests import FOLDER, built, environment, on_top_of, one, pods
 
 BUILD = "overlays/mtls"
 FIELDS: dict[str, dict[str, type]] = {
@@ -177,8 +177,3 @@ def test_nobody_else_may_talk_than_without_certificates() -> None:
         return [r["spec"] for r in built(build) if r["kind"] == "NetworkPolicy"]
 
     assert policies(BUILD) == policies("overlays/demo")
-
-
-def test_the_page_of_operations_names_the_overlay() -> None:
-    assert (FOLDER / BUILD).is_dir()
-    assert "overlays/mtls" in (ROOT / "docs/operations.md").read_text()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -49,19 +47,13 @@ def test_a_shard_is_well_while_its_health_service_says_so(health_service, capsys
 
 
 @pytest.mark.parametrize(("ready", "code"), [((True, "joined"), 0), ((False, "2 of 4 fragments are not there yet"), 1)])
-def test_a_worker_is_well_while_it_is_ready(capsys, ready: tuple[bool, str], code: int) -> None:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
+def test_a_worker_is_well_while_it_is_ready(capsys, loop, ready: tuple[bool, str], code: int) -> None:
     server = HttpServer("127.0.0.1:0", registry=CollectorRegistry(), status=dict, ready=lambda: ready)
-    address = asyncio.run_coroutine_threadsafe(server.start(), loop).result(20)
+    address = loop.run(server.start())
     try:
         assert main(["--http", address]) == code
     finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(20)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        loop.run(server.stop())
     assert capsys.readouterr().out == f"{ready[1]}\n"
 
 
