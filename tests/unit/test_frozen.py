@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from diloco_common.errors import FrozenMismatch
@@ -35,6 +37,7 @@ def refused(rig: Rig, frozen: list[FrozenTensor]) -> str:
 
 
 SAME = base(1)
+UNKNOWN = [FrozenTensor(t.name, t.form, None) for t in SAME]
 MIXED = [FrozenTensor("a.weight", "float32 [4, 4]", 1), *base(2, names="b"), *base(1, names="d")]
 
 
@@ -64,28 +67,20 @@ def test_a_refusal_names_a_few_of_many_differences(rig: Rig) -> None:
     assert f"and {len(many) - SHOWN} more" in words
 
 
-def test_who_allows_differences_is_not_compared_and_binds_nobody(rig: Rig) -> None:
-    joined(rig, "any", [])
-    joined(rig, "a", SAME)
-    joined(rig, "any too", [])
-    refused(rig, base(2))
-
-
-def test_a_tensor_without_a_checksum_matches_until_somebody_brings_one() -> None:
-    """So a resumed learner declares buffers that training may have changed."""
-    unknown = [FrozenTensor(t.name, t.form, None) for t in SAME]
-    rig = Rig()
-    joined(rig, "a", unknown)
-    joined(rig, "b", SAME)
-    joined(rig, "c", unknown)
+@pytest.mark.parametrize(
+    "there",
+    [
+        [("any", []), ("a", SAME), ("any too", [])],  # who allows differences is not compared and binds nobody
+        [("a", UNKNOWN), ("b", SAME), ("c", UNKNOWN)],  # resumed learners: training may have changed their buffers
+        [("a", SAME), ("a", SAME)],  # who comes back is compared with itself
+    ],
+    ids=["any", "without a checksum", "again"],
+)
+def test_who_allows_differences_is_not_compared_and_binds_nobody(rig: Rig, there: list[tuple[str, Any]]) -> None:
+    for learner_id, frozen in there:
+        joined(rig, learner_id, frozen)
     refused(rig, base(2))
     refused(rig, base(1, form="float32 [4, 4]"))
-
-
-def test_a_learner_that_comes_back_is_compared_with_itself(rig: Rig) -> None:
-    joined(rig, "a", SAME)
-    joined(rig, "a", SAME)
-    refused(rig, base(2))
 
 
 def test_while_nothing_is_trained_a_learner_that_has_gone_binds_nobody(rig: Rig) -> None:
