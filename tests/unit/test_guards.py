@@ -161,5 +161,6 @@ def test_norms_far_above_what_is_usual(merged: list[float], seed_norm: float, no
 
 def test_a_fragment_has_the_norm_of_its_pieces_together() -> None:
     assert total_norm((3.0, 4.0)) == 5.0
+    assert total_norm((1.7e308, 1.7e308)) == float("inf")
     values = torch.arange(5.0)
     assert make_contribution("a", values).norm == pytest.approx(float(values.norm()))
