@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
-import pickle
 import threading
 
 import pytest
@@ -168,17 +166,6 @@ def test_learners_with_the_same_batches_are_named_by_the_shard(serve, train, wri
 
 
 # ------------------------------------------------------------------ a model that is not what it was
-
-
-def test_a_model_that_has_joined_can_be_copied_and_pickled(serve, train):
-    a = train(serve(settings_with()).address, "a")
-    twins = copy.deepcopy(a.model), pickle.loads(pickle.dumps(a.model))
-    for twin in twins:
-        twin.load_state_dict(a.model.state_dict())
-        assert all(torch.equal(p, q) for p, q in zip(twin.parameters(), a.model.parameters(), strict=True))
-    a.step()  # nobody has touched the model itself
-    a.learner.close()
-    assert not any(m._load_state_dict_post_hooks for m in a.model.modules())
 
 
 def test_a_model_that_is_not_finite_ends_the_learner_after_some_rounds(serve, train):

@@ -1,24 +1,44 @@
-"""The acts of a step boundary: one that fails is told to the training, and those after it are performed. And what
-shards hear of each other."""
+"""Connections over a transport in memory: what goes wrong on our side is told to the training, and what shards hear of
+each other."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+
+import pytest
+from torch import nn
 
 from diloco_common.errors import DilocoError
 from diloco_common.ports import Unavailable
 from diloco_common.wire import protobuf
-from diloco_common.wire.messages import Directive, LearnerPolicy, Progress, Pulse, ShardAway
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import (
+    Collect,
+    Committed,
+    Directive,
+    LearnerPolicy,
+    Progress,
+    PullHeader,
+    Pulse,
+    ShardAway,
+)
 from diloco_worker.core.acts import ModelCut, StepEnded
-from diloco_worker.core.events import Failed
+from diloco_worker.core.events import Failed, Joined
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.replica import Replica
 from diloco_worker.shell.connections import Connections
+from diloco_worker.shell.context import ConnectionContext
 from parts import Believes, Parts, joined
 from waiting import until_async
 
+EPOCH = 7
 NO_MANIFEST: Any = None
 BELIEVES: Any = Believes()
+POLICY = LearnerPolicy(4, "int8", "int8", "carry", 0.5, True)
 
 
 def test_an_act_that_fails_is_told_and_the_others_are_performed() -> None:
@@ -38,61 +58,92 @@ def test_an_act_that_fails_is_told_and_the_others_are_performed() -> None:
     failed = context.inbox.pop()
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, DilocoError)
-    assert "ModelCut" in str(failed.error)
-    assert "no room for the tensors" in str(failed.error)
+    assert "ModelCut failed: RuntimeError('no room for the tensors')" in str(failed.error)
     assert parts.telemetry.metrics.registry.get_sample_value("diloco_worker_inner_steps_total") == 1
 
 
-class Hears:
-    """A shard, and a control stream of it, that keeps the reports it gets. Or one that nobody reaches."""
+class Shard:
+    """A shard, and a control stream of it that says these directives and keeps the reports it gets. Pulling fails on
+    the learner's side."""
 
-    def __init__(self, is_there: bool) -> None:
+    def __init__(self, *directives: Directive, is_there: bool = True) -> None:
         self.is_there = is_there
         self.reports: list[Progress] = []
-        self._said = False
+        self._directives = [Pulse(0, 0), *directives]
 
     async def join(self, *_: Any) -> Any:
         if not self.is_there:
             raise Unavailable("nobody answers")
-        return joined(7, LearnerPolicy(4, "int8", "int8", "carry", 0.5, True))
+        return joined(EPOCH, POLICY)
 
     def attend(self, *_: Any) -> Any:
         return self
 
     async def hear(self) -> Directive | None:
-        if self._said:
+        if not self._directives:
             await asyncio.Event().wait()
-        self._said = True
-        return Pulse(0, 0)
+        return self._directives.pop(0)
 
     async def report(self, progress: Progress) -> None:
         self.reports.append(progress)
 
+    async def pull(self, *_: Any) -> AsyncGenerator[PullHeader | bytes, None]:
+        raise RuntimeError("no room for a version")
+        yield b""
+
     def cancel(self) -> None:
+        pass
+
+    async def leave(self, *_: Any) -> None:
         pass
 
     async def close(self, grace_s: float) -> None:
         pass
 
 
-def test_a_shard_hears_which_of_the_others_its_learner_does_not_reach() -> None:
+@asynccontextmanager
+async def connected(**shards: Any) -> AsyncIterator[tuple[Connections, ConnectionContext]]:
+    """To these shards, by address."""
+    context = replace(Parts(encodes_at_once=True).context(), dial=shards.__getitem__)
+    connections = Connections(list(shards), Progress(0, 0), context)
+    for connection in connections:
+        connection.agreement = BELIEVES
+    running = asyncio.create_task(connections.run())
+    yield connections, context
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_learner_whose_pulls_fail_for_good_is_told() -> None:
+    """It would train on alone for ever, and hear nothing."""
+    async with connected(shard=Shard(Committed(0, 1, EPOCH))) as (connections, context):
+        replica = Replica(nn.Linear(2, 2, bias=False))
+        core = LearnerCore(replica, cut(replica.specs, 1, 1), POLICY)
+        connections.perform([ModelCut(core.manifest, {0: core.fragments[0].tensors})])
+        while not isinstance(event := await until_async(context.inbox.pop, "the end"), Failed):
+            assert isinstance(event, Joined)
+        assert "no room for a version" in str(event.error)
+
+
+@pytest.mark.parametrize("directive", [Committed(1, 1, EPOCH), Collect(4000, 1, EPOCH)])
+async def test_what_a_shard_says_of_the_fragments_of_others_is_not_heard(directive: Directive) -> None:
+    """It would be pulled from it, or end the training: there is no such fragment."""
+    async with connected(shard=Shard(directive)) as (connections, context):
+        (connection,) = connections
+        await until_async(lambda: connection.times_up, "the stream")
+        await until_async(lambda: not connection.is_up, "its end")
+        assert connection.state.to_pull.now == {}
+        assert {type(event) for event in context.inbox.unread()} == {Joined}
+
+
+async def test_a_shard_hears_which_of_the_others_its_learner_does_not_reach() -> None:
     """So one shard that answers is enough to miss another one."""
-
-    async def run() -> None:
-        shards: dict[str, Any] = {"there:1": Hears(True), "gone:2": Hears(False)}
-        context = replace(Parts(encodes_at_once=True).context(), dial=shards.__getitem__)
-        connections = Connections(list(shards), Progress(0, 0), context)
-        for connection in connections:
-            connection.agreement = BELIEVES
-        running = asyncio.create_task(connections.run())
-        await until_async(lambda: shards["there:1"].reports, "a report")
-        (away,) = shards["there:1"].reports[0].away
-        assert (away.address, away.index) == ("gone:2", None)
-        assert away.for_s >= 0
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(run())
+    there = Shard()
+    async with connected(there=there, gone=Shard(is_there=False)):
+        await until_async(lambda: there.reports, "a report")
+    (away,) = there.reports[0].away
+    assert (away.address, away.index) == ("gone", None)
+    assert away.for_s >= 0
 
 
 def test_what_is_away_travels_within_its_limits() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_common.errors import ConfigError
 from diloco_worker.progress_lr import WARMUP_FLOOR, WARMUP_STEPS, ProgressLR, Shape, share
 
 
@@ -78,9 +77,3 @@ def test_it_goes_on_from_its_state_in_another_process() -> None:
     resumed.load_state_dict(saved)
     assert rates(again, resumed, 0) == pytest.approx([1.0, 10.0]), "also in the first step"
     assert rates(again, resumed, 1) == pytest.approx([1.0, 10.0])
-
-
-@pytest.mark.parametrize("options", [{"shape": "cosin"}, {"warmup": 1.5}, {"final": -0.1}])
-def test_what_is_no_schedule_is_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="ProgressLR"):
-        scheduler(Run(), **options)

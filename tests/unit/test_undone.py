@@ -82,6 +82,7 @@ HONEST: dict[str, Callable[[Iterable[nn.Parameter]], object]] = {
     "adamw-fast": partial(torch.optim.AdamW, lr=0.1),
     "decay": partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.05),
     "nothing": partial(torch.optim.SGD, lr=0.0),
+    "rounded away": partial(torch.optim.SGD, lr=0.05),
     "rprop": torch.optim.Rprop,
     "adagrad": partial(torch.optim.Adagrad, lr=0.1),
     "radam": partial(torch.optim.RAdam, lr=0.01),
@@ -92,12 +93,8 @@ HONEST: dict[str, Callable[[Iterable[nn.Parameter]], object]] = {
 @pytest.mark.parametrize("sync_every", [4, 12])
 @pytest.mark.parametrize("name", HONEST)
 def test_an_optimizer_that_steps_on_the_parameters_is_never_refused(name: str, sync_every: int) -> None:
-    refused, _ = trained(HONEST[name], sync_every=sync_every, steps=60)
-    assert not refused
-
-
-def test_nor_is_one_whose_steps_are_rounded_away() -> None:
-    refused, _ = trained(partial(torch.optim.SGD, lr=0.05), dtype=torch.bfloat16)
+    dtype = torch.bfloat16 if name == "rounded away" else torch.float32
+    refused, _ = trained(HONEST[name], sync_every=sync_every, steps=60, dtype=dtype)
     assert not refused
 
 

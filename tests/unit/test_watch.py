@@ -88,6 +88,7 @@ def check(model: nn.Module, shared: Patterns | None, change: Callable[[Net], obj
         watch.check()
     watch.check_in_place()
     watch.end()
+    assert not any(m._load_state_dict_post_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("shared", [None, ["body.*", "wte.*"], "all"])
