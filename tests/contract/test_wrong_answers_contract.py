@@ -49,26 +49,23 @@ class Anything(grpc.GenericRpcHandler):  # type: ignore[misc]
     ],
     ids=["garbage", "too much", "cancelled", "unknown", "a code that is none", "nothing"],
 )
-def test_whatever_a_shard_answers_is_an_error_that_a_learner_knows(
+async def test_whatever_a_shard_answers_is_an_error_that_a_learner_knows(
     shard: Anything, error: type[DilocoError], call: str
 ) -> None:
-    async def run() -> None:
-        server = grpc.aio.server(handlers=[shard], options=[("grpc.max_send_message_length", -1)])
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        transport = GrpcTransport(f"127.0.0.1:{port}")
-        try:
-            said = await asyncio.wait_for(_called(transport, call), 20.0)
-        except DilocoError as caught:
-            said = caught
-        finally:
-            await transport.close(0)
-            await server.stop(0)
-        is_end_of_stream = said is None and call in ("hear", "pull")
-        assert isinstance(said, error) or is_end_of_stream
-        assert str(said).isprintable() or not isinstance(said, Refusal)
-
-    asyncio.run(run())
+    server = grpc.aio.server(handlers=[shard], options=[("grpc.max_send_message_length", -1)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    transport = GrpcTransport(f"127.0.0.1:{port}")
+    try:
+        said = await asyncio.wait_for(_called(transport, call), 20.0)
+    except DilocoError as caught:
+        said = caught
+    finally:
+        await transport.close(0)
+        await server.stop(0)
+    is_end_of_stream = said is None and call in ("hear", "pull")
+    assert isinstance(said, error) or is_end_of_stream
+    assert str(said).isprintable() or not isinstance(said, Refusal)
 
 
 async def _called(transport: GrpcTransport, call: str) -> Any:

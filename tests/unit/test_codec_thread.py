@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,13 @@ class Rig:
         (contribution,) = self.core.contribute()
         self.codec.begin(contribution, "float32")
         return contribution
+
+    async def done(self, job: Coroutine[Any, Any, Any]) -> Any:
+        """What the codec thread makes of it, once it goes on."""
+        running = asyncio.ensure_future(job)
+        await asyncio.sleep(0)
+        self.parts.jobs.run()
+        return await running
 
     def values(self, contribution: Contribution) -> list[float] | None:
         """What is to be pushed."""
@@ -108,19 +116,12 @@ def test_the_next_contribution_of_a_fragment_takes_the_place_of_one_that_was_giv
     assert rig.values(later) == [-2.0, -2.0]
 
 
-def test_the_memory_of_seeds_is_given_back_before_the_first_contribution() -> None:
+async def test_the_memory_of_seeds_is_given_back_before_the_first_contribution() -> None:
     """They are float32, and nothing that comes later is as large."""
     rig = Rig()
     times: list[int] = []
-
-    async def seed() -> None:
-        encoding = asyncio.ensure_future(rig.codec.encode_seed(torch.zeros(2)))
-        await asyncio.sleep(0)
-        rig.parts.jobs.run()
-        await encoding
-
     rig.give_back = lambda: times.append(len(times))
-    asyncio.run(seed())
+    await rig.done(rig.codec.encode_seed(torch.zeros(2)))
     assert times == []
     for round_number in (1, 2):
         rig.contributes(round_number)
@@ -155,18 +156,11 @@ def test_a_codec_that_is_closed_begins_nothing() -> None:
     assert rig.values(contribution) is None
 
 
-def test_a_version_comes_with_what_applying_it_adds() -> None:
+async def test_a_version_comes_with_what_applying_it_adds() -> None:
     rig = Rig()
     payload = encode_payload(torch.full((2,), 13.0), "float32")
     header = PullHeader(0, 1, EPOCH, 0, 0, 0, payload.header)
-
-    async def decode() -> Arrived:
-        decoding = asyncio.ensure_future(rig.codec.decode(header, payload))
-        await asyncio.sleep(0)
-        rig.parts.jobs.run()
-        return await decoding
-
-    found = asyncio.run(decode())
+    found = await rig.done(rig.codec.decode(header, payload))
     assert found.values.float().tolist() == [13.0, 13.0]
     assert found.difference is not None
     assert found.difference.values.tolist() == [3.0, 3.0]

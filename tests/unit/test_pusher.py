@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -80,62 +79,45 @@ class Rig:
             self.pusher.seed(SeedFragment(i, fragment.tensors.values(), 0.0))
 
 
-def run(test: Callable[[Rig], Awaitable[None]]) -> None:
-    async def begin() -> None:
-        await test(Rig())
-
-    asyncio.run(begin())
-
-
-def test_what_waits_for_its_turn_is_not_pushed_into_the_next_epoch_of_the_shard() -> None:
+async def test_what_waits_for_its_turn_is_not_pushed_into_the_next_epoch_of_the_shard() -> None:
     """When the learner joined that epoch, the work was given back: it would count twice."""
-
-    async def test(rig: Rig) -> None:
-        rig.pushes()
-        await until_async(lambda: len(rig.shard.pushed) == PUSHES_AT_ONCE, "as many pushes as go at once")
-        rig.joins(EPOCH + 1)
-        rig.shard.may_answer.set()
-        await rig.pusher.settle(10.0)
-        assert len(rig.shard.pushed) == PUSHES_AT_ONCE
-        assert {(caller.epoch, caller.generation) for caller, _ in rig.shard.pushed} == {(EPOCH, 1)}
-        assert rig.context.inbox.pop() is None, "and no answer of the earlier epoch counts"
-
-    run(test)
+    rig = Rig()
+    rig.pushes()
+    await until_async(lambda: len(rig.shard.pushed) == PUSHES_AT_ONCE, "as many pushes as go at once")
+    rig.joins(EPOCH + 1)
+    rig.shard.may_answer.set()
+    await rig.pusher.settle(10.0)
+    assert len(rig.shard.pushed) == PUSHES_AT_ONCE
+    assert {(caller.epoch, caller.generation) for caller, _ in rig.shard.pushed} == {(EPOCH, 1)}
+    assert rig.context.inbox.pop() is None, "and no answer of the earlier epoch counts"
 
 
-def test_all_that_wait_are_pushed_in_the_end() -> None:
-    async def test(rig: Rig) -> None:
-        rig.pushes()
-        rig.shard.may_answer.set()
-        await rig.pusher.settle(10.0)
-        assert [header.fragment_id for _, header in rig.shard.pushed] == list(range(FRAGMENTS))
-
-    run(test)
+async def test_all_that_wait_are_pushed_in_the_end() -> None:
+    rig = Rig()
+    rig.pushes()
+    rig.shard.may_answer.set()
+    await rig.pusher.settle(10.0)
+    assert [header.fragment_id for _, header in rig.shard.pushed] == list(range(FRAGMENTS))
 
 
 @pytest.mark.parametrize(("value", "may_have_arrived"), [(1.0, True), (math.nan, False)])
-def test_a_shard_cannot_have_forgotten_values_that_were_never_sent(value: float, may_have_arrived: bool) -> None:
+async def test_a_shard_cannot_have_forgotten_values_that_were_never_sent(value: float, may_have_arrived: bool) -> None:
     """Else what is not finite would be taken for merged, and be in the model with the next version."""
-
-    async def test(rig: Rig) -> None:
-        taken = rig.pushes(value)
-        rig.shard.may_answer.set()
-        await rig.pusher.settle(10.0)
-        assert len(rig.shard.pushed) == FRAGMENTS
-        assert {contribution.pushes.may_have_arrived for contribution in taken} == {may_have_arrived}
-
-    run(test)
+    rig = Rig()
+    taken = rig.pushes(value)
+    rig.shard.may_answer.set()
+    await rig.pusher.settle(10.0)
+    assert len(rig.shard.pushed) == FRAGMENTS
+    assert {contribution.pushes.may_have_arrived for contribution in taken} == {may_have_arrived}
 
 
-def test_a_seed_is_offered_under_the_lease_that_it_was_asked_under() -> None:
-    async def test(rig: Rig) -> None:
-        rig.seeds()
-        await until_async(lambda: rig.shard.pushed, "a first seed")
-        at_once = len(rig.shard.pushed)
-        rig.joins(EPOCH, generation=2)
-        rig.shard.may_answer.set()
-        await rig.pusher.settle(10.0)
-        assert len(rig.shard.pushed) == at_once
-        assert {(header.epoch, caller.generation) for caller, header in rig.shard.pushed} == {(EPOCH, 1)}
-
-    run(test)
+async def test_a_seed_is_offered_under_the_lease_that_it_was_asked_under() -> None:
+    rig = Rig()
+    rig.seeds()
+    await until_async(lambda: rig.shard.pushed, "a first seed")
+    at_once = len(rig.shard.pushed)
+    rig.joins(EPOCH, generation=2)
+    rig.shard.may_answer.set()
+    await rig.pusher.settle(10.0)
+    assert len(rig.shard.pushed) == at_once
+    assert {(header.epoch, caller.generation) for caller, header in rig.shard.pushed} == {(EPOCH, 1)}
