@@ -78,7 +78,11 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
             )
         model: nn.Module = kwargs["model"]
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
-        earlier = _read_state(path) if self.learner is None else self.learner.state_dict()
+        earlier: dict[str, Any] | None = None
+        if self.learner is not None:
+            earlier = self.learner.state_dict()
+        elif path.exists():  # an earlier process has left it beside the checkpoint that the Trainer goes on from
+            earlier = json.loads(path.read_text())
         self.learner = learner = join(self._shards, model, state=earlier, **self._options)
         atexit.register(learner.close)
         log = learner.telemetry.log
@@ -172,14 +176,6 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
             return
         self._shape, self._warmup = shape, args.get_warmup_steps(state.max_steps) / max(1, state.max_steps)
         self._rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
-
-
-def _read_state(path: Path) -> dict[str, Any] | None:
-    """What an earlier process has left beside the checkpoint that the Trainer goes on from; None: nothing."""
-    if not path.exists():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
 
 
 def _order_data(loader: Any, seed: int) -> bool:

@@ -133,8 +133,7 @@ def join(
             error of ours that nobody catches ends the process with its words alone. None: neither.
 
     Raises:
-        ConfigError: an address is no address, the shards do not make up one run, or the certificate is of another.
-        ConfigError: `state` is of another run, or no state.
+        ConfigError: an address or `state` is none, the shards are not of one run, or certificate or `state` of another.
         WrongCall: an argument is not what is asked for above.
         UnsupportedModel: the momentum of an optimizer cannot be averaged, or an island asks for it.
         UnsupportedModel: the model cannot be synchronised (FSDP1 and DeepSpeed are refused, for example);
@@ -189,11 +188,8 @@ def join(
         _wait_until_joined(learner, world, wait_s)
         if group is not None:
             learner.number(int(group.agree(str(learner.index))))
-        if averaged is not None and learner.core is not None and learner.core.policy.push_encoding.startswith("topk"):
-            telemetry.log.warning(
-                "averaged momentum is mostly noise with this encoding: take another sync.push, or leave the momentum "
-                "local", push=learner.core.policy.push_encoding,
-            )  # fmt: skip
+        if averaged is not None and learner.core is not None:
+            _warn_of_noise(learner.core.policy.push_encoding, telemetry.log)
     return learner
 
 
@@ -333,6 +329,15 @@ def _say_what_it_takes(replica: Replica, chosen: SharedSet, telemetry: LearnerTe
             'residuals="host" changes nothing: memory can be pinned for CUDA devices only', device=replica.device.type
         )
     telemetry.model(replica.specs, sum(p.numel() for p in chosen.frozen.values()))
+
+
+def _warn_of_noise(push: str, log: Log) -> None:
+    """`push`: the encoding of contributions, those to companions included."""
+    if push.startswith("topk"):
+        words = (
+            "averaged momentum is mostly noise with this encoding: take another sync.push, or leave the momentum local"
+        )
+        log.warning(words, push=push)
 
 
 def _http_server(

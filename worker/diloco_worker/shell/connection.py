@@ -200,7 +200,8 @@ class Connection:
                 telemetry.log.error("connection failed", trace=caught, shard=self.address)
                 error = DilocoError(f"the connection to {self.address} failed: {caught!r}")
             finally:
-                self._went_down()
+                if self.is_up:
+                    self.is_up, self._down_since = False, world.clock()
                 telemetry.disconnected(self.address)
             self.why_down = error
             redial = self._dialing.ended(error, world.clock(), world.random.random())
@@ -222,8 +223,10 @@ class Connection:
         joined = Joined.at(self.address, answer)
         try:
             self.agreement.take(joined)
-        except DilocoError:
-            await self._give_up(Lease(answer.epoch, answer.generation))
+        except DilocoError:  # the shard is not believed: its rounds need not wait for this learner
+            with contextlib.suppress(Refusal, Unavailable):
+                lease = Lease(answer.epoch, answer.generation)
+                await self._transport.leave(self._c.caller.under(lease), GOODBYE_S)
             raise
         self._take_lease(joined)
         self._c.inbox.put(joined)
@@ -251,11 +254,6 @@ class Connection:
         mine = self.state.fragment_ids
         if self.state.take_lease(joined):
             self._c.codec.drop(lambda c: c.fragment_id in mine and c.shard_epoch != joined.epoch)
-
-    async def _give_up(self, lease: Lease) -> None:
-        """The shard gave a lease, and is not believed: its rounds need not wait for this learner."""
-        with contextlib.suppress(Refusal, Unavailable):
-            await self._transport.leave(self._c.caller.under(lease), GOODBYE_S)
 
     def _fails(self, error: DilocoError) -> None:
         """Something that the shard did, beside the control stream, cannot go on: that stream ends, and all begins again
@@ -332,11 +330,6 @@ class Connection:
             raise BadRequest(
                 f"{self.address} speaks of fragment {directive.fragment_id}, which it did not name in Join"
             )
-
-    def _went_down(self) -> None:
-        if self.is_up:
-            self._down_since = self._c.world.clock()
-        self.is_up = False
 
     def _came_up(self) -> None:
         self.is_up, self._down_since = True, None

@@ -47,7 +47,8 @@ class Puller:
             if state.manifest is None:
                 continue
             for fragment_id, version in sorted(state.to_pull.now.items()):
-                if not state.has_lease or self._has(fragment_id, version):
+                is_here = not state.to_pull.is_by_name and self._c.codec.base(fragment_id) == version
+                if not state.has_lease or is_here:
                     continue
                 try:
                     await self._pull(fragment_id, version)
@@ -66,9 +67,6 @@ class Puller:
                     self._has_news.set()
                     await asyncio.sleep(backoff_s(attempt, self._c.world.random.random()))
                     attempt += 1
-
-    def _has(self, fragment_id: int, version: tuple[int, int]) -> bool:
-        return not self._state.to_pull.is_by_name and self._c.codec.base(fragment_id) == version
 
     def _tell(self, event: Event | None) -> None:
         if event is not None:

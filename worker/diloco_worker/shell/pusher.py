@@ -68,7 +68,11 @@ class Pusher:
         try:
             payload, not_finite = await self._payload(contribution)
             if payload is not None:
-                header = self._contribution_header(contribution, payload, not_finite=not_finite)
+                header = PushHeader(
+                    contribution.fragment_id, contribution.round, contribution.epoch, contribution.base_version,
+                    contribution.tokens, contribution.steps, payload.header, self._manifest_digest,
+                    not_finite=not_finite, **self._part(contribution.fragment_id),
+                )  # fmt: skip
                 if not not_finite:
                     contribution.pushes.sending_values()
                 answer = await self._push_until_answered(header, payload, lease)
@@ -97,13 +101,6 @@ class Pusher:
         num_elements = fragment.num_elements
         encoding = fragment.encoding(self._state.policy.push_encoding)
         return Payload(PayloadHeader(encoding, num_elements, usual_chunk_elements(encoding), 0, 0), ())
-
-    def _contribution_header(self, contribution: Contribution, payload: Payload, *, not_finite: bool) -> PushHeader:
-        return PushHeader(
-            contribution.fragment_id, contribution.round, contribution.epoch, contribution.base_version,
-            contribution.tokens, contribution.steps, payload.header, self._manifest_digest, not_finite=not_finite,
-            **self._part(contribution.fragment_id),
-        )  # fmt: skip
 
     def _part(self, fragment_id: int) -> dict[str, Any]:
         """What a push says of the part that it brings, if others bring the rest."""
