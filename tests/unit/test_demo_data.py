@@ -39,14 +39,6 @@ def test_files_are_held_out_by_a_hash_of_their_name(tmp_path):
     assert (corpus.files, corpus.train.dtype) == (60, torch.uint8)
 
 
-def test_another_folder_with_the_same_names_holds_out_the_same(tmp_path):
-    for copy in ("x", "y"):
-        write_files(tmp_path / copy, 30)
-    x, y = (load_corpus(str(tmp_path / copy), held_out=0.3) for copy in ("x", "y"))
-    assert torch.equal(x.held_out, y.held_out)
-    assert torch.equal(x.train, y.train)
-
-
 def test_the_share_that_is_held_out_is_about_what_was_asked_for():
     held = sum(is_held_out(f"package/module_{i}.py", 0.05) for i in range(10_000))
     assert 400 < held < 600
@@ -126,16 +118,11 @@ def test_data_that_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_path,
 def test_a_stream_visits_every_window_once_in_a_pass():
     text = numbered(8 * 25 + 8)
     a = stream(text, batch=5)
-    first = torch.cat([a.next_batch()[0] for _ in range(5)])
-    assert first.shape == (25, 8)
-    flat = first.flatten().tolist()
+    inputs, targets = (torch.cat(parts) for parts in zip(*(a.next_batch() for _ in range(5)), strict=True))
+    assert (inputs.shape, inputs.dtype, targets.dtype) == ((25, 8), torch.int64, torch.int64)
+    assert torch.equal(targets, inputs + 1), "the inputs one byte on"
+    flat = inputs.flatten().tolist()
     assert len(set(flat)) == len(flat) == 200
-
-
-def test_targets_are_the_inputs_one_byte_on():
-    inputs, targets = stream(numbered(200)).next_batch()
-    assert inputs.dtype == targets.dtype == torch.int64
-    assert torch.equal(targets, inputs + 1)
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 5, 6, 7, 50])

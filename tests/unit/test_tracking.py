@@ -65,15 +65,6 @@ def test_a_sink_that_hangs_costs_points_and_no_time(caplog: pytest.LogCaptureFix
     assert "its last points are lost" in caplog.text
 
 
-def test_points_that_are_late_at_the_end_are_not_lost_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    sink = Kept()
-    tracker = Tracker(lambda: sink)
-    tracker.log(0, {"loss": 1.0})
-    tracker.close(timeout_s=0.0)
-    sink.may_write.set()
-    assert "its last points are lost" in caplog.text
-
-
 def test_a_sink_that_fails_ends_tracking_alone(caplog: pytest.LogCaptureFixture) -> None:
     sink = Broken()
     tracker = Tracker(lambda: sink)
