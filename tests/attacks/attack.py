@@ -183,25 +183,23 @@ def _loss(found: Evidence) -> list[str]:
 
 def _common(found: Evidence) -> list[str]:
     """What holds for all attacks: nobody honest is hurt, and memory and log are bounded."""
-    problems = []
-    if found.seen.error:
-        problems.append(f"the attack broke down:\n{found.seen.error}")
-    elif not found.seen.answers and not found.seen.facts:
-        problems.append("nothing was tried")
-    if found.shard_ended:
-        problems.append("the shard has ended")
-    if found.restarted:
-        problems.append(f"the shard cannot be started again: {found.restarted}")
-    if found.rss_more > RSS_MORE:
-        problems.append(f"RSS + {found.rss_more / 2**20:.0f} MiB")
-    if found.tracebacks:
-        problems.append(f"{found.tracebacks} tracebacks in the log")
-    if found.lines > MOST_LINES:
-        problems.append(f"{found.lines} lines of log")
-    if found.seen.without_code:
-        problems.append(f"{found.seen.without_code} calls without a stable code")
-    if found.late:
-        problems.append(f"a learner that comes later: {found.late}")
+    tried = found.seen.answers or found.seen.facts
+    problems = [
+        words
+        for is_wrong, words in (
+            (found.seen.error, f"the attack broke down:\n{found.seen.error}"),
+            (not found.seen.error and not tried, "nothing was tried"),
+            (found.shard_ended, "the shard has ended"),
+            (found.restarted, f"the shard cannot be started again: {found.restarted}"),
+            (found.rss_more > RSS_MORE, f"RSS + {found.rss_more / 2**20:.0f} MiB"),
+            (found.tracebacks, f"{found.tracebacks} tracebacks in the log"),
+            (found.lines > MOST_LINES, f"{found.lines} lines of log"),
+            (found.seen.without_code, f"{found.seen.without_code} calls without a stable code"),
+            (found.late, f"a learner that comes later: {found.late}"),
+            (found.status.get("done"), "the run has ended"),
+        )
+        if is_wrong
+    ]
     if found.after is None and found.before is not None:
         problems.append("the honest learner's process has ended")
     elif found.after is not None and found.after.stopped:
@@ -210,6 +208,4 @@ def _common(found: Evidence) -> list[str]:
         problems.append("the honest learner's work is merged no longer")
     elif found.kept_up < KEPT_UP_MIN:
         problems.append(f"rounds at {found.kept_up:.0%} of their rate")
-    if found.status.get("done"):
-        problems.append("the run has ended")
     return problems

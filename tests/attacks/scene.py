@@ -17,10 +17,9 @@ import threading
 import time
 import traceback
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -149,18 +148,19 @@ class Peak:
                 self.most = max(self.most, self._process.memory_info().rss)
 
 
-class Scene:
+class Scene(contextlib.ExitStack):
     """The stage of one attack. A context manager that ends all its processes."""
 
     def __init__(self, attack: Attack, folder: Path) -> None:
+        super().__init__()
         self.attack, self.folder = attack, folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._ending = contextlib.ExitStack()
         proven = attack.needs is Needs.CERTIFICATE
         self.token = None if proven else secrets.token_hex(16)
         self.certificates = Certificates(folder / "certs") if proven else None
         settings = SETTINGS | dict(attack.settings)
         self.shard = ShardProcess(folder, settings, self.token, attack.files, self.certificates)
+        self.callback(self.shard.kill)
         self.honest: Honest | None = None
         try:
             if not attack.fresh:
@@ -177,7 +177,7 @@ class Scene:
         run = self.certificates
         tls = {} if run is None else {name: run.issue(f"learner/{name}") for name in names}
         made = Honest(names, self.shard.endpoints.grpc, self.folder, self.token, self.attack.ballast, tls)
-        self._ending.callback(made.kill)
+        self.callback(made.kill)
         return made
 
     @property
@@ -194,20 +194,8 @@ class Scene:
     def striker(self, nice: int = 0) -> Striker:
         """The attack begins."""
         made = Striker(self.attack, self.target, self.folder / "attacker.log", nice)
-        self._ending.callback(made.kill)
+        self.callback(made.kill)
         return made
-
-    def close(self) -> None:
-        self._ending.close()
-        self.shard.kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ------------------------------------------------------------ the attack
 
@@ -333,9 +321,3 @@ def _strike(number: int, target: Target, over: Any, nice: int, result: Connectio
         seen = Seen(error=traceback.format_exc())
     result.send(seen)
     os._exit(0)  # threads of gRPC that still wait for a shard do not hold it up
-
-
-@contextlib.contextmanager
-def staged(attack: Attack, folder: Path) -> Iterator[Scene]:
-    with Scene(attack, folder) as scene:
-        yield scene

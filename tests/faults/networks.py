@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import loudly
@@ -55,9 +54,7 @@ class Namespace:
         run("ip", "-n", self.name, "link", "set", "lo", "up")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._link is not None:
             self._link.close()
         with suppress(NotPossible):

@@ -12,11 +12,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,17 +115,20 @@ def quick_shard(index: int, folder: Path, settings: Mapping[str, object]) -> Sha
     return shard
 
 
-class SteadyCluster:
+class SteadyCluster(ExitStack):
     """Shards that keep their versions, and learners. A context manager that ends them all."""
 
     def __init__(
         self, folder: Path, settings: Mapping[str, object] | None = None, *, shards: int = 1, **options: Any
     ) -> None:
         """`options`: of all learners (`Options`)."""
+        super().__init__()
         self.folder, self._options = folder, Options(**options)
         self.learners: dict[str, SteadyLearner] = {}
         given = {**SETTINGS, **(settings or {}), "shard.count": shards}
         self.shards = [quick_shard(index, folder, given) for index in range(shards)]
+        for shard in self.shards:
+            self.callback(shard.kill)
 
     def add(self, *names: str, namespace: str = "") -> None:
         """Learners, and wait until they train."""
@@ -133,6 +136,7 @@ class SteadyCluster:
         for name in names:
             options = replace(self._options, namespace=namespace)
             self.learners[name] = SteadyLearner(name, addresses, self.folder, options)
+            self.callback(self.learners[name].kill)
         for name in names:
             self.await_merged(name)
 
@@ -170,15 +174,6 @@ class SteadyCluster:
         """Everything that was logged."""
         logs = [member.log for member in (*self.shards, *self.learners.values())]
         return "".join(log.read_text() for log in logs if log.exists())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process in (*self.learners.values(), *self.shards):
-            process.kill()
 
 
 # ------------------------------------------------------------------ in the processes

@@ -451,25 +451,23 @@ def claim(lines: Lines) -> None:
     merge["contributions"][-1] |= {"generation": 9, "tokens": 77}
 
 
-def test_what_a_liar_says_is_a_claim_and_no_work():
-    lines = clean()
+def lied_to(lines: Lines) -> None:
     claim(lines)
-
-    assert "double_counted" in checks(lines), "a contribution that nobody sent"
-    assert "double_counted" not in checks(lines, claimants={"mallory"})
+    half_merged_twice(lines)
 
 
-def test_nothing_is_promised_to_a_learner_under_whose_id_somebody_lies():
+@pytest.mark.parametrize(
+    ("change", "claimants", "is_owed"),
+    [
+        (claim, set(), True),  # a contribution that nobody sent
+        (claim, {"mallory"}, False),  # what a liar says is a claim and no work
+        (half_merged_twice, {"ann"}, False),  # nothing is promised to who has a liar under its id
+        (lied_to, {"mallory"}, True),  # shards owe the others what they always owe
+    ],
+)
+def test_nothing_is_promised_to_a_learner_under_whose_id_somebody_lies(
+    change: Plant, claimants: set[str], is_owed: bool
+):
     lines = clean()
-    sent(lines, 2, since=0, tokens=200)
-
-    assert "double_counted" in checks(lines)
-    assert "double_counted" not in checks(lines, claimants={"ann"})
-
-
-def test_shards_owe_the_others_what_they_always_owe():
-    lines = clean()
-    claim(lines)
-    sent(lines, 2, since=0, tokens=200)
-
-    assert "double_counted" in checks(lines, claimants={"mallory"})
+    change(lines)
+    assert ("double_counted" in checks(lines, claimants=claimants)) == is_owed
