@@ -118,8 +118,8 @@ class Processes(Stage):
         return host.shard.fragments[fragment_id]
 
     def begins(self, index: int) -> None:
-        shard = self.shards[index]
         """A shard is about to serve, with what its disk has given back to it. What may have been lost is excused."""
+        shard = self.shards[index]
         assert shard.host is not None
         epoch, disk = shard.host.shard.epoch, self.disks.get(shard.index)
         if disk is None or self.options.interval_s:

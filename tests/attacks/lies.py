@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from attack import Evidence, Over, Seen, Target
@@ -16,29 +17,14 @@ TAKEN = "ACCEPTED"
 UNREFUSED = (TAKEN, "LATE", "DUPLICATE")
 
 
-def _quiet(fragment_elements: int) -> Tensor:
-    """A contribution that says nothing."""
-    return torch.zeros(fragment_elements)
-
-
-def tokens_2_62(target: Target, over: Over) -> Seen:
-    """Contributions of 2^62 tokens, in a run with a budget."""
+def claiming(tokens: int) -> Callable[[Target, Over], Seen]:
+    """Contributions of so many tokens that say nothing."""
 
     def make(asked: Asked) -> Tensor:
-        asked.header.tokens = 2**62
-        return _quiet(asked.fragment.num_elements)
+        asked.header.tokens = tokens
+        return torch.zeros(asked.fragment.num_elements)
 
-    return Mole(target).work(make, over)
-
-
-def tokens_2_64(target: Target, over: Over) -> Seen:
-    """Contributions of 2^64 - 1 tokens, so that the sum of two cannot be sent."""
-
-    def make(asked: Asked) -> Tensor:
-        asked.header.tokens = 2**64 - 1
-        return _quiet(asked.fragment.num_elements)
-
-    return Mole(target).work(make, over)
+    return lambda target, over: Mole(target).work(make, over)
 
 
 def judge_refused(found: Evidence) -> list[str]:
@@ -136,7 +122,7 @@ def fast_steps(target: Target, over: Over) -> Seen:
     """A learner that reports a thousand steps more with every report, and contributes nothing but zeros."""
     mole = Mole(target)
     mole.steps_per_report, mole.report_every_s = EXTRA_STEPS, 0.02
-    return mole.work(lambda asked: _quiet(asked.fragment.num_elements), over)
+    return mole.work(lambda asked: torch.zeros(asked.fragment.num_elements), over)
 
 
 def judge_rounds(found: Evidence) -> list[str]:

@@ -40,11 +40,11 @@ _ROWS = [
     ),
     Attack(
         5, "tokens 2^62", TOKEN, "contributions of 2^62 tokens in a run with a budget",
-        "refused: more than reported", lies.tokens_2_62, lies.judge_refused, settings=BUDGET,
+        "refused: more than reported", lies.claiming(2**62), lies.judge_refused, settings=BUDGET,
     ),
     Attack(
         6, "tokens 2^64-1", TOKEN, "contributions of 2^64 - 1 tokens, then a restart and another learner",
-        "refused; later learners join", lies.tokens_2_64, lies.judge_refused, late=True, restart=True,
+        "refused; later learners join", lies.claiming(2**64 - 1), lies.judge_refused, late=True, restart=True,
     ),
     Attack(
         7, "all the weight", TOKEN, "as many tokens as are believed, reported too, and an ordinary norm",

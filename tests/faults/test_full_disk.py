@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import loudly
 import pytest
 
 from processes import LocalCluster, http_get, until, versions
@@ -19,15 +19,10 @@ SIZE = 4 * 2**20
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "run"
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
     if mounted.returncode:
-        warnings.warn("no tmpfs can be mounted here: a full disk was NOT tried", stacklevel=1)
-        pytest.skip(f"no tmpfs can be mounted here (root can): {mounted.stderr.strip()}")
+        loudly.skip("a full disk", f"no tmpfs can be mounted here (root can): {mounted.stderr.strip()}")
     try:
         yield folder
     finally:

@@ -43,6 +43,9 @@ SETTINGS = {
     "sync.fragments": 2, "sync.sync_every": 1, "sync.quorum": 2, "lease.lease_s": 3, "lease.heartbeat_s": 0.5,
 }  # fmt: skip
 TOKEN = "a token for fuzzing".replace(" ", "-")
+HEADERS = (
+    "Content-Length", "Transfer-Encoding", "Connection", "Upgrade", "Accept", "Authorization", "Expect", "A" * 500,
+)  # fmt: skip
 AT_ONCE = 16
 JOIN_TRIES = 20
 CODES = {kind.code for kind in Refusal.__subclasses__()} | {"OK", "ACCEPTED", "PART", "DUPLICATE", "LATE"}
@@ -191,18 +194,7 @@ def draw_http(chance: random.Random) -> bytes:
     version = chance.choice(("HTTP/1.1", "HTTP/1.1", "HTTP/1.0", "HTTP/2.0", "HTTP/9", ""))
     pairs = [("Host", "x")] if chance.random() < 0.9 else []
     for _ in range(chance.choice((0, 0, 1, 2, 200))):
-        name = chance.choice(
-            (
-                "Content-Length",
-                "Transfer-Encoding",
-                "Connection",
-                "Upgrade",
-                "Accept",
-                "Authorization",
-                "Expect",
-                "A" * 500,
-            )
-        )
+        name = chance.choice(HEADERS)
         pairs.append((name, chance.choice(("0", "-1", "5", "18446744073709551616", "chunked", "gzip", *TEXTS))))
     if chance.random() < 0.3:
         path += chance.choice(("?a=b", "?name[]=a&name[]=b", "?" + "a" * 70_000, "\xe9", "#x"))

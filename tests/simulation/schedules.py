@@ -124,17 +124,9 @@ def losing_ranks(seed: int, **changes: object) -> Options:
 def diverging_ranks(seed: int) -> Options:
     """Islands in which one rank's values are not finite now and then. Answers take long, so rounds ask again before."""
     return losing_ranks(
-        seed,
-        learners=2,
-        faults=("not finite",),
-        fault_every_s=0.3,
-        faults_s=15.0,
-        quorum=2,
-        lease_s=1.0,
-        call_s=6.0,
-        long_delays=0.1,
-        loss=0.05,
-    )
+        seed, learners=2, faults=("not finite",), fault_every_s=0.3, faults_s=15.0, quorum=2, lease_s=1.0, call_s=6.0,
+        long_delays=0.1, loss=0.05,
+    )  # fmt: skip
 
 
 def forgetting_ranks(seed: int) -> Options:

@@ -85,11 +85,9 @@ KEPT = {
 }  # fmt: skip
 """The seed that has found a mutant, where it is not the first of its row."""
 SLOW = {
-    "believe_step_times",
-    "forget_what_is_held",
-    "let_one_learner_take_all_places",
+    "believe_step_times", "forget_what_is_held", "let_one_learner_take_all_places",
     "give_the_latest_whatever_is_wanted",
-}
+}  # fmt: skip
 """Their schedules take seconds: in `make mutants`."""
 
 

@@ -50,13 +50,9 @@ def violations(
     gapless: bool = True,
     claimants: Container[str] = (),
 ) -> list[Violation]:
-    """All violations that the histories show.
+    """All violations that the histories of one run show, from its beginning.
 
-    Args:
-        histories: of all processes of one run, from its beginning.
-        excused: as in `lost_versions`.
-        gapless: as in `work_lost`.
-        claimants: as in `double_counted`.
+    `excused` as in `lost_versions`, `gapless` as in `work_lost`, `claimants` as in `double_counted`.
     """
     return [
         *double_counted(histories, claimants),
@@ -295,10 +291,8 @@ def _names(histories: Histories) -> Iterator[str]:
             for line in process.of("announced", "restored"):
                 allowed = (epoch, line["stored_epoch"]) if line["what"] == "restored" else (epoch,)
                 if line["epoch"] not in allowed:
-                    yield (
-                        f"{shard} gave version {line['version']} of fragment {line['fragment']} the epoch "
-                        f"{line['epoch']}, in epoch {epoch}"
-                    )
+                    what = f"version {line['version']} of fragment {line['fragment']}"
+                    yield f"{shard} gave {what} the epoch {line['epoch']}, in epoch {epoch}"
 
 
 def _restored(histories: Histories) -> Iterator[str]:
@@ -306,12 +300,10 @@ def _restored(histories: Histories) -> Iterator[str]:
     for process in histories.shard_processes():
         for line in process.of("restored"):
             version = histories.lineage.at(line)
+            what = f"version {line['version']} of fragment {line['fragment']} came back to {process.name}"
             for fact in ("state", "tokens_merged"):
                 if line[fact] != version.line[fact]:
-                    yield (
-                        f"version {line['version']} of fragment {line['fragment']} came back to {process.name} with "
-                        f"another {fact}: {line[fact]} instead of {version.line[fact]}"
-                    )
+                    yield f"{what} with another {fact}: {line[fact]} instead of {version.line[fact]}"
 
 
 # ---------------------------------------------------------------- P4: fencing
@@ -334,13 +326,12 @@ def fencing(histories: Histories) -> Iterator[str]:
                     if who in over or current.get(line["learner"]) != line["generation"]:
                         yield f"{process.name} accepted a push of {_generation(who, over)}"
                 case "merging":
+                    into = f"version {line['version']} of fragment {line['fragment']}"
                     for c in line["contributions"]:
                         who = c["learner"], c["generation"]
                         if over.get(who, "LEFT") != "LEFT":
-                            yield (
-                                f"{process.name} merged into version {line['version']} of fragment {line['fragment']} "
-                                f"a contribution of {_generation(who, over)}"
-                            )
+                            what = f"a contribution of {_generation(who, over)}"
+                            yield f"{process.name} merged into {into} {what}"
 
 
 def _generation(who: tuple[str, int], over: dict[tuple[str, int], str]) -> str:
@@ -362,7 +353,12 @@ def accounting(histories: Histories) -> Iterator[str]:
     for process in histories.shard_processes():
         yield from _ledger(process)
     for version in histories.lineage.versions:
-        yield from _tokens(version)
+        merged = sum(merge.counted for merge in version.merges)
+        if version.base is not None:
+            counted = version.line["tokens_merged"] - version.base.line["tokens_merged"]
+            if counted != merged:
+                where = f"version {version.version} of fragment {version.fragment}, epoch {version.epoch}"
+                yield f"{where} merged {merged} tokens, but counts {counted}"
     for process in histories.learner_processes():
         yield from _one_after_the_other(histories, process)
 
@@ -396,17 +392,6 @@ def _closed(
     for who, tokens in held.items():
         if who not in evicted and who[0] not in merging.get("left_out", ()):
             yield f"{where} forgot {tokens} accepted tokens of {who[0]}"
-
-
-def _tokens(version: Version) -> Iterator[str]:
-    if version.base is not None:
-        counted = version.line["tokens_merged"] - version.base.line["tokens_merged"]
-        merged = sum(merge.counted for merge in version.merges)
-        if counted != merged:
-            yield (
-                f"version {version.version} of fragment {version.fragment}, epoch {version.epoch} "
-                f"merged {merged} tokens, but counts {counted}"
-            )
 
 
 def _one_after_the_other(histories: Histories, process: Process) -> Iterator[str]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from concurrent.futures import Future as ThreadFuture
 from contextvars import Context
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
@@ -221,22 +222,17 @@ class VirtualThreads(Executor):
 
     def _work(self, job: Callable[[], Any], future: ThreadFuture[Any]) -> None:
         self.under_way.remove(job)
-        outcome: Any = None
-        error: Exception | None = None
         try:
-            outcome = job()
-        except Exception as raised:
-            error = raised
+            end = partial(future.set_result, job())
+        except Exception as error:
+            end = partial(future.set_exception, error)
         timeline = self._process.timeline
         ends_at = timeline.now + self._takes_s * self._process.random.random()
-        timeline.at(ends_at, self._end, future, outcome, error, process=self._process)
+        timeline.at(ends_at, self._end, end, process=self._process)
 
-    def _end(self, future: ThreadFuture[Any], outcome: Any, error: Exception | None) -> None:
+    def _end(self, end: Callable[[], None]) -> None:
         self._free += 1
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(outcome)
+        end()
         self._begin()
 
 
