@@ -1,11 +1,10 @@
 """Stands in for `diloco_demo`. FAKE_WORKER says how it behaves:
 
-ends       has reached the budget once somebody has seen its status
-dies-once  worker-0 is killed in its first life, then as "ends"
-dies       is killed in every life
-waits      trains until it is told to end
-deaf       the same, and ignores SIGTERM
-fails      refuses its settings
+ends   has reached the budget once somebody has seen its status
+dies   is killed in every life
+waits  trains until it is told to end
+deaf   the same, and ignores SIGTERM
+fails  refuses its settings
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ def main() -> None:
     status = worker(name, tokens=500, loss=2.5, tokens_per_s=50.0)
     member = Member("127.0.0.1:0", status)
     folder.mkdir(parents=True, exist_ok=True)
-    lived_before = (folder / "lived").exists()
-    (folder / "lived").touch()
     if behaviour == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     member.say_where(args.address_file, "worker", name)
@@ -46,7 +43,7 @@ def main() -> None:
         member.terminated.wait(60)
     else:
         member.answered.acquire(timeout=200)
-        if behaviour == "dies" or (behaviour == "dies-once" and name == "worker-0" and not lived_before):
+        if behaviour == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
     status |= {"state": "done", "tokens": 600}
     Path(args.final_status).write_text(json.dumps(status))
