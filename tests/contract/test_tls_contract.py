@@ -80,9 +80,28 @@ def seeded(shard: InProcessShard, run: Certificates, learner_id: str = "b") -> A
     return caller
 
 
-def test_the_certificate_of_one_learner_is_no_good_for_another(shard, run):
-    honest = seeded(shard, run, "b")
-    thief = shard.caller("b", tls=run.issue("learner/a"))
+@pytest.fixture
+def token_shard(serve: Callable[..., InProcessShard], run: Certificates) -> InProcessShard:
+    """A proxy ends TLS before it; callers prove themselves by signed tokens."""
+    run.token("learner/nobody")  # makes the key
+    key = run.authority.folder / "token.pub"
+    return serve(settings_with(security={"token_key": key, "revoked": run.deny_list}))
+
+
+@pytest.fixture(params=["certificates", "tokens"])
+def proven(request: pytest.FixtureRequest, run: Certificates) -> tuple[InProcessShard, Callable[[str], dict[str, Any]]]:
+    """A shard, and how callers prove to it who they are."""
+    if request.param == "tokens":
+        return request.getfixturevalue("token_shard"), lambda who: {"token": run.token(who)}
+    return request.getfixturevalue("shard"), lambda who: {"tls": run.issue(who)}
+
+
+def test_what_proves_one_learner_is_no_good_for_another(proven, run):
+    shard, proof = proven
+    honest = shard.caller("b", **proof("learner/b"))
+    honest.join()
+    honest.seed()
+    thief = shard.caller("b", **proof("learner/a"))
     thief.identity = honest.identity
     before = shard.state()
 
@@ -176,8 +195,12 @@ def test_one_certificate_takes_one_lease_whatever_ids_it_makes_up(serving, run):
 # ---------------------------------------------------------------- revoked
 
 
-def test_whoever_is_revoked_is_out_at_once_and_nobody_else(shard, run):
-    honest, bad = seeded(shard, run, "b"), joined(shard, run)
+def test_whoever_is_revoked_is_out_at_once_and_nobody_else(proven, run):
+    shard, proof = proven
+    honest, bad = (shard.caller(name, **proof(f"learner/{name}")) for name in "ba")
+    honest.join()
+    honest.seed()
+    bad.join()
     control, honest_control = bad.attend(), honest.attend()
     control.hear(object)
     honest_control.hear(object)
@@ -377,37 +400,12 @@ def test_a_learner_with_the_certificate_of_another_does_not_dial(shard, run, tra
 # ---------------------------------------------------------------- signed tokens
 
 
-@pytest.fixture
-def token_shard(serve: Callable[..., InProcessShard], run: Certificates) -> InProcessShard:
-    """A proxy ends TLS before it; callers prove themselves by signed tokens."""
-    run.token("learner/nobody")  # makes the key
-    key = run.authority.folder / "token.pub"
-    return serve(settings_with(security={"token_key": key, "revoked": run.deny_list}))
-
-
-def test_a_signed_token_is_one_learners_alone(token_shard, run):
-    right = token_shard.caller("a", token=run.token("learner/a"))
-    right.join()
-    right.seed()
-    thief = token_shard.caller("a", token=run.token("learner/b"))
-    thief.identity = right.identity
-
-    assert {refusal(call).code for call in calls_of(thief).values()} == {"WRONG_IDENTITY"}
+def test_who_has_no_token_is_unauthenticated_and_an_observer_needs_one_too(token_shard, run):
+    learner = token_shard.caller("a", token=run.token("learner/a"))
+    learner.join()
+    learner.seed()
     assert refusal(token_shard.caller("a").join).code == "UNAUTHENTICATED"
     token_shard.caller("", token=run.token("observer/x")).pull(encodings=["float32"])
-    assert token_shard.member_state("a") == "alive"
-
-
-def test_a_revoked_token_is_out_at_once(token_shard, run):
-    bad = token_shard.caller("a", token=run.token("learner/a"))
-    bad.join()
-    control = bad.attend()
-    control.hear(object)
-
-    run.revoke(run.serials["learner/a"])
-
-    assert refusal(control.ends).code == Revoked.code
-    assert token_shard.member_state("a") == "evicted"
 
 
 def test_a_learner_goes_on_with_the_next_token_in_its_file(token_shard, run, train, tmp_path):

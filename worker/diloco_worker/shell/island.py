@@ -56,11 +56,8 @@ def init_island(backend: str | None = None, **options: Any) -> None:
         if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT")) is not None:
             timeout = {name: options[name] for name in ("timeout",) if name in options}
             store, rank, size = next(rendezvous("env://", **timeout))
-            options |= {
-                "store": dist.distributed_c10d.PrefixStore(f"start-{attempt}", store),
-                "rank": rank,
-                "world_size": size,
-            }
+            store = dist.distributed_c10d.PrefixStore(f"start-{attempt}", store)
+            options |= {"store": store, "rank": rank, "world_size": size}
         dist.init_process_group(backend, **options)
     except ValueError as error:  # of torch: no torchrun, twice, ...
         why = str(error).partition("\n")[0]
