@@ -515,6 +515,13 @@ class VersionGone(Refusal):
     do = "Nothing: the learner pulls the latest."
 
 
+class NoAverage(Refusal):
+    """The run keeps no average of its versions."""
+
+    do = "Set `outer.average` on all shards (0.97, for example), and start them again. It begins with that version."
+    look = "[The average of the versions](checkpoints.md#the-average-of-the-versions)"
+
+
 class NotSeeded(Refusal):
     """The fragment has no version yet."""
 

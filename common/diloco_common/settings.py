@@ -97,6 +97,9 @@ class OuterSettings(Section):
     """Of adam."""
     eps: float = Field(default=1e-8, gt=0)
     """Of adam."""
+    average: float = Field(default=0.0, ge=0, le=0.999)
+    """Shards keep an average of the versions (docs/checkpoints.md): what it keeps of itself with each version, such as
+    0.97. It may change at any restart. 0: they keep none."""
 
 
 class GuardSettings(Section):

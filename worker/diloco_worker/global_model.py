@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,17 +12,19 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec import decode_payload
-from diloco_common.errors import CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch
+from diloco_common.errors import Busy, CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.manifest import Fragment, Manifest, cut
-from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest, PullRequest
+from diloco_common.wire.messages import AVERAGE, PROTOCOL, JoinAnswer, JoinRequest, PullRequest
 from diloco_worker.export import empty_tensors, lay_out
 from diloco_worker.shell.credentials import Credentials
 from diloco_worker.shell.grpc_transport import GrpcTransport
 from diloco_worker.shell.puller import read_version
 
 CALL_S = 120.0
+AGAIN_S = 0.25
+"""So long after it was BUSY a shard is asked again: it has few such pulls open at once."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,25 @@ def pull_global_model(
     tls: Path | None = None,
     bearer_token: str | Path | None = None,
     wait_s: float = 5.0,
+    average: bool = False,
 ) -> GlobalModel:
     """Pull the global model. `tls` and `bearer_token` are as in `join`; any learner or observer may do this.
+
+    `average`: of parameters not the latest version, but the average of the versions. Raises NoAverage where the run
+    keeps none.
 
     Raises CannotConnect if a shard does not answer within `wait_s` seconds, ConfigError or ManifestMismatch if the
     shards do not form one run, HandshakeFailed if TLS fails, and the Refusal of a shard.
     """
     credentials = Credentials(tls, bearer_token)
     transports = {address: GrpcTransport(address, credentials, waits_for_shard=True) for address in shards}
-    return asyncio.run(_pull_all(transports, Identity(run), wait_s))
+    with ThreadPoolExecutor(1, "diloco-pull") as thread:  # a notebook has a running event loop in this one
+        return thread.submit(asyncio.run, _pull_all(transports, Identity(run), wait_s, average)).result()
 
 
-async def _pull_all(transports: Mapping[str, Transport], observer: Identity, wait_s: float) -> GlobalModel:
+async def _pull_all(
+    transports: Mapping[str, Transport], observer: Identity, wait_s: float, average: bool
+) -> GlobalModel:
     try:
         answers: dict[str, JoinAnswer] = {}
         for address, transport in transports.items():
@@ -75,8 +85,9 @@ async def _pull_all(transports: Mapping[str, Transport], observer: Identity, wai
             for fragment in manifest.exported_fragments:
                 if fragment.shard_index != answer.shard_index:
                     continue
+                encoding = AVERAGE if average and fragment.traits.is_of_model else "float32"
                 try:
-                    version = await _pull(transports[address], fragment, observer, tensors)
+                    version = await _pull(transports[address], fragment, observer, tensors, encoding)
                 except Unavailable as error:
                     raise _unreachable(address, error) from None
                 versions[fragment.fragment_id] = version
@@ -89,11 +100,22 @@ async def _pull_all(transports: Mapping[str, Transport], observer: Identity, wai
             await transport.close(0.0)
 
 
-async def _pull(transport: Transport, fragment: Fragment, observer: Identity, tensors: dict[str, Tensor]) -> int:
+async def _pull(
+    transport: Transport, fragment: Fragment, observer: Identity, tensors: dict[str, Tensor], encoding: str
+) -> int:
     """Copy the fragment's latest version into the tensors. Returns the number of the version."""
-    request = PullRequest(fragment.fragment_id, ("float32",))
-    parts = transport.pull(observer, request, CALL_S)
-    header, payload = await read_version(parts, request, fragment.num_elements)
+    request = PullRequest(fragment.fragment_id, (encoding,))
+    now = asyncio.get_running_loop().time
+    until = now() + CALL_S
+    while True:
+        parts = transport.pull(observer, request, CALL_S)
+        try:
+            header, payload = await read_version(parts, request, fragment.num_elements)
+            break
+        except Busy:
+            if now() > until:
+                raise
+            await asyncio.sleep(AGAIN_S)
     assert payload is not None, "an observer has no version yet"
     values = torch.empty(fragment.num_elements)
     decode_payload(payload, values)

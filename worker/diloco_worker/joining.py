@@ -33,6 +33,7 @@ from diloco_worker.core.layout import in_pinned_memory
 from diloco_worker.core.ranks import Island, Rank
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import Models, Patterns, SharedSet, as_module
+from diloco_worker.global_model import pull_global_model
 from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
 from diloco_worker.number import taken
 from diloco_worker.shell import exits, frozen_tensors, home
@@ -178,6 +179,10 @@ def join(
         watch=None if replica.is_spread else ModelWatch(chosen, averaged),
         council=None if group is None else group.council(),
     )  # fmt: skip
+    if group is None:
+        folder = None if tls is None else Path(tls)
+        pull = partial(pull_global_model, addresses, run=run, tls=folder, bearer_token=token, average=True)
+        learner.pull_average = lambda: pull().tensors
     home.joined(run, caller.learner_id)
     learner.listen()
     with _closed_if_it_fails(learner, name):

@@ -22,7 +22,7 @@ it may put other values into them (averaged ones, to evaluate them), if it puts 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -31,7 +31,7 @@ from typing import Any, NoReturn, Protocol, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, VersionUndone, WrongCall
+from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, UnsupportedModel, VersionUndone, WrongCall
 from diloco_common.ports import Transport, World
 from diloco_common.wire.messages import FrozenTensor, Progress
 from diloco_worker.core.acts import Act, LastRounds, PushContribution, StepEnded, VersionApplied
@@ -119,6 +119,8 @@ class Learner(LearnerView):
         self._diverging = Diverging(len(list(connections)))
         self._following: Following | None = None
         self._notice: Notice | None = None
+        self.pull_average: Callable[[], Mapping[str, Tensor]] | None = None
+        """Waits for the average of the versions, by name; None: this learner is several processes."""
         self._is_leaving = False
         self._is_whole: bool | None = None
         """Whether `finish` got everything, or `leave` handed everything over; None: neither was called."""
@@ -234,15 +236,24 @@ class Learner(LearnerView):
         self._post(self._cross(math.inf))
         self._heed()
 
-    def global_values(self) -> AbstractContextManager[None]:
+    def global_values(self, average: bool = False) -> AbstractContextManager[None]:
         """For a `with`: the newest global values in the model, as versions that were applied brought them, to evaluate,
         sample and save. At the end of the block the model is what it was, bit for bit, also if the body raises.
 
         That takes memory for one more copy of the shared parameters and of all buffers. Inside the block nothing is
         applied and nothing contributed, and `step` is refused. In an island all ranks enter it alike. Raises WrongCall
         inside another block, and ModelChanged.
+
+        `average`: of parameters the average of the versions (`outer.average`), which is pulled from the shards at once,
+        in float32: it waits for the network. Raises NoAverage where the run keeps none, CannotConnect, and
+        UnsupportedModel in an island.
         """
         self._home.check(self.learner_id)
+        if average:
+            if self.pull_average is None:
+                raise UnsupportedModel("an island cannot take the average yet: `diloco pull --average` writes it")
+            self._others.check()
+            return self.values(self.pull_average())
         return self._others.instead("global_values()", self._finishing.write)
 
     def values(self, values: Values) -> AbstractContextManager[None]:

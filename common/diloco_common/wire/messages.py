@@ -219,6 +219,10 @@ class JoinAnswer:
     rules: str = ""
 
 
+AVERAGE = "average"
+"""In place of an encoding in a Pull: the average of the versions, which comes as float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class PullRequest:
     """Asks for a version of a fragment."""

@@ -49,6 +49,9 @@ def pull(
         ),
     ] = None,
     dtype: Annotated[Dtype, Parameter(help="of the parameters")] = "float32",
+    average: Annotated[
+        bool, Parameter(negative=(), help="the average of the versions, where the run keeps one (outer.average)")
+    ] = False,
     run: Annotated[
         str | None, Parameter(metavar="ID", help="id of the run", show_default="that of the folder, or local")
     ] = None,
@@ -73,7 +76,9 @@ def pull(
     from diloco_worker.shell.credentials import addresses_of
 
     began, addresses = time.perf_counter(), addresses_of(shards or "")
-    found = pull_global_model(addresses, run=run or "local", tls=tls, bearer_token=token_file, wait_s=wait)
+    found = pull_global_model(
+        addresses, run=run or "local", tls=tls, bearer_token=token_file, wait_s=wait, average=average
+    )
     tensors = {name: t if name in found.buffers else _converted(t, dtype) for name, t in found.tensors.items()}
     trained = sum(tensor.numel() for name, tensor in tensors.items() if name not in found.buffers)
     tensors |= {name: tensors[of].clone() for name, of in found.ties.items() if of in tensors}
@@ -87,7 +92,9 @@ def pull(
     if base is not None:
         _copy_rest(base, out)
     low, high = min(found.versions.values()), max(found.versions.values())
-    versions = f"version {low}" if low == high else f"versions {low} to {high}"
+    versions = ("average up to " if average else "") + (
+        f"version {low}" if low == high else f"versions {low} to {high}"
+    )
     size = units.size(file.stat().st_size)
     print(
         f"{file}: {units.count(trained)} parameters as {dtype}, {versions} of {len(found.versions)} fragments, "

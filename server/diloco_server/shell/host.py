@@ -16,7 +16,7 @@ from typing import TypeVar
 from diloco_common import ports
 from diloco_common.codec import Chunk, Payload, PayloadHeader, encode_payload
 from diloco_common.codec.parts import cut_header
-from diloco_common.errors import Draining, Refusal
+from diloco_common.errors import Draining, NoAverage, Refusal
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
@@ -24,6 +24,7 @@ from diloco_common.settings import Settings
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import (
+    AVERAGE,
     JoinAnswer,
     JoinRequest,
     Progress,
@@ -348,7 +349,15 @@ class ShardHost:
         return await self.compute("encode", lambda: cut_header(values, ranges, chunk_elements))
 
     async def encode_for(self, caller: Identity, fragment_id: int, encoding: str) -> tuple[PullHeader, Payload]:
-        """The latest version in an encoding other than the run's, for one caller alone. Raises Draining."""
+        """The latest version in an encoding other than the run's, or the average, for one caller alone.
+
+        Raises Draining, and NoAverage.
+        """
+        if encoding == AVERAGE and not self.driver.making(self.shard.owned(fragment_id).fragment).average:
+            raise NoAverage(
+                "the run keeps no average of its versions: set outer.average on all shards (0.97, for example), and "
+                "start them again"
+            )
         await self._until(lambda: self._closed or not self.shard.owned(fragment_id).computing)
         header = self.shard.pull_header(caller.learner_id, fragment_id)  # of the very values that are read next
         return header, await self.encode(fragment_id, encoding)
@@ -360,6 +369,8 @@ class ShardHost:
         """
         values = self.shard.owned(fragment_id).values
         assert values is not None
+        if encoding == AVERAGE:
+            return await self.compute("encode", lambda: encode_payload(values.averaged(), "float32"))
         return await self.compute("encode", lambda: encode_payload(values.theta, encoding))
 
     # ------------------------------------------------------------ the shell of its effects

@@ -326,7 +326,8 @@ def _restored(found: Found, settings: Settings, fragment: Fragment, optimizer: O
             f"outer.optimizer {settings.outer.optimizer} with momentum {settings.outer.momentum:g} has "
             f"{optimizer.num_buffers}: give the settings that made the folder, or another folder (shard.data_dir)"
         )
-    values = Values(stored.values.theta, [b.to(optimizer.buffer_dtype) for b in stored.values.buffers])
+    buffers = [b.to(optimizer.buffer_dtype) for b in stored.values.buffers]
+    values = Values(stored.values.theta, buffers, stored.values.average)
     is_same_encoding = found.pull == pull
     if stored.anchor is not None and is_same_encoding:
         published = arithmetic.Published(stored.anchor)

@@ -26,6 +26,7 @@ from diloco_common.errors import (
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import bounds
 from diloco_common.wire.messages import (
+    AVERAGE,
     PROTOCOL,
     PUSHES_AT_ONCE,
     SLOWEST_BYTES_PER_S,
@@ -60,7 +61,7 @@ MESSAGES_AT_ONCE = 4
 """Messages of one learner, of Pull or Leave, that are read at once. The newest count."""
 OBSERVERS_AT_ONCE, HOST_OBSERVERS_AT_ONCE = 4, 2
 """Pulls that may be open at once in an encoding made for their caller alone, and from one host."""
-OBSERVER_ENCODINGS = ("float32",)
+OBSERVER_ENCODINGS = ("float32", AVERAGE)
 """Taken by Pull besides the run's own: encoded for the caller alone."""
 
 HOST_JOINS, HOST_JOINS_PER_S = 1024, 100.0

@@ -4,6 +4,7 @@
     header    JSON, padded with spaces to a multiple of 8 bytes
     theta     float32 [n]
     outer.0   bfloat16 or float32 [n], outer.1 ...: state of the outer optimizer
+    average   bfloat16 [n]: average of the versions minus theta, if the run keeps one
     anchor    bfloat16 [n], if the learners' anchor does not follow from theta
     checksums uint8 [8]: CRC-32C of length and header, then CRC-32C of everything between header and checksums
 
@@ -52,8 +53,9 @@ class StoredVersion:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Theta and the buffers of the outer optimizer [num_elements], by their names in a file."""
-        return {"theta": self.values.theta} | {f"outer.{i}": b for i, b in enumerate(self.values.buffers)}
+        """Theta, the buffers of the outer optimizer and the average [num_elements], by their names in a file."""
+        found = {"theta": self.values.theta} | {f"outer.{i}": b for i, b in enumerate(self.values.buffers)}
+        return found if self.values.average is None else found | {"average": self.values.average}
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class Origin:
 
 FORMAT = "diloco-version-3"
 """2: chunks of up to 4 MiB. 3: momentum as bfloat16."""
-FORMATS = ("diloco-version-1", "diloco-version-2", FORMAT)
+WITH_AVERAGE = "diloco-version-4"
+"""Of a file with an average; an earlier release would take it for a damaged one."""
+FORMATS = ("diloco-version-1", "diloco-version-2", FORMAT, WITH_AVERAGE)
 """That this release reads."""
 HEADER_BYTES_MAX = 64 * 2**20
 """A reader allocates at most this much because a file says so. Larger headers are not written, either."""
@@ -109,6 +113,7 @@ class Header:
     """The version kept beside this one when it was written."""
     buffers: tuple[Kind, ...]
     """What kind of numbers the state of the outer optimizer is."""
+    has_average: bool
     has_anchor: bool
     chunk_elements: int
     """Elements of a chunk of the anchor."""
@@ -134,7 +139,7 @@ def write_version(
     head = _encode_header(
         Header(
             origin, manifest, stored.record, previous, tuple(_KINDS[b.dtype] for b in stored.values.buffers),
-            stored.anchor is not None, chunk_elements, stored.values.theta.numel(),
+            stored.values.average is not None, stored.anchor is not None, chunk_elements, stored.values.theta.numel(),
         )
     )  # fmt: skip
     if len(head) > HEADER_BYTES_MAX:
@@ -158,7 +163,7 @@ def write_version(
 def _encode_header(header: Header) -> bytes:
     """Length and header, as bytes of a file."""
     metadata = {
-        "format": FORMAT,
+        "format": WITH_AVERAGE if header.has_average else FORMAT,
         "origin": asdict(header.origin),
         "manifest": _MANIFEST_PLACE,
         "record": asdict(header.record),
@@ -207,6 +212,7 @@ def _table(header: Header) -> dict[str, Any]:
 def _layout(header: Header) -> list[tuple[str, str, int]]:
     """Name, kind and bytes per element of each tensor, in the order of the file."""
     kinds: list[tuple[str, Kind]] = [("theta", "F32"), *((f"outer.{i}", kind) for i, kind in enumerate(header.buffers))]
+    kinds += [("average", "BF16")] if header.has_average else []
     kinds += [("anchor", "BF16")] if header.has_anchor else []
     return [(name, kind, _DTYPES[kind].itemsize) for name, kind in kinds]
 
@@ -231,17 +237,20 @@ def read_version(fs: Files, name: str) -> tuple[Header, StoredVersion]:
     """
     with closing(_open(fs, name)) as file:
         header, offset, crc32c = _read_header(file, name)
-        theta, *buffers = (torch.empty(header.num_elements, dtype=_DTYPES[kind]) for kind in ("F32", *header.buffers))
+        kinds: tuple[Kind, ...] = ("F32", *header.buffers, *(("BF16",) if header.has_average else ()))
+        tensors = [torch.empty(header.num_elements, dtype=_DTYPES[kind]) for kind in kinds]
         found = 0
-        for tensor in (theta, *buffers):
+        for tensor in tensors:
             found = _read_into(file, name, _bytes_of(tensor), offset, found)
             offset += tensor.nbytes
+        average = tensors.pop() if header.has_average else None
+        theta, *buffers = tensors
         anchor = None
         if header.has_anchor:
             anchor, found = _read_anchor(file, name, header, offset, found)
         if found != crc32c:
             raise VersionDamaged(name, f"the checksum of its values is {found:08x}, not {crc32c:08x}")
-        return header, StoredVersion(header.record, Values(theta, buffers), anchor)
+        return header, StoredVersion(header.record, Values(theta, buffers, average), anchor)
 
 
 def read_header(fs: Files, name: str) -> Header:
@@ -323,6 +332,7 @@ def _decode_header(name: str, head: bytes) -> Header:
             record,
             _NUMBER.validate_json(metadata["previous"], strict=True),
             _BUFFERS.validate_python(kinds),
+            "average" in tensors,
             "anchor" in tensors,
             _CHUNK_ELEMENTS.validate_json(metadata["chunk_elements"], strict=True),
             fragment.num_elements,
