@@ -161,7 +161,7 @@ def load_protocol(path: Path) -> Protocol:
 
 
 def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell], dict[str, Line]]]:
-    """Tune, then report seed by seed. Gives what there is after every seed: a run of hours may be stopped at any."""
+    """Tune, then report. Gives what there is after every number of learners."""
     cells: list[Cell] = []
     lines: dict[str, Line] = {}
     for learners, horizons in protocol.versions.items():
@@ -169,10 +169,9 @@ def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell],
             tuned = _tune(protocol, learners, protocol.tune_versions or versions, run_all)
             arms = {name: protocol.arm(name, learners, versions, found.values) for name, found in tuned.items()}
             cells.append(Cell(learners, versions, tuned, arms))
-        for seed in range(protocol.report_seeds):
-            mine = [arm for cell in cells if cell.learners == learners for arm in cell.arms.values()]
-            lines |= run_all(mine, [seed])
-            yield cells, lines
+        mine = [arm for cell in cells if cell.learners == learners for arm in cell.arms.values()]
+        lines |= run_all(mine, range(protocol.report_seeds))
+        yield cells, lines
 
 
 def carried_out(protocol: Protocol, lines: Mapping[str, Line]) -> tuple[list[Cell], dict[str, Line]]:

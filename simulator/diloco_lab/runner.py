@@ -24,7 +24,9 @@ from torch import nn
 from diloco_common.allocator import tune_allocator
 from diloco_common.child import end_with_parent
 from diloco_demo.tracking import check_tracker, open_tracker
+from diloco_demo.training import choose_device
 from diloco_lab.arms import Arm, key_today
+from diloco_lab.batch import Pair, batches, is_plain, run_batch
 from diloco_lab.lockstep import LockstepRun
 from diloco_lab.references import classic_diloco, data_parallel
 from diloco_lab.tasks import CURVE_TOKENS, EVALUATION_TOKENS, Task, builder
@@ -83,24 +85,45 @@ def run(arm: Arm, seed: int) -> Line:
 
     outcome, model = _train(arm, settings, task, watch)
     select, report = (task.evaluate(model, half, EVALUATION_TOKENS) for half in (0, 1))
-    diverged = not math.isfinite(report) or report > DIVERGED * first or outcome.get("stalled", False)
     result = {
-        "loss_first": round(first, 5), "loss_select": round(select, 5), "loss": round(report, 5), "diverged": diverged,
+        "loss_first": round(first, 5), "loss_select": round(select, 5), "loss": round(report, 5),
         "curve": curve, "wall_s": round(time.perf_counter() - began, 1), **outcome,
     }  # fmt: skip
+    return _line(arm, seed, result)
+
+
+def run_together(pairs: Sequence[Pair]) -> list[Line]:
+    """As `run` of each: in one batch, if that can be."""
+    torch.set_num_threads(1)
+    tune_allocator()
+    found = run_batch(pairs, choose_device("auto"), CURVE_POINTS) if is_plain(pairs[0][0]) else None
+    if found is None:
+        return [run(*pair) for pair in pairs]
+    return [_line(arm, seed, result) for (arm, seed), result in zip(pairs, found, strict=True)]
+
+
+def _line(arm: Arm, seed: int, result: Line) -> Line:
+    diverged = (
+        not math.isfinite(result["loss"])
+        or result["loss"] > DIVERGED * result["loss_first"]
+        or result.get("stalled", False)
+    )
+    result = result | {"diverged": diverged}
     return {"key": arm.key(seed), "arm": arm.name, "seed": seed, **arm.facts(seed), "result": result}
 
 
-def _results(pairs: Sequence[tuple[Arm, int]], jobs: int) -> Iterator[Line]:
+def _results(pairs: Sequence[Pair], jobs: int) -> Iterator[Line]:
     """As they come: here, or in so many processes of their own, which end with this one."""
+    work = batches(pairs, choose_device("auto"), jobs)
     if jobs == 1:
-        yield from (run(*pair) for pair in pairs)
+        for some in work:
+            yield from run_together(some)
         return
     spawn = get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
         try:
-            for future in as_completed([pool.submit(run, *pair) for pair in pairs]):
-                yield future.result()
+            for future in as_completed([pool.submit(run_together, some) for some in work]):
+                yield from future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

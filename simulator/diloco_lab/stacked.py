@@ -1,16 +1,18 @@
-"""The built-in models of all learners as one, so that an inner step of all is a few large operations.
+"""The built-in models of many learners as one, so that an inner step of all of them is a few large operations.
 
-Every parameter becomes a tensor [learners, rows, columns]; the models that learners hold are views into it. The
-mathematics is that of `diloco_demo`, learner by learner: forward, backward, clip, Muon or AdamW. Only the
-order in which sums are rounded differs. Written out, because `torch.func.vmap` loses the fused attention.
+A row is one learner of one run. Rows differ in their data, their seed and their rates; shapes and the kind of optimizer
+are those of all. All parameters of a row lie behind each other in one flat row, as do the moments of its optimizer. The
+mathematics is that of `diloco_demo`, row by row: forward, backward, clip, Muon or AdamW, in float32. Only the order
+in which sums are rounded differs. Written out, because `torch.func.vmap` loses the fused attention.
 
-Shapes: R learners that step, B sequences, T bytes, N = B T.
+Shapes: R rows that step, P parameters of a model, B sequences, T bytes, N = B T.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,81 +20,124 @@ from torch import Tensor
 
 from diloco_common.settings import TrainSettings
 from diloco_demo.gpt import GPT, Layer, norm, rotate
-from diloco_demo.muon import RMS_OF_ADAMW, orthogonal
+from diloco_demo.muon import NEWTON_SCHULZ_STEPS, QUINTIC, RMS_OF_ADAMW
 from diloco_demo.shapes import BYTES
 from diloco_worker.core.momentum import Companion, Pace
 from diloco_worker.shell.companions import most_of
 
 ADAMW_EPS = 1e-8
 """As torch has it."""
+ROWS_AT_ONCE = 4096
+"""Sequences that are evaluated at once, over all rows."""
 
 
 class Stack:
     """The models, and the state of their optimizers."""
 
-    def __init__(self, models: Sequence[GPT], train: TrainSettings) -> None:
-        """Makes the parameters of `models` views into the stack: before anything else refers to them."""
-        self._train = train
-        self._shape = models[0]
-        self._layers = [layer for layer in models[0].layers if isinstance(layer, Layer)]
-        named = [dict(model.named_parameters()) for model in models]
-        self._theta = {name: torch.stack([of[name].detach() for of in named]) for name in named[0]}
-        for row, of in enumerate(named):
-            for name, parameter in of.items():
-                parameter.data = self._theta[name][row]
-        names = {id(p): name for name, p in named[0].items()}
-        matrices = self._shape.hidden_matrices() if train.optimizer == "muon" else []
+    def __init__(self, shape: GPT, trains: Sequence[TrainSettings], theta: Tensor) -> None:
+        """`trains`: of each row. `theta`: the values that each begins with, float32 [R, P], in the order of the
+        parameters of `shape`. They are trained in place."""
+        self.theta = theta
+        self.momentum = torch.zeros_like(theta)
+        self._context, self._rotary = shape.context, shape.get_buffer("rotary").to(theta.device)
+        self._layers = [layer for layer in shape.layers if isinstance(layer, Layer)]
+        names = {id(p): name for name, p in shape.named_parameters()}
+        matrices = shape.hidden_matrices() if trains[0].optimizer == "muon" else []
         self._parts = {names[id(matrix)]: parts for matrix, parts in matrices}
-        self._first = {name: torch.zeros_like(theta) for name, theta in self._theta.items()}
-        self._second = {n: torch.zeros_like(theta) for n, theta in self._theta.items() if n not in self._parts}
-        self._steps = torch.zeros(len(models))
-
-    def step(self, rows: Sequence[int], inputs: Tensor, targets: Tensor, shares: Sequence[float]) -> list[float]:
-        """An inner step of these learners at these shares of their highest rates; int64 [R, B, T]. Their losses."""
-        index = None if len(rows) == len(self._steps) else torch.tensor(rows)
-        theta = {name: _take(values, index).requires_grad_() for name, values in self._theta.items()}
-        losses = self._losses(theta, inputs, targets)
-        gradients = dict(zip(theta, torch.autograd.grad(losses.sum(), list(theta.values())), strict=True))
-        with torch.no_grad():
-            _clip(gradients.values(), self._train.clip)
-            first = {name: _take(values, index) for name, values in self._first.items()}
-            second = {name: _take(values, index) for name, values in self._second.items()}
-            steps = _take(self._steps, index).add_(1)
-            share = torch.tensor(shares)[:, None, None]
-            theta = {name: values.detach() for name, values in theta.items()}
-            self._muon(theta, gradients, first, share)
-            self._adamw(theta, gradients, first, second, share, steps[:, None, None])
-            if index is not None:
-                for whole, part in ((self._theta, theta), (self._first, first), (self._second, second)):
-                    for name, values in part.items():
-                        whole[name][index] = values
-                self._steps[index] = steps
-        found: list[float] = losses.detach().tolist()
-        return found
-
-    def begin(self, row: int) -> None:
-        """The state of one learner's optimizer begins again."""
-        for values in (*self._first.values(), *self._second.values()):
-            values[row].zero_()
-        self._steps[row] = 0
-
-    def companions(self, row: int) -> dict[str, Companion]:
-        """The first moments of one learner's optimizer, by name of the parameter: views into the stack."""
-        train = self._train
-        muon, adamw = Pace(train.muon_momentum), Pace(train.beta1, most_of(train.beta1, train.beta2))
-        return {
-            name: Companion("Adam", first[row], self._second[name][row], lambda: adamw)
-            if name in self._second
-            else Companion("Muon", first[row], pace=lambda: muon)
-            for name, first in self._first.items()
+        self.at: dict[str, slice] = {}
+        """Where each parameter lies in a row."""
+        self._sizes = {name: parameter.shape for name, parameter in shape.named_parameters()}
+        for name, size in self._sizes.items():
+            begin = max((bounds.stop for bounds in self.at.values()), default=0)
+            self.at[name] = slice(begin, begin + size.numel())
+        second = [name for name in self.at if name not in self._parts]
+        self._second = {name: torch.zeros_like(self._view(theta, name)) for name in second}
+        self._steps = torch.zeros(len(theta), device=theta.device)
+        self._set = {
+            field: torch.tensor([float(getattr(train, field)) for train in trains], device=theta.device)
+            for field in ("lr", "muon_lr", "muon_momentum", "beta1", "beta2", "weight_decay", "clip")
         }
 
-    def _losses(self, theta: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of each learner, in nats per byte: [R]."""
+    @classmethod
+    def of(cls, models: Sequence[GPT], train: TrainSettings) -> Stack:
+        """Makes the parameters of `models` views into the stack: before anything else refers to them."""
+        rows = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
+        stack = cls(models[0], [train] * len(models), torch.stack(rows))
+        for row, model in enumerate(models):
+            for name, parameter in model.named_parameters():
+                parameter.data = stack._view(stack.theta, name)[row]
+        return stack
+
+    def begin(self, rows: slice) -> None:
+        """The state of their optimizers begins again."""
+        self.momentum[rows] = 0.0
+        for values in self._second.values():
+            values[rows] = 0.0
+        self._steps[rows] = 0.0
+
+    def bound(self, name: str, rows: slice) -> Tensor | None:
+        """How large elements of the momentum of a parameter may be: flat [R, n]; None where nothing divides it."""
+        if name not in self._second:
+            return None
+        beta1, beta2 = (self._set[field][rows].double() for field in ("beta1", "beta2"))
+        most = (1 - beta1) / ((1 - beta2) * (1 - beta1**2 / beta2)).sqrt()
+        return self._second[name][rows].flatten(1).sqrt() * most.float()[:, None]
+
+    def keeps(self, name: str, rows: slice) -> Tensor:
+        """What an inner step keeps of the momentum of a parameter: [R]."""
+        return self._set["beta1" if name in self._second else "muon_momentum"][rows]
+
+    def companions(self, row: int) -> dict[str, Companion]:
+        """The first moments of one row's optimizer, by name of the parameter: views into the stack."""
+        mu, beta1, beta2 = (float(self._set[field][row]) for field in ("muon_momentum", "beta1", "beta2"))
+        found = {}
+        for name in self.at:
+            values = self._view(self.momentum, name)[row]
+            if name in self._second:
+                pace = Pace(beta1, most_of(beta1, beta2))
+                found[name] = Companion("Adam", values, self._second[name][row], partial(_the, pace))
+            else:
+                found[name] = Companion("Muon", values, pace=partial(_the, Pace(mu)))
+        return found
+
+    def step(self, rows: Tensor | None, inputs: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
+        """An inner step of these rows, int64 [R] (None: all), at these shares of their highest rates, float32 [R].
+        Inputs and targets are int64 [R, B, T]. Returns their losses, [R]."""
+        values = self.theta if rows is None else self.theta[rows]
+        with torch.enable_grad():
+            flat = values.detach().requires_grad_()
+            losses = self._losses(flat, inputs, targets)
+            (gradient,) = torch.autograd.grad(losses.sum(), flat)
+        with torch.no_grad():
+            self._update(rows, values, gradient, shares)
+        return losses.detach()
+
+    @torch.no_grad()
+    def evaluate(self, theta: Tensor, text: Tensor, tokens: int) -> Tensor:
+        """Mean loss of each row of theta, float32 [runs, P], as `diloco_demo.gpt.evaluate` has it: float64 [runs]."""
+        context = min(self._context, len(text) - 1)
+        fitting = (len(text) - 1) // context
+        windows = min(fitting, max(1, tokens // context))
+        starts = torch.arange(windows, device=text.device) * fitting // windows * context
+        total = torch.zeros(len(theta), dtype=torch.float64, device=theta.device)
+        for some in torch.split(starts, max(1, ROWS_AT_ONCE // len(theta))):
+            read = text[some[:, None] + torch.arange(context + 1, device=text.device)].long()
+            read = read.expand(len(theta), *read.shape)
+            total += self._losses(theta, read[..., :-1], read[..., 1:]).double() * len(some)
+        return total / windows
+
+    # ------------------------------------------------------------ helpers
+
+    def _view(self, flat: Tensor, name: str) -> Tensor:
+        return flat[:, self.at[name]].view(len(flat), *self._sizes[name])
+
+    def _losses(self, flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Of each row, in nats per byte: [R]."""
+        theta = {name: self._view(flat, name) for name in self.at}
         num, batch, length = inputs.shape
-        rotary = self._shape.get_buffer("rotary")[:length]
-        tokens = (inputs + BYTES * torch.arange(num)[:, None, None]).view(num, -1)
-        x = F.embedding(tokens, theta["embedding.weight"].flatten(0, 1))  # [R, N, width]
+        rotary = self._rotary[:length]
+        tokens = (inputs + BYTES * torch.arange(num, device=inputs.device)[:, None, None]).view(num, -1)
+        x = F.embedding(tokens, theta["embedding.weight"].reshape(num * BYTES, -1))  # [R, N, width]
         for i, layer in enumerate(self._layers):
             at = {name: theta[f"layers.{i}.{name}.weight"] for name in ("qkv", "attention_out", "gate_up", "down")}
             qkv = torch.bmm(norm(x), at["qkv"].mT).view(num * batch, length, 3, layer.heads, -1)
@@ -102,50 +147,73 @@ class Stack:
             gate, up = torch.bmm(norm(x), at["gate_up"].mT).chunk(2, dim=-1)
             x = x + torch.bmm(F.silu(gate) * up, at["down"].mT)
         logits = torch.bmm(norm(x), theta["lm_head.weight"].mT)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(num, -1).mean(1)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view(num, -1).mean(1)
+
+    def _update(self, rows: Tensor | None, values: Tensor, gradient: Tensor, shares: Tensor) -> None:
+        """Clip as clip_grad_norm_, then step."""
+        length = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+        gradient.mul_((self._of("clip", rows)[:, None] / (length + 1e-6)).clamp(max=1.0))
+        momentum = self.momentum if rows is None else self.momentum[rows]
+        steps = self._steps.add_(1) if rows is None else self._steps[rows] + 1
+        self._adamw(rows, values, gradient, momentum, shares, steps)
+        self._muon(rows, values, gradient, momentum, shares)
+        if rows is not None:
+            self.theta[rows], self.momentum[rows], self._steps[rows] = values, momentum, steps
+
+    def _of(self, field: str, rows: Tensor | None) -> Tensor:
+        return self._set[field] if rows is None else self._set[field][rows]
 
     def _muon(
-        self, theta: dict[str, Tensor], gradients: dict[str, Tensor], first: dict[str, Tensor], share: Tensor
-    ) -> None:
+        self, rows: Tensor | None, values: Tensor, gradient: Tensor, momentum: Tensor, shares: Tensor
+    ) -> None:  # fmt: skip
         """As `diloco_demo.muon`."""
-        train = self._train
+        mu = self._of("muon_momentum", rows)[:, None, None]
+        rate = (self._of("muon_lr", rows) * shares)[:, None, None]
+        decay = 1 - rate * self._of("weight_decay", rows)[:, None, None]
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for name, parts in self._parts.items():
-            momentum = first[name].lerp_(gradients[name], 1 - train.muon_momentum)
-            update = gradients[name].lerp(momentum, train.muon_momentum)
-            theta[name].mul_(1 - train.muon_lr * train.weight_decay * share)
-            for part, of in zip(theta[name].chunk(parts, 1), update.chunk(parts, 1), strict=True):
-                by_shape[part.shape].append((part, of))
-        for (_, height, width), pairs in by_shape.items():
-            updates = orthogonal(torch.cat([update for _, update in pairs]))
-            rate = train.muon_lr * RMS_OF_ADAMW * max(height, width) ** 0.5 * share
+            theta, g, m = (self._view(flat, name) for flat in (values, gradient, momentum))
+            m.lerp_(g, 1 - mu)
+            update = g.lerp(m, mu)
+            theta.mul_(decay)
+            for part, of in zip(theta.chunk(parts, 1), update.chunk(parts, 1), strict=True):
+                by_shape[part.shape[1:]].append((part, of))
+        for (height, width), pairs in by_shape.items():
+            updates = _orthogonal(torch.cat([update for _, update in pairs]))
             for (part, _), update in zip(pairs, updates.chunk(len(pairs)), strict=True):
-                part.sub_(rate * update)
+                part.sub_(rate * (RMS_OF_ADAMW * max(height, width) ** 0.5) * update)
 
     def _adamw(
-        self, theta: dict[str, Tensor], gradients: dict[str, Tensor], first: dict[str, Tensor],
-        second: dict[str, Tensor], share: Tensor, steps: Tensor,
+        self, rows: Tensor | None, values: Tensor, gradient: Tensor, momentum: Tensor, shares: Tensor, steps: Tensor
     ) -> None:  # fmt: skip
         """As torch.optim.AdamW."""
-        train = self._train
-        rate = train.lr * share / (1 - train.beta1**steps)
-        root = (1 - train.beta2**steps).sqrt()
-        for name, b in second.items():
-            gradient, a = gradients[name], first[name]
-            theta[name].mul_(1 - train.lr * train.weight_decay * share)
-            a.lerp_(gradient, 1 - train.beta1)
-            b.mul_(train.beta2).addcmul_(gradient, gradient, value=1 - train.beta2)
-            theta[name].sub_(rate * a / (b.sqrt() / root + ADAMW_EPS))
+        lr, beta1, beta2, decay = (self._of(f, rows)[:, None, None] for f in ("lr", "beta1", "beta2", "weight_decay"))
+        share, count = shares[:, None, None], steps[:, None, None]
+        rate = lr * share / (1 - beta1**count)
+        root = (1 - beta2**count).sqrt()
+        for name, whole in self._second.items():
+            second = whole if rows is None else whole[rows]
+            theta, g, m = (self._view(flat, name) for flat in (values, gradient, momentum))
+            theta.mul_(1 - lr * decay * share)
+            m.lerp_(g, 1 - beta1)
+            second.mul_(beta2).add_((1 - beta2) * g.square())
+            theta.sub_(rate * m / (second.sqrt() / root + ADAMW_EPS))
+            if rows is not None:
+                whole[rows] = second
 
 
-def _take(values: Tensor, index: Tensor | None) -> Tensor:
-    """Those rows, copied; all of them in place."""
-    return values.detach() if index is None else values[index]
+def _the(pace: Pace) -> Pace:
+    return pace
 
 
-def _clip(gradients: Collection[Tensor], norm_max: float) -> None:
-    """As clip_grad_norm_, learner by learner."""
-    length = torch.stack([torch.linalg.vector_norm(g, dim=(1, 2)) for g in gradients]).norm(dim=0)
-    factor = (norm_max / (length + 1e-6)).clamp(max=1.0)[:, None, None]
-    for gradient in gradients:
-        gradient.mul_(factor)
+def _orthogonal(matrices: Tensor) -> Tensor:
+    """As `diloco_demo.muon.orthogonal`, in float32 everywhere: [n, rows, columns]."""
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    a, b, c = QUINTIC
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x

@@ -69,7 +69,7 @@ class BuiltIn:
     def __init__(self, settings: Settings, non_iid: float = 0.0, corpus: Corpus | None = None) -> None:
         self.settings, self._non_iid = settings, non_iid
         self.tokens_per_batch = settings.train.batch * settings.model.context
-        self._corpus = corpus or _corpus(settings.data.source, settings.data.held_out)
+        self._corpus = corpus or corpus_of(settings)
 
     def model(self) -> nn.Module:
         return build_gpt(self.settings.model, self.settings.run.seed)
@@ -79,7 +79,7 @@ class BuiltIn:
         gpts, train = [model for model in models if type(model) is GPT], self.settings.train
         if type(self) is not BuiltIn or len(gpts) < max(2, len(models)) or is_extension(train.optimizer):
             return None
-        return Stack(gpts, train)
+        return Stack.of(gpts, train)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return training.make_optimizer(model, self.settings.train)
@@ -134,6 +134,11 @@ def builder(name: str) -> Build:
     return build
 
 
+def corpus_of(settings: Settings) -> Corpus:
+    """Read once."""
+    return _corpus(settings.data.source, settings.data.held_out)
+
+
 @cache
 def _corpus(source: str, held_out: float) -> Corpus:
     return load_corpus(source, held_out)
@@ -163,7 +168,8 @@ class InnerSteps:
             shares = [share_of(row) for row in rows]
             inputs, targets = (torch.stack(tensors) for tensors in zip(*batches, strict=True))
             if self._stack is not None:
-                losses = self._stack.step(rows, inputs, targets, shares)
+                chosen = None if len(rows) == len(self.models) else torch.tensor(rows)
+                losses = self._stack.step(chosen, inputs, targets, torch.tensor(shares)).tolist()
             else:
                 model, optimizer = self.models[index], self._optimizers[index]
                 loss = inner_step(self._task, model, optimizer, inputs[0], targets[0], shares[0], self._clip)
@@ -188,6 +194,6 @@ class InnerSteps:
         """It is back, and its optimizer begins again."""
         self._gone.remove(index)
         if self._stack is not None:
-            self._stack.begin(index)
+            self._stack.begin(slice(index, index + 1))
         else:
             self._optimizers[index] = self._task.optimizer(self.models[index])

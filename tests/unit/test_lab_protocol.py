@@ -99,11 +99,6 @@ def test_arms_are_tuned_alike_and_reported_on_other_seeds_in_pairs() -> None:
     assert "lies at the edge" not in text
 
 
-def test_a_report_may_stop_after_any_seed() -> None:
-    cells, lines = next(carry_out(PROTOCOL, FakeRuns()))
-    assert "+2.00 % | 1 |" in page(cells, lines)
-
-
 def test_every_number_of_learners_has_horizons_of_its_own() -> None:
     protocol = PROTOCOL.model_copy(update={"versions": {2: (10, 40), 3: (20,)}})
     *_, (cells, _) = carry_out(protocol, FakeRuns())

@@ -38,12 +38,12 @@ def test_a_stack_steps_as_each_learner_alone_whoever_steps(optimizer: str) -> No
     streams = [of.stream(i, 3) for i in range(3)]
     for turn, rows in enumerate([[0, 1, 2], [1], [0, 2], [0, 1, 2]]):
         if turn == 2:  # a learner that died is back
-            stack.begin(2)
+            stack.begin(slice(2, 3))
             optimizers[2] = of.optimizer(alone[2])
         batches = [streams[row].next_batch() for row in rows]
         shares = [0.1 * (turn + row + 1) for row in rows]
         inputs, targets = (torch.stack(tensors) for tensors in zip(*batches, strict=True))
-        losses = stack.step(rows, inputs, targets, shares)
+        losses = stack.step(torch.tensor(rows), inputs, targets, torch.tensor(shares)).tolist()
         for row, batch, share, loss in zip(rows, batches, shares, losses, strict=True):
             expected = inner_step(of, alone[row], optimizers[row], *batch, share, clip=0.5)
             assert loss == pytest.approx(float(expected), rel=1e-5)
@@ -116,7 +116,7 @@ def test_companions_of_a_stack_are_what_its_steps_change() -> None:
     inputs, targets = (torch.stack(t) for t in zip(*(of.stream(i, 2).next_batch() for i in range(2)), strict=True))
     for rows in ([0, 1], [1]):
         before = {name: companion.values.clone() for name, companion in held.items()}
-        stack.step(rows, inputs[rows], targets[rows], [1.0] * len(rows))
+        stack.step(torch.tensor(rows), inputs[rows], targets[rows], torch.ones(len(rows)))
         assert all(not torch.equal(companion.values, before[name]) for name, companion in held.items())
     assert {name for name, companion in held.items() if companion.second is not None} == {
         "embedding.weight", "lm_head.weight",

@@ -108,6 +108,11 @@ class TokenStream:
         self.position += self._batch
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
+    def starts(self, count: int) -> Tensor:
+        """Where the first `count` windows begin: int64 [count]."""
+        passes = -(-count // self._windows)
+        return torch.cat([self._shuffle(number) for number in range(passes)])[:count]
+
     def _start(self, position: int) -> Tensor:
         number, index = divmod(position, self._windows)
         if number != self._pass:
