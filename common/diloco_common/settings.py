@@ -7,7 +7,7 @@ few values they need. The runs in docs/quality.md decided the defaults of `sync`
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -60,9 +60,9 @@ class SyncSettings(Section):
     """tau: a round should be over within this many inner steps."""
     staleness_max: int = Field(default=8, ge=0)
     """A contribution is refused if its base version is more than this many versions old."""
-    merge: Literal["rda", "mean"] | Extension = "rda"
-    """Radial-directional averaging, or the weighted mean. Or one of others: `mypkg.mymod:rule`, or `plugin:NAME`, an
-    entry point of diloco.merge (examples/centered_clip.py)."""
+    merge: Literal["mean", "rda"] | Extension = "mean"
+    """The weighted mean, or radial-directional averaging (docs/quality.md). Or one of others: `mypkg.mymod:rule`, or
+    `plugin:NAME`, an entry point of diloco.merge (examples/centered_clip.py)."""
     cadence: Literal["steps"] | Extension = "steps"
     """When a fragment is due again: H inner steps after its last round, or as a rule of others says:
     `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of diloco.cadence."""
@@ -336,13 +336,3 @@ class Settings(Section):
     data: DataSettings = DataSettings()
     security: SecuritySettings = SecuritySettings()
     cluster: ClusterSettings = ClusterSettings()
-
-    def for_built_in(self) -> Settings:
-        """With the merge rule that suits the optimizer of the built-in training, unless a rule was given.
-
-        Shards cannot know what learners train with, so whoever starts both says it (docs/quality.md).
-        """
-        if self.train.optimizer != "muon" or "merge" in self.sync.model_fields_set:
-            return self
-        given: dict[str, Any] = {"merge": "mean"}
-        return self.model_copy(update={"sync": self.sync.model_copy(update=given)})

@@ -116,15 +116,14 @@ class Arm:
 
     name: str
     settings: Settings
-    """As the user gave them. `seeded` adds what a run derives from them, such as the merge rule."""
+    """As the user gave them."""
     conditions: Conditions
     model: str = ""
     """mypkg.mymod:build; empty: the built-in one."""
 
     def seeded(self, seed: int) -> Settings:
         """The settings of one run, with a budget if none was given: 40 versions of each fragment."""
-        settings = self.settings if self.model else self.settings.for_built_in()
-        run, train = settings.run, settings.train
+        settings, run, train = self.settings, self.settings.run, self.settings.train
         per_step = self.conditions.learners * train.batch * settings.model.context
         tokens = run.tokens or VERSIONS * settings.sync.sync_every * per_step
         return settings.model_copy(update={"run": run.model_copy(update={"seed": seed, "tokens": tokens})})

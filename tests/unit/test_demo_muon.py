@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.errors import DataError
-from diloco_common.settings import ModelSettings, Settings, SyncSettings, TrainSettings
+from diloco_common.settings import ModelSettings, TrainSettings
 from diloco_demo.checkpoint import load_checkpoint, save_checkpoint
 from diloco_demo.gpt import GPT, build_gpt
 from diloco_demo.muon import orthogonal
@@ -109,17 +109,3 @@ def test_a_checkpoint_of_another_optimizer_is_refused_with_a_way_out(tmp_path: P
     save_checkpoint(tmp_path / "c", model, optimizer, LEARNER, 0)
     with pytest.raises(DataError, match=r"AdamW.*MuonWithAdamW.*train\.optimizer"):
         load_checkpoint(tmp_path / "c", model, make_optimizer(model, TRAIN), "run")
-
-
-@pytest.mark.parametrize(
-    ("sync", "optimizer", "merge"),
-    [({}, "muon", "mean"), ({}, "adamw", "rda"), ({"merge": "rda"}, "muon", "rda")],
-)
-def test_the_merge_rule_follows_the_optimizer_unless_one_was_given(
-    sync: dict[str, str], optimizer: str, merge: str
-) -> None:
-    settings = Settings(
-        sync=SyncSettings.model_validate(sync),
-        train=TrainSettings.model_validate({"optimizer": optimizer}),
-    )  # fmt: skip
-    assert settings.for_built_in().sync.merge == merge

@@ -211,15 +211,6 @@ def test_the_key_of_a_run_is_all_that_it_depends_on_and_not_its_name() -> None:
     assert len({a.key(0) for a in [arm(), *others]} | {arm().key(1)}) == 5
 
 
-def test_a_sweep_over_optimizers_gives_each_the_merge_that_suits_it_unless_one_was_given() -> None:
-    def merges(base: Arm) -> list[str]:
-        arms = (base.with_value("train.optimizer", name) for name in ("muon", "adamw"))
-        return [arm.facts(0)["settings"]["sync"]["merge"] for arm in arms]
-
-    assert merges(make_arm("a", {})) == ["mean", "rda"]
-    assert merges(make_arm("a", {"sync": {"merge": "rda"}})) == ["rda"] * 2
-
-
 @pytest.mark.parametrize("what", ["outer.optimizer", "sync.merge", "train.optimizer", "model"])
 def test_what_is_not_ours_and_was_edited_is_run_again(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

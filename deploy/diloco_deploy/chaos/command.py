@@ -90,7 +90,7 @@ def chaos(
     lost or counted twice. Exit code 1 if a promise was broken.
     """
     flags = {"cluster.shards": shards, "cluster.workers": workers, "cluster.folder": folder, "run.seed": seed}
-    settings, seconds = settings_from(options, flags, defaults=DEFAULTS).for_built_in(), 60.0 * minutes
+    settings, seconds = settings_from(options, flags, defaults=DEFAULTS), 60.0 * minutes
     check_cluster(settings)
     if timeline is not None:
         check_timeline(timeline)

@@ -53,7 +53,7 @@ def up(
         "cluster.shards": shards, "cluster.workers": workers, "cluster.folder": folder, "run.tokens": tokens,
         "run.seed": seed, "data.source": data, "worker.track": track,
     }  # fmt: skip
-    settings = settings_from(options, flags).for_built_in()
+    settings = settings_from(options, flags)
     if on == "ray":
         return bring_up_on_ray(settings, Outputs(report=report, model=export), fresh=fresh)
     return bring_up(settings, Outputs(report=report, model=export), fresh=fresh)
