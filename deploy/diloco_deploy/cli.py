@@ -22,7 +22,7 @@ SETTINGS = Group("Settings", sort_key=6)
 
 
 class Command(NamedTuple):
-    """One row: its name, where it is (module:function, or module:app; below this package, or diloco_lab), what it does,
+    """One row: its name, where it is (module:function, or module:app; below this package, or of another one), what it does,
     and with whom it is shown."""
 
     name: str
@@ -72,6 +72,10 @@ COMMANDS = (
         "compare rules and settings by what they learn: production cores in one process, virtual time", STUDY,
     ),
     Command(
+        "simulate", "diloco_planner.command:simulate",
+        "a run on up to a million chips that fail: goodput, rounds, bytes, money", STUDY,
+    ),
+    Command(
         "chaos", "chaos.command:chaos",
         "inject faults into a cluster on this machine, and check that nothing is lost", STUDY,
     ),
@@ -91,7 +95,7 @@ def program(asked: str = "") -> App:
     app = new_app("diloco", "Train one model on many machines that fail, lag and sit behind thin links.")
     for order, (name, at, about, group) in enumerate(COMMANDS):
         app.command(
-            at if at.startswith("diloco_lab") else f"diloco_deploy.{at}",
+            at if at.startswith("diloco_") else f"diloco_deploy.{at}",
             name=name,
             help=None if name == asked else about,
             group=group,

@@ -1,0 +1,88 @@
+"""`diloco simulate`: what is asked, and what is shown. Imports no torch before it runs, so help is fast."""
+
+from __future__ import annotations
+
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from diloco_common import quantities
+from diloco_common.errors import ConfigError
+from diloco_common.options import Json, number
+
+
+def _duration(text: str) -> float:
+    return float(text.strip()[:-1]) * 31_557_600.0 if text.strip().endswith("y") else quantities.seconds(text)
+
+
+_CHIPS = number(quantities.count, 1, 1e9, "a number of chips, such as 4096 or 1.2e6")
+_PARAMS = number(quantities.count, 1, 1e14, "a number of parameters, such as 125M, 70B or 5e9")
+_LEARNERS = number(quantities.count, 1, 10_000, "a whole number from 1 to 10,000")
+_WHOLE = number(quantities.count, 1, 4096, "a whole number from 1 to 4096")
+_TIME = number(_duration, 1e-4, 1e11, "a time, such as 1y, 90d or 3h")
+_STEP = number(_duration, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
+_HOURS = number(float, 0.001, 100_000.0, "hours, from 0.001")
+_Encoding = Literal["float32", "bfloat16", "int8", "int4", "topk64_2bit"]
+_LINKS = Parameter(metavar="FILE.toml", help="sites, links, failures, shards and prices (docs/planner.md)")
+_MTBI = Parameter(
+    converter=_TIME, metavar="1y", help="mean time between interruptions of one chip", show_default="of --failures"
+)
+
+
+def simulate(
+    *,
+    chips: Annotated[int, Parameter(converter=_CHIPS, metavar="N", help="of all learners together")] = 1_200_000,
+    learners: Annotated[int, Parameter(converter=_LEARNERS, metavar="L", help="learners")] = 8,
+    mtbi: Annotated[float | None, _MTBI] = None,
+    failures: Annotated[
+        Literal["paper", "fleet", "poor-cloud"],
+        Parameter(help="how chips fail: once a year, as large fleets report, as a poor cloud"),
+    ] = "paper",
+    hours: Annotated[float, Parameter(converter=_HOURS, metavar="HOURS", help="simulated")] = 24.0,
+    params: Annotated[int, Parameter(converter=_PARAMS, metavar="5e9", help="of the model")] = 5_000_000_000,
+    step_time: Annotated[
+        float, Parameter(converter=_STEP, metavar="1s", help="of one inner step", show_default="1s")
+    ] = 1.0,
+    h: Annotated[int, Parameter(converter=_WHOLE, metavar="H", help="inner steps between two rounds")] = 24,
+    fragments: Annotated[int, Parameter(converter=_WHOLE, metavar="P", help="fragments")] = 24,
+    quorum: Annotated[str, Parameter(metavar="K", help="contributions that let a round close, or all")] = "1",
+    grace: Annotated[str, Parameter(metavar="SECONDS", help="a round stays open for, or adaptive")] = "adaptive",
+    on_commit: Annotated[
+        Literal["carry", "overwrite", "blend"], Parameter(help="what a learner does with a version")
+    ] = "carry",
+    push: Annotated[_Encoding, Parameter(help="encoding of contributions")] = "int8",
+    pull: Annotated[Literal["float32", "bfloat16", "int8", "int4"], Parameter(help="of versions")] = "bfloat16",
+    links: Annotated[Path | None, _LINKS] = None,
+    seed: Annotated[int, Parameter(metavar="SEED", help="of everything that is drawn")] = 0,
+    json: Json = False,
+) -> int:
+    """Simulate a run on so many chips: what its failures cost, what the cores decide, and what other ways of training
+    would have come to. One simulated day of a million chips takes a minute.
+    """
+    import torch
+
+    from diloco_common.settings import Settings, SyncSettings
+    from diloco_planner.chips import PRESETS, Island
+    from diloco_planner.described import Described, read
+    from diloco_planner.report import as_json, as_text
+    from diloco_planner.run import Run
+    from diloco_planner.world import LearnerPlan
+
+    torch.set_num_threads(1)
+    described = Described() if links is None else read(links)
+    preset = PRESETS[failures]
+    if mtbi is not None:
+        preset = type(preset)(**{**vars(preset), "mtbi_s": mtbi})
+    plans = described.learners(LearnerPlan("", Island(chips), preset, step_time), chips, learners)
+    try:
+        sync = SyncSettings(
+            fragments=fragments, sync_every=h, quorum="all" if quorum == "all" else int(quorum), on_commit=on_commit,
+            grace="adaptive" if grace == "adaptive" else float(grace), push=push, pull=pull,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"--quorum {quorum} --grace {grace}: {error}; write a number, or all and adaptive") from None
+    found = Run(Settings(sync=sync), params, tuple(plans), described, hours, seed).carry_out()
+    print(dumps(as_json(found), indent=2) if json else as_text(found))
+    return 0

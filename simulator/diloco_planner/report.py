@@ -1,0 +1,80 @@
+"""An answer as JSON, and as a table with bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from diloco_planner.run import Found
+
+WAYS = {
+    "dp_restart": "data-parallel, restarts",
+    "dp_elastic": "data-parallel, elastic",
+    "diloco_sync": "DiLoCo, synchronous",
+    "ours": "decoupled (this)",
+}
+WIDTH = 40
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """Everything that was found; figures rounded as far as they mean something."""
+    o = found.outcome
+    answer: dict[str, Any] = {
+        "goodput": round(o.goodput, 4), "uptime": round(o.uptime, 4), "rounds": o.rounds,
+        "participants_mean": round(o.participants_mean, 3), "tokens_share_merged": round(o.tokens_share_merged, 4),
+        "gbit_per_learner_up": round(o.gbit_per_learner_up, 4),
+        "gbit_per_learner_down": round(o.gbit_per_learner_down, 4),
+        "wall_s": round(found.wall_s, 2),
+        "baselines": {name: {"goodput": round(share, 4)} for name, share in found.baselines.items()},
+        "hours": round(o.hours, 3), "late_share": round(o.late_share, 5), "evictions": o.evictions, "events": o.events,
+        "fragments_decided": o.decided, "chips": sum(plan.island.chips for plan in found.asked.learners),
+        "learners": len(found.asked.learners),
+    }  # fmt: skip
+    if found.bill is not None:
+        answer["money"] = asdict(found.bill) | {"total": found.bill.total}
+    return answer
+
+
+def as_text(found: Found) -> str:
+    return "\n".join(_lines(found))
+
+
+def _lines(found: Found) -> Iterator[str]:
+    o, asked = found.outcome, found.asked
+    chips, sync = sum(plan.island.chips for plan in asked.learners), asked.settings.sync
+    rate = sum(plan.island.chips / plan.failures.mtbi_s for plan in asked.learners) * 3600
+    yield (
+        f"{chips:,.0f} chips in {len(asked.learners)} learners, {rate:,.3g} interruptions per hour, {o.hours:g} hours; "
+        f"{asked.params:.3g} parameters, H = {sync.sync_every}, P = {sync.fragments}, "
+        f"push {sync.push}, pull {sync.pull}"
+    )
+    yield ""
+    for name, share in (found.baselines | {"ours": o.goodput}).items():
+        yield f"  {WAYS[name]:<24} {100 * share:5.1f} %  {bar(share)}"
+    yield ""
+    rows = {
+        "somebody computes": f"{100 * o.uptime:.2f} % of the time",
+        "rounds": f"{o.rounds:,}, with {o.participants_mean:.2f} of {len(asked.learners)} learners on average",
+        "tokens merged": f"{100 * o.tokens_share_merged:.2f} % of those trained",
+        "contributions late": f"{100 * o.late_share:.2f} %",
+        "each learner, up": f"{o.gbit_per_learner_up:.3g} Gbit/s while it computes",
+        "each learner, down": f"{o.gbit_per_learner_down:.3g} Gbit/s",
+    }
+    if found.bill is not None:
+        b = found.bill
+        rows["money"] = (
+            f"{b.total:,.0f} {b.currency}: chips {b.chips:,.0f}, egress {b.egress:,.0f}, shards {b.shards:,.0f} "
+            f"(prices of {b.date})"
+        )
+    for name, words in rows.items():
+        yield f"  {name:<24} {words}"
+    yield ""
+    of = f"{o.decided} of {sync.fragments} fragments"
+    yield f"  {o.events:,} events in {found.wall_s:.0f} s; the cores decided for {of}"
+
+
+def bar(share: float) -> str:
+    """A share of a line."""
+    full = round(WIDTH * min(1.0, max(0.0, share)))
+    return "█" * full + "░" * (WIDTH - full)

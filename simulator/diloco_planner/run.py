@@ -1,0 +1,58 @@
+"""One question to the planner, and its whole answer: the cores' run, other ways of training, money."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+from diloco_common.codec import num_payload_bytes
+from diloco_common.settings import Settings
+from diloco_planner.described import Described
+from diloco_planner.money import Bill, bill
+from diloco_planner.ways import Sent, baselines
+from diloco_planner.world import LearnerPlan, Outcome, World
+
+_MANY = 1 << 20
+
+
+def bits_of(encoding: str) -> float:
+    """Bits per parameter, with scales and indices."""
+    return 8 * num_payload_bytes(encoding, _MANY) / _MANY
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is asked."""
+
+    settings: Settings
+    params: float
+    learners: tuple[LearnerPlan, ...]
+    described: Described
+    hours: float
+    seed: int = 0
+
+    @cached_property
+    def sent(self) -> Sent:
+        sync = self.settings.sync
+        return Sent(self.params, bits_of(sync.push), bits_of(sync.pull), sync.sync_every)
+
+    def carry_out(self) -> Found:
+        began = time.perf_counter()
+        until = self.hours * 3600
+        world = World(self.settings, self.params, self.learners, self.described.shards, until, self.seed)
+        outcome = world.run()
+        others = baselines(self.learners, self.sent, until, self.seed)
+        return Found(self, outcome, others, bill(self.described, self.learners, outcome), time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What it came to."""
+
+    asked: Run
+    outcome: Outcome
+    baselines: dict[str, float]
+    bill: Bill | None
+    """None: the file has no prices."""
+    wall_s: float

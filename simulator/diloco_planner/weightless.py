@@ -1,0 +1,113 @@
+"""Shard and learner cores whose tensors weigh nothing: they decide by times, sizes, steps and tokens alone.
+
+The manifest has the true sizes. Values are one shared empty tensor, payloads have headers and no bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from diloco_common.codec import Payload, PayloadHeader, num_payload_bytes
+from diloco_common.codec.payload import usual_chunk_elements
+from diloco_common.settings import Settings
+from diloco_common.wire.manifest import Manifest, TensorSpec, cut
+from diloco_common.wire.messages import LearnerPolicy, PushHeader
+from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.fragment import Restored
+from diloco_server.core.record import Record, empty_record
+from diloco_server.core.shard import Shard
+from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.tensors import FragmentTensors
+
+NOTHING = torch.empty(0)
+NO_BYTES = cast(Payload, None)
+"""Cores pass payloads on, and look at their headers alone."""
+PUBLISHED = Published(NO_BYTES)
+EPOCH = 1
+
+
+def manifest_of(elements: int, fragments: int, shards: int = 1) -> Manifest:
+    """A model of so many equal fragments."""
+    return cut([TensorSpec(f"p{i:04}", (elements,)) for i in range(fragments)], fragments, shards)
+
+
+def seeded_shard(settings: Settings, manifest: Manifest, epoch: int = EPOCH, kept: Sequence[Record] = ()) -> Shard:
+    """A shard that has version 0 of everything, or goes on from what it kept."""
+    shard = Shard(settings, epoch)
+    records = kept or [empty_record(f.fragment_id) for f in manifest.owned_by(settings.shard.index)]
+    shard.versions.restore(manifest, [Restored(record, Values(NOTHING, []), PUBLISHED, not kept) for record in records])
+    return shard
+
+
+class _Contributed:
+    """Stands for `ContributionTensors`."""
+
+    snapshot = NOTHING
+
+
+class WeightlessTensors:
+    """Stands for `FragmentTensors`: everything is there at once, and nothing is computed."""
+
+    is_being_read = False
+
+    def __init__(self) -> None:
+        self.anchor: torch.Tensor | None = None
+
+    def contribute(self, round_number: int) -> _Contributed:
+        return _Contributed()
+
+    def adopt(self, values: torch.Tensor) -> None:
+        self.anchor = values
+
+    def begin_with_own(self) -> None:
+        self.anchor = NOTHING
+
+    def give_back(self) -> None: ...
+
+    def carry(self, values: torch.Tensor, **_: Any) -> None: ...
+
+    def overwrite(self, values: torch.Tensor, *, merged: bool) -> None: ...
+
+
+class _Replica:
+    """Stands for the user's model."""
+
+    def held(self, fragment: Any) -> Any:
+        return fragment
+
+
+def learner_core(manifest: Manifest, policy: LearnerPolicy) -> LearnerCore:
+    """Production's decisions, over nothing."""
+    core = LearnerCore(cast(Any, _Replica()), manifest, policy)
+    for fragment in core.fragments.values():
+        fragment.tensors = cast(FragmentTensors, WeightlessTensors())
+    return core
+
+
+def advance(core: LearnerCore, inner_step: int, tokens: int) -> None:
+    """As so many calls of `LearnerCore.stepped`."""
+    core.inner_step, core.tokens = inner_step, tokens
+
+
+class Headers:
+    """Of pushes: sizes as they would be, and a checksum of its own for each contribution."""
+
+    def __init__(self, manifest: Manifest, encoding: str) -> None:
+        self._digest, self._encoding, self._made = manifest.digest, encoding, 0
+        self.num_bytes = num_payload_bytes(encoding, manifest.fragments[0].num_elements)
+        self._chunk = usual_chunk_elements(encoding)
+
+    def of(self, contribution: Contribution, num_elements: int) -> tuple[PushHeader, tuple[float, ...]]:
+        """And the norms of its pieces: a random walk of so many steps."""
+        self._made = (self._made + 1) % 2**32
+        payload = PayloadHeader(self._encoding, num_elements, self._chunk, self.num_bytes, self._made)
+        header = PushHeader(
+            contribution.fragment_id, contribution.round, contribution.epoch, contribution.base_version,
+            contribution.tokens, contribution.steps, payload, self._digest,
+        )  # fmt: skip
+        return header, (1e-3 * math.sqrt(num_elements * contribution.steps),)

@@ -1,0 +1,582 @@
+"""Production cores in a world of durations: steps, pushes, merges and pulls take time, and nothing else.
+
+`World.run` goes from event to event. Inner steps between two of them are taken at once. Shards tick after each event,
+as in production, and while a round waits.
+
+Of P equal fragments, so many are simulated as the budget of events allows, evenly spread over H (`decided`): they are
+alike. Each is as large as in the run. A link is busy with one of them for as long as with all that it stands for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from diloco_common.codec import num_payload_bytes
+from diloco_common.errors import Refusal
+from diloco_common.settings import LeaseSettings, RunSettings, Settings, ShardSettings
+from diloco_common.wire.messages import (
+    Collect,
+    Committed,
+    Directive,
+    Evicted,
+    LearnerPolicy,
+    Progress,
+    PushAnswer,
+    PushHeader,
+    Stop,
+)  # fmt: skip
+from diloco_planner.chips import Failures, Island, Timeline, island_timeline, uptime
+from diloco_planner.weightless import (
+    NO_BYTES,
+    NOTHING,
+    PUBLISHED,
+    Headers,
+    advance,
+    learner_core,
+    manifest_of,
+    seeded_shard,
+)  # fmt: skip
+from diloco_server.core.effects import MergeRound, Tell, TellAll
+from diloco_server.core.membership import Member
+from diloco_server.core.shard import Shard
+from diloco_worker.core.connection import Lease
+from diloco_worker.core.fragment import Contribution
+
+CONTRIBUTIONS_MAX = 60_000
+"""That a run decides in detail: about a minute of one core."""
+TICKS_PER_STEP = 8
+"""While a round waits. In production one every 20 ms."""
+LAST_NOTICE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between one learner and the shards; bits per second."""
+
+    up: float = math.inf
+    down: float = math.inf
+    round_trip_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class LearnerPlan:
+    """One learner of the run."""
+
+    name: str
+    island: Island
+    failures: Failures = field(default_factory=Failures)
+    step_s: float = 1.0
+    """Of its inner step, with all chips."""
+    noise: float = 0.0
+    """Standard deviation of one step, as a share of it."""
+    link: Link = field(default_factory=Link)
+    begins_s: float = 0.0
+    """It comes later."""
+    tokens_per_step: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """All machines of shards together."""
+
+    count: int = 1
+    merge_bytes_s: float = 1.28e9
+    """Of contributions, on one machine (docs/performance.md)."""
+    disk_bytes_s: float = math.inf
+    """A version is written before it is announced."""
+    restart_every_s: float = math.inf
+    """Mean time between failures of one of them."""
+    restart_s: float = 60.0
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    hours: float
+    goodput: float
+    uptime: float
+    rounds: int
+    """Outer steps, of all fragments."""
+    participants_mean: float
+    tokens_trained: float
+    tokens_share_merged: float
+    """Of what was trained, averaged over fragments; what is still under way at the end is missing."""
+    gbit_per_learner_up: float
+    """Gbit/s while a learner computes."""
+    gbit_per_learner_down: float
+    late_share: float
+    evictions: int
+    joins: int
+    ended_s: float
+    """When the budget was merged, or the time was over."""
+    events: int
+    decided: int
+    """Fragments that the cores decided for."""
+    learners: list[dict[str, float]] = field(default_factory=list)
+
+
+def decided_fragments(fragments: int, contributions: float) -> int:
+    """How many of P fragments are simulated if a run has so many contributions."""
+    fits = [d for d in range(1, fragments + 1) if fragments % d == 0]
+    return max((d for d in fits if contributions * d / fragments <= CONTRIBUTIONS_MAX), default=1)
+
+
+class World:
+    """One run. Time is in seconds from its beginning."""
+
+    def __init__(
+        self, settings: Settings, params: float, learners: Sequence[LearnerPlan], shards: ShardPlan, until: float,
+        seed: int, *, decided: int | None = None, budget_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        sync, step_s = settings.sync, min(plan.step_s for plan in learners)
+        contributions = until / step_s / sync.sync_every * sync.fragments * len(learners)
+        self.decided = decided or decided_fragments(sync.fragments, contributions)
+        self.stands_for = sync.fragments / self.decided
+        self.stride = max(1, sync.sync_every // self.decided) if self.decided < sync.fragments else 1
+        lease = settings.lease
+        if self.stride * step_s > lease.heartbeat_s or until / lease.heartbeat_s * len(learners) > CONTRIBUTIONS_MAX:
+            beat = max(lease.heartbeat_s, 10.0, self.stride * step_s)
+            lease = LeaseSettings(lease_s=3 * beat, heartbeat_s=beat, stalled_s=max(lease.stalled_s, 3 * beat))
+        run = RunSettings(tokens=budget_tokens)
+        most = max(settings.shard.max_learners, 2 * len(learners))
+        self.settings = settings.model_copy(update={
+            "sync": sync.model_copy(update={"fragments": self.decided}), "lease": lease, "run": run,
+            "shard": ShardSettings(max_learners=most, max_learners_per_host=most),
+        })  # fmt: skip
+        self.elements = max(1, round(params / sync.fragments))
+        self.manifest = manifest_of(self.elements, self.decided)
+        self.plan, self.until, self.now = shards, until, 0.0
+        self.headers = Headers(self.manifest, sync.push)
+        self.pull_bytes = num_payload_bytes(sync.pull, self.elements)
+        self.chance = random.Random(f"world {seed}")
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._ticking = False
+        self.done_at: float | None = None
+        self.account: Account = (0,) * 7
+        self.shard: Shard | None = seeded_shard(self.settings, self.manifest)
+        self.learners = [Learner(self, plan, random.Random(f"{seed} {plan.name}")) for plan in learners]
+        if shards.restart_every_s < math.inf:
+            self.after(self.chance.expovariate(shards.count / shards.restart_every_s), self._lose_shard)
+
+    # ------------------------------------------------------------ time
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        if when <= self.until:
+            self._count += 1
+            heapq.heappush(self._events, (when, self._count, act))
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        self.at(self.now + seconds, act)
+
+    def run(self) -> Outcome:
+        for learner in self.learners:
+            self.at(learner.plan.begins_s, learner.begin)
+        handled = 0
+        while self._events and self.done_at is None:
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+            handled += 1
+        return self._outcome(handled)
+
+    def all_report(self) -> None:
+        """One learner comes to a boundary: the others say how far they are."""
+        for learner in self.learners:
+            learner.catch_up()
+
+    # ------------------------------------------------------------ the shard
+
+    def touched(self) -> None:
+        """Something was said to the core: carry out what it wants, and let it decide again at this moment."""
+        self._carry_out()
+        if not self._ticking:
+            self._ticking = True
+            self.at(self.now, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        shard = self.shard
+        if shard is None:
+            return
+        shard.tick(self.now)
+        self._carry_out()
+        if any(s.round is not None and s.round.contributions for s in shard.versions.phases.collecting.values()):
+            self._ticking = True
+            self.after(self.learners[0].plan.step_s / TICKS_PER_STEP, self._tick)
+
+    def _carry_out(self) -> None:
+        shard = self.shard
+        for effect in shard.take_effects() if shard is not None else ():
+            match effect:
+                case Tell(learner_id, generation, directive):
+                    self._tell(learner_id, generation, directive)
+                case TellAll(members, directive):
+                    for member in members:
+                        self._tell(member.learner_id, member.generation, directive)
+                case MergeRound():
+                    read = sum(1 for _ in effect.contributions) * self.headers.num_bytes + self.pull_bytes
+                    seconds = read / self.plan.merge_bytes_s + 8.0 * self.elements / self.plan.disk_bytes_s
+                    self.after(seconds, partial(self._commit, shard, effect))
+                case _:
+                    pass  # a fact: the ledger has it
+
+    def _tell(self, learner_id: str, generation: int, directive: Directive) -> None:
+        learner = self.by_name[learner_id]
+        self.after(learner.plan.link.round_trip_s / 2, partial(learner.hear, generation, directive))
+
+    @property
+    def by_name(self) -> dict[str, Learner]:
+        found: dict[str, Learner] = self.__dict__.setdefault("_by_name", {one.plan.name: one for one in self.learners})
+        return found
+
+    def _commit(self, shard: Shard, merge: MergeRound) -> None:
+        if shard is not self.shard:
+            return  # it died before
+        shard.committed(shard.versions.next_record(merge.fragment_id), PUBLISHED, self.now)
+        if shard.done:
+            self.done_at = self.now
+        self.touched()
+
+    def _lose_shard(self) -> None:
+        """Shards fail one at a time; all of them stand still here, as one core decides for all."""
+        assert self.shard is not None
+        old, self.shard = self.shard, None
+        self.account = _added(self.account, old)
+        kept = [state.record for state in old.fragments.values()]
+
+        def back() -> None:
+            self.shard = seeded_shard(self.settings, self.manifest, old.epoch + 1, kept)
+            self._ticking = False
+            for learner in self.learners:
+                learner.member = None
+                self.after(self.chance.random(), learner.join)
+            self.after(self.chance.expovariate(self.plan.count / self.plan.restart_every_s), self._lose_shard)
+
+        self.after(self.plan.restart_s, back)
+
+    # ------------------------------------------------------------ what it came to
+
+    def _outcome(self, handled: int) -> Outcome:
+        ended = self.until if self.done_at is None else self.done_at
+        rounds, participants, merged, late, accepted, evictions, joins = _added(self.account, self.shard)
+        trained = sum(one.tokens_at(ended) for one in self.learners)
+        ideal = sum(one.plan.tokens_per_step * (ended - one.plan.begins_s) / one.plan.step_s for one in self.learners)
+        computing = sum(one.computing_s(ended) for one in self.learners)
+        up, down = (sum(getattr(one, way) for one in self.learners) * self.stands_for for way in ("sent", "taken"))
+        lines = [one.line for one in self.learners]
+        return Outcome(
+            hours=ended / 3600,
+            goodput=trained / ideal,
+            uptime=uptime(lines),
+            rounds=round(rounds * self.stands_for),
+            participants_mean=participants / rounds if rounds else 0.0,
+            tokens_trained=trained,
+            tokens_share_merged=merged / self.decided / trained if trained else 0.0,
+            gbit_per_learner_up=8e-9 * up / computing if computing else 0.0,
+            gbit_per_learner_down=8e-9 * down / computing if computing else 0.0,
+            late_share=late / (late + accepted) if accepted else 0.0,
+            evictions=evictions,
+            joins=joins,
+            ended_s=ended,
+            events=handled,
+            decided=self.decided,
+            learners=[one.account(ended, self.stands_for) for one in self.learners],
+        )  # fmt: skip
+
+
+Account = tuple[int, int, int, int, int, int, int]
+"""Rounds, participants, tokens merged, late, accepted, evictions, joins."""
+
+
+def _added(before: Account, shard: Shard | None) -> Account:
+    """The account of a run, over all epochs of its shard."""
+    if shard is None:
+        return before
+    ledger = shard.ledger
+    now = (
+        ledger.rounds, ledger.participants, ledger.tokens_merged, ledger.late, ledger.accepted,
+        ledger.evictions.total(), ledger.joins,
+    )  # fmt: skip
+    r, p, m, la, a, e, j = (x + y for x, y in zip(before, now, strict=True))
+    return r, p, m, la, a, e, j
+
+
+class Learner:
+    """One learner: its core, its lease, its links. Steps are where its timeline and its pace put them."""
+
+    def __init__(self, world: World, plan: LearnerPlan, chance: random.Random) -> None:
+        self.world, self.plan, self._chance = world, plan, chance
+        left = max(1.0, world.until - plan.begins_s)
+        self.line: Timeline = island_timeline(plan.island, plan.failures, left, chance)
+        sync = world.settings.sync
+        self._policy = LearnerPolicy(
+            sync.sync_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
+        )
+        self._process = 0
+        self._begun_step = self._end_step = 0
+        self._begun_work = self._end_work = 0.0
+        """The steps that are drawn: from, to, and in seconds of work."""
+        self._looked_at = -1
+        self.member: Member | None = None
+        self.sent = self.taken = 0.0
+        self._free_up = self._free_down = 0.0
+        self._wanted: dict[int, int] = {}
+        """Fragment -> version that is being pulled."""
+        self._inbox: list[tuple[int, int, int, int, int]] = []
+        self._is_away = self._is_leaving = False
+        self._fresh()
+
+    def _fresh(self) -> None:
+        """A process begins."""
+        self._process += 1
+        self.core = learner_core(self.world.manifest, self._policy)
+        self._steps_from, self._tokens_from = 0, 0
+        self._wanted.clear(), self._inbox.clear()
+
+    # ------------------------------------------------------------ steps
+
+    def _draw(self) -> None:
+        """Take the next steps at once: where they begin and end, in seconds of work."""
+        self._begun_step, self._begun_work = self._end_step, self._end_work
+        noise = self.plan.noise * self.plan.step_s
+        steps = self.world.stride if noise == 0 else 1
+        work = steps * self.plan.step_s + (noise * self._chance.gauss(0, 1) if noise else 0.0)
+        self._end_step += steps
+        self._end_work += max(work, 0.05 * self.plan.step_s)
+
+    def _when(self, work: float) -> float:
+        return self.plan.begins_s + self.line.at_work(work)
+
+    def _work_at(self, when: float) -> float:
+        return self.line.work_at(when - self.plan.begins_s)
+
+    def tokens_at(self, when: float) -> float:
+        """Trained since the run began."""
+        if when <= self.plan.begins_s:
+            return 0.0
+        return self.line.trained_at(self._work_at(when)) / self.plan.step_s * self.plan.tokens_per_step
+
+    def computing_s(self, until: float) -> float:
+        return self._work_at(until) if until > self.plan.begins_s else 0.0
+
+    def account(self, until: float, stands_for: float) -> dict[str, float]:
+        """What it came to."""
+        return {
+            "trained": self.tokens_at(until), "interruptions": self.line.interruptions,
+            "sent_gb": 1e-9 * self.sent * stands_for, "taken_gb": 1e-9 * self.taken * stands_for,
+        }  # fmt: skip
+
+    def begin(self) -> None:
+        self._draw()
+        self.join()
+        self._beat()
+        self._schedule()
+        for begun, ended, says_goodbye in self.line.away:
+            begins_s = self.plan.begins_s
+            if says_goodbye:
+                self.world.at(begins_s + max(0.0, begun - LAST_NOTICE_S), self._say_goodbye)
+            self.world.at(begins_s + begun, partial(self._go, says_goodbye))
+            self.world.at(begins_s + ended, self._come_back)
+
+    def _schedule(self) -> None:
+        self.world.at(self._when(self._end_work), self._boundary)
+
+    def _boundary(self) -> None:
+        """The steps that were drawn are over."""
+        if self.world.stride > 1:
+            self.world.all_report()
+        self._look(self._end_step, self._end_work)
+        self._draw()
+        self._schedule()
+
+    def _between(self, step: int, work: float) -> None:
+        if step > self._looked_at:
+            self._look(step, work)
+
+    def _look(self, step: int, work: float) -> None:
+        """A step boundary at which something may happen."""
+        if self._is_away:
+            return
+        self._looked_at = step
+        self._advance(step, work)
+        inbox, self._inbox = self._inbox, []
+        for fragment_id, version, epoch, merged, forgotten in inbox:
+            self.core.arrived(fragment_id, version, epoch, NOTHING, merged, None, forgotten)
+        self._report()
+        for contribution in self.core.contribute():
+            self._push(contribution)
+
+    def _look_soon(self) -> None:
+        """At the next step boundary."""
+        steps = self._end_step - self._begun_step
+        if self._is_away or steps < 2:
+            return  # it is scheduled
+        per_step = (self._end_work - self._begun_work) / steps
+        ahead = max(1, math.ceil((self._work_at(self.world.now) - self._begun_work) / per_step - 1e-9))
+        if ahead < steps:
+            work = self._begun_work + ahead * per_step
+            self.world.at(self._when(work), partial(self._between, self._begun_step + ahead, work))
+
+    # ------------------------------------------------------------ what it says
+
+    def _report(self) -> None:
+        if self.member is None or self.world.shard is None:
+            return
+        last = self.core.last_rounds if self._is_leaving else None
+        progress = Progress(self.core.inner_step, self.core.tokens, None, self.plan.step_s, last_rounds=last)
+        self.world.shard.progress(self.member, progress, self.world.now)
+        self.world.touched()
+
+    def _beat(self) -> None:
+        if not self._is_away:
+            if self.member is None:
+                self.join()
+            else:
+                self._report()
+        self.world.after(self.world.settings.lease.heartbeat_s, self._beat)
+
+    def join(self) -> None:
+        shard, plan = self.world.shard, self.plan
+        if shard is None or self._is_away:
+            return
+        self.member = shard.join(plan.name, f"{plan.name}.{self._process}", self.world.manifest.tensors, self.world.now)
+        self.lease = Lease(shard.epoch, self.member.generation)
+        self.core.rejoined([s.status(plan.name) for s in shard.fragments.values()], shard.epoch)
+        self._wanted.clear()
+        shard.attend(self.member)
+        self._report()
+        self.world.touched()
+
+    def catch_up(self) -> None:
+        """Report the steps that are over by now: what counts when a round opens must not be that of a while ago."""
+        steps = self._end_step - self._begun_step
+        if self._is_away or self.member is None or steps < 2:
+            return
+        per_step = (self._end_work - self._begun_work) / steps
+        taken = int((self._work_at(self.world.now) - self._begun_work) / per_step + 1e-9)
+        step = self._begun_step + taken
+        if self._looked_at < step < self._end_step:
+            self._advance(step, self._begun_work + taken * per_step)
+            self._report()
+
+    def _advance(self, step: int, work: float) -> None:
+        tokens = round(self.line.trained_at(work) / self.plan.step_s * self.plan.tokens_per_step)
+        advance(self.core, step - self._steps_from, tokens - self._tokens_from)
+
+    def _say_goodbye(self) -> None:
+        self._is_leaving = True
+        self._report()
+
+    def _go(self, says_goodbye: bool) -> None:
+        if says_goodbye and self.member is not None and self.world.shard is not None:
+            self.world.shard.leave(self.member)
+            self.world.touched()
+        self._is_away, self._is_leaving, self.member = True, False, None
+
+    def _come_back(self) -> None:
+        """Another process takes over."""
+        self._is_away = False
+        self._fresh()
+        work = self._work_at(self.world.now)
+        self._steps_from = self._begun_step
+        self._tokens_from = round(self.line.trained_at(work) / self.plan.step_s * self.plan.tokens_per_step)
+        self.join()
+
+    # ------------------------------------------------------------ what it hears
+
+    def hear(self, generation: int, directive: Directive) -> None:
+        member, shard = self.member, self.world.shard
+        if member is None or shard is None or generation != member.generation:
+            return
+        match directive:
+            case Collect():
+                self.core.collect(directive, shard.epoch)
+                self._look_soon()
+            case Committed():
+                self._pull(directive.fragment_id)
+            case Evicted():
+                self.member = None
+            case Stop():
+                pass
+            case _:
+                pass
+
+    def _pull(self, fragment_id: int) -> None:
+        shard = self.world.shard
+        assert shard is not None
+        version = shard.owned(fragment_id).version
+        if fragment_id in self._wanted:
+            return
+        status = shard.owned(fragment_id).status(self.plan.name)
+        self._wanted[fragment_id] = version
+        took = 8 * self.world.pull_bytes / self.plan.link.down
+        begins = max(self.world.now, self._free_down) + self.plan.link.round_trip_s
+        self._free_down = begins + took * self.world.stands_for
+        self.taken += self.world.pull_bytes
+        what = fragment_id, version, status.epoch, status.merged_version, status.forgotten_version
+        self.world.at(begins + took, partial(self._pulled, self._process, shard, what))
+
+    def _pulled(self, process: int, shard: Shard, what: tuple[int, int, int, int, int]) -> None:
+        if process != self._process or shard is not self.world.shard or self._wanted.pop(what[0], None) is None:
+            return
+        self._inbox.append(what)
+        if self._policy.on_commit != "carry" or what[1] == 0:
+            self._look_soon()
+        if shard.owned(what[0]).version > what[1]:
+            self._pull(what[0])
+
+    def _push(self, contribution: Contribution) -> None:
+        if self.member is None or not contribution.begin_push(self.lease):
+            return
+        contribution.pushes.sending_values()
+        header, norms = self.world.headers.of(contribution, self.world.elements)
+        begins = max(self.world.now, self._free_up) + self.plan.link.round_trip_s / 2
+        self.world.at(begins, partial(self._arrives, self.member, self._process, contribution, header, norms))
+
+    def _arrives(
+        self, member: Member, process: int, contribution: Contribution, header: PushHeader, norms: tuple[float, ...]
+    ) -> None:
+        """The header is at the shard."""
+        shard = self.world.shard
+        if shard is None or member is not self.member:
+            return
+        try:
+            shard.check(member.learner_id, member.generation, self.lease.epoch)
+            answer = shard.admit(member, header)
+        except Refusal:
+            return
+        if answer is not None:
+            self._answer(process, contribution, answer)
+            return
+        took = 8 * header.payload.num_bytes / self.plan.link.up
+        self._free_up = max(self.world.now, self._free_up) + took * self.world.stands_for
+        self.sent += header.payload.num_bytes
+        self.world.after(took, partial(self._lands, member, process, contribution, header, norms))
+
+    def _lands(
+        self, member: Member, process: int, contribution: Contribution, header: PushHeader, norms: tuple[float, ...]
+    ) -> None:
+        """All of its bytes are."""
+        shard = self.world.shard
+        if shard is None or member is not self.member:
+            return
+        try:
+            answer = shard.contribute(member, header, NO_BYTES, norms, self.world.now)
+        except Refusal:
+            return
+        self._answer(process, contribution, answer)
+
+    def _answer(self, process: int, contribution: Contribution, answer: PushAnswer) -> None:
+        def heard() -> None:
+            if process == self._process:
+                contribution.pushes.ended(self.lease, answer)
+                self.core.answered(contribution.fragment_id, contribution.round, answer, contribution.tokens)
+
+        self.world.after(self.plan.link.round_trip_s / 2, heard)
+        self.world.touched()
