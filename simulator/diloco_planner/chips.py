@@ -107,6 +107,11 @@ class Timeline:
         self.share.append(share)
         self.pace.append(pace if share else 0.0)
 
+    spent: list[float] = field(default_factory=list)
+    """By piece, in seconds; and what was done before each: steps, and steps times share."""
+    worked: list[float] = field(default_factory=list)
+    trained: list[float] = field(default_factory=list)
+
     def freeze(self) -> None:
         """It is whole: make it quick to look at."""
         ends = [*self.at[1:], self.until]
@@ -219,7 +224,7 @@ def island_timeline(island: Island, failures: Failures, until: float, chance: ra
 
 def repair_s(mean_s: float, chance: random.Random) -> float:
     """How long one repair takes."""
-    u = 1.0 - chance.random() ** (1 / POWER)
+    u: float = 1.0 - chance.random() ** (1 / POWER)
     return mean_s / _UNIT_MEAN * (-math.log(max(u, 1e-300))) ** (1 / SHAPE)
 
 

@@ -73,11 +73,11 @@ def synchronous(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed:
         for plan, line in zip(learners, lines, strict=True):
             steps_s = sent.every * plan.step_s
             steps_s += plan.noise * plan.step_s * math.sqrt(sent.every) * chance.gauss(0, 1)
-            work = line.work_at(now)
-            end = line.at_work(work + max(0.0, steps_s))
+            work, steps_s = line.work_at(now), max(0.05 * plan.step_s, steps_s)
+            end = line.at_work(work + steps_s)
             if math.isinf(end):
                 return trained / rate / until
-            trained += (line.trained_at(work + steps_s) - line.trained_at(work)) / plan.step_s * sent.every * plan.step_s / steps_s  # fmt: skip
+            trained += (line.trained_at(work + steps_s) - line.trained_at(work)) / steps_s * sent.every
             ends = max(ends, end)
         now = ends + waits_s
     return trained / rate / now

@@ -212,7 +212,9 @@ class World:
 
     def _carry_out(self) -> None:
         shard = self.shard
-        for effect in shard.take_effects() if shard is not None else ():
+        if shard is None:
+            return
+        for effect in shard.take_effects():
             match effect:
                 case Tell(learner_id, generation, directive):
                     self._tell(learner_id, generation, directive)
@@ -337,7 +339,8 @@ class Learner:
         self._process += 1
         self.core = learner_core(self.world.manifest, self._policy)
         self._steps_from, self._tokens_from = 0, 0
-        self._wanted.clear(), self._inbox.clear()
+        self._wanted.clear()
+        self._inbox.clear()
 
     # ------------------------------------------------------------ steps
 
