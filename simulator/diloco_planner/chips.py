@@ -158,13 +158,14 @@ def island_timeline(island: Island, failures: Failures, until: float, chance: ra
     repairs: list[float] = []
     per_slice = island.chips / total / failures.mtbi_s
     slow_rate = island.chips / failures.slow_every_s
-    now = 0.0
+    now = began = 0.0  # `began`: to compute, without a pause since
     preempted_at = _after(chance, 1 / failures.preempt_every_s)
 
     def stand_still(seconds: float) -> None:
-        nonlocal now
+        nonlocal now, began
         line.change(now, 0.0)
         now += seconds
+        began = now
 
     def join(seconds: float) -> None:
         """Slices that are ready, now or once they have begun to."""
@@ -184,7 +185,7 @@ def island_timeline(island: Island, failures: Failures, until: float, chance: ra
         first = min(fails_at, slows_at, ready_at, preempted_at)
         if first >= until:
             break
-        began, now = now, max(now, first)
+        now = max(now, first)
         if first == preempted_at:
             line.interruptions += 1
             line.away.append((now, now + failures.preempt_for_s, failures.notice_s >= 30.0))
@@ -224,8 +225,8 @@ def island_timeline(island: Island, failures: Failures, until: float, chance: ra
 
 def repair_s(mean_s: float, chance: random.Random) -> float:
     """How long one repair takes."""
-    u: float = 1.0 - chance.random() ** (1 / POWER)
-    return mean_s / _UNIT_MEAN * (-math.log(max(u, 1e-300))) ** (1 / SHAPE)
+    u = 1.0 - math.pow(chance.random(), 1 / POWER)
+    return mean_s / _UNIT_MEAN * math.pow(-math.log(max(u, 1e-300)), 1 / SHAPE)
 
 
 def _after(chance: random.Random, rate: float) -> float:

@@ -326,7 +326,7 @@ class Learner:
         """The steps that are drawn: from, to, and in seconds of work."""
         self._looked_at = -1
         self.member: Member | None = None
-        self.sent = self.taken = 0.0
+        self.sent = self.taken = self._reported_at = 0.0
         self._free_up = self._free_down = 0.0
         self._wanted: dict[int, int] = {}
         """Fragment -> version that is being pulled."""
@@ -378,7 +378,7 @@ class Learner:
     def begin(self) -> None:
         self._draw()
         self.join()
-        self._beat()
+        self.world.after(self._chance.random() * self.world.settings.lease.heartbeat_s, self._beat)
         self._schedule()
         for begun, ended, says_goodbye in self.line.away:
             begins_s = self.plan.begins_s
@@ -434,15 +434,18 @@ class Learner:
         last = self.core.last_rounds if self._is_leaving else None
         progress = Progress(self.core.inner_step, self.core.tokens, None, self.plan.step_s, last_rounds=last)
         self.world.shard.progress(self.member, progress, self.world.now)
+        self._reported_at = self.world.now
         self.world.touched()
 
     def _beat(self) -> None:
+        """Say something now and then, if there is nothing else to say."""
+        every_s = self.world.settings.lease.heartbeat_s
         if not self._is_away:
             if self.member is None:
                 self.join()
-            else:
+            elif self.world.now - self._reported_at > every_s / 2:
                 self._report()
-        self.world.after(self.world.settings.lease.heartbeat_s, self._beat)
+        self.world.after(every_s, self._beat)
 
     def join(self) -> None:
         shard, plan = self.world.shard, self.plan

@@ -1,0 +1,86 @@
+"""What a file of sites says, and what is said of a wrong one."""
+
+from pathlib import Path
+
+import pytest
+
+from diloco_common.errors import ConfigError
+from diloco_planner.chips import Island
+from diloco_planner.described import read
+from diloco_planner.money import bill
+from diloco_planner.world import LearnerPlan, Outcome
+
+GOOD = """\
+[[site]]
+name = "a"
+learners = 2
+up = "5Gbit"
+down = "10Gbit"
+round_trip = "30ms"
+price_chip_hour = 2.0
+price_egress_gb = 0.05
+
+[[site]]
+name = "b"
+chips = 1000
+step_time = "1.5s"
+price_chip_hour = 3.0
+price_egress_gb = 0.1
+
+[failures]
+preset = "fleet"
+mtbi = "3.4y"
+
+[shards]
+count = 2
+site = "a"
+price_hour = 1.0
+
+[prices]
+currency = "USD"
+date = 2026-05-01
+"""
+
+
+def test_a_file_gives_a_plan_for_each_learner(tmp_path: Path) -> None:
+    (tmp_path / "sites.toml").write_text(GOOD)
+    described = read(tmp_path / "sites.toml")
+    plans = described.learners(LearnerPlan("", Island(1)), 3000, 9)
+    assert [p.name for p in plans] == ["a-0", "a-1", "b-0"]
+    assert [p.island.chips for p in plans] == [1000, 1000, 1000]
+    assert (plans[0].link.up, plans[0].link.down, plans[2].step_s) == (5e9, 10e9, 1.5)
+    assert plans[0].failures.mtbi_s == pytest.approx(3.4 * 365.25 * 86_400)
+    accounts = [{"sent_gb": 100.0, "taken_gb": 200.0}] * 3
+    outcome = Outcome(10.0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 36_000, 0, 24, accounts)  # type: ignore[arg-type]
+    found = bill(described, plans, outcome)
+    assert found is not None
+    assert (found.chips, found.shards) == (10 * 1000 * (2 + 2 + 3), 20.0)
+    assert found.egress == pytest.approx(100 * 0.1 + 200 * 0.05)  # b is not where the shards are
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "words"),
+    [
+        ('"5Gbit"', '"5 apples"', ":4: up is '5 apples'; write a rate"),
+        ("learners = 2", "learner = 2", ":3: site has no learner; write one of name, learners"),
+        ('name = "b"', 'name = "a"', ":11: there is a site a above; give it another name"),
+        ('"fleet"', '"flet"', ":18: there is no preset flet; write one of paper, fleet, poor-cloud"),
+        ("[shards]", "[shard]", ":21: there is no section shard; write one of site"),
+        ('site = "a"', 'site = "c"', ":23: there is no site c; name one of the sites"),
+        ("date = 2026-05-01", "", ":26: prices have no date; write [prices] with date"),
+        ("date = 2026-05-01", 'date = "May"', ":28: date is 'May'; write a date"),
+        ('name = "b"', "", ":10: the site has no name; write name"),
+        ("chips = 1000", "chips = ", ":12: this is no TOML"),
+    ],
+)
+def test_a_wrong_file_is_told_by_its_line(tmp_path: Path, wrong: str, right: str, words: str) -> None:
+    path = tmp_path / "sites.toml"
+    path.write_text(GOOD.replace(wrong, right, 1))
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}{words}")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read(tmp_path / "none.toml")

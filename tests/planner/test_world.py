@@ -1,0 +1,93 @@
+"""Production cores in a world of durations."""
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+
+from diloco_common.settings import Settings, SyncSettings
+from diloco_deploy.cli import main
+from diloco_planner.chips import Failures, Island
+from diloco_planner.run import bits_of
+from diloco_planner.world import LearnerPlan, Link, Outcome, ShardPlan, World
+
+NEVER, FREE, ONE = Failures(mtbi_s=1e15), Link(), ShardPlan()
+
+
+def ran(
+    learners: int = 4, hours: float = 0.25, *, failures: Failures = NEVER, chips: float = 1e5, decided: int = 2,
+    params: float = 5e9, link: Link = FREE, shards: ShardPlan = ONE, **sync: object,
+) -> Outcome:  # fmt: skip
+    plans = [LearnerPlan(f"learner-{i}", Island(chips), failures, link=link) for i in range(learners)]
+    settings = Settings(sync=SyncSettings.model_validate(sync))
+    return World(settings, params, plans, shards, hours * 3600, 0, decided=decided).run()
+
+
+@pytest.mark.parametrize(
+    ("push", "pull", "every"), [("int8", "bfloat16", 24), ("int4", "int8", 12), ("int4", "int4", 48)]
+)
+def test_bytes_are_those_of_the_formula(push: str, pull: str, every: int) -> None:
+    found = ran(push=push, pull=pull, sync_every=every)
+    for measured, encoding in ((found.gbit_per_learner_up, push), (found.gbit_per_learner_down, pull)):
+        assert measured == pytest.approx(bits_of(encoding) * 5e9 / every / 1e9, rel=0.1)
+
+
+def test_healthy_learners_are_in_every_round_and_all_is_merged() -> None:
+    found = ran(hours=0.5)
+    assert found.goodput == found.uptime == 1.0
+    assert found.participants_mean == 4.0
+    assert found.late_share == 0.0
+    assert found.rounds == pytest.approx(1800, rel=0.02)
+    assert found.tokens_share_merged > 0.98
+
+
+def test_few_fragments_decide_as_all_do() -> None:
+    few, all_of_them = (ran(failures=Failures(), decided=d, hours=0.2) for d in (2, 24))
+    assert few.goodput == all_of_them.goodput
+    assert few.participants_mean == pytest.approx(all_of_them.participants_mean, rel=0.1)
+    assert few.gbit_per_learner_up == pytest.approx(all_of_them.gbit_per_learner_up, rel=0.1)
+
+
+def test_a_seed_gives_the_same_run() -> None:
+    assert asdict(ran(failures=Failures())) == asdict(ran(failures=Failures()))
+
+
+@pytest.mark.parametrize(
+    ("failures", "shards"),
+    [
+        (Failures(mtbi_s=1e15, preempt_every_s=900, preempt_for_s=120, notice_s=30), ShardPlan()),
+        (Failures(mtbi_s=1e15, preempt_every_s=900, preempt_for_s=120, notice_s=0), ShardPlan()),
+        (NEVER, ShardPlan(restart_every_s=600, restart_s=20)),
+    ],
+    ids=["with notice", "without", "shards fail"],
+)
+def test_who_goes_comes_back(failures: Failures, shards: ShardPlan) -> None:
+    found = ran(hours=1.0, failures=failures, shards=shards)
+    assert found.joins > 4
+    assert found.tokens_share_merged > 0.9
+    without_notice = failures.notice_s == 0
+    assert (found.evictions > 0) == without_notice
+
+
+def test_a_thin_link_makes_contributions_late_and_no_learner_waits() -> None:
+    found = ran(link=Link(1e9, 1e9, 0.1))
+    assert found.goodput == 1.0
+    assert found.gbit_per_learner_up < 1.1
+    assert ran(link=Link(10e9, 10e9, 0.1)).late_share < 0.02
+
+
+def test_the_command_prints_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--chips 1.2e6 --learners 8 --mtbi 1y --hours 0.1 --params 5e9 --step-time 1s --h 24 --fragments 24"
+    line = f"simulate {asked} --push int4 --pull bfloat16".split(" ")
+    assert main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    keys = (
+        "goodput uptime rounds participants_mean tokens_share_merged gbit_per_learner_up gbit_per_learner_down wall_s"
+    )
+    assert {*keys.split(), "baselines"} <= found.keys()
+    assert set(found["baselines"]) == {"dp_restart", "dp_elastic", "diloco_sync"}
+    assert all(0 < one["goodput"] < found["goodput"] <= 1 for one in found["baselines"].values())
+    assert main(line) == 0
+    assert "data-parallel, elastic" in capsys.readouterr().out
+    assert math.isfinite(found["wall_s"])
