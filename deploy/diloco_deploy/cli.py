@@ -22,8 +22,8 @@ SETTINGS = Group("Settings", sort_key=6)
 
 
 class Command(NamedTuple):
-    """One row: its name, where it is (module:function, or module:app; below this package, or of another one), what it does,
-    and with whom it is shown."""
+    """One row: its name, where it is (module:function, or module:app; below this package, unless it names another),
+    what it does, and with whom it is shown."""
 
     name: str
     at: str

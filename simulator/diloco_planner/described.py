@@ -75,7 +75,7 @@ _PRICE = _of(float, 0, 1e9, "a price from 0")
 SITE: Mapping[str, tuple[Parse, str]] = {
     "name": (_text, "a name in quotes"), "learners": _WHOLE, "chips": _COUNT, "slice": _WHOLE, "spares": _COUNT,
     "elastic": (_flag, "true or false"), "step_time": _TIME, "noise": _SHARE, "up": _RATE, "down": _RATE,
-    "round_trip": _TIME, "begins": _TIME, "memory": _of(quantities.num_bytes, 1, 1e15, "bytes, such as \"80GB\""),
+    "round_trip": _TIME, "begins": _TIME, "tokens_per_step": _of(quantities.count, 1, 1e12, "tokens, such as \"1M\""), "memory": _of(quantities.num_bytes, 1, 1e15, "bytes, such as \"80GB\""),
     "price_chip_hour": _PRICE, "price_egress_gb": _PRICE, "price_ingress_gb": _PRICE,
 }  # fmt: skip
 FAILURES: Mapping[str, tuple[Parse, str]] = {
@@ -146,6 +146,7 @@ class Described:
             plan = replace(
                 base, island=island, link=link, step_s=v.get("step_time", base.step_s),
                 noise=v.get("noise", base.noise), begins_s=v.get("begins", 0.0),
+                tokens_per_step=int(v.get("tokens_per_step", base.tokens_per_step)),
             )  # fmt: skip
             plans += [replace(plan, name=f"{site.name}-{i}") for i in range(site.learners)]
         return plans

@@ -6,7 +6,9 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from json import dumps
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -54,6 +56,7 @@ def parameters_of(name: str) -> int:
 
 _PARAMS = number(quantities.count, 1, 10**13, "a number of parameters, such as 125M or 70B")
 _WHOLE = number(quantities.count, 1, 1_000_000, "a whole number from 1 to 1,000,000")
+_TOKENS = number(quantities.count, 1, 10**18, "a number of tokens, such as 1T")
 _RATE = number(bits_per_s, 1e3, 1e13, "a rate, such as 100Mbit, 1Gbit/s or 12MB/s")
 _DISK = number(quantities.num_bytes, 1e5, 1e12, "bytes per second, such as 300MB")
 _SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
@@ -111,6 +114,16 @@ def plan(
         float | None, Parameter(converter=_DISK, metavar="300MB", help="what a shard's disk writes in a second")
     ] = None,
     companions_every: Companions = None,
+    sites: Annotated[
+        Path | None,
+        Parameter(metavar="FILE.toml", help="machines, failures and prices: weigh ways to train (docs/planner.md)"),
+    ] = None,
+    chips: Annotated[int, Parameter(converter=_WHOLE, metavar="N", help="of all learners; with --sites")] = 64,
+    tokens: Annotated[int, Parameter(converter=_TOKENS, metavar="1T", help="to train; with --sites")] = 10**12,
+    tokens_per_step: Annotated[
+        int, Parameter(converter=_PARAMS, metavar="1M", help="of one learner; with --sites")
+    ] = 10**6,
+    days: Annotated[float | None, Parameter(metavar="DAYS", help="by when; with --sites")] = None,
     json: Json = False,
 ) -> int:
     """Propose H, encodings, fragments and shards, and say how much memory, disk and bandwidth the run takes: with the
@@ -120,8 +133,23 @@ def plan(
     asked = Asked(
         _params(params, model), learners, link, step_time, fragments, shards, outer, shard_link, disk, companions_every
     )
+    task = None
+    if sites is not None:
+        from diloco_deploy.plan.weigh import Task, asked_of, weigh
+        from diloco_deploy.plan.weigh import lines_of as ways_of
+        from diloco_planner.chips import Island
+        from diloco_planner.described import read
+        from diloco_planner.world import LearnerPlan
+
+        template = LearnerPlan("", Island(chips), step_s=step_time, tokens_per_step=tokens_per_step)
+        described = read(sites)
+        task = Task(described, tuple(described.learners(template, chips, learners)), asked.params, tokens, days)
+        asked = asked_of(task, asked)
     choice = choose(asked)
+    weighed = None if task is None else weigh(task, asked, choice)
     if not json:
+        if task is not None and weighed is not None:
+            print("\n".join([*ways_of(task, weighed), ""]))
         print("\n".join(_said(asked, choice)), flush=True)  # what a learner holds takes torch: seconds to load
     rows = [*figures(asked, choice), *learner_figures(asked, choice)]
     if json:
@@ -132,6 +160,7 @@ def plan(
                 "shards": choice.why_shards,
             },
             "figures": [row._asdict() for row in rows],
+            **({} if weighed is None else asdict(weighed)),
         }  # fmt: skip
         print(dumps(found, indent=2))
     else:
