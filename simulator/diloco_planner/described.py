@@ -69,13 +69,16 @@ _TIME = _of(duration, 0, 1000 * YEAR_S, 'a time, such as "90s", "20m" or "1y"')
 _RATE = _of(bits_per_s, 1, 1e15, 'a rate, such as "5Gbit" or "600MB"')
 _COUNT = _of(float, 0, 1e12, "a number from 0")
 _WHOLE = _of(float, 1, 1e6, "a whole number from 1")
+_TOKENS = _of(quantities.count, 1, 1e12, 'tokens, such as "1M"')
+_BYTES = _of(quantities.num_bytes, 1, 1e15, 'bytes, such as "80GB"')
 _SHARE = _of(float, 0, 1, "a share from 0 to 1")
 _PRICE = _of(float, 0, 1e9, "a price from 0")
 
 SITE: Mapping[str, tuple[Parse, str]] = {
     "name": (_text, "a name in quotes"), "learners": _WHOLE, "chips": _COUNT, "slice": _WHOLE, "spares": _COUNT,
     "elastic": (_flag, "true or false"), "step_time": _TIME, "noise": _SHARE, "up": _RATE, "down": _RATE,
-    "round_trip": _TIME, "begins": _TIME, "tokens_per_step": _of(quantities.count, 1, 1e12, "tokens, such as \"1M\""), "memory": _of(quantities.num_bytes, 1, 1e15, "bytes, such as \"80GB\""),
+    "round_trip": _TIME, "begins": _TIME, "tokens_per_step": _TOKENS,
+    "memory": _BYTES,
     "price_chip_hour": _PRICE, "price_egress_gb": _PRICE, "price_ingress_gb": _PRICE,
 }  # fmt: skip
 FAILURES: Mapping[str, tuple[Parse, str]] = {

@@ -20,6 +20,7 @@ OURS = {
     "diloco_worker": "worker",
     "diloco_simulator": "simulator",
     "diloco_lab": "simulator",
+    "diloco_planner": "simulator",
     "diloco_deploy": "deploy",
     "diloco_demo": "examples/demo",
 }
@@ -109,6 +110,7 @@ RULES = {
     "diloco_simulator.cli": allow("diloco_simulator", "diloco_common"),
     "diloco_lab": allow("diloco_lab", "diloco_common", "diloco_server", "diloco_worker", "diloco_demo", never=NETWORK),
     "diloco_lab.cli": allow("diloco_lab", "diloco_common"),
+    "diloco_planner": allow("diloco_planner", "diloco_common", "diloco_server", "diloco_worker", never=NETWORK),
     "diloco_deploy": allow(*OURS),
     "diloco_demo": allow(  # as a script of a user's: what docs/api.md shows, and what commands share
         *(f"diloco_worker.{name}" for name in ("digest_of", "join", "pull_global_model", "write_model", "progress_lr")),
