@@ -91,7 +91,7 @@ def test_an_open_call_ends_when_its_proof_expires(run: Certificates) -> None:
                 await asyncio.Event().wait()
             finally:  # its time is up, and it has not ended yet
                 if revokes:
-                    assert [lease.generation for lease in callers.revoke(frozenset({proof.serial}))] == [7]
+                    callers.revoke(frozenset({proof.serial}))
 
     for revokes, ends in ((False, Expired), (True, Revoked)):
         with pytest.raises(ends):
@@ -109,8 +109,7 @@ def test_open_calls_of_the_revoked_end_and_no_others(run: Certificates) -> None:
     async def scene() -> None:
         *revoked, other = [asyncio.create_task(call(*of)) for of in (("a", 7), ("a", 7), ("b", 8))]
         await asyncio.sleep(0)
-        leases = callers.revoke(frozenset({proofs["a"].serial}))
-        assert [(lease.learner_id, lease.generation) for lease in leases] == [("a", 7)], "each lease once"
+        callers.revoke(frozenset({proofs["a"].serial}))
         ended = await asyncio.wait_for(asyncio.gather(*revoked, return_exceptions=True), 120)
         assert [type(error) for error in ended] == [Revoked] * 2
         assert not other.done()

@@ -120,15 +120,14 @@ class Callers:
         """From now on these are refused."""
         self._revoked |= serials
 
-    def revoke(self, serials: frozenset[str]) -> list[Identity]:
-        """The same, and end their open calls. Returns who held a lease in one of them."""
+    def revoke(self, serials: frozenset[str]) -> None:
+        """The same, and end their open calls."""
         self.deny(serials)
         ended = [call for call in self._open if call.serial in serials]
         for call in ended:
             if call.limit.expired():  # it is ending by itself
                 continue
             call.limit.reschedule(asyncio.get_running_loop().time())
-        return list({call.caller.generation: call.caller for call in ended if call.caller.generation}.values())
 
     def _proof(self, certificate: bytes | None, authorization: str | None) -> Proof | None:
         if self._needs_certificate:
@@ -195,8 +194,8 @@ class AccessFiles:
         serials = self._deny_list.refresh()
         leases: list[Identity] = []
         if serials:
-            found = [*self.callers.revoke(serials), *leases_of(serials)]
-            leases = list({(lease.learner_id, lease.generation): lease for lease in found}.values())
+            self.callers.revoke(serials)
+            leases = leases_of(serials)  # not those of open calls: a learner may have another certificate by now
             self._log.event("revoked", serials=sorted(serials), leases=[lease.learner_id for lease in leases])
             self._audit.note("Revoke", "OK", serials=sorted(serials), leases=[lease.learner_id for lease in leases])
         why_not = (self._tls.why_not if self._tls is not None else "") or self._deny_list.why_not
