@@ -39,13 +39,22 @@ Extension = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:\w+$")]
 Plugin = Annotated[str, Field(pattern=r"^plugin:\w+$")]
 
 
+FIRST_EVERY = 24
+"""H that "auto" begins with."""
+
+
 class SyncSettings(Section):
     """When fragments are synchronised, and how contributions become a version. The shards hold these settings."""
 
     fragments: int = Field(default=24, ge=1, le=4096)
     """P: the number of fragments. Each one is synchronised on its own."""
-    sync_every: int = Field(default=24, ge=1, le=2**31)
-    """H: inner steps between two rounds of a fragment."""
+    sync_every: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = 24
+    """H: inner steps between two rounds of a fragment. "auto": each shard takes the smallest that links, steps and
+    itself carry with room to spare, as it measures them (docs/operations.md)."""
+    sync_every_min: int = Field(default=6, ge=1, le=2**31)
+    """The least that "auto" takes."""
+    sync_every_max: int = Field(default=500, ge=1, le=2**31)
+    """The most that "auto" takes."""
     quorum: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     """K: contributions that let a round close; "all" waits for every live learner."""
     grace: Annotated[float, Field(ge=0)] | Literal["adaptive"] = "adaptive"
@@ -81,6 +90,19 @@ class SyncSettings(Section):
     """Encoding of versions. All but float32 and bfloat16 send the change since the version before."""
     error_feedback: bool = True
     """Add the loss of the push encoding to the next contribution."""
+
+    @model_validator(mode="after")
+    def _least_is_not_above_most(self) -> Self:
+        if self.sync_every_min > self.sync_every_max:
+            raise ValueError(f"sync_every_min ({self.sync_every_min}) is above sync_every_max ({self.sync_every_max})")
+        return self
+
+    @property
+    def first_every(self) -> int:
+        """H as it is given, or what "auto" begins with, before anything is measured."""
+        if self.sync_every == "auto":
+            return min(max(FIRST_EVERY, self.sync_every_min), self.sync_every_max)
+        return self.sync_every
 
 
 class OuterSettings(Section):

@@ -125,7 +125,7 @@ class Arm:
         """The settings of one run, with a budget if none was given: 40 versions of each fragment."""
         settings, run, train = self.settings, self.settings.run, self.settings.train
         per_step = self.conditions.learners * train.batch * settings.model.context
-        tokens = run.tokens or VERSIONS * settings.sync.sync_every * per_step
+        tokens = run.tokens or VERSIONS * settings.sync.first_every * per_step
         return settings.model_copy(update={"run": run.model_copy(update={"seed": seed, "tokens": tokens})})
 
     def facts(self, seed: int) -> dict[str, Any]:

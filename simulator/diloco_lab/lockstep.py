@@ -350,7 +350,7 @@ class LockstepRun:
         merged = sum(rig.shard.tokens_merged for rig in self.shards)
         if merged > self._merged:
             self._merged, self._merged_at = merged, self.clock.now
-        self.outcome.stalled |= self.clock.now - self._merged_at > STALLED * self.settings.sync.sync_every
+        self.outcome.stalled |= self.clock.now - self._merged_at > STALLED * self.settings.sync.first_every
         every = self.conditions.kill_every
         if every and self._versions() >= every * (self.outcome.deaths + 1):
             self._kill_one()

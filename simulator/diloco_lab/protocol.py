@@ -125,7 +125,7 @@ class Protocol(Section):
             content.setdefault(section, {})[key] = value
         content.setdefault("lab", {})["learners"] = learners
         settings = make_arm(name, content).settings
-        tokens = versions * settings.sync.sync_every * learners * settings.train.batch * settings.model.context
+        tokens = versions * settings.sync.first_every * learners * settings.train.batch * settings.model.context
         content["run"] = {**content.get("run", {}), "tokens": tokens}
         return make_arm(name, content)
 

@@ -33,7 +33,7 @@ def classic_diloco(settings: Settings, task: Task, learners: int, watch: Watch) 
         theta.parameters(), lr=settings.outer.lr, momentum=settings.outer.momentum,
         nesterov=settings.outer.momentum > 0,
     )  # fmt: skip
-    every = settings.sync.sync_every
+    every = settings.sync.first_every
     rounds = -(-settings.run.tokens // (learners * task.tokens_per_batch * every))
     for r in range(rounds):
         for model, optimizer, stream in zip(models, optimizers, streams, strict=True):

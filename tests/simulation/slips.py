@@ -191,9 +191,9 @@ def close_with_half_the_quorum(original: Any, self: Round, quorum: Any, now: flo
 
 
 @slip(GraceWindow, "seconds", "short:3", "windows_are_as_set")
-def let_windows_grow(original: Any, self: Any, step_time_s: Any) -> Any:
+def let_windows_grow(original: Any, self: Any, *args: Any) -> Any:
     """The adaptive window is ten times as long."""
-    return 10 * original(self, step_time_s)
+    return 10 * original(self, *args)
 
 
 @slip(FragmentState, "close_round", "short:0", "accounting")

@@ -147,7 +147,7 @@ def make_window(to_quorum: Sequence[float] = (), to_publish: Sequence[float] = (
 def test_the_window_is_a_share_of_the_slack_that_the_overlap_leaves(
     to_quorum: list[float], to_publish: list[float], step_time_s: float, seconds: float
 ) -> None:
-    assert make_window(to_quorum, to_publish).seconds(step_time_s) == pytest.approx(seconds)
+    assert make_window(to_quorum, to_publish).seconds(step_time_s, 24) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_window_is_a_share_of_the_slack_that_the_overlap_leaves(
     ],
 )
 def test_the_window_is_clamped_to_one_step(sync: dict[str, Any], seconds: float) -> None:
-    assert make_window(**sync).seconds(2.0) == pytest.approx(seconds)
+    assert make_window(**sync).seconds(2.0, 24) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -174,12 +174,12 @@ def test_the_window_is_clamped_to_one_step(sync: dict[str, Any], seconds: float)
 )
 def test_where_learners_carry_a_round_waits_a_share_of_its_cadence(sync, step_time_s, seconds) -> None:
     window = make_window([3.0], [3.0], on_commit="carry", **sync)
-    assert window.seconds(step_time_s) == pytest.approx(seconds)
+    assert window.seconds(step_time_s, sync.get("sync_every", 24)) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("grace", [0.0, 1.5])
 def test_a_fixed_window_adapts_to_nothing(grace: float) -> None:
-    assert make_window([9.0], [9.0], grace=grace).seconds(0.1) == grace
+    assert make_window([9.0], [9.0], grace=grace).seconds(0.1, 24) == grace
 
 
 def test_a_moving_average_takes_the_first_value_as_it_is_and_then_follows() -> None:

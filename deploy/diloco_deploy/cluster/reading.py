@@ -186,7 +186,7 @@ _SHARD: _Fields = {
     "done": FLAG, "data_dir": TEXT, "grace_s": AMOUNT, "learners": [_LEARNER], "fragments": [_FRAGMENT],
     "rounds": COUNT, "participants_mean": AMOUNT, "duplicates": COUNT, "late": COUNT, "rejected": COUNTS,
     "evictions": COUNT, "evictions_by_code": COUNTS, "bytes_saved": COUNT, "disk_free_bytes": COUNT,
-    "memory_bytes": COUNT, "versions_lost": COUNT,
+    "memory_bytes": COUNT, "versions_lost": COUNT, "sync_every": COUNT, "sync_every_auto": FLAG,
 }  # fmt: skip
 _WORKER: _Fields = {
     **_COMMON, "learner_id": TEXT, "state": TEXT, "inner_step": COUNT, "tokens": COUNT, "unit": TEXT, "loss": LOSS,

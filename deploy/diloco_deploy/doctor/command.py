@@ -158,7 +158,7 @@ def _shard(patient: Patient) -> Shard | None:
     outer = settings.outer.optimizer
     return Shard(
         params=patient.params / count, fragments=max(1, sync.fragments // count), learners=patient.learners,
-        push=sync.push, pull=sync.pull, outer=outer, every=sync.sync_every, step_s=patient.step_s,
+        push=sync.push, pull=sync.pull, outer=outer, every=sync.first_every, step_s=patient.step_s,
         checkpoints=settings.checkpoint.keep if settings.checkpoint.every else 0,
         companions_every=sync.companions_every if settings.train.average_momentum else None,
     )  # fmt: skip

@@ -157,6 +157,7 @@ _OF_SHARDS = (
     _Column("state", 48, _state, right=False),
     _Column("version", 0, _versions),
     _Column("open", 64, lambda _, shard: str(shard.open_rounds)),
+    _Column("H", 72, lambda _, shard: str(shard.get("sync_every", "-"))),
     _Column("in", 0, lambda _, shard: units.size(shard.count("bytes_pushed"))),
     _Column("out", 0, lambda _, shard: units.size(shard.count("bytes_pulled"))),
     _Column("learners", 56, lambda _, shard: f"{shard.learners_held} alive" if shard.status else "-"),

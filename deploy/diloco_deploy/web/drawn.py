@@ -276,4 +276,6 @@ def _words_of(shard: str, kind: str, facts: Mapping[str, Any]) -> str:
         return f"{facts.get('learner')} and {facts.get('other')} report the same losses: the same batches?"
     if kind == "budget reached":
         return f"{shard} has reached the token budget"
+    if kind == "sync_every changed":
+        return f"{shard} has set H from {facts.get('before')} to {facts.get('every')}: {facts.get('why')}"
     return f"{shard}: {kind}"

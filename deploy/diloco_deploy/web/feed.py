@@ -247,6 +247,7 @@ class Feed:
             "version_min": low,
             "version_max": high,
             "open_rounds": shard.open_rounds,
+            "sync_every": shard.get("sync_every"),
             "learners": shard.learners_held,
             "bytes_pushed": shard.count("bytes_pushed"),
             "bytes_pulled": shard.count("bytes_pulled"),

@@ -6,6 +6,7 @@ rounds.py       when rounds open and close, and what becomes of a push
 round.py        what one round has collected, and whether it may close
 due.py          which fragments are due
 cadence.py      how many inner steps lie between two rounds of a fragment, and how long one stays open after its quorum
+every.py        H, where the settings leave it to the shard
 trust/          what is believed of a learner, and what follows
 admission.py    the answer to a push, and what is refused, by its header
 model.py        what learners must have in common

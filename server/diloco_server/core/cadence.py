@@ -53,7 +53,7 @@ class Rest:
     fraction: float
     """Of the token budget, as far as this fragment has merged it, in [0, 1]; 0 in a run without end."""
     sync_every: int
-    """H of the settings."""
+    """H of the settings, or what "auto" makes it now."""
 
 
 CadenceRule = Callable[[Rest], int]
@@ -128,13 +128,14 @@ class GraceWindow:
         self.to_quorum = MovingAverage()
         self.to_publish = MovingAverage()
 
-    def seconds(self, step_time_s: float) -> float:
-        """The window in seconds. `step_time_s`: the median of the live learners, so that no straggler widens it."""
+    def seconds(self, step_time_s: float, every: int) -> float:
+        """The window in seconds. `step_time_s`: the median of the live learners, so that no straggler widens it.
+        `every`: H now."""
         settings = self._settings
         if settings.grace != "adaptive":
             return settings.grace
         if self.waits_for_expected:
-            patience = max(settings.patience * settings.sync_every, settings.overlap_steps)
+            patience = max(settings.patience * every, settings.overlap_steps)
             return min(LONGEST * patience * step_time_s, LONGEST_S)
         spent = (self.to_quorum.value or 0.0) + (self.to_publish.value or 0.0)
         slack = settings.overlap_steps * step_time_s - spent

@@ -17,6 +17,7 @@ from torch import Tensor
 from diloco_common.settings import SyncSettings
 from diloco_common.wire.manifest import Fragment
 from diloco_server.core.cadence import CadenceRule, Quorum, Rest, interval, is_due, needed
+from diloco_server.core.every import Every
 from diloco_server.core.fragment import FragmentState, Phase, Phases
 from diloco_server.core.membership import Member
 from diloco_server.core.versions import Versions
@@ -31,8 +32,8 @@ to a third slower are in every round."""
 class DueFragments:
     """Decided anew only where something has changed: most ticks find all as the last one did."""
 
-    def __init__(self, sync: SyncSettings, rule: CadenceRule, versions: Versions) -> None:
-        self._sync = sync
+    def __init__(self, sync: SyncSettings, every: Every, rule: CadenceRule, versions: Versions) -> None:
+        self._sync, self._every = sync, every
         self._rule = rule
         self._versions = versions
         self._found: object = None  # what `among` last decided by
@@ -92,8 +93,8 @@ class DueFragments:
         return asked
 
     def usual_steps(self, fragment: Fragment) -> int:
-        """Inner steps between two rounds of a fragment, as the settings have it."""
-        return self._sync.sync_every * fragment.traits.times(self._sync)
+        """Inner steps between two rounds of a fragment, as H is now."""
+        return self._every.steps * fragment.traits.times(self._sync)
 
     # ------------------------------------------------------------ the table
 
@@ -134,7 +135,10 @@ class DueFragments:
                 self._tokens[:, column] = _tensor(_base_tokens(state, member) for state in states)
 
     def _look_at_fragments(self, live: Sequence[Member]) -> None:
-        """Rows of those that have changed. Other kinds than the model rest for ever once the run is over."""
+        """Rows of those that have changed. Other kinds than the model rest for ever once the run is over.
+
+        Another H counts from a fragment's next round on: else a smaller one would open many rounds at once.
+        """
         budget, changed = self._versions.budget, self._phases.changed
         if self._versions.done:
             changed.update(self._ids)
@@ -171,7 +175,7 @@ class DueFragments:
         versions, fragment = self._versions, state.fragment
         assert versions.manifest is not None
         number, total = versions.manifest.place(fragment)
-        rest = Rest(number, total, state.version, versions.budget.fraction(state), self._sync.sync_every)
+        rest = Rest(number, total, state.version, versions.budget.fraction(state), self._every.steps)
         never = state.rounds_opened == 0 and state.version == 0
         return interval(self._rule, rest, never=never, times=fragment.traits.times(self._sync))
 

@@ -150,6 +150,15 @@ class SameLosses:
 
 
 @dataclass(frozen=True, slots=True)
+class EveryChanged:
+    """H is another one (sync.sync_every = "auto")."""
+
+    before: int
+    every: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetReached:
     tokens_merged: int
 
@@ -168,6 +177,7 @@ Fact = (
     | LearnerQuarantined
     | LearnerReleased
     | SameLosses
+    | EveryChanged
     | BudgetReached
 )
 
@@ -208,6 +218,8 @@ def told_of(fact: Fact) -> Told | None:
         case SameLosses():
             words = "same losses: these learners train on the same batches; order their data by learner.seed"
             return Told(words, _shown(fact), "warning")
+        case EveryChanged():
+            return Told("sync_every changed", _shown(fact))
         case BudgetReached():
             return Told("budget reached", _shown(fact))
         case _:
@@ -224,7 +236,8 @@ def _shown(fact: Fact, *left_out: str) -> dict[str, Any]:
 
 
 NEWS = (
-    VersionsLost, LearnerJoined, LearnerGone, LearnerQuarantined, LearnerReleased, SameLosses, BudgetReached,
+    VersionsLost, LearnerJoined, LearnerGone, LearnerQuarantined, LearnerReleased, SameLosses, EveryChanged,
+    BudgetReached,
 )  # fmt: skip
 """Facts that are among the events of /status and /rounds; others are in the log alone."""
 

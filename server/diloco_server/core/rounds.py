@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
 from diloco_common.codec import Payload
@@ -17,13 +17,15 @@ from diloco_common.settings import SyncSettings
 from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core import admission
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
-from diloco_server.core.cadence import LONGEST_S, CadenceRule, GraceWindow, Quorum
+from diloco_server.core.cadence import LONGEST_S, CadenceRule, GraceWindow, MovingAverage, Quorum
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound, Outbox, SeedFragment
+from diloco_server.core.every import Every, Measured
 from diloco_server.core.fragment import Asking, FragmentState, HalfSeed
 from diloco_server.core.ledger import (
     ContributionAnswered,
     ContributionDropped,
+    EveryChanged,
     LearnerQuarantined,
     LearnerReleased,
     QuorumReached,
@@ -59,9 +61,11 @@ class Rounds:
         outbox: Outbox, cadence: CadenceRule,
     ) -> None:  # fmt: skip
         self.grace = GraceWindow(sync)
+        self.every = Every(sync)
+        self._open_s = MovingAverage()  # of rounds, until their version was announced
         self._trust = trust
         self._sync = sync
-        self._due = DueFragments(sync, cadence, versions)
+        self._due = DueFragments(sync, self.every, cadence, versions)
         self._lease_s = lease_s
         self._membership = membership
         self._versions = versions
@@ -325,10 +329,15 @@ class Rounds:
 
     def grace_s(self) -> float:
         """The grace window now, in seconds. Only learners that contribute have a say in it, once there are some."""
-        live = self._membership.live()
-        setting = [m for m in live if m.sets_pace and not m.is_idle]
-        times = [m.counted.step_time_s for m in setting or live if m.counted.step_time_s > 0]
-        return self.grace.seconds(median_low(times) if times else 0.0)
+        return self.grace.seconds(self._step_time_s(), self.every.steps)
+
+    def _setting_pace(self) -> list[Member]:
+        return [m for m in self._membership.live() if m.sets_pace and not m.is_idle]
+
+    def _step_time_s(self) -> float:
+        """Of the usual learner; 0: not known."""
+        members = self._setting_pace() or self._membership.live()
+        return _usual(m.counted.step_time_s for m in members if m.counted.step_time_s > 0)
 
     def _waits_until(self, state: FragmentState, grace_s: float, now: float) -> float:
         """Until when an open round waits for those that are missing, once it has its quorum."""
@@ -396,6 +405,8 @@ class Rounds:
                     member.had_last.discard(fragment_id)
         participants = len(closed.contributions)
         self.grace.to_publish.add(now - closed.closed_at)
+        self._open_s.add(now - closed.opened_at)
+        self.every.announced_at[fragment_id] = now
         self._outbox.note(VersionCommitted(fragment_id, closed.round, participants, tokens, now - closed.opened_at))
 
     def _open_due(self, now: float) -> None:
@@ -477,6 +488,7 @@ class Rounds:
             return
         left_out = self._judge(state, collecting)
         late = self._missing(collecting)
+        self.every.closed(len(collecting.contributions), sum(m.sets_pace for m in late))
         for absent in late:
             absent.missed[LATE.outcome.name] += 1
         for learner_id in collecting.asked.keys() - collecting.contributions.keys():
@@ -494,6 +506,31 @@ class Rounds:
         open_s, asked = now - closed.opened_at, len(closed.asked)
         self._outbox.note(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(late), open_s))
         self._outbox.add(MergeRound(fragment_id, closed.round, tuple(contributions), tuple(beside), left_out))
+        if self.every.is_time(len(self._versions.fragments)):
+            before, words = self.every.steps, self.every.look(self._measured())
+            if words:
+                self._outbox.note(EveryChanged(before, self.every.steps, words))
+
+    def pulled(self, member: Member, fragment_id: int, version: int, now: float) -> None:
+        """A learner that had an earlier one has taken all bytes of a version. It counts if that is still the latest."""
+        announced_at = self.every.announced_at.get(fragment_id)
+        if announced_at is not None and version == self._versions.owned(fragment_id).version:
+            member.arrivals.pulled(announced_at, now)
+
+    def _measured(self) -> Measured:
+        """What H has to carry. Kinds that are due more rarely weigh less."""
+        manifest, found = self._versions.manifest, [m.arrivals for m in self._setting_pace()]
+        assert manifest is not None
+        own = sum(1 / s.fragment.traits.times(self._sync) for s in self._versions.fragments.values())
+        elements = sum(f.num_elements / f.traits.times(self._sync) for f in manifest.fragments)
+        pull_s = _usual(a.pull_s for a in found if a.pull_s is not None)
+        return Measured(
+            self._step_time_s(),
+            push_s=elements * _usual(a.s_per_element for a in found if a.s_per_element > 0),
+            pull_s=own * pull_s,
+            shard_s=own * (self.grace.to_publish.value or 0.0),
+            round_s=(self._open_s.value or 0.0) + pull_s,
+        )
 
     def _judge(self, state: FragmentState, collecting: Round) -> tuple[str, ...]:
         """A round is about to close: everybody in it gets a vote, and what is far off is left out. Returns whose."""
@@ -516,3 +553,8 @@ class Rounds:
         """How many contributions let this round close."""
         found = (self._membership.get(learner_id) for learner_id in collecting.asked)
         return self._trust.quorum((m for m in found if m is not None), self._sync.quorum)
+
+
+def _usual(seconds: Iterable[float]) -> float:
+    """Their lower median; 0: there is none."""
+    return median_low(found) if (found := [*seconds]) else 0.0

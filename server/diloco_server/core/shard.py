@@ -209,6 +209,10 @@ class Shard:
         self.rounds.committed(closed, record.fragment_id, now)
         self.versions.committed(record, published)
 
+    def pulled(self, member: Member, fragment_id: int, version: int, now: float) -> None:
+        """A learner that had an earlier one has taken all bytes of a version."""
+        self.rounds.pulled(member, fragment_id, version, now)
+
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
@@ -324,7 +328,7 @@ class Shard:
             num_fragments=sync.fragments,
             manifest_digest="" if self.manifest is None else self.manifest.digest,
             policy=LearnerPolicy(
-                sync.sync_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
+                self.rounds.every.steps, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
             ),
             fragments=tuple(state.status(learner_id) for _, state in sorted(self.fragments.items())),
             pulse=self.pulse(),

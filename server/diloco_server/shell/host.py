@@ -342,6 +342,11 @@ class ShardHost:
         change = self.shard.change_since(request.fragment_id, have)
         return self.shard.pull_header(caller.learner_id, request.fragment_id), change, values
 
+    def pulled(self, caller: Identity, header: PullHeader) -> None:
+        """A learner has taken all bytes of a version, and had an earlier one."""
+        with contextlib.suppress(Refusal):
+            self.shard.pulled(self.member(caller), header.fragment_id, header.version, self.clock())
+
     async def cut_header(
         self, values: Payload, ranges: Sequence[Range], chunk_elements: int | None = None
     ) -> PayloadHeader:

@@ -81,7 +81,7 @@ def _try_outer(rule: type[OuterOptimizer], settings: Settings) -> None:
 def _try_cadence(cadence: CadenceRule, settings: Settings) -> None:
     """Ask a rule of others before there is anything to lose. Raises ConfigError."""
     for fraction in (0.0, 0.5, 1.0):
-        rest = Rest(0, settings.sync.fragments, 1, fraction, settings.sync.sync_every)
+        rest = Rest(0, settings.sync.fragments, 1, fraction, settings.sync.first_every)
         try:
             interval(cadence, rest, never=False)
         except Exception as error:  # whatever the user's function raises

@@ -317,6 +317,8 @@ class Service:
                     async for part in parts:
                         yield part
                 pulled.num_bytes = header.payload.num_bytes if header.payload is not None else 0
+                if caller.generation and (request.have or request.want):
+                    self._host.pulled(caller, header)
             else:
                 whose = f"pulls of {caller.account or 'this host'} in an encoding of their own"
                 with self._observers.held(caller.account, whose):

@@ -39,6 +39,8 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "data_dir": str(settings.shard.data_dir) if settings.shard.data_dir else None,
         "unwritten": host.keeper.unwritten,
         "grace_s": shard.rounds.grace_s(),
+        "sync_every": shard.rounds.every.steps,
+        "sync_every_auto": settings.sync.sync_every == "auto",
         "rules": host.driver.rules.sources,
         "learners": [
             _learner(m, shard.trust.quarantine.conduct(m.learner_id), ledger.staleness.get(m.learner_id), now)

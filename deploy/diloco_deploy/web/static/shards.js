@@ -42,7 +42,8 @@ function stateOf(shard, now, known) {
   const restarts = shard.starts > 1 ? `, started again ${shard.starts - 1}×` : "";
   const unwritten = shard.unwritten ? `, ${shard.unwritten} versions not on disk yet` : "";
   const blind = shard.tells_rounds ? "" : ", tells no rounds";
-  const since = `up ${seconds(shard.uptime_s)}${restarts}${unwritten}${blind}`;
+  const every = shard.sync_every ? `, H = ${shard.sync_every}` : "";
+  const since = `up ${seconds(shard.uptime_s)}${every}${restarts}${unwritten}${blind}`;
   return shard.ready ? [pill("good", "serving"), note(since)] : [pill("bad", "not ready"), note(shard.reason)];
 }
 

@@ -56,6 +56,11 @@ class Arrivals:
     """Moving average: from the expected boundary until the header. May be negative."""
     s_per_element: float = 0.0
     """Moving average: what the bytes of an element take."""
+    pull_s: float | None = None
+    """Moving average: what a version takes, from its announcement or from the end of the pull before, if that was
+    later, until its last byte is handed over. None: it has pulled none."""
+    pulled_at: float = 0.0
+    """When the last pull ended."""
 
     def header(self, call: Call, now: float, *, wanted: bool) -> None:
         """The header of a push that answers this has come. `wanted`: its bytes are to follow."""
@@ -78,6 +83,11 @@ class Arrivals:
         if num_elements > 0:
             measured = max(0.0, now - expected.begun_at) / num_elements
             self.s_per_element += (ALPHA if self.s_per_element else 1.0) * (measured - self.s_per_element)
+
+    def pulled(self, announced_at: float, now: float) -> None:
+        """It has pulled a version."""
+        took_s, self.pulled_at = now - max(announced_at, self.pulled_at), now
+        self.pull_s = took_s if self.pull_s is None else self.pull_s + ALPHA * (took_s - self.pull_s)
 
     def expected_at(self, call: Call, num_elements: int) -> float:
         """When the contribution should be there; inf: not to be expected. `num_elements`: of the fragment."""

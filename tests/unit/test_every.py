@@ -1,0 +1,172 @@
+"""`sync.sync_every = "auto"`: H is the smallest that link, shard and steps carry with room, and nothing comes late."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from builders import make_settings
+from diloco_common.settings import SyncSettings
+from diloco_server.core.every import ASKED, QUIET, Every, Measured, carried, following
+from diloco_server.core.ledger import EveryChanged, RoundOpened
+from diloco_server.core.trust.arrivals import Arrivals
+from rig import Rig
+
+AUTO = SyncSettings(sync_every="auto")
+
+
+@pytest.mark.parametrize(
+    ("measured", "every"),
+    [
+        (Measured(1.0), 1),  # nothing is known, so nothing is in the way
+        (Measured(1.0, push_s=6.0, pull_s=1.0), 12),  # half of the time is enough to push
+        (Measured(0.1, push_s=6.0), 120),  # steps that are ten times as short
+        (Measured(1.0, pull_s=9.0), 12),  # three quarters are enough to pull
+        (Measured(1.0, shard_s=5.0, push_s=4.0), 10),
+        (Measured(0.011, round_s=0.5), 91),
+    ],
+)
+def test_the_smallest_h_leaves_room(measured: Measured, every: int) -> None:
+    assert carried(measured) == every
+
+
+@pytest.mark.parametrize(
+    ("every", "carries", "late", "may_fall", "then"),
+    [
+        (24, 24, 0.0, True, 24),
+        (24, 28, 0.0, True, 24),  # a quarter is within the room
+        (24, 36, 0.0, False, 36),
+        (24, 200, 0.0, False, 48),  # at most twice
+        (24, 2, 0.03, True, 48),  # late, whatever the reason
+        (24, 2, 0.02, True, 18),  # a quarter less, at most
+        (24, 2, 0.0, False, 24),
+        (24, 20, 0.0, True, 24),
+        (7, 1, 0.0, True, 6),  # as the user bounds it
+        (400, 900, 0.5, False, 500),
+    ],
+)
+def test_h_follows_slowly_and_within_bounds(every: int, carries: int, late: float, may_fall: bool, then: int) -> None:
+    assert following(every, carries, late, AUTO.sync_every_min, AUTO.sync_every_max, may_fall=may_fall) == then
+
+
+def look(every: Every, carries_s: float, late: int = 0, fragments: int = 4) -> str:
+    """One pass over all fragments, and enough contributions."""
+    while not every.is_time(fragments):
+        every.closed(ASKED // fragments - late, late)
+    return every.look(Measured(1.0, push_s=carries_s))
+
+
+def test_h_rises_at_once_and_falls_after_a_while() -> None:
+    every = Every(AUTO)
+    assert look(every, 24.0) == "48 would do"
+    assert [look(every, 3.0) for _ in range(QUIET)] == ["", "6 would do"]
+    assert every.steps == 36
+
+
+def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
+    every, waits = Every(AUTO), []
+    for _ in range(3):
+        waits.append(next(i for i in range(1, 100) if look(every, 3.0)))
+        assert (every.steps, look(every, 3.0, late=1)) == (18, "6.2% late")
+        every.steps = 24
+    assert waits == [QUIET, 2 * QUIET, 4 * QUIET]
+
+
+def test_rounds_that_were_opened_by_the_h_before_say_nothing_of_this_one() -> None:
+    every = Every(AUTO)
+    look(every, 24.0)
+    for _ in range(4):
+        every.closed(8, 8)
+    assert not every.is_time(4)
+    assert look(every, 24.0) == ""
+
+
+def test_a_number_stays() -> None:
+    every = Every(SyncSettings(sync_every=12))
+    for _ in range(100):
+        every.closed(1, 99)
+    assert not every.is_time(1)
+    assert every.steps == 12
+
+
+@pytest.mark.parametrize(("bounds", "first"), [({}, 24), ({"sync_every_max": 10}, 10), ({"sync_every_min": 30}, 30)])
+def test_auto_begins_within_its_bounds(bounds: dict[str, int], first: int) -> None:
+    assert SyncSettings(sync_every="auto", **bounds).first_every == first
+
+
+def test_bounds_that_exclude_everything_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"sync_every_min \(7\) is above"):
+        make_settings(sync={"sync_every_min": 7, "sync_every_max": 6})
+
+
+def test_a_version_takes_no_longer_because_it_waited_in_line() -> None:
+    arrivals = Arrivals()
+    for announced_at, at in ((1.0, 1.5), (1.0, 2.0), (1.0, 2.5), (9.0, 9.5)):
+        arrivals.pulled(announced_at, at)
+        assert arrivals.pull_s == pytest.approx(0.5)
+
+
+# ------------------------------------------------------------------ a shard
+
+
+class Pair(Rig):
+    """Two learners with steps of a second."""
+
+    def __init__(self, **sync: Any) -> None:
+        sync = {"sync_every": "auto", "sync_every_max": 48, "quorum": 1, "grace": "adaptive"} | sync
+        super().__init__(sync=sync, lease={"lease_s": 1e6, "heartbeat_s": 1.0})
+        self.join("a", "b")
+        self.seed("a")
+
+    def report(self, learner_id: str, **more: Any) -> None:
+        super().report(learner_id, step_time_s=1.0, **more)
+
+    def rounds(self, count: int, *, b_is_late: bool = False) -> None:
+        for _ in range(count):
+            while self.state.round is None:
+                self.advance(1.0)
+                self.step("a", "b")
+            asked = self.state.round.round
+            self.contribute("a", asked)
+            if b_is_late:
+                self.advance(30.0)
+            self.contribute("b", asked)
+            self.advance()
+
+
+def test_h_rises_where_contributions_come_late_and_falls_where_none_does() -> None:
+    pair = Pair()
+    pair.rounds(ASKED)
+    small = pair.shard.rounds.every.steps
+    assert small == 6
+    pair.rounds(8 * ASKED, b_is_late=True)
+    assert pair.shard.rounds.every.steps == 48
+    assert pair.shard.join_answer().policy.sync_every == 48
+
+
+def test_the_next_round_of_a_fragment_is_due_by_the_new_h() -> None:
+    pair = Pair()
+    pair.rounds(8 * ASKED)
+    opened = [e for e in pair.events if isinstance(e, RoundOpened | EveryChanged)]
+    assert isinstance(opened[-1], RoundOpened)
+    began = pair.steps["a"]
+    pair.rounds(1)
+    pair.rounds(1)
+    assert pair.steps["a"] - began == 2 * pair.shard.rounds.every.steps
+
+
+def test_lateness_of_one_that_is_gone_says_nothing_of_h() -> None:
+    pair = Pair(sync_every_min=24)
+    pair.rounds(1)
+    for _ in range(8 * ASKED):
+        while pair.state.round is None:
+            pair.advance(1.0)
+            pair.step("a", "b")
+        pair.contribute("a", pair.state.round.round)
+        pair.advance(30.0)
+    changes = pair.noted(EveryChanged)
+    assert [c.every for c in changes] in ([], [48], [48, 36], [48, 36, 27])
+    assert all(x.every == y.before for x, y in pairwise(changes))
