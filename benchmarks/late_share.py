@@ -4,7 +4,7 @@ Drives production cores (a shard, and learners that share one tiny model) in vir
 modelled: in each direction one thing after the other, bytes over bandwidth, then latency. A fragment stands for N / P
 parameters. Steps vary by a tenth, messages by some milliseconds; the shard looks at the time every 20 ms, as its host.
 
-    python benchmarks/late_share.py                # the table of docs/operations.md
+    python benchmarks/late_share.py                # the table of docs/wan.md
     python benchmarks/late_share.py --steps 11 --links 1000 --params 4e5
 """
 
@@ -58,7 +58,6 @@ class ShardRig(LockstepShard):
         self.run.clock.after(MERGE_S, work)
 
     def note(self, event: Fact) -> None:
-        if type(event).__name__ == "EveryChanged": self.run.hs.append((round(self.run.clock.now, 1), event.every, event.why))
         if isinstance(event, RoundClosed) and self.run.counts:
             self.asked, self.late = self.asked + event.asked, self.late + event.late
 
@@ -185,10 +184,8 @@ class Run:
                  params: float) -> None:  # fmt: skip
         self.bits_per_s, self.latency_s, self.params, self.counts = bits_per_s, latency_s, params, False
         self.clock = Clock()
-        self.hs = []
         self.shard = ShardRig(self, sync)
-        self.learners = {f"l{i}": None for i in range(learners)}
-        self.learners = {name: LearnerRig(self, name, step_s) for name in self.learners}
+        self.learners = {f"l{i}": LearnerRig(self, f"l{i}", step_s) for i in range(learners)}
         for i, learner in enumerate(self.learners.values()):
             self.begin(learner, step_s * (1 + i / learners))
         self.clock.after(TICK_S, self.tick)
@@ -215,42 +212,38 @@ class Run:
             self.clock.step()
 
 
-def measure(sync: SyncSettings, step_s: float, bits_per_s: float, args: argparse.Namespace):
+def measure(sync: SyncSettings, step_s: float, bits_per_s: float, args: argparse.Namespace) -> tuple[int, float, float]:
+    """H in the end, the share of what was asked that came late, and merged tokens per second. "auto" settles first."""
     run = Run(sync, args.learners, step_s, bits_per_s, LATENCY_S[round(bits_per_s / 1e6)], args.params)
     warm_up = args.warm_up if sync.sync_every == "auto" else 300
     run.until(warm_up * step_s)
-    run.counts, tokens, began = True, run.shard.shard.tokens_merged, run.clock.now
+    run.counts, shard, began = True, run.shard.shard, run.clock.now
+    tokens = shard.tokens_merged
     run.until((warm_up + args.inner_steps) * step_s)
-    per_s = (run.shard.shard.tokens_merged - tokens) / (run.clock.now - began)
-    every = getattr(run.shard.shard.rounds, "every", None)
-    shard = run.shard.shard
-    import collections
-    missed = collections.Counter()
-    for l in run.learners.values(): missed.update(l.member.missed)
-    lags = [(round(l.member.arrivals.lag_s or 0, 4), l.member.arrivals.s_per_element*WIDTH) for l in run.learners.values()]
-    if args.verbose: print(shard.rounds._measured(), run.hs,dict(missed), dict(shard.ledger.closed), lags, shard.rounds.grace_s(), [s.version for s in shard.fragments.values()][:3], min(len(l.pulling) for l in run.learners.values()))
-    return every.steps if every else 24, run.shard.late / max(1, run.shard.asked), per_s
+    per_s = (shard.tokens_merged - tokens) / (run.clock.now - began)
+    return shard.rounds.every.steps, run.shard.late / max(1, run.shard.asked), per_s
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=float, nargs="*", default=[5, 10, 30, 100, 1000], help="ms")
-    parser.add_argument("--links", type=float, nargs="*", default=[1000, 100, 20], help="Mbit/s")
+    parser.add_argument("--links", type=int, nargs="*", default=[1000, 100, 20], choices=[*LATENCY_S], help="Mbit/s")
     parser.add_argument("--params", type=float, default=1e6)
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--inner-steps", type=int, default=1500)
     parser.add_argument("--warm-up", type=int, default=2500)
     parser.add_argument("--every", nargs="*", default=["24", "auto"])
-    parser.add_argument("-v", "--verbose", action="store_true")
     args = parser.parse_args()
-    import time
+    print("| link, Mbit/s | step, ms | sync_every | H | late | tokens/s | trained |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for mbit in args.links:
         for ms in args.steps:
+            trained = args.learners * TOKENS / ms * 1e3
             for every in args.every:
-                t = time.time()
                 sync = SyncSettings(sync_every=every if every == "auto" else int(every), fragments=FRAGMENTS)
                 h, late, per_s = measure(sync, ms / 1e3, mbit * 1e6, args)
-                print(f"{mbit:6g} Mbit/s {ms:5g} ms  {every:5} H={h:3} late {late:6.1%} {per_s:10.0f} tok/s of {args.learners*TOKENS/ms*1e3:.0f} ({time.time()-t:.0f} s)", flush=True)
+                line = f"| {mbit} | {ms:g} | {every} | {h} | {late:.1%} | {per_s:,.0f} | {trained:,.0f} |"
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class SyncSettings(Section):
     """P: the number of fragments. Each one is synchronised on its own."""
     sync_every: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = 24
     """H: inner steps between two rounds of a fragment. "auto": each shard takes the smallest that links, steps and
-    itself carry with room to spare, as it measures them (docs/operations.md)."""
+    itself carry with room to spare, as it measures them (docs/wan.md)."""
     sync_every_min: int = Field(default=6, ge=1, le=2**31)
     """The least that "auto" takes."""
     sync_every_max: int = Field(default=500, ge=1, le=2**31)

@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from diloco_common.settings import SyncSettings
 from diloco_deploy import units
 from diloco_deploy.plan import formulas
 from diloco_deploy.plan.formulas import BITS
-from diloco_server.core.every import Measured, carried
 
 LINK_SHARE = 0.5
 """Of a link, or of a core, or of a disk, that the run may take on average: the rest is for bursts and repeats."""
@@ -19,8 +17,6 @@ EVERY, EVERY_MOST = 24, 500
 FRAGMENTS = 24
 PATIENCE, OVERLAP = 0.1, 2
 """Defaults of `sync.patience` and `sync.overlap_steps`."""
-
-AUTO = SyncSettings(sync_every="auto")
 
 
 class Encodings(NamedTuple):
@@ -116,24 +112,6 @@ def choose(asked: Asked) -> Choice:
         why_fragments="given" if asked.fragments else _why_fragments(asked, fragments),
         why_shards="given" if asked.shards else why_shards,
     )  # fmt: skip
-
-
-def auto_every(asked: Asked, choice: Choice) -> int:
-    """Where `sync.sync_every = "auto"` would get to with these settings, if links are as they are said to be: the rule
-    of shards (`diloco_server/core/every.py`). What merging takes is not known here."""
-    link, push, pull = asked.link, BITS[choice.encodings.push], BITS[choice.encodings.pull]
-    each = asked.params / choice.fragments
-    pulls = -(-choice.fragments // choice.shards) * (1 + asked.companions_share)
-    once_s = formulas.round_trip_of_fragment(
-        asked.params, choice.fragments, push, pull, link.up, link.down, link.round_trip_s
-    )
-    measured = Measured(
-        asked.step_s,
-        push_s=asked.params_moved * push / link.up,
-        pull_s=pulls * (link.round_trip_s + each * pull / link.down),
-        round_s=asked.step_s + once_s,
-    )
-    return min(max(carried(measured), AUTO.sync_every_min), AUTO.sync_every_max)
 
 
 def calls_of(asked: Asked, fragments: int, every: int) -> float:

@@ -18,7 +18,7 @@ from diloco_common.command import new_app
 from diloco_common.errors import ConfigError
 from diloco_common.options import Json, number
 from diloco_deploy import units
-from diloco_deploy.plan.choice import AUTO, LINK_SHARE, Asked, Choice, Encodings, Link, auto_every, bit_rate, choose
+from diloco_deploy.plan.choice import LINK_SHARE, Asked, Choice, Encodings, Link, bit_rate, choose
 from diloco_deploy.plan.formulas import BITS
 from diloco_deploy.plan.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
 
@@ -155,7 +155,6 @@ def plan(
     if json:
         found = {
             "fits": choice.fits, "settings": settings_of(asked, choice),
-            "sync_every_auto": {"first": AUTO.first_every, "then": auto_every(asked, choice)},
             "why": {
                 "encodings": choice.why_encodings, "every": choice.why_every, "fragments": choice.why_fragments,
                 "shards": choice.why_shards,
@@ -224,8 +223,6 @@ def _said(asked: Asked, choice: Choice) -> Iterator[str]:
     yield ""
     yield f"  push {choice.encodings.push}, pull {choice.encodings.pull}: {choice.why_encodings}"
     yield f"  H = {choice.every}: {choice.why_every}"
-    first, then = AUTO.first_every, auto_every(asked, choice)
-    yield f'     (sync_every = "auto" would begin with {first} and get to {then}, by what shards measure)'
     yield f"  P = {choice.fragments}: {choice.why_fragments}"
     yield f"  S = {choice.shards}: {choice.why_shards}"
     yield f"  (the run may take {LINK_SHARE:.0%} of a link, core or disk; the rest is for bursts and repeats)"

@@ -327,8 +327,8 @@ class Shard:
             num_shards=settings.shard.count,
             num_fragments=sync.fragments,
             manifest_digest="" if self.manifest is None else self.manifest.digest,
-            policy=LearnerPolicy(
-                self.rounds.every.steps, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
+            policy=LearnerPolicy(  # with H of the settings: learners refuse shards that differ in it
+                sync.first_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
             ),
             fragments=tuple(state.status(learner_id) for _, state in sorted(self.fragments.items())),
             pulse=self.pulse(),
