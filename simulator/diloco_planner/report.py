@@ -46,7 +46,7 @@ def _lines(found: Found) -> Iterator[str]:
     rate = sum(plan.island.chips / plan.failures.mtbi_s for plan in asked.learners) * 3600
     yield (
         f"{chips:,.0f} chips in {len(asked.learners)} learners, {rate:,.3g} interruptions per hour, {o.hours:g} hours; "
-        f"{asked.params:.3g} parameters, H = {sync.sync_every}, P = {sync.fragments}, "
+        f"{asked.params:.3g} parameters, H = {sync.first_every}, P = {sync.fragments}, "
         f"push {sync.push}, pull {sync.pull}"
     )
     yield ""

@@ -35,7 +35,7 @@ class Run:
     @cached_property
     def sent(self) -> Sent:
         sync = self.settings.sync
-        return Sent(self.params, bits_of(sync.push), bits_of(sync.pull), sync.sync_every)
+        return Sent(self.params, bits_of(sync.push), bits_of(sync.pull), sync.first_every)
 
     def carry_out(self) -> Found:
         began = time.perf_counter()

@@ -135,10 +135,10 @@ class World:
         seed: int, *, decided: int | None = None, budget_tokens: int = 0,
     ) -> None:  # fmt: skip
         sync, step_s = settings.sync, min(plan.step_s for plan in learners)
-        contributions = until / step_s / sync.sync_every * sync.fragments * len(learners)
+        contributions = until / step_s / sync.first_every * sync.fragments * len(learners)
         self.decided = decided or decided_fragments(sync.fragments, contributions)
         self.stands_for = sync.fragments / self.decided
-        self.stride = max(1, sync.sync_every // self.decided) if self.decided < sync.fragments else 1
+        self.stride = max(1, sync.first_every // self.decided) if self.decided < sync.fragments else 1
         lease = settings.lease
         if self.stride * step_s > lease.heartbeat_s or until / lease.heartbeat_s * len(learners) > CONTRIBUTIONS_MAX:
             beat = max(lease.heartbeat_s, 10.0, self.stride * step_s)
@@ -318,7 +318,7 @@ class Learner:
         self.line: Timeline = island_timeline(plan.island, plan.failures, left, chance)
         sync = world.settings.sync
         self._policy = LearnerPolicy(
-            sync.sync_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
+            sync.first_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
         )
         self._process = 0
         self._begun_step = self._end_step = 0
