@@ -16,7 +16,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from tools.lock import pins_in
 
-PACKAGES = {f"diloco_{name}" for name in ["protos", "common", "server", "worker", "simulator", "lab", "deploy", "demo"]}
+PACKAGES = {
+    f"diloco_{name}"
+    for name in ["protos", "common", "server", "worker", "simulator", "lab", "planner", "deploy", "demo"]
+}
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
 
 KEPT = {
     "fence_nobody": 5, "stop_whoever_joins_again": 3, "never_give_back": 3, "forget_what_encoding_lost": 4,
-    "keep_what_a_shard_forgot": 2, "add_changes_to_anything": 32, "push_to_any_epoch": 10,
+    "keep_what_a_shard_forgot": 2, "add_changes_to_anything": 32, "push_to_any_epoch": 13,
     "forget_without_a_trace": 80, "rename_before_sync": 133, "accept_damaged_files": 43, "forget_what_is_held": 14,
     "accept_late": 7, "wait_for_all": 3, "wait_for_the_dead": 2, "ignore_merged_version": 3,
     "take_any_refusal_for_that_of_this_one": 6, "let_everybody_speak": 4, "reuse_an_epoch": 8,

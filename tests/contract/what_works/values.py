@@ -60,7 +60,7 @@ def swapped_by_loading() -> Script:
     return usual(model, between=evaluate)
 
 
-@CASES.script("learner.values(ema) and learner.global_values()")
+@CASES.script("learner.values(ema), learner.global_values() and learner.global_values(average=True)")
 def other_values() -> Script:
     model = small()
     ema = AveragedModel(model)
