@@ -73,7 +73,8 @@ def ground(serve, tmp_path, monkeypatch) -> Ground:
 
     def start(**sync: int) -> str:
         exact = {"push": "float32", "pull": "float32", "fragments": 2, **sync}
-        shards = [serve(settings_with(sync=exact, shard={"index": i, "count": 2})) for i in range(2)]
+        outer = {"average": 0.9}  # nobody who does not ask for it sees it
+        shards = [serve(settings_with(sync=exact, outer=outer, shard={"index": i, "count": 2})) for i in range(2)]
         return ",".join(shard.address for shard in shards)
 
     yield Ground(start, tmp_path)

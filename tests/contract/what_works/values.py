@@ -66,7 +66,7 @@ def other_values() -> Script:
     ema = AveragedModel(model)
 
     def evaluate(learner: Learner) -> None:
-        for block in (learner.values(ema), learner.global_values()):
+        for block in (learner.values(ema), learner.global_values(), learner.global_values(average=True)):
             with block:
                 loss_of(model)
 
