@@ -26,7 +26,7 @@ from diloco_lab.recording import record
 from diloco_lab.replay import CODE_MAX, Replay
 from diloco_lab.stacked import Stack
 from diloco_lab.streams import Streams
-from diloco_lab.tasks import CURVE_TOKENS, EVALUATION_TOKENS, BuiltIn, corpus_of, part_of
+from diloco_lab.tasks import CURVE_TOKENS, EVALUATION_TOKENS, BuiltIn, corpus_of, half_of, part_of
 from diloco_lab.trace import Steps, Trace
 
 OF_A_RUN = {
@@ -172,7 +172,5 @@ def _synchronous(
 
 def _scores(stack: Stack, corpus: Corpus, theta: Tensor, half: int, tokens: int) -> list[float]:
     """The loss of each model on so many tokens of a half of what is held out."""
-    middle = len(corpus.held_out) // 2
-    text = corpus.held_out[middle:] if half else corpus.held_out[:middle]
-    found: list[float] = stack.evaluate(theta, text.to(theta.device), tokens).tolist()
+    found: list[float] = stack.evaluate(theta, half_of(corpus, half).to(theta.device), tokens).tolist()
     return found

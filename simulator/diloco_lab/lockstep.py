@@ -105,7 +105,7 @@ class ShardRig(LockstepShard):
         self._run = run
 
     def merging(self, merge: MergeRound) -> None:
-        weights = {self._run.index_of(c.learner_id): c.weight for c in merge.contributions}
+        weights = {self._run.learners[c.learner_id].index: c.weight for c in merge.contributions}
         self._run.note(trace.Merge(merge.fragment_id, merge.version, weights))
 
     def tell(self, tell: Tell) -> None:
@@ -123,7 +123,7 @@ class LearnerRig:
         self.alive = False
         self.generations: dict[ShardRig, int] = {}
         self._run = run
-        self._index = index
+        self.index = index
         self._inbox: list[Arrival] = []
         self._held: dict[int, tuple[int, Tensor]] = {}  # fragment -> version and values fetched last
         speed = conditions.speeds[index] if conditions.speeds else 1.0
@@ -134,7 +134,7 @@ class LearnerRig:
     def join(self, shards: Sequence[ShardRig]) -> None:
         """Get a lease from every shard, and the latest version of every fragment. The first learner seeds them."""
         process_id, inner = f"lockstep-{len(self.cores)}", self._run.inner
-        replica = Replica(inner.models[self._index], companions=inner.companions(self._index))
+        replica = Replica(inner.models[self.index], companions=inner.companions(self.index))
         for rig in shards:
             member = rig.shard.join(self.learner_id, process_id, replica.specs, self._run.clock.now)
             self.generations[rig] = member.generation
@@ -150,19 +150,19 @@ class LearnerRig:
                 self._hand_in(rig, self._header(fragment.fragment_id, 0, 0, 0, 0, payload), payload)
             version, values, _ = self._fetch(rig, fragment.fragment_id)
             core.arrived(fragment.fragment_id, version, EPOCH, values, 0)
-            self._run.note(trace.Adopt(self._index, fragment.fragment_id, version))
+            self._run.note(trace.Adopt(self.index, fragment.fragment_id, version))
 
     def die(self) -> None:
         """The process ends, with all that it held and all that is on its way."""
         self.alive = False
         self._inbox, self._held = [], {}
-        self._run.inner.leave(self._index)
+        self._run.inner.leave(self.index)
         self._run.outcome.deaths += 1
 
     def come_back(self) -> None:
         """A new process with the same learner id, which has the global model and nothing else."""
-        self._run.inner.begin(self._index)
-        self._run.note(trace.Begin(self._index))
+        self._run.inner.begin(self.index)
+        self._run.note(trace.Begin(self.index))
         self.join(self._run.shards)
         self.step()
 
@@ -194,14 +194,14 @@ class LearnerRig:
     def step(self) -> None:
         """One inner step, its boundary, and the next step."""
         core = self.core
-        loss, tokens = self._run.inner.step(self._index, self._run.share_of)
+        loss, tokens = self._run.inner.step(self.index, self._run.share_of)
         core.stepped(tokens)
         inbox, self._inbox = self._inbox, []
         for arrival in inbox:
             arrival(core)
             self._note_carried()
         for contribution in core.contribute():
-            self._run.note(trace.Snapshot(self._index, contribution.fragment_id))
+            self._run.note(trace.Snapshot(self.index, contribution.fragment_id))
             self._push(contribution)
         took = self._step_time()
         for rig in self._run.shards:
@@ -215,7 +215,7 @@ class LearnerRig:
 
     def _note_carried(self) -> None:
         for contribution in self.core.take_carried():
-            self._run.note(trace.Carried(self._index, contribution.fragment_id))
+            self._run.note(trace.Carried(self.index, contribution.fragment_id))
 
     def _push(self, contribution: Contribution) -> None:
         fragment = self.core.manifest.fragments[contribution.fragment_id]
@@ -264,7 +264,7 @@ class LearnerRig:
             if applied is not None:
                 merged = applied.fate in (Fate.MERGED, Fate.FORGOTTEN)
                 steps = (since - before, 0) if merged else (since, before)
-                self._run.note(trace.Apply(self._index, committed.fragment_id, version, merged, *steps))
+                self._run.note(trace.Apply(self.index, committed.fragment_id, version, merged, *steps))
 
         self.after(self._run.pull_delay, lambda: self._inbox.append(apply))
 
@@ -306,9 +306,6 @@ class LockstepRun:
     def fraction(self) -> float:
         """Progress as a learner sees it: the tokens merged by the shard that is furthest ahead."""
         return min(1.0, max(rig.shard.tokens_merged for rig in self.shards) / self.settings.run.tokens)
-
-    def index_of(self, learner_id: str) -> int:
-        return int(learner_id.removeprefix("worker-"))
 
     def share_of(self, index: int) -> float:
         """The share of its highest rates that a learner takes its present step with."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec.base import BLOCK_ELEMENTS
+from diloco_common.codec.blocks import Int4, Int8
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Fragment, momentum_of
 from diloco_demo.training import share_at
@@ -28,7 +29,7 @@ from diloco_server.core.merge import CANCELLED
 from diloco_server.core.outer import BFLOAT16_MU_MAX
 from diloco_worker.core.momentum import MOST_OF_OWN
 
-CODE_MAX = {"int8": 127.0, "int4": 7.0}
+CODE_MAX = {codec.name: codec.code_max for codec in (Int8, Int4)}
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class Replay:
         self._feeds_back = sync.error_feedback
         self._lr = torch.tensor([s.outer.lr for s in self.settings], device=device)[:, None]
         self._mu = torch.tensor([s.outer.momentum for s in self.settings], device=device)[:, None]
-        self._is_rda = torch.tensor([s.sync.merge == "rda" for s in self.settings], device=device)[:, None]
+        rda = [s.sync.merge == "rda" for s in self.settings]
+        self._is_rda = torch.tensor(rda, device=device)[:, None] if any(rda) else None
         self._versions: dict[tuple[int, int], Tensor] = {}
         self._needed = Counter(
             (event.fragment, event.version) for event in trace.events if isinstance(event, Apply | Adopt)
@@ -145,7 +147,7 @@ class Replay:
         progress = anchor - side.theta[rows][:, at]
         if self._push != "float32":
             progress = _bfloat16(progress)
-        feeds_back = self._feeds_back and not place.is_momentum
+        feeds_back = self._feeds_back and place.fragment.traits.feeds_back
         whole = progress + side.residual[rows][:, at] if feeds_back else progress
         sent = _through(whole, self._push)
         side.sent[rows, at] = sent
@@ -163,10 +165,9 @@ class Replay:
         if place.is_momentum:
             side.values[:, at] -= mean
         else:
-            merged = mean
-            if bool(self._is_rda.any()) and len(shares) > 1:
-                merged = torch.where(self._is_rda, _rda(sent, shares, mean, place), mean)
-            self._outer_step(side, at, merged)
+            if self._is_rda is not None and len(shares) > 1:
+                mean = torch.where(self._is_rda, _rda(sent, shares, mean, place), mean)
+            self._outer_step(side, at, mean)
         self._versions[event.fragment, event.version] = self._publish(side, place)
 
     def _apply(self, event: Apply, place: Place) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diloco_common.settings import TrainSettings
 from diloco_demo.gpt import GPT, Layer, norm, rotate
-from diloco_demo.muon import NEWTON_SCHULZ_STEPS, QUINTIC, RMS_OF_ADAMW
+from diloco_demo.muon import RMS_OF_ADAMW, orthogonal
 from diloco_demo.shapes import BYTES
 from diloco_worker.core.momentum import Companion, Pace
 from diloco_worker.shell.companions import most_of
@@ -180,7 +180,7 @@ class Stack:
             for part, of in zip(theta.chunk(parts, 1), update.chunk(parts, 1), strict=True):
                 by_shape[part.shape[1:]].append((part, of))
         for (height, width), pairs in by_shape.items():
-            updates = _orthogonal(torch.cat([update for _, update in pairs]))
+            updates = orthogonal(torch.cat([update for _, update in pairs]), exact=True)
             for (part, _), update in zip(pairs, updates.chunk(len(pairs)), strict=True):
                 part.sub_(rate * (RMS_OF_ADAMW * max(height, width) ** 0.5) * update)
 
@@ -205,15 +205,3 @@ class Stack:
 
 def _the(pace: Pace) -> Pace:
     return pace
-
-
-def _orthogonal(matrices: Tensor) -> Tensor:
-    """As `diloco_demo.muon.orthogonal`, in float32 everywhere: [n, rows, columns]."""
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    a, b, c = QUINTIC
-    for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x

@@ -96,10 +96,7 @@ class BuiltIn:
         return loss
 
     def evaluate(self, model: nn.Module, half: int, tokens: int) -> float:
-        held_out = self._corpus.held_out
-        middle = len(held_out) // 2
-        text = held_out[middle:] if half else held_out[:middle]
-        return evaluate(model, text, self.settings.model.context, max_tokens=tokens)  # type: ignore[arg-type]
+        return evaluate(model, half_of(self._corpus, half), self.settings.model.context, max_tokens=tokens)  # type: ignore[arg-type]
 
 
 def inner_step(
@@ -132,6 +129,12 @@ def builder(name: str) -> Build:
         raise ConfigError(f"--model {name!r} is not of the form mypkg.mymod:build")
     build: Build = find("diloco.task", name).thing
     return build
+
+
+def half_of(corpus: Corpus, half: int) -> Tensor:
+    """Of what is held out: 0 to select by, 1 to report."""
+    middle = len(corpus.held_out) // 2
+    return corpus.held_out[middle:] if half else corpus.held_out[:middle]
 
 
 def corpus_of(settings: Settings) -> Corpus:

@@ -88,12 +88,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 part.add_(update, alpha=-rate)
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
+def orthogonal(matrices: Tensor, *, exact: bool = False) -> Tensor:
     """U V^T of each matrix U S V^T, nearly: singular values within 0.7 and 1.2. Floating point [n, rows, columns].
 
-    In bfloat16 on an accelerator, as is usual, and in float32 on a CPU, where bfloat16 products may be slower.
+    In bfloat16 on an accelerator, as is usual, and in float32 on a CPU, where bfloat16 products may be slower. `exact`:
+    as on a CPU, everywhere.
     """
-    x = matrices if matrices.device.type == "cpu" else matrices.bfloat16()
+    x = matrices if exact or matrices.device.type == "cpu" else matrices.bfloat16()
     is_tall = x.shape[1] > x.shape[2]
     x = x.mT if is_tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
