@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from diloco_common.codec import num_payload_bytes
 from diloco_common.errors import Refusal
@@ -28,7 +29,6 @@ from diloco_common.wire.messages import (
     Progress,
     PushAnswer,
     PushHeader,
-    Stop,
 )  # fmt: skip
 from diloco_planner.chips import Failures, Island, Timeline, island_timeline, uptime
 from diloco_planner.weightless import (
@@ -159,9 +159,10 @@ class World:
         self._count = 0
         self._ticking = False
         self.done_at: float | None = None
-        self.account: Account = (0,) * 7
+        self.account = Account()
         self.shard: Shard | None = seeded_shard(self.settings, self.manifest)
         self.learners = [Learner(self, plan, random.Random(f"{seed} {plan.name}")) for plan in learners]
+        self._by_name = {learner.plan.name: learner for learner in self.learners}
         if shards.restart_every_s < math.inf:
             self.after(self.chance.expovariate(shards.count / shards.restart_every_s), self._lose_shard)
 
@@ -222,20 +223,15 @@ class World:
                     for member in members:
                         self._tell(member.learner_id, member.generation, directive)
                 case MergeRound():
-                    read = sum(1 for _ in effect.contributions) * self.headers.num_bytes + self.pull_bytes
+                    read = len(effect.contributions) * self.headers.num_bytes + self.pull_bytes
                     seconds = read / self.plan.merge_bytes_s + 8.0 * self.elements / self.plan.disk_bytes_s
                     self.after(seconds, partial(self._commit, shard, effect))
                 case _:
                     pass  # a fact: the ledger has it
 
     def _tell(self, learner_id: str, generation: int, directive: Directive) -> None:
-        learner = self.by_name[learner_id]
+        learner = self._by_name[learner_id]
         self.after(learner.plan.link.round_trip_s / 2, partial(learner.hear, generation, directive))
-
-    @property
-    def by_name(self) -> dict[str, Learner]:
-        found: dict[str, Learner] = self.__dict__.setdefault("_by_name", {one.plan.name: one for one in self.learners})
-        return found
 
     def _commit(self, shard: Shard, merge: MergeRound) -> None:
         if shard is not self.shard:
@@ -246,10 +242,10 @@ class World:
         self.touched()
 
     def _lose_shard(self) -> None:
-        """Shards fail one at a time; all of them stand still here, as one core decides for all."""
+        """Shards fail one at a time. Here they all stop together, because one core decides for all of them."""
         assert self.shard is not None
         old, self.shard = self.shard, None
-        self.account = _added(self.account, old)
+        self.account = self.account.plus(old)
         kept = [state.record for state in old.fragments.values()]
 
         def back() -> None:
@@ -266,7 +262,7 @@ class World:
 
     def _outcome(self, handled: int) -> Outcome:
         ended = self.until if self.done_at is None else self.done_at
-        rounds, participants, merged, late, accepted, evictions, joins = _added(self.account, self.shard)
+        account = self.account if self.shard is None else self.account.plus(self.shard)
         trained = sum(one.tokens_at(ended) for one in self.learners)
         ideal = sum(one.plan.tokens_per_step * (ended - one.plan.begins_s) / one.plan.step_s for one in self.learners)
         computing = sum(one.computing_s(ended) for one in self.learners)
@@ -276,15 +272,15 @@ class World:
             hours=ended / 3600,
             goodput=trained / ideal,
             uptime=uptime(lines),
-            rounds=round(rounds * self.stands_for),
-            participants_mean=participants / rounds if rounds else 0.0,
+            rounds=round(account.rounds * self.stands_for),
+            participants_mean=account.participants / account.rounds if account.rounds else 0.0,
             tokens_trained=trained,
-            tokens_share_merged=merged / self.decided / trained if trained else 0.0,
+            tokens_share_merged=account.tokens_merged / self.decided / trained if trained else 0.0,
             gbit_per_learner_up=8e-9 * up / computing if computing else 0.0,
             gbit_per_learner_down=8e-9 * down / computing if computing else 0.0,
-            late_share=late / (late + accepted) if accepted else 0.0,
-            evictions=evictions,
-            joins=joins,
+            late_share=account.late / (account.late + account.accepted) if account.accepted else 0.0,
+            evictions=account.evictions,
+            joins=account.joins,
             ended_s=ended,
             events=handled,
             decided=self.decided,
@@ -292,21 +288,29 @@ class World:
         )  # fmt: skip
 
 
-Account = tuple[int, int, int, int, int, int, int]
-"""Rounds, participants, tokens merged, late, accepted, evictions, joins."""
+class Account(NamedTuple):
+    """Of a run, over all epochs of its shard."""
 
+    rounds: int = 0
+    participants: int = 0
+    tokens_merged: int = 0
+    late: int = 0
+    accepted: int = 0
+    evictions: int = 0
+    joins: int = 0
 
-def _added(before: Account, shard: Shard | None) -> Account:
-    """The account of a run, over all epochs of its shard."""
-    if shard is None:
-        return before
-    ledger = shard.ledger
-    now = (
-        ledger.rounds, ledger.participants, ledger.tokens_merged, ledger.late, ledger.accepted,
-        ledger.evictions.total(), ledger.joins,
-    )  # fmt: skip
-    r, p, m, la, a, e, j = (x + y for x, y in zip(before, now, strict=True))
-    return r, p, m, la, a, e, j
+    def plus(self, shard: Shard) -> Account:
+        """With what this shard has counted since it began."""
+        ledger = shard.ledger
+        return Account(
+            self.rounds + ledger.rounds,
+            self.participants + ledger.participants,
+            self.tokens_merged + ledger.tokens_merged,
+            self.late + ledger.late,
+            self.accepted + ledger.accepted,
+            self.evictions + ledger.evictions.total(),
+            self.joins + ledger.joins,
+        )
 
 
 class Learner:
@@ -352,6 +356,11 @@ class Learner:
         work = steps * self.plan.step_s + (noise * self._chance.gauss(0, 1) if noise else 0.0)
         self._end_step += steps
         self._end_work += max(work, 0.05 * self.plan.step_s)
+
+    def _drawn_steps(self) -> tuple[float, float]:
+        """Work of each of the steps that are drawn, in seconds, and how many of them are over by now."""
+        per_step = (self._end_work - self._begun_work) / (self._end_step - self._begun_step)
+        return per_step, (self._work_at(self.world.now) - self._begun_work) / per_step
 
     def _when(self, work: float) -> float:
         return self.plan.begins_s + self.line.at_work(work)
@@ -420,8 +429,8 @@ class Learner:
         steps = self._end_step - self._begun_step
         if self._is_away or steps < 2:
             return  # it is scheduled
-        per_step = (self._end_work - self._begun_work) / steps
-        ahead = max(1, math.ceil((self._work_at(self.world.now) - self._begun_work) / per_step - 1e-9))
+        per_step, done = self._drawn_steps()
+        ahead = max(1, math.ceil(done - 1e-9))
         if ahead < steps:
             work = self._begun_work + ahead * per_step
             self.world.at(self._when(work), partial(self._between, self._begun_step + ahead, work))
@@ -464,8 +473,8 @@ class Learner:
         steps = self._end_step - self._begun_step
         if self._is_away or self.member is None or steps < 2:
             return
-        per_step = (self._end_work - self._begun_work) / steps
-        taken = int((self._work_at(self.world.now) - self._begun_work) / per_step + 1e-9)
+        per_step, done = self._drawn_steps()
+        taken = int(done + 1e-9)
         step = self._begun_step + taken
         if self._looked_at < step < self._end_step:
             self._advance(step, self._begun_work + taken * per_step)
@@ -508,8 +517,6 @@ class Learner:
                 self._pull(directive.fragment_id)
             case Evicted():
                 self.member = None
-            case Stop():
-                pass
             case _:
                 pass
 

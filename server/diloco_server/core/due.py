@@ -137,7 +137,7 @@ class DueFragments:
     def _look_at_fragments(self, live: Sequence[Member]) -> None:
         """Rows of those that have changed. Other kinds than the model rest for ever once the run is over.
 
-        Another H counts from a fragment's next round on: else a smaller one would open many rounds at once.
+        A new H takes effect at a fragment's next round. Otherwise a smaller one would open many rounds at once.
         """
         budget, changed = self._versions.budget, self._phases.changed
         if self._versions.done:
