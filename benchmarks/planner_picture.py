@@ -70,7 +70,7 @@ const chips = Object.keys(found);
 function show() {
   const n = chips[slider.value];
   document.getElementById("count").textContent = Number(n).toLocaleString("en");
-  document.getElementById("rate").textContent = (n / $hours_per_year).toPrecision(2);
+  document.getElementById("rate").textContent = Number((n / $hours_per_year).toPrecision(2)).toLocaleString("en");
   document.getElementById("ways").innerHTML = Object.keys(ways).map(way => {
     const percent = 100 * found[n][way];
     const bar = `<div class="bar" style="width:$${percent}%;background:$${colors[way]}"></div>`;

@@ -3,6 +3,7 @@ processes have written into their histories."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,19 +23,19 @@ def as_environment(settings: Mapping[str, object]) -> dict[str, str]:
     return {f"DILOCO_{name.upper().replace('.', '__')}": str(value) for name, value in settings.items()}
 
 
-class Watched:
+class Watched(ABC):
     """A run in a folder that all of its processes see."""
 
     folder: Path
     deadline_s = 300.0
 
+    @abstractmethod
     def lines(self, name: str, *what: str) -> list[Line]:
         """What a process wrote into its history, of these kinds, in all its lives."""
-        raise NotImplementedError
 
+    @abstractmethod
     def said(self) -> str:
         """All logs, for a test that failed."""
-        raise NotImplementedError
 
     def until(self, condition: Callable[[], object], what: str, every_s: float = 0.2) -> None:
         try:
