@@ -49,12 +49,12 @@ class SyncSettings(Section):
     fragments: int = Field(default=24, ge=1, le=4096)
     """P: the number of fragments. Each one is synchronised on its own."""
     sync_every: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = 24
-    """H: inner steps between two rounds of a fragment. "auto": each shard takes the smallest that links, steps and
-    itself carry with room to spare, as it measures them (docs/wan.md)."""
+    """H: inner steps between two rounds of a fragment. "auto": each shard chooses the smallest H that its links, the
+    steps of its learners and its own merging can sustain with room to spare. It measures them (docs/wan.md)."""
     sync_every_min: int = Field(default=6, ge=1, le=2**31)
-    """The least that "auto" takes."""
+    """The least that "auto" chooses."""
     sync_every_max: int = Field(default=500, ge=1, le=2**31)
-    """The most that "auto" takes."""
+    """The most that "auto" chooses."""
     quorum: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     """K: contributions that let a round close; "all" waits for every live learner."""
     grace: Annotated[float, Field(ge=0)] | Literal["adaptive"] = "adaptive"

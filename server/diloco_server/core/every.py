@@ -2,7 +2,7 @@
 
 Each shard decides it for its own fragments, by its own clock. In H steps every fragment goes round once: it is asked
 for, pushed, merged, and its version is pulled. Each of these has to fit in half of that time, pulls in three quarters,
-as they mostly wait for messages:
+because they mostly wait for messages:
 
     push     the usual learner pushes the whole model: one link for all shards
     pull     it pulls every version of this shard, one after the other, as learners do
@@ -12,8 +12,8 @@ as they mostly wait for messages:
 And if more than 2 % of what was asked comes late, H is too small, whatever the reason. A learner contributes to a
 fragment again once it has pulled the version before; where versions wait in line, it comes late to the round after.
 
-H at most doubles at once. It falls by a quarter, once it was larger than that for a while. This while doubles with each
-time that it fell too far.
+H at most doubles in one change. It falls by a quarter at most, and only after it has been larger than needed several
+times in a row. How many times doubles whenever a fall turns out to have been too far.
 """
 
 from __future__ import annotations
