@@ -184,7 +184,7 @@ def test_who_has_left_does_not_say_how_fast_those_train_that_are_there() -> None
 
 
 def test_a_learner_that_was_in_no_round_for_long_is_taken_again() -> None:
-    """Its reports count for rounds at half the usual pace; what it has trained is all there."""
+    """What it has trained is all there, and nobody is asked more often for it."""
     crowd = Crowd()
     idle, *_ = honest(crowd)
     crowd.run(100)

@@ -333,11 +333,11 @@ def test_one_liar_of_three_does_not_move_the_usual_pace(paces: list[int], found:
 
 
 def test_what_is_above_counts_later() -> None:
-    most = countable(Pace(1.0, 10.0), is_idle=True)
+    most = countable(Pace(1.0, 10.0))
     trail = reported([(1.0, 1000), (1.5, 1000), (3.0, 1000)], most)
-    assert trail.counted.inner_step == 1
+    assert trail.counted.inner_step == 48
     trail.go_on(Progress(1000, 10_000), most, 9.0)
-    assert trail.counted.inner_step == 4
+    assert trail.counted.inner_step == 144
     trail.go_on(Progress(2, 20), most, 20.0)
     assert trail.counted.inner_step == 2, "never more than what is reported"
 

@@ -52,7 +52,11 @@ class DueFragments:
         put_off, self._put_off = self._put_off, []
         if put_off and self._put_off_by == {m.generation for m in live}:
             return put_off
-        found = [(m.generation, m.counted, m.progress.last_rounds) for m in live], self._versions.done, quorum
+        found = (
+            [(m.generation, m.counted, m.is_idle, m.progress.last_rounds) for m in live],
+            self._versions.done,
+            quorum,
+        )
         if self._phases is not self._versions.phases:
             self._begin()
         if found == self._found and not self._phases.changed and not put_off:
@@ -182,8 +186,9 @@ class DueFragments:
     # ------------------------------------------------------------ decisions
 
     def _due_for_all(self, live: Sequence[Member], quorum: Quorum) -> set[int]:
-        """Those that are due for the learners that stay."""
-        members, rows = [m for m in live if m.progress.last_rounds is None], _where(self._intervals != NEVER)
+        """Those that are due for the learners that stay. Idle ones have no say in it, as long as others contribute."""
+        staying = [m for m in live if m.progress.last_rounds is None]
+        members, rows = [m for m in staying if not m.is_idle] or staying, _where(self._intervals != NEVER)
         if not members or not rows:
             return set()
         steps = self._spread(members, (m.counted.inner_step for m in members))

@@ -276,7 +276,7 @@ class Membership:
         if member.trail is None:
             member.trail = Trail.begin(progress, now)
         else:
-            member.trail.go_on(progress, pace.countable(self.usual_pace(now), is_idle=member.is_idle), now)
+            member.trail.go_on(progress, pace.countable(self.usual_pace(now)), now)
         if member.first_step is None:
             member.first_step = member.counted.inner_step
         if progress.inner_step > member.progress.inner_step:

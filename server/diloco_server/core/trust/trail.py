@@ -25,10 +25,9 @@ UNKNOWN_TOKENS_PER_S = 2.0**30
 """Of the usual learner, as long as there is none."""
 STEPS_KNOWN = 8
 """Steps after which the pace of a learner is known."""
-IDLE_FACTOR = 0.5
-"""For a learner that does not contribute: it is never the one that opens rounds for those that do."""
 IDLE_ROUNDS = 16
-"""Rounds of any fragments, one after the other, that a learner was asked for and is not in: then it is idle."""
+"""Rounds of any fragments, one after the other, that a learner was asked for and is not in: then it is idle. It opens
+no round for those that contribute."""
 UNREPORTED_S = 1.0
 """A push may overtake the report of its last step, on another connection."""
 AWAY_S = 960.0
@@ -149,12 +148,12 @@ def usual(trails: Iterable[Trail]) -> Pace | None:
     return Pace(median(p.steps_per_s for p in paces), median(p.tokens_per_s for p in paces))
 
 
-def countable(pace: Pace | None, *, is_idle: bool) -> Most:
+def countable(pace: Pace | None) -> Most:
     """The most that a learner's reports count for, given the pace of the usual one."""
     if pace is None:
         return Most(math.inf, Pace(math.inf, math.inf))
     trained = Pace(TRAINED_FACTOR * pace.steps_per_s, TRAINED_FACTOR * pace.tokens_per_s)
-    return Most((IDLE_FACTOR if is_idle else STEPS_FACTOR) * pace.steps_per_s, trained)
+    return Most(STEPS_FACTOR * pace.steps_per_s, trained)
 
 
 def check_trained(
