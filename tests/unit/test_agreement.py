@@ -119,11 +119,6 @@ def test_what_most_shards_have_against_a_learner_ends_it(shards: int, raised: li
     assert said == [False] * (len(raised) - 1) + [ends]
 
 
-def test_one_shard_counts_once_however_often_it_says_so() -> None:
-    objections = Objections(2)
-    assert not any(objections.raised("ps-0:50051", error) for error in (TAKEN, TAKEN, WRONG, TAKEN))
-
-
 def test_where_nobody_listens_has_no_say_in_how_a_learner_was_started() -> None:
     objections = Objections(3)
     assert not objections.raised("ps-0:50051", WRONG, num_gone=1)
@@ -131,13 +126,6 @@ def test_where_nobody_listens_has_no_say_in_how_a_learner_was_started() -> None:
     assert not objections.raised("ps-0:50051", TAKEN, num_gone=2)
     objections.withdrawn("ps-1:50051")
     assert not objections.raised("ps-0:50051", WRONG, num_gone=2), "by now it is in the run"
-
-
-def test_a_shard_that_speaks_with_the_learner_has_nothing_against_it() -> None:
-    objections = Objections(2)
-    objections.raised("ps-0:50051", TAKEN)
-    objections.withdrawn("ps-0:50051")
-    assert not objections.raised("ps-1:50051", TAKEN)
 
 
 # ------------------------------------------------------------------ which are there

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_common.wire.messages import Outcome, Progress
 from diloco_server.core.ledger import RoundClosed
-from diloco_server.core.trust.arrivals import Arrivals, Call, Expected, next_boundary
+from diloco_server.core.trust.arrivals import Arrivals, Call, next_boundary
 from diloco_server.core.trust.trail import Trail
 from rig import TOKENS, Rig
 
@@ -54,15 +54,6 @@ def test_an_arrival_is_the_boundary_plus_the_usual_lag_plus_the_bytes_over_the_m
     assert arrivals.expected_at(Call(5, {}), 4000) == math.inf, "it was not asked"
 
 
-def test_a_learner_that_is_asked_again_is_expected_anew_and_the_others_as_before() -> None:
-    again, other = Arrivals(), Arrivals()
-    call = Call(1, {again: 10.5, other: 10.5})
-    again.header(call, 10.5, wanted=False)
-    assert [again.expected_at(call, 0), other.expected_at(call, 0)] == [math.inf, 10.5]
-    call.apart[again] = Expected(17.0)
-    assert [again.expected_at(call, 0), other.expected_at(call, 0)] == [17.0, 10.5]
-
-
 def test_a_contribution_in_parts_is_expected_until_all_are_there_and_measured_once() -> None:
     arrivals = Arrivals()
     call = Call(1, {arrivals: 10.5})
@@ -71,24 +62,6 @@ def test_a_contribution_in_parts_is_expected_until_all_are_there_and_measured_on
         arrivals.bytes_came(call, 1000, part_at + 2.0)
     assert arrivals.s_per_element == pytest.approx(0.002)
     assert arrivals.expected_at(call, 1000) == pytest.approx(12.7)
-
-
-def test_bytes_that_were_not_wanted_or_not_asked_for_measure_nothing() -> None:
-    arrivals = Arrivals(s_per_element=1.0)
-    call = Call(1, {arrivals: 10.5})
-    arrivals.header(call, 10.7, wanted=False)
-    believed = arrivals.lag_s, arrivals.s_per_element
-    arrivals.header(call, 12.0, wanted=True)
-    for unheard_of in (call, Call(1, {})):
-        arrivals.bytes_came(unheard_of, 1000, 13.0)
-    assert (arrivals.lag_s, arrivals.s_per_element) == believed
-
-
-def test_a_link_that_nothing_measures_any_more_is_believed_better_with_every_round() -> None:
-    arrivals = Arrivals(s_per_element=1.0)
-    for round_number in range(1, 101):
-        arrivals.header(Call(round_number, {arrivals: 1.0}), 9.0, wanted=False)
-    assert arrivals.s_per_element < 1e-4
 
 
 # ------------------------------------------------------------------ rounds
@@ -196,10 +169,3 @@ def test_who_is_asked_late_does_not_say_alone_what_is_usual() -> None:
         crowd.run(1.0, paces | {"late": 1.0}, silent=(*paces, "late"))
         assert crowd.now < began + 30.0
     assert began <= collecting.usual_at <= began + 2.0
-
-
-def test_overwriting_learners_lose_work_while_a_round_waits_so_it_waits_for_the_slack_alone() -> None:
-    crowd = Crowd(on_commit="overwrite", grace_gamma=0.5, overlap_steps=2)
-    crowd.come("a", "b")
-    crowd.run(30.0, {"a": 1.0, "b": 1.1})
-    assert 0 <= crowd.shard.rounds.grace_s() <= 1.1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,21 +62,6 @@ def test_a_refusal_that_repeats_is_counted(log: AuditLog, clock: Clock, tmp_path
     assert found == [("Join", None), ("Join", 999), ("Leave", None)]
 
 
-def test_what_one_caller_does_again_and_again_is_counted_with_the_last_of_it(log, clock: Clock, tmp_path: Path) -> None:
-    for generation in range(1, 1001):
-        log.note("Join", "OK", replace(A, generation=generation))
-    for fragment in range(2):
-        log.note("Seed", "OK", A, fragment=fragment)
-    clock.now += REPEAT_S
-    for serial in ("1", "2"):
-        log.note("Revoke", "OK", serials=[serial])
-
-    found = [(line["what"], line.get("generation"), line.get("repeated")) for line in lines(tmp_path)]
-    assert found == [
-        ("Join", 1, None), *[("Seed", 3, None)] * 2, ("Join", 1000, 999), *[("Revoke", None, None)] * 2,
-    ]  # fmt: skip
-
-
 def test_a_crowd_of_refusals_hides_nobody_who_joins(tmp_path: Path, clock: Clock) -> None:
     log = AuditLog(tmp_path / "audit", "shard-0", clock)
     for i in range(REPEATED_MAX + 10):
@@ -107,14 +91,6 @@ def test_files_are_exchanged_when_full_and_old_ones_go(log: AuditLog, tmp_path: 
     assert files == sorted(["shard-0.jsonl", *(f"shard-0.jsonl.{i}" for i in range(1, FILES_KEPT + 1))])
     assert all(path.stat().st_size <= 2000 for path in (tmp_path / "audit").iterdir())
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in (tmp_path / "audit").iterdir())
-
-
-def test_the_next_process_appends(tmp_path: Path, clock: Clock) -> None:
-    for _ in range(2):
-        log = AuditLog(tmp_path / "audit", "shard-0", clock)
-        log.note("Join", "OK", A)
-        log.close()
-    assert len(lines(tmp_path)) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from builders import make_contribution, random_values
 from diloco_common.observe.logs import Log
 from diloco_common.settings import Settings
-from diloco_server.core.arithmetic import Making, Values, seed, step
-from diloco_server.core.outer import TakeMean, make_outer_optimizer
+from diloco_server.core.arithmetic import Making, seed, step
+from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.shell.keeper import recover
 from diloco_server.storage.version_file import version_name
 from diloco_simulator.world.disk import FakeDisk
@@ -103,11 +103,3 @@ def test_off_it_takes_no_byte_and_it_may_come_and_go_with_a_restart() -> None:
 
     run.restart(0.0)
     assert "average" not in run.make(1).header()
-
-
-def test_momentum_and_buffers_have_none() -> None:
-    """They are made by `Making` without it, whatever the settings say."""
-    values = Values(random_values(SIZE, 1), [])
-    merged = make_contribution("ann", random_values(SIZE, 2), pieces=FRAGMENT.pieces)
-    step(values, FRAGMENT, [merged], outer_step=2, making=Making("mean", TakeMean(settings(0.9).outer)))
-    assert values.average is None

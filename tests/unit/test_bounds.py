@@ -25,9 +25,7 @@ from diloco_common.wire.messages import (
     FrozenTensor,
     Held,
     LearnerPolicy,
-    PullHeader,
     Pulse,
-    PushAnswer,
     Tie,
 )
 from diloco_protos import parameter_server_pb2 as pb
@@ -154,20 +152,6 @@ def test_the_page_has_the_same_table() -> None:
     assert {kind: int(size) for kind, size in sizes} == dict(bounds.MESSAGE_BYTES_MAX)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(4096, "4096"), (2**40, "2^40"), (2**32 - 1, "2^32 - 1"), (1.0, "1"), (1e30, "1e+30"), (-1e30, "-1e+30")],
-)
-def test_limits_are_written_as_people_write_them(value: float, text: str) -> None:
-    assert bounds.number(value) == text
-
-
-def test_counters_that_a_shard_keeps_have_room_below_what_the_wire_takes() -> None:
-    assert bounds.TOKENS_COUNTED_MAX + 4096 * bounds.TOKENS_MAX < bounds.TOKENS_MERGED_MAX < 2**63
-    assert bounds.VERSION_KEPT_MAX < bounds.VERSION_MAX < 10**12
-    assert float(bounds.TOKENS_TOTAL_MAX) == bounds.TOKENS_TOTAL_MAX
-
-
 # ---------------------------------------------------------------- at the limit, and one above
 
 NUMBERS = [
@@ -228,10 +212,7 @@ def test_texts_and_lists_are_taken_up_to_their_limit(kind: str, name: str, limit
     ("ranges", "says"),
     [
         ([(3, 3)], "from 3 to 3, which is empty"),
-        ([(4, 3)], "from 4 to 3, which is empty"),
         ([(0, 4), (3, 5)], "from 3 after one that ends at 4"),
-        ([(4, 5), (0, 1)], "from 0 after one that ends at 5"),
-        ([(0, 1), (0, 1)], "from 0 after one that ends at 1"),
     ],
 )
 def test_ranges_ascend_and_are_disjoint(ranges: list[tuple[int, int]], says: str) -> None:
@@ -241,27 +222,38 @@ def test_ranges_ascend_and_are_disjoint(ranges: list[tuple[int, int]], says: str
             READ[kind](KINDS[kind](ranges=message))
 
 
-def test_ranges_may_touch() -> None:
-    message = pb.PullRequest(ranges=[pb.Range(stop=3), pb.Range(start=3, stop=4)])
-    assert protobuf.pull_request_from_pb(message).ranges == ((0, 3), (3, 4))
-
-
-@pytest.mark.parametrize(("part", "num_parts"), [(1, 0), (1, 1), (2, 2)])
-def test_a_part_is_one_of_its_parts(part: int, num_parts: int) -> None:
-    with pytest.raises(BadRequest, match=f"part is {part} of {max(num_parts, 1)} parts"):
-        protobuf.push_header_from_pb(pb.PushHeader(part=part, num_parts=num_parts))
-
-
-def test_what_is_not_said_about_parts_is_a_whole_contribution() -> None:
-    header = protobuf.push_header_from_pb(pb.PushHeader())
-    assert (header.part, header.num_parts, header.ranges) == (0, 1, ())
-
-
-def test_a_shard_is_one_of_its_shards() -> None:
+def answer(**wrong: Any) -> Message:
     message = smallest("JoinResponse")
-    message.num_shards, message.shard_index = 2, 2  # type: ignore[attr-defined]
-    with pytest.raises(BadRequest, match="shard_index is 2 of 2"):
-        protobuf.join_answer_from_pb(message)  # type: ignore[arg-type]
+    for name, value in wrong.items():
+        setattr(message, name, value)
+    return message
+
+
+HALF = pb.Tensor(name="w", shape=[bounds.ELEMENTS_MAX // 2])
+HELD = pb.Held(fragment_id=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "says"),
+    [
+        ("PushHeader", pb.PushHeader(part=1), "part is 1 of 1 parts"),
+        ("PushHeader", pb.PushHeader(part=2, num_parts=2), "part is 2 of 2 parts"),
+        ("JoinResponse", answer(num_shards=2, shard_index=2), "shard_index is 2 of 2"),
+        ("JoinRequest", pb.JoinRequest(held=[HELD, HELD]), "names a fragment twice"),
+        ("LearnerPolicy", pb.LearnerPolicy(sync_every=1, on_commit="explode"), "'explode', none of carry, overwrite"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_is_refused(kind: str, message: Message, says: str) -> None:
+    with pytest.raises(BadRequest, match=says):
+        READ[kind](message)
+
+
+def test_a_model_is_bounded_as_a_whole_and_counted_before_it_is_read() -> None:
+    protobuf.tensors_from_pb([HALF, HALF])
+    with pytest.raises(BadRequest, match=r"more than 2\^42 elements"):
+        protobuf.tensors_from_pb([HALF, HALF, pb.Tensor(name="b", shape=[1])])
+    with pytest.raises(BadRequest, match=r"JoinRequest\.tensors has 32769 entries"):
+        next(protobuf.tensors_in_turns([pb.Tensor(name="w", shape=[1])] * (bounds.TENSORS_MAX + 1)))
 
 
 @pytest.mark.parametrize(
@@ -275,31 +267,6 @@ def test_what_a_learner_reports_of_itself_is_always_taken() -> None:
     """A machine that slept for a month must not be refused for the step that it slept in."""
     report = protobuf.progress_to_pb(protobuf.Progress(7, 7, None, 3e6))
     assert protobuf.progress_from_pb(report).step_time_s == bounds.STEP_TIME_MAX_S
-
-
-def test_tensors_are_counted_before_they_are_read() -> None:
-    with pytest.raises(BadRequest, match=r"JoinRequest\.tensors has 32769 entries"):
-        next(protobuf.tensors_in_turns([pb.Tensor(name="w", shape=[1])] * (bounds.TENSORS_MAX + 1)))
-
-
-def test_a_model_is_bounded_as_a_whole() -> None:
-    half = pb.Tensor(name="w", shape=[bounds.ELEMENTS_MAX // 2])
-    protobuf.tensors_from_pb([half, half])
-    with pytest.raises(BadRequest, match=r"more than 2\^42 elements"):
-        protobuf.tensors_from_pb([half, half, pb.Tensor(name="b", shape=[1])])
-
-
-def test_a_policy_names_what_a_learner_can_do() -> None:
-    message = smallest("LearnerPolicy")
-    message.on_commit = "explode"  # type: ignore[attr-defined]
-    with pytest.raises(BadRequest, match="on_commit is 'explode', none of carry, overwrite, blend"):
-        protobuf.from_pb(LearnerPolicy, message)
-
-
-def test_a_version_is_held_once() -> None:
-    request = pb.JoinRequest(held=[pb.Held(fragment_id=3), pb.Held(fragment_id=3)])
-    with pytest.raises(BadRequest, match="names a fragment twice"):
-        protobuf.join_request_from_pb(request)
 
 
 # ---------------------------------------------------------------- bytes
@@ -320,15 +287,12 @@ UNKNOWN = b"\xf2\x07\x00"
     "entry",
     [
         pb.JoinRequest(tensors=[pb.Tensor()]).SerializeToString(),
-        pb.JoinRequest(held=[pb.Held()]).SerializeToString(),
-        pb.JoinRequest(frozen=[pb.FrozenTensor()]).SerializeToString(),
-        pb.JoinRequest(ties=[pb.Tie()]).SerializeToString(),
         pb.JoinRequest(decodes=[""]).SerializeToString(),
         UNKNOWN,
     ],
-    ids=["tensors", "held", "frozen", "ties", "decodes", "unknown"],
+    ids=["tensors", "decodes", "unknown"],
 )
-@pytest.mark.parametrize("before", [b"", b"\x08\x80\x01", b"\xf1\x07" + bytes(8), b"\x0d" + bytes(4), UNKNOWN])
+@pytest.mark.parametrize("before", [b"", b"\xf1\x07" + bytes(8)])
 def test_entries_of_a_join_are_counted_before_they_are_parsed(before: bytes, entry: bytes) -> None:
     with pytest.raises(BadRequest, match="too many entries"):
         protobuf.parse(pb.JoinRequest, before + entry * 1_000_000)
@@ -356,9 +320,7 @@ def test_the_largest_model_with_the_longest_list_is_parsed() -> None:
         ("plain", "plain"),
         ("two\nlines\x1b[31m\x00", "two\\nlines\\x1b[31m\\x00"),
         ("\ud800", "\\ud800"),
-        ("größer", "größer"),
         ("a" * WORDS_MAX, "a" * WORDS_MAX),
-        ("a" * 5000, "a" * (WORDS_MAX - 3) + "…"),
         ("ö" * 5000, "ö" * ((WORDS_MAX - 3) // 2) + "…"),
     ],
 )
@@ -378,10 +340,3 @@ def test_words_are_cut_wherever_they_come_from() -> None:
     ):  # fmt: skip
         assert len(said.encode()) <= WORDS_MAX
         assert said.isprintable()
-
-
-def test_what_is_within_bounds_comes_back_as_it_was() -> None:
-    header = PullHeader(3, 8, 2, 7, 0, bounds.TOKENS_MERGED_MAX, None, 7)
-    assert protobuf.pull_header_from_pb(protobuf.pull_header_to_pb(header)) == header
-    answer = PushAnswer(protobuf.Outcome.REJECTED, "BAD_SIZE", "no")
-    assert protobuf.answer_from_pb(protobuf.answer_to_pb(answer)) == answer

@@ -95,13 +95,6 @@ def test_what_is_computed_or_private_is_not_shared() -> None:
         check_kinds([alone["norm.running_var"].spec._replace(rule="variance")])
 
 
-def test_a_buffer_of_two_names_is_one() -> None:
-    norm = nn.BatchNorm1d(3)
-    chosen = SharedSet(nn.ModuleDict({"b": norm, "a": norm}))
-    assert sorted(chosen.buffers.shared) == ["a.num_batches_tracked", "a.running_mean", "a.running_var"]
-    assert chosen.ties["b.running_var"] == "a.running_var"
-
-
 def model_of_all() -> nn.Module:
     model = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "more": holding(ids=torch.arange(4), on=torch.tensor(False))})
     model.register_buffer("grid", torch.arange(6.0).view(2, 3).T)
@@ -134,17 +127,6 @@ def test_what_training_keeps_for_itself_is_written_only_at_its_ends() -> None:
     assert model["more"].codes.tolist() == [5, 5]
     replica.write(fragment, version)
     assert all((buffer == 5).all() for buffer in model.buffers())
-
-
-@pytest.mark.parametrize("own", [torch.tensor(2**24 + 1), torch.tensor([2**40 + 3]), torch.tensor(True)])
-def test_a_counter_that_is_ahead_stays_as_it_is_to_the_last_digit(own: Tensor) -> None:
-    model = holding(count=torch.zeros_like(own))
-    replica = Replica(model)
-    model.count.copy_(own)
-    (fragment,) = [f for f in cut(replica.specs, 1, 1).fragments if f.kind == "buffer"]
-    for version in (0.0, own.float().reshape(-1)[0].item() - 1):
-        replica.write(fragment, torch.full((1,), version), trains_on=True)
-        assert torch.equal(model.count, own)
 
 
 def test_a_buffer_that_its_module_replaces_is_followed_and_one_of_another_shape_is_refused() -> None:

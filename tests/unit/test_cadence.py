@@ -6,7 +6,6 @@ learners carry, else by Eq. 3, within [0, one step].
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +17,11 @@ from builders import make_settings
 from diloco_common.wire.messages import Progress
 from diloco_server.core.cadence import (
     GraceWindow,
-    MovingAverage,
-    Quorum,
     Rest,
     every_h_steps,
     first_interval,
     interval,
     is_due,
-    needed,
 )
 from diloco_server.core.membership import Member
 from diloco_server.core.trust.trail import Trail
@@ -37,21 +33,6 @@ def member(learner_id: str, step: int, first: int | None = 0) -> Member:
     return made
 
 
-def test_with_as_many_fragments_as_steps_one_is_due_per_step() -> None:
-    assert sorted(first_interval(p, 24, 24) for p in range(24)) == list(range(1, 25))
-
-
-def test_neighbours_in_the_manifest_are_due_far_apart() -> None:
-    """Rows of one tensor are often in fragments that follow each other."""
-    due = [first_interval(p, 24, 24) for p in range(24)]
-    assert min(min((a - b) % 24, (b - a) % 24) for a, b in itertools.pairwise([*due, due[0]])) == 7
-
-
-@pytest.mark.parametrize("sync_every", [1, 24, 500])
-def test_a_single_fragment_is_due_after_h_steps_as_in_diloco(sync_every: int) -> None:
-    assert first_interval(0, 1, sync_every) == sync_every
-
-
 @given(num_fragments=st.integers(1, 300), sync_every=st.integers(1, 300))
 def test_fragments_spread_evenly_over_h(num_fragments: int, sync_every: int) -> None:
     intervals = sorted(first_interval(p, num_fragments, sync_every) for p in range(num_fragments))
@@ -59,13 +40,6 @@ def test_fragments_spread_evenly_over_h(num_fragments: int, sync_every: int) -> 
     assert intervals[-1] == sync_every
     per_step = [intervals.count(step) for step in range(1, sync_every + 1)]
     assert max(per_step) - min(per_step) <= 1
-
-
-@pytest.mark.parametrize(
-    ("quorum", "learners", "expected"), [("all", 5, 5), ("all", 0, 0), (1, 5, 1), (3, 5, 3), (3, 2, 2), (7, 7, 7)]
-)
-def test_a_quorum_is_held_to_those_who_are_there(quorum: Quorum, learners: int, expected: int) -> None:
-    assert needed(quorum, learners) == expected
 
 
 # H = 4; `steps` are those reported now, `base` those when the last round opened.
@@ -90,11 +64,6 @@ def test_a_quorum_is_held_to_those_who_are_there(quorum: Quorum, learners: int, 
 )
 def test_a_fragment_is_due_when_enough_learners_took_h_steps_of_their_own(steps, base, quorum, due) -> None:
     assert is_due([member(i, s) for i, s in steps.items()], base, 4, quorum) is due
-
-
-@pytest.mark.parametrize(("step", "due"), [(103, False), (104, True)])
-def test_who_joins_late_counts_from_its_first_report(step: int, due: bool) -> None:
-    assert is_due([member("a", step, first=100)], {}, 4, 1) is due
 
 
 def test_who_has_not_reported_neither_makes_due_nor_is_waited_for() -> None:
@@ -151,18 +120,6 @@ def test_the_window_is_a_share_of_the_slack_that_the_overlap_leaves(
 
 
 @pytest.mark.parametrize(
-    ("sync", "seconds"),
-    [
-        ({"overlap_steps": 10, "grace_gamma": 1.0}, 2.0),  # never more than one step
-        ({"overlap_steps": 0}, 0.0),
-        ({"overlap_steps": 1, "grace_gamma": 0.5}, 1.0),
-    ],
-)
-def test_the_window_is_clamped_to_one_step(sync: dict[str, Any], seconds: float) -> None:
-    assert make_window(**sync).seconds(2.0, 24) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
     ("sync", "step_time_s", "seconds"),
     [
         ({}, 1.0, 6.0),  # 2.5 times a tenth of H = 24 steps, whatever quorum and merge take
@@ -180,13 +137,3 @@ def test_where_learners_carry_a_round_waits_a_share_of_its_cadence(sync, step_ti
 @pytest.mark.parametrize("grace", [0.0, 1.5])
 def test_a_fixed_window_adapts_to_nothing(grace: float) -> None:
     assert make_window([9.0], [9.0], grace=grace).seconds(0.1, 24) == grace
-
-
-def test_a_moving_average_takes_the_first_value_as_it_is_and_then_follows() -> None:
-    average = MovingAverage(alpha=0.5)
-    assert average.value is None
-    seen = []
-    for seconds in (4.0, 8.0, 8.0):
-        average.add(seconds)
-        seen.append(average.value)
-    assert seen == [4.0, 6.0, 7.0]

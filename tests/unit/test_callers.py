@@ -42,11 +42,6 @@ def test_a_scope_may_what_the_table_says(run: Certificates, scope: Scope) -> Non
                 caller.check_may(call)
 
 
-def test_nobody_may_more_than_a_learner(run: Certificates) -> None:
-    """There are no calls that drain, checkpoint or read what other learners did: signals and files do that."""
-    assert set().union(*MAY.values()) == MAY[Scope.LEARNER]
-
-
 @pytest.mark.parametrize(
     ("who", "claimed"), [("learner/a", "b"), ("observer/a", "a"), ("admin/a", "a"), ("shard/0", "0")]
 )
@@ -116,15 +111,3 @@ def test_open_calls_of_the_revoked_end_and_no_others(run: Certificates) -> None:
         other.cancel()
 
     asyncio.run(scene())
-
-
-def test_a_time_out_of_the_call_itself_is_not_taken_for_the_end_of_its_proof(run: Certificates) -> None:
-    proof = proof_of(pem(run, "learner/a"))
-    callers = Callers(lambda: 0.0, needs_certificate=True)
-
-    async def call() -> None:
-        async with callers.holding(Identity("local", "a", proof=proof)):
-            raise TimeoutError("its own")
-
-    with pytest.raises(TimeoutError, match="its own"):
-        asyncio.run(call())

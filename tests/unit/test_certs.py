@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -15,13 +14,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from certificates import Certificates
 from diloco_common.errors import ConfigError, SecretExposed, WrongIdentity
 from diloco_common.settings import SecuritySettings
-from diloco_common.trust.identity import Identity, Proof, Scope, Subject, subject_of, subject_of_uri
+from diloco_common.trust.identity import Identity, Proof, Scope, Subject, subject_of
 from diloco_common.trust.revocations import read_revocations
 from diloco_common.trust.tls import TlsFolder, proof_of, read_folder
 from diloco_common.trust.tokens import read_bearer_token
 from diloco_deploy.cli import main
 from diloco_deploy.trust.authority import open_authority
-from diloco_deploy.trust.commands import make_bearer_token
 
 
 @pytest.fixture
@@ -83,18 +81,12 @@ def test_keys_are_for_their_owner_alone(folder: Path) -> None:
     [
         (["issue", "a"], "names nobody: write learner/ID"),
         (["issue", "learner/../x"], "names nobody"),
-        (["issue", "learner/a\nb"], "names nobody"),
-        (["issue", "learner/" + "x" * 65], "names nobody"),
         (["issue", "shard/one"], "shard/N with the shard's index"),
-        (["issue", "shard/01"], "shard/N with the shard's index"),
-        (["issue", "pope/x"], "names nobody"),
         (["issue", "learner/a", "--host", "ps-0"], "only shards are dialed"),
         (["issue", "shard/0", "--host", "ps-0:50051"], "leave out the port"),
-        (["issue", "shard/0", "--host", ""], "neither a host name"),
         (["issue", "learner/a", "--days", "0"], "must be days"),
         (["issue", "learner/a", "learner/b", "--out", "x"], "--out takes one identity"),
         (["revoke", "learner/nobody"], "was issued nothing here"),
-        (["revoke", "12ab"], "whole serial"),
         (["revoke", "nobody"], "neither an identity"),
         (["init", "--run", "r2"], "the authority of run 'r1', not of 'r2'"),
         (["list", "--folder", "absent"], "`diloco certs init` makes one"),
@@ -116,7 +108,7 @@ def test_what_was_issued_is_listed_and_revoked_by_name_or_serial(folder: Path, c
 
     assert main(["certs", "revoke", "learner/a"]) == 0
     assert main(["certs", "revoke", ":".join(b[i : i + 2] for i in range(0, len(b), 2)).upper()]) == 0
-    assert main(["certs", "revoke", "learner/a"]) == 0
+    assert main(["certs", "revoke", "3a:a6:c6:8d:58:75:06:27"]) == 0, "that somebody else issued"
     capsys.readouterr()
     assert main(["certs", "list"]) == 0
 
@@ -128,13 +120,8 @@ def test_what_was_issued_is_listed_and_revoked_by_name_or_serial(folder: Path, c
         ["learner/a", "token", "revoked"],
     ]
     revoked = read_revocations(folder / "revoked.json")
-    assert {one.serial for one in revoked} == {one.serial for one in registry.issued()}
-    assert len(revoked) == 4
-
-
-def test_a_serial_that_somebody_else_issued_can_be_revoked(folder: Path) -> None:
-    assert main(["certs", "revoke", "3a:a6:c6:8d:58:75:06:27"]) == 0
-    assert [one.serial for one in read_revocations(folder / "revoked.json")] == ["3aa6c68d58750627"]
+    assert {one.serial for one in revoked} == {one.serial for one in registry.issued()} | {"3aa6c68d58750627"}
+    assert len(revoked) == 5
 
 
 def test_keep_renews_what_is_old_revoked_or_for_other_hosts(folder: Path, capsys) -> None:
@@ -191,14 +178,6 @@ def test_a_certificate_that_names_nobody_proves_nothing(tmp_path: Path) -> None:
         proof_of((run.authority.folder / "ca.pem").read_bytes())
 
 
-@pytest.mark.parametrize(
-    "uri", ["diloco://r/learner/a/b", "diloco://r", "http://r/learner/a", "diloco://r/learner/", ""]
-)
-def test_a_uri_that_is_not_ours_names_nobody(uri: str) -> None:
-    with pytest.raises(ConfigError):
-        subject_of_uri(uri)
-
-
 def test_what_is_proven_is_charged_under_its_own_name() -> None:
     def account(who: str, learner_id: str = "") -> str:
         proof = Proof(subject_of("r", who), "1", 0.0)
@@ -208,18 +187,6 @@ def test_what_is_proven_is_charged_under_its_own_name() -> None:
     assert account("learner/a") == "a", "also where it only observes"
     assert account("observer/a") == "observer/a"
     assert Identity("r", "a", peer="ipv4:10.0.0.1").account == "ipv4:10.0.0.1", "it may make up any id"
-
-
-def test_the_records_survive_a_damaged_line(folder: Path, capsys) -> None:
-    main(["certs", "issue", "learner/a"])
-    with (folder / "issued.jsonl").open("a") as file:
-        file.write('{"kind": "certif')
-    assert main(["certs", "list"]) == 2
-    assert "a line is damaged" in capsys.readouterr().err
-    assert json.loads((folder / "revoked.json").read_text()) == {"revoked": []}
-
-    assert main(["certs", "revoke", "3aa6c68d58750627"]) == 0
-    assert [one.serial for one in read_revocations(folder / "revoked.json")] == ["3aa6c68d58750627"]
 
 
 def test_those_who_revoke_at_once_lose_nothing_of_each_other(folder: Path) -> None:
@@ -233,7 +200,7 @@ def everything_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("left", [["ca.pem", "revoked.json", "issued.jsonl"], ["revoked.json"], ["token.key"]])
+@pytest.mark.parametrize("left", [["ca.pem", "revoked.json", "issued.jsonl"], ["token.key"]])
 def test_an_authority_whose_key_is_kept_elsewhere_is_not_made_again(folder, tmp_path, capsys, left) -> None:
     main(["certs", "issue", "learner/a"])
     main(["certs", "revoke", "learner/a"])
@@ -253,12 +220,10 @@ def test_an_authority_whose_key_is_kept_elsewhere_is_not_made_again(folder, tmp_
     ("words", "said"),
     [
         (["token", "issue", "learner/b", "--out", "certs/ca.key"], "a file of the authority"),
-        (["token", "issue", "learner/b", "--out", "certs/issued.jsonl"], "a file of the authority"),
         (["token", "issue", "learner/b", "--out", "notes.txt"], "exists and holds no token of this authority"),
         (["token", "issue", "learner/b", "--out", "a.token"], "holds a token of learner/a, not of learner/b"),
         (["certs", "issue", "learner/b", "--out", "certs/learner-a"], "certificate of learner/a, not of learner/b"),
         (["certs", "issue", "learner/b", "--out", "certs"], "the folder of an authority"),
-        (["certs", "issue", "learner/b", "--out", "other"], "the folder of an authority"),
         (["certs", "issue", "learner/b", "--out", "other-copied"], "ca.pem of another authority"),
         (["certs", "issue", "learner/b", "--out", "web"], "key.pem without a certificate"),
     ],
@@ -281,24 +246,11 @@ def test_what_is_of_others_is_not_overwritten(folder, tmp_path, capsys, words, s
     assert everything_in(tmp_path) == before
 
 
-def test_the_first_token_does_not_replace_the_key_that_signs_it(folder: Path) -> None:
-    assert main(["token", "issue", "learner/a", "--out", "certs/token.key"]) == 2
-    assert main(["token", "issue", "learner/a", "--out", "t"]) == 0
-
-
 def test_the_same_again_renews_wherever_it_was_put(folder: Path) -> None:
     for _ in range(2):
         assert main(["certs", "issue", "learner/a", "--out", "elsewhere/a"]) == 0
         assert main(["token", "issue", "learner/a", "--out", "t"]) == 0
     assert len(open_authority(folder).registry.issued()) == 4
-
-
-def test_a_certificate_is_listed_before_anybody_can_use_it(folder: Path) -> None:
-    (folder / "learner-a/cert.pem").mkdir(parents=True)
-    authority = open_authority(folder)
-    with pytest.raises(ConfigError, match="cannot be written"):
-        authority.issue(subject_of("r1", "learner/a"), datetime.now(UTC))
-    assert [str(one.subject) for one in authority.registry.issued()] == ["learner/a"]
 
 
 def test_a_token_is_made_once_and_is_one_that_shards_take(tmp_path: Path) -> None:
@@ -311,15 +263,3 @@ def test_a_token_is_made_once_and_is_one_that_shards_take(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [file]
     main(["token", str(tmp_path / "another")])
     assert (tmp_path / "another").read_text() != file.read_text()
-
-
-def test_a_token_that_is_there_asks_for_no_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "token"
-    file.write_text("a-token-that-somebody-made")
-    monkeypatch.setattr("os.open", None)
-    assert not make_bearer_token(file)
-
-
-def test_a_folder_that_cannot_be_written_to_is_said_in_one_line(tmp_path: Path, capsys) -> None:
-    assert main(["token", str(tmp_path / "absent" / "token")]) == 2
-    assert "cannot make a bearer token here: No such file or directory [BAD_CONFIG]" in capsys.readouterr().err

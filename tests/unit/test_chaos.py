@@ -11,7 +11,7 @@ from diloco_common.observe.histories import Histories, gather
 from diloco_deploy.chaos.goodput import LOSSES, longest_gaps, losses, work_of
 from diloco_deploy.chaos.plan import LINK, START_S, ChaosRun, Fault, FaultKind, make_plan
 from diloco_deploy.chaos.plan import InjectedFault as Hit
-from diloco_deploy.chaos.result import CHECKS, harm_of, make_baseline, make_result, summary
+from diloco_deploy.chaos.result import CHECKS, make_baseline, make_result, summary
 from diloco_simulator.verify.judge import stood_still
 
 SHARDS = ["shard-0", "shard-1"]
@@ -27,13 +27,7 @@ def away_s(fault: Fault) -> float:
     return fault.for_s + (START_S if fault.kind is FaultKind.KILL else 0.0)
 
 
-def test_a_plan_is_a_function_of_its_seed():
-    assert plan(seed=1) == plan(seed=1)
-    assert plan(seed=1) != plan(seed=2)
-
-
 def test_a_known_seed_replays():
-    """A seed that somebody reports must mean the same later on."""
     first = plan(seed=1, seconds=60.0)[:2]
     assert [(fault.at_s, fault.kind, fault.target) for fault in first] == [
         (1.04, FaultKind.FREEZE, "worker-3"),
@@ -41,7 +35,7 @@ def test_a_known_seed_replays():
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))
 def test_there_is_a_fault_in_nearly_every_interval(seed: int):
     faults = plan(seed)
     assert 114 <= len(faults) <= 120
@@ -51,15 +45,14 @@ def test_there_is_a_fault_in_nearly_every_interval(seed: int):
     assert intervals == sorted(intervals)
 
 
-@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("dead_share", [0.1, 0.2])
-def test_workers_are_away_for_the_share_of_time_that_was_asked_for(seed: int, dead_share: float):
-    to_workers = [fault for fault in plan(seed, dead_share=dead_share) if fault.target in WORKERS]
+def test_workers_are_away_for_the_share_of_time_that_was_asked_for(dead_share: float):
+    to_workers = [fault for fault in plan(1, dead_share=dead_share) if fault.target in WORKERS]
     dead_s = sum(min(away_s(fault), 600.0 - fault.at_s) for fault in to_workers)
     assert dead_s / (600.0 * len(WORKERS)) == pytest.approx(dead_share, rel=0.15)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_nobody_is_hurt_before_it_is_back_and_one_worker_is_always_well(seed: int):
     faults = plan(seed, workers=WORKERS[:3], dead_share=0.5)
     for index, fault in enumerate(faults):
@@ -83,14 +76,6 @@ def test_all_are_killed_and_frozen_and_disks_are_filled_and_links_cut_only_where
         assert 1.0 <= fault.for_s <= 10.0
 
 
-def test_without_time_there_are_no_faults():
-    assert plan(seconds=2.0) == ()
-
-
-def test_a_fault_reads_as_a_line():
-    assert str(Fault(12.5, FaultKind.KILL, "worker-3", 8.25)) == "   12.5 s  kill    worker-3               for 8.2 s"
-
-
 def stepping(*times: float, born: float = 0.0) -> list[dict[str, Any]]:
     steps = ({"t": t, "what": "stepped", "tokens": 100 * n} for n, t in enumerate(times, 1))
     return [{"t": born, "what": "born", "role": "learner", "tokens": 0}, *steps]
@@ -109,10 +94,8 @@ def injected(*faults: Hit) -> ChaosRun:
     [
         ((1, 2, 3, 6, 7, 9), [], 3.0),
         ((1, 2, 3), [], 7.0),  # it lived to the end and stood still
-        ((1, 2, 3), [Hit("kill", "ann", 3.5, 4.0)], 1.0),
         ((1, 2, 8, 9), [Hit("freeze", "ann", 2.5, 7.5)], 1.0),  # frozen is not standing still
         ((1, 2, 8, 9), [Hit("freeze", "ben", 2.5, 7.5)], 6.0),
-        ((1, 2, 9), [Hit("freeze", "ann", 2.5, 4.5)], 5.0),
     ],
 )
 def test_the_longest_gap_is_that_of_a_worker_that_could_have_stepped(times: Any, faults: list[Hit], longest: float):
@@ -125,11 +108,8 @@ def test_the_longest_gap_is_that_of_a_worker_that_could_have_stepped(times: Any,
     ("processes", "faults", "alive_s"),
     [
         ([stepping(1, 9)], [], 10.0),
-        ([stepping(1, 4)], [Hit("kill", "ann", 4.0, 5.0)], 4.0),
         ([stepping(1, 4), stepping(8, born=7.0)], [Hit("kill", "ann", 4.0, 5.0)], 7.0),
         ([stepping(1, 4)], [Hit("freeze", "ann", 4.0, 6.0)], 8.0),
-        ([stepping(1, 4)], [Hit("freeze", "ann", 4.0, 6.0), Hit("kill", "ann", 8.0, 9.0)], 6.0),
-        ([stepping(1, 4)], [Hit("freeze", "ann", 9.0, 12.0)], 9.0),
     ],
 )
 def test_a_worker_is_alive_from_when_it_asks_to_join_until_it_is_killed(processes, faults, alive_s):
@@ -146,28 +126,6 @@ def test_goodput_counts_what_was_trained_in_the_measured_time_and_merged_at_last
     assert work_of(histories(lines), ChaosRun(2.0, 6.0)).tokens == 100, "version 3 did not survive"
 
 
-def test_companions_count_neither_as_work_nor_as_progress():
-    """One that has made fewer versions would lower every mean over the fragments."""
-    lines, run = clean(), ChaosRun(0.0, 10.0)
-    of_model = histories(lines)
-    lines["shard-0"][3:3] = [
-        {**announced(0.8, 0), "fragment": 1, "companion": True},
-        {**accepted(0.85, 1, 100), "fragment": 1}, {**merging(0.86, 1, 100), "fragment": 1},
-        {**announced(0.87, 1), "fragment": 1, "companion": True},
-    ]  # fmt: skip
-    both = histories(lines)
-    assert (both.companions, both.num_fragments) == ({1}, 1)
-    assert work_of(both, run) == work_of(of_model, run)
-    assert harm_of(both, "ann")["merged"] == harm_of(of_model, "ann")["merged"]
-    assert harm_of(both, "ann")["versions_share"] == harm_of(of_model, "ann")["versions_share"]
-    calm = {"tokens_per_alive_s": 100.0, "step_s": 1.0}
-    assert losses(both, run, work_of(both, run), calm) == losses(of_model, run, work_of(of_model, run), calm)
-
-
-def test_a_second_without_a_new_version_is_one_without_progress():
-    assert work_of(histories(clean()), ChaosRun(0.0, 10.0)).progress == pytest.approx(0.4)
-
-
 KILLED = Hit("kill", "ann", 7.5, 9.5)
 AWAY = Hit("freeze", "shard-0", 5.5, 5.8)
 
@@ -179,8 +137,6 @@ AWAY = Hit("freeze", "shard-0", 5.5, 5.8)
         ([KILLED], {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5}),
         ([KILLED, AWAY], {"joining": 1.0, "died_shard_away": 2.0, "cut_short": 0.5}),
         ([KILLED, Hit("cut", "ann to shard-0", 5.5, 9.0)], {"joining": 1.0, "died_shard_away": 2.0, "cut_short": 0.5}),
-        ([KILLED, Hit("cut", "ben to shard-0", 5.5, 9.0)], {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5}),
-        ([KILLED, Hit("freeze", "shard-0", 0.0, 0.5)], {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5}),
         ([Hit("kill", "ann", 2.5, 9.5)], {"joining": 0.5}),
     ],
 )
@@ -219,13 +175,6 @@ def test_the_result_says_everything_that_the_picture_and_the_table_need():
     assert "no violations" in summary(result)
     assert "1 x kill shard" in summary(result)
     assert all(words in summary(result) for words in LOSSES.values())
-
-
-def test_without_a_fault_free_run_there_is_no_goodput():
-    result = make_result(histories(clean()), ChaosRun(0.0, 8.0), [], None, seed=3, gap_max_s=3.1)
-    assert (result["goodput_per_alive"], result["goodput_absolute"], result["lost_s"]) == (None, None, None)
-    assert "no violations" in summary(result)
-    assert "goodput" not in summary(result)
 
 
 def test_every_violation_is_in_the_result():

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_common.codec import encode_payload
-from diloco_common.errors import NotFinite
 from diloco_common.wire.manifest import cut
-from diloco_common.wire.messages import Collect, Held, LearnerPolicy, PullHeader
+from diloco_common.wire.messages import Collect, Held, LearnerPolicy
 from diloco_worker.core.events import Arrived
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
@@ -87,15 +85,6 @@ def test_a_contribution_that_is_asked_for_again_is_encoded_once() -> None:
     assert rig.values(contribution) == rig.values(contribution) == [-1.0, -1.0]
 
 
-def test_that_a_contribution_is_not_finite_is_said_as_often_as_it_is_asked_for() -> None:
-    rig = Rig()
-    contribution = rig.contributes(by=float("nan"))
-    rig.parts.jobs.run()
-    for _ in range(2):
-        with pytest.raises(NotFinite):
-            rig.values(contribution)
-
-
 @pytest.mark.parametrize(("version", "is_kept"), [(1, True), (2, False), (3, False)])
 def test_a_payload_is_dropped_with_the_version_of_its_round(version: int, is_kept: bool) -> None:
     rig = Rig()
@@ -103,17 +92,6 @@ def test_a_payload_is_dropped_with_the_version_of_its_round(version: int, is_kep
     rig.parts.jobs.run()
     rig.codec.hold(arrived(version), 0)
     assert (rig.values(contribution) is not None) is is_kept
-
-
-def test_the_next_contribution_of_a_fragment_takes_the_place_of_one_that_was_given_back() -> None:
-    rig = Rig()
-    earlier = rig.contributes(round_number=50)
-    rig.parts.jobs.run()
-    rig.core.fragments[0].give_back()
-    later = rig.contributes(round_number=1)
-    rig.parts.jobs.run()
-    assert rig.values(earlier) is None
-    assert rig.values(later) == [-2.0, -2.0]
 
 
 async def test_the_memory_of_seeds_is_given_back_before_the_first_contribution() -> None:
@@ -146,24 +124,6 @@ def test_a_push_that_is_cancelled_leaves_the_job_to_be_done() -> None:
     rig.parts.jobs.run()
     assert not rig.core.is_being_read(0)
     assert rig.values(contribution) == [-1.0, -1.0]
-
-
-def test_a_codec_that_is_closed_begins_nothing() -> None:
-    rig = Rig()
-    rig.codec.close()
-    contribution = rig.contributes()
-    assert rig.parts.jobs.waiting == []
-    assert rig.values(contribution) is None
-
-
-async def test_a_version_comes_with_what_applying_it_adds() -> None:
-    rig = Rig()
-    payload = encode_payload(torch.full((2,), 13.0), "float32")
-    header = PullHeader(0, 1, EPOCH, 0, 0, 0, payload.header)
-    found = await rig.done(rig.codec.decode(header, payload))
-    assert found.values.float().tolist() == [13.0, 13.0]
-    assert found.difference is not None
-    assert found.difference.values.tolist() == [3.0, 3.0]
 
 
 def test_a_damaged_change_costs_the_base_and_not_what_is_held() -> None:

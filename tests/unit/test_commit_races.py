@@ -134,15 +134,6 @@ def test_who_is_in_a_version_is_right_whatever_happens_while_it_is_written(
     assert known(again) == NOT_KNOWN
 
 
-def test_what_happens_after_a_version_changes_nothing_of_its_record() -> None:
-    """With durability "interval" it is written later than it is announced."""
-    writing = Writing()
-    shard = writing.committed()
-    writing.join("ann", "process 2")
-    assert known(shard) == NOT_KNOWN
-    assert writing.record == writing.on_disk
-
-
 @pytest.mark.parametrize(("process_id", "told"), [("process 1", (1, 0)), ("process 2", (0, 1))])
 def test_an_earlier_merge_is_right_too_while_the_next_version_is_written(process_id, told) -> None:
     """ann is in version 1 and has no part in version 2."""

@@ -62,13 +62,6 @@ def test_images_start_from_one_base(repository: Path) -> None:
     assert len(images_in(compose)) == 3
 
 
-def test_every_folder_of_the_host_is_labelled_for_selinux(compose: dict[str, Any]) -> None:
-    volumes = [volume for service in compose["services"].values() for volume in service.get("volumes", [])]
-    folders = [volume for volume in volumes if volume.startswith(".")]
-    assert folders
-    assert all(volume.endswith(":ro,z") for volume in folders)
-
-
 def test_a_worker_on_a_gpu_is_no_replica_and_the_page_adds_another(repository: Path, compose: dict[str, Any]) -> None:
     """Docker gives all replicas of a service the same GPU."""
     page = (repository / "docs/deploy.md").read_text()

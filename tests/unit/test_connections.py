@@ -14,7 +14,6 @@ from torch import nn
 
 from diloco_common.errors import DilocoError
 from diloco_common.ports import Unavailable
-from diloco_common.wire import protobuf
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import (
     Collect,
@@ -24,7 +23,6 @@ from diloco_common.wire.messages import (
     Progress,
     PullHeader,
     Pulse,
-    ShardAway,
 )
 from diloco_worker.core.acts import ModelCut, StepEnded
 from diloco_worker.core.events import Failed, Joined
@@ -144,9 +142,3 @@ async def test_a_shard_hears_which_of_the_others_its_learner_does_not_reach() ->
     (away,) = there.reports[0].away
     assert (away.address, away.index) == ("gone", None)
     assert away.for_s >= 0
-
-
-def test_what_is_away_travels_within_its_limits() -> None:
-    away = tuple(ShardAway(f"ps-{i}:50051", i, 1e9) for i in range(100))
-    came = protobuf.progress_from_pb(protobuf.progress_to_pb(Progress(1, 2, away=away))).away
-    assert came == tuple(ShardAway(f"ps-{i}:50051", i, 2.0**20) for i in range(64))

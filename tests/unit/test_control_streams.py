@@ -52,17 +52,6 @@ def test_a_later_directive_takes_the_place_of_an_earlier_one(said: list[Directiv
     assert heard(*said) == left
 
 
-def test_a_stream_begins_with_any_number_of_fragments() -> None:
-    """All that a learner could have missed is told before it reads anything."""
-    said = [tell for p in range(4096) for tell in (Committed(p, 1, 7), Collect(p, 2, 7))]
-    assert heard(*said) == said
-
-
-def test_a_learner_that_reads_nothing_makes_no_more_wait_than_there_are_fragments() -> None:
-    said = [tell for v in range(50) for p in range(3) for tell in (Pulse(v, 9), Committed(p, v, 7), Collect(p, v, 7))]
-    assert len(heard(*said)) == 7
-
-
 def test_a_reader_that_waits_hears_the_next_one_and_the_end() -> None:
     async def read() -> list[Directive | None]:
         stream = ControlStream("a", 1)

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_common.errors import CannotConnect, IslandBroken, Superseded
+from diloco_common.errors import IslandBroken, Superseded
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
 from diloco_worker.core import council_log as council_log
-from diloco_worker.core.council_log import LEADER_BYTES, RANK_BYTES, CouncilLog, Fetch, Turn, read_word, write_word
+from diloco_worker.core.council_log import LEADER_BYTES, CouncilLog, Fetch, Turn, read_word, write_word
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
 
 POLICY = LearnerPolicy(5, "int8", "bfloat16", "carry", 0.5, True)
@@ -102,15 +102,6 @@ def test_words_are_read_as_they_were_written(word: Any) -> None:
     assert read_word(line[:-1]) == word
 
 
-def test_what_the_leader_hears_all_ranks_hear_one_boundary_later_in_its_order() -> None:
-    island = Island(3)
-    events = [joined(1), Asked(Collect(0, 1, 1), 1), Stopped(0)]
-    island.cross()
-    island.say(0, *events)
-    assert island.cross().events == ()
-    assert island.cross().events == tuple(events)
-
-
 def test_tokens_of_a_step_are_the_sum_over_ranks_and_count_one_boundary_later() -> None:
     island = Island(2)
     assert [island.cross(5).tokens, island.cross(7).tokens, island.cross(None).tokens, island.cross(3).tokens] == [
@@ -141,10 +132,6 @@ STORIES: dict[str, Story] = {
         ({0: [arrived(0, 1, 5, merged=5)]}, []),
         ({1: [arrived(0, 1, 5, merged=5)]}, [version(0, 1, 5, merged=5)]),
     ],
-    "a version that waits holds up no other fragment": [
-        ({0: [FIVE, Announced(1, 1, 8), Asked(Collect(2, 3, 1), 1)]}, None),
-        ({rank: [arrived(1, 1, 8)] for rank in range(2)}, [version(1, 1, 8)]),
-    ],
     "of one fragment only one version is pulled at a time and then the newest": [
         ({0: [FIVE]}, None),
         ({0: [Announced(0, 1, 6)]}, None),
@@ -161,22 +148,9 @@ STORIES: dict[str, Story] = {
         ({0: [HAVE_FIVE, AGAIN, Announced(0, 2, 3)]}, [repr(AGAIN), Fetch(0, 2, 3)]),
         ({1: [HAVE_FIVE]}, []),
     ],
-    "a lease that is renewed in the same epoch drops nothing": [
-        ({0: [JOINED, FIVE]}, None),
-        ({0: [JOINED, HAVE_FIVE], 1: [HAVE_FIVE]}, [repr(JOINED), version(0, 1, 5)]),
-    ],
     "the fate of a contribution is what the leader has heard": [
         ({0: [FIVE]}, None),
         ({0: [arrived(0, 1, 5, merged=4)], 1: [arrived(0, 1, 5, merged=5)]}, [version(0, 1, 5, merged=4)]),
-    ],
-    "the leader may have a version before all have heard of it": [
-        ({0: [FIVE, HAVE_FIVE], 1: [arrived(0, 1, 4)]}, [Fetch(0, 1, 5)]),
-        ({1: [HAVE_FIVE]}, [version(0, 1, 5)]),
-    ],
-    "the leader may have a version of the next epoch before the others hear of it": [
-        ({0: [JOINED, FIVE, HAVE_FIVE]}, None),
-        ({0: [AGAIN, Announced(0, 2, 5), arrived(0, 2, 5)]}, [repr(AGAIN), Fetch(0, 2, 5)]),
-        ({1: [arrived(0, 2, 5)]}, [version(0, 2, 5)]),
     ],
     # A shard restarts with what it had. Words of the time before may be heard after that.
     "a version that was dropped and is wanted again need not come again": [
@@ -198,10 +172,6 @@ STORIES: dict[str, Story] = {
             [repr(AGAIN), repr(NEW), Fetch(0, 2, 4)],
         ),
     ],
-    # The leader is told it again, but says it only once.
-    "a new lease in the same epoch leaves what was announced": [
-        ({0: [JOINED, FIVE, JOINED]}, [repr(JOINED), Fetch(0, 1, 5)]),
-    ],
 }  # fmt: skip
 
 
@@ -215,16 +185,6 @@ def test_all_ranks_decide_from_what_all_have_said(story: Story) -> None:
         assert decided is None or found == decided
 
 
-def test_that_an_epoch_is_over_ends_no_pull_of_the_next_one() -> None:
-    """A shard that comes back has versions of the same names: the leader may be pulling one of them again already."""
-    island = Island(2)
-    island.say(0, joined(1), Announced(0, 1, 5))
-    island.settle()
-    island.say(0, joined(2))
-
-    assert [turn.ended for turn in (island.cross(), island.cross(), island.cross())] == [(), (), ()]
-
-
 def test_what_ends_one_rank_ends_all_at_the_same_boundary() -> None:
     island = Island(2)
     island.say(1, Failed(Superseded("another process")))
@@ -233,13 +193,6 @@ def test_what_ends_one_rank_ends_all_at_the_same_boundary() -> None:
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, Superseded)
     assert str(failed.error) == "rank 1: another process"
-
-
-def test_errors_that_are_no_refusals_keep_their_words_and_code() -> None:
-    error = read_word(write_word(Failed(CannotConnect("no run to join")))[:-1])
-    assert isinstance(error, Failed)
-    assert isinstance(error.error, CannotConnect)
-    assert str(error.error) == "no run to join"
 
 
 @pytest.mark.parametrize(
@@ -276,12 +229,9 @@ def test_what_does_not_fit_into_a_frame_comes_with_the_next() -> None:
     assert island.settle(16) == [repr(large), repr(Stopped(0))]
 
 
-@pytest.mark.parametrize("fragments", [24, 128])
-def test_a_leader_that_hears_more_than_a_frame_per_step_falls_behind_by_no_more_than_a_few_boundaries(
-    fragments: int,
-) -> None:
+def test_a_leader_that_hears_more_than_a_frame_per_step_falls_behind_by_no_more_than_a_few_boundaries() -> None:
     """Newer words replace older ones: what waits does not grow, and no fragment is passed over."""
-    island = Island(2)
+    island, fragments = Island(2), 24
     asked: dict[int, int] = {}
 
     def cross(boundaries: int) -> None:
@@ -297,13 +247,6 @@ def test_a_leader_that_hears_more_than_a_frame_per_step_falls_behind_by_no_more_
     cross(6)
     assert asked == dict.fromkeys(range(fragments), 61)
     assert island.settle(2) == []
-
-
-def test_frames_of_ranks_are_small() -> None:
-    log = CouncilLog(1, 2)
-    for i in range(100):
-        log.say(Gone(i, 1, 1))
-    assert len(log.frame(1)) == RANK_BYTES
 
 
 @pytest.mark.parametrize(("tokens", "applied"), [(1, [[0], [1], [2]]), (None, [[0, 1, 2]])])
@@ -323,7 +266,7 @@ def test_a_step_applies_versions_up_to_a_size_and_a_poll_all_of_them(tokens: int
 # ------------------------------------------------------------------ anything at any time
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 1_000_000), size=st.integers(1, 4))
 def test_whatever_ranks_hear_and_when_they_do_the_same(seed: int, size: int) -> None:
     """Pulls end at any time or cannot be had, shards restart, refusals come; in the end all have the newest."""

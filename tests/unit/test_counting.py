@@ -19,8 +19,7 @@ from diloco_server.core.membership import Membership
 from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Round
 from diloco_server.core.trust.counting import ROUNDS_UNKNOWN, Share, count
-from diloco_server.core.trust.trail import STEPS_FACTOR, WAKING_S
-from diloco_server.core.versions import Budget
+from diloco_server.core.trust.trail import STEPS_FACTOR
 
 H, TOKENS, NOW = 10, 100, 1000.0
 USUAL = H * TOKENS
@@ -114,25 +113,9 @@ def test_after_a_restart_who_was_merged_before_brings_all_that_it_trained_meanwh
     assert counted["stranger"] < outage, "the shard has never met it"
 
 
-def test_after_a_cut_of_all_the_first_that_is_back_counts_in_full() -> None:
-    """The others are away, and the shard remembers how fast they were."""
-    crowd, cut_s = Crowd(), 3600
-    first, other = honest(crowd, 2)
-    crowd.run(100)
-    merged = first.merged_until + other.merged_until
-    del crowd.actors[other.learner_id]
-    crowd.advance(cut_s)  # both are evicted
-    first.member = crowd.shard.join(first.learner_id, first.member.process_id, MODEL, crowd.now)
-    first.steps, first.tokens = first.steps + cut_s, first.tokens + cut_s * TOKENS_OF_A_STEP
-    first.next_at = crowd.now
-    crowd.run(20)
-    assert crowd.refused == []
-    assert crowd.shard.tokens_merged == first.merged_until + other.merged_until > merged + cut_s * TOKENS_OF_A_STEP
-
-
-@pytest.mark.parametrize("trained", [0, 1, 2])
-@pytest.mark.parametrize("pushed_before", [False, True])
-@pytest.mark.parametrize("stale", [0, 2])
+@pytest.mark.parametrize(
+    ("stale", "pushed_before", "trained"), [(0, False, 2), (0, True, 1), (2, False, 1), (2, True, 0)]
+)
 def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(stale, pushed_before, trained) -> None:
     """`stale`: so many reports of each are read only on waking, right after each other."""
     crowd, frozen_s = Crowd(), 3600
@@ -160,41 +143,18 @@ def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(stale, 
     assert usual.steps_per_s == pytest.approx(1.0, rel=0.01)
 
 
-def test_a_freeze_is_made_up_for_within_a_minute_or_not_at_all() -> None:
-    """All were frozen: later haste is no sign that anybody had trained."""
-    crowd = Crowd()
-    first, _ = honest(crowd, 2)
-    crowd.run(400)
-    crowd.shard.slept(3600, crowd.now)
-    crowd.run(WAKING_S + 2)
-    for _ in range(50):
-        crowd.says(first)
-        first.steps, first.tokens = first.steps + 1, first.tokens + TOKENS_OF_A_STEP
-    assert first.member.trail.first_at == 0.0
-
-
-def test_who_has_left_does_not_say_how_fast_those_train_that_are_there() -> None:
-    membership = learners(a=100, liar=100, **{f"gone-{i}": 2.0**30 for i in range(3)})
-    shares = KNOWN | {"liar": shared()}
-    for i in range(3):
-        gone = membership.get(f"gone-{i}")
-        membership.leave(gone)
-        shares[gone.learner_id] = replace(shared(), tokens_per_s=2.0**30)
-    assert counts({"liar": (LIE, H)}, shares, membership)["liar"] <= K * (USUAL + 10 * 100)
-
-
 def test_a_learner_that_was_in_no_round_for_long_is_taken_again() -> None:
     """What it has trained is all there, and nobody is asked more often for it."""
     crowd = Crowd()
     idle, *_ = honest(crowd)
     crowd.run(100)
     idle.contributes = False
-    crowd.run(2000)
+    crowd.run(600)
     assert idle.member.is_idle
     idle.contributes = True
     crowd.run(100)
     assert crowd.refused == []
-    assert idle.merged_until > 2000 * TOKENS_OF_A_STEP
+    assert idle.merged_until > 600 * TOKENS_OF_A_STEP
     assert not idle.member.is_idle
 
 
@@ -224,13 +184,16 @@ class Liar:
         crowd.says(self.actor)
 
 
+BUDGET_S = 900
+
+
 def budget_run(*, with_liar: bool) -> tuple[Crowd, float, int]:
     """Three learners with 10 tokens per second to the end of the budget: how long it took, and what a liar pushed."""
-    crowd = Crowd(run={"tokens": 30 * 3600})
+    crowd = Crowd(run={"tokens": 30 * BUDGET_S})
     honest(crowd)
     crowd.run(60)
     began, liar = crowd.now, Liar(crowd) if with_liar else None
-    while not crowd.shard.done and crowd.now - began < 7200:
+    while not crowd.shard.done and crowd.now - began < 2 * BUDGET_S:
         crowd.run(0.5)
         if liar is not None:
             liar.go_on()
@@ -241,16 +204,11 @@ def test_a_run_of_honest_learners_ends_with_its_budget() -> None:
     crowd, took_s, _ = budget_run(with_liar=False)
     assert crowd.shard.done
     assert crowd.shard.tokens_merged == sum(a.merged_until for a in crowd.actors.values())
-    assert took_s == pytest.approx(3600 - 60, rel=0.01)
+    assert took_s == pytest.approx(BUDGET_S - 60, rel=0.05)
 
 
 def test_one_that_claims_all_that_is_accepted_ends_a_run_not_much_earlier() -> None:
     crowd, took_s, pushed = budget_run(with_liar=True)
     assert crowd.shard.done
     assert pushed > crowd.shard.tokens_merged, "it could say so"
-    assert took_s > 3600 / (2 * STEPS_FACTOR), "16 learners per round, and 16 more for what they trained since"
-
-
-@pytest.mark.parametrize(("budget", "said", "believed"), [(0, 2**61, 2**61), (1000, 999, 999), (1000, 2**61, 1000)])
-def test_a_seed_says_no_more_than_the_run_asks_for(budget: int, said: int, believed: int) -> None:
-    assert Budget(budget).believed(said) == believed
+    assert took_s > BUDGET_S / (2 * STEPS_FACTOR), "16 learners per round, and 16 more for what they trained since"

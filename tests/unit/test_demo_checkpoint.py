@@ -61,18 +61,6 @@ def test_what_was_saved_comes_back(tmp_path):
     assert {p.name for p in path.parent.iterdir()} == {path.name}
 
 
-def test_an_optimizer_that_never_stepped_can_be_saved(tmp_path):
-    path = tmp_path / "c"
-    save(path, *model_and_optimizer(), TrainingProgress())
-    assert load_checkpoint(path, *model_and_optimizer(), run_id="r") == Saved(
-        learner(TrainingProgress()), TrainingProgress()
-    )
-
-
-def test_no_file_is_no_checkpoint(tmp_path):
-    assert load_checkpoint(tmp_path / "none", *model_and_optimizer(), run_id="r") is None
-
-
 def test_another_model_or_run_is_refused_with_what_differs(tmp_path):
     path = saved(tmp_path)
     model, optimizer = model_and_optimizer(width=16)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from diloco_common.errors import ConfigError
-from diloco_common.observe.logs import Log
 from diloco_common.settings import ModelSettings, TrainSettings
 from diloco_demo.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
 from diloco_demo.data import TokenStream
 from diloco_demo.gpt import build_gpt, evaluate
 from diloco_demo.training import (
-    InnerStep,
-    ProgressLog,
     Saver,
     choose_device,
     make_optimizer,
@@ -101,13 +96,6 @@ def test_ten_steps_are_five_a_checkpoint_and_five(tmp_path):
         assert torch.equal(again.state_dict()[name], value), name
 
 
-def test_nothing_is_trained_once_the_run_is_over():
-    model, optimizer, stream = parts()
-    _, progress = run(0, model, optimizer, stream)
-    assert progress == TrainingProgress()
-    assert not optimizer.state
-
-
 def test_every_step_is_reported_with_its_tokens_and_rate():
     steps = []
     synchroniser, _ = run(20, *parts(), on_step=steps.append)
@@ -159,49 +147,12 @@ def test_a_disk_that_fails_does_not_stop_training(caplog):
     assert "No space left on device" in caplog.text
 
 
-def test_gradients_are_clipped():
-    model, optimizer, stream = parts()
-    tight = TRAIN.model_copy(update={"clip": 1e-12})
-    seen = []
-    optimizer.register_step_pre_hook(
-        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
-    )
-    train(Alone(1), model, optimizer, stream, tight, budget=0)
-    assert seen == [pytest.approx(1e-12, rel=1e-3)]
-
-
-def test_vectors_do_not_decay_and_frozen_parameters_are_left_out():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    model[2].requires_grad_(False)
-    decay = {
-        id(p): group["weight_decay"] for group in make_optimizer(model, TRAIN).param_groups for p in group["params"]
-    }
-    assert decay == {
-        id(model[0].weight): TRAIN.weight_decay,
-        id(model[0].bias): 0.0,
-        id(model[1].weight): 0.0,
-        id(model[1].bias): 0.0,
-    }
-
-
 @pytest.mark.parametrize(("name", "says"), [("tpu", "not one of"), ("meta", "not one of"), ("cuda:99", "CUDA devices")])
 def test_a_device_that_is_not_there_is_refused(name, says):
     with pytest.raises(ConfigError, match=says):
         choose_device(name)
     assert choose_device("cpu").type == "cpu"
     assert choose_device("auto").type in ("cpu", "cuda")
-
-
-def test_the_diary_says_the_mean_loss_since_its_last_line(caplog):
-    now = 0.0
-    diary = ProgressLog(Log("ann"), Alone(9), every_s=10.0, clock=lambda: now)
-    caplog.set_level(logging.INFO, logger="diloco")
-    for step, (now, loss) in enumerate([(0.0, 5.0), (4.0, 4.0), (12.0, 2.0), (13.0, 1.0)], start=1):  # noqa: B007
-        diary(InnerStep(TrainingProgress(step, 100 * step), torch.tensor(loss), 0.1))
-    assert [r.getMessage().partition(" tokens_merged")[0] for r in caplog.records] == [
-        "training inner_step=1 loss=5 tokens=100",
-        "training inner_step=3 loss=3 tokens=300",
-    ]
 
 
 @pytest.mark.parametrize(

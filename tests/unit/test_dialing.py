@@ -32,16 +32,6 @@ from diloco_worker.core.dialing import (
     backoff_s,
 )
 
-
-@pytest.mark.parametrize(
-    ("attempt", "jitter", "seconds"),
-    [(0, 0.0, 0.1), (0, 1.0, 0.2), (1, 1.0, 0.26), (8, 0.0, 0.82), (9, 1.0, 2.0), (9, 0.0, 1.0), (10**6, 0.5, 1.5)],
-)
-def test_the_wait_grows_to_a_bound_and_half_of_it_is_chance(attempt: int, jitter: float, seconds: float) -> None:
-    """After 10 s of failures, the ninth, it is a second at least."""
-    assert backoff_s(attempt, jitter) == pytest.approx(seconds, rel=1e-2)
-
-
 # ------------------------------------------------------------------ attempts
 
 
@@ -87,11 +77,6 @@ def test_a_connection_that_ended_is_dialed_again_and_joined_where_the_lease_is_o
 )
 def test_waits_grow_until_the_shard_answers_that_the_lease_is_over(errors: tuple[DilocoError, ...], waits: int) -> None:
     assert attempts(*errors).after_s == backoff_s(waits, 0.0)
-
-
-def test_a_refusal_of_join_earns_no_shorter_wait() -> None:
-    """There was no lease that could be over; else a shard that evicts at once would be dialed without a pause."""
-    assert attempts(LEASE_OVER, LEASE_OVER, LEASE_OVER, has_lease=False).after_s == backoff_s(2, 0.0)
 
 
 @pytest.mark.parametrize(("lasting_s", "waits"), [(STEADY_S - 1, 3), (STEADY_S + 1, 0)])
@@ -181,27 +166,3 @@ def test_a_learner_that_was_up_goes_on_whatever_becomes_of_its_certificate(error
         redial = dialing.ended(error, now, 0.0)
         assert str(error) in redial.why
         assert not redial.is_objection
-
-
-REFUSED = Unavailable("unavailable: connection refused", is_refused=True)
-
-
-@pytest.mark.parametrize(
-    ("ends", "since"),
-    [
-        ([CUT, REFUSED], 1.0),
-        ([REFUSED, REFUSED, REFUSED], 0.0),
-        ([REFUSED, CUT], None),  # it listens, or is silent
-        ([REFUSED, None], None),
-        ([REFUSED, CUT, REFUSED], 2.0),
-    ],
-)
-def test_it_knows_since_when_nobody_listens(ends: list[DilocoError | None], since: float | None) -> None:
-    dialing = Dialing()
-    dialing.is_up()
-    for now, error in enumerate(ends):
-        dialing.begin(float(now), has_lease=True)
-        dialing.ended(error, float(now), 0.0)
-    assert dialing.refused_since == since
-    dialing.is_up()
-    assert dialing.refused_since is None

@@ -16,7 +16,7 @@ from diloco_common.errors import CannotConnect
 from diloco_common.settings import Settings, ShardSettings
 from diloco_common.wire.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
 from diloco_deploy.doctor import command, machine, shards
-from diloco_deploy.doctor.checks import Check, Finding, Found, State, failure, ok, run_checks
+from diloco_deploy.doctor.checks import Check, Finding, Found, failure, ok, run_checks
 from diloco_deploy.doctor.machine import Shard, Written
 from diloco_deploy.explain.catalogue import CODES
 from diloco_deploy.plan.choice import Link
@@ -46,20 +46,11 @@ def test_every_code_that_the_doctor_says_is_explained(repository: Path) -> None:
 # ---------------------------------------------------------------- the link
 
 
-def answer(push: str = "int8", pull: str = "bfloat16", every: int = 24) -> JoinAnswer:
-    policy = LearnerPolicy(
-        sync_every=every,
-        push_encoding=push,
-        pull_encoding=pull,
-        on_commit="carry",
-        blend_alpha=0.5,
-        error_feedback=True,
-    )
-    fragment = FragmentStatus(0, seeded=True, version=3, merged_version=0, epoch=1)
-    return JoinAnswer(
-        generation=0, epoch=1, heartbeat_s=1.0, shard_index=0, num_shards=1, num_fragments=24, manifest_digest="",
-        policy=policy, fragments=(fragment,), pulse=Pulse(0, 0, 3),
-    )  # fmt: skip
+ANSWER = JoinAnswer(
+    generation=0, epoch=1, heartbeat_s=1.0, shard_index=0, num_shards=1, num_fragments=24, manifest_digest="",
+    policy=LearnerPolicy(24, "int8", "bfloat16", "carry", 0.5, error_feedback=True),
+    fragments=(FragmentStatus(0, seeded=True, version=3, merged_version=0, epoch=1),), pulse=Pulse(0, 0, 3),
+)  # fmt: skip
 
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
@@ -68,7 +59,7 @@ AVERAGING = SHARD._replace(companions_every=1)
 
 def link(mbit: float, step_s: float = 1.0) -> Finding:
     """Of a run that asks for 667 Mbit/s down: 10^9 parameters, H = 24, at 1 s."""
-    return shards.advice(Link(mbit * 1e6, mbit * 1e6, 0.02), answer(), 1e9, step_s, "so much")
+    return shards.advice(Link(mbit * 1e6, mbit * 1e6, 0.02), ANSWER, 1e9, step_s, "so much")
 
 
 def clock(skew_s: float, *, proven: bool) -> Finding:
@@ -83,16 +74,13 @@ def room(free: float, used: float = 0.0, shard: Shard = SHARD, checkpoints: int 
 @pytest.mark.parametrize(
     ("found", "state", "code"),
     [
-        (link(2000), "ok", "OK"),
         (link(1000), "warning", "LINK_THIN"),
         (link(500), "failure", "LINK_THIN"),
         (link(100, step_s=20.0), "ok", "OK"),  # slow steps make a thin link thick enough
         (shards.round_trip("ps-0:1", 0.7), "warning", "LINK_FAR"),
-        (shards.round_trip("ps-0:1", 0.08), "ok", "OK"),
         # A clock matters most where something proves who calls.
         (clock(0.2, proven=True), "ok", "OK"),
         (clock(-30.0, proven=True), "warning", "CLOCK_SKEWED"),
-        (clock(3600.0, proven=False), "warning", "CLOCK_SKEWED"),
         (clock(-3600.0, proven=True), "failure", "CLOCK_SKEWED"),
         # A certificate is renewed before it ends.
         (shards.validity("it", NOW + timedelta(days=13), NOW), "warning", "CERTIFICATE_ENDS_SOON"),
@@ -100,15 +88,10 @@ def room(free: float, used: float = 0.0, shard: Shard = SHARD, checkpoints: int 
         (machine.fast_enough(Path("x"), Written(1.5, 8 << 20), None), "warning", "DISK_SLOW"),  # whatever the model
         (room(2e9), "ok", "OK"),
         (room(1e9), "failure", "DISK_SMALL"),
-        (room(1e9, used=1e9), "ok", "OK"),
-        (room(2e9, checkpoints=3), "failure", "DISK_SMALL"),
         (room(2e9, shard=AVERAGING), "failure", "DISK_SMALL"),
-        (room(3e9, shard=AVERAGING), "ok", "OK"),
         (machine.enough_files(1 << 20, ShardSettings()), "ok", "OK"),
-        (machine.enough_files(1024, ShardSettings()), "warning", "FILES_FEW"),
         (machine.enough_files(256, ShardSettings()), "failure", "FILES_FEW"),
         (machine.enough_memory(1e9, SHARD), "failure", "MEMORY_SHORT"),
-        (machine.enough_memory(3e9, SHARD), "ok", "OK"),
         (machine.enough_memory(3e9, SHARD._replace(companions_every=4)), "failure", "MEMORY_SHORT"),
     ],
 )
@@ -120,10 +103,6 @@ def test_a_thin_link_is_told_what_it_allows() -> None:
     found = link(100)
     assert "sync_every = 163, push = int4, pull = int8" in found.do
     assert "steps of 13.3 s or longer" in found.do
-
-
-def test_a_clock_is_ahead_or_behind() -> None:
-    assert ["behind" in clock(skew_s, proven=True).what for skew_s in (-30.0, 30.0)] == [True, False]
 
 
 # ---------------------------------------------------------------- the disk
@@ -154,7 +133,6 @@ class SlowDisk(Disk):
 @pytest.mark.parametrize(
     ("sync_s", "expected"),
     [
-        (0.01, ("ok", "OK")),  # 8 MiB in 10 ms: 33 MB in 40 ms
         (0.2, ("warning", "DISK_SLOW")),  # 33 MB in 0.8 s, 24 times in 24 s
         (1.0, ("failure", "DISK_SLOW")),  # 4 s each: never done
     ],
@@ -182,20 +160,6 @@ def test_a_link_that_somebody_laid_is_not_written_through(tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert verdict(machine.speed(Path("/proc/self"), None, lambda: 0.0)) == ("failure", "DISK_UNUSABLE")
-
-
-def test_companions_take_their_share_of_the_time_of_a_disk() -> None:
-    written = Written(0.15, 8 << 20)  # 0.45 s for 25 MB, 24 times in 24 s; two thirds of that for companions
-    busy = [machine.fast_enough(Path("x"), written, SHARD._replace(companions_every=n)).what for n in (None, 3, 1)]
-    assert [re.findall(r"(\d+)%", words) for words in busy] == [["45"], ["55"], ["75"]]
-
-
-@pytest.mark.parametrize(("average", "every"), [(False, None), (True, 3)])
-def test_the_shard_of_the_settings_holds_companions_where_momentum_is_averaged(average, every) -> None:
-    settings = Settings.model_validate({"sync": {"companions_every": 3}, "train": {"average_momentum": average}})
-    shard = command._shard(command.Patient(settings, is_shard=True, params=1e8))
-    assert shard is not None
-    assert shard.companions_every == every
 
 
 # ---------------------------------------------------------------- the machine
@@ -252,12 +216,6 @@ def test_a_check_that_hangs_is_left_behind() -> None:
 def test_a_check_without_what_it_needs_is_skipped() -> None:
     looks = (lambda: failure("PORT_CLOSED", "shut"), lambda: ok("fine"))
     assert codes_of(checks(*looks, needs=("check 0",))) == ["PORT_CLOSED", "SKIPPED"]
-
-
-def test_a_failure_says_what_explain_says_unless_it_knows_better() -> None:
-    assert failure("DISK_SMALL", "x").do == CODES["DISK_SMALL"].do
-    assert failure("DISK_SMALL", "x", "buy one").do == "buy one"
-    assert failure("DISK_SMALL", "x").state is State.FAILURE
 
 
 def test_the_words_of_a_shard_do_not_steer_the_terminal(monkeypatch, capsys) -> None:

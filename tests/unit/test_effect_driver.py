@@ -9,7 +9,7 @@ from builders import make_settings
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import Outcome, Progress, PushHeader
-from diloco_lab.shard import LockstepShard, run_to_end
+from diloco_lab.shard import LockstepShard
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member
 from diloco_server.core.record import Record
@@ -77,15 +77,3 @@ def test_a_seed_that_cannot_be_kept_is_not_announced_and_another_may_follow() ->
     shard.refuses = False
     assert shard.bring(member, 0) is Outcome.ACCEPTED
     assert shard.shard.versions.all_seeded
-
-
-def test_a_job_that_waits_cannot_be_done_at_once() -> None:
-    class Waits:
-        def __await__(self):  # type: ignore[no-untyped-def]
-            yield
-
-    async def job() -> None:
-        await Waits()
-
-    with pytest.raises(AssertionError, match="waits for something"):
-        run_to_end(job)

@@ -12,7 +12,6 @@ from builders import make_settings
 from diloco_common.settings import SyncSettings
 from diloco_server.core.every import ASKED, QUIET, Every, Measured, carried, following
 from diloco_server.core.ledger import EveryChanged
-from diloco_server.core.trust.arrivals import Arrivals
 from rig import Rig
 
 AUTO = SyncSettings(sync_every="auto")
@@ -75,15 +74,6 @@ def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
     assert waits == [QUIET, 2 * QUIET, 4 * QUIET]
 
 
-def test_rounds_that_were_opened_by_the_h_before_say_nothing_of_this_one() -> None:
-    every = Every(AUTO)
-    look(every, 24.0)
-    for _ in range(4):
-        every.closed(8, 8)
-    assert not every.is_time(4)
-    assert look(every, 24.0) == ""
-
-
 def test_a_number_stays() -> None:
     every = Every(SyncSettings(sync_every=12))
     for _ in range(100):
@@ -100,13 +90,6 @@ def test_auto_begins_within_its_bounds(bounds: dict[str, int], first: int) -> No
 def test_bounds_that_exclude_everything_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"sync_every_min \(7\) is above"):
         make_settings(sync={"sync_every_min": 7, "sync_every_max": 6})
-
-
-def test_a_version_takes_no_longer_because_it_waited_in_line() -> None:
-    arrivals = Arrivals()
-    for announced_at, at in ((1.0, 1.5), (1.0, 2.0), (1.0, 2.5), (9.0, 9.5)):
-        arrivals.pulled(announced_at, at)
-        assert arrivals.pull_s == pytest.approx(0.5)
 
 
 # ------------------------------------------------------------------ a shard
@@ -139,31 +122,15 @@ class Pair(Rig):
 
 def test_h_rises_where_contributions_come_late_and_falls_where_none_does() -> None:
     pair = Pair()
+    policy = pair.shard.join_answer().policy
     pair.rounds(8 * ASKED)
     assert pair.shard.rounds.every.steps == 6
-    pair.rounds(8 * ASKED, b_is_late=True)
+    began = pair.steps["a"]
+    pair.rounds(20)
+    assert pair.steps["a"] - began <= 20 * 6, "rounds are due by the new H"
+    assert pair.shard.join_answer().policy == policy, "all shards tell learners the same, and each finds its own H"
+    pair.rounds(3 * ASKED, b_is_late=True)
     assert pair.shard.rounds.every.steps == 48
-
-
-def test_rounds_are_due_by_the_new_h_as_if_it_had_been_set() -> None:
-    auto, fixed = Pair(), Pair(sync_every=6)
-    auto.rounds(8 * ASKED)
-    fixed.rounds(8 * ASKED)
-    assert auto.shard.rounds.every.steps == 6
-    taken = []
-    for pair in (auto, fixed):
-        began = pair.steps["a"]
-        pair.rounds(20)
-        taken.append(pair.steps["a"] - began)
-    assert taken[0] == taken[1] <= 20 * 6
-
-
-def test_learners_are_told_the_same_h_by_all_shards_whatever_each_has_found() -> None:
-    """Learners refuse shards whose settings differ, and each shard finds its own H."""
-    pair = Pair()
-    before = pair.shard.join_answer().policy
-    pair.rounds(8 * ASKED)
-    assert pair.shard.join_answer().policy == before
 
 
 def test_lateness_of_one_that_is_gone_says_nothing_of_h() -> None:

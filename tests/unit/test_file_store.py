@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 from dataclasses import replace
 from typing import Any
@@ -76,7 +75,7 @@ def start_again(disk: FakeDisk, _: FileStore) -> None:
     open_store(disk).recover()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("at", range(1, calls_of(save_two) + 1))
 def test_a_crash_in_any_call_of_a_save_leaves_the_old_version_or_the_new_one(at: int, seed: int) -> None:
     """faults.md 5, P5: whole, and never an older one; what is left over is cleared, and saving goes on."""
@@ -100,7 +99,7 @@ def test_a_crash_in_any_call_of_a_save_leaves_the_old_version_or_the_new_one(at:
     assert len(files(disk)) == 2
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_what_was_saved_outlives_a_crash_right_afterwards(seed: int) -> None:
     """P2: `save` has returned, so the version may have been announced."""
     disk = FakeDisk(seed)
@@ -109,7 +108,7 @@ def test_what_was_saved_outlives_a_crash_right_afterwards(seed: int) -> None:
     assert names(open_store(disk).recover().versions) == {0: (1, 2)}
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("at", range(1, calls_of(start_again) + 1))
 def test_a_crash_while_starting_never_gives_an_epoch_twice(at: int, seed: int) -> None:
     """P4: leases are named by the epoch, so no two lives that served may have the same."""
@@ -137,20 +136,11 @@ def test_an_emptied_folder_begins_an_epoch_that_none_of_its_versions_had(disk: F
     assert FileStore(disk, ORIGIN, first_epoch=LONG_AGO + 60).epoch > emptied
 
 
-def test_a_copy_of_an_earlier_day_begins_an_epoch_that_the_run_has_not_had_since(disk: FakeDisk) -> None:
-    """A snapshot of the volume holds the epoch of its day. The shard has started again since."""
-    FileStore(disk, ORIGIN, first_epoch=LONG_AGO)
-    copied = copy.deepcopy(disk)
-    since = FileStore(disk, ORIGIN, first_epoch=LONG_AGO + 60).epoch
-
-    assert FileStore(copied, ORIGIN, first_epoch=LONG_AGO + 120).epoch > since
-
-
 # ------------------------------------------------------------------ disks that refuse
 
 
 @pytest.mark.parametrize("call", ["create", "write", "sync", "rename", "sync_names"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
 def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(disk, call, number) -> None:
     """faults.md 7: `save` raises, so nothing is announced, and it can be repeated."""
     store = store_with(disk, 0, 1)
@@ -167,25 +157,6 @@ def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(dis
     assert files(disk) == [version_name(0, 1), version_name(0, 2)]
 
 
-@pytest.mark.parametrize(
-    "calls", [("sync_names",), ("sync", "remove")], ids=["its name may be durable", "half of it stays"]
-)
-def test_what_a_refused_save_left_goes_with_the_next_version(disk: FakeDisk, calls: tuple[str, ...]) -> None:
-    """Durability "interval" never writes the version again that was refused."""
-    store = store_with(disk, 0, 1)
-    disk.refuse = lambda name: errno.EIO if name in calls else 0
-    for version in (2, 3):
-        with pytest.raises(OSError, match=r"\[Errno"):
-            store.save(make_version(version), MANIFEST)
-    disk.refuse = lambda name: 0
-
-    store.save(make_version(5), MANIFEST)
-
-    assert files(disk) == [version_name(0, 1), version_name(0, 5)]
-    last = open_store(disk).recover()
-    assert (names(last.versions), last.versions[0].is_behind, last.damage) == ({0: (1, 5)}, False, [])
-
-
 def test_a_save_that_does_not_fit_gives_back_the_space_that_it_took(disk: FakeDisk) -> None:
     """faults.md 7, ENOSPC: what is left of a version that did not fit must not keep the disk full."""
     store = store_with(disk, 0)
@@ -193,15 +164,6 @@ def test_a_save_that_does_not_fit_gives_back_the_space_that_it_took(disk: FakeDi
     with pytest.raises(OSError, match="No space left"):
         store.save(make_version(1), MANIFEST)
     assert disk.space == 4000
-
-
-def test_old_files_that_cannot_be_removed_do_no_harm(disk: FakeDisk) -> None:
-    store = store_with(disk, 0, 1)
-    disk.refuse = lambda name: errno.EIO if name == "remove" else 0
-    store.save(make_version(2), MANIFEST)
-    disk.refuse = lambda name: 0
-    store.save(make_version(3), MANIFEST)
-    assert files(disk) == [version_name(0, 2), version_name(0, 3)]
 
 
 # ------------------------------------------------------------------ damage
@@ -225,18 +187,7 @@ def test_a_rotten_version_is_named_and_the_one_before_used(disk: FakeDisk) -> No
     assert files(disk) == [version_name(0, 6), version_name(0, 7)]
 
 
-def test_a_version_with_poisoned_counters_is_named_and_the_one_before_used(disk: FakeDisk) -> None:
-    """Its checksums are right; a shard that went on from it could answer no Join any more."""
-    store_with(disk, 6)
-    open_store(disk).save(make_version(7, tokens_merged=2**64), MANIFEST)
-    recovered = open_store(disk).recover()
-    assert (names(recovered.versions), recovered.versions[0].is_behind) == ({0: (1, 6)}, True)
-    (words,) = recovered.damage
-    assert words.startswith(f"{version_name(0, 7)} is damaged: ")
-    assert "tokens_merged is 18446744073709551616" in words
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE], ids=errno.errorcode.get)
 def test_a_version_that_cannot_be_read_now_is_not_passed_over(disk: FakeDisk, number: int) -> None:
     """P2: it may be intact, and the next save would take it away."""
     store_with(disk, 6, 7)
@@ -251,13 +202,13 @@ def test_a_version_that_cannot_be_read_now_is_not_passed_over(disk: FakeDisk, nu
         open_store(Refusing()).recover()
 
 
-def recover_past(disk: FakeDisk, rotten: str, number: int = errno.EIO) -> Recovered:
+def recover_past(disk: FakeDisk, rotten: str) -> Recovered:
     """A start of the shard that cannot read one file. The next one can."""
     good = disk.open
 
     def open_or_fail(name: str) -> FakeFile:
         if name == rotten:
-            raise OSError(number, "rotten", name)
+            raise OSError(errno.EIO, "rotten", name)
         return good(name)
 
     disk.open = open_or_fail  # type: ignore[method-assign]
@@ -266,16 +217,10 @@ def recover_past(disk: FakeDisk, rotten: str, number: int = errno.EIO) -> Recove
     return recovered
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG], ids=errno.errorcode.get)
-def test_a_version_on_a_bad_sector_gives_way_to_the_one_before(disk: FakeDisk, number: int) -> None:
-    store_with(disk, 6, 7)
-    assert names(recover_past(disk, version_name(0, 7), number).versions) == {0: (1, 6)}
-
-
 def test_what_was_passed_over_once_does_not_come_back(disk: FakeDisk) -> None:
     """P4: an epoch went on from version 6. Version 7 of the old line must not be served after it, readable or not."""
     store_with(disk, 6, 7)
-    recover_past(disk, version_name(0, 7))
+    assert names(recover_past(disk, version_name(0, 7)).versions) == {0: (1, 6)}
 
     again = open_store(disk)
     recovered = again.recover()
@@ -286,25 +231,6 @@ def test_what_was_passed_over_once_does_not_come_back(disk: FakeDisk) -> None:
     last = open_store(disk).recover()
     assert (names(last.versions), last.versions[0].is_behind) == ({0: (2, 7)}, False)
     assert files(disk) == [version_name(0, 6), version_name(0, 7)]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_shard_serves_nobody_before_what_it_passed_over_is_aside(seed: int) -> None:
-    """Whatever of it a crash undoes, the version is served by nobody, or by nobody else than before."""
-    disk = FakeDisk(seed)
-    store_with(disk, 6, 7)
-    recover_past(disk, version_name(0, 7))
-    disk.crash()
-    assert names(open_store(disk).recover().versions) == {0: (1, 6)}
-
-
-def test_a_disk_that_cannot_put_a_version_aside_serves_nobody(disk: FakeDisk) -> None:
-    store_with(disk, 6, 7)
-    disk.rot(version_name(0, 7), 2000)
-    store = open_store(disk)
-    disk.refuse = lambda name: errno.EROFS if name == "rename" else 0
-    with pytest.raises(OSError, match=r"\[Errno"):
-        store.recover()
 
 
 @pytest.mark.parametrize(("lost", "newest", "before"), [(8, 7, 6), (7, 8, 7)], ids=["the newest", "an older one"])
@@ -336,8 +262,6 @@ def test_nothing_intact_is_said_and_not_begun_anew(disk: FakeDisk) -> None:
     [
         ({"run": "other"}, "run: run <-> other"),
         ({"shard_index": 1}, "shard_index: 0 <-> 1"),
-        ({"num_shards": 2}, "num_shards: 1 <-> 2"),
-        ({"num_fragments": 4}, "num_fragments: 2 <-> 4"),
         ({"optimizer": "adam"}, "optimizer: nesterov <-> adam"),
     ],
 )

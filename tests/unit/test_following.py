@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from diloco_common.observe.logs import Log
 from diloco_worker.following import Following
-from diloco_worker.shell.arguments import counted
 
 LOG = Log("cat")
-
-
-@pytest.mark.parametrize(
-    ("tokens", "samples", "expected"),
-    [
-        (8, None, (8, False)),
-        (None, 8, (8, True)),
-        (0, None, (0, False)),
-        (np.int64(8), None, (8, False)),
-    ],
-)
-def test_a_step_counts_a_whole_number_of_one_unit(tokens: Any, samples: Any, expected: tuple[int, bool]) -> None:
-    """What is none is refused: contract/test_wrong_calls.py."""
-    assert counted(tokens, samples) == expected
 
 
 class Counting:
@@ -76,13 +59,6 @@ def test_steps_that_a_scaler_leaves_out_do_not_count() -> None:
         scaler.step(followed)
         scaler.update()
     assert len(learner.told) == 2
-
-
-def test_copies_of_the_optimizer_are_nobodys() -> None:
-    learner, followed = Counting(), optimizer()
-    Following(learner, followed, None, 1, LOG)
-    copy.deepcopy(followed).step()
-    assert learner.told == []
 
 
 def test_the_end_of_the_run_is_said_once(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:

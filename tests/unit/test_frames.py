@@ -76,24 +76,6 @@ def test_a_view_of_other_bytes_or_of_a_part_is_not_taken_for_a_frame(view: memor
 # ---------------------------------------------------------------- read
 
 
-@each_reader
-def test_a_frame_of_ours_is_read_without_a_copy(kind: Any, read: Callable[[bytes], Any]) -> None:
-    for size in SIZES:
-        message = padded(kind, b"\x05" * size, 0x01020304).SerializeToString()
-        chunk = read(message)
-        assert chunk.obj is message
-        assert (bytes(chunk), said_crc32c(chunk)) == (b"\x05" * size, 0x01020304)
-
-
-@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8"])
-def test_what_was_read_can_be_viewed_as_numbers(encoding: str) -> None:
-    payload = encode_payload(torch.randn(600), encoding, chunk_elements=256)
-    for chunk in payload.chunks:
-        for message in (frame_of(chunk), pb.PushRequest(chunk=bytes(chunk), crc32c=crc32c(chunk)).SerializeToString()):
-            view = torch.frombuffer(protobuf.push_part(message), dtype=torch.uint8)
-            assert view.data_ptr() % 16 == 0
-
-
 def unusual(r: random.Random, kind: Any) -> bytes:
     """A message as others may make it: without padding, fields in any order, twice, unknown, or cut off."""
     said = [kind(chunk=r.randbytes(r.choice((0, 1, 20, 127, 128, 300)))) for _ in range(r.choice((0, 1, 1, 1, 2)))]
@@ -222,10 +204,3 @@ def test_a_group_hides_nothing_behind_it() -> None:
     assert pb.JoinRequest.FromString(GROUP + tensors).tensors
     assert not has_at_most(GROUP + tensors, 50, 1000)
     assert size_of(GROUP + tensors, 3, 1000) is None
-
-
-def test_fields_are_counted_by_their_bytes() -> None:
-    message = pb.PushRequest(header=pb.PushHeader(manifest_digest="x" * 300), padding=b"abc")
-    assert size_of(message.SerializeToString(), 1, 2) == message.header.ByteSize()
-    assert size_of(message.SerializeToString(), 1, 1) is None
-    assert size_of(message.SerializeToString(), 2, 2) == 0

@@ -52,10 +52,6 @@ def test_frozen_parameters_and_packed_weights_are_declared_and_statistics_are_no
     assert names(nn.Linear(2, 2)) == []
 
 
-def test_equal_models_declare_the_same_in_whatever_order_they_were_defined() -> None:
-    assert declare(SharedSet(Lora("eh"))) == declare(SharedSet(Lora("he")))
-
-
 @pytest.mark.parametrize(
     ("change", "noticed"),
     [
@@ -100,24 +96,6 @@ def test_large_tensors_are_read_in_parts_row_by_row_however_they_lie(monkeypatch
     monkeypatch.setattr(frozen_tensors, "CHUNK_BYTES", chunk_bytes)
     assert only(tensor) == whole
     assert all(chunk.nbytes <= chunk_bytes for chunk in frozen_tensors._chunks(tensor))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "form"),
-    [
-        (torch.tensor(1.5), "float32 []"),
-        (torch.empty(0, 4), "float32 [0, 4]"),
-        (torch.ones(3, dtype=torch.uint8), "uint8 [3]"),
-        (torch.ones(2, 2).to(torch.float8_e4m3fn), "float8_e4m3fn [2, 2]"),
-        (torch.ones(2, dtype=torch.complex64), "complex64 [2]"),
-        (torch.tensor([True]), "bool [1]"),
-    ],
-    ids=str,
-)
-def test_any_dtype_can_be_frozen(tensor: torch.Tensor, form: str) -> None:
-    declared = only(tensor)
-    assert declared.form == form
-    assert declared.crc32c is not None
 
 
 def test_a_tensor_made_of_others_is_read_through_as_those_of_torchao_are() -> None:
