@@ -114,15 +114,9 @@ attack: $(INSTALLED) ## Do the attacks to a real shard beside honest learners, a
 fuzz: $(INSTALLED) ## Offer 100,000 wrong messages, requests, files and settings; each has to be refused by its code
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $(FUZZ)
 
-FORKS ?= --times 300
-
 .PHONY: honest
 honest: $(INSTALLED) ## Compare every merge of honest learners with the published formulas (minutes)
 	$(BIN)/python benchmarks/honest.py
-
-.PHONY: forks
-forks: $(INSTALLED) ## Give a learner 300 children in each way that scripts have; none may die (an hour)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/fork_soak.py $(FORKS)
 
 ZOO ?= --json runs/zoo/result.json
 

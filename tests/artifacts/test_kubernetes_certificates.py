@@ -7,31 +7,18 @@ hand from its documentation (v1), and a certificate is made of each, and read by
 from __future__ import annotations
 
 import os
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from diloco_common.observe.http_listener import LOOKERS
 from diloco_common.settings_loader import load
 from diloco_common.trust.identity import Scope, Subject, subject_of_uri
 from diloco_common.trust.revocations import read_revocations
-from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, read_folder
+from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST
 from diloco_common.trust.tokens import exposure
-from diloco_deploy.trust.authority import make_authority, open_authority
 from manifests import FOLDER, built, environment, on_top_of, one, pods
 
 BUILD = "overlays/mtls"
-FIELDS: dict[str, dict[str, type]] = {
-    "Issuer": {"selfSigned": dict, "ca": dict},
-    "Certificate": {
-        "secretName": str, "issuerRef": dict, "duration": str, "renewBefore": str, "privateKey": dict, "usages": list,
-        "uris": list, "dnsNames": list, "isCA": bool, "commonName": str,
-    },
-}  # fmt: skip
-"""Of `spec`."""
-USAGES = {"digital signature", "client auth", "server auth"}
 
 
 def certificates() -> dict[str, dict[str, Any]]:
@@ -54,19 +41,6 @@ def mounted(pod: dict[str, Any]) -> dict[str, dict[str, str]]:
             folder, _, file = item["path"].partition("/")
             found.setdefault(folder, {})[file] = f"{source['secret']['name']} {item['key']}"
     return found
-
-
-@pytest.mark.parametrize("kind", FIELDS)
-def test_cert_manager_knows_the_fields(kind: str) -> None:
-    resources = [r for r in built(BUILD) if r["kind"] == kind]
-    assert len(resources) > 1
-    for resource in resources:
-        assert resource["apiVersion"] == "cert-manager.io/v1"
-        for name, value in resource["spec"].items():
-            assert isinstance(value, FIELDS[kind][name]), name
-        for key in resource["spec"].get("privateKey", {}):
-            assert key in ("algorithm", "size", "rotationPolicy", "encoding")
-        assert set(resource["spec"].get("usages", [])) <= USAGES
 
 
 def test_every_certificate_is_of_an_issuer_that_is_there() -> None:
@@ -116,17 +90,6 @@ def test_who_serves_may_and_who_only_looks_may_not() -> None:
     for secret, spec in certificates().items():
         assert ("server auth" in spec["usages"]) is (subject_of_secret(secret).scope not in LOOKERS), secret
         assert "client auth" in spec["usages"]
-
-
-def test_our_own_authority_can_make_each_of_them_and_they_are_read(tmp_path: Path) -> None:
-    now = datetime.now(UTC)
-    make_authority(tmp_path, "demo", now)
-    authority = open_authority(tmp_path)
-    for secret, spec in certificates().items():
-        subject = subject_of_secret(secret)
-        hosts = spec["dnsNames"] if subject.scope is Scope.SHARD else []
-        folder, _ = authority.issue(subject, now, hosts=hosts)
-        assert read_folder(folder, needs_pair=True).subject == subject
 
 
 def test_keys_are_mounted_as_a_process_takes_them() -> None:

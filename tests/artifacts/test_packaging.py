@@ -105,10 +105,3 @@ def test_the_lowest_runtime_allowed_is_the_generators(project, repository, requi
     (ours,) = (r for r in requirements(project) if r.name == requirement)
     (lowest,) = (Version(s.version) for s in ours.specifier if s.operator == ">=")
     assert lowest == generator
-
-
-def test_the_makefile_explains_every_target_that_is_for_people(repository):
-    shown = subprocess.run(["make", "help"], cwd=repository, capture_output=True, text=True, check=True).stdout
-
-    for target in ("install", "demo", "test", "check", "proto", "bench", "up", "down"):
-        assert re.search(rf"^ *make {target} +\S", shown, re.MULTILINE), f"make help is silent about {target}"

@@ -36,11 +36,6 @@ def test_what_is_installed_together_is_pinned_to_one_version() -> None:
                 assert pinned.setdefault(name, version) == version, name
 
 
-def test_what_builds_the_wheel_is_what_is_tested() -> None:
-    dev = pins_in((FOLDER / "dev.txt").read_text()) | pins_in((FOLDER / "run.txt").read_text())
-    assert pins_in((FOLDER / "build.txt").read_text()).items() <= dev.items()
-
-
 def test_libraries_of_cuda_are_apart(repository: Path) -> None:
     for file in FILES:
         of_cuda = {name for name in pins_in(file.read_text()) if OF_CUDA.match(name)}
@@ -74,17 +69,11 @@ def test_tools_are_pinned_within_what_the_project_says(repository: Path, group: 
     ("file", "is_ours"),
     [
         ("a-1-py3-none-any.whl", True),
-        ("a-1-py2.py3-none-any.whl", True),
         ("a-1-cp312-cp312-manylinux_2_28_x86_64.whl", True),
-        ("a-1-cp311-cp311-manylinux2014_aarch64.manylinux_2_17_aarch64.whl", True),
         ("a-1-cp39-abi3-manylinux_2_34_aarch64.whl", True),
-        ("a-1-py3-none-linux_x86_64.whl", True),
         ("a-1-cp310-cp310-manylinux_2_28_x86_64.whl", False),
-        ("a-1-cp315-abi3-manylinux_2_28_x86_64.whl", False),
         ("a-1-cp314-cp314t-manylinux_2_28_x86_64.whl", False),
         ("a-1-cp312-cp312-musllinux_1_2_x86_64.whl", False),
-        ("a-1-cp312-cp312-manylinux_2_28_s390x.whl", False),
-        ("a-1-cp312-cp312-macosx_14_0_arm64.whl", False),
         ("a-1-cp312-cp312-win_amd64.whl", False),
     ],
 )
@@ -96,12 +85,9 @@ def test_wheels_for_linux_on_two_machines_and_four_pythons_are_listed(file: str,
     ("marker", "needed"),
     [
         ("", True),
-        ("sys_platform == 'linux'", True),
-        ("platform_machine == 'aarch64'", True),
         ("python_full_version < '3.12'", True),
         ("os_name == 'nt' or sys_platform == 'win32'", False),
         ("python_full_version < '3.11'", False),
-        ("platform_python_implementation == 'PyPy'", False),
     ],
 )
 def test_what_no_supported_machine_needs_is_left_out(marker: str, needed: bool) -> None:

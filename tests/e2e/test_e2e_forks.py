@@ -1,4 +1,4 @@
-"""Children of a learner's process live, in every way that scripts have them: two of each (fork_soak.py has 300)."""
+"""Children of a learner's process run its script again. That they live: contract/test_what_works.py, and the zoo."""
 
 from __future__ import annotations
 
@@ -7,21 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forking
 import pytest
-from fork_soak import SHARD, soak
 
 from processes import LocalCluster, environment
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize("ways", [[*forking.CHILD_BY_CHILD], [*forking.LOADERS]], ids=["children", "loaders"])
-def test_children_of_learners_and_shards_live(ways: list[str], tmp_path: Path) -> None:
-    first, again = soak(tmp_path / "run", ways, times=2)
-    for counts in (first, again):
-        assert {way: deaths for way, (_, deaths) in counts.items()} == dict.fromkeys([*ways, SHARD], 0)
-        assert min(children for children, _ in counts.values()) >= 2
-
 
 UNGUARDED = """
 import subprocess, sys, torch

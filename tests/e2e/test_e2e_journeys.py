@@ -1,7 +1,6 @@
 """What a new user types, mistyped: every mistake is answered in at most three lines, with a stable code.
 
-Each is an example of ours with one thing wrong. Nobody sees a stack of ours. Whatever else `join` and `step` can be
-given is in contract/test_wrong_calls.py.
+Each is an example of ours with one thing wrong. What else is called in a wrong way: contract/test_wrong_calls.py.
 """
 
 from __future__ import annotations
@@ -30,11 +29,6 @@ SAVED_AT = "50"
 """The example saves after so many steps."""
 
 
-def with_options(options: str, wait_s: float = 2.0) -> str:
-    """The loop, with more options of `join`."""
-    return changed(LOOP, (JOIN, f"{JOIN}, wait_s={wait_s}, {options}"))
-
-
 def in_model(line: str) -> str:
     """The loop, with something done to the model before it joins."""
     return changed(LOOP, ("    optimizer = ", f"    {line}\n    optimizer = "))
@@ -50,53 +44,23 @@ def before_joining_again(line: str) -> str:
 
 
 AGAIN = f"{JOIN.replace('model', 'deepcopy(model)')}, state=learner.state_dict()) as again"
-MISTAKES: dict[str, tuple[str, str, str]] = {
-    # what is wrong -> the script, the shards that it is given, the code that it hears
-    "no port": (LOOP, "127.0.0.1", "BAD_CONFIG"),
-    "a shard too many": (with_options("", wait_s=60.0), "SHARD,127.0.0.1:9", "BAD_CONFIG"),
-    "a port where nobody is": (with_options(""), "127.0.0.1:9", "CANNOT_CONNECT"),
-    "another run": (LOOP.replace('"spirals"', '"spiral"'), "SHARD", "WRONG_RUN"),
-    "a learner id with a space": (with_options('learner_id="my laptop"'), "SHARD", "BAD_LEARNER_ID"),
-    "nothing to train": (in_model("model.requires_grad_(False)"), "SHARD", "UNSUPPORTED_MODEL"),
-    "a model in float64": (in_model("model.double()"), "SHARD", "UNSUPPORTED_MODEL"),
-    "a model on the meta device": (in_model('model.to("meta")'), "SHARD", "UNSUPPORTED_MODEL"),
-    "a checkpoint after join": (
-        before_step(LOOP, "model.load_state_dict(model.state_dict())"), "SHARD", "MODEL_CHANGED",
-    ),
-    "a model moved after join": (before_step(LOOP, "model.double()"), "SHARD", "MODEL_CHANGED"),
-    "a step after finish": (before_step(LOOP, "learner.finish()"), "SHARD", "LEARNER_ENDED"),
-    "an unknown schedule": (RESUME.replace('"cosine"', '"cos"'), "SHARD", "BAD_CONFIG"),
-    "resumed: the run renamed": (changed(RESUME, ('run="spirals"', 'run="spirals-2"')), "SHARD", "BAD_CONFIG"),
-    "resumed: the whole checkpoint as the state": (resumed_with("state=saved"), "SHARD", "BAD_CONFIG"),
-    "resumed: the state of the optimizer": (resumed_with('state=saved["optimizer"]'), "SHARD", "BAD_CONFIG"),
-    "resumed: the state as JSON": (
-        resumed_with('state=__import__("json").dumps(saved["learner"])'), "SHARD", "BAD_CONFIG",
-    ),
-    "resumed: a count typed by hand": (
-        resumed_with('state=saved["learner"] | {"inner_step": "50"}'), "SHARD", "BAD_CONFIG",
-    ),
+MISTAKES: dict[str, tuple[str, str]] = {
+    # what is wrong -> the script, the code that it hears
+    "a model in float64": (in_model("model.double()"), "UNSUPPORTED_MODEL"),
+    "a model moved after join": (before_step(LOOP, "model.double()"), "MODEL_CHANGED"),
+    "a step after finish": (before_step(LOOP, "learner.finish()"), "LEARNER_ENDED"),
+    "resumed: the whole checkpoint as the state": (resumed_with("state=saved"), "BAD_CONFIG"),
+    "resumed: a count typed by hand": (resumed_with('state=saved["learner"] | {"inner_step": "50"}'), "BAD_CONFIG"),
     "resumed: loaded after join": (
-        changed(RESUME, (LOAD, ""), ("        generator = ", f"{LOAD}        generator = ")), "SHARD", "MODEL_CHANGED",
-    ),
-    "resumed: back to the checkpoint while it trains": (
-        before_step(RESUME, 'model.load_state_dict(saved["model"])'), "SHARD", "MODEL_CHANGED",
-    ),
-    "resumed: a layer more than before": (
-        before_joining_again("model.append(nn.Linear(2, 2))"), "SHARD", "MANIFEST_MISMATCH",
+        changed(RESUME, (LOAD, ""), ("        generator = ", f"{LOAD}        generator = ")), "MODEL_CHANGED",
     ),
     "resumed: a layer frozen meanwhile": (
-        before_joining_again("model[0].requires_grad_(False)"), "SHARD", "MANIFEST_MISMATCH",
-    ),
-    "resumed: a warm-up in steps": (changed(RESUME, ('"cosine"', '"cosine", warmup=100')), "SHARD", "BAD_CONFIG"),
-    "resumed: finish, so that the checkpoint is whole": (
-        changed(RESUME, ("            if learner.inner_step % 50 == 0:",
-                         "            learner.finish()\n            if learner.inner_step % 50 == 0:")),
-        "SHARD", "LEARNER_ENDED",
+        before_joining_again("model[0].requires_grad_(False)"), "MANIFEST_MISMATCH",
     ),
     "resumed: the same checkpoint in two processes": (
         changed(RESUME, (f"{JOIN}, {STATE}) as learner", f"{JOIN}, {STATE}) as learner, {AGAIN}"),
                 ("import sys", "import sys\nfrom copy import deepcopy")),
-        "SHARD", "SUPERSEDED",
+        "SUPERSEDED",
     ),
 }  # fmt: skip
 
@@ -124,12 +88,9 @@ def saved(folder: Path, address: str) -> Path:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered_in_three_lines(mistake, address, saved, as_a_script, tmp_path) -> None:
-    script, shards, code = MISTAKES[mistake]
+    script, code = MISTAKES[mistake]
     shutil.copy(saved, tmp_path / "resume.pt")
-
-    said = as_a_script(script, shards.replace("SHARD", address), str(tmp_path / "resume.pt"))
-
-    assert_told(said, code)
+    assert_told(as_a_script(script, address, str(tmp_path / "resume.pt")), code)
 
 
 def test_other_errors_keep_their_traceback(address: str, as_a_script: Callable[..., str]) -> None:

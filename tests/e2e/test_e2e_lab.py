@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +25,7 @@ learners = 2
 """
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.gate), signal.SIGKILL])
-def test_runs_at_once_end_with_the_command_that_began_them(tmp_path: Path, number: signal.Signals) -> None:
+def test_runs_at_once_end_with_the_command_that_began_them(tmp_path: Path) -> None:
     (tmp_path / "arm.toml").write_text(ARM)
     compare = ["lab", "compare", "arm.toml", "--jobs", "2", "--out", "results.jsonl"]
     command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), "diloco_deploy", *compare]
@@ -35,7 +33,7 @@ def test_runs_at_once_end_with_the_command_that_began_them(tmp_path: Path, numbe
         try:
             runs = until(lambda: both_run(spawned_by(lab.pid)), "both runs to begin")
         finally:
-            lab.send_signal(number)
+            lab.kill()
         until(lambda: not any(is_alive(run) for run in runs), "both runs to end")
 
 

@@ -81,6 +81,7 @@ def test_a_member_starts_again_what_dies(make: Make, tmp_path: Path) -> None:
     assert second.pid != first.pid
 
 
+@pytest.mark.gate  # test_ray.py has it on a real cluster, too
 def test_the_next_life_of_a_shard_waits_for_the_former_one(make: Make, tmp_path: Path) -> None:
     former = make("shard-0")
     until_up(former)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -36,11 +34,7 @@ SEED_BYTES = 4.0
 class Up:
     """One `diloco up` as a process of its own."""
 
-    def __init__(
-        self, folder: Path, shards: int, workers: int, tokens: int, *, own_interpreters: bool = False,
-        **settings: object,
-    ) -> None:  # fmt: skip
-        """With interpreters of their own, the command and its children are started as a person does, else forked."""
+    def __init__(self, folder: Path, shards: int, workers: int, tokens: int, **settings: object) -> None:
         self.folder = folder
         self.shards = [f"shard-{i}" for i in range(shards)]
         self.workers = [f"worker-{i}" for i in range(workers)]
@@ -49,15 +43,7 @@ class Up:
         folder.mkdir(exist_ok=True)
         self._log = folder.with_name("up.log")
         self._log.unlink(missing_ok=True)
-        self._process: Forked | subprocess.Popen[bytes]
-        if not own_interpreters:
-            self._process = Forked("diloco_deploy", arguments, self._log, environment(), forks_children=True)
-        else:
-            with self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "diloco_deploy", *arguments],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(),
-                )  # fmt: skip
+        self._process = Forked("diloco_deploy", arguments, self._log, environment(), forks_children=True)
         self.children: list[psutil.Process] = []
 
     def address(self, name: str) -> str:
@@ -100,8 +86,8 @@ class Up:
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Up]]:
     started: list[Up] = []
 
-    def start(shards: int = 1, workers: int = 1, tokens: int = 0, **how: bool) -> Up:
-        started.append(Up(tmp_path_factory.mktemp("up") / "run", shards, workers, tokens, **how))
+    def start(shards: int = 1, workers: int = 1, tokens: int = 0) -> Up:
+        started.append(Up(tmp_path_factory.mktemp("up") / "run", shards, workers, tokens))
         return started[-1]
 
     yield start
@@ -109,23 +95,21 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Up]]:
         one.kill()
 
 
-class Finished:
+class Finished(NamedTuple):
     """A run that has ended by itself."""
 
-    def __init__(self, run: Up) -> None:
-        self.run = run
-        run.await_merging()
-        self.code, self.said = run.end()
-        self.report: dict[str, Any] = {}
-        if self.code == 0:
-            self.report = json.loads((run.folder / "report.json").read_text())
+    run: Up
+    said: str
+    report: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def finished(up: Callable[..., Up]) -> Finished:
-    done = Finished(up(shards=2, workers=len(WORKERS), tokens=BUDGET))
-    assert done.code == 0, done.said
-    return done
+    run = up(shards=2, workers=len(WORKERS), tokens=BUDGET)
+    run.await_merging()
+    code, said = run.end()
+    assert code == 0, said
+    return Finished(run, said, json.loads((run.folder / "report.json").read_text()))
 
 
 def test_a_run_ends_by_itself_and_leaves_no_child(finished: Finished) -> None:
@@ -135,26 +119,18 @@ def test_a_run_ends_by_itself_and_leaves_no_child(finished: Finished) -> None:
     assert "Traceback" not in finished.said
 
 
-def test_the_report_has_every_field_with_a_sane_value(finished: Finished) -> None:
+def test_the_report_has_sane_values(finished: Finished) -> None:
     report = finished.report
     assert report["eval_loss_first"] == pytest.approx(5.545, abs=0.1), "nothing is known: ln 256"
-    assert report["eval_loss_final"] < report["eval_loss_first"] - 1.0
-    assert report["train_loss_final"] < report["eval_loss_first"] - 1.0
-    assert report["tokens"] % (TINY["train.batch"] * TINY["model.context"]) == 0
+    assert max(report["eval_loss_final"], report["train_loss_final"]) < report["eval_loss_first"] - 1.0
     assert BUDGET <= report["tokens_merged"] <= report["tokens"]
-    assert report["tokens_carried"] >= 0
-    assert report["wall_s"] > 0
-    assert sorted(report["versions"], key=int) == [str(i) for i in range(TINY["sync.fragments"])]
     assert sum(report["versions"].values()) == report["rounds"] > 0
+    assert len(report["versions"]) == TINY["sync.fragments"]
     assert 1.0 <= report["participants_mean"] <= len(WORKERS)
-    assert report["late"] >= 0
-    assert report["evictions"] == 0
     assert set(report["tokens_per_s"]) == set(report["sync_stall_s"]) | {"all"} == {*WORKERS, "all"}
-    assert all(rate > 0 for rate in report["tokens_per_s"].values())
     assert all(0 < stall_s < report["wall_s"] for stall_s in report["sync_stall_s"].values())
-    assert report["seed"] == 0
+    assert (report["evictions"], report["seed"], report["interrupted"]) == (0, 0, False)
     assert report["settings"]["model"]["width"] == TINY["model.width"]
-    assert report["interrupted"] is False
 
 
 def test_bytes_are_what_the_encodings_imply(finished: Finished) -> None:
@@ -182,7 +158,7 @@ def test_the_exported_model_is_the_reported_one_in_plain_torch(finished: Finishe
 
 
 def test_ctrl_c_drains_and_says_where_things_lie(up: Callable[..., Up]) -> None:
-    run = up(own_interpreters=True)
+    run = up()
     run.await_merging()
     run.signal(signal.SIGINT)
     code, said = run.end()
@@ -201,18 +177,10 @@ def test_ctrl_c_drains_and_says_where_things_lie(up: Callable[..., Up]) -> None:
     assert "draining" in (run.folder / "logs" / "shard-0.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("average", "own_interpreters"),
-    [
-        pytest.param("false", True, id="momentum stays local", marks=pytest.mark.gate),
-        pytest.param("true", False, id="momentum is averaged"),
-    ],
-)
-def test_when_everything_is_killed_the_same_command_goes_on(tmp_path, average, own_interpreters) -> None:
+def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path) -> None:
     """faults.md 6: no announced version is lost, workers go on from their own checkpoints, and the run ends."""
-    how: dict[str, Any] = {"worker.checkpoint_every_s": 0.5, "train.average_momentum": average}
-    how["own_interpreters"] = own_interpreters
-    first = Up(tmp_path / "run", 2, 2, 60_000, **how)
+    settings = {"worker.checkpoint_every_s": 0.5, "train.average_momentum": "true"}
+    first = Up(tmp_path / "run", 2, 2, 60_000, **settings)
     try:
         first.await_merging()
         until(lambda: all((tmp_path / "run" / w / "checkpoint.safetensors").exists() for w in first.workers), "files")
@@ -220,17 +188,16 @@ def test_when_everything_is_killed_the_same_command_goes_on(tmp_path, average, o
     finally:
         first.kill()
 
-    second = Up(tmp_path / "run", 2, 2, 60_000, **how)
+    second = Up(tmp_path / "run", 2, 2, 60_000, **settings)
     try:
         code, said = second.end()
     finally:
         second.kill()
     assert code == 0, said
     assert "going on with the run" in said
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["tokens_merged"] >= 60_000
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["tokens_merged"] >= 60_000
     for name, status in before.items():
-        assert any(fragment["companion"] for fragment in status["fragments"]) == (average == "true")
+        assert any(fragment["companion"] for fragment in status["fragments"])
         log = (tmp_path / "run" / "logs" / f"{name}.log").read_text()
         assert "fragment seeded" not in log, "its first life was seeded, this one was not"
         assert log.count("fragment recovered") == len(status["fragments"])
