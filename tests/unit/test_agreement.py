@@ -26,7 +26,6 @@ DIGEST = cut(TENSORS, 2, 2).digest
 POLICY = LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True)
 FIRST = Joined(1, 1, 1.0, 0, 2, 2, DIGEST, POLICY, (), Pulse(0, 0), address="ps-0:50051")
 SECOND = replace(FIRST, address="ps-1:50051", shard_index=1)
-OTHERS = cut(TENSORS, 1, 1).digest
 
 
 def owning(*fragment_ids: int) -> tuple[FragmentStatus, ...]:
@@ -42,16 +41,13 @@ def policy(**changes: Any) -> LearnerPolicy:
     [
         ([], replace(FIRST, num_shards=3), ConfigError, "has 3 shards .* but 2 addresses"),
         ([], replace(FIRST, num_fragments=1), ManifestMismatch, "the model cannot be cut as ps-0:50051 says"),
-        ([], replace(FIRST, manifest_digest=OTHERS), ManifestMismatch, "ps-0:50051 reads .* of another version"),
         ([], replace(FIRST, policy=policy(push_encoding="os:system")), UnknownEncoding, "os:system"),
         ([FIRST], replace(SECOND, shard_index=0), ConfigError, "ps-0:50051 and ps-1:50051 both are shard 0"),
         ([FIRST], replace(SECOND, manifest_digest="x"), ManifestMismatch, "ps-1:50051 reads this model in another way"),
         ([FIRST], replace(SECOND, policy=policy(sync_every=5)), ManifestMismatch, "ps-1:50051 cuts the model"),
         ([FIRST], replace(SECOND, fragments=owning(0)), ManifestMismatch, r"ps-1:50051 says that it owns .* \[0\]"),
-        ([FIRST], replace(SECOND, fragments=owning(1, 4000)), ManifestMismatch, r"owns fragments \[4000\]"),
         ([FIRST, SECOND], replace(SECOND, shard_index=0), ConfigError, "was shard 1 and says now .* shard 0"),
         ([FIRST, SECOND], replace(FIRST, policy=policy(push_encoding="int4")), ManifestMismatch, "ps-0:50051 before"),
-        ([FIRST, SECOND], replace(FIRST, policy=policy(pull_encoding="no")), UnknownEncoding, "'no'"),
     ],
 )  # fmt: skip
 def test_a_shard_that_does_not_belong_here_is_not_believed(
@@ -104,13 +100,10 @@ TAKEN, WRONG, OTHER = Superseded("another process"), WrongRun("another run"), Ma
         (1, [TAKEN], True),
         (2, [TAKEN], False),
         (2, [TAKEN, TAKEN], True),
-        (2, [WRONG], False),
         (2, [WRONG, OTHER], True),
         (2, [TAKEN, WRONG], False),  # neither has a majority
-        (3, [TAKEN], False),
         (3, [TAKEN, TAKEN], True),
         (3, [WRONG, TAKEN], False),
-        (4, [WRONG, WRONG], False),
     ],
 )
 def test_what_most_shards_have_against_a_learner_ends_it(shards: int, raised: list[DilocoError], ends: bool) -> None:

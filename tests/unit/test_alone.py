@@ -24,14 +24,12 @@ def bind() -> None:
     ("attempt", "words"),
     [
         (lambda: subprocess.run(["true"], check=True), "starts a process"),
-        (lambda: multiprocessing.get_context("fork").Process(target=print).start(), "starts a process"),
         (lambda: multiprocessing.get_context("spawn").Process(target=print).start(), "starts a process"),
         (lambda: os.system("true"), "starts a process"),
         (bind, "takes a port"),
-        (lambda: grpc.server(None), "takes a port"),
         (lambda: grpc.aio.server(), "takes a port"),
     ],
-    ids=["subprocess", "fork", "spawn", "system", "bind", "grpc", "grpc.aio"],
+    ids=["subprocess", "spawn", "system", "bind", "grpc"],
 )
 def test_an_attempt_fails_and_is_remembered(attempt: Callable[[], object], words: str) -> None:
     with alone() as tried:

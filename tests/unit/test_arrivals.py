@@ -54,16 +54,6 @@ def test_an_arrival_is_the_boundary_plus_the_usual_lag_plus_the_bytes_over_the_m
     assert arrivals.expected_at(Call(5, {}), 4000) == math.inf, "it was not asked"
 
 
-def test_a_contribution_in_parts_is_expected_until_all_are_there_and_measured_once() -> None:
-    arrivals = Arrivals()
-    call = Call(1, {arrivals: 10.5})
-    for part_at in (10.7, 30.0):
-        arrivals.header(call, part_at, wanted=True)
-        arrivals.bytes_came(call, 1000, part_at + 2.0)
-    assert arrivals.s_per_element == pytest.approx(0.002)
-    assert arrivals.expected_at(call, 1000) == pytest.approx(12.7)
-
-
 # ------------------------------------------------------------------ rounds
 
 
@@ -153,19 +143,3 @@ def test_a_learner_that_has_hung_is_not_waited_for_although_it_holds_a_lease() -
     closed = crowd.run(120.0, {"a": 1.0, "b": 1.1})
     assert [c.participants for c in closed[1:]] == [2] * (len(closed) - 1)
     assert max(c.open_s for c in closed[1:]) < 1.3
-
-
-def test_who_is_asked_late_does_not_say_alone_what_is_usual() -> None:
-    crowd = Crowd(lease_s=10.0, quorum="all")
-    paces = {"a": 1.0, "b": 1.0, "c": 1.0}
-    crowd.come(*paces)
-    while crowd.state.round is None:
-        crowd.run(1.0, paces, silent=tuple(paces))
-    collecting = crowd.state.round
-    began = collecting.opened_at
-    assert began <= collecting.usual_at <= began + 2.0
-    crowd.join("late")
-    while "late" not in collecting.asked:
-        crowd.run(1.0, paces | {"late": 1.0}, silent=(*paces, "late"))
-        assert crowd.now < began + 30.0
-    assert began <= collecting.usual_at <= began + 2.0

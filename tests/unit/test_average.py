@@ -64,7 +64,7 @@ class Run:
 
 
 @pytest.mark.parametrize("one_way", [False, True])
-@pytest.mark.parametrize(("average", "error"), [(0.5, 0.003), (0.9, 0.006), (0.97, 0.01), (0.999, 0.05)])
+@pytest.mark.parametrize(("average", "error"), [(0.9, 0.006), (0.999, 0.05)])
 def test_it_is_the_formula_and_a_restart_changes_no_bit(average: float, error: float, one_way: bool) -> None:
     """One way, what each version adds is less than half of the last bit of what is kept."""
     whole, restarted = Run(average, one_way=one_way).make(150), Run(average, one_way=one_way).make(60)

@@ -49,16 +49,12 @@ def test_fragments_spread_evenly_over_h(num_fragments: int, sync_every: int) -> 
         ({}, {}, 1, False),
         ({"a": 4}, {}, 1, True),
         ({"a": 3}, {}, 1, False),
-        ({"a": 7}, {"a": 4}, 1, False),
         ({"a": 8}, {"a": 4}, 1, True),
-        ({"a": 8, "b": 1}, {"a": 4}, 1, True),
         ({"a": 8, "b": 1}, {"a": 4}, 2, False),
         ({"a": 8, "b": 4}, {"a": 4}, 2, True),
-        ({"a": 8, "b": 4, "c": 3}, {"a": 4}, 2, True),
         ({"a": 8, "b": 4, "c": 3}, {"a": 4}, "all", False),
         ({"a": 8, "b": 4, "c": 4}, {"a": 4}, "all", True),
         ({"a": 8}, {"a": 4}, 3, True),  # who is not there is not waited for
-        ({"a": 3}, {}, 3, False),
         ({"b": 4}, {"a": 1000}, "all", True),  # the fastest has died; the cadence goes on
     ],
 )
@@ -106,8 +102,6 @@ def make_window(to_quorum: Sequence[float] = (), to_publish: Sequence[float] = (
     [
         ([], [], 1.0, 1.0),  # 0.5 * 2
         ([1.0], [0.5], 1.0, 0.25),  # 0.5 * (2 - 1.5)
-        ([1.0], [], 1.0, 0.5),
-        ([], [1.0], 1.0, 0.5),
         ([3.0], [1.0], 1.0, 0.0),  # no slack left
         ([], [], 0.0, 0.0),  # nobody has told its step time
         ([1.0, 2.0], [0.5], 1.0, 0.2),  # average 1.0 + 0.1 * (2.0 - 1.0)
@@ -123,7 +117,6 @@ def test_the_window_is_a_share_of_the_slack_that_the_overlap_leaves(
     ("sync", "step_time_s", "seconds"),
     [
         ({}, 1.0, 6.0),  # 2.5 times a tenth of H = 24 steps, whatever quorum and merge take
-        ({"patience": 0.2}, 2.0, 24.0),
         ({"sync_every": 4}, 1.0, 5.0),  # never less than the overlap
         ({"patience": 1.0}, 10.0, 60.0),  # never more than a minute
         ({}, 0.0, 0.0),  # nobody has told its step time

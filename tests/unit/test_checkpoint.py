@@ -106,7 +106,9 @@ def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(c
     assert damage == []
 
 
-def test_where_there_are_no_links_files_are_copied(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_links_files_are_copied_or_nothing_is_left(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(source: object, target: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
@@ -115,6 +117,15 @@ def test_where_there_are_no_links_files_are_copied(cluster: Path, monkeypatch: p
 
     assert (cluster / "c" / contents.files[0].name).stat().st_nlink == 1
     assert find_damage(Disk(cluster / "c"), contents) == []
+
+    def half(source: Path, target: Path) -> None:
+        target.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders.shutil, "copyfile", half)
+    with pytest.raises(OSError, match="No space"):
+        folders.hard_link(cluster / "c" / contents.files[0].name, cluster / "copy")
+    assert not (cluster / "copy").exists(), "a copy that does not fit leaves nothing"
 
 
 def test_a_version_with_a_damaged_header_is_passed_over_in_words(cluster: Path) -> None:

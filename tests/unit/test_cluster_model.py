@@ -183,16 +183,6 @@ def test_what_is_known_of_a_shard_that_did_not_answer(known, silent, presence, w
     assert codes == {"away": ["SHARD_AWAY"], "unknown": ["SHARD_UNKNOWN"]}.get(presence, [])
 
 
-def test_workers_that_were_not_asked_are_shown_as_the_shards_hear_them() -> None:
-    roll = called(shard(0, learner("a"), learner("b", "left"), count=1))
-    (a,) = [one for one in roll.present if one.name == "a"]
-    assert a.status is not None
-    assert (a.status["tokens_per_s"], a.status["loss"], a.status["contributions"]["merged"]) == (200.0, 2.0, 4)
-    assert (a.answered, a.why) == (False, "heard by 1 shard")
-    status = ClusterStatus.of(roll)
-    assert (status.complete, status.expected.workers) == (True, 1), "who said goodbye is not expected"
-
-
 @pytest.mark.parametrize(
     ("process", "presence", "since_s"),
     [("died", "dead", 12.0), ("starting", "starting", None), ("ended", "left", None)],

@@ -94,20 +94,6 @@ def test_a_payload_is_dropped_with_the_version_of_its_round(version: int, is_kep
     assert (rig.values(contribution) is not None) is is_kept
 
 
-async def test_the_memory_of_seeds_is_given_back_before_the_first_contribution() -> None:
-    """They are float32, and nothing that comes later is as large."""
-    rig = Rig()
-    times: list[int] = []
-    rig.give_back = lambda: times.append(len(times))
-    await rig.done(rig.codec.encode_seed(torch.zeros(2)))
-    assert times == []
-    for round_number in (1, 2):
-        rig.contributes(round_number)
-        rig.parts.jobs.run()
-        rig.core.fragments[0].give_back()
-        assert times == [0]
-
-
 def test_a_push_that_is_cancelled_leaves_the_job_to_be_done() -> None:
     """Otherwise the fragment would be read for ever: no version could be applied to it again."""
     rig = Rig(reads_later=True)

@@ -17,7 +17,6 @@ from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import Outcome, Progress, PushHeader
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.fragment import Phase, Restored
-from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
 
 SIZE = 8
@@ -148,15 +147,3 @@ def test_an_earlier_merge_is_right_too_while_the_next_version_is_written(process
 
     assert known(writing.committed()) == told
     assert known(writing.restarted()) == (1, 0)
-
-
-def test_a_seed_has_one_record_too() -> None:
-    shard = make_shard()
-    member = shard.join("ann", "process 1", MODEL, 0.0)
-    header = PushHeader(0, 0, 1, 0, 0, 0, PAYLOAD.header, shard.manifest.digest, tokens_merged=70)
-    shard.contribute(member, header, PAYLOAD, (3.0,), 0.0)
-    record = shard.versions.seed_record(0)
-    shard.join("ann", "process 2", MODEL, 1.0)
-    shard.versions.seeded(record, VALUES, PUBLISHED)
-    assert record == Record(0, 1, 0, {}, {}, 70, (), 3.0)
-    assert shard.fragments[0].record == record

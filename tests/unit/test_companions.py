@@ -87,17 +87,6 @@ def test_a_companion_becomes_the_exact_mean_while_the_model_takes_an_outer_step(
     assert models[0].weight.tolist() != [[3.0, 6.0, 9.0, 12.0]], "the model itself takes the outer step"
 
 
-def test_without_companions_nothing_of_the_model_is_another() -> None:
-    thetas = []
-    for companions in ({}, momentum()):
-        cluster, model = cluster_of(), linear()
-        cluster.join("a", model, companions)
-        for _ in range(3):
-            round_of(cluster, lambda of=model: of.weight.data.add_(0.3))
-        thetas.append(next(iter(cluster.shards[0].shard.fragments.values())).values.theta)  # type: ignore[union-attr]
-    assert torch.equal(*thetas)
-
-
 def test_companions_are_due_so_many_times_as_rarely() -> None:
     cluster = cluster_of("a", sync={"sync_every": 2, "companions_every": 3})
     versions = []
@@ -126,14 +115,6 @@ def test_the_run_ends_by_the_model_alone_and_companions_end_with_it() -> None:
     for _ in range(4):
         round_of(cluster, lambda: None)
     assert companion.version == 1, "nothing is averaged for a run that is over"
-
-
-def test_momentum_may_leap_by_any_factor_when_a_layer_of_zeros_begins_to_learn() -> None:
-    cluster, held = cluster_of(), momentum()
-    cluster.join("a", linear(), held)
-    for exponent in range(-30, 10):
-        round_of(cluster, lambda e=exponent: held["weight"].values.fill_(10.0**e if e < -20 else 10.0**9))
-    assert cluster.shards[0].shard.ledger.rejected == {}
 
 
 @pytest.mark.parametrize(

@@ -209,14 +209,6 @@ def test_all_ranks_hear_at_the_same_boundary_what_one_of_them_asks(
     assert all(getattr(log, is_asked) for log in island.logs)
 
 
-def test_the_leaders_word_on_the_run_is_that_of_all() -> None:
-    island = Island(2)
-    island.logs[0].say_pulse(Pulse(10, 100))
-    island.logs[1].say_pulse(Pulse(99, 99))
-    island.settle()
-    assert [log.pulse for log in island.logs] == [Pulse(10, 100)] * 2
-
-
 def test_what_does_not_fit_into_a_frame_comes_with_the_next() -> None:
     island = Island(2)
     large = joined(1, fragments=400)

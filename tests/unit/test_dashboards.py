@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 GRAFANA = Path(__file__).resolve().parents[2] / "deploy/grafana"
 BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
@@ -38,14 +37,6 @@ def test_every_query_asks_the_data_source_that_is_chosen_above(name: str) -> Non
     ]  # fmt: skip
     assert {each["datasource"]["uid"] for each in asks} == {f"${{{chosen['name']}}}"}
     assert {each["datasource"]["type"] for each in asks} == {chosen["query"]}
-
-
-def test_what_is_chosen_at_first_is_the_one_that_is_provisioned() -> None:
-    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
-    assert source["isDefault"]
-    for board in BOARDS.values():
-        chosen = board["templating"]["list"][0]
-        assert (chosen["current"]["value"], chosen["query"]) == ("default", source["type"])
 
 
 @pytest.mark.parametrize("name", BOARDS)

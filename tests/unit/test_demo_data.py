@@ -39,7 +39,7 @@ def test_files_are_held_out_by_a_hash_of_their_name(tmp_path):
     assert (corpus.files, corpus.train.dtype) == (60, torch.uint8)
 
 
-@pytest.mark.parametrize("size", [80, 10_000, 3_000_000])
+@pytest.mark.parametrize("size", [80, 3_000_000])
 def test_a_single_file_is_held_out_by_regions(tmp_path, size):
     text = os.urandom(size)
     (tmp_path / "one.bin").write_bytes(text)
@@ -79,11 +79,9 @@ def test_the_standard_library_is_megabytes_of_source_text_without_its_tests():
     [
         (lambda root: None, "there is no file or folder"),
         (lambda root: root.mkdir(), "no readable file"),
-        (lambda root: root.touch(), "too little"),
         (lambda root: root.write_bytes(b"x" * 79), "holds 79 bytes"),
-        (lambda root: (root.mkdir(), (root / "a").write_bytes(b"x")), "holds 1 bytes"),
     ],
-    ids=["missing", "empty folder", "empty file", "small file", "small folder"],
+    ids=["missing", "empty folder", "small file"],
 )
 def test_bad_data_is_refused_with_its_path(tmp_path, make, says):
     source = tmp_path / "data"
@@ -104,7 +102,7 @@ def test_a_stream_visits_every_window_once_in_a_pass():
     assert len(set(flat)) == len(flat) == 200
 
 
-@pytest.mark.parametrize("drawn", [0, 1, 5, 6, 7, 50])
+@pytest.mark.parametrize("drawn", [0, 6, 50])
 def test_a_stream_set_to_a_position_goes_on_exactly_there(drawn):
     text = numbered(208)  # 25 windows: batches of 4 straddle the passes
     a = stream(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco_common.settings import Settings
-from diloco_common.wire.addresses import Endpoints, dialable, read_address, write_address
+from diloco_common.wire.addresses import Endpoints, read_address, write_address
 from diloco_deploy.cli import main
 from diloco_deploy.cluster.record import ClusterRecord
 from diloco_deploy.run.folder import Files, Outputs, shown
@@ -71,11 +71,3 @@ def test_an_address_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = write_address(path, "shard", "shard-0", grpc="127.0.0.1:1", http="127.0.0.1:2")
     assert read_address(path) == written == Endpoints("shard", "shard-0", os.getpid(), "127.0.0.1:1", "127.0.0.1:2")
     assert [one.name for one in tmp_path.iterdir()] == ["shard-0.json"]
-
-
-@pytest.mark.parametrize(
-    ("bound", "dialed"),
-    [("0.0.0.0:5", "127.0.0.1:5"), ("[::]:5", "127.0.0.1:5"), ("10.0.0.1:5", "10.0.0.1:5"), ("[::1]:5", "[::1]:5")],
-)
-def test_a_wildcard_is_dialled_over_loopback(bound: str, dialed: str) -> None:
-    assert dialable(bound) == dialed

@@ -128,12 +128,6 @@ def test_everything_fits_the_terminal(width: int) -> None:
     assert any(set(one.strip()) <= set("━╸╺") and one.strip() for one in text.splitlines()), "a bar on its own line"
 
 
-def test_a_cluster_of_which_nothing_is_known_can_be_shown() -> None:
-    unknown = Snapshot(of(Member("shard-0", "shard"), Member("worker-0", "worker")), doing="starting shards")
-    assert "starting shards" in "\n".join(drawn(view(unknown, 80), 80))
-    assert "starting shards" in line(unknown, 80)
-
-
 def test_a_line_says_how_far_how_fast_and_how_much() -> None:
     assert line(cluster(), 200) == (
         "1:23  loss 2.500  merged 500k 25%  4:09 left  2.00k tok/s  workers 2/2  rounds 20  "
@@ -171,14 +165,6 @@ def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
     ):
         assert said in text
     assert "model" not in text
-
-
-def test_the_summary_tells_the_last_tokens_from_those_that_workers_dropped_on_the_way() -> None:
-    found = of(*workers(2, tokens_unmerged=10_000))
-    said = summary(make_report(found, Settings(), wall_s=1.0, evaluation=None), {})
-    assert "the last 20.0k tokens (3.3%) came after the last version: worker-0 10.0k, worker-1 10.0k\n" in said
-    dropped = "580k more tokens are in no version: a worker drops what it has not sent when it is interrupted or dies\n"
-    assert dropped in said
 
 
 @pytest.mark.parametrize(("budget", "merged", "proposed"), [(200_000, 201_000, "400k"), (5, 31_000, "62.0k")])

@@ -7,9 +7,7 @@ from itertools import pairwise
 import pytest
 
 from diloco_common.errors import (
-    Busy,
     CertificateExpired,
-    ConfigError,
     DilocoError,
     ForeignCertificate,
     LeaseExpired,
@@ -35,7 +33,7 @@ from diloco_worker.core.dialing import (
 # ------------------------------------------------------------------ attempts
 
 
-LEASE_OVER, NOT_NOW, FOREVER = LeaseExpired("silent"), Busy("too many"), WrongRun("another run")
+LEASE_OVER, FOREVER = LeaseExpired("silent"), WrongRun("another run")
 CUT = Unavailable("unavailable: cut off")
 
 
@@ -54,7 +52,6 @@ def attempts(*errors: DilocoError | None, lasting_s: float = 0.0, has_lease: boo
     [
         (None, False, "the stream ended"),
         (CUT, False, "unavailable: cut off"),
-        (NOT_NOW, False, "too many"),
         (LEASE_OVER, True, "silent"),
         (StaleGeneration("cat", 1, 2), True, "generation 1 is over"),
     ],
@@ -72,7 +69,6 @@ def test_a_connection_that_ended_is_dialed_again_and_joined_where_the_lease_is_o
     [
         ((CUT,) * 4, 3),  # each wait is longer than the one before
         ((CUT, CUT, CUT, LEASE_OVER), 0),  # the shard answers: no need to wait for it
-        ((CUT, CUT, CUT, NOT_NOW), 3),
     ],
 )
 def test_waits_grow_until_the_shard_answers_that_the_lease_is_over(errors: tuple[DilocoError, ...], waits: int) -> None:
@@ -107,8 +103,6 @@ SUPERSEDED, OTHER_MODEL = Superseded("another process is cat now"), ManifestMism
         (True, FOREVER, False, False, "another run [WRONG_RUN]"),  # it came back as another one
         (True, SUPERSEDED, True, True, "another process"),
         (True, OTHER_MODEL, True, False, "cut in another way"),
-        (True, ConfigError("it was shard 0"), True, False, "it was shard 0"),
-        (True, DilocoError("nobody thought of it"), True, False, "nobody thought of it"),
         (True, LEASE_OVER, False, True, "silent"),
         (True, CUT, False, False, "cut off"),
     ],

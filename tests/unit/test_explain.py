@@ -104,10 +104,3 @@ def test_one_code_is_printed_with_meaning_place_and_deed(capsys: pytest.CaptureF
     assert said.startswith("LATE (outcomes)\n")
     assert re.findall(r"^(\w.*):$", said, re.MULTILINE) == ["Means", "Look at", "Do"]
     assert "No work is lost" in said
-
-
-def test_without_a_code_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    explain()
-    said = capsys.readouterr().out
-    assert [entry.code for entry in ENTRIES if entry.code not in said] == []
-    assert len(CODES) == len(ENTRIES), "codes are unique"

@@ -33,12 +33,6 @@ def files(disk: FakeDisk) -> list[str]:
     return [name for name in disk.names() if name.startswith("fragment")]
 
 
-def test_a_folder_that_is_new_holds_nothing() -> None:
-    store = open_store(FakeDisk())
-    recovered = store.recover()
-    assert (store.epoch, recovered.manifest, recovered.versions, recovered.damage) == (LONG_AGO, None, [], [])
-
-
 def test_what_was_saved_comes_back_with_its_model(disk: FakeDisk) -> None:
     store = open_store(disk)
     store.recover()
@@ -273,12 +267,6 @@ def test_a_folder_of_another_run_is_refused_with_the_differences(disk, changes, 
         open_store(disk, other).recover()
     assert raised.value.exit_code == 3
     assert isinstance(raised.value, DataError)
-
-
-def test_another_pull_encoding_is_no_other_run(disk: FakeDisk) -> None:
-    store_with(disk, 0)
-    (found,) = open_store(disk, replace(ORIGIN, pull="int8")).recover().versions
-    assert found.pull == "bfloat16"
 
 
 # ------------------------------------------------------------------ restoring

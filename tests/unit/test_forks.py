@@ -22,10 +22,7 @@ ROOTS = ("common", "server", "worker", "deploy", "simulator", "examples/demo")
     ("value", "is_loaded", "why"),
     [
         ("", False, ""),
-        ("", True, "grpc was imported before"),
         ("0", True, ""),
-        ("False", True, ""),
-        ("1", False, "=1 is set"),
         ("1", True, "=1 is set"),
     ],
 )
@@ -64,13 +61,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ("PARENT r/b", False),
         ("PARENT other/a", False),
         ("SELF r/a", False),
-        ("2000000000 r/a", False),
     ],
 )
 def test_a_child_does_not_join_in_the_place_of_its_parent(
     mark: str, is_refused: bool, alone: pytest.MonkeyPatch
 ) -> None:
     grandparent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
+    if grandparent == "0" and mark.startswith("GRANDPARENT"):
+        pytest.skip("the parent of these tests is the first process")
     pids = {"SELF": os.getpid(), "GRANDPARENT": grandparent, "PARENT": os.getppid()}
     pid, names = mark.split(" ", 1)
     alone.setenv(children.MARK, f"{pids.get(pid, pid)} {names}")

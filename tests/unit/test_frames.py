@@ -50,7 +50,7 @@ def written(chunk: bytes) -> memoryview:
 @each_reader
 def test_a_frame_is_what_the_generated_class_makes(kind: Any, read: Callable[[bytes], Any]) -> None:
     r = random.Random(1)
-    for size in [*SIZES, *(r.randrange(40_000) for _ in range(300))]:
+    for size in [*SIZES, *(r.randrange(40_000) for _ in range(60))]:
         chunk = r.randbytes(size)
         expected = padded(kind, chunk, crc32c(chunk)).SerializeToString()
         assert frame_of(chunk) == frame_of(written(chunk)) == frame_of(framed(chunk, crc32c(chunk))) == expected
@@ -134,13 +134,13 @@ def read_alike(kind: Any, read: Callable[[bytes], Any], message: bytes) -> type:
 @each_reader
 def test_messages_of_others_are_read_as_the_generated_class_reads_them(kind: Any, read: Callable[[bytes], Any]) -> None:
     r = random.Random(7)
-    assert len({read_alike(kind, read, unusual(r, kind)) for _ in range(6000)}) == 3
+    assert len({read_alike(kind, read, unusual(r, kind)) for _ in range(2000)}) == 3
 
 
 @each_reader
 def test_a_frame_that_changed_is_read_as_the_generated_class_reads_it(kind: Any, read: Callable[[bytes], Any]) -> None:
     r = random.Random(3)
-    for _ in range(6000):
+    for _ in range(2000):
         message = bytearray(padded(kind, r.randbytes(r.choice((0, 9, 126, 127, 128, 129))), 7).SerializeToString())
         message[r.randrange(HEAD_BYTES)] = r.choice((0, 0x1D, 0x22, 0x2A, 0x7F, 0x80, r.randrange(256)))
         if r.random() < 0.3:

@@ -48,7 +48,6 @@ MIXED = [FrozenTensor("a.weight", "float32 [4, 4]", 1), *base(2, names="b"), *ba
         (MIXED, r"c.weight: bfloat16 \[4, 4\] <-> absent; d.weight: absent <-> bfloat16 \[4, 4\]\. Load the same"),
         (base(1, names="ab"), r"caller's\): c.weight: bfloat16 \[4, 4\] <-> absent\. "),
         (base(2), r'Load the same base in the same dtype; or, .* join\(\.\.\., frozen="any"\)'),
-        (base(2), r'a target network\), join\(.*, private=\[.*\]\) keeps .*, and shared="all" merges them, too$'),
     ],
 )
 def test_another_base_is_refused_and_the_first_differences_are_named(rig, theirs, words) -> None:

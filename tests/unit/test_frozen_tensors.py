@@ -59,11 +59,8 @@ def test_frozen_parameters_and_packed_weights_are_declared_and_statistics_are_no
         pytest.param(lambda m: m.base.weight.copy_(m.base.weight.T.clone()), ["base.weight"], id="the order"),
         pytest.param(lambda m: m.h.weight.mul_(-1), ["e.weight"], id="a tied weight"),
         pytest.param(lambda m: m.packed.zero_(), ["packed"], id="packed weights"),
-        pytest.param(lambda m: m.scales.zero_(), ["scales"], id="what lies beside them"),
         pytest.param(lambda m: setattr(m, "scales", m.scales.half()), ["scales"], id="a dtype"),
-        pytest.param(lambda m: setattr(m, "scales", m.scales.view(2, 2)), ["scales"], id="a shape"),
         pytest.param(lambda m: m.norm.running_mean.add_(1), [], id="statistics"),
-        pytest.param(lambda m: m.mask.zero_(), [], id="a computed buffer"),
         pytest.param(lambda m: m.adapter.weight.zero_(), [], id="what is trained"),
     ],
 )
@@ -83,12 +80,10 @@ def only(tensor: torch.Tensor) -> FrozenTensor:
     [
         torch.arange(70.0).view(7, 10),
         torch.arange(70.0).view(10, 7).T,
-        torch.arange(140.0).view(7, 20)[:, ::2],
         torch.arange(70, dtype=torch.float64).view(7, 5, 2).permute(1, 2, 0),
-        torch.arange(5.0).expand(20, 5),
         torch.randn(9, 9).bfloat16().T,
     ],
-    ids=["contiguous", "transposed", "every-other", "permuted", "expanded", "bfloat16"],
+    ids=["contiguous", "transposed", "permuted", "bfloat16"],
 )
 @pytest.mark.parametrize("chunk_bytes", [8, 24, 100])
 def test_large_tensors_are_read_in_parts_row_by_row_however_they_lie(monkeypatch, tensor, chunk_bytes: int) -> None:
@@ -102,10 +97,6 @@ def test_a_tensor_made_of_others_is_read_through_as_those_of_torchao_are() -> No
     a, b = torch.ones(2, 2), torch.zeros(2, 2)
     assert only(TwoTensor(a, b)) == only(TwoTensor(a.clone(), b.clone()))
     assert only(TwoTensor(a, b)) != only(TwoTensor(b, a))
-
-
-def test_a_tensor_without_bytes_is_declared_by_its_form_alone() -> None:
-    assert only(torch.empty(2, 3, device="meta")) == FrozenTensor("w", "float32 [2, 3]", None)
 
 
 def test_neighbours_are_declared_as_one_where_there_are_too_many(monkeypatch) -> None:
