@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from builders import decoded
-from diloco_common.codec import Payload
 from diloco_common.codec.base import Reference
 from diloco_common.errors import NormTooLarge, NotFinite, TooStale, WrongRound
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
-from diloco_worker.core import tensors
 from diloco_worker.core.connection import Lease
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
@@ -111,12 +109,6 @@ def delta_of_snapshot(contribution: Contribution) -> Tensor:
 
 
 # ------------------------------------------------------------------ the first version
-
-
-def test_the_first_version_replaces_what_the_learner_had() -> None:
-    rig = Rig(at=10.0, version=3)
-    assert (rig.theta, rig.fragment.version, rig.fragment.epoch) == (10.0, 3, EPOCH)
-    assert rig.fragment.is_adopted
 
 
 def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no_round() -> None:
@@ -418,18 +410,6 @@ def test_no_version_can_be_applied_while_the_snapshot_is_taken(fails: bool) -> N
     assert (rig.theta, rig.core.contributions["carried"]) == (22.0, 1)
 
 
-def test_a_snapshot_is_taken_once_at_the_step_boundary_unless_the_replica_reads_later() -> None:
-    rig = Rig(at=10.0)
-    rig.trains(by=2.0)
-    rig.core.collect(Collect(0, 1, EPOCH), EPOCH)
-    (contribution,) = rig.core.contribute()
-    assert not rig.core.is_being_read(0)
-    rig.trains(by=1.0)
-    assert contribution.tensors.take_snapshot().tolist() == [-2.0, -2.0]
-    contribution.tensors.encode("int8")
-    assert delta_of(contribution).tolist() == [-2.0, -2.0]
-
-
 # ------------------------------------------------------------------ what is computed ahead
 
 
@@ -471,13 +451,6 @@ def test_what_was_computed_ahead_from_another_reference_is_computed_again(
     with torch.no_grad():
         rig.core.arrived(0, 2, EPOCH, values, merged_version, difference)
     assert rig.theta == theta
-
-
-@pytest.mark.parametrize(("on_commit", "version"), [("overwrite", 0), ("blend", 0), ("carry", None)])
-def test_nothing_is_computed_ahead_where_progress_is_not_carried_or_of_the_first_version(
-    on_commit: str, version: int | None
-) -> None:
-    assert Rig(on_commit, version=version).fragment.tensors.reference_of(1, 0) is None
 
 
 # ------------------------------------------------------------------ work that was not merged
@@ -578,37 +551,6 @@ def test_what_was_refused_for_being_enormous_leaves_nothing_behind(encoding: str
     assert ((x + 0.5).abs() < 0.3).all()
 
 
-def test_a_residual_that_could_not_be_taken_back_is_taken_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    lost = rig.loses()
-    contribution = rig.contributes(2, by=[0.7, 2.0])
-    contribution.tensors.encode("int4")
-    rig.answered(2, LATE)
-    (contribution,) = rig.asked(3)
-
-    def fails(payload: Payload, out: Tensor) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(tensors, "decode_payload", fails)
-        with pytest.raises(MemoryError):
-            contribution.tensors.encode("int4")
-    x = decoded(contribution.tensors.encode("int4")) + contribution.tensors.loss.float()
-    torch.testing.assert_close(x, delta_of_snapshot(contribution) + lost.float(), rtol=0, atol=0.01)
-
-
-def test_an_encoding_that_fails_midway_leaves_no_half_of_a_residual() -> None:
-    rig = Rig(at=0.0)
-    contribution = rig.contributes(by=[2.0, 0.42])
-    contribution.tensors.encode("int4")
-    rig.arrives(1, 0.0, merged=1)
-    contribution = rig.contributes(2, by=2.5e38)
-    contribution.tensors.residual.fill_(-3e38)
-    with pytest.raises(NotFinite):
-        contribution.tensors.encode("int4")
-    assert contribution.tensors.residual.tolist() == [0.0, 0.0]
-
-
 def test_nothing_of_a_residual_is_overwritten_by_what_is_not_finite() -> None:
     rig = Rig()
     lost = rig.loses()
@@ -616,12 +558,6 @@ def test_nothing_of_a_residual_is_overwritten_by_what_is_not_finite() -> None:
     with pytest.raises(NotFinite, match="element 1 of 2 is nan"):
         contribution.tensors.encode("int4")
     assert contribution.tensors.residual.equal(lost)
-
-
-def test_values_that_are_finite_are_encoded_although_their_sum_is_not() -> None:
-    rig = Rig(at=0.0)
-    contribution = rig.contributes(by=2.5e38)
-    assert decoded(contribution.tensors.encode("float32")).tolist() == pytest.approx([-2.5e38] * 2, rel=0.01)
 
 
 def test_without_error_feedback_no_residual_is_kept() -> None:
@@ -676,27 +612,6 @@ def test_a_shard_that_was_restored_has_a_contribution_or_gets_its_work_again(
     assert rig.core.unmerged == 0
 
 
-def test_a_round_of_the_old_epoch_is_forgotten() -> None:
-    rig = Rig(version=3)
-    rig.core.collect(Collect(0, 4, EPOCH), EPOCH)
-    rig.core.rejoined(status(3, 0), EPOCH + 1)
-    rig.trains(by=1.0)
-    rig.arrives(3, 10.0, epoch=EPOCH + 1)
-    assert rig.core.contribute() == []
-
-
-@pytest.mark.parametrize("forgotten", [0, 4])
-def test_a_version_of_an_older_line_does_not_hold_a_contribution_to_a_later_one(forgotten: int) -> None:
-    """Version 4 of EPOCH was lost, the shard went on from 3 and asked in EPOCH + 1, and then 4 was there again."""
-    rig, contribution = asked_after_a_restart()
-    contribution.pushes.may_have_arrived = True
-    merged = 0 if forgotten else 4
-    rig.core.rejoined([FragmentStatus(0, True, 4, merged, EPOCH, forgotten)], EPOCH + 2)
-    assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
-    assert rig.arrives(4, 20.0, merged=merged, forgotten=forgotten)
-    assert rig.theta == 22.0, "its work goes on"
-
-
 # ------------------------------------------------------------------ a shard that has forgotten this learner
 
 
@@ -713,21 +628,6 @@ def test_what_a_shard_has_forgotten_counts_as_merged_and_is_not_pushed_again(rej
     assert rig.theta == 21.0, "what was trained since goes on"
     assert rig.fragment.tokens_since(rig.core.tokens) == 5
     assert (rig.core.contributions["forgotten"], rig.core.contributions["carried"], rig.core.unmerged) == (1, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("forgotten", "version", "sent"), [(3, 6, True), (5, 3, True), (4, 6, False)],
-    ids=["an earlier one is forgotten", "the version is before it", "never sent"],
-)  # fmt: skip
-def test_what_cannot_have_been_forgotten_is_given_back(forgotten: int, version: int, sent: bool) -> None:
-    rig = Rig(version=3)
-    contribution = rig.contributes(4)
-    contribution.pushes.may_have_arrived = sent
-    rig.core.rejoined([FragmentStatus(0, True, version, 0, EPOCH, forgotten)], EPOCH + 1)
-    assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
-
-
-# ------------------------------------------------------------------ many fragments
 
 
 # ------------------------------------------------------------------ a shard that came back with its versions

@@ -164,27 +164,6 @@ def test_status_metrics_and_rounds_agree(shard: Shard, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "in_flight"),
-    [
-        ([], 0),
-        ([answered(1, Outcome.ACCEPTED)], 100),
-        ([answered(1, Outcome.ACCEPTED), VersionCommitted(0, 1, 1, 60, 1.0), ContributionDropped("ann", 0, 30),
-          answered(1, Outcome.LATE)], 10),
-    ],
-)  # fmt: skip
-def test_what_was_accepted_is_merged_fenced_or_in_flight(shard: Shard, facts: list[Fact], in_flight: int) -> None:
-    shard.note(*facts)
-    assert shard.ledger.tokens_in_flight == in_flight
-
-
-def test_the_staleness_of_a_learner_is_kept_as_long_as_the_learner(shard: Shard) -> None:
-    shard.note(answered(1, Outcome.ACCEPTED))
-    assert shard.ledger.staleness == {"ann": 2}
-    shard.note(LearnerForgotten("ann"))
-    assert shard.ledger.staleness == {}
-
-
-@pytest.mark.parametrize(
     ("fact", "told"),
     [
         (LearnerJoined("ann", 2, returned=True), ("returned", ANN, "event")),
@@ -239,22 +218,6 @@ def test_whoever_knew_another_epoch_hears_everything(shard: Shard) -> None:
     told = shard.since(1_000_000, epoch=EPOCH - 1, now=4.0)
     assert len(told["rounds"]) == 1
     assert told["events"] == [{"ago_s": 4.0, "event": "joined", "learner": "ann", "generation": 1}]
-
-
-@pytest.mark.parametrize(
-    ("outcome", "code", "refused"),
-    [
-        (Outcome.REJECTED, "NOT_FINITE", {"NOT_FINITE": 1}),
-        (Outcome.LATE, "", {}),  # its round had missed it when it closed
-        (Outcome.ACCEPTED, "", {}),
-        (Outcome.DUPLICATE, "", {}),
-    ],
-)
-def test_contributions_that_are_refused_are_told_of_their_round(shard, outcome, code, refused) -> None:
-    of_nobody = answered(99, outcome, code)  # of a round that nobody remembers
-    shard.note(RoundOpened(0, 1, asked=2), answered(1, outcome, code), of_nobody)
-    (traced,) = shard.since(0)["rounds"]
-    assert (traced["late"], traced["refused"]) == (0, refused)
 
 
 def test_the_oldest_rounds_and_events_are_forgotten(shard: Shard) -> None:

@@ -177,28 +177,6 @@ def test_what_was_not_reported_for_long_counts_at_once_when_it_is(crowd: Crowd) 
     assert crowd.refused == []
 
 
-def test_a_new_generation_of_a_process_keeps_what_is_known_of_it(crowd: Crowd) -> None:
-    first, *_ = honest(crowd)
-    crowd.run(100)
-    known = first.member.trail
-    first.member = crowd.shard.join(first.learner_id, f"process of {first.learner_id}", MODEL, crowd.now)
-    assert first.member.trail is known
-    crowd.run(100)
-    assert ("honest-0", "IMPLAUSIBLE") not in crowd.refused
-    replaced = crowd.shard.join(first.learner_id, "another process", MODEL, crowd.now)
-    assert replaced.trail is None
-
-
-def test_learners_whose_others_hang_go_on_at_their_own_pace(crowd: Crowd) -> None:
-    worker, *others = honest(crowd)
-    crowd.run(100)
-    for other in others:
-        other.next_at = math.inf
-    crowd.run(1000)
-    assert worker.steps - worker.member.counted.inner_step <= 1
-    assert crowd.refused == []
-
-
 def test_the_end_of_a_budget_is_not_called_by_one_report() -> None:
     """Otherwise every report of a ghost would open a round of every fragment."""
     alone, with_ghost = Crowd(run={"tokens": 30_000}), Crowd(run={"tokens": 30_000})
@@ -226,14 +204,6 @@ def test_ghosts_that_report_long_steps_widen_no_window() -> None:
         assert crowd.shard.rounds.grace_s() <= max(before, 1.0)
 
 
-def test_step_times_are_held_against_what_passes_between_reports() -> None:
-    crowd = Crowd(sync={"grace": "adaptive", "on_commit": "overwrite"})
-    for i in range(3):
-        crowd.come(f"liar-{i}", 1.0, step_time_s=1e6)  # these do contribute, and are the majority
-    crowd.run(60)
-    assert 0 < crowd.shard.rounds.grace_s() <= 2.1
-
-
 # ------------------------------------------------------------------ contributions
 
 
@@ -251,19 +221,6 @@ def test_nobody_pushes_more_than_was_reported_and_can_be_on_its_way(crowd: Crowd
     assert "pushes 1000000000 tokens" in answer.message
     assert crowd.shard.tokens_merged == before
     assert crowd.shard.ledger.tokens_refused["IMPLAUSIBLE"] == 10**9
-
-
-def test_what_is_merged_cannot_be_pushed_again(crowd: Crowd) -> None:
-    """The time for which the shard has been up says nothing any more: only what came since."""
-    liar, *_ = honest(crowd)
-    crowd.run(100)
-    while crowd.state.round is None:
-        crowd.run(TICK_S)
-    assert liar.member.trail.merged_until[0].tokens > 0
-
-    answer = crowd.brings(liar, crowd.state.version + 1, tokens=100 * TRAINED_FACTOR * TOKENS)
-
-    assert answer.code == "IMPLAUSIBLE"
 
 
 TRAIL = Trail.begin(Progress(100, 1000), 0.0)
@@ -292,12 +249,6 @@ def test_a_contribution_is_taken_up_to_what_can_have_been_trained(trail, pace, b
     push(int(most))
     with pytest.raises(Implausible, match=f"a pushes {int(most) + 1} tokens"):
         push(int(most) + 1)
-
-
-def test_steps_are_judged_as_tokens_are() -> None:
-    header = PushHeader(0, 1, 1, 0, 1, 2**31, PAYLOAD.header, "")
-    with pytest.raises(Implausible, match="pushes 2147483648 steps"):
-        check_trained(header, "a", MERGED, SLOW, 1e6, now=60.0)
 
 
 # ------------------------------------------------------------------ the pace
@@ -340,12 +291,6 @@ def test_what_is_above_counts_later() -> None:
     assert trail.counted.inner_step == 144
     trail.go_on(Progress(2, 20), most, 20.0)
     assert trail.counted.inner_step == 2, "never more than what is reported"
-
-
-def test_step_times_are_averaged_as_learners_do() -> None:
-    trail = reported([(2.0, 1), (4.0, 2), (4.5, 3)])
-    assert trail.step_s == pytest.approx(2.0 + 0.1 * (0.5 - 2.0))
-    assert trail.counted.step_time_s == pytest.approx(2 * trail.step_s)
 
 
 def test_who_contributes_counts_and_who_is_only_late_still_sets_the_pace() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from diloco_common.wire.messages import Outcome, PushAnswer, VersionId
 from diloco_server.core import parts as parts_module
 from diloco_server.core.fragment import KEPT_MAX
 from diloco_server.core.merge import PieceNorms
-from diloco_server.core.parts import HalfContribution, Part, Place, places_of
+from diloco_server.core.parts import places_of
 from rig import TOKENS, H, Rig
 
 MODEL = [TensorSpec("a", (30, 20)), TensorSpec("b", (500,)), TensorSpec("c", (7, 11))]
@@ -180,63 +178,6 @@ def test_one_part_that_is_not_finite_voids_all() -> None:
     assert rig.round.missing == ["other"]
 
 
-def test_a_round_that_opens_again_does_not_wait_for_what_was_refused_before() -> None:
-    """The island has not heard it yet when it is asked again, and sends the same contribution once more."""
-    rig = Islands().started("island", "other")
-    ranges = cut_in(600)
-    bad = rig.push_part("island", torch.ones(SIZE), ranges, 1, not_finite=True)
-    rig.push_part("other", torch.ones(SIZE), ranges, 1, not_finite=True)
-    assert rig.round is None
-    rig.step("island", "other", steps=H)
-    assert rig.round.missing == ["island", "other"]
-
-    assert rig.push_part("island", torch.ones(SIZE), ranges, 0) == bad
-
-    assert rig.round.missing == ["other"]
-    assert rig.shard.ledger.rejected == {"NOT_FINITE": 2}
-
-
-def test_of_what_is_refused_all_parts_go_and_those_of_the_next_one_stay() -> None:
-    rig = Islands(quorum=1).started("island", "other")
-    ranges = cut_in(600)
-    first, second, third = ({"tokens": tokens} for tokens in (40, 39, 38))
-    rig.push_part("island", torch.ones(SIZE), ranges, 1, not_finite=True, **first)
-    rig.push_part("island", torch.ones(SIZE), ranges, 0, **second)
-    rig.push_part("island", torch.ones(SIZE), ranges, 0, **first)  # a late copy
-    assert rig.round.halves
-    rig.push_part("island", torch.ones(SIZE), ranges, 1, not_finite=True, **second)
-    assert not rig.round.halves
-    for part in (0, 1):
-        answer = rig.push_part("island", torch.ones(SIZE), ranges, part, **third)
-    assert answer == PushAnswer(Outcome.ACCEPTED)
-
-
-def test_a_copy_of_what_was_refused_gets_its_answer_again_whatever_was_taken_since() -> None:
-    rig = Islands().started("island", "other")
-    ranges = cut_in(600)
-    bad = rig.push_part("island", torch.ones(SIZE), ranges, 1, not_finite=True)
-    for part in (0, 1):
-        rig.push_part("island", torch.ones(SIZE), ranges, part, tokens=39)
-    assert rig.round.contributions
-
-    assert rig.push_part("island", torch.ones(SIZE), ranges, 0) == bad
-
-
-def test_squares_that_overflow_together_are_refused_as_those_of_a_whole_contribution() -> None:
-    rig = Islands(push="float32").started("island")
-    ranges, values = cut_in(250), torch.zeros(SIZE)
-    values[[0, 400]] = 1.7e19  # of one piece: each square is below the largest float32, their sum is not
-    whole = PieceNorms((payload := encode_payload(values.clone(), "float32")).header, 1, [Place(0, 0, SIZE)])
-    for chunk in payload.chunks:
-        whole.add(chunk)
-    assert not math.isfinite(*whole.finish())
-    header = rig.header(1, payload)
-    half = HalfContribution(header, SIZE)
-    for part in (0, 1):
-        half.add(replace(header, part=part), Part(ranges[part], payload), [1.7e19])
-    assert not math.isfinite(*half.piece_norms())
-
-
 @pytest.mark.parametrize("ending", ["joins again", "leaves", "is silent"])
 def test_half_a_contribution_ends_with_the_lease(ending: str) -> None:
     rig = Islands().started("island", "other")
@@ -286,14 +227,6 @@ def test_an_empty_part_is_legal_and_is_nothing() -> None:
     assert rig.push_part("island", torch.ones(SIZE), ranges, 0) == PushAnswer(Outcome.ACCEPTED)
 
 
-def test_an_empty_part_says_nothing_of_when_the_others_come() -> None:
-    rig = Islands().started("island")
-    arrivals, call = rig.members["island"].arrivals, rig.shard.fragments[0].call
-    before = arrivals.expected_at(call, SIZE), arrivals.s_per_element, arrivals.lag_s
-    rig.push_part("island", torch.ones(SIZE), [(Range(0, SIZE),), ()], 1)
-    assert (arrivals.expected_at(call, SIZE), arrivals.s_per_element, arrivals.lag_s) == before
-
-
 @pytest.mark.parametrize(("limit", "most"), [("RANGES_OF_ALL_MAX", 3), ("PADDING_MAX", 0)])
 def test_half_a_contribution_is_bounded(monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
     """Each part has two ranges of one element, with about 200 of padding before them."""
@@ -321,13 +254,6 @@ def test_norms_of_chunks_are_those_of_the_pieces_wherever_ranges_and_chunks_end(
             mine[start:stop] = values[start:stop]
         expected = [mine[p.bounds].norm().item() for p in pieces]
         assert norms.finish() == pytest.approx(expected, rel=1e-5)
-
-
-@given(seed=st.integers(0, 10_000))
-def test_an_element_is_in_one_part_alone(seed: int) -> None:
-    first, second = (of_rows(seed + i, 3)[0] for i in range(2))
-    together = {e for r in first for e in range(*r)} & {e for r in second for e in range(*r)}
-    assert parts_module._overlap(first, second) == bool(together)
 
 
 # ------------------------------------------------------------------ version 0
@@ -362,14 +288,6 @@ def test_half_of_version_0_gives_way_once_no_part_has_come_for_a_lease() -> None
             rig.push_part("other", torch.ones(SIZE), cut_in(600), 0, 0)
         rig.report("island")
         rig.report("other")
-    rig.seed("other", 2.0)
-    assert rig.values.unique().tolist() == [2.0]
-
-
-def test_half_of_version_0_ends_with_a_part_that_is_refused() -> None:
-    rig = Islands().joined("island", "other")
-    rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, 0)
-    assert rig.push_part("island", torch.ones(SIZE), cut_in(500), 1, 0).code == "CONTRIBUTION_CONFLICT"
     rig.seed("other", 2.0)
     assert rig.values.unique().tolist() == [2.0]
 

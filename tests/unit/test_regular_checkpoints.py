@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,16 +87,6 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
-def test_an_old_one_that_somebody_deletes_does_not_end_the_clearing_of_others(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, keep=2)
-    for version in range(11):
-        if version == 5:
-            shutil.rmtree(tmp_path / "checkpoints" / "version-000000000002")
-        shard.write(0, version)
-        shard.write(1, version)
-    assert shard.checkpoints == {8: [8, 8], 10: [10, 10]}
-
-
 def test_versions_that_never_reach_the_disk_give_way_to_the_next(tmp_path: Path) -> None:
     """Durability "interval": one fragment is written at 5 and 9, the other at 7."""
     shard = Shard(tmp_path, keep=5)
@@ -105,14 +94,6 @@ def test_versions_that_never_reach_the_disk_give_way_to_the_next(tmp_path: Path)
     assert shard.write(1, 7) == [4]
     assert shard.write(0, 9) == [6]
     assert shard.checkpoints == {4: [5, 7], 6: [9, 7]}
-
-
-def test_a_version_that_has_gone_already_gives_way_to_the_next(shard: Shard) -> None:
-    shard.write(1, 2)
-    shard.save(0, 2, 3, 4)
-    assert shard.regular.written(0, 2, MANIFEST, 0) == []
-    assert shard.regular.written(0, 3, MANIFEST, 0) == [2]
-    assert shard.checkpoints == {2: [3, 2]}
 
 
 @pytest.mark.parametrize("told", [0, 1])
@@ -131,27 +112,6 @@ def test_a_life_that_ends_in_the_middle_of_one_leaves_it_to_the_next(shard: Shar
     assert third.finished == []
     assert third.write(0, 3) == []
     assert third.checkpoints == {2: [2, 2]}
-
-
-def test_a_life_that_ends_before_it_is_told_of_the_last_version_finishes_at_the_next_start(shard, tmp_path) -> None:
-    shard.write(0, 1, 2)
-    shard.save(1, 1, 2)
-    assert Shard(tmp_path).finished == [2]
-
-
-@pytest.mark.parametrize("what", ["checkpoints", "checkpoints/version-000000000002", "a link"])
-def test_one_that_somebody_deletes_before_it_is_whole_gives_way_to_the_next(shard, tmp_path, what) -> None:
-    shard.write(0, 2)
-    if what == "a link":
-        next((tmp_path / "checkpoints").glob("*/fragment-0000-*")).unlink()
-    else:
-        shutil.rmtree(tmp_path / what)
-    assert shard.write(1, 2) == []
-    assert not list((tmp_path / "checkpoints").glob("*/checkpoint.json"))
-    for version in (3, 4):
-        for fragment_id in (1, 0):
-            shard.write(fragment_id, version)
-    assert shard.checkpoints == {2: [3, 2 if what == "a link" else 3], 4: [4, 4]}
 
 
 def test_one_with_a_damaged_file_gives_way_to_the_next(shard: Shard, tmp_path: Path) -> None:
@@ -211,21 +171,3 @@ def test_a_checkpoint_waits_for_the_first_version_of_a_companion(tmp_path: Path)
     assert shard.write(0, 1, 2, 3) == []
     assert shard.write(1, 0) == [2]
     assert shard.checkpoints == {2: [2, 0]}
-
-
-def test_a_companion_whose_version_has_gone_already_is_taken_at_its_next(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, manifest=WITH_COMPANION)
-    shard.write(1, 0)
-    shard.save(1, 1, 2)
-    assert shard.write(0, 2) == []
-    assert shard.regular.written(1, 2, WITH_COMPANION, 0) == [2]
-    assert shard.checkpoints == {2: [2, 2]}
-
-
-def test_the_next_life_takes_the_newest_version_of_a_companion(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, manifest=WITH_COMPANION)
-    shard.write(1, 4, 5)
-    shard.save(0, 1, 2)
-    again = Shard(tmp_path, manifest=WITH_COMPANION)
-    assert again.finished == [2]
-    assert again.checkpoints == {2: [2, 5]}

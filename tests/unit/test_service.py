@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -18,10 +17,8 @@ from diloco_common.codec import Chunk, Payload, encode_payload, encoding_names
 from diloco_common.errors import (
     BadRequest,
     Busy,
-    Draining,
     NotJoined,
     TornUpload,
-    UnknownEncoding,
     VersionGone,
 )
 from diloco_common.observe.logs import Log
@@ -44,7 +41,6 @@ from diloco_server.shell import service as module
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.server import real_world
 from diloco_server.shell.service import Service
-from diloco_server.shell.status import shard_status
 from diloco_server.storage.store import MemoryStore
 from diloco_server.storage.version_file import StoredVersion
 from waiting import until_async
@@ -161,15 +157,6 @@ async def test_a_flood_of_reports_is_not_read(rig: Rig, monkeypatch: pytest.Monk
         assert len(taken) == 4, "the next one has to wait"
 
 
-async def test_reports_that_come_too_fast_are_late_and_not_lost(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REPORTS", 1)
-    monkeypatch.setattr(module, "REPORTS_PER_S", 1000.0)
-    ann = await rig.seeded()
-    async with aclosing(rig.service.attend(ann, counted(20, []))) as directives:
-        await anext(directives)
-        await until_async(lambda: rig.host.member(ann).progress.inner_step == 19, "the last one")
-
-
 async def test_what_proves_the_holders_of_leases_is_kept_while_they_last(rig: Rig) -> None:
     callers = {
         name: Identity("local", name, proof=Proof(Subject("local", Scope.LEARNER, name), serial, math.inf))
@@ -192,15 +179,6 @@ async def test_a_push_without_a_lease_is_refused_before_a_byte_of_it_is_read(rig
 
     with pytest.raises(NotJoined):
         await rig.service.push(Identity("local", "ann", 1, EPOCH), unread())
-
-
-async def test_a_push_that_breaks_off_gives_its_place_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SEEDS_AT_ONCE", 1)
-    ann = await rig.join()
-    for _ in range(2):
-        with pytest.raises(TornUpload):
-            await rig.push(ann, 0, chunks=1)
-    assert (await rig.push(ann, 0)).outcome is Outcome.ACCEPTED
 
 
 async def test_a_fragment_is_taken_from_one_learner_at_a_time_and_then_from_the_next(
@@ -282,32 +260,6 @@ async def test_a_shard_sends_the_ranges_that_are_asked_for(rig: Rig) -> None:
         await rig.pull(ann, ranges=(Range(0, SIZE + 1),))
 
 
-async def test_ranks_of_one_learner_have_so_many_pulls_together(rig_of: RigOf) -> None:
-    rig = rig_of(shard={"max_pushes": 8})
-    ann = await rig.seeded()
-    asked = PullRequest(0, ranges=(Range(0, 1),))
-    opened = [rig.service.pull(replace(ann, rank=rank), asked) for rank in range(1, 5)]
-    for pull in opened:
-        await anext(pull)
-    with pytest.raises(Busy, match="4 pulls of ranks of ann are open"):
-        await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
-    await rig.pull(ann, ranges=asked.ranges)
-    await opened[0].aclose()
-    await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
-    for pull in opened:
-        await pull.aclose()
-
-
-@pytest.mark.parametrize("asked", [{"ranges": (Range(0, 1),)}, {"want": (EPOCH, 0)}])
-async def test_what_is_made_for_one_caller_is_the_latest_version_and_all_of_it(rig_of: RigOf, asked: Any) -> None:
-    rig = rig_of("bfloat16")
-    ann = await rig.seeded()
-    assert (await rig.pull(ann, "float32"))[1]
-    with pytest.raises(UnknownEncoding, match="versions are sent as bfloat16, not as float32"):
-        await rig.pull(ann, "float32", **asked)
-    assert (await rig.pull(ann, "bfloat16", **asked))[1]
-
-
 async def test_one_host_leaves_leases_to_others(rig_of: RigOf) -> None:
     rig = rig_of(shard={"max_learners_per_host": 2})
     await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
@@ -330,42 +282,3 @@ async def test_a_host_that_joins_without_end_is_told_to_wait(rig_of: RigOf, monk
     with pytest.raises(Busy, match="too many joins from this host"):
         await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
     await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.2"), JOIN)
-
-
-async def test_a_pull_that_is_closed_early_gives_its_place_back(rig_of: RigOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "OBSERVERS_AT_ONCE", 1)
-    rig = rig_of(pull="bfloat16")
-    await rig.seeded()
-    first = rig.service.pull(OBSERVER, PullRequest(0, ("float32",)))
-    await anext(first)
-    with pytest.raises(Busy):
-        await rig.pull(OBSERVER, "float32")
-    await first.aclose()
-    assert len((await rig.pull(OBSERVER, "float32"))[1]) == 1
-
-
-async def test_a_status_is_of_one_moment(rig: Rig) -> None:
-    await rig.seeded()
-    moments = itertools.count(10.0)
-    rig.host.clock = lambda: next(moments)
-    shard_status(rig.host, "")
-    assert next(moments) == 11.0
-
-
-async def test_an_observer_that_waits_for_a_version_hears_of_the_end(rig_of: RigOf) -> None:
-    """The disk is full, so the version is never announced."""
-    rig = rig_of(pull="bfloat16")
-    ann = await rig.seeded()
-    rig.store.is_full = True
-    for step in (0, 1):
-        rig.host.progress(ann, Progress(step, 10 * step))
-        rig.host.advance()
-    assert (await rig.push(ann, 1)).outcome is Outcome.ACCEPTED
-    await until_async(lambda: rig.host.keeper.failing, "the disk to refuse")
-
-    pulling = asyncio.create_task(rig.pull(OBSERVER, "float32"))
-    await asyncio.sleep(0)
-    assert not pulling.done()
-    rig.host.close()
-    with pytest.raises(Draining):
-        await pulling

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -32,7 +31,6 @@ from diloco_common.wire.messages import (
     PushHeader,
     Stop,
 )
-from diloco_server.core.cadence import Rest
 from diloco_server.core.fragment import DECLINED_MAX
 from diloco_server.core.ledger import (
     BudgetReached,
@@ -44,8 +42,6 @@ from diloco_server.core.ledger import (
     VersionCommitted,
 )
 from diloco_server.core.membership import Member
-from diloco_server.core.shard import Shard
-from diloco_server.shell.driver import EffectDriver
 from rig import EPOCH, MODEL, SIZE, TOKENS, Rig
 
 ACCEPTED, DUPLICATE, LATE, REJECTED = Outcome.ACCEPTED, Outcome.DUPLICATE, Outcome.LATE, Outcome.REJECTED
@@ -215,31 +211,6 @@ def test_a_round_asks_every_learner_collects_merges_and_is_announced(rig: Rig) -
     rig.assert_accounts_balance()
 
 
-def test_who_is_due_is_asked_only_where_something_has_changed() -> None:
-    asked: list[Rest] = []
-
-    def every_4_steps(rest: Rest) -> int:
-        asked.append(rest)
-        return 4
-
-    rig = Rig()
-    rig.shard = Shard(rig.settings, EPOCH, every_4_steps)
-    rig.driver = EffectDriver(rig.shard, rig, rig)
-    rig.started("a")
-    asked.clear()
-    rig.contribute("a", 1)
-    assert len(asked) == 1, "the fragment has come to rest"
-    rig.advance()
-    rig.now += 1.0
-    rig.advance()
-    rig.step("a", steps=3)
-    assert len(asked) == 1
-    assert rig.state.round is None
-    rig.step("a")
-    assert rig.state.round is not None
-    assert len(asked) == 1
-
-
 @pytest.mark.parametrize("steps", [2**62, 2**64 - 1])
 def test_a_learner_that_claims_any_number_of_steps_stops_no_decision(steps: int) -> None:
     rig = Rig(sync={"quorum": 1}).started("a", "b")
@@ -259,17 +230,6 @@ def test_h_counts_from_the_opening_of_the_last_round_not_from_its_close() -> Non
     assert rig.state.round is None
     rig.step("a")
     assert rig.state.round is not None
-
-
-def test_a_round_tells_of_as_many_late_learners_as_the_status_counts() -> None:
-    rig = Rig(sync={"quorum": 1, "grace": 2.0}, lease={"lease_s": 100.0}).started("a", "b", "c", "d")
-    rig.contribute("a", 1)
-    rig.shard.leave(rig.members["d"])  # said goodbye: it is not late
-    rig.now = 3.0
-    rig.advance()
-    rig.contribute("b", 1)  # late, and counted once
-    missed = Counter(code for i in "abcd" for code in rig.shard.membership.get(i).missed.elements())
-    assert (missed, [closed.late for closed in rig.noted(RoundClosed)]) == ({"LATE": 2, "LEFT": 1}, [2])
 
 
 def test_a_version_is_announced_only_once_it_is_computed() -> None:
@@ -349,28 +309,6 @@ def test_the_same_push_again_is_a_duplicate_at_every_moment() -> None:
     assert rig.shard.ledger.duplicates == 3
     assert rig.shard.ledger.tokens_merged == 80
     rig.assert_accounts_balance()
-
-
-@pytest.mark.parametrize("taken", ["in the round", "computed", "merged"])
-def test_bad_bytes_of_a_copy_are_no_refusal_of_what_was_taken(taken: str) -> None:
-    """Both copies were let in by their headers. The learner would give back what is going to be merged."""
-    rig = Rig(sync={"quorum": "all" if taken == "in the round" else 1}).started("a", "b")
-    member, header, _ = let_in(rig)
-    rig.holds_jobs = taken == "computed"
-    assert rig.contribute("a", 1).outcome is ACCEPTED
-    assert rig.shard.reject(member, header, DAMAGED).outcome is DUPLICATE
-    assert not rig.shard.ledger.rejected
-    assert not member.missed
-
-
-def test_a_copy_that_is_refused_under_the_next_lease_was_not_taken_under_the_one_before(rig: Rig) -> None:
-    """So a refusal says all: what was accepted under the first lease is fenced off by the second."""
-    assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
-    rig.join("a")
-    answer = rig.contribute("a", 1, 1.0)
-    assert (answer.outcome, answer.code) == (REJECTED, "WRONG_ROUND"), "the round asked the lease before"
-    rig.contribute("b", 1, 3.0)
-    assert (rig.state.version, rig.theta, rig.state.record.merged_versions) == (1, [-3.0], {"b": 1})
 
 
 @pytest.mark.parametrize("changes", [{"values": 2.0}, {"tokens": 41}, {"steps": 5}])
@@ -475,16 +413,6 @@ def test_what_was_refused_is_answered_the_same_again_and_what_is_right_may_still
     assert rig.theta == [-2.0]
 
 
-def test_a_copy_that_was_let_in_before_another_was_refused_is_not_taken_after_that(rig: Rig) -> None:
-    """Its learner has given the work back, and it would count twice."""
-    member, header, payload = let_in(rig)
-    assert let_in(rig)[1] == header, "its answer was lost, so it was sent again"
-    refused = rig.shard.reject(member, header, DAMAGED)
-    assert refused.outcome is REJECTED
-    assert rig.shard.contribute(member, header, payload, (1.0,), 0.0) == refused
-    assert not rig.state.round.contributions
-
-
 def test_no_copy_of_what_was_refused_is_taken_when_the_round_opens_again() -> None:
     """The learner has given its work back. The copy was let in before that, and its bytes came slowly."""
     rig = Rig().started("a")
@@ -500,22 +428,6 @@ def test_no_copy_of_what_was_refused_is_taken_when_the_round_opens_again() -> No
     assert rig.shard.ledger.rejected == {"BAD_CHECKSUM": 1}
 
 
-@pytest.mark.parametrize("first", [LATE, REJECTED])
-def test_no_copy_of_what_came_between_two_leases_is_taken_when_the_round_opens_again(rig: Rig, first: Outcome) -> None:
-    """A new lease ends the round's old one, so the contribution is refused, or late if no round is open. Later the
-    same round opens again and asks the new lease: only what is made for that counts."""
-    rig.join("a", *("b" if first is LATE else ""))
-    assert (rig.state.round is None) is (first is LATE)
-    assert rig.contribute("a", 1).outcome is first
-    rig.join("b")
-    rig.step("a", "b", steps=4)
-    assert rig.state.round.asked["a"] == rig.members["a"].generation
-    assert rig.contribute("a", 1).outcome is first, "a copy that comes late"
-    for learner_id in "ab":
-        assert rig.contribute(learner_id, 1, tokens=80, steps=8).outcome is ACCEPTED
-    assert rig.state.tokens_merged == 160
-
-
 def test_answers_about_a_round_are_remembered_within_a_bound_and_forgotten_with_it() -> None:
     rig = Rig(sync={"quorum": 1}).started("a", "b")
     for tokens in range(1, 1000):
@@ -523,17 +435,6 @@ def test_answers_about_a_round_are_remembered_within_a_bound_and_forgotten_with_
     assert 0 < sum(map(len, rig.state.declined.values())) <= DECLINED_MAX
     rig.contribute("a", 1)
     assert not rig.state.declined
-
-
-def test_a_round_of_refusals_alone_is_opened_again_after_h_steps() -> None:
-    rig = Rig().started("a")
-    rig.take_told("a")
-    rig.contribute("a", 1, 1e6)
-    assert rig.state.round is None
-    rig.step("a", steps=4)
-    assert rig.told_of("a", Collect) == [Collect(0, 1, EPOCH)]
-    assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
-    assert rig.state.version == 1
 
 
 def test_the_running_median_judges_norms_once_there_are_enough() -> None:
@@ -617,43 +518,6 @@ def test_the_newer_generation_wins_and_the_older_is_told_why(rig: Rig, process_i
     assert rig.shard.check("a", new, EPOCH).generation == new
     assert rig.contribute("a", 1).code == "WRONG_ROUND", "the round asked the generation before"
     rig.assert_accounts_balance()
-
-
-def test_what_a_process_left_behind_counts_although_the_next_one_joins_twice(rig: Rig) -> None:
-    """The answer to its first join was lost. Only its own first lease ends by that."""
-    rig.contribute("a", 1, 1.0)
-    rig.shard.leave(rig.members["a"])
-    for _ in range(2):
-        rig.join("a", process_id="another")
-    rig.contribute("b", 1, 3.0)
-    assert rig.theta == [-2.0]
-    assert rig.shard.ledger.tokens_fenced == 0
-    assert rig.members["a"].missed == {}
-    rig.assert_accounts_balance()
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_who_was_refused_and_joins_again_has_no_part_in_the_round(rig: Rig, leaves: bool) -> None:
-    """The round asked the generation before, and waits for it no longer."""
-    rig.contribute("a", 1, 1e6)
-    if leaves:
-        rig.shard.leave(rig.members["a"])
-    rig.join("a")
-    answer = rig.contribute("a", 1, 1.0)
-    assert (answer.outcome, answer.code) == (REJECTED, "WRONG_ROUND")
-    assert rig.members["a"].missed == {"NORM_TOO_LARGE": 1}, "counted once"
-    rig.contribute("b", 1, 3.0)
-    assert rig.theta == [-3.0]
-
-
-def test_a_learner_that_joins_again_after_its_eviction_is_asked_next_time(rig: Rig) -> None:
-    rig.silence("b", "a")
-    rig.contribute("a", 1)
-    rig.join("b")
-    rig.take_told("b")
-    rig.step("a", "b", steps=4)
-    assert rig.told_of("b", Collect) == [Collect(0, 2, EPOCH)]
-    assert rig.members["b"].asked == 2
 
 
 def test_a_round_that_lost_its_quorum_asks_again_although_another_learner_hangs() -> None:
@@ -750,16 +614,6 @@ def forget_a(rig: Rig) -> None:
     assert rig.shard.membership.get("a") is None
 
 
-def test_who_is_forgotten_while_its_contribution_is_merged_leaves_nothing_behind() -> None:
-    rig = Rig(shard={"max_learners": 1}).started("a")
-    rig.holds_jobs = True
-    rig.contribute("a", 1)
-    forget_a(rig)
-    rig.finish_jobs()
-    assert rig.state.version == 1
-    assert "a" not in rig.state.record.merged_versions
-
-
 @pytest.mark.parametrize("when", ["merged", "computed"])
 def test_a_forgotten_learner_that_comes_back_hears_that_its_merges_are_not_known(when: str) -> None:
     """It would count what is merged as not merged, and contribute it once more."""
@@ -772,18 +626,6 @@ def test_a_forgotten_learner_that_comes_back_hears_that_its_merges_are_not_known
     (status,) = rig.shard.join_answer("a").fragments
     assert (status.version, status.merged_version, status.forgotten_version) == (1, 0, 1)
     assert rig.contribute("a", 1).outcome is DUPLICATE, "and not LATE: it would be given back"
-
-
-def test_a_process_is_refused_for_one_that_is_there_and_not_for_one_that_is_gone() -> None:
-    """A slow Join makes an old process look younger than it is. Then the young one was refused for good."""
-    rig = Rig()
-    rig.join("a", process_id="young process")
-    rig.join("a", process_id="old process")
-    with pytest.raises(Superseded):
-        rig.shard.join("a", "young process", MODEL, 0.0)
-    rig.shard.leave(rig.members["a"])
-    rig.join("a", process_id="young process")
-    assert rig.members["a"].process_id == "young process"
 
 
 # ------------------------------------------------------------------ the end
@@ -845,13 +687,6 @@ def test_the_run_ends_only_when_every_fragment_has_its_tokens() -> None:
     assert rig.shard.fragments[0].round is None, "this fragment has its tokens"
     assert rig.contribute("a", 1, fragment_id=1).outcome is ACCEPTED
     assert rig.shard.done
-
-
-def test_a_seed_that_brings_the_whole_budget_ends_the_run() -> None:
-    rig = Rig(run={"tokens": 80}).joined("a")
-    rig.seed("a", tokens_merged=80)
-    assert rig.shard.done
-    assert rig.told_of("a", Stop) == [Stop()]
 
 
 # ------------------------------------------------------------------ over many rounds

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from diloco_common.errors import Superseded
 from diloco_common.wire.messages import Collect, Committed, Held, Outcome, PushAnswer, Stop
 from diloco_server.core.fragment import Restored
 from diloco_server.core.ledger import VersionsLost
@@ -127,15 +126,6 @@ def test_another_process_of_the_same_id_is_not_told_of_merges_that_are_not_its_o
     assert new.merged("ann") == 0
 
 
-def test_a_process_cannot_come_back_after_another_of_its_id_even_over_a_restart() -> None:
-    """Its merges are forgotten then: it would carry what is merged."""
-    new = Life(4, first_epoch().kept())
-    new.come("ann", process_id="other process")
-
-    with pytest.raises(Superseded):
-        new.come("ann")
-
-
 def test_generations_of_the_old_epoch_are_fenced_off() -> None:
     """P4: a lease is (epoch, generation); epochs are never used again, so generations need not be kept."""
     new = Life(4, first_epoch().kept())
@@ -183,16 +173,6 @@ def test_a_fragment_that_came_back_with_nothing_is_a_loss_too() -> None:
     assert new.lost == [VersionsLost(0, 3, 0, 2, "ann"), VersionsLost(0, 3, 0, 3, "ben")]
 
 
-def test_a_version_of_a_later_epoch_than_the_one_that_came_back_is_a_loss_that_needs_no_new_name() -> None:
-    """(4, 3) and the files of that epoch are gone; no other version will ever be called that."""
-    new = Life(5, first_epoch(2).kept())
-    new.come("ann", held=(4, 3))
-    assert new.lost == [VersionsLost(0, 4, 2, 3, "ann")]
-    assert new.identity == (3, 2)
-    new.come("ben", held=(3, 3))
-    assert new.identity == (5, 2), "(3, 3) is another matter: ben would not pull (3, 2)"
-
-
 def test_what_this_epoch_has_made_is_no_loss() -> None:
     new = Life(4).seeded().trained(2)
     new.come("ann", held=(4, 2))
@@ -211,34 +191,11 @@ def test_what_is_relative_to_the_recovered_version_counts_under_its_new_name() -
     assert (new.identity, new.merged("ben"), new.merged("ann")) == ((4, 2), 2, 1)
 
 
-def test_who_was_asked_under_the_old_name_is_asked_again_under_the_new_one() -> None:
-    """Else a learner that has pulled the new name would wait for a version of the old one, and the round for it."""
-    new = Life(4, first_epoch(1).kept())
-    new.come("ben", held=(3, 1))
-    new.step("ben")
-    assert Collect(0, 2, 3) in new.take_told("ben")
-    new.come("ann", held=(3, 2))
-    assert [d for d in new.take_told("ben") if isinstance(d, Collect | Committed)] == [
-        Committed(0, 1, 4), Collect(0, 2, 4),
-    ]  # fmt: skip
-
-
 def test_a_run_that_was_over_is_over() -> None:
     new = Life(4, first_epoch(2).kept(), tokens=2 * TOKENS)
     assert new.shard.done
     new.come("ann", held=(3, 2))
     assert Stop() in new.take_told("ann")
-
-
-def test_a_process_that_slept_through_its_successor_and_a_restart_is_not_told_that_nothing_was_merged() -> None:
-    """Its contribution is in version 2. Another process took its id then, so its merges were dropped, and the restart
-    took with it the knowledge that it had been replaced."""
-    old = first_epoch()
-    old.come("ann", process_id="other process")
-    new = Life(4, old.kept())
-    new.come("ann", held=(3, 1))
-    (status,) = new.shard.join_answer("ann").fragments
-    assert (status.merged_version, status.forgotten_version) == (0, 2)
 
 
 def test_merges_of_learners_that_never_come_back_are_forgotten_above_a_bound() -> None:

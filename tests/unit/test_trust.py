@@ -12,7 +12,7 @@ import torch
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_server.core.ledger import LearnerQuarantined
-from diloco_server.core.trust.lengths import AGAIN, CROWD, FAR, SETTLED, START_OF_SEED, STRAIGHT, Lengths, Way
+from diloco_server.core.trust.lengths import FAR, SETTLED, START_OF_SEED, Lengths, Way
 from rig import TOKENS, Rig
 
 SIZE, H, USUAL = 64, 24, 0.1
@@ -196,31 +196,6 @@ def test_rare_rows_may_be_as_long_as_what_is_dense() -> None:
     assert most == pytest.approx(2 * USUAL)
 
 
-@pytest.mark.parametrize(
-    ("steps", "most"), [(H, FAR), (4 * H, 2 * FAR), (64 * H, 64 * STRAIGHT), (1, FAR / math.sqrt(H))]
-)
-def test_the_longest_way_grows_with_the_steps(steps: int, most: float) -> None:
-    assert Way(USUAL, H).reach(steps) == pytest.approx(most * USUAL)
-
-
-@pytest.mark.parametrize("learners", [2, 3])
-def test_zeros_sent_often_keep_no_newcomer_out(learners: int) -> None:
-    """One says that it is fast, and sends zeros round after round. The others come second with many more steps than at
-    first, and further than that: their rates have risen since."""
-    lengths, names = Lengths(), "abc"[:learners]
-    for name in names:
-        lengths.saw(fragment(0), name, Way(0.01, 3))
-        lengths.took(0, name)
-    for _ in range(2 * SETTLED):
-        lengths.saw(fragment(0), "zeros", Way(0.0, 2))
-        lengths.took(0, "zeros")
-    for name in names:
-        way = Way(0.5, 18)
-        assert lengths.judge(fragment(0), name, way, dict.fromkeys([*names, "zeros"], 100), 2.0, H).most == 0.0
-        lengths.saw(fragment(0), name, way)
-    assert lengths.judge(fragment(0), "a", Way(10.0, 20), dict.fromkeys([*names, "zeros"], 100), 2.0, H).most
-
-
 @pytest.mark.parametrize("learners", ["ab", "abcd"])
 def test_beside_first_steps_of_a_warm_up_the_next_ones_go_far(learners: str) -> None:
     """A head that begins small: the second contribution is 220 times as long as the first. Once only."""
@@ -238,24 +213,6 @@ def test_beside_first_steps_of_a_warm_up_the_next_ones_go_far(learners: str) -> 
     assert lengths.judge(fragment(0), "a", Way(220 * 2.68, 24), dict.fromkeys(learners, 50), 0.8, H).most
 
 
-def test_in_a_crowd_the_usual_way_is_looked_up_now_and_then() -> None:
-    lengths = Lengths()
-    for i in range(10 * CROWD):
-        lengths.saw(fragment(0), f"{i}", Way(USUAL * (1 + i % 3), H))
-    assert lengths.judge(fragment(0), "0", Way(2 * FAR * USUAL * 0.99, H), {}, 1e-9, H).most == 0.0
-    assert lengths.judge(fragment(0), "0", Way(2 * FAR * USUAL * 1.5, H), {}, 1e-9, H).most
-
-
-def test_those_that_have_left_do_not_say_what_is_usual_for_those_that_are_here() -> None:
-    lengths, here = Lengths(), dict.fromkeys("abc", 100)
-    for i in range(2 * CROWD):
-        lengths.saw(fragment(0), f"gone-{i}", Way(USUAL, H))
-    for name in here:
-        lengths.saw(fragment(0), name, Way(20 * USUAL, H))
-    assert lengths.judge(fragment(0), "a", Way(22 * USUAL, H), here, 1e-9, H).most == 0.0
-    assert lengths.judge(fragment(0), "a", Way(22 * USUAL, H), {}, 1e-9, H).most, "with nobody there they do"
-
-
 @pytest.mark.parametrize(("times", "most"), [(1, FAR), (8, 8 * FAR), (100, 8 * FAR)])
 def test_who_has_taken_more_steps_may_go_further_if_it_went_as_far_before(times: int, most: float) -> None:
     """Each raises its rate by its own steps: the fast one, or the one that was there first, is at a higher one."""
@@ -267,19 +224,6 @@ def test_who_has_taken_more_steps_may_go_further_if_it_went_as_far_before(times:
     live = {"fast": times * 50, "b": 50, "c": 50}
     assert lengths.judge(fragment(0), "fast", Way(0.99 * most * USUAL, H), live, 1e-9, H).most == 0.0
     assert lengths.judge(fragment(0), "fast", Way(1.01 * most * USUAL, H), live, 1e-9, H).most
-
-
-def test_who_goes_on_at_its_rate_while_those_of_others_fall_goes_no_further_than_it_went() -> None:
-    """Each lowers its rate by its own steps: the slow one is still at its highest."""
-    lengths, live = Lengths(), {"slow": 100, "b": 300, "c": 300}
-    for i in range(30):
-        for name in live:
-            way = Way(USUAL if name == "slow" else USUAL * 0.8**i, H)
-            judged = lengths.judge(fragment(0), name, way, live, 1e-9, H)
-            assert judged.most in (0.0, None), (i, name)
-            lengths.saw(fragment(0), name, way, is_usual=judged.is_usual)
-            lengths.took(0, name)
-    assert lengths.judge(fragment(0), "slow", Way(1.01 * AGAIN * USUAL, H), live, 1e-9, H).most
 
 
 def test_the_first_of_all_cannot_be_longer_than_the_model_while_others_are_here() -> None:

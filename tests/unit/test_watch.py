@@ -142,10 +142,6 @@ def test_what_was_not_named_stays_as_it_was(shared, change: Callable[[Net], obje
             check(Net(), shared, change)
 
 
-def test_what_is_private_is_the_users_own() -> None:
-    check(Net(), None, freeze, private=["body.*"])
-
-
 def test_a_target_network_is_loaded_freely_and_what_is_shared_is_not() -> None:
     def syncs(model: nn.Module) -> None:
         model["target"].load_state_dict(model["q"].state_dict())
@@ -159,15 +155,6 @@ def test_a_target_network_is_loaded_freely_and_what_is_shared_is_not() -> None:
             check(both, None, lambda _, part=part: part.load_state_dict(part.state_dict()))
     with pytest.raises(ModelChanged, match="load_state_dict has overwritten the model"):
         check(both, "all", syncs)
-
-
-def test_loading_statistics_that_are_shared_is_noticed() -> None:
-    def loads(model: nn.Module) -> None:
-        model["norm"].load_state_dict(model["norm"].state_dict())
-
-    norm = nn.BatchNorm1d(3, affine=False)
-    with pytest.raises(ModelChanged, match="load_state_dict has overwritten the model"):
-        check(nn.ModuleDict({"body": nn.Linear(3, 3), "norm": norm}), None, loads)
 
 
 @pytest.mark.parametrize("where", [0, AT_ONCE + 1, 3 * AT_ONCE - 1])
@@ -258,14 +245,3 @@ def test_sam_gets_versions_and_contributes_what_it_trains() -> None:
     sam_step(alone, of_alone)
     rig.learner.step(tokens=8)
     assert rig.values == pytest.approx([p.item() for p in alone])
-
-
-def test_a_storage_that_a_block_has_exchanged_is_put_back() -> None:
-    rig = Rig()
-    averaged = torch.full((1,), 3.0)
-    address = rig.model[0].data_ptr()
-    with rig.learner.global_values():
-        rig.model[0].data = averaged
-    assert rig.values == [10.0, 10.0]
-    assert rig.model[0].data_ptr() == address
-    assert averaged.item() == 3.0

@@ -118,21 +118,6 @@ def test_a_learner_that_has_not_come_back_to_a_new_shard_keeps_its_counts():
     assert (row_of(feed, "ann")["asked"], row_of(feed, "ann")["state"], row_of(feed, "ann")["step"]) == (10, "away", 10)
 
 
-def test_what_a_dead_shard_had_under_way_is_not_drawn_as_going_on():
-    feed = feed_of("shard-0")
-    under_way = traced(1, 4, ago_s=3.0)
-    under_way["rounds"][0] |= {"closed_s": None, "announced_s": None}
-    feed.heard("shard-0", shard(), under_way, NOW)
-    feed.silent("shard-0", "connection refused", NOW + 60)
-    (row,) = feed.since(0, NOW + 60)["rounds"]
-    assert row[-1] == 3.0, "it was there when the shard was heard last"
-    assert feed.traced("shard-0") == (0, 0), "it is asked for all of its rounds again"
-
-    feed.heard("shard-0", shard(), traced(1, 4, ago_s=70.0), NOW + 67)
-    (row,) = feed.since(0, NOW + 67)["rounds"]
-    assert (row[6], row[-1]) == (1.5, None), "it was only cut off, and says how the round went on"
-
-
 @pytest.mark.parametrize(
     ("answers", "starts"),
     [
@@ -232,14 +217,6 @@ def test_only_what_is_new_is_sent_again():
     assert feed.since(10**9, NOW)["whole"], "a number of another life"
 
 
-def test_a_round_that_changes_keeps_its_place():
-    feed = feed_of("shard-0")
-    feed.heard("shard-0", shard(), traced(1, 1, ago_s=1.0), NOW)
-    feed.heard("shard-0", shard(), traced(2, 1, ago_s=2.03), NOW + 1)
-    (row,) = feed.since(0, NOW)["rounds"]
-    assert row[3] == NOW - 1.0
-
-
 def test_two_hundred_learners_that_join_at_once_are_one_event():
     feed = feed_of()
     told = [{"event": "joined", "learner": f"l-{i:03}", "ago_s": 1.0} for i in range(200)]
@@ -248,17 +225,6 @@ def test_two_hundred_learners_that_join_at_once_are_one_event():
     (event,) = feed.since(0, NOW)["events"]
     assert event["words"] == "l-000, l-001, l-002 and 197 more joined"
     assert event["shards"] == ["shard-0", "shard-1"]
-
-
-def test_what_a_shard_tells_again_after_a_cut_is_one_event():
-    feed = feed_of("shard-0")
-    lost = {"event": "versions lost", "fragment": 0, "seen": 2, "recovered": 1, "learner": "ann"}
-    joined = {"event": "joined", "learner": "ann"}
-    feed.heard("shard-0", shard(), traced(2, told=[{**lost, "ago_s": 1.0}, {**joined, "ago_s": 1.0}]), NOW)
-    feed.silent("shard-0", "no answer in time", NOW + 3)
-    feed.heard("shard-0", shard(), traced(2, told=[{**lost, "ago_s": 9.1}, {**joined, "ago_s": 9.1}]), NOW + 8)
-    kinds = [event["kind"] for event in feed.since(0, NOW + 8)["events"]]
-    assert sorted(kinds) == ["joined", "shard answers", "shard away", "versions lost"]
 
 
 def test_everything_that_is_kept_has_a_bound(monkeypatch):
@@ -279,16 +245,6 @@ def test_everything_that_is_kept_has_a_bound(monkeypatch):
     assert state["course"]["points"][0][0] == NOW, "the whole course, in fewer points"
     assert len(state["glance"]) <= 300
     assert state["totals"]["forgotten"] > 0
-
-
-def test_a_viewer_whose_points_were_thinned_out_gets_the_whole_course():
-    feed = feed_of("shard-0")
-    seen = 0
-    for second in range(drawn.POINTS_MAX + 2):
-        feed.heard("shard-0", shard(), now=NOW + second)
-        feed.sample(NOW + second)
-        seen = seen or feed.since(0, NOW)["seq"]
-    assert feed.since(seen, NOW)["course"]["whole"]
 
 
 def test_thousands_of_learners_come_a_page_at_a_time_and_the_troubled_first():
@@ -333,22 +289,6 @@ def test_an_odd_answer_of_one_shard_changes_nothing(odd):
     assert feed.since(0, NOW)["shards"][1]["answers"]
 
 
-def test_a_round_without_its_facts_is_no_answer():
-    feed = feed_of("shard-0")
-    with pytest.raises(KeyError):
-        feed.heard("shard-0", shard(), {"epoch": 7, "seq": 1, "events": [], "rounds": [{
-            "fragment": 0, "round": 1, "ago_s": 1.0, "announced_s": None}]}, NOW)  # fmt: skip
-    assert feed.since(0, NOW)["rounds"] == []
-
-
-def test_the_course_goes_back_with_a_run_that_is_restored():
-    feed = feed_of("shard-0")
-    for second, tokens in enumerate((1000, 10**15, 1200)):
-        feed.heard("shard-0", shard(tokens_merged=tokens), now=NOW + second)
-        feed.sample(NOW + second)
-    assert [point[1] for point in feed.since(0, NOW + 3)["course"]["points"]] == [1000, 10**15, 1200]
-
-
 def test_a_loss_that_is_no_number_is_none():
     feed = feed_of("shard-0")
     for second in range(30):
@@ -358,40 +298,3 @@ def test_a_loss_that_is_no_number_is_none():
 
 
 # ------------------------------------------------------------ events
-
-
-def revoked(name: str, ago_s: float) -> dict[str, Any]:
-    return {"event": "evicted", "learner": name, "code": "REVOKED", "ago_s": ago_s}
-
-
-def test_what_is_told_late_pushes_out_nothing_that_happened_since():
-    feed = feed_of()
-    newest = [revoked(f"new-{i}", 10.0 * i) for i in range(drawn.EVENTS_MAX)]
-    feed.heard("shard-0", shard(), traced(1, told=newest), NOW)
-    before = {event["words"] for event in feed.since(0, NOW)["events"]}
-    assert len(before) == drawn.EVENTS_MAX
-
-    late = [revoked(f"old-{i}", 1e5 + 10.0 * i) for i in range(100)]
-    feed.heard("shard-1", shard(1), traced(1, told=late), NOW)
-    assert {event["words"] for event in feed.since(0, NOW)["events"]} == before
-
-    feed.heard("shard-0", shard(), traced(2, told=[revoked("newer", 0.0)]), NOW + 60)
-    told = [event["words"] for event in feed.since(0, NOW + 60)["events"]]
-    assert (len(told), told[-1]) == (drawn.EVENTS_MAX, "newer was revoked")
-    assert before - set(told) == {f"new-{drawn.EVENTS_MAX - 1} was revoked"}, "the oldest went"
-
-
-def test_events_of_one_moment_are_told_apart():
-    feed = feed_of()
-    lost = {"event": "versions lost", "seen": 2, "recovered": 1, "learner": "ann", "ago_s": 1.0}
-    told = [{**lost, "fragment": fragment} for fragment in range(3)]
-    feed.heard("shard-0", shard(), traced(1, told=told), NOW)
-    assert len({event["id"] for event in feed.since(0, NOW)["events"]}) == 3
-
-
-def test_a_learner_that_left_one_shard_and_was_evicted_by_another_stays_away_when_both_forget_it():
-    feed = after(shard(0, learner("ann", "left"), learner("bob")), shard(1, learner("ann", "evicted"), learner("bob")))
-    assert row_of(feed, "ann")["state"] == "away"
-    for index in (1, 0):
-        feed.heard(f"shard-{index}", shard(index, learner("bob"), epoch=8), now=NOW + 5)
-    assert row_of(feed, "ann")["state"] == "away"
