@@ -9,12 +9,25 @@ const WHY = {
   LATE: "late", FENCED: "fenced off", LEFT: "left before", LEASE_EXPIRED: "away", QUARANTINED: "in quarantine",
   STALLED: "stalled", NOT_FINITE: "not finite", NORM_TOO_LARGE: "too long",
 };
+// From left to right. `sort` is an order of web/feed.py, `word` one of the glossary, `cell` what is in a row.
+const COLUMNS = [
+  { title: "learner", sort: "id", word: "learner", cell: (row) => row.id },
+  { title: "state", sort: "attention", word: "state", cell: (row, now) => stateOf(row, now) },
+  { title: "step", sort: "step", word: "inner step, H", class: "number wide", cell: (row) => (row.heard_at ? count(row.step) : "–") },
+  { title: "tokens/s", sort: "speed", word: "token", unit: "*/s", class: "number",
+    cell: (row) => (isGone(row) ? "–" : count(row.tokens_per_s || null)) },
+  { title: "loss", sort: "loss", class: "number", cell: (row) => loss(row.loss) },
+  { title: "staleness", sort: "staleness", word: "staleness", class: "number wide",
+    cell: (row) => (row.staleness === null ? "–" : String(row.staleness)) },
+  { title: "contributions", sort: "merged", word: "fate", class: "fate", cell: (row) => fateOf(row) },
+];
 const asked = { sort: "attention", descending: false, page: 0, find: "" };
 let lastAt = -EVERY_MS;
 let glance = null;
 let version = 0;
 
 export function listenForLearners() {
+  $("learners").querySelector("tr").replaceChildren(...COLUMNS.map(headOf));
   for (const head of document.querySelectorAll("#learners th[data-sort]")) {
     head.querySelector("button").addEventListener("click", () => {
       asked.descending = asked.sort === head.dataset.sort ? !asked.descending : false;
@@ -70,22 +83,25 @@ async function askAnew() {
   }
 }
 
+function headOf({ title, sort, word, unit, class: kind }) {
+  const button = make("button", { type: "button", "data-word": word, "data-unit": unit, text: title });
+  return make("th", { scope: "col", class: kind, "data-sort": sort }, button);
+}
+
+const isGone = (row) => ["away", "left", "unknown"].includes(row.state);
+
 function rowOf(row, now) {
-  const gone = row.state === "away" || row.state === "left" || row.state === "unknown";
-  const since = row.state === "partly" ? `away at ${row.away_at.join(", ")}`
-    : row.state === "awaited" ? "" : gone ? `${row.state === "away" ? "since" : "heard"} ${clock(row.heard_at)}, ${seconds(now - row.heard_at)} ago` : "";
-  return make(
-    "tr",
-    { "data-state": gone ? "away" : "here" },
-    make("th", { scope: "row", text: row.id }),
-    make("td", {}, pill(row.level, row.word),
-      make("span", { class: "quiet", text: since })),
-    make("td", { class: "number wide", text: row.heard_at ? count(row.step) : "–" }),
-    make("td", { class: "number", text: gone ? "–" : count(row.tokens_per_s || null) }),
-    make("td", { class: "number", text: loss(row.loss) }),
-    make("td", { class: "number wide", text: row.staleness === null ? "–" : String(row.staleness) }),
-    make("td", { class: "fate" }, ...fateOf(row)),
-  );
+  const cells = COLUMNS.map(({ cell, class: kind }, i) => {
+    const attributes = i === 0 ? { scope: "row", class: kind } : { class: kind };
+    return make(i === 0 ? "th" : "td", attributes, ...[cell(row, now)].flat());
+  });
+  return make("tr", { "data-state": isGone(row) ? "away" : "here" }, ...cells);
+}
+
+function stateOf(row, now) {
+  const heard = `${clock(row.heard_at)}, ${seconds(now - row.heard_at)} ago`;
+  const since = { partly: `away at ${row.away_at.join(", ")}`, away: `since ${heard}`, left: `heard ${heard}`, unknown: `heard ${heard}` };
+  return [pill(row.level, row.word), make("span", { class: "quiet", text: since[row.state] ?? "" })];
 }
 
 function fateOf(row) {
