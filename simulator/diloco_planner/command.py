@@ -71,6 +71,10 @@ def simulate(
     from diloco_planner.world import LearnerPlan
 
     torch.set_num_threads(1)
+    if links is None and chips < learners:
+        raise ConfigError(
+            f"--chips {chips} --learners {learners}: a learner needs a chip; ask for at most {chips} learners"
+        )
     described = Described() if links is None else read(links)
     preset = PRESETS[failures]
     if mtbi is not None:

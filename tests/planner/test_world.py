@@ -91,3 +91,8 @@ def test_the_command_prints_what_it_promises(capsys: pytest.CaptureFixture[str])
     assert main(line) == 0
     assert "data-parallel, elastic" in capsys.readouterr().out
     assert math.isfinite(found["wall_s"])
+
+
+def test_a_learner_without_a_chip_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("simulate --chips 3 --learners 8".split(" ")) == 2
+    assert "ask for at most 3 learners [BAD_CONFIG]" in capsys.readouterr().err
