@@ -78,6 +78,8 @@ class LearnerPlan:
     begins_s: float = 0.0
     """It comes later."""
     tokens_per_step: int = 1_000_000
+    line: Timeline | None = None
+    """When it computes; None: drawn from the island and its failures."""
 
 
 @dataclass(frozen=True)
@@ -319,7 +321,7 @@ class Learner:
     def __init__(self, world: World, plan: LearnerPlan, chance: random.Random) -> None:
         self.world, self.plan, self._chance = world, plan, chance
         left = max(1.0, world.until - plan.begins_s)
-        self.line: Timeline = island_timeline(plan.island, plan.failures, left, chance)
+        self.line = plan.line or island_timeline(plan.island, plan.failures, left, chance)
         sync = world.settings.sync
         self._policy = LearnerPolicy(
             sync.first_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback

@@ -94,5 +94,5 @@ def test_the_command_prints_what_it_promises(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_learner_without_a_chip_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("simulate --chips 3 --learners 8".split(" ")) == 2
+    assert main(["simulate", "--chips", "3", "--learners", "8"]) == 2
     assert "ask for at most 3 learners [BAD_CONFIG]" in capsys.readouterr().err

@@ -1,0 +1,223 @@
+"""A real local cluster beside a simulated one of the same plan: tokens, rounds, evictions, late contributions.
+
+Each learner is a process that steps by the clock, some slower than others. Learners are killed when the plan says so,
+and another process takes over when it says so; it has imported torch before. The planner draws the plan once, and is
+asked what it comes to. A row has what is real, and in brackets how far off the simulation is.
+
+    python benchmarks/planner_reality.py                       # the table of docs/planner.md; 9 minutes
+    python benchmarks/planner_reality.py --learners 4 --seeds 1 --seconds 30
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco_common.settings import LeaseSettings, Settings, SyncSettings
+from diloco_common.wire.addresses import Endpoints, read_address
+from diloco_planner.chips import Failures, Island, island_timeline
+from diloco_planner.world import LearnerPlan, ShardPlan, World
+
+STEP_S, NOISE, TOKENS, FRAGMENTS, PARAMS = 0.1, 0.1, 100, 6, 12_000
+SLOWER = (1.0, 1.1, 1.3, 1.6)
+"""Times of a step, for one learner after the other."""
+FAILS = Failures(mtbi_s=1e12, preempt_every_s=45.0, preempt_for_s=9.0, notice_s=0.0)
+LEASE = LeaseSettings(lease_s=3.0, heartbeat_s=0.5)
+WORKER = """
+import random, sys, time
+import torch
+import diloco_worker
+
+name, shard, step_s, noise, fragments, params, tokens, seed = sys.argv[1:]
+step_s, noise, draw = float(step_s), float(noise), random.Random(seed)
+values = [torch.zeros(int(params) // int(fragments)) for _ in range(int(fragments))]
+model = torch.nn.ParameterList(map(torch.nn.Parameter, values))
+print("imported", flush=True)
+sys.stdin.readline()
+with diloco_worker.join(shard, model, learner_id=name, log=None) as learner:
+    ends = time.monotonic()
+    while True:
+        with torch.no_grad():
+            torch._foreach_add_([*model.parameters()], 1e-4)
+        ends += step_s * max(0.05, 1 + noise * draw.gauss(0, 1))
+        time.sleep(max(0.0, ends - time.monotonic()))
+        learner.step(tokens=int(tokens))
+        print(learner.inner_step, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    tokens_trained: float
+    tokens_merged: float
+    rounds: float
+    evictions: float
+    late_share: float
+
+
+def plans(learners: int, seconds: float, seed: int) -> list[LearnerPlan]:
+    """Learners whose deaths are drawn."""
+    found = []
+    for i in range(learners):
+        chance = random.Random(f"{seed} {i}")
+        line = island_timeline(Island(1), FAILS, seconds, chance)
+        found.append(LearnerPlan(
+            f"learner-{i}", Island(1), step_s=STEP_S * SLOWER[i % len(SLOWER)], noise=NOISE, tokens_per_step=TOKENS,
+            line=line,
+        ))  # fmt: skip
+    return found
+
+
+def settings(grace: float | str) -> Settings:
+    return Settings(sync=SyncSettings(fragments=FRAGMENTS, sync_every=24, grace=grace), lease=LEASE)  # type: ignore[arg-type]
+
+
+def simulated(learners: Sequence[LearnerPlan], seconds: float, seed: int, grace: float | str) -> Result:
+    world = World(settings(grace), PARAMS, learners, ShardPlan(), seconds, seed, decided=FRAGMENTS)
+    found = world.run()
+    return Result(
+        found.tokens_trained, found.tokens_share_merged * found.tokens_trained, found.rounds, found.evictions,
+        found.late_share,
+    )  # fmt: skip
+
+
+class Process:
+    """Of a learner: it waits for `go`."""
+
+    def __init__(self, plan: LearnerPlan, shard: str, folder: Path, life: int) -> None:
+        self._steps = folder / f"{plan.name}.{life}"
+        words = [plan.name, shard, plan.step_s, NOISE, FRAGMENTS, PARAMS, TOKENS, f"{plan.name} {life}"]
+        with self._steps.open("w") as out, (folder / f"{plan.name}.{life}.err").open("w") as errors:
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", WORKER, *map(str, words)], stdin=subprocess.PIPE, stdout=out, stderr=errors
+            )  # fmt: skip
+
+    def wait_imported(self) -> None:
+        until(lambda: "imported" in self._steps.read_text() or self._child.poll() is not None, 120)
+
+    def go(self) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(b"\n")
+        self._child.stdin.flush()
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+    @property
+    def steps(self) -> int:
+        return sum(line.isdigit() for line in self._steps.read_text().split("\n")[:-1])
+
+
+def until(condition: Any, seconds: float) -> Any:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise SystemExit("a process did not begin in time; look for a machine that is too busy, and try again")
+
+
+def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) -> Result:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        where = start_shard(stack, folder, grace)
+        lives = {
+            plan.name: [Process(plan, where.grpc, folder, life) for life in range(1 + len(plan.line.away))]
+            for plan in learners if plan.line is not None
+        }  # fmt: skip
+        everyone = [process for of_one in lives.values() for process in of_one]
+        for process in everyone:
+            stack.callback(process.kill)
+        for process in everyone:
+            process.wait_imported()
+        began = time.monotonic()
+        for when, what in script(learners, lives, seconds):
+            time.sleep(max(0.0, began + when - time.monotonic()))
+            what()
+        time.sleep(max(0.0, began + seconds - time.monotonic()))
+        status = ask(where.http)
+        steps = sum(process.steps for process in everyone)
+        return Result(
+            steps * TOKENS, status["tokens_merged"], status["rounds"], status["evictions"],
+            status["late"] / max(1.0, status["late"] + status["rounds"] * status["participants_mean"]),
+        )  # fmt: skip
+
+
+def script(learners: Sequence[LearnerPlan], lives: dict[str, list[Process]], seconds: float) -> list[tuple[float, Any]]:
+    """When who begins and who dies."""
+
+    def events() -> Iterator[tuple[float, Any]]:
+        for plan in learners:
+            assert plan.line is not None
+            mine = lives[plan.name]
+            yield 0.0, mine[0].go
+            for life, (begun, ended, _) in enumerate(plan.line.away):
+                yield begun, mine[life].kill
+                yield ended, mine[life + 1].go
+
+    return sorted((event for event in events() if event[0] < seconds), key=lambda event: event[0])
+
+
+def start_shard(stack: ExitStack, folder: Path, grace: float | str) -> Endpoints:
+    given = settings(grace)
+    sets = [
+        f"--set=sync.fragments={FRAGMENTS}", "--set=sync.sync_every=24", f"--set=sync.grace={grace}",
+        f"--set=lease.lease_s={given.lease.lease_s}", f"--set=lease.heartbeat_s={given.lease.heartbeat_s}",
+        "--set=shard.listen=127.0.0.1:0", "--set=shard.http=127.0.0.1:0",
+    ]  # fmt: skip
+    address = folder / "shard.json"
+    log = stack.enter_context((folder / "shard.log").open("w"))
+    child = subprocess.Popen(
+        [sys.executable, "-m", "diloco_server", f"--address-file={address}", *sets], stdout=log, stderr=log
+    )
+    stack.callback(child.wait)
+    stack.callback(child.kill)
+    found = until(lambda: read_address(address), 60)
+    assert isinstance(found, Endpoints)
+    return found
+
+
+def ask(http: str) -> dict[str, Any]:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{http}/status", timeout=10) as answer:
+        return dict(json.loads(answer.read()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
+    parser.add_argument("--learners", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--grace", default="adaptive", help="a round stays open for so many seconds, or adaptive")
+    asked = parser.parse_args()
+    grace = asked.grace if asked.grace == "adaptive" else float(asked.grace)
+    print("| learners | seed | tokens trained | merged | rounds | evictions | late |\n" + "| --- " * 7 + "|")
+    for count in asked.learners:
+        for seed in range(asked.seeds):
+            learners = plans(count, asked.seconds, seed)
+            there, here = real(learners, asked.seconds, grace), simulated(learners, asked.seconds, seed, grace)
+            cells = [
+                f"{there.tokens_trained:,.0f} ({here.tokens_trained / there.tokens_trained - 1:+.1%})",
+                f"{there.tokens_merged:,.0f} ({here.tokens_merged / there.tokens_merged - 1:+.1%})",
+                f"{there.rounds:,} ({here.rounds / there.rounds - 1:+.1%})",
+                f"{there.evictions} ({here.evictions})", f"{there.late_share:.1%} ({here.late_share:.1%})",
+            ]  # fmt: skip
+            print(f"| {count} | {seed} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
