@@ -27,8 +27,3 @@ def test_the_law_that_made_the_cpu_seconds_is_found_again(growth: Any) -> None:
     true = [0.002, 0.001, 5e-9, 1e-9]
     made = cases(growth, lambda *terms: sum(a * b for a, b in zip(true, terms, strict=True)))
     assert growth.law(made) == pytest.approx(true)
-
-
-def test_no_cost_is_below_zero(growth: Any) -> None:
-    """Figures that grow more slowly than the contributions alone would explain with a negative cost per byte."""
-    assert min(growth.law(cases(growth, lambda p, contributions, m, b: 0.01 * (contributions / p) ** 0.5))) >= 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco_common.observe.history import HistoryFile, MemoryHistory, fingerprint, read_histories, read_history
+from diloco_common.observe.history import HistoryFile, fingerprint, read_histories, read_history
 
 
 def ticking():
@@ -34,13 +34,6 @@ def test_a_torn_line_costs_nothing_but_itself(tmp_path: Path) -> None:
     assert [line["what"] for line in read_history(path)] == ["stepped", "born"]
 
 
-def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
-    history = HistoryFile(tmp_path, "ann", ticking())
-    for step in range(3):
-        history.write("stepped", step=step)
-        assert len(read_history(tmp_path / "ann.jsonl")) == step + 1
-
-
 def test_all_histories_of_a_folder_are_read(tmp_path: Path) -> None:
     HistoryFile(tmp_path, "shard-0", ticking()).write("born", role="shard", epoch=3)
     for _ in range(2):
@@ -49,14 +42,6 @@ def test_all_histories_of_a_folder_are_read(tmp_path: Path) -> None:
     found = read_histories(tmp_path)
     assert [process.epoch for process in found.shards["shard-0"]] == [3]
     assert [process.number for process in found.learners["ann"]] == [0, 1]
-
-
-def test_a_history_in_memory_has_the_same_lines(tmp_path: Path) -> None:
-    on_disk, in_memory = HistoryFile(tmp_path, "ann", ticking()), MemoryHistory(ticking())
-    for history in (on_disk, in_memory):
-        history.write("born", role="learner", step=0, tokens=0)
-        history.write("stepped", step=1, tokens=8)
-    assert in_memory.lines == read_history(tmp_path / "ann.jsonl")
 
 
 def test_the_fingerprint_is_crc32c() -> None:

@@ -9,20 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diloco_common.codec import encode_payload
 from diloco_common.errors import NotFinite
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.ports import Clock
 from diloco_common.settings import Settings
-from diloco_common.wire.manifest import Manifest, TensorSpec
+from diloco_common.wire.manifest import TensorSpec
 from diloco_server.core import arithmetic
-from diloco_server.core.effects import MergeRound, SeedFragment
+from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.server import real_world
 from diloco_server.storage.store import MemoryStore, Store
-from diloco_server.storage.version_file import StoredVersion
 from waiting import until_async
 
 EPOCH = 1
@@ -60,18 +58,6 @@ async def test_events_that_come_together_are_decided_on_once_and_soon() -> None:
     assert counts == [0, 1, 1, 2]
 
 
-async def test_no_decision_follows_the_end() -> None:
-    clock = CountingClock()
-    host = make_host(clock)
-    host.advance()
-    host.advance_later()
-    host.close()
-    asked = clock.asked
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert clock.asked == asked
-
-
 async def test_a_merge_that_fails_half_way_ends_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The values in memory are of no version then; those on disk are whole."""
 
@@ -102,40 +88,6 @@ async def test_a_shard_for_which_time_stops_ends(monkeypatch, caplog) -> None:
     why = "time has stopped for the shard: AssertionError('two rounds of one fragment')"
     assert host.ready() == (False, why)
     assert [record.exc_info is not None for record in caplog.records if "time has stopped" in record.message] == [True]
-
-
-class FullDisk(MemoryStore):
-    def save(self, version: StoredVersion, manifest: Manifest) -> int:
-        raise OSError("no space left on device")
-
-
-def test_what_a_drain_has_left_ends_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    """One version waits for a disk that is full; a round closes after the end. Their learners push again."""
-
-    async def close_in_the_middle() -> ShardHost:
-        host = make_host(store=FullDisk(EPOCH))
-        seeded(host)
-        host.driver.carry_out(SeedFragment(0, encode_payload(torch.ones(4), "float32")))
-        await until_async(lambda: host.keeper.failing, "the disk to refuse")
-        caplog.clear()
-        host.close()
-        host.driver.carry_out(MergeRound(0, 1, ()))
-        await until_async(lambda: len(asyncio.all_tasks()) == 1, "the work to end")
-        return host
-
-    host = asyncio.run(close_in_the_middle())
-    assert [record.message for record in caplog.records] == []
-    assert not host.broken.is_set()
-
-
-async def test_the_memory_of_seeds_is_given_back_once_they_are_taken() -> None:
-    """They are float32, and nothing that comes later is as large."""
-    said: list[str] = []
-    host = make_host(give_back=lambda: said.append("gives back"))
-    for phase in ("seed", "seed", "merge", "merge"):
-        await host.compute(phase, lambda phase=phase: said.append(phase))  # type: ignore[misc]
-    host.close()
-    assert said == ["seed", "gives back", "seed", "gives back", "merge", "merge"]
 
 
 def seeded(host: ShardHost) -> FragmentState:

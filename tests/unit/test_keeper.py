@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +16,9 @@ from diloco_common.wire.manifest import Manifest
 from diloco_server.shell import keeper as module
 from diloco_server.shell.keeper import Keeper
 from diloco_server.shell.server import real_world
-from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import Recovered
 from diloco_server.storage.version_file import StoredVersion
-from stores import MANIFEST, make_version, open_store
+from stores import MANIFEST, make_version
 from waiting import until_async
 
 
@@ -129,17 +126,6 @@ async def test_by_interval_values_do_not_change_while_they_are_written(store: Sl
     keeper.hold(0).release()
 
 
-async def test_by_interval_values_that_a_merge_left_half_way_are_not_written(store: SlowStore, keeping) -> None:
-    """The merge holds the fragment while the interval ends; then it fails."""
-    keeper = keeping(durability="interval", interval_s=0.001)
-    await keeper.keep(make_version(0), MANIFEST)
-    async with keeper.hold(0):
-        await keeper.keep(make_version(1), MANIFEST)
-        keeper.drop(0)
-    await until_async(lambda: not keeper._writing, "the last write")
-    assert store.saved == [(0, 0)]
-
-
 async def test_by_interval_a_disk_that_refuses_holds_up_no_merge(store: SlowStore, keeping) -> None:
     keeper = keeping(durability="interval", interval_s=0.001)
     await keeper.keep(make_version(0), MANIFEST)
@@ -175,7 +161,3 @@ async def test_every_attempt_to_write_tells_how_much_room_is_left(store, keeping
     waiting = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
     await until_async(lambda: sample(keeper, "disk_free_bytes") == 12345, "a look at the disk")
     waiting.cancel()
-
-
-def test_a_file_store_tells_how_much_room_its_folder_has(tmp_path: Path) -> None:
-    assert open_store(Disk(tmp_path)).free_bytes() == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)

@@ -19,7 +19,6 @@ from diloco_lab.protocol import (
     carry_out,
     doubts,
     load_protocol,
-    multiplier,
     page,
     proposals,
 )
@@ -99,17 +98,6 @@ def test_arms_are_tuned_alike_and_reported_on_other_seeds_in_pairs() -> None:
     assert "lies at the edge" not in text
 
 
-def test_every_number_of_learners_has_horizons_of_its_own() -> None:
-    protocol = PROTOCOL.model_copy(update={"versions": {2: (10, 40), 3: (20,)}})
-    *_, (cells, _) = carry_out(protocol, FakeRuns())
-    assert [(cell.learners, cell.versions) for cell in cells] == [(2, 10), (2, 40), (3, 20)]
-
-
-def test_both_arms_get_the_tokens_of_the_horizon() -> None:
-    tokens = [PROTOCOL.arm(name, 2, 40, {}).settings.run.tokens for name in PROTOCOL.arms]
-    assert tokens == [40 * 24 * 2 * 8 * 128] * 2
-
-
 @pytest.mark.parametrize("text", ["trials = 0", "[arms.one.axes]\n", "trials = ", "wrong = 1"])
 def test_a_protocol_that_cannot_be_is_refused_by_its_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "protocol.toml"
@@ -143,25 +131,3 @@ def test_what_is_on_record_is_shown_without_running_anything() -> None:
     cells, lines = carried_out(PROTOCOL, until_seed_0)
     assert "+2.00 % | 1 |" in page(cells, lines)
     assert carried_out(PROTOCOL, {}) == ([], {})
-
-
-def test_a_horizon_may_have_fewer_seeds_and_the_multiplier_is_of_those_that_all_have() -> None:
-    record: dict[str, Line] = {}
-    *_, (cells, lines) = carry_out(PROTOCOL, lambda arms, seeds: record.update(FakeRuns()(arms, seeds)) or record)
-    short, long = cells
-    thin = {key: line for key, line in record.items() if key not in {a.key(0) for a in short.arms.values()}}
-    cells, lines = carried_out(PROTOCOL, thin)
-    assert "| 2 | 40 |" in page(cells, lines)
-    assert multiplier(cells, lines, long, "ours", "parallel") == multiplier(
-        cells, {key: line for key, line in lines.items() if line["seed"] != 0}, long, "ours", "parallel"
-    )
-
-
-def test_a_trial_that_is_not_whole_is_not_taken_for_a_missing_one() -> None:
-    first = PROTOCOL.arm("ours", 2, 10, {"train.lr": 2e-3})
-    rival = PROTOCOL.arm("parallel", 2, 10, {"train.lr": 2e-3})
-    lines = FakeRuns()([first, rival], [1000, 1001])
-    carried_out(PROTOCOL, lines)
-    del lines[rival.key(1001)]["result"]["loss_select"]
-    with pytest.raises(KeyError, match="loss_select"):
-        carried_out(PROTOCOL, lines)

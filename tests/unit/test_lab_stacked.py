@@ -54,12 +54,12 @@ def test_a_stack_steps_as_each_learner_alone_whoever_steps(optimizer: str) -> No
 
 
 @pytest.mark.parametrize(
-    "rough", [{}, {"speeds": (1.1, 1.0, 0.4)}, {"kill_every": 0.5, "away": 6.0}], ids=["calm", "speeds", "deaths"]
+    "rough", [{"speeds": (1.1, 1.0, 0.4)}, {"kill_every": 0.5, "away": 6.0}], ids=["speeds", "deaths"]
 )
 def test_a_whole_run_goes_the_same_way_with_and_without_a_stack(rough: dict[str, Any]) -> None:
     outcomes, losses, deaths = [], [], []
     for kind in (BuiltIn, Alone):
-        of = task(kind, "muon", tokens=3 * 2 * 8 * 30)
+        of = task(kind, "muon", tokens=3 * 2 * 8 * 20)
         run = LockstepRun(of.settings, of, Conditions(learners=3, **rough))
         outcomes.append(run.run())
         deaths.append([len(learner.cores) - learner.alive for learner in run.learners.values()])
@@ -82,16 +82,13 @@ def test_what_is_not_quite_built_in_is_not_stepped_as_if_it_were() -> None:
     assert task(BuiltIn, "muon").stack(models) is None
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "rough"), [("adamw", {}), ("muon", {"drop": 0.3, "kill_every": 1, "noise": 0.2})]
-)
-def test_momentum_is_averaged_by_the_shards_with_and_without_a_stack(optimizer: str, rough: dict[str, Any]) -> None:
+def test_momentum_is_averaged_by_the_shards_with_and_without_a_stack() -> None:
     losses, outcomes = [], []
     for kind, average in ((BuiltIn, False), (BuiltIn, True), (Alone, True)):
-        of = task(kind, optimizer, tokens=3 * 2 * 8 * 40)
+        of = task(kind, "muon", tokens=3 * 2 * 8 * 40)
         train = of.settings.train.model_copy(update={"average_momentum": average})
         of.settings = of.settings.model_copy(update={"train": train})
-        run = LockstepRun(of.settings, of, Conditions(learners=3, **rough))
+        run = LockstepRun(of.settings, of, Conditions(learners=3, drop=0.3, kill_every=1, noise=0.2))
         outcomes.append(run.run())
         losses.append(of.evaluate(run.global_model(), 1, 512))
         assert not outcomes[-1].stalled
@@ -106,18 +103,3 @@ def test_momentum_is_averaged_by_the_shards_with_and_without_a_stack(optimizer: 
     assert losses[0] != losses[1]
     assert losses[1] == pytest.approx(losses[2], rel=3e-2 if averaged.deaths else 3e-3)
     assert averaged.deaths == alone.deaths
-
-
-def test_companions_of_a_stack_are_what_its_steps_change() -> None:
-    of = task(BuiltIn, "muon")
-    stack = of.stack([of.model() for _ in range(2)])
-    assert stack is not None
-    held = stack.companions(1)
-    inputs, targets = (torch.stack(t) for t in zip(*(of.stream(i, 2).next_batch() for i in range(2)), strict=True))
-    for rows in ([0, 1], [1]):
-        before = {name: companion.values.clone() for name, companion in held.items()}
-        stack.step(torch.tensor(rows), inputs[rows], targets[rows], torch.ones(len(rows)))
-        assert all(not torch.equal(companion.values, before[name]) for name, companion in held.items())
-    assert {name for name, companion in held.items() if companion.second is not None} == {
-        "embedding.weight", "lm_head.weight",
-    }  # fmt: skip

@@ -78,15 +78,6 @@ def test_the_round_waits_for_it_beyond_the_grace_window_and_not_for_ever() -> No
     assert rig.state.version == 2
 
 
-def test_nobody_waits_for_one_that_is_gone() -> None:
-    rig = leaving("a", "b", "c", quorum=2)
-    for learner_id in "ab":
-        rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3)
-    rig.shard.leave(rig.members["c"])
-    rig.advance()
-    assert rig.state.version == 2
-
-
 def test_a_learner_that_leaves_is_asked_for_nothing_that_it_does_not_have() -> None:
     """It waits for other fragments. So it counts neither for when a round of this one is due, nor in it."""
     rig = leaving("a", "b")
@@ -95,16 +86,6 @@ def test_a_learner_that_leaves_is_asked_for_nothing_that_it_does_not_have() -> N
     rig.report("b", last_rounds=NOTHING)
     rig.step("a", steps=4)
     assert rig.state.round.missing == ["a"]
-
-
-def test_an_open_round_is_the_round_of_who_leaves() -> None:
-    rig = Rig().started("a", "b")
-    rig.report("b", last_rounds=FRAGMENT_0)
-    rig.contribute("a", 1)
-    rig.contribute("b", 1)
-    assert rig.state.version == 1
-    rig.report("b", last_rounds=NOTHING)
-    assert rig.state.round is None
 
 
 # ------------------------------------------------------------------ with learners
@@ -130,8 +111,8 @@ def step(cluster: Lockstep, models: dict[str, Counting], learner_ids: str) -> No
         cluster.stepped(learner_id, tokens=8)
 
 
-@pytest.mark.parametrize("quorum", [1, 2, 3, "all"])
-@pytest.mark.parametrize("last_step", [3, H - 1, H, 1000, 1234, 1700])
+@pytest.mark.parametrize("quorum", [2, "all"])
+@pytest.mark.parametrize("last_step", [3, H - 1, 1234])
 def test_all_that_was_trained_is_merged_wherever_it_leaves(last_step: int, quorum: object) -> None:
     """H = 500. Without a last round, half of H is lost on average: 250 of 1234 steps is a fifth."""
     sync = {"sync_every": H, "quorum": quorum, "fragments": 2, "merge": "mean", "push": "float32", "pull": "float32"}

@@ -14,8 +14,6 @@ from diloco_common.errors import UnsupportedModel
 from diloco_common.wire.manifest import cut
 from diloco_worker.core import layout
 from diloco_worker.core.replica import Replica
-from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.shell.companions import Companions
 from lockstep import Lockstep
 
 SHAPE = 5, 3, 2, 4
@@ -59,8 +57,8 @@ class Convolutions(nn.Module):
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_piece_is_its_elements_in_logical_order_and_in_place(kind: str) -> None:
-    for start in range(0, COUNT, 7):
-        for stop in range(start, COUNT + 1, 5):
+    for start in range(0, COUNT, 23):
+        for stop in range(start, COUNT + 1, 13):
             tensor = LAYOUTS[kind](numbered(*SHAPE))
             found = list(layout.parts(tensor, start, stop))
             values = [part.reshape(-1) for _, part in found]
@@ -73,15 +71,14 @@ def test_a_piece_is_its_elements_in_logical_order_and_in_place(kind: str) -> Non
             assert int(tensor.eq(-1).sum()) == stop - start
 
 
-@pytest.mark.parametrize("fragments", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_learners_of_different_layouts_agree(fragments: int, dtype: torch.dtype) -> None:
+def test_learners_of_different_layouts_agree(dtype: torch.dtype) -> None:
     plain = Convolutions().to(dtype)
     permuted = copy.deepcopy(plain).to(memory_format=torch.channels_last)
     assert not permuted.first.weight.is_contiguous()
     replicas = Replica(plain), Replica(permuted)
     assert replicas[0].specs == replicas[1].specs
-    for fragment in cut(replicas[0].specs, fragments, 1).fragments:
+    for fragment in cut(replicas[0].specs, 2, 1).fragments:
         n = fragment.num_elements
         given = torch.randn(n)
         for out_dtype in (torch.float32, torch.bfloat16):
@@ -102,28 +99,6 @@ def test_learners_of_different_layouts_agree(fragments: int, dtype: torch.dtype)
     for one, other in zip(plain.parameters(), permuted.parameters(), strict=True):
         assert torch.equal(one, other)
         assert other.dim() < 4 or other.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_momentum_has_the_layout_of_its_parameter() -> None:
-    plain = Convolutions()
-    models = plain, copy.deepcopy(plain).to(memory_format=torch.channels_last)
-    images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
-    found = []
-    for model in models:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        averaged = Companions(optimizer, SharedSet(model))
-        replica = Replica(model, companions=averaged.by_name)
-        model(images.contiguous(memory_format=torch.channels_last)).square().sum().backward()
-        optimizer.step()
-        manifest = cut(replica.specs, 3, 1)
-        for fragment in manifest.fragments:
-            if not fragment.traits.is_of_model:
-                replica.add(fragment, torch.linspace(-9.0, 9.0, fragment.num_elements), 2)
-        averaged.check()
-        found.append([optimizer.state[p]["exp_avg"] for p in model.parameters()])
-        assert not any(s["exp_avg"].is_contiguous() for p, s in optimizer.state.items() if not p.is_contiguous())
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def trained_together(*formats: torch.memory_format) -> list[Tensor]:

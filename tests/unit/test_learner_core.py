@@ -253,11 +253,8 @@ def test_one_contribution_is_under_way_at_a_time() -> None:
 
 # Anchor 10; trained +2 before the snapshot, and +1 after it; then version 1 arrives as 20.
 @pytest.mark.parametrize("fate", ["merged", "carried", None], ids=["merged", "not merged", "not asked"])
-@pytest.mark.parametrize("version", [1, 4], ids=["the next version", "some are skipped"])
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite", "blend"])
-def test_a_version_is_laid_under_the_progress_of_a_participant_and_of_others(
-    on_commit: str, version: int, fate: str | None
-) -> None:
+def test_a_version_is_laid_under_the_progress_of_a_participant_and_of_others(on_commit: str, fate: str | None) -> None:
     rig = Rig(on_commit)
     rig.trains(by=1.0)
     if fate is None:
@@ -265,13 +262,13 @@ def test_a_version_is_laid_under_the_progress_of_a_participant_and_of_others(
     else:
         rig.contributes(by=1.0)
     rig.trains(by=1.0)
-    assert rig.arrives(version, 20.0, merged=1 if fate == "merged" else 0)
+    assert rig.arrives(4, 20.0, merged=1 if fate == "merged" else 0)
     theta, tokens_left = {
         "carry": (20.0 + 1.0, 5) if fate == "merged" else (20.0 + 3.0, 15),  # new + (theta - snapshot), or - anchor
         "overwrite": (20.0, 0),
         "blend": (0.25 * 13.0 + 0.75 * 20.0, 0),
     }[on_commit]
-    assert (rig.theta, rig.fragment.version) == (theta, version)
+    assert (rig.theta, rig.fragment.version) == (theta, 4)
     assert rig.fragment.tokens_since(rig.core.tokens) == tokens_left
     assert rig.fragment.tensors.anchor is not None
     assert rig.fragment.tensors.anchor.float().tolist() == [20.0, 20.0]
@@ -511,7 +508,7 @@ def test_what_the_encoder_lost_is_kept_only_of_what_was_merged(
     assert rig.next_delta(2) == next_delta
 
 
-@pytest.mark.parametrize("encodes", [[True], [True, True], [False, True], [True, False, True], [False]])
+@pytest.mark.parametrize("encodes", [[True], [True, False, True], [False]])
 @pytest.mark.parametrize("stows", [False, True], ids=["in-place", "in-host-memory"])
 def test_a_residual_comes_back_from_contributions_that_were_not_merged(encodes: list[bool], stows: bool) -> None:
     """Of any number of them, encoded or not before their fate was known."""
@@ -534,7 +531,7 @@ def test_a_residual_comes_back_from_contributions_that_were_not_merged(encodes: 
     torch.testing.assert_close(sent + contribution.tensors.loss.float(), x + lost.float(), rtol=0, atol=0.005)
 
 
-@pytest.mark.parametrize("encoding", ["int8", "int4", "topk64_2bit"])
+@pytest.mark.parametrize("encoding", ["int8", "topk64_2bit"])
 def test_what_was_refused_for_being_enormous_leaves_nothing_behind(encoding: str) -> None:
     """Its loss has a rounding that is longer than an honest contribution."""
     rig = Rig(on_commit="overwrite")

@@ -11,7 +11,6 @@ from diloco_common.wire.messages import Collect, FragmentStatus
 from diloco_worker import learner as shell
 from diloco_worker.core.acts import PushContribution, SeedFragment, StepEnded, VersionApplied
 from diloco_worker.core.events import Asked, Failed
-from diloco_worker.core.fragment import AskedRound
 from diloco_worker.core.replica import Replica
 from diloco_worker.shell.boundary import SEED_HOLD_S
 from parts import EPOCH, POLICY, Parts, Rig, joined
@@ -90,21 +89,6 @@ def test_a_version_waits_while_its_fragment_is_read_and_those_behind_it_too(read
     assert (reading.versions, reading.values) == ([1, 1, 0], [20.0, 20.0, 10.0])
 
 
-def test_a_newer_version_replaces_one_that_waits_for_the_snapshot(reading: Rig) -> None:
-    reading.learner.step(1)
-    reading.arrives(0, 2, 30.0, merged_version=2)
-    reading.parts.jobs.run()
-    reading.learner.step(1)
-    assert reading.versions == [2, 0, 0]
-    assert reading.learner.core.contributions["merged"] == 1
-
-
-def test_waiting_for_news_does_not_end_because_of_a_version_that_waits(reading: Rig) -> None:
-    """Else a loop of `poll` would spin until the snapshot is taken."""
-    reading.learner.poll()
-    assert not reading.learner._inbox._has_new
-
-
 def test_the_end_is_heard_even_while_a_version_waits(reading: Rig) -> None:
     reading.learner.step(1)
     reading.hears(Failed(Superseded("another process is cat now")))
@@ -129,25 +113,6 @@ def test_pushes_under_way_get_less_time_after_ctrl_c(rig: Rig, error: type[BaseE
     with pytest.raises(error), rig.learner:
         raise error
     assert rig.parts.posted.settle_s == settle_s
-
-
-def test_a_round_that_asks_before_the_model_is_cut_is_answered_afterwards() -> None:
-    """A learner that waits for its last shard is already asked by the others."""
-    model, addresses = nn.Linear(2, 2, bias=False), ["127.0.0.1:1", "127.0.0.1:2"]
-    learner, digest = Parts().learner(model, addresses), cut(Replica(model).specs, 2, 2).digest
-    for i, address in enumerate(addresses):
-        fragments = [FragmentStatus(i, True, 0, 0, 5 + i)]
-        learner._inbox.put(
-            joined(
-                5 + i, POLICY, fragments=fragments, num_fragments=2, digest=digest, address=address, index=i,
-                num_shards=2,
-            )
-        )  # fmt: skip
-        if i == 0:
-            learner._inbox.put(Asked(Collect(0, 1, 5), 5))
-        learner.poll()
-    assert learner.core is not None
-    assert learner.core.fragments[0].asked == AskedRound(1, 5, 5)
 
 
 @pytest.mark.parametrize(

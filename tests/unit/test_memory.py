@@ -15,10 +15,6 @@ MIB = 1 << 20
 SIZE = memory.LEAST // 4 + 1000
 
 
-def address_of(view: memoryview) -> int:
-    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tensor_that_is_gone_leaves_its_memory_to_the_next(dtype: torch.dtype) -> None:
     first = memory.empty(SIZE * 2, dtype)
@@ -37,37 +33,6 @@ def test_memory_that_a_view_still_shows_is_not_used_again() -> None:
     assert part.eq(7.0).all()
     del part
     assert memory.empty(SIZE).data_ptr() == address
-
-
-def test_tensors_on_both_sides_of_a_power_of_two_share_their_memory() -> None:
-    """As fragments of 100 M parameters do: 16.5 and 17.0 MB lie around 2^24 bytes."""
-    pool = memory.Pool()
-    for num_bytes in (16_500_000, 17_000_000, 18_900_000, 14_600_000):
-        view = pool.take(num_bytes)
-        assert len(view) == num_bytes
-        del view
-    assert len(pool) == 1
-
-
-def test_a_tensor_gets_the_free_block_that_fits_best() -> None:
-    pool = memory.Pool()
-    sizes = [18 * MIB, 14 * MIB, 16 * MIB, 17 * MIB]
-    views = [pool.take(size) for size in sizes]
-    addresses = {size: address_of(view) for size, view in zip(sizes, views, strict=True)}
-    del views
-    smaller, larger, equal = (pool.take(size) for size in (15 * MIB, 19 * MIB, 17 * MIB))
-    assert address_of(smaller) == addresses[16 * MIB]  # the smallest that is large enough
-    assert address_of(larger) == addresses[18 * MIB]  # none is: the largest grows
-    assert address_of(equal) == addresses[17 * MIB]
-
-
-@pytest.mark.parametrize(("first", "second"), [(16 * MIB, 8 * MIB), (8 * MIB, 16 * MIB), (16 * MIB, 25 * MIB)])
-def test_a_tensor_of_quite_another_size_gets_memory_of_its_own(first: int, second: int) -> None:
-    """Half a block idle behind an anchor of bfloat16 is as bad as a block too many."""
-    pool = memory.Pool()
-    pool.take(first)
-    assert len(pool.take(second)) == second
-    assert len(pool) == 2
 
 
 def test_the_pool_holds_as_many_blocks_as_were_in_use_at_once() -> None:
@@ -105,15 +70,6 @@ def test_blocks_that_are_free_can_be_given_back_and_those_in_use_stay() -> None:
     again = pool.take(memory.LEAST)
     again[:3] = b"xyz"
     assert bytes(used[:3]) == b"abc"
-
-
-def test_a_tensor_may_go_in_the_midst_of_a_take() -> None:
-    """A collection of garbage comes at any point, and its blocks come back in the thread that takes one."""
-    pool = memory.Pool()
-    view = pool.take(memory.LEAST)
-    with pool._lock:
-        del view
-    assert len(pool) == 1
 
 
 def test_threads_never_share_a_block() -> None:

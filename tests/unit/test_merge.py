@@ -52,10 +52,3 @@ def test_bytes_that_no_encoder_writes_are_refused(scale: float) -> None:
     damaged = torch.tensor([scale]).numpy().tobytes() + good.chunks[0][4:]
     with pytest.raises(BadEncoding, match="block 0"):
         piece_norms(Payload(good.header, (damaged,)), one_piece(256))
-
-
-def test_a_merge_leaves_the_contributions_as_they_were() -> None:
-    contributions = [make_contribution(i, random_values(SIZE, ord(i))) for i in "ab"]
-    before = [c.payload.chunks for c in contributions]
-    merge(contributions, one_piece(SIZE), "rda")
-    assert [c.payload.chunks for c in contributions] == before

@@ -133,18 +133,6 @@ def test_tokens_merged_never_fall_and_begin_where_a_restored_shard_does():
     assert values(m.registry)["diloco_shard_tokens_merged_total"] == 6000
 
 
-def test_a_learner_is_in_one_state():
-    m = ShardMetrics()
-    for state in ("alive", "evicted", "evicted", "alive", "left"):
-        m.learners.state("worker-1", state)
-
-    states = {series: value for series, value in values(m.registry).items() if "learner_state" in series}
-    assert [series for series, value in states.items() if value] == [
-        "diloco_shard_learner_state{learner=worker-1}{state=left}"
-    ]
-    assert len(states) == 4
-
-
 def test_a_learner_that_is_forgotten_leaves_no_series():
     m = busy_shard()
     m.learners.silent.labels("worker-2").set(0.1)
@@ -163,12 +151,6 @@ def test_every_process_says_what_it_runs_and_what_it_uses(metrics):
     assert 'diloco_build_info{grpcio="' in text
     assert "process_resident_memory_bytes" in text
     assert "_created" not in text
-
-
-def test_two_learners_in_one_process_do_not_share_metrics():
-    busy_worker()
-
-    assert values(WorkerMetrics().registry)["diloco_worker_inner_steps_total"] == 0
 
 
 def test_every_code_of_a_rejected_contribution_has_a_series_before_its_first_event(repository: Path):
@@ -201,7 +183,3 @@ def test_when_certificates_expire_is_told_in_seconds_since_1970(metrics):
     own = values(metrics.registry)["diloco_certificate_expires_timestamp_seconds{which=own}"]
     assert own == files.certificate.not_valid_after_utc.timestamp()
     assert values(metrics.registry)["diloco_certificate_expires_timestamp_seconds{which=ca}"] > own
-
-
-def test_without_tls_nothing_expires():
-    assert not any("certificate" in series for series in values(ShardMetrics().registry))

@@ -11,7 +11,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from diloco_common.errors import UnsupportedModel
 from diloco_common.wire.manifest import cut
-from diloco_worker.core import names
 from diloco_worker.core.replica import Replica
 
 
@@ -84,19 +83,6 @@ def test_a_tied_tensor_has_the_smallest_of_its_names_so_that_equal_models_get_eq
     specs = Replica(Tied(order)).specs
     assert [spec.name for spec in specs] == ["a.bias", "a.weight", "h.weight"]
     assert cut(specs, 2, 1).digest == cut(Replica(Tied("thsa")).specs, 2, 1).digest
-
-
-def test_every_name_of_a_tied_tensor_is_known() -> None:
-    found = names.parameters(Tied("thsa"))
-    assert sorted(found) == ["a.bias", "a.weight", "h.weight", "s.bias", "s.weight", "t.weight", "z"]
-    assert found["h.weight"] is found["t.weight"] is found["z"]
-
-
-def test_a_submodule_that_holds_its_parent_ends_the_way_down() -> None:
-    model = nn.Linear(2, 2)
-    model.add_module("child", nn.Linear(2, 2))
-    model.child.add_module("parent", model)
-    assert sorted(names.parameters(model)) == ["bias", "child.bias", "child.weight", "weight"]
 
 
 def test_two_tensors_that_would_share_a_name_are_refused() -> None:

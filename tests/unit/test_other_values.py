@@ -66,30 +66,6 @@ def test_whatever_the_body_does_to_the_model_is_undone_bit_for_bit(error: type[B
     others.check()  # it is over
 
 
-def test_buffers_whose_elements_repeat_are_written_and_put_back() -> None:
-    net = Net()
-    net.register_buffer("rows", torch.arange(3.0).expand(2, 3), persistent=False)
-    net.register_buffer("both", torch.zeros(()).expand(2, 3), persistent=False)
-    net.register_buffer("sliding", torch.arange(4.0).as_strided((3, 2), (1, 1)), persistent=False)
-    before = bits(net)
-    others = OtherValues(Replica(net), lambda: None)
-    pairs = others.beside({name: torch.ones_like(t) for name, t in (*net.named_parameters(), *net.named_buffers())})
-    with others.instead("values()", partial(write, pairs), [theta for theta, _ in pairs]):
-        assert all((t == 1).all() for t in (*net.parameters(), *net.buffers()))
-    assert bits(net) == before
-
-
-def test_a_block_that_cannot_put_everything_back_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def put_back() -> None:
-        raise RuntimeError("out of memory")
-
-    others = OtherValues(replica := Replica(Net()), lambda: None)
-    monkeypatch.setattr(replica, "keep", lambda also=(): put_back)
-    with pytest.raises(RuntimeError, match="out of memory"), others.instead("values()", lambda: None):
-        pass
-    others.check()
-
-
 # ------------------------------------------------------------------ which values, by which name
 
 
@@ -171,14 +147,3 @@ def test_a_model_that_was_replaced_is_not_written_to(block: str) -> None:
     enter = rig.learner.global_values() if block == "global_values" else rig.learner.values(rig.model)
     with pytest.raises(ModelChanged, match=r"with learner.values\(checkpoint\).* learner.restore\(checkpoint\)"), enter:
         pass
-
-
-def test_a_layer_that_is_wrapped_is_no_other_and_what_the_wrapper_holds_is_watched() -> None:
-    model = nn.Sequential(nn.Embedding(4, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4)))
-    watch = ModelWatch(SharedSet(model))
-    model[1] = nn.DataParallel(model[1])
-    for _ in range(2):
-        watch.check()
-    model[1].module[0] = nn.Linear(2, 2)
-    with pytest.raises(ModelChanged, match=r"1\.0\.weight, 1\.0\.bias: replaced"):
-        watch.check()

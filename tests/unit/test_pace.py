@@ -130,17 +130,16 @@ def honest(crowd: Crowd, count: int = 3, step_s: float = 1.0) -> list[Actor]:
 # ------------------------------------------------------------------ rounds
 
 
-@pytest.mark.parametrize("others", [1, 3])
-def test_a_ghost_that_reports_a_thousand_steps_at_a_time_opens_no_more_rounds(others: int) -> None:
+def test_a_ghost_that_reports_a_thousand_steps_at_a_time_opens_no_more_rounds() -> None:
     """faults.md, hostile 12."""
     alone, with_ghost = Crowd(), Crowd()
     for crowd in (alone, with_ghost):
-        honest(crowd, others)
-    without = alone.run(400)
+        honest(crowd)
+    without = alone.run(200)
     with_ghost.run(40)
     with_ghost.come("ghost", 0.1, per_step=(1000, 10**6), contributes=False)
     with_ghost.run(40)  # until it is known for one: it is in no round
-    assert with_ghost.run(400) <= without + 2
+    assert with_ghost.run(200) <= without + 2
     assert with_ghost.refused == []
 
 
@@ -155,15 +154,15 @@ def test_a_liar_that_contributes_makes_rounds_at_most_so_many_times_as_often(cro
     assert rounds <= STEPS_FACTOR * usual_rounds * 100 + 1
 
 
-@pytest.mark.parametrize("times", [1, 3, 10])
+@pytest.mark.parametrize("times", [1, 10])
 def test_a_learner_that_is_ten_times_as_fast_counts_in_full(crowd: Crowd, times: int) -> None:
     slow = honest(crowd, 3, step_s=2.0)
     fast = crowd.come("fast", 2.0 / times)
-    rounds = crowd.run(400)
+    rounds = crowd.run(200)
     assert fast.steps - fast.member.counted.inner_step <= 1
     for actor in (fast, *slow):
         assert actor.tokens - actor.member.counted.tokens <= TOKENS
-    assert rounds >= 0.95 * 200 * times / 4  # every H steps of the fastest
+    assert rounds >= 0.9 * 100 * times / 4  # every H steps of the fastest
     assert crowd.refused == []
 
 

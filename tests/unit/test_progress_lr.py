@@ -24,13 +24,6 @@ def test_a_shape_by_the_progress_of_the_run(shape: Shape, at: dict[float, float]
     assert {f: share(shape, f, warmup=0.1, final=0.2) for f in at} == pytest.approx(at)
 
 
-@pytest.mark.parametrize("shape", ["cosine", "linear", "wsd", "constant"])
-def test_no_warm_up_begins_at_the_rate_and_one_as_long_as_the_run_ends_there(shape: Shape) -> None:
-    assert share(shape, 0.0, warmup=0.0, final=0.0) == 1.0
-    assert share(shape, 0.5, warmup=1.0, final=0.0) == 0.5
-    assert share(shape, 1.0, warmup=1.0, final=0.0) == 1.0
-
-
 @dataclass
 class Run:
     fraction: float = 0.0

@@ -89,9 +89,9 @@ def tries_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OF_THE_BYTES = [errors.BadChecksum("damaged"), errors.BadSize("too few"), errors.UnknownEncoding("not known")]
 OF_THE_CALL = [
-    errors.StaleGeneration("cat", 1, 2), errors.NotJoined("no lease"), errors.LeaseExpired("silent"),
-    errors.Draining("shutting down"), errors.NotSeeded("nothing yet"),
-]  # fmt: skip
+    errors.StaleGeneration("cat", 1, 2),
+    errors.Draining("shutting down"),
+]
 ONE = (Held(0, EPOCH, 1),)
 
 
@@ -113,13 +113,6 @@ def test_the_next_version_is_asked_for_as_a_change_unless_the_bytes_of_one_were_
     assert codec.held([0]) == (Held(0, EPOCH, 2),)
     assert shard.asked == asked
     assert shard.held == [(), *[ONE] * (len(asked) - 1)]
-
-
-def test_another_epoch_of_the_shard_is_told_what_an_earlier_one_gave() -> None:
-    state, codec = pulled(Shard(1), 1)
-    assert state.take_lease(joined(EPOCH + 1, POLICY))
-    assert state.to_pull.now == {}
-    assert codec.held(state.fragment_ids) == (Held(0, EPOCH, 1),)
 
 
 def test_a_version_of_another_fragment_than_was_asked_for_is_asked_for_again() -> None:

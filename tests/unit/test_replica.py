@@ -73,11 +73,6 @@ def test_the_user_may_say_what_takes_the_mean() -> None:
     assert [s.name for s in specs if s.rule == "mean"] == ["body.weight"]
 
 
-def test_any_name_of_a_tied_weight_will_do() -> None:
-    specs = Replica(Language(tied=True), mean_merge={"tokens.weight"}).specs
-    assert [s.name for s in specs if s.rule == "mean"] == ["head.weight"]
-
-
 # ------------------------------------------------------------------ what is refused, and in which words
 
 
@@ -129,19 +124,6 @@ def test_what_is_written_is_read_back_over_all_fragments(dtype: torch.dtype) -> 
     assert all(torch.equal(a, b) for a, b in zip(model.norm.buffers(), statistics, strict=True)), (
         "buffers have fragments of their own"
     )
-
-
-def test_rows_of_one_tensor_may_lie_in_several_fragments() -> None:
-    model = with_parameter(torch.arange(40.0).view(10, 4))
-    replica = Replica(model)
-    manifest = cut(replica.specs, 4, 1)
-    assert len(manifest.fragments) == 4
-    parts = []
-    for fragment in manifest.fragments:
-        out = torch.empty(fragment.num_elements)
-        replica.read(fragment, out)
-        parts.append(out)
-    assert sorted(torch.cat(parts).tolist()) == [float(i) for i in range(40)]
 
 
 @pytest.mark.parametrize(

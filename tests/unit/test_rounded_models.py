@@ -90,19 +90,6 @@ def test_a_master_is_rounded_into_its_parameter_and_contributes_nothing_of_that(
 
 
 @pytest.mark.parametrize("model", SIXTEEN)
-def test_a_version_meanwhile_moves_what_a_contribution_was_taken_from(model: torch.dtype) -> None:
-    rig = Rig(model)
-    rig.arrives(0, rig.version(torch.float32))
-    rig.contributes(3)
-    for number in (1, 2):
-        rig.arrives(number, rig.version(torch.float32))
-    values = rig.version(torch.float32)
-    rig.arrives(3, values, merged=3)
-    assert torch.equal(rig.theta(), values.to(model))
-    assert not rig.contributes(4).any()
-
-
-@pytest.mark.parametrize("model", SIXTEEN)
 def test_what_was_trained_is_carried_without_the_rounding(model: torch.dtype) -> None:
     rig = Rig(model)
     n = rig.fragment.num_elements

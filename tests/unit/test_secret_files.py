@@ -21,12 +21,9 @@ ROOT, US, OTHER = 0, 1000, 1001
     [
         (0o600, US, US, None),
         (0o400, US, OTHER, None),
-        (0o700, US, US, None),
         (0o600, ROOT, ROOT, None),
         (0o640, US, US, "group 1000 can read it"),  # a group of many, on many clusters
         (0o644, US, US, "everybody"),
-        (0o604, US, US, "everybody"),
-        (0o602, US, US, "everybody"),
         (0o620, US, US, "group 1000 can change it"),
         (0o600, OTHER, US, "belongs to user 1001"),
         # Kubernetes: root's, lent to our group by fsGroup. Links to it are followed.

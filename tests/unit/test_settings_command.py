@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import pytest
 
-from diloco_common.command import new_app, run_app, run_command
+from diloco_common.command import run_command
 from diloco_common.errors import CannotConnect, ConfigError, DataError, InUse, NotJoined
 
 
@@ -45,34 +44,3 @@ def test_a_command_may_choose_its_exit_code(returned: int | None, exit_code: int
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
     with pytest.raises(type(error)):
         run_command(failing(error), name="diloco")
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["statsu"], "there is no command statsu; did you mean status? (see diloco --help)"),
-        (["--nonsense"], "there is no option --nonsense (see diloco --help)"),
-        (["status", "--shard", "3"], "there is no option --shard; did you mean --shards? (see diloco status --help)"),
-        (["status", "--dtype", "bfloat"], "--dtype bfloat: must be one of float32, bfloat16; did you mean bfloat16?"),
-        (["status", "--shards", "x"], "--shards x: must be a whole number"),
-        (["status", "--shards"], "--shards takes a value, and none is given"),
-        (["status", "more"], "more: nothing is expected here"),
-        (["take"], "FOLDER is missing (see diloco take --help)"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    app = new_app("diloco", "")
-
-    @app.command
-    def status(*, shards: int = 2, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
-        raise AssertionError
-
-    @app.command
-    def take(folder: str, /) -> None:
-        raise AssertionError
-
-    assert run_app(app, argv) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"diloco: {says}")
-    assert said.endswith(" [BAD_CONFIG]\n")
-    assert said.count("\n") == 1

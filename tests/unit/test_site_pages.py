@@ -31,11 +31,6 @@ def test_a_row_with_as_many_meanings_as_words_gives_each_its_own() -> None:
     }
 
 
-def test_a_page_without_words_is_no_glossary() -> None:
-    with pytest.raises(ValueError, match="no table of words"):
-        site_pages.glossary("# Concepts\n")
-
-
 def test_the_words_of_the_product_are_explained() -> None:
     words = site_pages.glossary((ROOT / "docs/concepts.md").read_text(encoding="utf-8"))
     assert words.keys() >= {"learner", "worker", "shard", "fragment", "round", "quorum", "version", "lease", "carry"}
@@ -79,24 +74,6 @@ def test_links_lead_to_what_the_site_has(page: str, link: str, shown: str) -> No
 
     uri = site_pages.uri_of(page, is_folder=False)
     assert site_pages.relinked(f"see [it]({link}).", page, uri, target) == f"see [it]({shown})."
-
-
-def test_code_is_not_relinked() -> None:
-    code = "```python\nx[0](../a.py)\n```\n"
-    assert site_pages.relinked(code, "docs/a.md", "a.md", lambda path: "else.md") == code
-
-
-def test_a_file_with_fences_is_shown_whole(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("before\n```\ninside\n```\nafter\n")
-    assert site_pages.file_page(tmp_path, "a.txt").endswith(
-        "# a.txt\n\n```` text\nbefore\n```\ninside\n```\nafter\n````\n"
-    )
-
-
-def test_a_folder_is_a_list_of_its_files(tmp_path: Path) -> None:
-    (tmp_path / "folder/inner").mkdir(parents=True)
-    (tmp_path / "folder/inner/a.py").write_text("")
-    assert "- [folder/inner/a.py](inner/a.py.md)\n" in site_pages.file_page(tmp_path, "folder")
 
 
 @pytest.mark.parametrize(

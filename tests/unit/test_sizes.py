@@ -11,7 +11,6 @@ from torch import Tensor
 from diloco_common.codec import encode_payload
 from diloco_common.wire.manifest import Manifest, TensorSpec, cut
 from diloco_common.wire.messages import LearnerPolicy
-from diloco_worker.core.momentum import Companion
 from diloco_worker.core.parts import Holding, LocalFragment, Sharing, local_fragment
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.sizes import learner_bytes, shares, torch_chunk
@@ -36,8 +35,8 @@ def fragments_of(rank: int, ranks: int, replicas: int) -> list[LocalFragment]:
     return [local_fragment(f, holdings, Sharing(0, replicas), rank, ranks * replicas) for f in manifest().fragments]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("rows", [1, 5, 8, 301])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 5, 301])
 def test_rows_lie_on_ranks_as_torch_cuts_them(rows: int, ranks: int) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(ranks)]
     for rank, mine in enumerate(chunks + [[]] * (ranks - len(chunks))):
@@ -108,17 +107,6 @@ def test_bytes_of_a_rank_go_with_its_share() -> None:
     assert whole.per_element < 10
 
 
-def test_what_is_under_way_at_once_is_of_several_ranks() -> None:
-    """Rows of one large tensor fill neighbouring fragments. With 4 ranks the first holds a quarter of them alone."""
-    cut_up = cut([TensorSpec("embedding", (24 * 64, 32))], 24, 1)
-    found = shares(cut_up, ranks=4)
-    assert [share.held for share in found] == [2048] * 6 + [0] * 18
-
-    moving = [learner_bytes(found, under_way=n).under_way for n in (1, 3, 6, 24)]
-
-    assert [n // moving[0] for n in moving] == [1, 1, 2, 6]
-
-
 def test_companions_are_kept_and_moved_as_the_model_is_but_without_residuals_and_are_no_parameters() -> None:
     model = [TensorSpec(f"layer.{i}", (1024, 512)) for i in range(48)]
     companions = [TensorSpec(f"m {t.name}", t.shape, rule="mean", kind="momentum") for t in model]
@@ -130,20 +118,3 @@ def test_companions_are_kept_and_moved_as_the_model_is_but_without_residuals_and
         assert getattr(both, name) == getattr(alone, name) + getattr(local, name)
     assert local.kept < alone.kept
     assert both.elements == alone.elements
-
-
-def test_a_companion_has_no_residual() -> None:
-    model = torch.nn.Linear(300, 700, bias=False)
-    replica = Replica(model, companions={"weight": Companion("SGD", torch.randn(700, 300))})
-    policy = LearnerPolicy(5, "int8", "bfloat16", "carry", 0.5, error_feedback=True)
-    kept = []
-    for fragment in cut(replica.specs, 1, 1).fragments:
-        tensors = FragmentTensors(replica.held(fragment), replica, policy)
-        values = tensors.values().bfloat16()
-        with torch.no_grad():
-            tensors.adopt(values)
-            tensors.contribute(1).encode("int8")
-            tensors.carry(values, merged=True)
-        kept.append(num_bytes(values, tensors._residual))
-    found = shares(cut(replica.specs, 1, 1))
-    assert kept == [learner_bytes(found).kept, learner_bytes(found, companions=found).kept - learner_bytes(found).kept]

@@ -79,16 +79,6 @@ def test_keys_are_for_their_owner_and_one_that_is_lent_for_our_group(tending, tm
     assert mode(tmp_path / "observers/observer-prometheus") == 0o750
 
 
-def test_a_key_that_there_is_can_be_lent_and_taken_back(tended, tmp_path):
-    authority = open_authority(tmp_path / "ca")
-    page, prometheus = tmp_path / "observers/observer-page", tmp_path / "observers/observer-prometheus"
-
-    assert Tending(authority, tmp_path, SUBJECTS, [], 90.0, lent=[SUBJECTS[2]]).look(NOW) == []
-
-    assert [mode(page), mode(page / "key.pem")] == [0o750, 0o640]
-    assert [mode(prometheus), mode(prometheus / "key.pem")] == [0o700, 0o600]
-
-
 def test_a_learner_that_makes_a_folder_gets_a_certificate_in_it(tended, tmp_path):
     folder = learner_wishes(tmp_path, "cdad8b7211fb")
     assert len(tended.look(NOW)) == 1
@@ -114,13 +104,6 @@ def test_on_request_everything_is_renewed_at_once(tended, tmp_path):
     before = read_folder(tmp_path / "shards/shard-0").pair
     assert len(tended.look(NOW, renews=True)) == len(SUBJECTS)
     assert read_folder(tmp_path / "shards/shard-0").pair != before
-
-
-def test_a_restart_forgets_nothing(tending, tmp_path):
-    learner_wishes(tmp_path, "a")
-    tending.look(NOW)
-    again = Tending(open_authority(tmp_path / "ca"), tmp_path, SUBJECTS, [], 90.0)
-    assert again.look(NOW + timedelta(days=1)) == []
 
 
 def test_whoever_is_revoked_gets_no_other_until_somebody_issues_one(tending, tmp_path):
@@ -173,7 +156,7 @@ def test_only_the_key_of_a_known_observer_is_lent(tmp_path, lent, capsys):
     assert f"--lend {lent}: name an observer that is among the identities" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["key.pem", "cert.pem", "ca.pem"])
+@pytest.mark.parametrize("name", ["key.pem", "cert.pem"])
 def test_a_folder_that_cannot_be_written_stops_nobody_else(tending, tmp_path, name):
     for learner_id in ("a", "evil", "z"):
         learner_wishes(tmp_path, learner_id)

@@ -84,8 +84,8 @@ class Crowd(Rig):
         return float(self.state.values.theta.norm())
 
 
-@pytest.mark.parametrize("learners", ["ab", "abc", "abcdefgh"])
-@pytest.mark.parametrize("times", [30.0, 300.0, 1e6, 1e30])
+@pytest.mark.parametrize("learners", ["ab", "abcdefgh"])
+@pytest.mark.parametrize("times", [30.0, 1e30])
 def test_values_grown_by_any_factor_move_nothing_and_their_learner_is_named(learners: str, times: float) -> None:
     crowd = Crowd(learners)
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_a_learner_that_diverges_is_refused_soon_beside_one_other() -> None:
     assert crowd.named == {"b"}
 
 
-@pytest.mark.parametrize("learners", ["ab", "abc", "abcdefgh"])
+@pytest.mark.parametrize("learners", ["ab", "abc"])
 @pytest.mark.parametrize("quiet", [0.0, 1e-9])
 def test_one_that_sends_nothing_keeps_nobody_out(learners: str, quiet: float) -> None:
     crowd = Crowd(learners)
@@ -130,7 +130,7 @@ def test_one_that_sends_nothing_keeps_nobody_out(learners: str, quiet: float) ->
     assert crowd.refused == 0
 
 
-@pytest.mark.parametrize("learners", ["ab", "abc", "abcdefgh"])
+@pytest.mark.parametrize("learners", ["ab", "abc"])
 def test_where_all_go_further_at_once_everybody_is_merged_again_within_a_round(learners: str) -> None:
     """A schedule that begins anew: a hundred times the rate."""
     crowd = Crowd(learners)
@@ -143,7 +143,7 @@ def test_where_all_go_further_at_once_everybody_is_merged_again_within_a_round(l
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0])
-@pytest.mark.parametrize("times", [2, 3, 5, 8])
+@pytest.mark.parametrize("times", [2, 8])
 def test_learners_of_unequal_speed_are_never_too_long(times: int, power: float) -> None:
     """Ways may be straight, or grow with the root of the steps."""
     crowd = Crowd("ab")
@@ -213,7 +213,7 @@ def test_beside_first_steps_of_a_warm_up_the_next_ones_go_far(learners: str) -> 
     assert lengths.judge(fragment(0), "a", Way(220 * 2.68, 24), dict.fromkeys(learners, 50), 0.8, H).most
 
 
-@pytest.mark.parametrize(("times", "most"), [(1, FAR), (8, 8 * FAR), (100, 8 * FAR)])
+@pytest.mark.parametrize(("times", "most"), [(1, FAR), (100, 8 * FAR)])
 def test_who_has_taken_more_steps_may_go_further_if_it_went_as_far_before(times: int, most: float) -> None:
     """Each raises its rate by its own steps: the fast one, or the one that was there first, is at a higher one."""
     lengths = Lengths()

@@ -17,10 +17,10 @@ from diloco_common.wire.messages import LearnerPolicy
 from diloco_worker.core.events import Arrived
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.core.undone import IN_A_ROW, REST, ROW, STEPS, Laid, is_gone
+from diloco_worker.core.undone import IN_A_ROW, ROW, STEPS, Laid, is_gone
 from diloco_worker.shell.masters import Masters, find_copies
 from lockstep import Lockstep
-from optimizers import ADAMW, SGD, Lookahead, OnMasters, ScheduleFree
+from optimizers import SGD, Lookahead, OnMasters, ScheduleFree
 from parts import Parts, joined
 
 
@@ -77,32 +77,22 @@ def trained(
 
 HONEST: dict[str, Callable[[Iterable[nn.Parameter]], object]] = {
     "sgd": SGD,
-    "sgd-fast": partial(torch.optim.SGD, lr=2.0),
-    "adamw": ADAMW,
     "adamw-fast": partial(torch.optim.AdamW, lr=0.1),
     "decay": partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.05),
-    "nothing": partial(torch.optim.SGD, lr=0.0),
     "rounded away": partial(torch.optim.SGD, lr=0.05),
-    "rprop": torch.optim.Rprop,
-    "adagrad": partial(torch.optim.Adagrad, lr=0.1),
-    "radam": partial(torch.optim.RAdam, lr=0.01),
     "sam": lambda parameters: TwoSteps(p := list(parameters), torch.optim.SGD(p, lr=0.3), rho=0.05),
 }
 
 
-@pytest.mark.parametrize("sync_every", [4, 12])
 @pytest.mark.parametrize("name", HONEST)
-def test_an_optimizer_that_steps_on_the_parameters_is_never_refused(name: str, sync_every: int) -> None:
+def test_an_optimizer_that_steps_on_the_parameters_is_never_refused(name: str) -> None:
     dtype = torch.bfloat16 if name == "rounded away" else torch.float32
-    refused, _ = trained(HONEST[name], sync_every=sync_every, steps=60, dtype=dtype)
+    refused, _ = trained(HONEST[name], sync_every=4, steps=60, dtype=dtype)
     assert not refused
 
 
 OVERWRITE = {
     "masters": (OnMasters, torch.bfloat16, lambda o: list(zip(o.parameters, o.copies, strict=True))),
-    "masters of float32": (OnMasters, torch.float32, lambda o: list(zip(o.parameters, o.copies, strict=True))),
-    "masters by sgd": (partial(OnMasters, make=SGD), torch.bfloat16,
-                       lambda o: list(zip(o.parameters, o.copies, strict=True))),
     "lookahead": (Lookahead, torch.float32, lambda o: o),
     "schedule-free": (ScheduleFree, torch.float32, lambda o: o),
 }  # fmt: skip
@@ -128,19 +118,6 @@ def test_the_refusal_says_what_to_do() -> None:
     with pytest.raises(VersionUndone, match=r"masters=optimizer or masters=\{name: tensor\}") as caught:
         one_version(laid, theta, piece, is_undone=True)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("is_undone", [False, True])
-def test_versions_that_stay_begin_the_count_anew(is_undone: bool) -> None:
-    laid, theta, piece = overwritten(IN_A_ROW - 1)
-    one_version(laid, theta, piece, is_undone=False)
-    for _ in range(REST):
-        laid.check()
-    for _ in range(IN_A_ROW - 1):
-        one_version(laid, theta, piece, is_undone=True)
-    if is_undone:
-        with pytest.raises(VersionUndone):
-            one_version(laid, theta, piece, is_undone=True)
 
 
 def overwritten(times: int) -> tuple[Laid, Tensor, Fragment]:
@@ -206,13 +183,10 @@ def seen(rows: int, *, at: int, share: float, step: float = 0.1, laid: float = 1
     [
         (seen(4, at=0, share=1.0), True),
         (seen(4, at=4, share=0.5), True),
-        (seen(1, at=0, share=1.0, steps=3), True),
         (seen(4, at=0, share=0.0), False),
         (seen(4, at=0, share=0.2), False),  # a schedule that averages slowly
-        (seen(4, at=0, share=4.0), False),  # a step that is far longer
         (seen(4, at=0, share=0.0, step=10.0), False),
         (seen(4, at=0, share=1.0, step=1.0), False),  # in steps as long as the version nobody can tell
-        (seen(4, at=0, share=1.0, laid=0.0), False),
         (torch.cat([seen(2, at=0, share=1.0), seen(1, at=0, share=0.0)], 1), True),
         (torch.cat([seen(1, at=0, share=1.0), seen(2, at=0, share=0.0)], 1), False),
         (torch.cat([seen(1, at=0, share=1.0), seen(2, at=0, share=0.0, laid=0.0)], 1), True),  # these say nothing

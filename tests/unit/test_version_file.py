@@ -163,32 +163,20 @@ def test_a_file_of_an_earlier_format_is_read(earlier: str) -> None:
     "change",
     [
         lambda t, m: m["record"].update(version=6),
-        lambda t, m: m["record"].update(fragment_id=1),
-        lambda t, m: m["record"].update(fragment_id=-1),
         lambda t, m: m["record"].update(fragment_id=7),
-        lambda t, m: m["record"].update(version="5"),
         lambda t, m: m["record"].update(tokens_merged="many"),
         lambda t, m: m["record"].update(merged_versions=["ann"]),
-        lambda t, m: m["record"].update(merged_by={"ann": 1}),
-        lambda t, m: m["record"].update(norms=[None]),
         lambda t, m: m["record"].pop("epoch"),
         lambda t, m: m.pop("record"),
-        lambda t, m: m.pop("format"),
-        lambda t, m: m.update(previous="4"),
         lambda t, m: m.update(chunk_elements=0),
         lambda t, m: m["origin"].update(run=["run"]),
         lambda t, m: m["origin"].update(shard_index=1),
-        lambda t, m: m["origin"].update(num_shards=0),
-        lambda t, m: m["origin"].update(num_shards=3),
         lambda t, m: m["manifest"].update(tensors=[]),
-        lambda t, m: m["manifest"].update(tensors=[["a.weight"]]),
         lambda t, m: m["manifest"].update(tensors=[["a.weight", [10, 70], False], ["b.weight", [1, -701], False]]),
         lambda t, m: t.pop("theta"),
         lambda t, m: t["theta"].update(shape=[10**12]),
         lambda t, m: t["theta"].update(dtype="F64"),
         lambda t, m: t["anchor"].update(data_offsets=[0, 1400]),
-        lambda t, m: t.update({"outer.x": t["outer.0"]}),
-        lambda t, m: t.update({"checksums": 8}),
     ],
 )
 def test_a_header_that_no_version_has_is_refused_in_one_line(change: Callable[[Any, Any], object]) -> None:
@@ -201,19 +189,14 @@ def test_a_header_that_no_version_has_is_refused_in_one_line(change: Callable[[A
 
 BEYOND: dict[str, Callable[[Any, Any], object]] = {
     "tokens_merged is 18446744073709551616, not 0 to": lambda t, m: m["record"].update(tokens_merged=2**64),
-    "tokens_merged is -1": lambda t, m: m["record"].update(tokens_merged=-1),
-    "epoch is 1000000000000": lambda t, m: m["record"].update(epoch=10**12),
     "forgotten_version is 6, not 0 to 5": lambda t, m: m["record"].update(forgotten_version=6),
     "merged_versions of 'ann' is 18446744073709551616": lambda t, m: m["record"]["merged_versions"].update(ann=2**64),
     "merged_by has a name of more than 64": lambda t, m: m["record"]["merged_by"].update(ann="x" * 65),
     "a norm is inf": lambda t, m: m["record"].update(norms=[float("inf")]),
-    "a norm is nan": lambda t, m: m["record"].update(norms=[float("nan")]),
     "seed_norm is -1.0": lambda t, m: m["record"].update(seed_norm=-1.0),
     "multiple of 256": lambda t, m: m.update(chunk_elements=300),
-    "less than or equal to 4194304": lambda t, m: m.update(chunk_elements=2**23),
     "num_fragments must be 1 to 4096": lambda t, m: m["origin"].update(num_fragments=2**40),
     "Tensor.shape has 9 entries": lambda t, m: m["manifest"].update(tensors=[["w", [1] * 9, False]]),
-    "Tensor.name has 513 characters": lambda t, m: m["manifest"].update(tensors=[["w" * 513, [1], False]]),
     "JoinRequest.tensors has 32769 entries": lambda t, m: m["manifest"].update(tensors=[["w", [1], False]] * 32769),
     "the tensors have 8796093022208 elements": lambda t, m: m["manifest"].update(
         tensors=[["a", [2**42], False], ["b", [2**42], False]]
@@ -230,6 +213,6 @@ def test_a_number_that_no_shard_could_go_on_with_is_named(words: str, change: Ca
             look(disk, NAME)
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff" * 8, b"[" * 200_000, b'{"__metadata__":3}', b"1e999"])
+@pytest.mark.parametrize("text", [b"", b"\xff" * 8, b"[" * 200_000, b'{"__metadata__":3}'])
 def test_a_header_that_is_no_header_is_refused(text: bytes) -> None:
     assert_detected(sealed(text, b""))

@@ -35,19 +35,10 @@ def test_a_stall_is_the_time_between_two_steps_beyond_computing(
     assert stalls_of(processes, STEP_S, window(10.0, ended)) == stalls
 
 
-def test_steps_before_the_window_do_not_count() -> None:
-    assert stalls_of([steps(1, 5, 10, 11, 12)], STEP_S, window(10.5, 12.0)) == [0, 0]
-
-
 def test_merged_tokens_lie_on_a_line_between_two_merges() -> None:
     lumps = steps(0, 5, 10, 15, 20, merged=(0, 0, 100, 100, 200))
     assert merged_at({0: [lumps]}, 15.0, own=False) == 150
     assert merged_at({0: [lumps]}, 30.0, own=False) == 200
-
-
-def test_merged_tokens_of_all_are_what_the_worker_that_knows_most_says() -> None:
-    ahead, behind = steps(0, 10, merged=(0, 200)), steps(0, 10, merged=(0, 100))
-    assert merged_at({0: [behind], 1: [ahead]}, 10.0, own=False) == 200
 
 
 def test_where_each_counts_its_own_the_sum_counts_also_that_of_a_dead_process() -> None:

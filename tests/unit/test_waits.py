@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import warnings
 import weakref
 
 import pytest
 
-from diloco_common.errors import Busy, TornUpload
+from diloco_common.errors import Busy
 from diloco_server.shell import waits
-from diloco_server.shell.waits import Bodies, OpenPush, Outgoing, Turns, Unread
+from diloco_server.shell.waits import Bodies, Outgoing, Unread
 from waiting import DEADLINE_S, until_async
 
 
@@ -81,20 +79,6 @@ async def test_with_too_many_waiting_the_one_that_waits_for_longest_is_told_to_c
         caller.task.cancel()
 
 
-async def test_a_caller_that_hangs_up_gives_its_place_back() -> None:
-    bodies = Bodies()
-    for _ in range(3):
-        callers = [Reader(bodies) for _ in range(waits.BODIES_AT_ONCE + 2)]
-        await turns()
-        for caller in callers:
-            caller.task.cancel()
-        await turns()
-    last = Reader(bodies)
-    await turns()
-    assert last.is_read
-    last.task.cancel()
-
-
 async def test_bytes_wait_in_line_until_they_fit() -> None:
     outgoing, log = Outgoing(100), list[str]()
 
@@ -120,18 +104,6 @@ async def test_bytes_wait_in_line_until_they_fit() -> None:
     assert outgoing.num_bytes == 0
 
 
-async def test_who_hangs_up_in_line_holds_up_nobody() -> None:
-    outgoing = Outgoing(100)
-    async with outgoing.held(80):
-        first = asyncio.create_task(outgoing._turn(90))
-        second = asyncio.create_task(outgoing._turn(10))
-        await turns()
-        first.cancel()
-        await turns()
-    await second
-    assert outgoing.num_bytes == 10
-
-
 class Parts:
     """Parts of a push without an end."""
 
@@ -140,29 +112,6 @@ class Parts:
 
     async def __anext__(self) -> bytes:
         return b"part"
-
-
-async def test_a_push_that_was_ended_between_two_parts_leaves_no_coroutine_behind() -> None:
-    """Python would warn of it, wherever the garbage collector finds it."""
-    push, due = OpenPush("host", "a"), asyncio.get_running_loop().time() + DEADLINE_S
-    assert await push.next(Parts(), due) == b"part"
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        push.end(TornUpload("a newer push counts"))
-        with pytest.raises(TornUpload, match="a newer push counts"):
-            await push.next(Parts(), due)
-        gc.collect()
-    assert not warned
-
-
-async def test_the_first_turns_are_there_at_once_on_a_machine_that_has_just_started(monkeypatch) -> None:
-    """The clock of an event loop begins at 0 with the machine."""
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 0.5)
-    line = Turns(per_s=0.1, burst=3)
-    taken = [asyncio.create_task(line.next()) for _ in range(4)]
-    await turns()
-    assert [turn.done() for turn in taken] == [True, True, True, False]
-    taken[-1].cancel()
 
 
 class Version(list[bytes]):

@@ -270,11 +270,7 @@ def test_the_page_is_told_nothing_that_lets_one_speak_as_a_learner(secret):
     "odd",
     [
         {"learners": [{"id": "x"}]},
-        {"learners": [learner("x", loss="high")]},
-        {"learners": [learner("x", missed={"LATE": "often"})]},
         {"learners": [learner("x", inner_step=float("inf"))]},
-        {"fragments": [{"id": 0}]},
-        {"rejected": {"LATE": "often"}},
         {"uptime_s": "long"},
     ],
 )

@@ -9,7 +9,6 @@ import pytest
 from diloco_common.errors import ConfigError
 from diloco_common.ports import Unavailable
 from diloco_common.wire.addresses import write_address
-from diloco_worker.shell import credentials as whereabouts
 from diloco_worker.shell.credentials import Whereabouts, addresses_of
 
 
@@ -30,26 +29,6 @@ def test_a_file_is_read_again_when_it_changes_and_its_last_word_holds(tmp_path: 
         assert where.now() == "n2:50051"
     file.unlink()
     assert where.now() == "n2:50051"
-
-
-def test_a_read_that_failed_is_done_again_although_the_file_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "shard-0.json"
-    write_address(file, "shard", "shard-0", grpc="n1:50051", http="n1:8080")
-    where = Whereabouts(f"@{file}")
-    with monkeypatch.context() as network_folder:
-        network_folder.setattr(whereabouts, "read_address", lambda path: None)
-        with pytest.raises(Unavailable):
-            where.now()
-    assert where.now() == "n1:50051"
-
-
-def test_a_worker_is_no_shard(tmp_path: Path) -> None:
-    file = tmp_path / "worker-0.json"
-    write_address(file, "worker", "worker-0", http="n1:8080")
-    with pytest.raises(Unavailable):
-        Whereabouts(f"@{file}").now()
 
 
 def test_addresses_and_files_may_be_mixed() -> None:
