@@ -1,8 +1,8 @@
-"""Liars among honest learners, by what they do to the loss: the tables of docs/quality.md.
+"""Liars among honest learners, by what they do to the loss: benchmarks/results/hostile.md, in short docs/quality.md.
 
     python benchmarks/hostile.py                            # all; exits 1 where a promise is broken
     python benchmarks/hostile.py --trust strangers --rows "sign flip" ALIE
-    python benchmarks/hostile.py --page                     # and put the tables into docs/quality.md
+    python benchmarks/hostile.py --page                     # and write both
 
 Whole runs in lockstep, as in `honest.py`: production cores in virtual time, a small model of words, default settings.
 So nothing here depends on the pace of the machine. The liar trains as the others do, and then says or sends something
@@ -37,6 +37,7 @@ from diloco_server.core.trust.conduct import OUTLIERS
 from honest import Learner, Row, Run, Shard
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "quality.md"
+RECORD = Path(__file__).resolve().parent / "results" / "hostile.md"
 STEPS = 160.0
 CROWDS = ((1, 3), (1, 4), (1, 8), (2, 8))
 """Liars, of so many learners. Two of eight only among strangers."""
@@ -322,12 +323,31 @@ def table(trust: Trust, rows: Iterable[str], results: Mapping[Case, Result]) -> 
     return lines, broken
 
 
+def in_short(members: Sequence[str], strangers: Sequence[str]) -> list[str]:
+    """Both tables as one: the worst of strangers, and two crowds of members."""
+    lines = [
+        "| what the liar does | members: 1 of 3 | 1 of 8 | named after | counted | strangers: worst | named after |",
+        "| --- |" + " ---: |" * 6,
+    ]
+    for one, other in zip(members[2:], strangers[2:], strict=True):
+        row, of_3, _, of_8, named, counted = _cells(one)
+        _, *losses, its_named, _ = _cells(other)
+        lines.append(f"| {' | '.join([row, of_3, of_8, named, counted, max(losses, key=float), its_named])} |")
+    return lines
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS], help="only these")
     parser.add_argument("--trust", nargs="+", choices=["members", "strangers"], default=["members", "strangers"])
-    parser.add_argument("--page", action="store_true", help="put the tables into docs/quality.md")
+    parser.add_argument("--page", action="store_true", help="write the record, and docs/quality.md")
     args = parser.parse_args()
+    if args.page and (args.rows != [*ROWS] or len(args.trust) != 2):
+        parser.error("--page takes all rows")
     wanted = [case for trust in args.trust for case in cases(trust, args.rows)]
     wanted += sorted({Case(c.trust, c.learners - c.liars) for c in wanted}, key=str)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -335,12 +355,14 @@ def main() -> int:
     tables, broken = [], []
     for trust in args.trust:
         lines, wrong = table(trust, args.rows, results)
-        tables.append("\n".join(lines))
+        tables.append(lines)
         broken += wrong
-    shown = "\n\n".join(tables)
+    shown = "\n\n".join("\n".join(lines) for lines in tables)
     print(shown, *broken, sep="\n")
     if args.page:
-        filled = re.sub(r"(?s)(<!-- hostile -->\n\n).*?(\n\n<!-- end -->)", rf"\g<1>{shown}\g<2>", PAGE.read_text())
+        RECORD.write_text(shown + "\n")
+        short = "\n".join(in_short(*tables))
+        filled = re.sub(r"(?s)(<!-- hostile -->\n\n).*?(\n\n<!-- end -->)", rf"\g<1>{short}\g<2>", PAGE.read_text())
         PAGE.write_text(filled)
     return 1 if broken else 0
 

@@ -16,7 +16,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -182,7 +182,6 @@ CHOSEN = Spec(momentum=0.5, tokens=MIDDLE)
 CLASSIC = Spec(method="classic", momentum=0.9, tokens=MIDDLE)
 PARALLEL = Spec(method="data-parallel", tokens=MIDDLE)
 DEMO = Spec(learners=3, tokens=1_000_000, layers=4, width=128, context=128, batch=8)
-LINEAR = replace(CHOSEN, schedule="linear", lr_final=0.0)
 ENCODINGS = [
     ("float32", "float32"), ("int8", "bfloat16"), ("int4", "bfloat16"), ("int8", "int8"), ("int8", "int4"),
     ("int4", "int8"), ("topk64_2bit", "bfloat16"), ("topk64_2bit", "int4"),
@@ -201,15 +200,6 @@ def size(push: str, pull: str) -> float:
 
 
 TABLES = {
-    "table: muon": Table(
-        "optimizer inside the learner | loss | above the first",
-        {
-            "AdamW, RDA": [LINEAR],
-            "Muon, mean": [replace(LINEAR, optimizer="muon", merge="mean")],
-        },
-        seeds=(0, 1),
-        above_first_row=True,
-    ),
     "table: classic": Table(
         "outer rate | momentum | float32 classic DiLoCo | ours | above",
         {f"0.7 | {mu:g}": [replace(s, momentum=mu) for s in (CLASSIC, CHOSEN)] for mu in (0.0, 0.5, 0.9)},
@@ -228,11 +218,6 @@ TABLES = {
         seeds=(0, 1, 2),
         above_first_row=True,
     ),
-    "table: pull": Table(
-        "versions | bfloat16 down | int8 down | above",
-        {"80": [replace(CHOSEN, tokens=LONG), replace(CHOSEN, tokens=LONG, pull="int8")]},
-        seeds=(0, 1, 2, 3, 4),
-    ),
 }
 
 
@@ -246,7 +231,7 @@ def all_specs() -> list[Spec]:
 def rebuilt(page: str, results: Results) -> str:
     """The page with all of its tables."""
     texts = {name: table.render(results) for name, table in TABLES.items()} | {"protocol": protocol_table()}
-    texts |= {shown.folder: arms_table(shown) for shown in FOLDERS}
+    texts["arms"] = arms_table()
     for name, text in texts.items():
         mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         page = re.sub(mark, lambda m, text=text: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL)
@@ -271,23 +256,34 @@ class Shown:
     """What all are held against,"""
     pairs: Sequence[tuple[str, str]] = ()
     """or which against which."""
+    title: str = ""
+    """What the run is called; else by its arm."""
 
 
 FOLDERS = [
     Shown("disturbed", "disturbed", base="undisturbed"),
     Shown("momentum", "protocol", base="as_it_is"),
     Shown("asynchronous", "async", base="carry_and_grace"),
-    Shown("longer", "longer", pairs=[("ours", "data_parallel_muon"), ("ours", "data_parallel_adamw")]),
+    Shown(
+        "longer",
+        "longer",
+        pairs=[("ours", "data_parallel_muon"), ("ours", "data_parallel_adamw")],
+        title="640 versions",
+    ),
 ]
 
 
-def arms_table(shown: Shown) -> str:
-    """What the arms of a folder have come to so far, in pairs of one seed."""
-    lines = runner.load(RESULTS.parent / f"quality_{shown.results}.jsonl")
-    arms = {path.stem: load_arm(path) for path in sorted((ROOT / "benchmarks" / shown.folder).glob("*.toml"))}
+def arms_table() -> str:
+    """What the arms of all folders have come to so far."""
     head = ["| run | loss | held against | its loss | above it, 95 % | contributions a round |"]
     head.append("| --- | ---: | --- | ---: | ---: | ---: |")
-    rows: list[str] = []
+    return "\n".join([*head, *(row for shown in FOLDERS for row in arms_rows(shown))])
+
+
+def arms_rows(shown: Shown) -> Iterator[str]:
+    """The arms of a folder, in pairs of one seed."""
+    lines = runner.load(RESULTS.parent / f"quality_{shown.results}.jsonl")
+    arms = {path.stem: load_arm(path) for path in sorted((ROOT / "benchmarks" / shown.folder).glob("*.toml"))}
     for name, base in shown.pairs or [(name, shown.base) for name in arms if name != shown.base]:
         arm, other = arms[name], arms[base]
         seeds = [seed for seed in range(SEEDS_MAX) if {arm.key(seed), other.key(seed)} <= lines.keys()]
@@ -296,8 +292,8 @@ def arms_table(shown: Shown) -> str:
         loss, its_loss = (fmean(lines[of.key(seed)]["result"]["loss"] for seed in seeds) for of in (arm, other))
         merged = [lines[arm.key(seed)]["result"].get("participants", math.nan) for seed in seeds]
         a_round = "" if math.isnan(merged[0]) else f"{fmean(merged):.2f}"
-        rows.append(f"| {_words(name)} | {loss:.4f} | {_words(base)} | {its_loss:.4f} | {found} | {a_round} |")
-    return "\n".join([*head, *rows]) if rows else "Not run yet."
+        run = shown.title or _words(name)
+        yield f"| {run} | {loss:.4f} | {_words(base)} | {its_loss:.4f} | {found} | {a_round} |"
 
 
 def _words(name: str) -> str:
