@@ -64,11 +64,11 @@ class ConfigError(DilocoError):
 
 
 class SecretExposed(ConfigError):
-    """A file with a secret belongs to somebody else, or others can read or write it."""
+    """Others own, read or write a file with a secret."""
 
     do = (
-        "Run the command in the message. The owner must be the process's user, or root, and the mode 0600. Root's file"
-        " may be readable for a group of that user."
+        "Run the command in the message. The file must be the user's or root's, with mode 0600. Root's may be readable"
+        " for a group of that user."
     )
     look = "[files](security.md#files)"
 
@@ -81,7 +81,7 @@ class WrongCall(ConfigError):
 
 
 class UnsupportedModel(DilocoError):
-    """The model cannot be synchronised in its present form."""
+    """The model cannot be synchronised as it is."""
 
     exit_code = EXIT_USAGE
     do = "Do what the message says."
@@ -100,7 +100,7 @@ class ModelChanged(DilocoError):
 
 
 class VersionUndone(DilocoError):
-    """The optimizer writes its own copy of the weights over the parameters, and so over every version."""
+    """The optimizer writes its own copy of the weights over every version."""
 
     exit_code = EXIT_USAGE
     do = "Say where the copies are: `join(masters=...)`."
@@ -115,15 +115,15 @@ class LearnerEnded(DilocoError):
 
 
 class ChildOfLearner(DilocoError):
-    """A child of a learner called it, or would join in its place."""
+    """A forked or spawned child called its learner, or would join in its place."""
 
     exit_code = EXIT_USAGE
-    do = 'Call the learner in its own process, and put what the script runs under `if __name__ == "__main__":`.'
+    do = 'Call it in its own process. What the script runs belongs under `if __name__ == "__main__":`.'
     look = "[children](bring-your-loop.md#children-of-a-learner)"
 
 
 class ForkUnsafe(DilocoError):
-    """gRPC was imported before diloco_worker, or its fork support is on: forked children would crash."""
+    """gRPC came before diloco_worker, or its fork support is on: forked children would crash."""
 
     exit_code = EXIT_USAGE
     do = "Import `diloco_worker` first, or set `GRPC_ENABLE_FORK_SUPPORT=0` before the start."
@@ -156,7 +156,7 @@ class InUse(DilocoError):
 
 
 class IslandBroken(DilocoError):
-    """A rank of an [island](islands.md) has ended, or the ranks do not call `step` and `poll` alike."""
+    """A rank of an [island](islands.md) has ended, or ranks do not call `step` and `poll` alike."""
 
     do = "Start all ranks again: `torchrun --max-restarts` does so."
     look = "the log of the rank that ended first"
@@ -230,7 +230,7 @@ class WrongHost(HandshakeFailed):
 class TlsNeeded(HandshakeFailed):
     """The port speaks TLS, and this caller plaintext."""
 
-    do = "Set `security.tls` (`tls=` of join) to the caller's folder of `diloco certs issue`."
+    do = "Set `security.tls` (`tls=` of join) to a folder of `diloco certs issue`."
     look = "`security.tls` on both sides"
 
 
@@ -244,7 +244,7 @@ class NotAShard(HandshakeFailed):
 class TlsNotSpoken(HandshakeFailed):
     """The port speaks plaintext, and this caller TLS."""
 
-    do = "Give the shard a certificate, or leave `security.tls` (`tls=` of join) out at the caller."
+    do = "Give the shard a certificate, or leave the caller's `security.tls` (`tls=` of join) out."
     look = "`security.tls` on both sides"
 
 
@@ -310,7 +310,7 @@ class NothingIntact(DataError):
 
 
 class VersionDamaged(DataError):
-    """A file was damaged. The version before is used. In a checkpoint nothing is restored."""
+    """A file was damaged. The version before is used; of a checkpoint nothing is restored."""
 
     met = FOLDERS
     is_logged = True
@@ -348,7 +348,7 @@ def _escaped(character: str) -> str:
 
 
 class Refusal(DilocoError):
-    """A newer shard refuses with a code that this build does not know."""
+    """A newer shard refuses with a code that is unknown here."""
 
     code = "REFUSED"
     exit_code = EXIT_REFUSED
@@ -376,7 +376,7 @@ class Unauthenticated(Refusal):
 
 
 class WrongIdentity(Refusal):
-    """The certificate or token names somebody else than the call, or another run."""
+    """The certificate or token names another caller, or another run."""
 
     status = "PERMISSION_DENIED"
     do = "Use the caller's own."
@@ -408,7 +408,7 @@ class Expired(Refusal):
 
 
 class BadRequest(Refusal):
-    """The call breaks the protocol, or a field is beyond its [limit](wire-format.md#limits); the message names it."""
+    """The call breaks the protocol, or a field its [limit](wire-format.md#limits); the message names it."""
 
     status = "INVALID_ARGUMENT"
     do = "Install equal versions. If they are equal, please file an issue."
@@ -438,7 +438,7 @@ class BadLearnerId(Refusal):
 
 
 class ManifestMismatch(Refusal):
-    """The model differs from the run's, or is cut differently; or the shard insists on another."""
+    """The model is not the run's, is cut differently, or is not the one that the shard is told of."""
 
     do = "Start every worker with the same model and code."
     look = "the differences in the message; `run.model`, `sync.fragments`"
@@ -446,7 +446,7 @@ class ManifestMismatch(Refusal):
 
 
 class FrozenMismatch(Refusal):
-    """Frozen parameters, or packed weights of quantised layers, differ from those of this run."""
+    """Frozen parameters, or packed quantised weights, differ from the run's."""
 
     do = (
         'Load the same base in the same dtype, or `join(..., frozen="any")`. If your loop changes them, `join(..., '
@@ -469,7 +469,7 @@ class LeaseExpired(Refusal):
 
 
 class Stalled(Refusal):
-    """The learner sent heartbeats, but took no inner step for `lease.progress_timeout_s`."""
+    """The learner took no inner step for `lease.progress_timeout_s`."""
 
     do = "Find what its loop waits for."
     look = "[DilocoWorkerStalled](runbook.md#dilocoworkerstalled)"
@@ -518,7 +518,7 @@ class VersionGone(Refusal):
 class NoAverage(Refusal):
     """The run keeps no average of its versions."""
 
-    do = "Set `outer.average` on all shards (0.97, for example), and start them again. It begins with that version."
+    do = "Set `outer.average` on all shards (such as 0.97), and start them again."
     look = "[The average of the versions](checkpoints.md#the-average-of-the-versions)"
 
 
@@ -566,12 +566,12 @@ class BadChecksum(Refusal):
 
     status = "DATA_LOSS"
     met = CONTRIBUTIONS
-    do = "Nothing: it is repeated. If it stays so, the learner's machine or link damages bytes."
+    do = "Nothing: it is repeated. If it stays so, a machine or link damages bytes."
     look = "memory and network of the learner's machine"
 
 
 class TornUpload(Refusal):
-    """A push stopped or came too slowly, or a later push took its place."""
+    """A push stopped, was too slow, or gave way to a later one."""
 
     status = "UNAVAILABLE"
     do = "Nothing: it is tried again. If it stays so, the link is too thin."
@@ -597,7 +597,7 @@ class UnknownEncoding(Refusal):
 
 
 class BadEncoding(Refusal):
-    """Not a valid payload: a scale of 0, NaN or inf, for example."""
+    """Not a valid payload: such as a scale of 0, NaN or inf."""
 
     status = "INVALID_ARGUMENT"
     met = CONTRIBUTIONS
@@ -626,7 +626,7 @@ class NormTooLarge(Refusal):
 
 
 class Quarantined(Refusal):
-    """The learner's contributions were outliers again and again; the message says for how long."""
+    """The learner's contributions were outliers again and again. The message says how long this lasts."""
 
     met = CONTRIBUTIONS
     do = "Restart it if it has diverged. Otherwise wait."
@@ -638,7 +638,7 @@ class Implausible(Refusal):
 
     status = "OUT_OF_RANGE"
     met = CONTRIBUTIONS
-    do = "Nothing after a long absence: the limit grows with time. Else find out who runs it."
+    do = "Nothing after a long absence: the limit grows with time. Else ask who runs it."
     look = "tokens and steps that the loop gives to `learner.step`"
 
 

@@ -119,8 +119,8 @@ def with_parts(page: str) -> str:
 
 
 def _calls() -> str:
-    rows = (f"| `{e.code}` | {e.status} | {e.means} | {_deed(e)} |" for e in of_kind(Kind.CALL))
-    return _table("code | gRPC status | meaning | what to do", rows)
+    rows = (f"| `{e.code}` ({e.status}) | {e.means} | {_deed(e)} |" for e in of_kind(Kind.CALL))
+    return _table("code (gRPC status) | meaning | what to do", rows)
 
 
 def _rejections() -> str:

@@ -59,8 +59,8 @@ ERRORS = tuple(_of(error) for error in all_kinds() if error is not DilocoError)
 WORDS = (
     Entry(
         "SHARD_AWAY", Kind.COMMAND,
-        "In `diloco status`: a shard does not answer, or most learners do not reach it. They train on. The exit "
-        "code is that of `--strict`.",
+        "In `diloco status`: a shard does not answer, or most learners do not reach it. They train on. `--strict` "
+        "has the exit code.",
         "Start it again with its data folder.", "the log of the shard, and the way to it", exit_code=7,
     ),
     Entry(
@@ -70,11 +70,11 @@ WORDS = (
     Entry(
         "WORKER_AWAY", Kind.COMMAND,
         "In `diloco status`: a worker is silent, or ended without a goodbye. The others train on.",
-        "Start it again, and it goes on.", "the log of the worker", exit_code=7,
+        "Start it again.", "the log of the worker", exit_code=7,
     ),
     Entry(
         "UNEXPECTED", Kind.COMMAND, "Something that should not happen.",
-        "If the message does not help, please file an issue with the traceback.", "the message", exit_code=1,
+        "Please file an issue with the traceback.", "the message", exit_code=1,
     ),
     Entry(
         "STORAGE", Kind.DATA,
@@ -105,12 +105,12 @@ LINK = (
         "Correct the port, or start the shard. Its log names the port (`serving`).", "`shard.listen`",
     ),
     _finding(
-        "PORT_SILENT", "Nobody answers: a firewall drops the packets, or the address is wrong.",
+        "PORT_SILENT", "Nobody answers: a firewall, or a wrong address.",
         "Let TCP to that port through, from learners to shards.",
         "firewalls on and between both machines; [ports](wan.md#ports-and-direction)",
     ),
     _finding(
-        "NO_ANSWER", "The port takes connections, but the process is stopped, or its machine overloaded.",
+        "NO_ANSWER", "The port connects, but the process is stopped, or its machine overloaded.",
         "Look at the process, and restart it if it hangs.",
         "`diloco health --grpc HOST:PORT` on the shard's machine",
     ),
@@ -120,13 +120,13 @@ LINK = (
     ),
     _finding(
         "CLOCK_SKEWED",
-        "Both clocks differ. Certificates and signed tokens begin and end at the wrong time.",
+        "The clocks differ: certificates and tokens begin and end at the wrong time.",
         "Set both clocks by NTP (`timedatectl set-ntp true`).", "`date -u` on both machines",
     ),
     _finding("CLOCK_UNKNOWN", "The shard is older, and does not tell the time.", "Install equal versions."),
     _finding(
-        "PACKAGES_DIFFER", "Shard and caller have different versions of the package, but one protocol.",
-        "It works. Install equal versions when you can.", "`diloco --version` on both machines",
+        "PACKAGES_DIFFER", "The packages differ, but the protocol is one.",
+        "Install equal versions when you can.", "`diloco --version` on both machines",
     ),
     _finding(
         "SHARDS_MISSING", "The run has more shards than were named.",
@@ -138,8 +138,8 @@ LINK = (
         "the route to the shards: a VPN, a satellite, a full line",
     ),
     _finding(
-        "LINK_THIN", "The link cannot carry what the settings ask for: this learner would always be late.",
-        "Use what the finding proposes, or a faster link.",
+        "LINK_THIN", "The link cannot carry what the settings ask for: the learner would always be late.",
+        "Do what the finding proposes, or use a faster link.",
         "[WAN](wan.md); `diloco plan`",
     ),
     _finding(
@@ -150,16 +150,16 @@ LINK = (
 
 MACHINE = (
     _finding(
-        "DISK_SLOW", "The disk takes too long to make a version durable: rounds wait for it.",
-        'Use a local disk. Or set `shard.durability = "interval"`, which may lose the last versions in a crash.',
+        "DISK_SLOW", "The disk is slow to make a version durable, and rounds wait.",
+        'Use a local disk, or `shard.durability = "interval"`, which loses the last versions in a crash.',
         "`shard.data_dir`; [keeping versions](performance.md#keeping-versions)",
     ),
     _finding(
-        "DISK_SMALL", "The disk has no room for the versions that the shard keeps.",
+        "DISK_SMALL", "The shard's versions do not fit on the disk.",
         "Free some space, or use a larger volume.", "`df -h` of `shard.data_dir`",
     ),
     _finding(
-        "DISK_UNUSABLE", "The data folder cannot be made, or cannot be written to.",
+        "DISK_UNUSABLE", "The data folder cannot be made or written to.",
         "Make it, and give it to the user who runs the shard.", "the system's own words in the finding",
     ),
     _finding(
@@ -172,11 +172,11 @@ MACHINE = (
         "`shard.max_learners`, `shard.max_connections`",
     ),
     _finding(
-        "MEMORY_SHORT", "The machine, or its cgroup, has less memory than the shard will need.",
+        "MEMORY_SHORT", "The machine, or its cgroup, has too little memory for the shard.",
         "Use a larger machine or limit, or more shards.", "[memory of a shard](performance.md#memory-of-a-shard)",
     ),
     _finding(
-        "KERNELS_MISSING", "There are no native kernels: merging and encoding take several times as long.",
+        "KERNELS_MISSING", "No native kernels: merging and encoding take several times as long.",
         "Install the wheel for this machine, or a C compiler (Debian: `gcc libc6-dev`); then build them: "
         "`python -m diloco_common.codec --build`.",
         "`python -m diloco_common.codec`",
@@ -186,10 +186,10 @@ MACHINE = (
 OF_DOCTOR = (
     _finding(
         "CHECK_TIMED_OUT", "A check did not end in its time. The others go on.",
-        "Run the doctor again, or look at what it asks.", "the check's name",
+        "Run the doctor again.", "the check's name",
     ),
     _finding("CHECK_FAILED", "A check broke, which is a bug of the doctor.", "Please file an issue."),
-    _finding("SKIPPED", "The check needs one that failed.", "Mend that one first, and run the doctor again."),
+    _finding("SKIPPED", "The check needs one that failed.", "Mend that one first."),
 )  # fmt: skip
 
 FINDINGS = (*LINK, *MACHINE, *OF_DOCTOR)
@@ -212,29 +212,29 @@ OUTCOMES = (
     _outcome("DUPLICATE", "The same contribution was accepted before. It counts once."),
     _outcome(
         "LATE",
-        "The contribution came after its round. No work is lost: it is part of the next contribution.",
+        "The contribution came after its round. No work is lost: it is in the next one.",
         "Nothing if it is rare. Otherwise raise `sync.sync_every` or `sync.patience`, or choose a smaller encoding.",
         "`diloco doctor` on that learner's machine, [WAN](wan.md)",
     ),
     _outcome(
         "REJECTED",
-        "A guard refused the contribution, with a code that says why. Its work is in the next one.",
+        "A guard refused the contribution; a code says why. Its work is in the next one.",
         "`diloco explain` with that code.", "`diloco_shard_contributions_rejected_total`",
     ),
     _outcome("MERGED", "The work is in a version."),
-    _outcome("CARRIED", "The work was late or refused, and is in the learner's next contribution."),
+    _outcome("CARRIED", "The work was late or refused, and is in the next contribution."),
     _outcome(
         "FENCED",
-        "Accepted, but the learner lost its lease before the merge. It carries the work on.",
+        "Accepted, but the lease ended before the merge. The learner carries the work.",
         NOTHING, "LEASE_EXPIRED",
     ),
     _outcome("RECOVERING", "`/readyz` of a shard: it reads its data folder, and serves soon."),
-    _outcome("EVICTED", "A learner's lease has ended. Rounds do not wait for it; it may join again."),
+    _outcome("EVICTED", "A learner's lease has ended. Rounds do not wait for it."),
 )  # fmt: skip
 
 EXITS = (
     _exit(0, "ok", NOTHING),
-    _exit(1, "unexpected: a bug, a broken promise, or what a check found", "Please file a bug with the traceback."),
+    _exit(1, "unexpected: a bug, a broken promise, or a finding", "Please file a bug with the traceback."),
     _exit(2, "command line, configuration, or a model that cannot be synchronised", "Correct what the message names."),
     _exit(3, "data, a checkpoint, or the data folder of a shard", "See the code of the message."),
     _exit(4, "in use: another process has the port, the data folder or the learner id", "End it, or choose another."),
