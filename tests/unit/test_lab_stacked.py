@@ -59,7 +59,7 @@ def test_a_stack_steps_as_each_learner_alone_whoever_steps(optimizer: str) -> No
 def test_a_whole_run_goes_the_same_way_with_and_without_a_stack(rough: dict[str, Any]) -> None:
     outcomes, losses, deaths = [], [], []
     for kind in (BuiltIn, Alone):
-        of = task(kind, "muon", tokens=3 * 2 * 8 * 20)
+        of = task(kind, "muon", tokens=3 * 2 * 8 * 30)
         run = LockstepRun(of.settings, of, Conditions(learners=3, **rough))
         outcomes.append(run.run())
         deaths.append([len(learner.cores) - learner.alive for learner in run.learners.values()])
