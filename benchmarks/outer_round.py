@@ -237,7 +237,7 @@ class Learners:
 
 
 class Usage:
-    """CPU seconds and bytes of all processes, summed over the rounds of `during_round`."""
+    """CPU seconds and bytes of all processes, summed over the rounds that count."""
 
     def __init__(self, learners: Learners, shards: Sequence[Member]) -> None:
         self.learners, self._shards = learners, shards
@@ -249,8 +249,8 @@ class Usage:
         """Of all processes together."""
         return self.learner_cpu_s + self.shard_cpu_s
 
-    def during_round(self) -> float:
-        """Take a round, and return its seconds."""
+    def in_round(self, *, count: bool) -> float:
+        """Take a round, and return its seconds. What it uses counts, or it warms up."""
         before: list[dict[str, Any]] = []
         shards_before: list[float] = []
 
@@ -258,6 +258,8 @@ class Usage:
             shards_before.extend(shard.cpu_s() for shard in self._shards)
             before.extend(self.learners.usage())
 
+        if not count:
+            return self.learners.timed("round")
         seconds = self.learners.timed("round", look)
         for now, then in zip(self.learners.usage(), before, strict=True):
             self.learner_cpu_s += now["cpu_s"] - then["cpu_s"]
@@ -307,53 +309,36 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         idle = [shard.rss_bytes() for shard in shards]
         gloo = "" if args.no_gloo else f"127.0.0.1:{free_port()}"
         addresses = tuple(shard.address for shard in shards)
-        learners = Learners(
-            [LearnerSpec(i, args.learners, addresses, tensors, gloo) for i in range(args.learners)],
-            stack,
-        )
-        usage = Usage(learners, shards)
-        ours_s, gloo_s = [], []
-        learners.timed("round")
+        specs = [LearnerSpec(i, args.learners, addresses, tensors, gloo) for i in range(args.learners)]
+        usage = Usage(Learners(specs, stack), shards)
+        usage.learners.timed("round")
         encrypted = usage_over_tls(args, settings, tensors, stack) if args.tls else None
-        tls_s: list[float] = []
+        taken: list[list[float]] = []
+        """Of each round: seconds of ours, over TLS, of Gloo; 0 where there is none."""
         for i in range(1 - WARM_UP, args.rounds):
-            seconds = usage.during_round() if i >= 0 else learners.timed("round")
-            if encrypted is not None:
-                tls_s.append(encrypted.during_round() if i >= 0 else encrypted.learners.timed("round"))
-            peer_s = 0.0 if args.no_gloo else learners.timed("gloo")
-            if i >= 0:
-                ours_s.append(seconds)
-                gloo_s.append(peer_s)
+            seconds = [usage.in_round(count=i >= 0), encrypted.in_round(count=i >= 0) if encrypted else 0.0]
+            taken.append([*seconds, 0.0 if args.no_gloo else usage.learners.timed("gloo")])
             which = f"round {i + 1} of {args.rounds}" if i >= 0 else "warming up"
-            gloo_too = f", Gloo {peer_s:.2f} s" if peer_s else ""
-            print(f"{which}: {seconds:.2f} s{gloo_too}", file=sys.stderr, flush=True)
+            print(f"{which}: {', '.join(f'{one:.2f} s' for one in taken[-1] if one)}", file=sys.stderr, flush=True)
         rss = [shard.rss_bytes("VmHWM") for shard in shards]
-        ended = learners.usage()
-    tls_s = tls_s[-args.rounds :]
+        ended = usage.learners.usage()
+    ours_s, tls_s, gloo_s = zip(*taken[-args.rounds :], strict=True)
     per = parameters * args.learners * args.rounds
     bytes_up, bytes_down = usage.bytes_up / per, usage.bytes_down / per
-    contributions = [round(bytes_up * parameters * args.learners / args.shards)] * args.shards
+    held = bytes_up * parameters * args.learners / args.shards
     return {
         "parameters": parameters, "learners": args.learners, "shards": args.shards, "fragments": args.fragments,
-        "push": args.push, "pull": args.pull, "rounds": args.rounds,
-        "seconds": ours_s, "seconds_median": median(ours_s), "gloo_seconds": gloo_s,
-        "gloo_seconds_median": median(gloo_s) or None,
+        "push": args.push, "pull": args.pull, "seconds": ours_s, "gloo_seconds": gloo_s, "tls_seconds": tls_s,
         "ratio_to_gloo": None if args.no_gloo else median(o / g for o, g in zip(ours_s, gloo_s, strict=True)),
-        "tls_seconds": tls_s,
-        "ratio_of_tls": median(t / o for t, o in zip(tls_s, ours_s, strict=True)) if tls_s else None,
-        "cpu_ratio_of_tls": encrypted.cpu_s / usage.cpu_s if encrypted is not None else None,
+        "ratio_of_tls": median(t / o for t, o in zip(tls_s, ours_s, strict=True)) if encrypted else None,
+        "cpu_ratio_of_tls": encrypted.cpu_s / usage.cpu_s if encrypted else None,
         "bytes_up_per_param": bytes_up, "bytes_down_per_param": bytes_down,
         "share_of_data_parallel_per_step": (bytes_up + bytes_down) / args.fragments / (2 * FP32_BYTES),
         "learner_cpu_seconds": usage.learner_cpu_s / args.rounds / args.learners,
-        "shard_cpu_seconds": usage.shard_cpu_s / args.rounds / args.shards,
-        "learner_rss_bytes": [u["rss_bytes"] for u in ended],
+        "shard_cpu_seconds": usage.shard_cpu_s / args.rounds / args.shards, "cpu_seconds": usage.cpu_s / args.rounds,
+        "learner_rss_bytes": max(u["rss_bytes"] for u in ended), "shard_rss_bytes": max(rss),
         "learner_bytes_per_param": max(u["own_bytes"] for u in ended) / parameters,
-        "shard_rss_bytes": rss, "shard_idle_rss_bytes": idle,
-        "shard_contribution_bytes": contributions,
-        "shard_bytes_per_param": max(
-            (peak - rest - held) * args.shards / parameters
-            for peak, rest, held in zip(rss, idle, contributions, strict=True)
-        ),
+        "shard_bytes_per_param": max(p - i - held for p, i in zip(rss, idle, strict=True)) * args.shards / parameters,
     }  # fmt: skip
 
 
@@ -365,33 +350,34 @@ def free_port() -> int:
 
 def show(r: dict[str, Any]) -> None:
     up, down = r["bytes_up_per_param"], r["bytes_down_per_param"]
-    share = 100 * r["share_of_data_parallel_per_step"]
-    print(
-        f"{r['parameters'] / 1e6:.1f} M parameters, {r['learners']} learners, {r['shards']} shards,",
-        f"{r['fragments']} fragments, push {r['push']}, pull {r['pull']}",
-    )
-    print(f"a round          {spread(r['seconds'])}")
+    of_neighbours = "(median of the ratios of neighbouring rounds)"
+    lines = [("a round", spread(r["seconds"]))]
     if r["ratio_of_tls"] is not None:
-        print(f"over mutual TLS  {spread(r['tls_seconds'])}")
-        print(f"ratio            {r['ratio_of_tls']:.2f}  (median of the ratios of neighbouring rounds);")
-        print(f"                 in CPU seconds of all processes {r['cpu_ratio_of_tls']:.2f}")
+        lines += [
+            ("over mutual TLS", spread(r["tls_seconds"])),
+            ("ratio", f"{r['ratio_of_tls']:.2f}  {of_neighbours};"),
+        ]
+        lines += [("", f"in CPU seconds of all processes {r['cpu_ratio_of_tls']:.2f}")]
     if r["ratio_to_gloo"] is not None:
-        print(f"Gloo all-reduce  {spread(r['gloo_seconds'])}")
-        print(f"ratio            {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
-    print(f"bytes            {up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;")
-    print(f"                 per step at H = {r['fragments']} {share:.1f} % of float32 data-parallel")
-    together = r["learners"] * r["learner_cpu_seconds"] + r["shards"] * r["shard_cpu_seconds"]
-    print(
-        f"CPU seconds      {r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard,",
-        f"{together:.2f} together",
-    )
-    learner_mb, shard_mb = max(r["learner_rss_bytes"]) / 1e6, max(r["shard_rss_bytes"]) / 1e6
-    print(
-        f"peak RSS         {learner_mb:.0f} MB a learner, {shard_mb:.0f} MB",
-        f"a shard: {r['shard_bytes_per_param']:.1f} bytes per parameter that",
-    )
-    print("                 it owns, without open contributions and idle memory;")
-    print(f"                 a learner has {r['learner_bytes_per_param']:.1f} beyond model, idle process and benchmark")
+        lines += [
+            ("Gloo all-reduce", spread(r["gloo_seconds"])),
+            ("ratio", f"{r['ratio_to_gloo']:.2f}  {of_neighbours}"),
+        ]
+    lines += [
+        ("bytes", f"{up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;"),
+        ("", f"per step at H = {r['fragments']} {100 * r['share_of_data_parallel_per_step']:.1f} % of float32 "
+         "data-parallel"),
+        ("CPU seconds", f"{r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard, "
+         f"{r['cpu_seconds']:.2f} together"),
+        ("peak RSS", f"{r['learner_rss_bytes'] / 1e6:.0f} MB a learner, {r['shard_rss_bytes'] / 1e6:.0f} MB a shard: "
+         f"{r['shard_bytes_per_param']:.1f} bytes per parameter that"),
+        ("", "it owns, without open contributions and idle memory;"),
+        ("", f"a learner has {r['learner_bytes_per_param']:.1f} beyond model, idle process and benchmark"),
+    ]  # fmt: skip
+    print(f"{r['parameters'] / 1e6:.1f} M parameters, {r['learners']} learners, {r['shards']} shards,",
+          f"{r['fragments']} fragments, push {r['push']}, pull {r['pull']}")  # fmt: skip
+    for name, words in lines:
+        print(f"{name:<17}{words}")
 
 
 def spread(seconds: Sequence[float]) -> str:

@@ -1,20 +1,12 @@
 """The cost of `learner.step` for a training loop under full traffic: real shards, real learners, steps of 100 ms.
 
-   python benchmarks/step_cost.py                     # 1 learner, 2 shards, 100 M parameters: about 75 s
-   python benchmarks/step_cost.py --blocks 3          # shorter
-   python benchmarks/step_cost.py --json cost.json
+   python benchmarks/step_cost.py                     # 1 learner, 2 shards, 100 M parameters: about 40 s
+   python benchmarks/step_cost.py --steps 100         # shorter
 
 A step sleeps for most of its time, like a loop that waits for its accelerator, and changes a 24th of the parameters.
-With P = H = 24, about one fragment is contributed and one version applied per step. Blocks of steps with `learner.step`
-alternate with blocks without it. In the latter there is no traffic, because shards ask nothing of a learner without
-steps. The blocks begin once every fragment has its second version. The first steps of each block are left out.
-
-Measured are the seconds inside `learner.step`, and the seconds of a step of the loop with and without it. As a
-yardstick, the loop also adds one tensor of a fragment's size to another: applying a version cannot cost less. It does
-so in both kinds of blocks: with `learner.step`, the background uses the same memory, caches and cores meanwhile.
-
-Snapshots, which are whole when `step` returns, are stated apart, beside copies of the values of another fragment just
-before, from the parameters into one float32 tensor.
+With P = H = 24, about one fragment is contributed and one version applied per step. As a yardstick, the loop also adds
+one tensor of a fragment's size to another: applying a version cannot cost less. Snapshots, which are whole when `step`
+returns, are stated apart, beside copies of the values of another fragment just before.
 
 Exits with 1 if `learner.step` without its snapshots took more than 1 % of a 100 ms step in the median or more than
 10 ms at the 99th percentile, if a snapshot took longer than a copy (medians), or if fewer than half a contribution was
@@ -57,10 +49,8 @@ PARTS = 24
 TENSORS = 500
 """About so many. A fragment has about 21."""
 FRAGMENTS = 24
-WITH_STEPS, WITHOUT_STEPS = 50, 20
-"""Measured steps of a block that calls `learner.step`, and of one that does not."""
 SETTLE_STEPS = 5
-"""First steps of a block, which are left out."""
+"""First steps, which are left out."""
 MEDIAN_MAX_S = 0.01 * STEP_S
 P99_MAX_S = 0.01
 FLYING_MIN = 0.5
@@ -73,8 +63,8 @@ class LoopSpec:
 
     shards: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
-    blocks: int
-    """Blocks of each kind."""
+    steps: int
+    """That are measured."""
 
 
 @dataclass
@@ -83,15 +73,9 @@ class Measured:
 
     inside_s: list[float] = field(default_factory=list)
     """Seconds inside `learner.step`."""
-    inside_cpu_s: list[float] = field(default_factory=list)
-    """CPU seconds of the training thread inside `learner.step`."""
-    with_s: list[float] = field(default_factory=list)
-    """Seconds of a step of the loop, including `learner.step`, without the addition."""
-    without_s: list[float] = field(default_factory=list)
     addition_s: list[float] = field(default_factory=list)
-    addition_beside_s: list[float] = field(default_factory=list)
-    """The same in steps with `learner.step`, just before it: beside the traffic."""
-    copy_beside_s: list[float] = field(default_factory=list)
+    """Of the yardstick, just before it: beside the traffic."""
+    copy_s: list[float] = field(default_factory=list)
     """The values of another fragment copied, at the same place."""
     snapshot_s: list[float] = field(default_factory=list)
     """Seconds inside `learner.step` for the snapshots of that step."""
@@ -150,7 +134,7 @@ def run_loop(spec: LoopSpec, pipe: Connection) -> None:
     with diloco_worker.join(spec.shards, loop.model, mean_merge=mean_merge, wait_s=WAIT_S) as learner:
         reach_second_versions(loop, learner)
         memory.begin()
-        measured = measure_blocks(loop, learner, spec.blocks)
+        measured = measure_steps(loop, learner, spec.steps)
         memory.end()
     measured["own_bytes"] = memory.most
     pipe.send(measured)
@@ -168,38 +152,24 @@ def reach_second_versions(loop: Loop, learner: diloco_worker.Learner) -> None:
         learner.step(STEP_TOKENS, 1.0)
 
 
-def measure_blocks(loop: Loop, learner: diloco_worker.Learner, blocks: int) -> dict[str, Any]:
-    """Measure steps with the learner and steps without it, in turn."""
+def measure_steps(loop: Loop, learner: diloco_worker.Learner, steps: int) -> dict[str, Any]:
     m = Measured()
     snapshots = time_snapshots()
     assert learner.core is not None
-    for _ in range(blocks):
-        for _ in range(SETTLE_STEPS):
-            loop.step()
-            learner.step(STEP_TOKENS, 1.0)
-        before = counts(learner)
-        for _ in range(WITH_STEPS):
-            began = time.perf_counter()
-            loop.step()
-            m.addition_beside_s.append(loop.add_once())
-            m.copy_beside_s.append(loop.copy_once(learner.core))
-            snapshots.clear()
-            trained, trained_cpu = time.perf_counter(), time.thread_time()
-            learner.step(STEP_TOKENS, 1.0)
-            ended = time.perf_counter()
-            m.inside_cpu_s.append(time.thread_time() - trained_cpu)
-            m.inside_s.append(ended - trained)
-            m.snapshot_s.append(sum(snapshots))
-            m.with_s.append(ended - began - m.addition_beside_s[-1] - m.copy_beside_s[-1])
-        after = counts(learner)
-        m.counts = {name: m.counts.get(name, 0.0) + after[name] - before[name] for name in after}
-        for _ in range(SETTLE_STEPS):
-            loop.step()
-        for _ in range(WITHOUT_STEPS):
-            began = time.perf_counter()
-            loop.step()
-            m.without_s.append(time.perf_counter() - began)
-            m.addition_s.append(loop.add_once())
+    for _ in range(SETTLE_STEPS):
+        loop.step()
+        learner.step(STEP_TOKENS, 1.0)
+    before = counts(learner)
+    for _ in range(steps):
+        loop.step()
+        m.addition_s.append(loop.add_once())
+        m.copy_s.append(loop.copy_once(learner.core))
+        snapshots.clear()
+        began = time.perf_counter()
+        learner.step(STEP_TOKENS, 1.0)
+        m.inside_s.append(time.perf_counter() - began)
+        m.snapshot_s.append(sum(snapshots))
+    m.counts = {name: after - before[name] for name, after in counts(learner).items()}
     return asdict(m)
 
 
@@ -244,12 +214,11 @@ def in_rows(tensors: Sequence[TensorSpec], count: int) -> tuple[TensorSpec, ...]
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything. Returns the figures for `--json`."""
-    load_before = os.getloadavg()[0]
     tensors = in_rows(tensors_of(int(args.params)), TENSORS)
     parameters = sum(t.num_elements for t in tensors)
     with ExitStack() as stack:
         shards = stack.enter_context(running_shards(args.shards, f"sync.push={args.push}", f"sync.pull={args.pull}"))
-        spec = LoopSpec(tuple(shard.address for shard in shards), tensors, args.blocks)
+        spec = LoopSpec(tuple(shard.address for shard in shards), tensors, args.steps)
         spawn = multiprocessing.get_context("spawn")
         pipe, theirs = spawn.Pipe()
         process = spawn.Process(target=run_loop, args=(spec, theirs), daemon=True)
@@ -265,16 +234,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "parameters": parameters, "tensors": len(tensors), "shards": args.shards, "push": args.push,
         "pull": args.pull, "steps": len(rest), "step_seconds": STEP_S,
-        "step_cost_seconds": spread(found["inside_s"]), "step_cost_cpu_seconds": spread(found["inside_cpu_s"]),
-        "without_snapshot_seconds": spread(rest),
+        "step_cost_seconds": spread(found["inside_s"]), "without_snapshot_seconds": spread(rest),
         "snapshot_seconds_median": median(s for s in found["snapshot_s"] if s),
-        "copy_seconds_median": median(found["copy_beside_s"]),
-        "addition_seconds_median": median(found["addition_s"]),
-        "addition_beside_traffic_seconds": spread(found["addition_beside_s"]),
-        "loop_seconds_with": spread(found["with_s"]), "loop_seconds_without": spread(found["without_s"]),
+        "copy_seconds_median": median(found["copy_s"]), "addition_seconds": spread(found["addition_s"]),
         "versions_applied_per_step": per_step["applied"], "contributions_merged_per_step": per_step["merged"],
         "learner_cpu_seconds_per_step": per_step["cpu"], "learner_bytes_per_param": found["own_bytes"] / parameters,
-        "load_before": load_before, "load_after": os.getloadavg()[0],
     }  # fmt: skip
 
 
@@ -299,27 +263,19 @@ def show(r: dict[str, Any]) -> None:
         return ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in seconds.items())
 
     snapshot_s, copy_s = r["snapshot_seconds_median"], r["copy_seconds_median"]
-    with_s, without_s = r["loop_seconds_with"], r["loop_seconds_without"]
     for name, said in {
         f"{r['parameters'] / 1e6:.1f} M parameters": f"in {r['tensors']} tensors, {r['shards']} shards, push "
         f"{r['push']}, pull {r['pull']}, {r['steps']} steps of {1000 * STEP_S:.0f} ms",
         "inside learner.step": ms(r["step_cost_seconds"]),
-        "  CPU time": ms(r["step_cost_cpu_seconds"]),
         "  without snapshots": f"{ms(r['without_snapshot_seconds'])}  (wanted: median 1 ms, p99 10 ms)",
         "  snapshots": f"median {1000 * snapshot_s:.2f} ms; a bare copy of a fragment just before "
         f"{1000 * copy_s:.2f} ms: ratio {snapshot_s / copy_s:.2f}  (wanted: 1)",
-        "one bare addition": f"median {1000 * r['addition_seconds_median']:.2f} ms, of a fragment's size; beside the "
-        f"traffic {ms(r['addition_beside_traffic_seconds'])}",
-        "a step of the loop": ", ".join(
-            f"{name} {1000 * with_s[name]:.2f} ms, without learner.step {1000 * without_s[name]:.2f} ms: "
-            f"{100 * (with_s[name] / without_s[name] - 1):+.1f} %" for name in ("median", "mean")
-        ),
+        "one bare addition": f"of a fragment's size, beside the traffic: {ms(r['addition_seconds'])}",
         "per step": f"{r['versions_applied_per_step']:.2f} versions applied, "
         f"{r['contributions_merged_per_step']:.2f} contributions merged, "
         f"{1000 * r['learner_cpu_seconds_per_step']:.1f} ms of CPU time of the process",
         "memory": f"{r['learner_bytes_per_param']:.1f} bytes per parameter at most, beyond model, idle process and "
         "benchmark",
-        "load of the machine": f"{r['load_before']:.1f} before, {r['load_after']:.1f} after, on {os.cpu_count()} cores",
     }.items():  # fmt: skip
         print(f"{name:<22}{said}")
 
@@ -330,10 +286,7 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--push", default="int8", help="encoding of contributions (sync.push)")
     parser.add_argument("--pull", default="bfloat16", help="encoding of versions (sync.pull)")
-    parser.add_argument(
-        "--blocks", type=int, default=6,
-        help=f"of {WITH_STEPS} measured steps, and of {WITHOUT_STEPS} without the learner (default: 6)",
-    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=300, help="that are measured (default: 300)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -5,8 +5,7 @@
 Every inner step of the tiny model sleeps for most of its time. So workers on the same few cores do not slow each other
 down, and only synchronisation could. In the first run, all steps sleep for 50 ms. In the second, the steps of one
 worker sleep for 250 ms. The benchmark compares the steps per second of the three others. It also shows which share of
-the slow worker's tokens was merged, as a mean over the fragments, and in which share of the rounds that asked it each
-learner is.
+the slow worker's tokens was merged, as a mean over the fragments.
 
 Exits with 1 if the others lose 5 % or more, or if nothing of the slow worker is merged.
 """
@@ -63,7 +62,6 @@ def run(delays_s: dict[str, float], seconds: float) -> dict[str, Any]:
             steps_per_s[name] = (status_of(worker)["inner_step"] - steps) / (time.monotonic() - at)
         learners = {learner["id"]: learner for learner in status_of(shard)["learners"]}
         return {
-            "merged_of_asked": {name: learner["merged"] / learner["asked"] for name, learner in learners.items()},
             "steps_per_s": steps_per_s,
             "tokens": {name: learner["tokens"] for name, learner in learners.items()},
             "tokens_merged": {name: learner["tokens_merged"] / FRAGMENTS for name, learner in learners.items()},
@@ -102,9 +100,6 @@ def main() -> int:
     print(f"steps per second      {'all alike':>10}  {f'one {args.factor:g}x slower':>14}")
     for name in (*FAST, SLOW):
         print(f"{name:<20}  {alike['steps_per_s'][name]:10.2f}  {one_slow['steps_per_s'][name]:14.2f}")
-    for name in (*FAST, SLOW):
-        shares = [f"{found['merged_of_asked'][name]:.1%}" for found in (alike, one_slow)]
-        print(f"merged, of rounds asked: {name:<8} {shares[0]:>7}  {shares[1]:>14}")
     print(f"the others lose       {lost:.1%} (must be below {LOSS_MAX:.0%})")
     print(f"held by learner.step  {max(one_slow['stall_share'].values()):.1%} of the time, at most")
     merged, trained = one_slow["tokens_merged"][SLOW], one_slow["tokens"][SLOW]
