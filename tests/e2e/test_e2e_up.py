@@ -20,7 +20,7 @@ from diloco_demo.gpt import build_gpt, evaluate
 from forks import Forked
 from processes import TINY, environment, http_get, run_module, sets, until
 
-BUDGET = 100_000
+BUDGET = 60_000
 WORKERS = ["worker-0", "worker-1"]
 CALM = {"train.lr": 0.005, "lease.lease_s": 30}
 """Nobody dies here but by a signal: a worker that gets no core for a while keeps its lease."""
