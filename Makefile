@@ -121,7 +121,7 @@ honest: $(INSTALLED) ## Compare every merge of honest learners with the publishe
 ZOO ?= --json runs/zoo/result.json
 
 .PHONY: zoo
-zoo: $(INSTALLED) ## Train twenty ordinary programs as learners that die and come back, and alone (a quarter of an hour)
+zoo: $(INSTALLED) ## Train seventeen ordinary programs as learners that die and come back, and alone (a quarter of an hour)
 	$(BIN)/python tests/zoo/run.py $(ZOO)
 
 .PHONY: chaos

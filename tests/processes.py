@@ -169,10 +169,6 @@ class Process:
             self._endpoints = until(self._find, f"the address of {self.name}; its log:\n{self.said()}")
         return self._endpoints
 
-    def known_at(self, endpoints: Endpoints) -> None:
-        """Say where it is reached before it has ever run."""
-        self._endpoints = endpoints
-
     def status(self) -> Status:
         """What it serves as /status. Raises OSError where it does not answer."""
         code, text = http_get(self.endpoints.http, "/status")

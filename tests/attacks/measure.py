@@ -6,16 +6,14 @@
 
 Each attack is first judged as the test does (test_attacks.py): nobody honest is hurt, RSS grows by at most 64 MiB, and
 so on. Where loss is what is at stake, that decides: what these rows do to a whole run is in `benchmarks/hostile.py`.
-For the others come cycles of three windows each, in the same scene:
+For the others come cycles of two windows each, in the same scene:
 
-    quiet       nobody attacks
     attacked    the attack, in a process of the lowest priority (nice 19)
     control     a process of the same priority that uses the processor as much as the attack did, and touches nothing
 
 On a real machine the attacker sits elsewhere; here it shares the cores with the honest learner. So what an attack
 costs is the honest learner's step rate `attacked` over that in `control`: medians over the cycles. It must not be
-below 95 %. A learner steps on while its shard does nothing, so the table also has what it keeps of its rounds, and the
-longest that /healthz took: that is how long the event loop of the shard was held up.
+below 95 %. A learner steps on while its shard does nothing, so the table also has what it keeps of its rounds.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ import argparse
 import json
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -61,16 +56,12 @@ class Row:
     rss_more_mib: float
     attacker_cores: float = 0.0
     """That the attacker's process used, on average."""
-    quiet: list[float] = field(default_factory=list)
-    """Steps per second of the honest learner, window by window."""
     attacked: list[float] = field(default_factory=list)
+    """Steps per second of the honest learner, window by window."""
     control: list[float] = field(default_factory=list)
     rounds_attacked: list[float] = field(default_factory=list)
     """Versions per second that reach the honest learner."""
     rounds_control: list[float] = field(default_factory=list)
-    slowest_s: list[float] = field(default_factory=list)
-    """The longest that /healthz took in each attacked window, in seconds."""
-    slowest_quiet_s: list[float] = field(default_factory=list)
     loss: float | None = None
     """Of the honest learners, over that before the attack; None: something else is at stake."""
 
@@ -100,15 +91,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Do the attacks to a real shard, and say what they cost.")
     parser.add_argument("--rows", default="", help="numbers, separated by commas (default: all)")
     parser.add_argument("--window", type=float, default=2.0, help="seconds of a window (default: %(default)s)")
-    parser.add_argument("--cycles", type=int, default=1, help="of three windows each (default: %(default)s)")
+    parser.add_argument("--cycles", type=int, default=1, help="of two windows each (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the results here, too")
     args = parser.parse_args()
     numbers = [int(number) for number in args.rows.split(",") if number] or list(ATTACKS)
     print(
-        f"Honest learners beside each attack; {args.cycles} cycles of quiet, attacked and control windows of "
+        f"Honest learners beside each attack; {args.cycles} cycles of attacked and control windows of "
         f"{args.window:g} s.\nAttacker and control run at nice {NICE}. Kept: attacked / control, medians."
     )
-    print(_line("row", "attack", "needs", "steps/s", "kept", "rounds", "RSS +", "/healthz", "outcome"))
+    print(_line("row", "attack", "needs", "kept", "rounds", "RSS +", "outcome"))
     rows = []
     for number in numbers:
         with tempfile.TemporaryDirectory(prefix="attack-") as folder:
@@ -144,11 +135,8 @@ def measure(attack: Attack, folder: Path, window_s: float, cycles: int) -> Row:
 
 
 def _compare(scene: Scene, row: Row, window_s: float) -> None:
-    with _probed(scene, row.slowest_quiet_s):
-        row.quiet.append(_rates(scene, window_s)[0])
     striker = scene.striker(NICE)
-    with _probed(scene, row.slowest_s):
-        steps, rounds = _rates(scene, window_s)
+    steps, rounds = _rates(scene, window_s)
     row.attacked.append(steps)
     row.rounds_attacked.append(rounds)
     row.attacker_cores = max(row.attacker_cores, striker.cpu_s() / window_s)
@@ -174,30 +162,6 @@ def _rates(scene: Scene, window_s: float) -> tuple[float, float]:
     return (after.steps - before.steps) / seconds, (after.versions - before.versions) / seconds
 
 
-@contextmanager
-def _probed(scene: Scene, slowest_s: list[float]) -> Iterator[None]:
-    """Ask for /healthz all the time, and note how long it took at most."""
-    ended, took = threading.Event(), [0.0]
-
-    def probe() -> None:
-        while not ended.wait(PROBE_EVERY_S):
-            began = time.monotonic()
-            try:
-                scene.shard.page("/healthz", 10.0)
-            except OSError:
-                took.append(float("inf"))
-            took.append(time.monotonic() - began)
-
-    thread = threading.Thread(target=probe, name="probe", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(12.0)
-        slowest_s.append(max(took))
-
-
 def _burn(cores: float) -> None:
     """Use that much of a core, at the attacker's priority."""
     import os
@@ -212,15 +176,13 @@ def _burn(cores: float) -> None:
 
 def _print(row: Row) -> None:
     kept, rounds = ("-" if one is None else f"{one:.0%}" for one in (row.kept, row.rounds_kept))
-    quiet = f"{median(row.quiet):.1f}" if row.quiet else "-"
-    slowest = f"{1000 * median(row.slowest_s):.0f} ms" if row.slowest_s else "-"
     problems = list(row.problems)
     if row.kept is not None and row.kept < 1 - LOSS_MAX:
         problems.append(f"the honest learner keeps {row.kept:.0%} of its steps")
     held = "ok" if row.loss is None else f"ok: loss x {row.loss:.2f}"
     outcome = held if row.ok else f"MISSED: {'; '.join(problem.splitlines()[0][:150] for problem in problems)}"
     rss = f"{row.rss_more_mib:.0f} MiB"
-    print(_line(row.number, row.name, row.needs, quiet, kept, rounds, rss, slowest, outcome))
+    print(_line(row.number, row.name, row.needs, kept, rounds, rss, outcome))
     print(f"{'':23} answers: {_summary(row.answers)}", flush=True)
 
 

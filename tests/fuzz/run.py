@@ -27,7 +27,6 @@ import answers
 import configs
 import files
 import messages
-import models
 import wire
 from fuzzing import Result, offer_all
 
@@ -42,12 +41,11 @@ def parts(folder: Path) -> dict[str, tuple[float, Run]]:
 
     return {
         "answers": (0.10, answers.offer),
-        "calls": (0.30, partial(wire.fuzz_calls, folder / "calls")),
+        "calls": (0.34, partial(wire.fuzz_calls, folder / "calls")),
         "http": (0.10, partial(wire.fuzz_http, folder / "http")),
         "messages": (0.20, inside("messages", messages.draw, messages.answer)),
         "versions": (0.12, inside("versions", files.draw_version, files.answer_version)),
         "manifests": (0.06, inside("manifests", files.draw_manifest, files.answer_manifest)),
-        "models": (0.04, inside("models", models.draw, models.answer)),
         "settings": (0.08, inside("settings", configs.draw, configs.answer)),
     }
 

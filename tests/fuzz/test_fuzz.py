@@ -17,7 +17,7 @@ from diloco_common.errors import BadRequest
 
 SEED = 20261122
 COUNTS = {
-    "answers": 600, "calls": 300, "http": 120, "messages": 400, "versions": 300, "manifests": 100, "models": 60,
+    "answers": 600, "calls": 300, "http": 120, "messages": 400, "versions": 300, "manifests": 100,
     "settings": 100,
 }  # fmt: skip
 
