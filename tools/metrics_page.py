@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md: every metric of shards and workers with its kind, unit, labels and meaning.
+"""Writes docs/metrics.md: every metric of shards and workers with its kind, meaning and labels.
 
 `python tools/metrics_page.py` writes it, `--check` says whether it is up to date.
 """
@@ -18,18 +18,15 @@ from diloco_common.observe.metrics.worker import Exchange, Training
 from written import ROOT, written
 
 TARGET = ROOT / "docs/metrics.md"
-UNITS = ("seconds", "bytes", "tokens", "versions")
-"""Units, as they occur in the names of metrics. Other metrics are counts or plain numbers."""
 HEAD = """\
 # Metrics
 
-Every metric that `/metrics` of shards and workers shows. `tools/metrics_page.py` writes this page from
-[the code](../common/diloco_common/observe/metrics). A metric without a unit is a count or a plain number. A histogram
-has the series `..._bucket`, `..._sum` and `..._count`. Each process also has `diloco_build_info` with its versions,
-`process_cpu_seconds_total`, `process_resident_memory_bytes` and similar metrics.
+Every metric of `/metrics`, by process. `tools/metrics_page.py` writes this page from
+[the code](../common/diloco_common/observe/metrics). The name has the unit. A histogram has the series `..._bucket`,
+`..._sum` and `..._count`. Each process also has `diloco_build_info` with its versions, and the usual `process_...`.
 
-[recording.yml](../deploy/prometheus/rules/recording.yml) derives further series from these. [Operations](operations.md)
-says which metrics to look at, and when.
+[recording.yml](../deploy/prometheus/rules/recording.yml) derives further series. [Operations](operations.md) says what
+to look at.
 """
 
 
@@ -57,14 +54,14 @@ class Page(Declare):
         return super().totals(name, what, *labels)
 
     def _note(self, name: str, kind: str, what: str, labels: Sequence[str]) -> None:
-        unit = next((unit for unit in UNITS if unit in name.split("_")), "")
-        self.rows.append(f"| `{name}` | {kind} | {unit} | {', '.join(f'`{label}`' for label in labels)} | {what} |\n")
+        by = f" By {', '.join(f'`{label}`' for label in labels)}." if labels else ""
+        self.rows.append(f"| `{name}` | {kind} | {what}{by} |\n")
 
 
 def section(heading: str, group: type, *arguments: object) -> str:
     page = Page()
     group(page, *arguments)
-    table = "| metric | kind | unit | labels | meaning |\n| --- | --- | --- | --- | --- |\n" + "".join(page.rows)
+    table = "| metric | kind | meaning |\n| --- | --- | --- |\n" + "".join(page.rows)
     return f"\n## {heading}\n\n{inspect.getdoc(group)}\n\n{table}"
 
 

@@ -19,7 +19,7 @@ from diloco_common.errors import DilocoError
 from diloco_server.core.trust.trust import Trust
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/what-works.md"
-VERDICT = re.compile(r"works|works if|refused: `(?P<code>[A-Z_]+)`")
+VERDICT = re.compile(r"works|works if|`(?P<code>[A-Z_]+)`")
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ class Line:
 
 
 def lines() -> list[Line]:
-    """Of all tables whose second column is a verdict."""
+    """Of the bullets under each heading, which work, and of all tables whose second column is a verdict."""
     found, table, is_verdicts = [], "", False
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             table = line.removeprefix("## ")
         cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+        if table in TABLES and line.startswith("- "):
+            found.append(Line(table, line.removeprefix("- ").replace("`", ""), "", ""))
         if not line.startswith("| "):
             is_verdicts = False
         elif cells[1:2] == ["verdict"]:
@@ -60,8 +62,8 @@ LINES = lines()
 
 
 def test_every_line_has_a_case_and_every_case_a_line() -> None:
-    assert {table: [line.name for line in LINES if line.table == table] for table in TABLES} == {
-        table: list(cases) for table, cases in TABLES.items()
+    assert {table: sorted(line.name for line in LINES if line.table == table) for table in TABLES} == {
+        table: sorted(cases) for table, cases in TABLES.items()
     }
     assert {line.table for line in LINES} == set(TABLES)
 
