@@ -19,7 +19,8 @@ from diloco_common.errors import DilocoError
 from diloco_server.core.trust.trust import Trust
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/what-works.md"
-VERDICT = re.compile(r"works|works if|`(?P<code>[A-Z_]+)`")
+BULLET = re.compile(r"- (?P<name>.+?)(: \*.+\*)?")
+REFUSED = re.compile(r"\| (?P<name>.+?) \| `(?P<code>[A-Z_]+)` \|.*")
 
 
 @dataclass(frozen=True)
@@ -30,31 +31,21 @@ class Line:
     name: str
     code: str
     """With which it is refused; "" if it works."""
-    words: str
 
     def __str__(self) -> str:
         return self.name
 
 
 def lines() -> list[Line]:
-    """Of the bullets under each heading, which work, and of all tables whose second column is a verdict."""
-    found, table, is_verdicts = [], "", False
+    """Of the tables' headings: bullets work, rows of a table are refused."""
+    found, table = [], ""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             table = line.removeprefix("## ")
-        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
-        if table in TABLES and line.startswith("- "):
-            found.append(Line(table, line.removeprefix("- ").replace("`", ""), "", ""))
-        if not line.startswith("| "):
-            is_verdicts = False
-        elif cells[1:2] == ["verdict"]:
-            is_verdicts = True
-        elif is_verdicts and not line.startswith("| ---"):
-            verdict = VERDICT.fullmatch(cells[1])
-            assert verdict is not None, line
-            words = cells[2] if len(cells) > 2 else ""
-            assert words.strip("| ") or cells[1] != "works if", f"{line}: if what?"
-            found.append(Line(table, cells[0].replace("`", ""), verdict["code"] or "", words))
+        elif match := (BULLET.fullmatch(line) or REFUSED.fullmatch(line)) if table else None:
+            found.append(Line(table, match["name"].replace("`", ""), match.groupdict().get("code", "")))
+        else:
+            assert not line.startswith("| ") or line in ("| refused | code | do |", "| --- | --- | --- |"), line
     return found
 
 
