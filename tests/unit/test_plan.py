@@ -16,7 +16,7 @@ from diloco_deploy.plan import formulas
 from diloco_deploy.plan.choice import Asked, Link, choose
 from diloco_deploy.plan.command import bits_per_s, parameters_of
 from diloco_deploy.plan.formulas import BITS
-from diloco_deploy.plan.table import figures, learner_figures, settings_of, toml
+from diloco_deploy.plan.table import auto_every, figures, learner_figures, settings_of, toml
 
 MBIT = 1e6
 
@@ -43,6 +43,19 @@ def test_bits_are_those_of_the_encodings() -> None:
 def test_smaller_encodings_come_before_a_larger_h(params: float, mbit: float, push: str, every: int) -> None:
     choice = choose(asked(params, mbit))
     assert (choice.encodings.push, choice.every, choice.fits) == (push, every, True)
+
+
+@pytest.mark.parametrize(
+    ("params", "mbit", "every"),
+    [
+        (1e8, 10_000, 6),  # the smallest that settings allow
+        (1e9, 2000, 11),  # versions: 10^9 x 16 bits / 2 Gbit/s, in three quarters of H steps of 1 s
+        (1e9, 5, 500),  # the largest
+    ],
+)
+def test_h_that_auto_would_find_is_told(params: float, mbit: float, every: int) -> None:
+    there = asked(params, mbit, round_trip_s=0.0)
+    assert auto_every(there, choose(there)) == every
 
 
 def test_a_link_that_carries_nothing_is_said_so() -> None:

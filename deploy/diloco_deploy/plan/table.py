@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from diloco_common.settings import SyncSettings
 from diloco_deploy import units
 from diloco_deploy.plan import formulas
 from diloco_deploy.plan.choice import OVERLAP, Asked, Choice, Encodings, bit_rate, calls_of, written_of
 from diloco_deploy.plan.formulas import BITS
+from diloco_server.core.every import Measured, carried
 
 
 class Figure(NamedTuple):
@@ -57,12 +59,34 @@ def _link(asked: Asked, choice: Choice) -> Iterator[Figure]:
     yield Figure(
         "a fragment, there and back", fragment_s, "s", "N/P x push / up + N/P x pull / down + 2 round trips", wan
     )
+    yield Figure(
+        'H with `sync.sync_every = "auto"`', auto_every(asked, choice), "", "what goes round in H steps, with room", wan
+    )
     whole, words = (2 * asked.params, "2 N") if asked.companions_every else (asked.params, "N")
     yield Figure("a start: the whole model", whole * 16 / link.down, "s", f"{words} x 16 bits / down", wan)
     moved = formulas.bytes_rate(n, push, pull, asked.learners, every, asked.step_s) / choice.shards
     yield Figure(
         "a shard's link, both ways together", 8 * moved, "bit/s", f"L {moves} (push + pull) bits / (H t S)", wan
     )
+
+
+def auto_every(asked: Asked, choice: Choice) -> int:
+    """What a shard would come to if nothing is late, by its own rule. All shards share the link of a learner."""
+    push, pull = BITS[choice.encodings.push], BITS[choice.encodings.pull]
+    link, owned = asked.link, asked.params_moved / choice.shards
+    fragment_s = formulas.round_trip_of_fragment(
+        asked.params, choice.fragments, push, pull, link.up, link.down, link.round_trip_s
+    )
+    merged_bytes = owned * (asked.learners * push + pull) / 8
+    carries = carried(Measured(
+        asked.step_s,
+        push_s=asked.params_moved * push / link.up,
+        pull_s=asked.params_moved * pull / link.down + choice.fragments / choice.shards * link.round_trip_s,
+        shard_s=merged_bytes / formulas.BYTES_PER_S,
+        round_s=fragment_s,
+    ))  # fmt: skip
+    bounds = SyncSettings()
+    return min(max(carries, bounds.sync_every_min), bounds.sync_every_max)
 
 
 def _shard(asked: Asked, choice: Choice) -> Iterator[Figure]:
