@@ -54,6 +54,13 @@ def test_an_arrival_is_the_boundary_plus_the_usual_lag_plus_the_bytes_over_the_m
     assert arrivals.expected_at(Call(5, {}), 4000) == math.inf, "it was not asked"
 
 
+def test_a_link_that_nothing_measures_any_more_is_believed_better_with_every_round() -> None:
+    arrivals = Arrivals(s_per_element=1.0)
+    for round_number in range(1, 101):
+        arrivals.header(Call(round_number, {arrivals: 1.0}), 9.0, wanted=False)
+    assert arrivals.s_per_element < 1e-4
+
+
 # ------------------------------------------------------------------ rounds
 
 

@@ -58,8 +58,10 @@ def test_a_refusal_that_repeats_is_counted(log: AuditLog, clock: Clock, tmp_path
         log.note("Join", "REVOKED", A)
     clock.now += REPEAT_S
     log.note("Leave", "OK", A)
+    for serial in ("1", "2"):
+        log.note("Revoke", "OK", serials=[serial])
     found = [(line["what"], line.get("repeated")) for line in lines(tmp_path)]
-    assert found == [("Join", None), ("Join", 999), ("Leave", None)]
+    assert found == [("Join", None), ("Join", 999), ("Leave", None), *2 * [("Revoke", None)]]
 
 
 def test_a_crowd_of_refusals_hides_nobody_who_joins(tmp_path: Path, clock: Clock) -> None:

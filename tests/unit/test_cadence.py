@@ -127,6 +127,10 @@ def test_where_learners_carry_a_round_waits_a_share_of_its_cadence(sync, step_ti
     assert window.seconds(step_time_s, sync.get("sync_every", 24)) == pytest.approx(seconds)
 
 
+def test_the_window_is_no_longer_than_a_step() -> None:
+    assert make_window(overlap_steps=10, grace_gamma=1.0).seconds(2.0, 24) == 2.0
+
+
 @pytest.mark.parametrize("grace", [0.0, 1.5])
 def test_a_fixed_window_adapts_to_nothing(grace: float) -> None:
     assert make_window([9.0], [9.0], grace=grace).seconds(0.1, 24) == grace

@@ -214,6 +214,7 @@ def another_name(body: Any) -> None:
         lambda b: b["files"][0].update(version=7),
         lambda b: b["files"][0].update(fragment_id=-1, name="fragment--001-version-000000000002.safetensors"),
         lambda b: b["files"][0].pop("checksums"),
+        lambda b: b["files"].append(b["files"][0]),
         lambda b: b["files"].clear(),
         lambda b: b.update(num_fragments=0),
         lambda b: b.update(tensors=[["a"]]),

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from builders import make_settings
 from diloco_common.errors import ConfigError, ManifestMismatch, ModelChanged, UnsupportedModel
 from diloco_common.wire.manifest import TensorSpec, cut
+from diloco_common.wire.messages import Collect, LearnerPolicy
 from diloco_demo.gpt import build_gpt
 from diloco_demo.training import make_optimizer
 from diloco_server.core.fragment import FragmentState
+from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.momentum import Companion, Pace
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
@@ -171,6 +173,37 @@ def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_
     cluster.exchange()
     assert states(cluster)[1].version == 1
     assert [of["weight"].values.tolist() for of in held] == [[[1.0] * 4]] * 2, "nothing is left of either's own"
+
+
+def test_a_version_of_an_earlier_round_moves_the_reference_by_what_was_left_of_it_at_the_snapshot() -> None:
+    """After the next version, the learner holds what is left of that, and nothing of its own."""
+    keeps = 0.5
+    held = Companion("SGD", torch.zeros(1, 4), pace=partial(Pace, keeps))
+    replica = Replica(linear(), companions={"weight": held})
+    core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "float32", "float32", "carry", 0.5, False))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            core.stepped(1)
+            held.values.mul_(keeps)
+
+    def arrives(version: int, value: float, merged: int) -> None:
+        with torch.no_grad():
+            core.arrived(1, version, 1, torch.full((4,), value), merged)
+
+    arrives(0, 0.0, 0)
+    train(4)
+    held.values.fill_(8.0)
+    core.collect(Collect(1, 2, 1), 1)
+    (contribution,) = core.contribute()
+    contribution.tensors.take_snapshot()
+    train(2)
+    arrives(1, 16.0, 0)
+    assert contribution.tensors.reference == (contribution.tensors.reference.values, None)
+    assert contribution.tensors.reference.values.tolist() == [8.0 + 16.0 * keeps**4] * 4
+    train(1)
+    arrives(2, 20.0, 2)
+    assert held.values.tolist() == [[20.0 * keeps**3] * 4]
 
 
 def test_momentum_of_others_is_cut_to_what_the_own_second_moment_allows() -> None:

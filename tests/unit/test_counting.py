@@ -19,7 +19,7 @@ from diloco_server.core.membership import Membership
 from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Round
 from diloco_server.core.trust.counting import ROUNDS_UNKNOWN, Share, count
-from diloco_server.core.trust.trail import STEPS_FACTOR
+from diloco_server.core.trust.trail import STEPS_FACTOR, WAKING_S
 
 H, TOKENS, NOW = 10, 100, 1000.0
 USUAL = H * TOKENS
@@ -141,6 +141,19 @@ def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(stale, 
     assert are_merged == [True] * trained + [False] * (2 - trained)
     usual = crowd.shard.membership.usual_pace(crowd.now)
     assert usual.steps_per_s == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_freeze_is_made_up_for_within_a_minute_or_not_at_all() -> None:
+    """All were frozen: later haste is no sign that anybody had trained."""
+    crowd = Crowd()
+    first, _ = honest(crowd, 2)
+    crowd.run(400)
+    crowd.shard.slept(3600, crowd.now)
+    crowd.run(WAKING_S + 2)
+    for _ in range(50):
+        crowd.says(first)
+        first.steps, first.tokens = first.steps + 1, first.tokens + TOKENS_OF_A_STEP
+    assert first.member.trail.first_at == 0.0
 
 
 def test_a_learner_that_was_in_no_round_for_long_is_taken_again() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from diloco_common.errors import ConfigError
 from diloco_common.settings import ModelSettings, TrainSettings
@@ -144,6 +145,27 @@ def test_a_disk_that_fails_does_not_stop_training(caplog):
     assert progress.inner_step == 2
     assert "inner_step=1" in caplog.text
     assert "No space left on device" in caplog.text
+
+
+def test_gradients_are_clipped():
+    model, optimizer, stream = parts()
+    tight = TRAIN.model_copy(update={"clip": 1e-12})
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
+    )
+    train(Alone(1), model, optimizer, stream, tight, budget=0)
+    assert seen == [pytest.approx(1e-12, rel=1e-3)]
+
+
+def test_vectors_do_not_decay_and_frozen_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    model[2].requires_grad_(False)
+    decay = {
+        id(p): group["weight_decay"] for group in make_optimizer(model, TRAIN).param_groups for p in group["params"]
+    }
+    vectors = model[0].bias, model[1].weight, model[1].bias
+    assert decay == {id(model[0].weight): TRAIN.weight_decay} | {id(vector): 0.0 for vector in vectors}
 
 
 @pytest.mark.parametrize(("name", "says"), [("tpu", "not one of"), ("meta", "not one of"), ("cuda:99", "CUDA devices")])

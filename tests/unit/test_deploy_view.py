@@ -117,6 +117,17 @@ def test_what_a_shard_tells_is_said_once(answers: list[tuple[float, Any, list[st
             assert watch.heard("shard-0", status, now) == lines
 
 
+def test_the_course_of_the_loss_is_bounded() -> None:
+    watch = Watch(0.0)
+    watch.expect("worker-0", "worker")
+    for step in range(2000):
+        watch.heard("worker-0", worker(loss=2000.0 - step), 0.0)
+        watch.sample_loss()
+    losses = watch.snapshot(0.0).losses
+    assert 100 < len(losses) <= 512
+    assert list(losses) == sorted(losses, reverse=True)
+
+
 @pytest.mark.parametrize("width", [40, 120])
 def test_everything_fits_the_terminal(width: int) -> None:
     for lines in (drawn(view(cluster(), width), width), [line(cluster(), width)]):

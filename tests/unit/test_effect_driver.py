@@ -12,7 +12,7 @@ from diloco_common.wire.messages import Outcome, Progress, PushHeader
 from diloco_lab.shard import LockstepShard
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member
-from diloco_server.core.record import Record
+from diloco_server.core.record import Record, empty_record
 from diloco_server.storage.version_file import StoredVersion
 
 MODEL = [TensorSpec("w", (4,))]
@@ -73,6 +73,7 @@ def test_a_seed_that_cannot_be_kept_is_not_announced_and_another_may_follow() ->
         shard.bring(member, 0)
     assert shard.announced == []
     assert not shard.shard.versions.all_seeded
+    assert shard.shard.fragments[0].record == empty_record(0), "nothing of it is left"
 
     shard.refuses = False
     assert shard.bring(member, 0) is Outcome.ACCEPTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 from dataclasses import replace
 from typing import Any
@@ -128,6 +129,15 @@ def test_an_emptied_folder_begins_an_epoch_that_none_of_its_versions_had(disk: F
         disk.lose(name)
 
     assert FileStore(disk, ORIGIN, first_epoch=LONG_AGO + 60).epoch > emptied
+
+
+def test_a_copy_of_an_earlier_day_begins_an_epoch_that_the_run_has_not_had_since(disk: FakeDisk) -> None:
+    """A snapshot of the volume holds the epoch of its day. The shard has started again since."""
+    FileStore(disk, ORIGIN, first_epoch=LONG_AGO)
+    copied = copy.deepcopy(disk)
+    since = FileStore(disk, ORIGIN, first_epoch=LONG_AGO + 60).epoch
+
+    assert FileStore(copied, ORIGIN, first_epoch=LONG_AGO + 120).epoch > since
 
 
 # ------------------------------------------------------------------ disks that refuse
