@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from builders import make_contribution
 from diloco_common.codec import encode_payload
 from diloco_common.errors import (
     BadSize,
@@ -27,7 +26,7 @@ from diloco_server.core import admission
 from diloco_server.core.fragment import FragmentState, Phase
 from diloco_server.core.membership import Membership
 from diloco_server.core.record import Record
-from diloco_server.core.round import Round, total_norm
+from diloco_server.core.round import Round
 from diloco_server.core.trust.norms import NORMS_MIN
 from diloco_server.core.trust.trust import Trust
 
@@ -138,10 +137,3 @@ def test_norms_far_above_what_is_usual(merged: list[float], seed_norm: float, no
     else:
         with pytest.raises(NormTooLarge, match=r"at most 10 times is merged \(guard.norm_factor\)"):
             check_values((norm,), state)
-
-
-def test_a_fragment_has_the_norm_of_its_pieces_together() -> None:
-    assert total_norm((3.0, 4.0)) == 5.0
-    assert total_norm((1.7e308, 1.7e308)) == float("inf")
-    values = torch.arange(5.0)
-    assert make_contribution("a", values).norm == pytest.approx(float(values.norm()))

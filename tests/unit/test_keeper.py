@@ -152,12 +152,3 @@ async def test_versions_that_wait_for_the_disk_are_counted(store: SlowStore, kee
     await asyncio.wait_for(waiting, 20.0)
     await until_async(lambda: not keeper.not_durable, "the write of it")
     assert counts == [0, 1]
-
-
-@pytest.mark.parametrize("error", [None, OSError("no space left")], ids=["taken", "refused"])
-async def test_every_attempt_to_write_tells_how_much_room_is_left(store, keeping, error) -> None:
-    keeper = keeping()
-    store.error, store.room = error, 12345
-    waiting = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
-    await until_async(lambda: sample(keeper, "disk_free_bytes") == 12345, "a look at the disk")
-    waiting.cancel()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco_common.errors import ConfigError
 from diloco_lab.arms import Arm
 from diloco_lab.protocol import (
     FIRST_TUNE_SEED,
@@ -18,7 +16,6 @@ from diloco_lab.protocol import (
     carried_out,
     carry_out,
     doubts,
-    load_protocol,
     page,
     proposals,
 )
@@ -96,14 +93,6 @@ def test_arms_are_tuned_alike_and_reported_on_other_seeds_in_pairs() -> None:
     assert "| 2 | 40 |" in text
     assert "+2.00 % (+2.00 to +2.00) | 2 | 1 of 3, 0 of 3" in text
     assert "lies at the edge" not in text
-
-
-@pytest.mark.parametrize("text", ["trials = 0", "[arms.one.axes]\n", "trials = ", "wrong = 1"])
-def test_a_protocol_that_cannot_be_is_refused_by_its_file(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "protocol.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"protocol\.toml"):
-        load_protocol(path)
 
 
 @pytest.mark.parametrize("path", ["sync.sync_every", "train.batch", "model.context"])

@@ -186,24 +186,6 @@ def test_a_version_decides_on_a_round_that_has_asked(asked, arrives, answered) -
     assert [(c.round, c.epoch, c.base_version) for c in rig.core.contribute()] == answered
 
 
-@pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.LATE])
-def test_a_round_that_asks_again_before_its_refusal_is_heard_gets_another_contribution(outcome: Outcome) -> None:
-    """It waits for one, and does not ask a third time. The one that was refused is not pushed again."""
-    rig = Rig()
-    rig.trains(by=1.0, tokens=3)
-    (first,) = rig.asked(1)
-    rig.asked(1)
-    rig.trains(by=1.0, tokens=4)
-    rig.answered(1, PushAnswer(outcome))
-
-    (second,) = rig.core.contribute()
-
-    assert second is not first
-    assert (second.round, second.tokens) == (1, 7)
-    rig.answered(1, PushAnswer(outcome))
-    assert rig.core.contribute() == []
-
-
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite", "blend"])
 @pytest.mark.parametrize("comes_between", [False, True])
 def test_a_round_that_asks_again_gets_the_same_contribution(on_commit: str, comes_between: bool) -> None:
@@ -228,14 +210,6 @@ def test_tokens_are_unmerged_until_a_version_tells_that_it_holds_them() -> None:
     assert rig.core.tokens_unmerged == 12, "it may be late"
     rig.arrives(1, 9.0, merged=1)
     assert rig.core.tokens_unmerged == 7
-
-
-def test_tokens_of_an_earlier_process_are_not_unmerged() -> None:
-    rig = Rig(version=None)
-    rig.core.tokens = 1000
-    assert rig.core.tokens_unmerged == 0
-    rig.arrives(3, 10.0)
-    assert rig.core.tokens_unmerged == 0
 
 
 def test_one_contribution_is_under_way_at_a_time() -> None:
@@ -470,19 +444,6 @@ def test_a_contribution_that_is_not_taken_gives_its_work_back(answer: PushAnswer
     assert rig.core.tokens_carried == 5
     contribution = rig.contributes(by=1.0)
     assert (delta_of(contribution).tolist(), contribution.tokens, contribution.steps) == ([-3.0, -3.0], 10, 2)
-
-
-@pytest.mark.parametrize(("round_number", "answer"), [(2, ACCEPTED), (2, DUPLICATE), (1, LATE)])
-def test_what_is_taken_or_of_another_round_leaves_a_contribution_under_way(
-    round_number: int, answer: PushAnswer
-) -> None:
-    rig = Rig()
-    rig.contributes(2)
-    rig.answered(round_number, answer)
-    assert rig.core.unmerged == 1
-    for _ in range(2):
-        rig.answered(2, LATE)
-    assert rig.core.contributions["carried"] == 1
 
 
 # ------------------------------------------------------------------ error feedback

@@ -51,14 +51,6 @@ def test_one_version_per_step_is_applied_whatever_the_budget_and_a_newer_one_rep
     assert found == [[1, 0, 0], [1, 0, 1], [1, 2, 1]]
 
 
-@pytest.mark.usefixtures("all_the_time")
-def test_what_fits_the_budget_is_applied_at_once(rig: Rig) -> None:
-    for i in range(3):
-        rig.arrives(i, 1, 20.0)
-    rig.learner.step(1)
-    assert rig.versions == [1, 1, 1]
-
-
 @pytest.mark.usefixtures("no_time")
 def test_a_poll_has_no_budget(rig: Rig) -> None:
     for i in range(3):

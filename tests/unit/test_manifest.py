@@ -127,11 +127,6 @@ def test_traffic_is_flat(num_fragments: int, peak: float) -> None:
     assert max(loads(manifest)) <= peak * manifest.num_elements / num_fragments
 
 
-def test_a_large_tensor_is_split_by_rows_into_nearly_equal_pieces() -> None:
-    manifest = cut([TensorSpec("w", (10, 3))], 4, 1)
-    assert sorted(loads(manifest)) == [6, 6, 9, 9]
-
-
 # The digest is part of the protocol: another implementation must come to the same one.
 def test_the_digest_is_the_same_in_every_release() -> None:
     manifest = cut([TensorSpec("b", ()), TensorSpec("a", (4, 2), "mean"), TensorSpec("empty", (0,))], 2, 1)
@@ -159,11 +154,9 @@ def test_whatever_differs_shows_in_the_digest(other: Manifest) -> None:
     [
         ([], 1, 1, "no trainable elements"),
         ([TensorSpec("w", (0,))], 1, 1, "no trainable elements"),
-        ([TensorSpec("b", (3,), rule="mean", kind="momentum")], 1, 1, "no trainable elements"),
         ([TensorSpec("w", (2,)), TensorSpec("w", (3,))], 1, 1, r"have the same name: \['w'\]"),
         ([TensorSpec("w", (4, 3)), TensorSpec("v", (-1, 12))], 1, 1, r"tensor 'v' has shape \[-1, 12\]"),
         ([TensorSpec("w", (2,))], 0, 1, "at least 1, got 0 and 1"),
-        ([TensorSpec("w", (2,))], 1, 0, "at least 1, got 1 and 0"),
         ([TensorSpec("w", (2,))], 24, 3, "3 shards are too many for 2 fragments"),
     ],
 )
@@ -187,13 +180,6 @@ def test_differences_are_named_with_both_sides() -> None:
         "shape: [2, 3] <-> [3, 2]",
         "theirs: absent <-> [5]",
     ]
-
-
-@pytest.mark.parametrize(("count", "lines"), [(5, 5), (6, 6), (9, 6)])
-def test_only_the_first_differences_are_listed(count: int, lines: int) -> None:
-    listed = differences([TensorSpec(f"t{i}", (1,)) for i in range(count)], [])
-    assert len(listed) == lines
-    assert (listed[-1] == f"and {count - 5} more") == (count > 5)
 
 
 # ------------------------------------------------------------------ companions
@@ -251,9 +237,7 @@ def test_model_and_companions_share_the_ids_that_there_are() -> None:
         (TensorSpec("momentum of w (Adam)", (4, 2), "mean", "momentum"), "mean"),
         (TensorSpec("momentum of w (Adam)", (2, 4), "mean", "momentum"), False),
         (TensorSpec("momentum of v (Adam)", (4, 2), "mean", "momentum"), False),
-        (TensorSpec("momentum of w", (4, 2), "mean", "momentum"), False),
         (TensorSpec("momentum of w (Lion)", (4, 2), "mean", "momentum"), False),
-        (TensorSpec("w", (4, 2), "mean", "momentum"), False),
         (TensorSpec("momentum of momentum of w (Adam) (Adam)", (4, 2), "mean", "momentum"), False),
     ],
 )

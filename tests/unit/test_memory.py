@@ -86,8 +86,3 @@ def test_threads_never_share_a_block() -> None:
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(fill, range(4)))
     assert len(pool) <= 8, "each thread holds one while it takes the next"
-
-
-@pytest.mark.parametrize("size", [0, 1, memory.LEAST // 4 - 1])
-def test_small_tensors_are_those_of_torch(size: int) -> None:
-    assert memory.empty(size).shape == (size,)

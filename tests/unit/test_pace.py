@@ -26,7 +26,6 @@ from diloco_server.core.trust.trail import (
     Pace,
     Trail,
     check_trained,
-    countable,
     usual,
 )
 from rig import MODEL, SIZE, TOKENS, Rig
@@ -176,17 +175,6 @@ def test_what_was_not_reported_for_long_counts_at_once_when_it_is(crowd: Crowd) 
     assert crowd.refused == []
 
 
-def test_the_end_of_a_budget_is_not_called_by_one_report() -> None:
-    """Otherwise every report of a ghost would open a round of every fragment."""
-    alone, with_ghost = Crowd(run={"tokens": 30_000}), Crowd(run={"tokens": 30_000})
-    for crowd in (alone, with_ghost):
-        honest(crowd)
-        crowd.run(100)
-    with_ghost.come("ghost", 0.1, per_step=(1, 2**40), contributes=False)
-    with_ghost.run(40)
-    assert with_ghost.run(200) <= alone.run(200) + 2
-
-
 # ------------------------------------------------------------------ grace
 
 
@@ -280,16 +268,6 @@ def test_the_pace_of_a_learner_is_known_after_some_steps(pairs: list[tuple[float
 def test_one_liar_of_three_does_not_move_the_usual_pace(paces: list[int], found: float | None) -> None:
     pace = usual(reported([(10.0, 10 * steps_per_s)]) for steps_per_s in paces)
     assert (pace.steps_per_s if pace else None) == found
-
-
-def test_what_is_above_counts_later() -> None:
-    most = countable(Pace(1.0, 10.0))
-    trail = reported([(1.0, 1000), (1.5, 1000), (3.0, 1000)], most)
-    assert trail.counted.inner_step == 48
-    trail.go_on(Progress(1000, 10_000), most, 9.0)
-    assert trail.counted.inner_step == 144
-    trail.go_on(Progress(2, 20), most, 20.0)
-    assert trail.counted.inner_step == 2, "never more than what is reported"
 
 
 def test_who_contributes_counts_and_who_is_only_late_still_sets_the_pace() -> None:

@@ -126,17 +126,6 @@ def test_parts_in_any_order_are_merged_as_the_whole_is(seed: int, parts: int, me
     torch.testing.assert_close(rigs[0].values, rigs[1].values)
 
 
-def test_blocks_begin_where_those_of_the_whole_begin() -> None:
-    """So int8 codes of parts are equal to those of the whole, but for blocks that two parts share."""
-    values = random_values(SIZE, 0)
-    whole, (part,) = encode_payload(values.clone(), "int8"), [(Range(256, 1024), Range(1030, SIZE))]
-    mine = encode_payload(laid_out(values, part), "int8")
-    shift = next(spans(part)).shift
-    assert torch.equal(decoded(mine)[:768], decoded(whole)[256:1024])
-    assert shift % 256 == 0
-    assert all(span.shift % 256 == 0 for span in spans(part))
-
-
 def test_fewer_parts_are_nothing() -> None:
     rig = Islands(quorum=1, grace=0.0).started("island", "other")
     ranges = cut_in(300, 900)
@@ -267,15 +256,6 @@ def test_while_one_island_brings_version_0_in_parts_others_do_not() -> None:
     rig.shard.leave(rig.members["island"])
     rig.seed("other", 2.0)
     assert rig.values.unique().tolist() == [2.0]
-
-
-def test_a_whole_version_0_wins_over_half_of_one() -> None:
-    rig = Islands().joined("island", "other")
-    rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, 0)
-    payload = encode_payload(torch.full((SIZE,), 2.0), "float32", chunk_elements=256)
-    assert rig.push(rig.members["other"], rig.header(0, payload), payload).outcome is Outcome.ACCEPTED
-    assert rig.values.unique().tolist() == [2.0]
-    assert rig.push_part("island", torch.ones(SIZE), cut_in(600), 1, 0).outcome is Outcome.DUPLICATE
 
 
 def test_half_of_version_0_gives_way_once_no_part_has_come_for_a_lease() -> None:

@@ -181,12 +181,3 @@ def test_it_is_asked_again_when_the_time_is_over() -> None:
     for _ in range(VOTES):
         assert run.round(0.01).outcome is Outcome.ACCEPTED
     assert run.shard.trust.quarantine.conduct("d").times == 0
-
-
-def test_a_repeated_push_is_one_vote() -> None:
-    run = Run()
-    number = run.next_round()
-    for _ in range(3 * OUTLIERS):
-        run.push_values("d", number, math.nan)
-    assert run.shard.trust.quarantine.conduct("d").outliers == 1
-    assert not run.shard.trust.quarantine.holds("d")

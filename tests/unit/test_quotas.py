@@ -47,12 +47,6 @@ def test_an_account_may_come_in_a_burst_and_then_at_a_rate(times: list[float], l
     assert granted(Rate("joins", burst=3, per_s=2), "ann", times) == let_through
 
 
-def test_the_burst_of_one_account_is_not_that_of_another() -> None:
-    rate = Rate("joins", burst=1, per_s=1)
-    assert granted(rate, "ann", [0.0, 0.0]) == [True, False]
-    assert granted(rate, "ben", [0.0]) == [True]
-
-
 def test_accounts_without_number_cost_no_memory_and_forget_the_oldest() -> None:
     rate = Rate("joins", burst=1, per_s=1, accounts_max=10)
     for account in range(1000):
@@ -100,15 +94,6 @@ def test_a_later_push_of_a_fragment_ends_the_earlier_one() -> None:
     now_open.closed("ann", "old")  # which ends a moment later
     assert (len(now_open), now_open.bytes_held) == (1, 60)
     assert begin(now_open, "ann", "newer", 7) == ["new"]
-
-
-def test_what_broken_connections_have_left_does_not_keep_a_learner_out() -> None:
-    now_open = pushes(each=2)
-    begin(now_open, "ann", "ghost 1", 1)
-    begin(now_open, "ann", "ghost 2", 2)
-    assert begin(now_open, "ann", "push 3", 3) == ["ghost 1"]
-    assert begin(now_open, "ann", "push 2", 2) == ["ghost 2"]
-    assert (len(now_open), now_open.bytes_held) == (2, 2)
 
 
 def test_64_pushes_of_one_account_leave_60_places() -> None:

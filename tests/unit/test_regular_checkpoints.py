@@ -164,10 +164,3 @@ def test_a_companion_that_makes_fewer_versions_does_not_hold_checkpoints_back(tm
     assert finished == [10 * n for n in range(1, 11)]
     assert shard.checkpoints == {80: [80, 19], 90: [90, 22], 100: [100, 24]}
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3
-
-
-def test_a_checkpoint_waits_for_the_first_version_of_a_companion(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, manifest=WITH_COMPANION)
-    assert shard.write(0, 1, 2, 3) == []
-    assert shard.write(1, 0) == [2]
-    assert shard.checkpoints == {2: [2, 0]}

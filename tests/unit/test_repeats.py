@@ -48,13 +48,6 @@ def test_kinds_without_number_cost_no_memory() -> None:
     assert [one.kind[2] for one in repeats.all()] == ["lines of other kinds"]
 
 
-def test_a_wall_clock_that_is_put_back_begins_a_new_window() -> None:
-    repeats = Repeats()
-    for _ in range(WARNINGS_MAX):
-        repeats.heard(REFUSED, 5000.0)
-    assert repeats.heard(REFUSED, 1000.0)[0]
-
-
 def test_the_log_says_how_many_lines_it_left_out() -> None:
     stream = io.StringIO()
     configure(stream=stream)

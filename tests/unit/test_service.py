@@ -19,7 +19,6 @@ from diloco_common.errors import (
     Busy,
     NotJoined,
     TornUpload,
-    VersionGone,
 )
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
@@ -241,15 +240,6 @@ async def test_who_has_not_shown_that_it_reads_is_given_small_chunks(rig: Rig, m
     assert (len(small[1]), len(whole[1])) == (-(-4 * SIZE // 1024), 1)
     for header, chunks in (small, whole):
         assert torch.equal(decoded(Payload(header.payload, tuple(chunks))), torch.ones(SIZE))
-
-
-async def test_a_pull_names_the_version_that_it_wants(rig: Rig) -> None:
-    ann = await rig.seeded()
-    header, chunks = await rig.pull(ann, want=(EPOCH, 0))
-    assert (header.epoch, header.version, len(chunks)) == (EPOCH, 0, 1)
-    for want in ((EPOCH, 1), (EPOCH - 1, 0)):
-        with pytest.raises(VersionGone, match=f"version {want[1]} of epoch {want[0]} is not held here, but 0 of 7"):
-            await rig.pull(ann, want=want)
 
 
 async def test_a_shard_sends_the_ranges_that_are_asked_for(rig: Rig) -> None:

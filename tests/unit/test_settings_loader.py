@@ -43,11 +43,8 @@ def test_later_sources_win(tmp_path: Path, tokens: int) -> None:
     [
         ("run.tokens=2_000_000", "run", "tokens", 2_000_000),
         ("sync.quorum=all", "sync", "quorum", "all"),
-        ("sync.quorum=3", "sync", "quorum", 3),
-        ("sync.grace=0.5", "sync", "grace", 0.5),
         ("sync.error_feedback=no", "sync", "error_feedback", False),
         ("worker.shards=a:1, b:2", "worker", "shards", ("a:1", "b:2")),
-        ("worker.folder=x=y", "worker", "folder", Path("x=y")),
         ("worker.folder=", "worker", "folder", None),
         ("worker.learner_id=7", "worker", "learner_id", "7"),
     ],
@@ -67,10 +64,7 @@ def test_text_becomes_the_type_of_the_setting(override: str, section: str, key: 
         ("[sync]\nquorum == 2\n", ":2: TOML error: Invalid value"),
         ("[sync\n", ":1: TOML error: "),
         ("[run]\n\ntokens = -1\n", ":3): must be a whole number from 0 to 1000000000000000000 (tokens, such as 2M)"),
-        ("run.seed = 'x'\n", ":1): must be a whole number at least 0 and below 2147483648"),
         ("[sync]\nfragments = 5000\n", "sync.fragments = 5000 ("),
-        ("[sync]\nfragments = 5000\n", "must be a whole number from 1 to 4096"),
-        ("[lease]\nheartbeat_s = 0\n", "must be a number from 0.01 to 3600 (seconds)"),
         ("[lease]\nheartbeat_s = inf\n", "must be a number from 0.01 to 3600 (seconds)"),
         ("[sync]\ngrace = -1\n", "must be a number at least 0 or 'adaptive' (seconds)"),
         ("[sync]\nmerge = 'sum'\n", "must be one of 'mean', 'rda'"),
@@ -91,7 +85,6 @@ def test_a_wrong_file_is_refused_with_its_place_and_what_would_be_right(tmp_path
     [
         ("DILOCO_SYNC__QUORM", "DILOCO_SYNC__QUORM is not a setting; did you mean DILOCO_SYNC__QUORUM?"),
         ("DILOCO_SYNC_QUORUM", "did you mean DILOCO_SYNC__QUORUM?"),
-        ("DILOCO_sync__quorum", "did you mean DILOCO_SYNC__QUORUM?"),
         ("DILOCO_SYNC__QUORUM", "sync.quorum = x (DILOCO_SYNC__QUORUM): must be a whole number"),
     ],
 )
@@ -124,13 +117,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, make: Callable[[P
     path = tmp_path / "run.toml"
     make(path)
     assert says in refusal(path, {})
-
-
-def test_every_problem_has_its_own_line(tmp_path: Path) -> None:
-    lines = refusal(write(tmp_path, "[sync]\nquorm = 2\n"), {"DILOCO_X": "1"}, ["run.seed=-1"]).splitlines()
-    assert len(lines) == 3
-    for named, line in zip(("sync.quorm", "DILOCO_X", "run.seed"), lines, strict=True):
-        assert named in line
 
 
 def test_only_winning_environment_variables_are_told() -> None:
@@ -178,11 +164,6 @@ def test_damaged_saved_settings_are_refused(tmp_path: Path, text: str, says: str
 def test_what_the_environment_decided_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     settings_from(parsed(), {}, {"DILOCO_RUN__SEED": "9"})
     assert "run.seed = 9 from the environment variable DILOCO_RUN__SEED" in capsys.readouterr().err
-
-
-def test_saved_settings_and_a_file_contradict_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave out --config"):
-        settings_from(parsed("--settings=a.json", "--config=b.toml"), {})
 
 
 def test_a_command_may_have_defaults_of_its_own_which_lose_to_everything_that_is_given(tmp_path):

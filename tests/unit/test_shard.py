@@ -78,16 +78,6 @@ def test_the_first_values_become_version_0_and_everybody_is_told() -> None:
         assert rig.told_of(learner_id, Committed) == [Committed(0, 0, EPOCH)]
 
 
-def test_the_first_writer_wins() -> None:
-    rig = Rig().joined("a", "b")
-    rig.holds_jobs = True
-    assert rig.seed("a", 1.0).outcome is ACCEPTED
-    assert rig.seed("b", 2.0).outcome is DUPLICATE, "while version 0 is computed"
-    rig.finish_jobs()
-    assert rig.seed("b", 2.0).outcome is DUPLICATE, "and once it is there"
-    assert rig.theta == [1.0]
-
-
 def test_a_seed_that_could_not_be_used_leaves_room_for_another() -> None:
     rig = Rig().joined("a", "b")
     rig.holds_jobs = True
@@ -153,12 +143,6 @@ def test_the_model_is_replaced_only_while_nothing_is_seeded_and_nobody_is_there(
         with pytest.raises(ManifestMismatch):
             rig.shard.join("b", "process", OTHER_MODEL, 0.0)
         assert rig.state.fragment.num_elements == SIZE
-
-
-@pytest.mark.parametrize("model", [[], [TensorSpec("w", (0, 3))], MODEL * 2], ids=["nothing", "empty", "twice"])
-def test_a_model_that_cannot_be_cut_is_refused(model: list[TensorSpec]) -> None:
-    with pytest.raises(ManifestMismatch, match="cannot be cut"):
-        Rig(model).join("a")
 
 
 def test_a_shard_that_was_told_the_model_takes_no_other() -> None:
@@ -370,21 +354,6 @@ def test_what_is_not_finite_is_refused(number: int) -> None:
     assert (answer.outcome, answer.code, rig.snapshot()) == (REJECTED, "NOT_FINITE", before)
 
 
-@pytest.mark.parametrize(
-    ("code", "encoding", "size", "number"),
-    [
-        ("UNKNOWN_ENCODING", "int8", SIZE, 1),
-        ("UNKNOWN_ENCODING", "int8", SIZE, 0),  # a seed is not sent with a loss
-        ("BAD_SIZE", "float32", SIZE + 1, 1),
-    ],
-)
-def test_sizes_and_encodings_are_refused_before_the_bytes(code: str, encoding: str, size: int, number: int) -> None:
-    rig = Rig().started("a", "b") if number else Rig().joined("a", "b")
-    before = rig.snapshot()
-    answer = rig.shard.admit(rig.members["a"], rig.header(number, encode_payload(torch.ones(size), encoding)))
-    assert (answer.outcome, answer.code, rig.snapshot()) == (REJECTED, code, before)
-
-
 @pytest.mark.parametrize("values", [1e6, None], ids=["diverged", "says that nothing is finite"])
 def test_one_learner_that_has_nothing_to_merge_holds_up_no_round_that_waits_for_all(
     values: float | None,
@@ -431,18 +400,6 @@ def test_answers_about_a_round_are_remembered_within_a_bound_and_forgotten_with_
     assert 0 < sum(map(len, rig.state.declined.values())) <= DECLINED_MAX
     rig.contribute("a", 1)
     assert not rig.state.declined
-
-
-def test_the_running_median_judges_norms_once_there_are_enough() -> None:
-    rig = Rig(guard={"norm_factor": 10.0}).started("a")
-    for version in range(1, 9):
-        assert rig.contribute("a", version, 0.001).outcome is ACCEPTED
-        rig.step("a", steps=4)
-    answer = rig.contribute("a", 9, 0.011)
-    assert answer.code == "NORM_TOO_LARGE"
-    assert "11 times the usual" in answer.message
-    rig.step("a", steps=4)
-    assert rig.contribute("a", 9, 0.009).outcome is ACCEPTED
 
 
 # ------------------------------------------------------------------ leases, generations, fencing
@@ -526,15 +483,6 @@ def test_a_round_that_lost_its_quorum_asks_again_although_another_learner_hangs(
     assert rig.contribute("a", 1, 1.0).outcome is Outcome.ACCEPTED
     train_beside_one_that_hangs(rig, 20)  # the grace window begins anew
     assert rig.state.version == 1
-
-
-def test_a_round_that_lacks_its_quorum_asks_who_came_after_it_was_opened() -> None:
-    rig = Rig(sync={"quorum": 2}).started("a", "hangs")
-    rig.contribute("a", 1, 1.0)
-    rig.join("late")
-    train_beside_one_that_hangs(rig, 20, "a", "late")
-    assert [collect.round for collect in rig.told_of("late", Collect)] == [1]
-    assert rig.contribute("late", 1, 1.0).outcome is Outcome.ACCEPTED
 
 
 def train_beside_one_that_hangs(rig: Rig, seconds: int, *learner_ids: str) -> None:

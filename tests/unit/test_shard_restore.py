@@ -119,13 +119,6 @@ def test_a_version_that_was_made_durable_but_not_announced_tells_who_is_in_it() 
     assert new.identity == (3, 2)
 
 
-def test_another_process_of_the_same_id_is_not_told_of_merges_that_are_not_its_own() -> None:
-    """P1: membership does not outlive a restart, what was merged and by whom does."""
-    new = Life(4, first_epoch().kept())
-    new.come("ann", process_id="other process")
-    assert new.merged("ann") == 0
-
-
 def test_generations_of_the_old_epoch_are_fenced_off() -> None:
     """P4: a lease is (epoch, generation); epochs are never used again, so generations need not be kept."""
     new = Life(4, first_epoch().kept())

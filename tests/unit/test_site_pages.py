@@ -37,21 +37,12 @@ def test_the_words_of_the_product_are_explained() -> None:
     assert words.keys() >= site_pages.EVERYDAY
 
 
-def test_plurals_and_capitals_are_explained_and_everyday_words_are_not() -> None:
-    found = site_pages.spellings({"shard": "one server", "H": "steps", "process": "a run of a program"})
-    assert found.keys() == {"shard", "shards", "Shard", "Shards", "H"}
-
-
 def test_a_word_is_marked_once_a_section_and_never_in_headings_and_links() -> None:
     word = '<abbr title="one server">shard</abbr>'
     page = f"<h1>{word}</h1><p>{word} {word} <a href='x'>{word}</a></p><h2>{word}</h2><p>{word}</p>"
     assert site_pages.once_a_section(page) == (
         f"<h1>shard</h1><p>{word} shard <a href='x'>shard</a></p><h2>shard</h2><p>{word}</p>"
     )
-
-
-def test_names_of_blocks_are_for_tests_and_not_for_readers() -> None:
-    assert site_pages.unnamed("```sh kill a worker\ntrue\n```\n```text\n") == "```sh\ntrue\n```\n```text\n"
 
 
 @pytest.mark.parametrize(

@@ -105,16 +105,3 @@ def test_bytes_of_a_rank_go_with_its_share() -> None:
     assert ddp.pulled == whole.pulled
     assert fsdp.pushed == ddp.pushed == pytest.approx(whole.pushed / 8, rel=0.01)
     assert whole.per_element < 10
-
-
-def test_companions_are_kept_and_moved_as_the_model_is_but_without_residuals_and_are_no_parameters() -> None:
-    model = [TensorSpec(f"layer.{i}", (1024, 512)) for i in range(48)]
-    companions = [TensorSpec(f"m {t.name}", t.shape, rule="mean", kind="momentum") for t in model]
-    found = shares(cut([*model, *companions], 24, 2))
-    assert found == shares(cut(model, 24, 2))
-    alone, both = learner_bytes(found), learner_bytes(found, companions=found)
-    local = learner_bytes(found, error_feedback=False)
-    for name in ("kept", "under_way", "pushed", "pulled"):
-        assert getattr(both, name) == getattr(alone, name) + getattr(local, name)
-    assert local.kept < alone.kept
-    assert both.elements == alone.elements

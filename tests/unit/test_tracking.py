@@ -43,17 +43,6 @@ class Broken(Kept):
         raise OSError("disk full")
 
 
-def test_points_come_in_order_and_the_sink_is_closed() -> None:
-    sink = Kept()
-    sink.may_write.set()
-    tracker = Tracker(lambda: sink)
-    for step in range(5):
-        tracker.log(step, {"loss": 1.0})
-    tracker.close()
-    assert [step for step, _ in sink.points] == [0, 1, 2, 3, 4]
-    assert sink.closed
-
-
 def test_a_sink_that_hangs_costs_points_and_no_time(caplog: pytest.LogCaptureFixture) -> None:
     sink = Kept()
     tracker = Tracker(lambda: sink)

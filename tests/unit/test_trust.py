@@ -213,19 +213,6 @@ def test_beside_first_steps_of_a_warm_up_the_next_ones_go_far(learners: str) -> 
     assert lengths.judge(fragment(0), "a", Way(220 * 2.68, 24), dict.fromkeys(learners, 50), 0.8, H).most
 
 
-@pytest.mark.parametrize(("times", "most"), [(1, FAR), (100, 8 * FAR)])
-def test_who_has_taken_more_steps_may_go_further_if_it_went_as_far_before(times: int, most: float) -> None:
-    """Each raises its rate by its own steps: the fast one, or the one that was there first, is at a higher one."""
-    lengths = Lengths()
-    for _ in range(2 * SETTLED):
-        for name, norm in (("fast", 8 * USUAL), ("b", USUAL), ("c", USUAL)):
-            lengths.saw(fragment(0), name, Way(norm, H))
-            lengths.took(0, name)
-    live = {"fast": times * 50, "b": 50, "c": 50}
-    assert lengths.judge(fragment(0), "fast", Way(0.99 * most * USUAL, H), live, 1e-9, H).most == 0.0
-    assert lengths.judge(fragment(0), "fast", Way(1.01 * most * USUAL, H), live, 1e-9, H).most
-
-
 def test_the_first_of_all_cannot_be_longer_than_the_model_while_others_are_here() -> None:
     lengths, seed_norm = Lengths(), 8.0
     most = START_OF_SEED * seed_norm

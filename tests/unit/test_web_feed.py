@@ -53,13 +53,6 @@ def test_a_page_of_which_nobody_has_heard_says_so():
     assert (state["run"]["tokens_merged"], state["run"]["silent_since"]) == (None, NOW)
 
 
-def test_a_learner_that_no_shard_remembers_is_away_since_it_was_heard():
-    feed = after(shard())
-    feed.heard("shard-0", shard(epoch=8, learners=[learner("bob")]), now=NOW + 60)
-    assert (row_of(feed, "ann")["state"], row_of(feed, "ann")["heard_at"]) == ("away", NOW - 0.2)
-    assert row_of(feed, "ann")["tokens_per_s"] == 0
-
-
 def test_a_learner_that_is_expected_and_was_never_seen_is_on_the_page():
     feed = feed_of("shard-0")
     feed.expect(["shard-0"], ["ann", "zoe"])
@@ -291,6 +284,3 @@ def test_a_loss_that_is_no_number_is_none():
         feed.heard("shard-0", shard(learners=[learner("ann", loss=float("inf"))]), now=NOW + second)
         feed.sample(NOW + second)
     assert row_of(feed, "ann")["loss"] is None
-
-
-# ------------------------------------------------------------ events
