@@ -115,6 +115,15 @@ def test_slurm_starts_each_shard_with_its_index_and_workers_find_them_all(tmp_pa
         assert node_name in known.get_values_for_type(x509.DNSName)
 
 
+def test_a_shard_that_starts_is_no_longer_where_it_was(tmp_path: Path) -> None:
+    node = slurm_node(tmp_path)
+    address = Path(node["RUN_DIR"]) / "run/shard-0.json"
+    address.parent.mkdir()
+    address.touch()
+    a_shard(0, "node-7", node)
+    assert not address.exists()
+
+
 def test_a_run_keeps_the_number_of_shards_that_it_began_with(tmp_path: Path) -> None:
     node = slurm_node(tmp_path)
     a_shard(0, "node-7", node)
