@@ -107,7 +107,7 @@ ATTACK ?= --json runs/attack/result.json
 FUZZ ?= --messages 100000 --seed 1
 
 .PHONY: attack fuzz
-attack: $(INSTALLED) ## Do the attacks to a real shard beside honest learners, and say what each costs (five minutes)
+attack: $(INSTALLED) ## Do the attacks to a real shard beside honest learners, and say what each costs (four minutes)
 	@mkdir -p runs/attack
 	OMP_NUM_THREADS=1 $(BIN)/python tests/attacks/measure.py $(ATTACK)
 

@@ -24,8 +24,6 @@ RSS_MORE = 64 * 2**20
 KEPT_UP_MIN = 0.1
 """Of the rounds that the honest learner's steps are for: less is a standstill. How much less than all there are depends
 on what the attacker, who is on this machine too, leaves of its cores."""
-LOSS_MORE = 1.05
-"""The honest learners' loss, over that before the attack. Without it the loss would go on falling."""
 MOST_LINES = 500
 """Lines of log that an attack may cost at most."""
 
@@ -165,20 +163,12 @@ class Attack:
     """The attacker comes first, and the honest learners afterwards."""
     late: bool = False
     """Another honest learner comes while the attack is on."""
-    by_loss: bool = False
-    """What is at stake is the honest learners' loss. What they keep of their steps is then not measured."""
     restart: bool = False
     """The shard is killed and started again from its data folder afterwards."""
 
     def problems(self, found: Evidence) -> list[str]:
         """Everything that is not as it must be; empty: the attack has failed."""
-        return [*self.judge(found), *(_loss(found) if self.by_loss else []), *_common(found)]
-
-
-def _loss(found: Evidence) -> list[str]:
-    if found.before is None or found.after is None or found.after.loss <= LOSS_MORE * found.before.loss:
-        return []
-    return [f"the loss went from {found.before.loss:.2f} to {found.after.loss:.2f}"]
+        return [*self.judge(found), *_common(found)]
 
 
 def _common(found: Evidence) -> list[str]:

@@ -29,7 +29,6 @@ SEQUENCES, LENGTH = 4, 8
 TOKENS = SEQUENCES * LENGTH
 """Of one inner step."""
 JOIN_S = 60.0
-LOSS_ALPHA = 0.05
 
 
 @dataclass
@@ -46,10 +45,6 @@ class Report:
     """Of these, what is in the latest version of every fragment, as far as it knows."""
     versions: int = 0
     """That it holds, summed over fragments."""
-    loss: float = 0.0
-    """Mean of their last losses, a moving average."""
-    largest: float = 0.0
-    """The largest parameter of the first, in magnitude."""
     stopped: str = ""
     """The stable code and words of what ended one of them."""
 
@@ -108,11 +103,10 @@ def _train(
                 loss = float(model.loss(batch).detach())
                 inner_step(model, optimizer, batch)
                 learner.step(tokens=TOKENS, loss=loss)
-                report.loss += (LOSS_ALPHA if report.loss else 1.0) * (loss - report.loss)
             report.steps += 1
             if control.poll(max(0.0, STEP_S - (time.monotonic() - began))):
                 control.recv()
-                _look(learners[0], models[0], report)
+                _look(learners[0], report)
                 control.send(report)
     except DilocoError as error:
         report.stopped = f"{error.code}: {error}"
@@ -123,11 +117,10 @@ def _train(
         control.send(report)
 
 
-def _look(learner: diloco_worker.Learner, model: nn.Module, report: Report) -> None:
+def _look(learner: diloco_worker.Learner, report: Report) -> None:
     core = learner.core
     assert core is not None
     fragments = core.fragments.values()
     report.at, report.tokens = time.monotonic(), core.tokens
     report.merged = min(core.tokens - fragment.tokens_since(core.tokens) for fragment in fragments)
     report.versions = sum(fragment.version for fragment in fragments)
-    report.largest = max(float(p.detach().abs().max()) for p in model.parameters())

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import torch
 from attack import Over, Seen, Target
 from honest_learners import model_of
 from torch import Tensor
 
 from builders import push_bodies
-from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.codec import encode_payload
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import Fragment, TensorSpec, cut
 from diloco_common.wire.messages import PROTOCOL
@@ -123,20 +122,6 @@ class Intruder:
             self.fragments = {f.fragment_id: f for f in manifest.owned_by(said.shard_index)}
         return answer
 
-    def pull(self, fragment_id: int) -> tuple[int, Tensor] | None:
-        """The latest version: its number, and float32 [num_elements]; None if it is not given."""
-        body = pb.PullRequest(fragment_id=fragment_id, encodings=["float32", "bfloat16"]).SerializeToString()
-        try:
-            header, *chunks = [
-                pb.PullResponse.FromString(part) for part in self.stream("Pull", [body], timeout_s=CALL_S)
-            ]
-        except (grpc.RpcError, ValueError):
-            return None
-        payload = Payload(protobuf.payload_from_pb(header.header.payload), tuple(part.chunk for part in chunks))
-        out = torch.empty(payload.header.num_elements)
-        decode_payload(payload, out)
-        return header.header.version, out
-
     def close(self) -> None:
         self.channel.close()
 
@@ -178,8 +163,6 @@ class Mole(Intruder):
         self.inner_step = self.tokens = 0
         self.answers: Counter[str] = Counter()
         self.asked = 0
-        self.last: dict[int, str] = {}
-        """Fragment -> the answer to the last push."""
         self._pushed: dict[int, tuple[int, int]] = {}  # fragment -> steps and tokens at its last contribution
 
     def work(self, make: Make | None, over: Over) -> Seen:
@@ -234,7 +217,6 @@ class Mole(Intruder):
         payload = encode_payload(values, self.policy.push_encoding)
         answer = self.push_bytes(push_bodies(header, payload)).code
         self.answers[answer] += 1
-        self.last[fragment.fragment_id] = answer
 
 
 def _cancel_after(call: Any, over: Over) -> None:

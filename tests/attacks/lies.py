@@ -14,7 +14,6 @@ from torch import Tensor
 from diloco_server.core.trust.trail import STEPS_FACTOR
 
 TAKEN = "ACCEPTED"
-UNREFUSED = (TAKEN, "LATE", "DUPLICATE")
 
 
 def claiming(tokens: int) -> Callable[[Target, Over], Seen]:
@@ -38,62 +37,6 @@ def judge_refused(found: Evidence) -> list[str]:
     if merged > 2**40:
         problems.append(f"{merged:.3g} tokens are merged")
     return problems
-
-
-# ------------------------------------------------------------------ weight
-
-NORM_SHARE = 1.0
-"""Of the last update: an ordinary norm."""
-SHARE_MAX = 0.95
-"""Cosine of an update to the attacker's direction. With weights of 1, 1 and at most 2, and directions that are nearly
-orthogonal, it is 2 / sqrt(6) = 0.82; where the attacker has all the weight it is 1."""
-
-
-def all_the_weight(target: Target, over: Over) -> Seen:
-    """As many tokens as are believed, from 2^37 down, behind a contribution of ordinary norm, and reports that fit.
-
-    What it moved is a fact.
-    """
-    mole = Mole(target)
-    mole.tokens_per_report = 2**40
-    claims: dict[int, int] = {}
-    directions: dict[int, Tensor] = {}
-    known: dict[int, tuple[int, Tensor]] = {}
-    pushed: dict[int, int] = {}  # fragment -> the last round in which the attacker was accepted
-    cosines: list[float] = []
-
-    def make(asked: Asked) -> Tensor:
-        p, size = asked.fragment.fragment_id, asked.fragment.num_elements
-        direction = directions.setdefault(p, torch.randn(size, generator=torch.Generator().manual_seed(p)))
-        last, found = known.get(p), mole.pull(p)
-        norm = 0.05
-        if found is not None:
-            if last is not None and found[0] == last[0] + 1:
-                update = last[1] - found[1]
-                norm = float(update.norm())
-                if pushed.get(p) == found[0] and mole.last.get(p) == TAKEN:
-                    cosines.append(float(torch.dot(update, direction) / (update.norm() * direction.norm() + 1e-12)))
-            known[p] = found
-        claims[p] = claims.get(p, 2**37) if mole.last.get(p, TAKEN) in UNREFUSED else claims[p] // 32
-        asked.header.tokens = max(1, claims[p])
-        pushed[p] = asked.header.round
-        return direction * (NORM_SHARE * norm / float(direction.norm()))
-
-    seen = mole.work(make, over)
-    if cosines:
-        seen.facts["cosine"] = sorted(cosines)[len(cosines) // 2]
-    seen.facts["updates"] = len(cosines)
-    seen.facts["tokens"] = max(claims.values(), default=0)
-    return seen
-
-
-def judge_weight(found: Evidence) -> list[str]:
-    if not found.seen.facts.get("asked"):
-        return ["the attacker was never asked, so nothing was tried"]
-    if not found.seen.facts["updates"]:
-        return ["no contribution of the attacker was taken, so its weight was not tried"]
-    cosine = found.seen.facts["cosine"]
-    return [f"the attacker's direction is {cosine:.3f} of an update"] if cosine > SHARE_MAX else []
 
 
 # ------------------------------------------------------------------ steps and seconds

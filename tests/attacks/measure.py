@@ -5,8 +5,7 @@
     python tests/attacks/measure.py --json result.json
 
 Each attack is first judged as the test does (test_attacks.py): nobody honest is hurt, RSS grows by at most 64 MiB, and
-so on. Where loss is what is at stake, that decides: what these rows do to a whole run is in `benchmarks/hostile.py`.
-For the others come cycles of two windows each, in the same scene:
+so on. Then come cycles of two windows each, in the same scene:
 
     attacked    the attack, in a process of the lowest priority (nice 19)
     control     a process of the same priority that uses the processor as much as the attack did, and touches nothing
@@ -62,8 +61,6 @@ class Row:
     rounds_attacked: list[float] = field(default_factory=list)
     """Versions per second that reach the honest learner."""
     rounds_control: list[float] = field(default_factory=list)
-    loss: float | None = None
-    """Of the honest learners, over that before the attack; None: something else is at stake."""
 
     @property
     def kept(self) -> float | None:
@@ -77,8 +74,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        keeps = self.kept is not None and self.kept >= 1 - LOSS_MAX
-        return not self.problems and (keeps or self.loss is not None)
+        return not self.problems and self.kept is not None and self.kept >= 1 - LOSS_MAX
 
 
 def _ratio(values: list[float], reference: list[float]) -> float | None:
@@ -123,9 +119,6 @@ def measure(attack: Attack, folder: Path, window_s: float, cycles: int) -> Row:
             attack.number, attack.name, attack.needs.value, attack.problems(found), dict(found.seen.answers),
             found.seen.facts, found.rss_more / 2**20,
         )  # fmt: skip
-        if attack.by_loss and found.before is not None and found.after is not None:
-            row.loss = found.after.loss / found.before.loss
-            return row
         try:
             for _ in range(cycles):
                 _compare(scene, row, window_s)
@@ -179,8 +172,7 @@ def _print(row: Row) -> None:
     problems = list(row.problems)
     if row.kept is not None and row.kept < 1 - LOSS_MAX:
         problems.append(f"the honest learner keeps {row.kept:.0%} of its steps")
-    held = "ok" if row.loss is None else f"ok: loss x {row.loss:.2f}"
-    outcome = held if row.ok else f"MISSED: {'; '.join(problem.splitlines()[0][:150] for problem in problems)}"
+    outcome = "ok" if row.ok else f"MISSED: {'; '.join(problem.splitlines()[0][:150] for problem in problems)}"
     rss = f"{row.rss_more_mib:.0f} MiB"
     print(_line(row.number, row.name, row.needs, kept, rounds, rss, outcome))
     print(f"{'':23} answers: {_summary(row.answers)}", flush=True)

@@ -11,6 +11,14 @@ import pytest
 
 from processes import LocalCluster, environment
 
+
+def test_the_handlers_of_grpc_that_kill_children_are_off() -> None:
+    code = "import os, diloco_worker; print(os.environ['GRPC_ENABLE_FORK_SUPPORT'])"
+    plain = {name: value for name, value in environment().items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=plain, check=True)
+    assert ended.stdout == "0\n"
+
+
 UNGUARDED = """
 import subprocess, sys, torch
 from torch import nn
