@@ -22,8 +22,9 @@ HEAD = """\
 # Metrics
 
 Every metric of `/metrics`, by process. `tools/metrics_page.py` writes this page from
-[the code](../common/diloco_common/observe/metrics). The name has the unit. A histogram has the series `..._bucket`,
-`..._sum` and `..._count`. Each process also has `diloco_build_info` with its versions, and the usual `process_...`.
+[the code](../common/diloco_common/observe/metrics). The name has the unit; labels come before the meaning. A histogram
+has `..._bucket`, `..._sum` and `..._count`. Each process also has `diloco_build_info` with its versions, and the usual
+`process_...`.
 
 [recording.yml](../deploy/prometheus/rules/recording.yml) derives further series. [Operations](operations.md) says what
 to look at.
@@ -54,8 +55,8 @@ class Page(Declare):
         return super().totals(name, what, *labels)
 
     def _note(self, name: str, kind: str, what: str, labels: Sequence[str]) -> None:
-        by = f" By {', '.join(f'`{label}`' for label in labels)}." if labels else ""
-        self.rows.append(f"| `{name}` | {kind} | {what}{by} |\n")
+        by = f"{', '.join(f'`{label}`' for label in labels)}: " if labels else ""
+        self.rows.append(f"| `{name}` | {kind} | {by}{what} |\n")
 
 
 def section(heading: str, group: type, *arguments: object) -> str:

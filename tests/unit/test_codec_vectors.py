@@ -1,7 +1,7 @@
-"""The wire format a second time, in plain Python: codec, vectors and docs/wire-format.md must agree with it.
+"""The wire format a second time, in plain Python: codec and vectors must agree with it, as docs/wire-format.md says.
 
-`python tests/unit/test_codec_vectors.py` writes tests/data/wire-vectors.json and the table of the page anew,
-from the reference here and not from the codec.
+`python tests/unit/test_codec_vectors.py` writes tests/data/wire-vectors.json anew, from the reference here
+and not from the codec.
 """
 
 from __future__ import annotations
@@ -39,18 +39,8 @@ def in_file(kind: str) -> list[Vector]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def around(mark: str) -> tuple[str, str, str]:
-    """The page before, between and after the two marks of its vectors."""
-    begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->\n"
-    before, rest = PAGE.read_text().split(begin)
-    between, after = rest.split(end)
-    return before + begin, between, end + after
-
-
-def write(kind: str, mark: str, vectors: list[Vector], table: str) -> None:
+def write(kind: str, vectors: list[Vector]) -> None:
     (ROOT / f"tests/data/{kind}-vectors.json").write_text(json.dumps(vectors, indent=1) + "\n")
-    before, _, after = around(mark)
-    PAGE.write_text(before + table + after)
 
 
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
@@ -233,26 +223,6 @@ def reference_vectors() -> list[Vector]:
     return vectors
 
 
-def rendered(vectors: list[Vector]) -> str:
-    """The vectors as the page shows them: one of each encoding, of the same values."""
-    shown = [v for v in vectors if v["name"].endswith(": eight values")]
-    parts = [f"```text\nvalues  {words(shown[0]['values'])}\n```\n"]
-    for v in shown:
-        parts.append(f"**{v['encoding']}** ({v['num_bytes']} bytes, {checksums(v)})\n\n```text")
-        parts += [f"chunk    {chunk}" for chunk in v["chunks"]]
-        parts.append(f"decoded  {words(v['decoded'])}\n```\n")
-    return "\n".join(parts)
-
-
-def checksums(vector: Vector) -> str:
-    of_chunks = " ".join(f"`{digits}`" for digits in vector["crc32c"])
-    return f"crc32c {of_chunks}, chunks_crc32c `{vector['chunks_crc32c']}`"
-
-
-def words(digits: str) -> str:
-    return " ".join(digits[i : i + 8] for i in range(0, len(digits), 8))
-
-
 VECTORS = in_file("wire")
 
 
@@ -287,9 +257,8 @@ def test_a_vector_is_what_the_encoder_writes_and_decodes_to_its_values(vector: V
     assert same_bits(decoded(payload), floats(vector["decoded"]))
 
 
-def test_the_vectors_are_those_of_the_reference_and_of_the_page() -> None:
+def test_the_vectors_are_those_of_the_reference() -> None:
     assert reference_vectors() == VECTORS
-    assert around("vectors")[1] == rendered(VECTORS)
 
 
 def test_the_page_names_every_encoding() -> None:
@@ -318,4 +287,4 @@ def test_the_codec_equals_the_reference_bit_for_bit(encoding: str, values: list[
 
 
 if __name__ == "__main__":
-    write("wire", "vectors", reference_vectors(), rendered(reference_vectors()))
+    write("wire", reference_vectors())
