@@ -128,8 +128,8 @@ def test_every_process_says_what_it_runs_and_what_it_uses(metrics):
 
 def test_every_code_of_a_rejected_contribution_has_a_series_before_its_first_event(repository: Path):
     page = (repository / "docs/errors.md").read_text(encoding="utf-8")
-    rows = page.partition("| code of a rejected contribution |")[2].partition("\n\n")[0].splitlines()
-    codes = {code for row in rows[2:] for code in re.findall(r"`([A-Z_]+)`", row.split("|")[1])}
+    rows = page.partition("<!-- explain: rejections -->\n\n")[2].partition("\n\n")[0].splitlines()
+    codes = {code for row in rows for code in re.findall(r"`([A-Z_]+)`", row.partition(":")[0])}
     assert codes == {
         series.split("=")[1].rstrip("}")
         for series in values(ShardMetrics().registry)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from json import dumps
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from diloco_common.errors import ConfigError
 from diloco_common.options import Json
-from diloco_deploy.explain.codes import ALERTS, ERRORS, EXITS, FINDINGS, OUTCOMES, WORDS, Entry, Kind
+from diloco_deploy.explain.codes import ALERTS, ERRORS, EXITS, FINDINGS, NOTHING, OUTCOMES, WORDS, Entry, Kind
 
 ENTRIES: tuple[Entry, ...] = (*ERRORS, *WORDS, *FINDINGS, *OUTCOMES, *ALERTS, *EXITS)
 CODES = {entry.code: entry for entry in ENTRIES}
@@ -118,34 +118,29 @@ def with_parts(page: str) -> str:
     return _PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n{found[3]}", page)
 
 
-def _calls() -> str:
-    rows = (f"| `{e.code}` ({e.status}) | {e.means} | {_deed(e)} |" for e in of_kind(Kind.CALL))
-    return _table("code (gRPC status) | meaning | what to do", rows)
+def _list(kind: Kind) -> Callable[[], str]:
+    """A line for each; a call has its gRPC status, other errors their exit code, or that they stand in a log."""
+    return lambda: "\n".join(_line(entry) for entry in of_kind(kind)) + "\n"
+
+
+def _line(entry: Entry) -> str:
+    beside = entry.status if entry.kind is Kind.CALL else _ends(entry)
+    means = f"{entry.means} Also {entry.also}." if entry.kind is Kind.CONTRIBUTION and entry.also else entry.means
+    deed = "" if entry.do == NOTHING else f" {_deed(entry)}"
+    return f"- `{entry.code}`{f' ({beside})' if beside else ''}: {means}{deed}"
 
 
 def _rejections() -> str:
-    also = [e.code for e in of_kind(Kind.CALL) if "rejected contributions" in e.also]
-    first = f"| {', '.join(f'`{code}`' for code in also)} | as above | |"
-    rows = (
-        f"| `{e.code}` | {e.means}{f' Also {e.also}.' if e.also else ''} | {_deed(e)} |"
-        for e in of_kind(Kind.CONTRIBUTION)
-    )
-    return _table("code of a rejected contribution | meaning | what to do", [first, *rows])
-
-
-def _said_of(kind: Kind, first: str = "code") -> Callable[[], str]:
-    """A row for each; errors have their exit code, or that they stand in a log."""
-
-    def row(e: Entry) -> str:
-        return f"| `{e.code}`{f' ({_ends(e)})' if _ends(e) else ''} | {e.means} | {_deed(e)} |"
-
-    return lambda: _table(f"{first} | meaning | what to do", map(row, of_kind(kind)))
+    also = [f"`{e.code}`" for e in of_kind(Kind.CALL) if "rejected contributions" in e.also]
+    return f"- {', '.join(also)}: as above.\n{_list(Kind.CONTRIBUTION)()}"
 
 
 def _deed(entry: Entry) -> str:
     """What to do, with the pages to look at; `diloco explain` says the rest of `look`."""
     pages = [page for page in _LINK.findall(entry.look) if page not in entry.do]
-    return f"{entry.do} See {', '.join(pages)}." if pages else entry.do
+    told = entry.do.removeprefix("Nothing: ")
+    do = told[:1].upper() + told[1:]
+    return f"{do} See {', '.join(pages)}." if pages else do
 
 
 def _ends(entry: Entry) -> str:
@@ -153,25 +148,15 @@ def _ends(entry: Entry) -> str:
     return "; ".join([*words, *([] if entry.exit_code is None else [str(entry.exit_code)])])
 
 
-def _table(head: str, rows: Iterable[str]) -> str:
-    columns = head.count("|") + 1
-    return "\n".join([f"| {head} |", "|" + " --- |" * columns, *(_spaced(row) for row in rows), ""])
-
-
-def _spaced(row: str) -> str:
-    """Without double spaces in empty cells."""
-    return re.sub(r"\|  +\|", "| |", row).replace("|  |", "| |")
-
-
 PARTS: dict[str, Callable[[], str]] = {
-    "exits": lambda: _table("code | meaning", (f"| {e.code} | {e.means} |" for e in of_kind(Kind.EXIT))),
-    "calls": _calls,
+    "exits": lambda: "\n".join(f"- {e.code}: {e.means}" for e in of_kind(Kind.EXIT)) + "\n",
+    "calls": _list(Kind.CALL),
     "rejections": _rejections,
-    "outcomes": _said_of(Kind.OUTCOME, "outcome"),
-    "connecting": _said_of(Kind.CONNECTING),
-    "commands": _said_of(Kind.COMMAND),
-    "data": _said_of(Kind.DATA),
-    "checkpoints": _said_of(Kind.CHECKPOINT),
-    "findings": _said_of(Kind.FINDING),
+    "outcomes": _list(Kind.OUTCOME),
+    "connecting": _list(Kind.CONNECTING),
+    "commands": _list(Kind.COMMAND),
+    "data": _list(Kind.DATA),
+    "checkpoints": _list(Kind.CHECKPOINT),
+    "findings": _list(Kind.FINDING),
     "alerts": lambda: "\n".join(f"## {e.code}\n\n{e.means}\n\n{e.do}\n" for e in of_kind(Kind.ALERT)),
 }
