@@ -193,7 +193,7 @@ def write(results: Sequence[Result], longer: Sequence[Result]) -> None:
 
 def tables(results: Sequence[Result]) -> dict[str, str]:
     """Name -> table."""
-    return {case: _case([r for r in results if r["case"] == case]) for case in CASES}
+    return {case: _case([r for r in results if r["case"] == case], with_bytes=case == "plain") for case in CASES}
 
 
 def draw(results: Sequence[Result], picture: Path) -> None:
@@ -229,18 +229,18 @@ def draw(results: Sequence[Result], picture: Path) -> None:
     plt.close(figure)
 
 
-def _case(results: Sequence[Result]) -> str:
-    rows = ["| link | system | merged tokens/s | longest stall | bytes per token | loss |"]
-    rows.append("| --- | --- | ---: | ---: | ---: | ---: |")
+def _case(results: Sequence[Result], *, with_bytes: bool) -> str:
+    rows = [f"| link | system | merged tokens/s | longest stall, ms |{' bytes per token |' * with_bytes} loss |"]
+    rows.append(f"| --- | --- | ---: | ---: |{' ---: |' * with_bytes} ---: |")
     for r in results:
         head = f"| {LINKS[r['link']]} | {NAMES[r['system']]} "
         if "failed" in r:
-            rows.append(f"{head}| could not: {_cell(r['failed'])} | | | |")
+            rows.append(f"{head}| could not: {_cell(r['failed'])} |{' |' * (2 + with_bytes)}")
             continue
         died = f"; {len(r['deaths'])} processes ended by themselves" if r["deaths"] else ""
+        sent = f" {r['bytes_per_token']:,.0f} |" if with_bytes else ""
         rows.append(
-            f"{head}| {r['merged_per_s']:.0f}{died} | {1000 * r['stall_max_s']:,.0f} ms "
-            f"| {r['bytes_per_token']:,.0f} | {loss_at_end(r):.2f} |"
+            f"{head}| {r['merged_per_s']:.0f}{died} | {1000 * r['stall_max_s']:,.0f} |{sent} {loss_at_end(r):.2f} |"
         )
     return "\n".join(rows)
 
