@@ -22,7 +22,7 @@ HEAD = """\
 # Metrics
 
 Every metric of `/metrics`, by process. `tools/metrics_page.py` writes this page from
-[the code](../common/diloco_common/observe/metrics). The name has the unit; labels come before the meaning. A histogram
+[the code](../common/diloco_common/observe/metrics). Kind and labels come first; the name has the unit. A histogram
 has `..._bucket`, `..._sum` and `..._count`. Each process also has `diloco_build_info` with its versions, and the usual
 `process_...`.
 
@@ -32,7 +32,7 @@ to look at.
 
 
 class Page(Declare):
-    """Turns declared metrics into rows of a table."""
+    """Turns declared metrics into lines of a list."""
 
     def __init__(self) -> None:
         super().__init__(CollectorRegistry())
@@ -55,15 +55,14 @@ class Page(Declare):
         return super().totals(name, what, *labels)
 
     def _note(self, name: str, kind: str, what: str, labels: Sequence[str]) -> None:
-        by = f"{', '.join(f'`{label}`' for label in labels)}: " if labels else ""
-        self.rows.append(f"| `{name}` | {kind} | {by}{what} |\n")
+        by = "".join(f", `{label}`" for label in labels)
+        self.rows.append(f"- `{name}` ({kind}{by}): {what}\n")
 
 
 def section(heading: str, group: type, *arguments: object) -> str:
     page = Page()
     group(page, *arguments)
-    table = "| metric | kind | meaning |\n| --- | --- | --- |\n" + "".join(page.rows)
-    return f"\n## {heading}\n\n{inspect.getdoc(group)}\n\n{table}"
+    return f"\n## {heading}\n\n{inspect.getdoc(group)}\n\n{''.join(page.rows)}"
 
 
 def main() -> int:

@@ -139,7 +139,7 @@ def test_every_code_of_a_rejected_contribution_has_a_series_before_its_first_eve
 
 def test_the_page_of_metrics_leaves_none_out(repository: Path):
     page = (repository / "docs/metrics.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| `(\w+)` \| (\w+) \|", page, flags=re.MULTILINE)
+    listed = re.findall(r"^- `(\w+)` \((\w+)[,)]", page, flags=re.MULTILINE)
     served = {
         (family.name + ("_total" if family.type == "counter" else ""), family.type)
         for metrics in (busy_shard(), busy_worker())
