@@ -2,7 +2,6 @@
 
     python benchmarks/shard_memory.py                  # 100 M parameters, 4 learners, 24 fragments: about a minute
     python benchmarks/shard_memory.py --push int4 --pull int8
-    python benchmarks/shard_memory.py --json
 
 The learners seed all fragments at once, as real learners do when they start together. Then a round of every fragment is
 opened. All learners but one contribute to all rounds, then the last one does. So the shard holds as much as it can.
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 
 import torch
@@ -63,7 +61,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of every fragment")
     parser.add_argument("--push", default="int8", help="encoding of contributions (sync.push)")
     parser.add_argument("--pull", default="bfloat16", help="encoding of versions (sync.pull)")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -78,23 +75,11 @@ def main() -> int:
         accepted = asyncio.run(load(shard, manifest, args.learners, args.rounds, args.push))
         peak = shard.rss_bytes("VmHWM")
     own = (peak - idle - accepted.most) / parameters
-    result = {
-        "parameters": parameters, "learners": args.learners, "fragments": args.fragments, "rounds": args.rounds,
-        "push": args.push, "pull": args.pull,
-        "idle_bytes": idle, "peak_bytes": peak, "open_contribution_bytes": accepted.most,
-        "bytes_per_parameter": round(own, 3), "bytes_per_parameter_max": BYTES_PER_PARAMETER_MAX,
-    }  # fmt: skip
-    if args.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(
-            f"{parameters / 1e6:.1f} M parameters, {args.learners} learners, {args.fragments} fragments,",
-            f"push {args.push}, pull {args.pull}",
-        )
-        print(f"idle shard                    {idle / MB:8.0f} MB")
-        print(f"peak                          {peak / MB:8.0f} MB")
-        print(f"contributions of open rounds  {accepted.most / MB:8.0f} MB")
-        print(f"the rest, per parameter       {own:8.2f} bytes (must be below {BYTES_PER_PARAMETER_MAX:g})")
+    print(f"{parameters / 1e6:.1f} M parameters, {args.learners} learners, {args.fragments} fragments,",
+          f"push {args.push}, pull {args.pull}")  # fmt: skip
+    for name, num_bytes in (("idle shard", idle), ("peak", peak), ("contributions of open rounds", accepted.most)):
+        print(f"{name:<30}{num_bytes / MB:8.0f} MB")
+    print(f"the rest, per parameter       {own:8.2f} bytes (must be below {BYTES_PER_PARAMETER_MAX:g})")
     return 0 if own < BYTES_PER_PARAMETER_MAX else 1
 
 

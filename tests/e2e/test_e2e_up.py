@@ -22,7 +22,7 @@ from processes import TINY, environment, http_get, run_module, sets, until
 
 BUDGET = 60_000
 WORKERS = ["worker-0", "worker-1"]
-CALM = {"train.lr": 0.005, "lease.lease_s": 30}
+CALM = {"train.lr": 0.005, "lease.lease_s": 30, "worker.step_delay_s": 0.01}
 """Nobody dies here but by a signal: a worker that gets no core for a while keeps its lease."""
 CONTRIBUTION_BYTES = 1.1
 """Per parameter, at most: int8 codes and a scale per block."""

@@ -41,7 +41,7 @@ def test_healthy_learners_are_in_every_round_and_all_is_merged() -> None:
 
 
 def test_few_fragments_decide_as_all_do() -> None:
-    few, all_of_them = (ran(failures=Failures(), decided=d, hours=0.2) for d in (2, 24))
+    few, all_of_them = (ran(failures=Failures(), decided=d, hours=0.1) for d in (2, 24))
     assert few.goodput == all_of_them.goodput
     assert few.participants_mean == pytest.approx(all_of_them.participants_mean, rel=0.1)
     assert few.gbit_per_learner_up == pytest.approx(all_of_them.gbit_per_learner_up, rel=0.1)
@@ -66,6 +66,12 @@ def test_who_goes_comes_back(failures: Failures, shards: ShardPlan) -> None:
     assert found.tokens_share_merged > 0.9
     without_notice = failures.notice_s == 0
     assert (found.evictions > 0) == without_notice
+
+
+def test_a_thin_link_makes_contributions_late_and_no_learner_waits() -> None:
+    found = ran(link=Link(1e9, 1e9, 0.1))
+    assert found.goodput == 1.0
+    assert found.gbit_per_learner_up < 1.1
 
 
 def test_the_command_prints_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
