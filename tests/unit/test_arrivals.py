@@ -54,6 +54,16 @@ def test_an_arrival_is_the_boundary_plus_the_usual_lag_plus_the_bytes_over_the_m
     assert arrivals.expected_at(Call(5, {}), 4000) == math.inf, "it was not asked"
 
 
+def test_a_contribution_in_parts_is_expected_until_all_are_there_and_measured_once() -> None:
+    arrivals = Arrivals()
+    call = Call(1, {arrivals: 10.5})
+    for part_at in (10.7, 30.0):
+        arrivals.header(call, part_at, wanted=True)
+        arrivals.bytes_came(call, 1000, part_at + 2.0)
+    assert arrivals.s_per_element == pytest.approx(0.002)
+    assert arrivals.expected_at(call, 1000) == pytest.approx(12.7)
+
+
 def test_a_link_that_nothing_measures_any_more_is_believed_better_with_every_round() -> None:
     arrivals = Arrivals(s_per_element=1.0)
     for round_number in range(1, 101):

@@ -107,6 +107,14 @@ def test_sums_are_taken_over_shards_and_workers() -> None:
     assert (found.bytes_pushed, found.bytes_pulled, found.done) == (200, 400, False)
 
 
+def test_a_shard_with_more_fragments_weighs_more_in_the_progress() -> None:
+    three = shard(0, tokens_merged=400, fragments=[{"id": i, "version": 1} for i in range(3)])
+    assert (
+        of(Member("a", "shard", "up", three), Member("b", "shard", "up", shard(1, tokens_merged=800))).tokens_merged
+        == 500
+    )
+
+
 def test_progress_and_budget_do_not_move_while_a_shard_starts_again() -> None:
     watch = Watch(0.0)
     for index, merged in enumerate((400, 800)):

@@ -43,6 +43,14 @@ def test_the_exit_of_a_child_is_judged(kind, code, was_up, deaths, restart, acti
     assert (verdict.action, verdict.exit_code) == (action, exit_code)
 
 
+def test_the_wait_before_a_new_start_doubles_up_to_a_bound() -> None:
+    waits = [
+        verdict_on_exit("worker", -9, was_up=True, deaths=deaths, restart=True).wait_s
+        for deaths in range(1, DEATHS_MAX + 1)
+    ]
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0]
+
+
 @pytest.mark.parametrize(
     ("code", "out_of_memory", "said"),
     [

@@ -30,6 +30,16 @@ from diloco_worker.core.dialing import (
     backoff_s,
 )
 
+
+@pytest.mark.parametrize(
+    ("attempt", "jitter", "seconds"),
+    [(0, 0.0, 0.1), (0, 1.0, 0.2), (8, 0.0, 0.82), (9, 1.0, 2.0), (9, 0.0, 1.0)],
+)
+def test_the_wait_grows_to_a_bound_and_half_of_it_is_chance(attempt: int, jitter: float, seconds: float) -> None:
+    """After 10 s of failures, the ninth, it is a second at least."""
+    assert backoff_s(attempt, jitter) == pytest.approx(seconds, rel=1e-2)
+
+
 # ------------------------------------------------------------------ attempts
 
 

@@ -86,6 +86,7 @@ def room(free: float, used: float = 0.0, shard: Shard = SHARD, checkpoints: int 
         (shards.validity("it", NOW + timedelta(days=13), NOW), "warning", "CERTIFICATE_ENDS_SOON"),
         (shards.validity("it", NOW + timedelta(days=15), NOW), "ok", "OK"),
         (machine.fast_enough(Path("x"), Written(1.5, 8 << 20), None), "warning", "DISK_SLOW"),  # whatever the model
+        (machine.fast_enough(Path("x"), Written(0.15, 8 << 20), AVERAGING), "warning", "DISK_SLOW"),  # 75 % of H steps
         (room(2e9), "ok", "OK"),
         (room(1e9), "failure", "DISK_SMALL"),
         (room(2e9, shard=AVERAGING), "failure", "DISK_SMALL"),

@@ -12,6 +12,7 @@ from builders import make_settings
 from diloco_common.settings import SyncSettings
 from diloco_server.core.every import ASKED, QUIET, Every, Measured, carried, following
 from diloco_server.core.ledger import EveryChanged
+from diloco_server.core.trust.arrivals import Arrivals
 from rig import Rig
 
 AUTO = SyncSettings(sync_every="auto")
@@ -71,6 +72,15 @@ def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
     assert waits == [QUIET, 2 * QUIET, 4 * QUIET]
 
 
+def test_rounds_that_were_opened_by_the_h_before_say_nothing_of_this_one() -> None:
+    every = Every(AUTO)
+    look(every, 24.0)
+    for _ in range(4):
+        every.closed(8, 8)
+    assert not every.is_time(4)
+    assert look(every, 24.0) == ""
+
+
 def test_a_number_stays() -> None:
     every = Every(SyncSettings(sync_every=12))
     for _ in range(100):
@@ -87,6 +97,13 @@ def test_auto_begins_within_its_bounds(bounds: dict[str, int], first: int) -> No
 def test_bounds_that_exclude_everything_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"sync_every_min \(7\) is above"):
         make_settings(sync={"sync_every_min": 7, "sync_every_max": 6})
+
+
+def test_a_version_takes_no_longer_because_it_waited_in_line() -> None:
+    arrivals = Arrivals()
+    for announced_at, at in ((1.0, 1.5), (1.0, 2.0), (1.0, 2.5), (9.0, 9.5)):
+        arrivals.pulled(announced_at, at)
+        assert arrivals.pull_s == pytest.approx(0.5)
 
 
 # ------------------------------------------------------------------ a shard

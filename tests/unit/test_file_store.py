@@ -237,6 +237,16 @@ def test_what_was_passed_over_once_does_not_come_back(disk: FakeDisk) -> None:
     assert files(disk) == [version_name(0, 6), version_name(0, 7)]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_shard_serves_nobody_before_what_it_passed_over_is_aside(seed: int) -> None:
+    """Whatever of it a crash undoes, the version is served by nobody, or by nobody else than before."""
+    disk = FakeDisk(seed)
+    store_with(disk, 6, 7)
+    recover_past(disk, version_name(0, 7))
+    disk.crash()
+    assert names(open_store(disk).recover().versions) == {0: (1, 6)}
+
+
 @pytest.mark.parametrize(("lost", "newest", "before"), [(8, 7, 6), (7, 8, 7)], ids=["the newest", "an older one"])
 def test_a_missing_newest_version_is_noticed(disk: FakeDisk, lost: int, newest: int, before: int) -> None:
     """faults.md 8: version 6 was taken away only because version 8 was there, so version 7 is not the newest. A missing
