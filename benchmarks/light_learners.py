@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
@@ -41,6 +42,7 @@ from diloco_common.wire.messages import (
     PullHeader,
     PushHeader,
 )
+from diloco_deploy.cluster.asking import fetch_status
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_worker.core.dialing import TRY_AGAIN, backoff_s
@@ -98,6 +100,11 @@ class Member:
         found = re.search(rf"^{line}:\s+(\d+) kB$", status, re.MULTILINE)
         assert found is not None
         return int(found[1]) * 1024
+
+    def status(self) -> dict[str, Any]:
+        """What it says of itself; ends the benchmark if it does not answer."""
+        answer = fetch_status(self.http, 5.0)
+        return answer or sys.exit(f"{self.http} does not answer")
 
     def cpu_s(self) -> float:
         """CPU seconds of all its threads so far, user and system, in nanosecond resolution."""

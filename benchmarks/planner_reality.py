@@ -11,13 +11,11 @@ asked what it comes to. A row has what is real, and in brackets how far off the 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,14 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from diloco_common.settings import LeaseSettings, Settings, SyncSettings
-from diloco_common.wire.addresses import Endpoints, read_address
 from diloco_planner.chips import Failures, Island, island_timeline
 from diloco_planner.world import LearnerPlan, ShardPlan, World
+from light_learners import running_shard
 
 STEP_S, NOISE, TOKENS, FRAGMENTS, PARAMS = 0.1, 0.1, 100, 6, 12_000
 SLOWER = (1.0, 1.1, 1.3, 1.6)
 """Times of a step, for one learner after the other."""
 FAILS = Failures(mtbi_s=1e12, preempt_every_s=45.0, preempt_for_s=9.0, notice_s=0.0)
+IMPORT_S = 120.0
 LEASE = LeaseSettings(lease_s=3.0, heartbeat_s=0.5)
 WORKER = """
 import random, sys, time
@@ -106,7 +105,11 @@ class Process:
             )  # fmt: skip
 
     def wait_imported(self) -> None:
-        until(lambda: "imported" in self._steps.read_text() or self._child.poll() is not None, 120)
+        ends = time.monotonic() + IMPORT_S
+        while "imported" not in self._steps.read_text() and self._child.poll() is None:
+            if time.monotonic() > ends:
+                sys.exit("a process did not begin in time; look for a machine that is too busy, and try again")
+            time.sleep(0.02)
 
     def go(self) -> None:
         assert self._child.stdin is not None
@@ -122,21 +125,15 @@ class Process:
         return sum(line.isdigit() for line in self._steps.read_text().split("\n")[:-1])
 
 
-def until(condition: Any, seconds: float) -> Any:
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise SystemExit("a process did not begin in time; look for a machine that is too busy, and try again")
-
-
 def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) -> Result:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        where = start_shard(stack, folder, grace)
+        shard = stack.enter_context(running_shard(
+            f"sync.fragments={FRAGMENTS}", "sync.sync_every=24", f"sync.grace={grace}",
+            f"lease.lease_s={LEASE.lease_s}", f"lease.heartbeat_s={LEASE.heartbeat_s}",
+        ))  # fmt: skip
         lives = {
-            plan.name: [Process(plan, where.grpc, folder, life) for life in range(1 + len(plan.line.away))]
+            plan.name: [Process(plan, shard.address, folder, life) for life in range(1 + len(plan.line.away))]
             for plan in learners if plan.line is not None
         }  # fmt: skip
         everyone = [process for of_one in lives.values() for process in of_one]
@@ -149,7 +146,7 @@ def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) ->
             time.sleep(max(0.0, began + when - time.monotonic()))
             what()
         time.sleep(max(0.0, began + seconds - time.monotonic()))
-        status = ask(where.http)
+        status = shard.status()
         steps = sum(process.steps for process in everyone)
         return Result(
             steps * TOKENS, status["tokens_merged"], status["rounds"], status["evictions"],
@@ -170,31 +167,6 @@ def script(learners: Sequence[LearnerPlan], lives: dict[str, list[Process]], sec
                 yield ended, mine[life + 1].go
 
     return sorted((event for event in events() if event[0] < seconds), key=lambda event: event[0])
-
-
-def start_shard(stack: ExitStack, folder: Path, grace: float | str) -> Endpoints:
-    given = settings(grace)
-    sets = [
-        f"--set=sync.fragments={FRAGMENTS}", "--set=sync.sync_every=24", f"--set=sync.grace={grace}",
-        f"--set=lease.lease_s={given.lease.lease_s}", f"--set=lease.heartbeat_s={given.lease.heartbeat_s}",
-        "--set=shard.listen=127.0.0.1:0", "--set=shard.http=127.0.0.1:0",
-    ]  # fmt: skip
-    address = folder / "shard.json"
-    log = stack.enter_context((folder / "shard.log").open("w"))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "diloco_server", f"--address-file={address}", *sets], stdout=log, stderr=log
-    )
-    stack.callback(child.wait)
-    stack.callback(child.kill)
-    found = until(lambda: read_address(address), 60)
-    assert isinstance(found, Endpoints)
-    return found
-
-
-def ask(http: str) -> dict[str, Any]:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://{http}/status", timeout=10) as answer:
-        return dict(json.loads(answer.read()))
 
 
 def main() -> None:

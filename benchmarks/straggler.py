@@ -19,7 +19,6 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from diloco_deploy.cluster.asking import fetch_status
 from light_learners import Member, running, running_shard
 
 LOSS_MAX = 0.05
@@ -31,13 +30,6 @@ SETTINGS = (
     "model.layers=1", "model.heads=2", "model.width=32", "model.context=32", "train.batch=4", "worker.threads=1",
     f"sync.fragments={FRAGMENTS}", "sync.sync_every=8", "sync.quorum=1",
 )  # fmt: skip
-
-
-def status_of(member: Member) -> dict[str, Any]:
-    answer = fetch_status(member.http, 5.0)
-    if answer is None:
-        sys.exit(f"{member.http} does not answer")
-    return answer
 
 
 def run(delays_s: dict[str, float], seconds: float) -> dict[str, Any]:
@@ -54,25 +46,25 @@ def run(delays_s: dict[str, float], seconds: float) -> dict[str, Any]:
             for name, delay_s in delays_s.items()
         }  # fmt: skip
         wait_until_all_merge(shard, set(workers))
-        begun = {name: (status_of(worker)["inner_step"], time.monotonic()) for name, worker in workers.items()}
+        begun = {name: (worker.status()["inner_step"], time.monotonic()) for name, worker in workers.items()}
         time.sleep(seconds)
         steps_per_s = {}
         for name, worker in workers.items():
             steps, at = begun[name]
-            steps_per_s[name] = (status_of(worker)["inner_step"] - steps) / (time.monotonic() - at)
-        learners = {learner["id"]: learner for learner in status_of(shard)["learners"]}
+            steps_per_s[name] = (worker.status()["inner_step"] - steps) / (time.monotonic() - at)
+        learners = {learner["id"]: learner for learner in shard.status()["learners"]}
         return {
             "steps_per_s": steps_per_s,
             "tokens": {name: learner["tokens"] for name, learner in learners.items()},
             "tokens_merged": {name: learner["tokens_merged"] / FRAGMENTS for name, learner in learners.items()},
-            "stall_share": {name: stall_share(status_of(worker)) for name, worker in workers.items()},
+            "stall_share": {name: stall_share(worker.status()) for name, worker in workers.items()},
         }
 
 
 def wait_until_all_merge(shard: Member, names: set[str]) -> None:
     """Wait until a version holds a contribution of every worker."""
     deadline = time.monotonic() + START_S
-    while {learner["id"] for learner in status_of(shard)["learners"] if learner["merged"]} != names:
+    while {learner["id"] for learner in shard.status()["learners"] if learner["merged"]} != names:
         if time.monotonic() > deadline:
             sys.exit("not every worker contributes")
         time.sleep(0.2)
