@@ -1,7 +1,4 @@
-"""Every number, text and list that comes from outside has a limit, and messages become values within it, or a refusal.
-
-The table in docs/wire-format.md is the one in bounds.py; the limits of counters that a shard keeps are below them.
-"""
+"""Whatever comes from outside has a limit, that of docs/wire-format.md; within it, messages become values."""
 
 from __future__ import annotations
 

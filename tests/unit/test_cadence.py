@@ -1,8 +1,4 @@
-"""When a fragment is due, and how long its round stays open.
-
-It is due once K live learners took H steps, each counted from where it was. Its round stays open by patience where
-learners carry, else by Eq. 3, within [0, one step].
-"""
+"""When a fragment is due, and how long its round stays open: by patience where learners carry, else by Eq. 3."""
 
 from __future__ import annotations
 

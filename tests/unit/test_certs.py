@@ -16,7 +16,7 @@ from diloco_common.errors import ConfigError, SecretExposed
 from diloco_common.settings import SecuritySettings
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject, subject_of
 from diloco_common.trust.revocations import read_revocations
-from diloco_common.trust.tls import TlsFolder, read_folder
+from diloco_common.trust.tls import read_folder
 from diloco_common.trust.tokens import read_bearer_token
 from diloco_deploy.cli import main
 from diloco_deploy.trust.authority import open_authority
@@ -141,27 +141,6 @@ def test_keep_renews_what_is_old_revoked_or_for_other_hosts(folder: Path, capsys
     )
     old = certificate_in(folder / "shard-0").serial_number
     assert serial_after("--host", "ps-9") != old
-
-
-def test_a_pair_that_does_not_fit_is_not_taken(tmp_path: Path) -> None:
-    run = Certificates(tmp_path / "certs")
-    folder = run.issue("learner/a")
-    watched = TlsFolder(folder)
-    before = watched.files
-    assert not watched.refresh()
-
-    key = (folder / "key.pem").read_bytes()
-    run.issue("learner/a")
-    new_key = (folder / "key.pem").read_bytes()
-    (folder / "key.pem").write_bytes(key)
-    assert not watched.refresh()
-    assert "is not the key of" in watched.why_not
-    assert watched.files is before
-
-    (folder / "key.pem").write_bytes(new_key)
-    assert watched.refresh()
-    assert not watched.why_not
-    assert watched.files.pair == (new_key, (folder / "cert.pem").read_bytes())
 
 
 @pytest.mark.parametrize("missing", ["ca.pem", "cert.pem", "key.pem"])

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_codec_vectors import (
     Vector,
-    decoded,
     floats,
     in_file,
     reference_bfloat16,
@@ -27,6 +26,7 @@ from test_codec_vectors import (
     write,
 )
 
+from builders import decoded
 from diloco_common.codec import Payload, PayloadHeader, crc32c, encode_payload
 from diloco_common.codec.change import decode_version, encode_change
 

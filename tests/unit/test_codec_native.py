@@ -1,7 +1,4 @@
-"""The C kernels and the torch code are one encoding: the same bytes, the same values, the same refusals.
-
-What the other codec tests prove of whichever runs, holds for both by this.
-"""
+"""The C kernels and the torch code are one encoding: the same bytes, the same values, the same refusals."""
 
 from __future__ import annotations
 

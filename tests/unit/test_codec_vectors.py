@@ -19,12 +19,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from builders import decoded
 from diloco_common.codec import (
     Payload,
     PayloadHeader,
     chunks_crc32c,
     crc32c,
-    decode_payload,
     encode_payload,
     encoding_names,
 )
@@ -234,12 +234,6 @@ def payload_of(vector: Vector) -> Payload:
     sizes = [vector[name] for name in ("encoding", "num_elements", "chunk_elements", "num_bytes")]
     header = PayloadHeader(*sizes, int(vector["chunks_crc32c"], 16))
     return Payload(header, tuple(bytes.fromhex(chunk) for chunk in vector["chunks"]))
-
-
-def decoded(payload: Payload) -> torch.Tensor:
-    out = torch.full((payload.header.num_elements,), torch.nan)
-    decode_payload(payload, out)
-    return out
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,8 +1,4 @@
-"""What happens while a version is being written: its record is made, and the version is not announced yet.
-
-Learners come and go meanwhile. Afterwards the shard in memory must be right about who is in the version, and so must a
-shard that restarts from the file.
-"""
+"""Learners come and go while a version is written: who is in it stays right, in memory and after a restart."""
 
 from __future__ import annotations
 

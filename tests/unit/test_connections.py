@@ -1,5 +1,4 @@
-"""Connections over a transport in memory: what goes wrong on our side is told to the training, and what shards hear of
-each other."""
+"""Connections over a transport in memory: what goes wrong on our side is told, and what shards hear of others."""
 
 from __future__ import annotations
 

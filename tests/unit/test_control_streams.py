@@ -48,18 +48,3 @@ def heard(*said: Directive) -> list[Directive]:
 )
 def test_a_later_directive_takes_the_place_of_an_earlier_one(said: list[Directive], left: list[Directive]) -> None:
     assert heard(*said) == left
-
-
-def test_a_reader_that_waits_hears_the_next_one_and_the_end() -> None:
-    async def read() -> list[Directive | None]:
-        stream = ControlStream("a", 1)
-        first = asyncio.create_task(stream.next())
-        await asyncio.sleep(0)
-        stream.send(Stop())
-        found = [await first]
-        last = asyncio.create_task(stream.next())
-        await asyncio.sleep(0)
-        stream.end()
-        return [*found, await last]
-
-    assert asyncio.run(read()) == [Stop(), None]

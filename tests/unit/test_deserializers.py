@@ -1,7 +1,4 @@
-"""Whatever a message says: reading it gives a value within the limits of bounds.py, or a BadRequest, and nothing else.
-
-The messages are the fuzzer's (tests/fuzz), which looks for crashes alone.
-"""
+"""Whatever a message of the fuzzer says: reading it gives a value within the limits, or a BadRequest."""
 
 from __future__ import annotations
 

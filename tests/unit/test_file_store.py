@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco_common.errors import DataError, NothingIntact, WrongFolder
+from diloco_common.errors import DataError, WrongFolder
 from diloco_server.storage.store import FileStore, Recovered
 from diloco_server.storage.version_file import Origin, version_name
 from diloco_simulator.world.disk import Crashed, FakeDisk, FakeFile
@@ -257,18 +257,6 @@ def test_a_missing_newest_version_is_noticed(disk: FakeDisk, lost: int, newest: 
     assert (names(recovered.versions), recovered.versions[0].is_behind) == ({0: (1, newest)}, True)
     missing = f"version {before}, written before {version_name(0, newest)}, is missing; later ones may be, too"
     assert recovered.damage == [missing]
-
-
-def test_nothing_intact_is_said_and_not_begun_anew(disk: FakeDisk) -> None:
-    """faults.md 8: exit code 3, the files by name, and what to do."""
-    store_with(disk, 6, 7)
-    disk.rot(version_name(0, 6), 40)
-    disk.truncate(version_name(0, 7), 9)
-    with pytest.raises(NothingIntact, match="fragment 0 has no intact version") as raised:
-        open_store(disk).recover()
-    assert raised.value.exit_code == 3
-    for words in (version_name(0, 6), version_name(0, 7), "Restore a checkpoint"):
-        assert words in str(raised.value)
 
 
 @pytest.mark.parametrize(

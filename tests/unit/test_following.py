@@ -48,19 +48,6 @@ def test_each_step_of_the_optimizer_is_a_step(amounts: Any, told: Any) -> None:
     assert len(learner.told) == 2
 
 
-def test_steps_that_a_scaler_leaves_out_do_not_count() -> None:
-    learner, followed = Counting(), optimizer(torch.optim.SGD)
-    Following(learner, followed, None, 1, LOG)
-    scaler = torch.amp.GradScaler("cpu")
-    (parameter,) = followed.param_groups[0]["params"]
-    for gradient in (1.0, float("inf"), 1.0):
-        parameter.grad = torch.full((3,), gradient)
-        scaler.scale(torch.zeros(()))
-        scaler.step(followed)
-        scaler.update()
-    assert len(learner.told) == 2
-
-
 def test_the_end_of_the_run_is_said_once(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     learner, followed = Counting(budget=2), optimizer()
     Following(learner, followed, None, 1, LOG)
