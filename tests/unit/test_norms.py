@@ -77,6 +77,17 @@ def test_a_flood_of_one_learner_does_not_wash_the_others_out() -> None:
     assert fragment.norms.usual == 1.0
 
 
+def test_learners_that_are_long_gone_have_no_vote(fragment: Fragment) -> None:
+    for _ in range(NORMS_MIN):
+        fragment.add(gone=1.0, away=1.0, here=3.0)
+    for _ in range(WINDOW + 1):
+        fragment.add(here=3.0)
+    assert set(fragment.norms.learners) == {"here"}
+    for _ in range(WINDOW // 2):
+        fragment.add(here=3.0)
+    assert fragment.norms.usual == 3.0, "once it had time to grow"
+
+
 def test_norms_of_an_earlier_release_have_no_names_and_count_as_one_learner() -> None:
     fragment = Fragment(Norms.of([2.0] * 60, (), 0.0))
     assert fragment.norms.usual == 2.0

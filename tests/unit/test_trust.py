@@ -12,7 +12,7 @@ import torch
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_server.core.ledger import LearnerQuarantined
-from diloco_server.core.trust.lengths import FAR, SETTLED, START_OF_SEED, Lengths, Way
+from diloco_server.core.trust.lengths import AGAIN, FAR, SETTLED, START_OF_SEED, Lengths, Way
 from rig import TOKENS, Rig
 
 SIZE, H, USUAL = 64, 24, 0.1
@@ -211,6 +211,32 @@ def test_beside_first_steps_of_a_warm_up_the_next_ones_go_far(learners: str) -> 
         lengths.saw(fragment(0), learner, Way(2.68, 23, until=26))
         lengths.took(0, learner)
     assert lengths.judge(fragment(0), "a", Way(220 * 2.68, 24), dict.fromkeys(learners, 50), 0.8, H).most
+
+
+@pytest.mark.parametrize(("times", "most"), [(1, FAR), (8, 8 * FAR), (100, 8 * FAR)])
+def test_who_has_taken_more_steps_may_go_further_if_it_went_as_far_before(times: int, most: float) -> None:
+    """Each raises its rate by its own steps: the fast one, or the one that was there first, is at a higher one."""
+    lengths = Lengths()
+    for _ in range(2 * SETTLED):
+        for name, norm in (("fast", 8 * USUAL), ("b", USUAL), ("c", USUAL)):
+            lengths.saw(fragment(0), name, Way(norm, H))
+            lengths.took(0, name)
+    live = {"fast": times * 50, "b": 50, "c": 50}
+    assert lengths.judge(fragment(0), "fast", Way(0.99 * most * USUAL, H), live, 1e-9, H).most == 0.0
+    assert lengths.judge(fragment(0), "fast", Way(1.01 * most * USUAL, H), live, 1e-9, H).most
+
+
+def test_who_goes_on_at_its_rate_while_those_of_others_fall_goes_no_further_than_it_went() -> None:
+    """Each lowers its rate by its own steps: the slow one is still at its highest."""
+    lengths, live = Lengths(), {"slow": 100, "b": 300, "c": 300}
+    for i in range(30):
+        for name in live:
+            way = Way(USUAL if name == "slow" else USUAL * 0.8**i, H)
+            judged = lengths.judge(fragment(0), name, way, live, 1e-9, H)
+            assert judged.most in (0.0, None), (i, name)
+            lengths.saw(fragment(0), name, way, is_usual=judged.is_usual)
+            lengths.took(0, name)
+    assert lengths.judge(fragment(0), "slow", Way(1.01 * AGAIN * USUAL, H), live, 1e-9, H).most
 
 
 def test_the_first_of_all_cannot_be_longer_than_the_model_while_others_are_here() -> None:
