@@ -92,6 +92,11 @@ def test_the_round_and_what_it_is_relative_to(learner_id, changes, error, words)
         admission.check_round(replace(HEADER, **changes), make_state(), learner_id, staleness_max=2)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("base_version", [3, 4, 5])
+def test_staleness_within_its_bound_passes(base_version: int) -> None:
+    admission.check_round(replace(HEADER, base_version=base_version), make_state(), "a", staleness_max=2)
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

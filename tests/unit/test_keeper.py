@@ -126,6 +126,17 @@ async def test_by_interval_values_do_not_change_while_they_are_written(store: Sl
     keeper.hold(0).release()
 
 
+async def test_by_interval_values_that_a_merge_left_half_way_are_not_written(store: SlowStore, keeping) -> None:
+    """The merge holds the fragment while the interval ends; then it fails."""
+    keeper = keeping(durability="interval", interval_s=0.001)
+    await keeper.keep(make_version(0), MANIFEST)
+    async with keeper.hold(0):
+        await keeper.keep(make_version(1), MANIFEST)
+        keeper.drop(0)
+    await until_async(lambda: not keeper._writing, "the last write")
+    assert store.saved == [(0, 0)]
+
+
 async def test_by_interval_a_disk_that_refuses_holds_up_no_merge(store: SlowStore, keeping) -> None:
     keeper = keeping(durability="interval", interval_s=0.001)
     await keeper.keep(make_version(0), MANIFEST)

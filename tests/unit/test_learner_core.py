@@ -186,6 +186,24 @@ def test_a_version_decides_on_a_round_that_has_asked(asked, arrives, answered) -
     assert [(c.round, c.epoch, c.base_version) for c in rig.core.contribute()] == answered
 
 
+@pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.LATE])
+def test_a_round_that_asks_again_before_its_refusal_is_heard_gets_another_contribution(outcome: Outcome) -> None:
+    """It waits for one, and does not ask a third time. The one that was refused is not pushed again."""
+    rig = Rig()
+    rig.trains(by=1.0, tokens=3)
+    (first,) = rig.asked(1)
+    rig.asked(1)
+    rig.trains(by=1.0, tokens=4)
+    rig.answered(1, PushAnswer(outcome))
+
+    (second,) = rig.core.contribute()
+
+    assert second is not first
+    assert (second.round, second.tokens) == (1, 7)
+    rig.answered(1, PushAnswer(outcome))
+    assert rig.core.contribute() == []
+
+
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite", "blend"])
 @pytest.mark.parametrize("comes_between", [False, True])
 def test_a_round_that_asks_again_gets_the_same_contribution(on_commit: str, comes_between: bool) -> None:
@@ -509,6 +527,18 @@ def test_what_was_refused_for_being_enormous_leaves_nothing_behind(encoding: str
     assert ((x + 0.5).abs() < 0.3).all()
 
 
+def test_an_encoding_that_fails_midway_leaves_no_half_of_a_residual() -> None:
+    rig = Rig(at=0.0)
+    contribution = rig.contributes(by=[2.0, 0.42])
+    contribution.tensors.encode("int4")
+    rig.arrives(1, 0.0, merged=1)
+    contribution = rig.contributes(2, by=2.5e38)
+    contribution.tensors.residual.fill_(-3e38)
+    with pytest.raises(NotFinite):
+        contribution.tensors.encode("int4")
+    assert contribution.tensors.residual.tolist() == [0.0, 0.0]
+
+
 def test_nothing_of_a_residual_is_overwritten_by_what_is_not_finite() -> None:
     rig = Rig()
     lost = rig.loses()
@@ -570,6 +600,18 @@ def test_a_shard_that_was_restored_has_a_contribution_or_gets_its_work_again(
     assert rig.core.unmerged == 0
 
 
+@pytest.mark.parametrize("forgotten", [0, 4])
+def test_a_version_of_an_older_line_does_not_hold_a_contribution_to_a_later_one(forgotten: int) -> None:
+    """Version 4 of EPOCH was lost, the shard went on from 3 and asked in EPOCH + 1, and then 4 was there again."""
+    rig, contribution = asked_after_a_restart()
+    contribution.pushes.may_have_arrived = True
+    merged = 0 if forgotten else 4
+    rig.core.rejoined([FragmentStatus(0, True, 4, merged, EPOCH, forgotten)], EPOCH + 2)
+    assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
+    assert rig.arrives(4, 20.0, merged=merged, forgotten=forgotten)
+    assert rig.theta == 22.0, "its work goes on"
+
+
 # ------------------------------------------------------------------ a shard that has forgotten this learner
 
 
@@ -586,6 +628,18 @@ def test_what_a_shard_has_forgotten_counts_as_merged_and_is_not_pushed_again(rej
     assert rig.theta == 21.0, "what was trained since goes on"
     assert rig.fragment.tokens_since(rig.core.tokens) == 5
     assert (rig.core.contributions["forgotten"], rig.core.contributions["carried"], rig.core.unmerged) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "version", "sent"), [(3, 6, True), (5, 3, True), (4, 6, False)],
+    ids=["an earlier one is forgotten", "the version is before it", "never sent"],
+)  # fmt: skip
+def test_what_cannot_have_been_forgotten_is_given_back(forgotten: int, version: int, sent: bool) -> None:
+    rig = Rig(version=3)
+    contribution = rig.contributes(4)
+    contribution.pushes.may_have_arrived = sent
+    rig.core.rejoined([FragmentStatus(0, True, version, 0, EPOCH, forgotten)], EPOCH + 1)
+    assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
 
 
 # ------------------------------------------------------------------ a shard that came back with its versions

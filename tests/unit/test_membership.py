@@ -57,6 +57,20 @@ def test_who_speaks_without_a_current_lease_is_refused(members, learner_id, gene
     assert members.check("b", 4).process_id == "another process"
 
 
+def test_a_process_that_began_later_comes_back_although_the_earlier_one_took_its_place(members: Membership) -> None:
+    """Else each of the two may hold one shard of two, refused by the other, for ever."""
+    members.join("a", "earlier", 1.0, age_s=1.0)
+    later = members.join("a", "later", 10.0, age_s=1.0)
+    members.revoke(later)
+    earlier = members.join("a", "earlier", 20.0, age_s=20.0)
+    members.replace(earlier, {"later"})
+
+    members.welcome("a", "later", began=9.0)
+    members.join("a", "later", 21.0, age_s=12.0)
+    with pytest.raises(Superseded):
+        members.welcome("a", "earlier", began=0.0)
+
+
 def test_the_record_of_a_learner_goes_on_over_its_generations_but_its_cadence_does_not(members: Membership) -> None:
     first = members.join("a", "p", 0.0)
     heard(members, first, 7, 0.0)
@@ -73,6 +87,14 @@ def come(members: Membership, process_id: str, now: float, age_s: float = 0.0) -
     """A process joins as cat, if it may."""
     members.welcome("cat", process_id, now - age_s)
     return members.join("cat", process_id, now, age_s=age_s)
+
+
+def test_the_older_of_two_processes_is_told_so_whatever_it_says_later(members: Membership) -> None:
+    old = come(members, "process 1", 0.0)
+    come(members, "process 2", 0.1)
+    come(members, "process 2", 0.2)
+    with pytest.raises(Superseded, match="its own learner id"):
+        members.check("cat", old.generation)
 
 
 @pytest.mark.parametrize(

@@ -181,3 +181,13 @@ def test_it_is_asked_again_when_the_time_is_over() -> None:
     for _ in range(VOTES):
         assert run.round(0.01).outcome is Outcome.ACCEPTED
     assert run.shard.trust.quarantine.conduct("d").times == 0
+
+
+def test_what_was_taken_before_is_answered_as_before() -> None:
+    """A copy of what is in a version is a duplicate, also from quarantine: its learner must not repeat that work."""
+    run = Run()
+    run.round(0.01)
+    for _ in range(OUTLIERS):
+        run.round(math.nan)
+    assert run.shard.trust.quarantine.holds("d")
+    assert run.push_values("d", 1, 0.01).outcome is Outcome.DUPLICATE

@@ -96,6 +96,15 @@ def test_a_later_push_of_a_fragment_ends_the_earlier_one() -> None:
     assert begin(now_open, "ann", "newer", 7) == ["new"]
 
 
+def test_what_broken_connections_have_left_does_not_keep_a_learner_out() -> None:
+    now_open = pushes(each=2)
+    begin(now_open, "ann", "ghost 1", 1)
+    begin(now_open, "ann", "ghost 2", 2)
+    assert begin(now_open, "ann", "push 3", 3) == ["ghost 1"]
+    assert begin(now_open, "ann", "push 2", 2) == ["ghost 2"]
+    assert (len(now_open), now_open.bytes_held) == (2, 2)
+
+
 def test_64_pushes_of_one_account_leave_60_places() -> None:
     now_open = pushes()
     for number in range(64):
@@ -116,6 +125,24 @@ def test_with_all_places_taken_a_learner_may_still_replace_its_own_push() -> Non
         now_open.announced("ann", "another", 2, 1)
     now_open.closed("ann", "another")
     assert len(now_open) == 2
+
+
+def test_learners_on_thin_links_leave_places_to_the_others() -> None:
+    """16 with four uploads each, which may all take minutes: whoever has none yet finds a place."""
+    now_open = pushes(bytes_most=1 << 40)
+    refused = 0
+    for learner in range(16):
+        for fragment in range(4):
+            push = f"thin {learner} {fragment}"
+            try:
+                begin(now_open, f"thin {learner}", push, fragment)
+            except Busy:
+                refused += 1
+                now_open.closed(f"thin {learner}", push)
+    assert (len(now_open), refused) == (48 + 4, 12), "each of the last ones has its first place"
+    for learner in range(12):
+        begin(now_open, f"fast {learner}", f"push {learner}", 0)
+    assert len(now_open) == 64
 
 
 def test_announced_bytes_are_bounded_and_come_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +115,21 @@ def test_a_life_that_ends_in_the_middle_of_one_leaves_it_to_the_next(shard: Shar
     assert third.checkpoints == {2: [2, 2]}
 
 
+@pytest.mark.parametrize("what", ["checkpoints", "checkpoints/version-000000000002", "a link"])
+def test_one_that_somebody_deletes_before_it_is_whole_gives_way_to_the_next(shard, tmp_path, what) -> None:
+    shard.write(0, 2)
+    if what == "a link":
+        next((tmp_path / "checkpoints").glob("*/fragment-0000-*")).unlink()
+    else:
+        shutil.rmtree(tmp_path / what)
+    assert shard.write(1, 2) == []
+    assert not list((tmp_path / "checkpoints").glob("*/checkpoint.json"))
+    for version in (3, 4):
+        for fragment_id in (1, 0):
+            shard.write(fragment_id, version)
+    assert shard.checkpoints == {2: [3, 2 if what == "a link" else 3], 4: [4, 4]}
+
+
 def test_one_with_a_damaged_file_gives_way_to_the_next(shard: Shard, tmp_path: Path) -> None:
     shard.write(0, 2)
     (path,) = (tmp_path / "checkpoints").glob("*/fragment-0000-*")
@@ -164,3 +180,19 @@ def test_a_companion_that_makes_fewer_versions_does_not_hold_checkpoints_back(tm
     assert finished == [10 * n for n in range(1, 11)]
     assert shard.checkpoints == {80: [80, 19], 90: [90, 22], 100: [100, 24]}
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3
+
+
+def test_a_checkpoint_waits_for_the_first_version_of_a_companion(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, manifest=WITH_COMPANION)
+    assert shard.write(0, 1, 2, 3) == []
+    assert shard.write(1, 0) == [2]
+    assert shard.checkpoints == {2: [2, 0]}
+
+
+def test_the_next_life_takes_the_newest_version_of_a_companion(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, manifest=WITH_COMPANION)
+    shard.write(1, 4, 5)
+    shard.save(0, 1, 2)
+    again = Shard(tmp_path, manifest=WITH_COMPANION)
+    assert again.finished == [2]
+    assert again.checkpoints == {2: [2, 5]}

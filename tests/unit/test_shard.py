@@ -78,6 +78,16 @@ def test_the_first_values_become_version_0_and_everybody_is_told() -> None:
         assert rig.told_of(learner_id, Committed) == [Committed(0, 0, EPOCH)]
 
 
+def test_the_first_writer_wins() -> None:
+    rig = Rig().joined("a", "b")
+    rig.holds_jobs = True
+    assert rig.seed("a", 1.0).outcome is ACCEPTED
+    assert rig.seed("b", 2.0).outcome is DUPLICATE, "while version 0 is computed"
+    rig.finish_jobs()
+    assert rig.seed("b", 2.0).outcome is DUPLICATE, "and once it is there"
+    assert rig.theta == [1.0]
+
+
 def test_a_seed_that_could_not_be_used_leaves_room_for_another() -> None:
     rig = Rig().joined("a", "b")
     rig.holds_jobs = True
@@ -294,6 +304,18 @@ def test_the_same_push_again_is_a_duplicate_at_every_moment() -> None:
     rig.assert_accounts_balance()
 
 
+@pytest.mark.parametrize("taken", ["in the round", "computed", "merged"])
+def test_bad_bytes_of_a_copy_are_no_refusal_of_what_was_taken(taken: str) -> None:
+    """Both copies were let in by their headers. The learner would give back what is going to be merged."""
+    rig = Rig(sync={"quorum": "all" if taken == "in the round" else 1}).started("a", "b")
+    member, header, _ = let_in(rig)
+    rig.holds_jobs = taken == "computed"
+    assert rig.contribute("a", 1).outcome is ACCEPTED
+    assert rig.shard.reject(member, header, DAMAGED).outcome is DUPLICATE
+    assert not rig.shard.ledger.rejected
+    assert not member.missed
+
+
 @pytest.mark.parametrize("changes", [{"values": 2.0}, {"tokens": 41}])
 @pytest.mark.parametrize("computing", [False, True])
 def test_the_same_push_with_other_content_is_a_conflict(rig: Rig, changes: dict[str, Any], computing: bool) -> None:
@@ -354,6 +376,21 @@ def test_what_is_not_finite_is_refused(number: int) -> None:
     assert (answer.outcome, answer.code, rig.snapshot()) == (REJECTED, "NOT_FINITE", before)
 
 
+@pytest.mark.parametrize(
+    ("code", "encoding", "size", "number"),
+    [
+        ("UNKNOWN_ENCODING", "int8", SIZE, 1),
+        ("UNKNOWN_ENCODING", "int8", SIZE, 0),  # a seed is not sent with a loss
+        ("BAD_SIZE", "float32", SIZE + 1, 1),
+    ],
+)
+def test_sizes_and_encodings_are_refused_before_the_bytes(code: str, encoding: str, size: int, number: int) -> None:
+    rig = Rig().started("a", "b") if number else Rig().joined("a", "b")
+    before = rig.snapshot()
+    answer = rig.shard.admit(rig.members["a"], rig.header(number, encode_payload(torch.ones(size), encoding)))
+    assert (answer.outcome, answer.code, rig.snapshot()) == (REJECTED, code, before)
+
+
 @pytest.mark.parametrize("values", [1e6, None], ids=["diverged", "says that nothing is finite"])
 def test_one_learner_that_has_nothing_to_merge_holds_up_no_round_that_waits_for_all(
     values: float | None,
@@ -378,6 +415,16 @@ def test_what_was_refused_is_answered_the_same_again_and_what_is_right_may_still
     assert rig.theta == [-2.0]
 
 
+def test_a_copy_that_was_let_in_before_another_was_refused_is_not_taken_after_that(rig: Rig) -> None:
+    """Its learner has given the work back, and it would count twice."""
+    member, header, payload = let_in(rig)
+    assert let_in(rig)[1] == header, "its answer was lost, so it was sent again"
+    refused = rig.shard.reject(member, header, DAMAGED)
+    assert refused.outcome is REJECTED
+    assert rig.shard.contribute(member, header, payload, (1.0,), 0.0) == refused
+    assert not rig.state.round.contributions
+
+
 def test_no_copy_of_what_was_refused_is_taken_when_the_round_opens_again() -> None:
     """The learner has given its work back. The copy was let in before that, and its bytes came slowly."""
     rig = Rig().started("a")
@@ -391,6 +438,22 @@ def test_no_copy_of_what_was_refused_is_taken_when_the_round_opens_again() -> No
     rig.advance()
     assert rig.state.round is None, "nobody waits for what was refused"
     assert rig.shard.ledger.rejected == {"BAD_CHECKSUM": 1}
+
+
+@pytest.mark.parametrize("first", [LATE, REJECTED])
+def test_no_copy_of_what_came_between_two_leases_is_taken_when_the_round_opens_again(rig: Rig, first: Outcome) -> None:
+    """A new lease ends the round's old one, so the contribution is refused, or late if no round is open. Later the
+    same round opens again and asks the new lease: only what is made for that counts."""
+    rig.join("a", *("b" if first is LATE else ""))
+    assert (rig.state.round is None) is (first is LATE)
+    assert rig.contribute("a", 1).outcome is first
+    rig.join("b")
+    rig.step("a", "b", steps=4)
+    assert rig.state.round.asked["a"] == rig.members["a"].generation
+    assert rig.contribute("a", 1).outcome is first, "a copy that comes late"
+    for learner_id in "ab":
+        assert rig.contribute(learner_id, 1, tokens=80, steps=8).outcome is ACCEPTED
+    assert rig.state.tokens_merged == 160
 
 
 def test_answers_about_a_round_are_remembered_within_a_bound_and_forgotten_with_it() -> None:
@@ -471,6 +534,33 @@ def test_the_newer_generation_wins_and_the_older_is_told_why(rig: Rig, process_i
     assert rig.shard.check("a", new, EPOCH).generation == new
     assert rig.contribute("a", 1).code == "WRONG_ROUND", "the round asked the generation before"
     rig.assert_accounts_balance()
+
+
+def test_what_a_process_left_behind_counts_although_the_next_one_joins_twice(rig: Rig) -> None:
+    """The answer to its first join was lost. Only its own first lease ends by that."""
+    rig.contribute("a", 1, 1.0)
+    rig.shard.leave(rig.members["a"])
+    for _ in range(2):
+        rig.join("a", process_id="another")
+    rig.contribute("b", 1, 3.0)
+    assert rig.theta == [-2.0]
+    assert rig.shard.ledger.tokens_fenced == 0
+    assert rig.members["a"].missed == {}
+    rig.assert_accounts_balance()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_who_was_refused_and_joins_again_has_no_part_in_the_round(rig: Rig, leaves: bool) -> None:
+    """The round asked the generation before, and waits for it no longer."""
+    rig.contribute("a", 1, 1e6)
+    if leaves:
+        rig.shard.leave(rig.members["a"])
+    rig.join("a")
+    answer = rig.contribute("a", 1, 1.0)
+    assert (answer.outcome, answer.code) == (REJECTED, "WRONG_ROUND")
+    assert rig.members["a"].missed == {"NORM_TOO_LARGE": 1}, "counted once"
+    rig.contribute("b", 1, 3.0)
+    assert rig.theta == [-3.0]
 
 
 def test_a_round_that_lost_its_quorum_asks_again_although_another_learner_hangs() -> None:
@@ -556,6 +646,16 @@ def forget_a(rig: Rig) -> None:
     rig.shard.leave(rig.members["b"])
     rig.advance()
     assert rig.shard.membership.get("a") is None
+
+
+def test_who_is_forgotten_while_its_contribution_is_merged_leaves_nothing_behind() -> None:
+    rig = Rig(shard={"max_learners": 1}).started("a")
+    rig.holds_jobs = True
+    rig.contribute("a", 1)
+    forget_a(rig)
+    rig.finish_jobs()
+    assert rig.state.version == 1
+    assert "a" not in rig.state.record.merged_versions
 
 
 @pytest.mark.parametrize("when", ["merged", "computed"])

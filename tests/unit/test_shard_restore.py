@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from diloco_common.errors import Superseded
 from diloco_common.wire.messages import Collect, Committed, Held, Outcome, PushAnswer, Stop
 from diloco_server.core.fragment import Restored
 from diloco_server.core.ledger import VersionsLost
@@ -119,6 +120,22 @@ def test_a_version_that_was_made_durable_but_not_announced_tells_who_is_in_it() 
     assert new.identity == (3, 2)
 
 
+def test_another_process_of_the_same_id_is_not_told_of_merges_that_are_not_its_own() -> None:
+    """P1: membership does not outlive a restart, what was merged and by whom does."""
+    new = Life(4, first_epoch().kept())
+    new.come("ann", process_id="other process")
+    assert new.merged("ann") == 0
+
+
+def test_a_process_cannot_come_back_after_another_of_its_id_even_over_a_restart() -> None:
+    """Its merges are forgotten then: it would carry what is merged."""
+    new = Life(4, first_epoch().kept())
+    new.come("ann", process_id="other process")
+
+    with pytest.raises(Superseded):
+        new.come("ann")
+
+
 def test_generations_of_the_old_epoch_are_fenced_off() -> None:
     """P4: a lease is (epoch, generation); epochs are never used again, so generations need not be kept."""
     new = Life(4, first_epoch().kept())
@@ -189,6 +206,17 @@ def test_a_run_that_was_over_is_over() -> None:
     assert new.shard.done
     new.come("ann", held=(3, 2))
     assert Stop() in new.take_told("ann")
+
+
+def test_a_process_that_slept_through_its_successor_and_a_restart_is_not_told_that_nothing_was_merged() -> None:
+    """Its contribution is in version 2. Another process took its id then, so its merges were dropped, and the restart
+    took with it the knowledge that it had been replaced."""
+    old = first_epoch()
+    old.come("ann", process_id="other process")
+    new = Life(4, old.kept())
+    new.come("ann", held=(3, 1))
+    (status,) = new.shard.join_answer("ann").fragments
+    assert (status.merged_version, status.forgotten_version) == (0, 2)
 
 
 def test_merges_of_learners_that_never_come_back_are_forgotten_above_a_bound() -> None:

@@ -20,6 +20,7 @@ from diloco_common.errors import VersionDamaged
 from diloco_server.core.arithmetic import Values
 from diloco_server.storage.filesystem import Disk, FileSystem
 from diloco_server.storage.version_file import (
+    HEADER_BYTES_MAX,
     StoredVersion,
     check_version,
     read_header,
@@ -200,3 +201,12 @@ def test_a_number_that_no_shard_could_go_on_with_is_named(words: str, change: Ca
 @pytest.mark.parametrize("text", [b"", b"\xff" * 8, b"[" * 200_000, b'{"__metadata__":3}'])
 def test_a_header_that_is_no_header_is_refused(text: bytes) -> None:
     assert_detected(sealed(text, b""))
+
+
+def test_what_could_not_be_read_back_is_not_written() -> None:
+    """The header is bounded for a reader, so it is for a writer."""
+    disk = FakeDisk()
+    too_many = {f"learner-{i}" * 2000: i for i in range(HEADER_BYTES_MAX // 18_000)}
+    with pytest.raises(OSError, match=f"readers accept at most {HEADER_BYTES_MAX}"):
+        written(disk, make_version(5, merged_versions=too_many))
+    assert disk.content(NAME) == b""

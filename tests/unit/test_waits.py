@@ -79,6 +79,20 @@ async def test_with_too_many_waiting_the_one_that_waits_for_longest_is_told_to_c
         caller.task.cancel()
 
 
+async def test_a_caller_that_hangs_up_gives_its_place_back() -> None:
+    bodies = Bodies()
+    for _ in range(3):
+        callers = [Reader(bodies) for _ in range(waits.BODIES_AT_ONCE + 2)]
+        await turns()
+        for caller in callers:
+            caller.task.cancel()
+        await turns()
+    last = Reader(bodies)
+    await turns()
+    assert last.is_read
+    last.task.cancel()
+
+
 async def test_bytes_wait_in_line_until_they_fit() -> None:
     outgoing, log = Outgoing(100), list[str]()
 
@@ -102,6 +116,18 @@ async def test_bytes_wait_in_line_until_they_fit() -> None:
     tasks[3].cancel()
     await turns()
     assert outgoing.num_bytes == 0
+
+
+async def test_who_hangs_up_in_line_holds_up_nobody() -> None:
+    outgoing = Outgoing(100)
+    async with outgoing.held(80):
+        first = asyncio.create_task(outgoing._turn(90))
+        second = asyncio.create_task(outgoing._turn(10))
+        await turns()
+        first.cancel()
+        await turns()
+    await second
+    assert outgoing.num_bytes == 10
 
 
 class Parts:
