@@ -135,15 +135,15 @@ class Pair(Rig):
 
 
 def test_h_rises_where_contributions_come_late_and_falls_where_none_does() -> None:
-    pair = Pair()
+    pair = Pair(sync_every_min=12)
     policy = pair.shard.join_answer().policy
-    pair.rounds(8 * ASKED)
-    assert pair.shard.rounds.every.steps == 6
+    pair.rounds(4 * ASKED)
+    assert pair.shard.rounds.every.steps == 12
     began = pair.steps["a"]
     pair.rounds(20)
-    assert pair.steps["a"] - began <= 20 * 6, "rounds are due by the new H"
+    assert pair.steps["a"] - began <= 20 * 12, "rounds are due by the new H"
     assert pair.shard.join_answer().policy == policy, "all shards tell learners the same, and each finds its own H"
-    pair.rounds(3 * ASKED, b_is_late=True)
+    pair.rounds(2 * ASKED, b_is_late=True)
     assert pair.shard.rounds.every.steps == 48
 
 
