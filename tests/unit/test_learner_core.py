@@ -600,6 +600,15 @@ def test_a_shard_that_was_restored_has_a_contribution_or_gets_its_work_again(
     assert rig.core.unmerged == 0
 
 
+def test_a_round_of_the_old_epoch_is_forgotten() -> None:
+    rig = Rig(version=3)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH)
+    rig.core.rejoined(status(3, 0), EPOCH + 1)
+    rig.trains(by=1.0)
+    rig.arrives(3, 10.0, epoch=EPOCH + 1)
+    assert rig.core.contribute() == []
+
+
 @pytest.mark.parametrize("forgotten", [0, 4])
 def test_a_version_of_an_older_line_does_not_hold_a_contribution_to_a_later_one(forgotten: int) -> None:
     """Version 4 of EPOCH was lost, the shard went on from 3 and asked in EPOCH + 1, and then 4 was there again."""

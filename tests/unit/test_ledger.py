@@ -163,6 +163,13 @@ def test_status_metrics_and_rounds_agree(shard: Shard, seed: int) -> None:
     assert all(count <= status["rejected"][code] for code, count in refused.items()), "some were of no open round"
 
 
+def test_the_staleness_of_a_learner_is_kept_as_long_as_the_learner(shard: Shard) -> None:
+    shard.note(answered(1, Outcome.ACCEPTED))
+    assert shard.ledger.staleness == {"ann": 2}
+    shard.note(LearnerForgotten("ann"))
+    assert shard.ledger.staleness == {}
+
+
 @pytest.mark.parametrize(
     ("fact", "told"),
     [

@@ -26,6 +26,7 @@ from diloco_server.core.trust.trail import (
     Pace,
     Trail,
     check_trained,
+    countable,
     usual,
 )
 from rig import MODEL, SIZE, TOKENS, Rig
@@ -175,6 +176,39 @@ def test_what_was_not_reported_for_long_counts_at_once_when_it_is(crowd: Crowd) 
     assert crowd.refused == []
 
 
+def test_a_new_generation_of_a_process_keeps_what_is_known_of_it(crowd: Crowd) -> None:
+    first, *_ = honest(crowd)
+    crowd.run(100)
+    known = first.member.trail
+    first.member = crowd.shard.join(first.learner_id, f"process of {first.learner_id}", MODEL, crowd.now)
+    assert first.member.trail is known
+    crowd.run(100)
+    assert ("honest-0", "IMPLAUSIBLE") not in crowd.refused
+    replaced = crowd.shard.join(first.learner_id, "another process", MODEL, crowd.now)
+    assert replaced.trail is None
+
+
+def test_learners_whose_others_hang_go_on_at_their_own_pace(crowd: Crowd) -> None:
+    worker, *others = honest(crowd)
+    crowd.run(100)
+    for other in others:
+        other.next_at = math.inf
+    crowd.run(1000)
+    assert worker.steps - worker.member.counted.inner_step <= 1
+    assert crowd.refused == []
+
+
+def test_the_end_of_a_budget_is_not_called_by_one_report() -> None:
+    """Otherwise every report of a ghost would open a round of every fragment."""
+    alone, with_ghost = Crowd(run={"tokens": 30_000}), Crowd(run={"tokens": 30_000})
+    for crowd in (alone, with_ghost):
+        honest(crowd)
+        crowd.run(100)
+    with_ghost.come("ghost", 0.1, per_step=(1, 2**40), contributes=False)
+    with_ghost.run(40)
+    assert with_ghost.run(200) <= alone.run(200) + 2
+
+
 # ------------------------------------------------------------------ grace
 
 
@@ -189,6 +223,14 @@ def test_ghosts_that_report_long_steps_widen_no_window() -> None:
     for _ in range(50):
         crowd.run(1.0)
         assert crowd.shard.rounds.grace_s() <= max(before, 1.0)
+
+
+def test_step_times_are_held_against_what_passes_between_reports() -> None:
+    crowd = Crowd(sync={"grace": "adaptive", "on_commit": "overwrite"})
+    for i in range(3):
+        crowd.come(f"liar-{i}", 1.0, step_time_s=1e6)  # these do contribute, and are the majority
+    crowd.run(60)
+    assert 0 < crowd.shard.rounds.grace_s() <= 2.1
 
 
 # ------------------------------------------------------------------ contributions
@@ -238,6 +280,12 @@ def test_a_contribution_is_taken_up_to_what_can_have_been_trained(trail, pace, b
         push(int(most) + 1)
 
 
+def test_steps_are_judged_as_tokens_are() -> None:
+    header = PushHeader(0, 1, 1, 0, 1, 2**31, PAYLOAD.header, "")
+    with pytest.raises(Implausible, match="pushes 2147483648 steps"):
+        check_trained(header, "a", MERGED, SLOW, 1e6, now=60.0)
+
+
 # ------------------------------------------------------------------ the pace
 
 
@@ -268,6 +316,16 @@ def test_the_pace_of_a_learner_is_known_after_some_steps(pairs: list[tuple[float
 def test_one_liar_of_three_does_not_move_the_usual_pace(paces: list[int], found: float | None) -> None:
     pace = usual(reported([(10.0, 10 * steps_per_s)]) for steps_per_s in paces)
     assert (pace.steps_per_s if pace else None) == found
+
+
+def test_what_is_above_counts_later() -> None:
+    most = countable(Pace(1.0, 10.0))
+    trail = reported([(1.0, 1000), (1.5, 1000), (3.0, 1000)], most)
+    assert trail.counted.inner_step == 48
+    trail.go_on(Progress(1000, 10_000), most, 9.0)
+    assert trail.counted.inner_step == 144
+    trail.go_on(Progress(2, 20), most, 20.0)
+    assert trail.counted.inner_step == 2, "never more than what is reported"
 
 
 def test_who_contributes_counts_and_who_is_only_late_still_sets_the_pace() -> None:

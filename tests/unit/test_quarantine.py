@@ -183,6 +183,30 @@ def test_it_is_asked_again_when_the_time_is_over() -> None:
     assert run.shard.trust.quarantine.conduct("d").times == 0
 
 
+def test_of_other_open_rounds_none_waits_for_it_either() -> None:
+    run = Run(fragments=2)
+    for _ in range(OUTLIERS):
+        number = run.next_round()
+        for learner_id in "abc":
+            for fragment_id in (0, 1):
+                run.push_values(learner_id, number, 0.01, fragment_id)
+        assert run.shard.fragments[1].round is not None, "it waits for d"
+        run.push_values("d", number, math.nan)
+        if not run.shard.trust.quarantine.holds("d"):
+            run.push_values("d", number, 0.01, 1)
+    assert run.shard.trust.quarantine.holds("d")
+    assert run.shard.fragments[1].version == number
+
+
+def test_a_repeated_push_is_one_vote() -> None:
+    run = Run()
+    number = run.next_round()
+    for _ in range(3 * OUTLIERS):
+        run.push_values("d", number, math.nan)
+    assert run.shard.trust.quarantine.conduct("d").outliers == 1
+    assert not run.shard.trust.quarantine.holds("d")
+
+
 def test_what_was_taken_before_is_answered_as_before() -> None:
     """A copy of what is in a version is a duplicate, also from quarantine: its learner must not repeat that work."""
     run = Run()

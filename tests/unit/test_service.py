@@ -17,6 +17,7 @@ from diloco_common.codec import Chunk, Payload, encode_payload, encoding_names
 from diloco_common.errors import (
     BadRequest,
     Busy,
+    Draining,
     NotJoined,
     TornUpload,
 )
@@ -250,6 +251,22 @@ async def test_a_shard_sends_the_ranges_that_are_asked_for(rig: Rig) -> None:
         await rig.pull(ann, ranges=(Range(0, SIZE + 1),))
 
 
+async def test_ranks_of_one_learner_have_so_many_pulls_together(rig_of: RigOf) -> None:
+    rig = rig_of(shard={"max_pushes": 8})
+    ann = await rig.seeded()
+    asked = PullRequest(0, ranges=(Range(0, 1),))
+    opened = [rig.service.pull(replace(ann, rank=rank), asked) for rank in range(1, 5)]
+    for pull in opened:
+        await anext(pull)
+    with pytest.raises(Busy, match="4 pulls of ranks of ann are open"):
+        await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
+    await rig.pull(ann, ranges=asked.ranges)
+    await opened[0].aclose()
+    await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
+    for pull in opened:
+        await pull.aclose()
+
+
 async def test_one_host_leaves_leases_to_others(rig_of: RigOf) -> None:
     rig = rig_of(shard={"max_learners_per_host": 2})
     await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
@@ -272,3 +289,22 @@ async def test_a_host_that_joins_without_end_is_told_to_wait(rig_of: RigOf, monk
     with pytest.raises(Busy, match="too many joins from this host"):
         await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
     await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.2"), JOIN)
+
+
+async def test_an_observer_that_waits_for_a_version_hears_of_the_end(rig_of: RigOf) -> None:
+    """The disk is full, so the version is never announced."""
+    rig = rig_of(pull="bfloat16")
+    ann = await rig.seeded()
+    rig.store.is_full = True
+    for step in (0, 1):
+        rig.host.progress(ann, Progress(step, 10 * step))
+        rig.host.advance()
+    assert (await rig.push(ann, 1)).outcome is Outcome.ACCEPTED
+    await until_async(lambda: rig.host.keeper.failing, "the disk to refuse")
+
+    pulling = asyncio.create_task(rig.pull(OBSERVER, "float32"))
+    await asyncio.sleep(0)
+    assert not pulling.done()
+    rig.host.close()
+    with pytest.raises(Draining):
+        await pulling

@@ -201,6 +201,18 @@ def test_what_is_relative_to_the_recovered_version_counts_under_its_new_name() -
     assert (new.identity, new.merged("ben"), new.merged("ann")) == ((4, 2), 2, 1)
 
 
+def test_who_was_asked_under_the_old_name_is_asked_again_under_the_new_one() -> None:
+    """Else a learner that has pulled the new name would wait for a version of the old one, and the round for it."""
+    new = Life(4, first_epoch(1).kept())
+    new.come("ben", held=(3, 1))
+    new.step("ben")
+    assert Collect(0, 2, 3) in new.take_told("ben")
+    new.come("ann", held=(3, 2))
+    assert [d for d in new.take_told("ben") if isinstance(d, Collect | Committed)] == [
+        Committed(0, 1, 4), Collect(0, 2, 4),
+    ]  # fmt: skip
+
+
 def test_a_run_that_was_over_is_over() -> None:
     new = Life(4, first_epoch(2).kept(), tokens=2 * TOKENS)
     assert new.shard.done

@@ -12,7 +12,7 @@ import torch
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_server.core.ledger import LearnerQuarantined
-from diloco_server.core.trust.lengths import AGAIN, FAR, SETTLED, START_OF_SEED, Lengths, Way
+from diloco_server.core.trust.lengths import AGAIN, CROWD, FAR, SETTLED, START_OF_SEED, Lengths, Way
 from rig import TOKENS, Rig
 
 SIZE, H, USUAL = 64, 24, 0.1
@@ -196,6 +196,24 @@ def test_rare_rows_may_be_as_long_as_what_is_dense() -> None:
     assert most == pytest.approx(2 * USUAL)
 
 
+@pytest.mark.parametrize("learners", [2, 3])
+def test_zeros_sent_often_keep_no_newcomer_out(learners: int) -> None:
+    """One says that it is fast, and sends zeros round after round. The others come second with many more steps than at
+    first, and further than that: their rates have risen since."""
+    lengths, names = Lengths(), "abc"[:learners]
+    for name in names:
+        lengths.saw(fragment(0), name, Way(0.01, 3))
+        lengths.took(0, name)
+    for _ in range(2 * SETTLED):
+        lengths.saw(fragment(0), "zeros", Way(0.0, 2))
+        lengths.took(0, "zeros")
+    for name in names:
+        way = Way(0.5, 18)
+        assert lengths.judge(fragment(0), name, way, dict.fromkeys([*names, "zeros"], 100), 2.0, H).most == 0.0
+        lengths.saw(fragment(0), name, way)
+    assert lengths.judge(fragment(0), "a", Way(10.0, 20), dict.fromkeys([*names, "zeros"], 100), 2.0, H).most
+
+
 @pytest.mark.parametrize("learners", ["ab", "abcd"])
 def test_beside_first_steps_of_a_warm_up_the_next_ones_go_far(learners: str) -> None:
     """A head that begins small: the second contribution is 220 times as long as the first. Once only."""
@@ -211,6 +229,16 @@ def test_beside_first_steps_of_a_warm_up_the_next_ones_go_far(learners: str) -> 
         lengths.saw(fragment(0), learner, Way(2.68, 23, until=26))
         lengths.took(0, learner)
     assert lengths.judge(fragment(0), "a", Way(220 * 2.68, 24), dict.fromkeys(learners, 50), 0.8, H).most
+
+
+def test_those_that_have_left_do_not_say_what_is_usual_for_those_that_are_here() -> None:
+    lengths, here = Lengths(), dict.fromkeys("abc", 100)
+    for i in range(2 * CROWD):
+        lengths.saw(fragment(0), f"gone-{i}", Way(USUAL, H))
+    for name in here:
+        lengths.saw(fragment(0), name, Way(20 * USUAL, H))
+    assert lengths.judge(fragment(0), "a", Way(22 * USUAL, H), here, 1e-9, H).most == 0.0
+    assert lengths.judge(fragment(0), "a", Way(22 * USUAL, H), {}, 1e-9, H).most, "with nobody there they do"
 
 
 @pytest.mark.parametrize(("times", "most"), [(1, FAR), (8, 8 * FAR), (100, 8 * FAR)])
