@@ -9,6 +9,7 @@ import pytest
 from tools.web_glossary import GLOSSARY, glossary
 
 from diloco_deploy.web.app import Access
+from diloco_deploy.web.feed import COLUMNS
 
 KEY, TOKEN = "made-at-the-start", "the-shared-secret-of-the-run"
 
@@ -61,7 +62,7 @@ def test_the_words_of_the_page_are_those_of_the_docs():
 
 
 def test_every_word_that_the_page_marks_is_explained():
-    page, learners = ((GLOSSARY.parent / name).read_text(encoding="utf-8") for name in ("index.html", "learners.js"))
-    marked = {*re.findall(r'data-word="([^"]+)"', page), *re.findall(r' word: "([^"]+)"', learners)}
+    page = (GLOSSARY.parent / "index.html").read_text(encoding="utf-8")
+    marked = {*re.findall(r'data-word="([^"]+)"', page), *(column.word for column in COLUMNS if column.word)}
     assert marked >= {"shard", "learner"}
     assert marked <= json.loads(GLOSSARY.read_text(encoding="utf-8")).keys()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_deploy.cluster.learners import STATES, Learner
 from diloco_deploy.cluster.members import Member, Status
@@ -162,6 +162,7 @@ class Feed:
         page = min(max(0, page), pages - 1)
         rows = [_row(one) for one in wanted[page * PAGE : (page + 1) * PAGE]]
         return {
+            "columns": [column._asdict() for column in COLUMNS],
             "total": len(wanted), "page": page, "pages": pages, "rows": rows, "now": round(now, 2),
             "known": len(self._learners), "forgotten": self._cluster.forgotten,
         }  # fmt: skip
@@ -256,6 +257,34 @@ class Feed:
         }
 
 
+class Column(NamedTuple):
+    """Of the table of learners."""
+
+    title: str
+    key: str
+    """Of a row, and of an order."""
+    kind: str
+    """How learners.js draws it."""
+    word: str = ""
+    """Of the glossary."""
+    unit: str = ""
+    """The title with `*` in the place of "tokens", where learners count something else."""
+    wide: bool = False
+    """Left out on a narrow screen."""
+
+
+COLUMNS = (
+    Column("learner", "id", "text", "learner"),
+    Column("state", "attention", "state", "state"),
+    Column("step", "step", "count", "inner step, H", wide=True),
+    Column("tokens/s", "speed", "rate", "token", "*/s"),
+    Column("loss", "loss", "loss"),
+    Column("staleness", "staleness", "number", "staleness", wide=True),
+    Column("contributions", "merged", "fate", "fate"),
+)
+"""From left to right."""
+
+
 def _row(one: Learner) -> dict[str, Any]:
     """JSON of one learner."""
     return {
@@ -265,10 +294,10 @@ def _row(one: Learner) -> dict[str, Any]:
         "word": WORDS[one.state].pill,
         "heard_at": round(max(0.0, one.heard_at), 1),
         "away_at": list(one.away_at),
-        "step": one.inner_step,
+        "step": one.inner_step if one.heard_at > 0 else None,
         "tokens": one.tokens,
         "loss": one.loss,
-        "tokens_per_s": round(one.tokens_per_s, 1),
+        "speed": round(one.tokens_per_s, 1),
         "staleness": one.staleness,
         "asked": one.counts["asked"],
         "merged": one.counts["merged"],

@@ -9,33 +9,25 @@ const WHY = {
   LATE: "late", FENCED: "fenced off", LEFT: "left before", LEASE_EXPIRED: "away", QUARANTINED: "in quarantine",
   STALLED: "stalled", NOT_FINITE: "not finite", NORM_TOO_LARGE: "too long",
 };
-// From left to right. `sort` is an order of web/feed.py, `word` one of the glossary, `cell` what is in a row.
-const COLUMNS = [
-  { title: "learner", sort: "id", word: "learner", cell: (row) => row.id },
-  { title: "state", sort: "attention", word: "state", cell: (row, now) => stateOf(row, now) },
-  { title: "step", sort: "step", word: "inner step, H", class: "number wide", cell: (row) => (row.heard_at ? count(row.step) : "–") },
-  { title: "tokens/s", sort: "speed", word: "token", unit: "*/s", class: "number",
-    cell: (row) => (isGone(row) ? "–" : count(row.tokens_per_s || null)) },
-  { title: "loss", sort: "loss", class: "number", cell: (row) => loss(row.loss) },
-  { title: "staleness", sort: "staleness", word: "staleness", class: "number wide",
-    cell: (row) => (row.staleness === null ? "–" : String(row.staleness)) },
-  { title: "contributions", sort: "merged", word: "fate", class: "fate", cell: (row) => fateOf(row) },
-];
+// How a cell is drawn, by the kind of its column. The columns come from the server (web/feed.py).
+const CELLS = {
+  text: (value) => value,
+  count: (value) => count(value),
+  rate: (value, row) => (isGone(row) ? "–" : count(value || null)),
+  seconds: (value) => (value === null ? "–" : seconds(value)),
+  number: (value) => (value === null ? "–" : String(value)),
+  loss: (value) => loss(value),
+  state: (value, row, now) => stateOf(row, now),
+  fate: (value, row) => fateOf(row),
+};
+const ON_THE_LEFT = ["text", "state", "fate"];
+let columns = null;
 const asked = { sort: "attention", descending: false, page: 0, find: "" };
 let lastAt = -EVERY_MS;
 let glance = null;
 let version = 0;
 
 export function listenForLearners() {
-  $("learners").querySelector("tr").replaceChildren(...COLUMNS.map(headOf));
-  for (const head of document.querySelectorAll("#learners th[data-sort]")) {
-    head.querySelector("button").addEventListener("click", () => {
-      asked.descending = asked.sort === head.dataset.sort ? !asked.descending : false;
-      asked.sort = head.dataset.sort;
-      asked.page = 0;
-      askAnew();
-    });
-  }
   $("find").addEventListener("input", () => {
     asked.find = $("find").value;
     asked.page = 0;
@@ -70,6 +62,10 @@ async function askAnew() {
   }
   if (mine !== version) return;
   asked.page = found.page;
+  if (columns === null) {
+    columns = found.columns;
+    $("learners").querySelector("tr").replaceChildren(...columns.map(headOf));
+  }
   $("learners").querySelector("tbody").replaceChildren(...found.rows.map((row) => rowOf(row, found.now)));
   const from = found.page * 50;
   const forgotten = found.forgotten ? `, ${found.forgotten} more were away too long and are forgotten` : "";
@@ -83,17 +79,25 @@ async function askAnew() {
   }
 }
 
-function headOf({ title, sort, word, unit, class: kind }) {
-  const button = make("button", { type: "button", "data-word": word, "data-unit": unit, text: title });
-  return make("th", { scope: "col", class: kind, "data-sort": sort }, button);
+function headOf(column) {
+  const { title, key, word, unit } = column;
+  const button = make("button", { type: "button", "data-word": word || null, "data-unit": unit || null, text: title });
+  button.addEventListener("click", () => {
+    asked.descending = asked.sort === key ? !asked.descending : false;
+    asked.sort = key;
+    asked.page = 0;
+    askAnew();
+  });
+  return make("th", { scope: "col", class: classOf(column), "data-sort": key }, button);
 }
 
+const classOf = ({ kind, wide }) => `${ON_THE_LEFT.includes(kind) ? "" : "number"} ${wide ? "wide" : ""}`.trim() || null;
 const isGone = (row) => ["away", "left", "unknown"].includes(row.state);
 
 function rowOf(row, now) {
-  const cells = COLUMNS.map(({ cell, class: kind }, i) => {
-    const attributes = i === 0 ? { scope: "row", class: kind } : { class: kind };
-    return make(i === 0 ? "th" : "td", attributes, ...[cell(row, now)].flat());
+  const cells = columns.map((column, i) => {
+    const attributes = { scope: i === 0 ? "row" : null, class: classOf(column) };
+    return make(i === 0 ? "th" : "td", attributes, ...[CELLS[column.kind](row[column.key], row, now)].flat());
   });
   return make("tr", { "data-state": isGone(row) ? "away" : "here" }, ...cells);
 }
