@@ -207,7 +207,7 @@ def test_a_learner_does_not_wait_for_seeds_on_hold(serve, monkeypatch: pytest.Mo
     began = time.monotonic()
 
     with pytest.raises(CannotConnect, match="fragments are not there yet"):
-        diloco_worker.join(shard.address, nn.Linear(4, 2), learner_id="a", wait_s=10.0, state=state_of("a"))
+        diloco_worker.join(shard.address, nn.Linear(4, 2), learner_id="a", wait_s=2.0, state=state_of("a"))
 
     assert time.monotonic() - began < DEADLINE_S
 
