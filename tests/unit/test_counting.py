@@ -20,6 +20,7 @@ from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Round
 from diloco_server.core.trust.counting import ROUNDS_UNKNOWN, Share, count
 from diloco_server.core.trust.trail import STEPS_FACTOR, WAKING_S
+from diloco_server.core.versions import Budget
 
 H, TOKENS, NOW = 10, 100, 1000.0
 USUAL = H * TOKENS
@@ -225,3 +226,8 @@ def test_one_that_claims_all_that_is_accepted_ends_a_run_not_much_earlier() -> N
     assert crowd.shard.done
     assert pushed > crowd.shard.tokens_merged, "it could say so"
     assert took_s > BUDGET_S / (2 * STEPS_FACTOR), "16 learners per round, and 16 more for what they trained since"
+
+
+@pytest.mark.parametrize(("budget", "said", "believed"), [(0, 2**61, 2**61), (1000, 999, 999), (1000, 2**61, 1000)])
+def test_a_seed_says_no_more_than_the_run_asks_for(budget: int, said: int, believed: int) -> None:
+    assert Budget(budget).believed(said) == believed

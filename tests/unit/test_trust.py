@@ -12,7 +12,7 @@ import torch
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_server.core.ledger import LearnerQuarantined
-from diloco_server.core.trust.lengths import AGAIN, CROWD, FAR, SETTLED, START_OF_SEED, Lengths, Way
+from diloco_server.core.trust.lengths import AGAIN, CROWD, FAR, SETTLED, START_OF_SEED, STRAIGHT, Lengths, Way
 from rig import TOKENS, Rig
 
 SIZE, H, USUAL = 64, 24, 0.1
@@ -194,6 +194,13 @@ def test_rare_rows_may_be_as_long_as_what_is_dense() -> None:
     assert lengths.judge(fragment(0), "a", Way(USUAL, H), dict.fromkeys("abc", 100), 1.0, H).most == 0.0
     most = lengths.judge(fragment(0), "a", Way(100 * USUAL, H), dict.fromkeys("abc", 100), 1.0, H).most
     assert most == pytest.approx(2 * USUAL)
+
+
+@pytest.mark.parametrize(
+    ("steps", "most"), [(H, FAR), (4 * H, 2 * FAR), (64 * H, 64 * STRAIGHT), (1, FAR / math.sqrt(H))]
+)
+def test_the_longest_way_grows_with_the_steps(steps: int, most: float) -> None:
+    assert Way(USUAL, H).reach(steps) == pytest.approx(most * USUAL)
 
 
 @pytest.mark.parametrize("learners", [2, 3])

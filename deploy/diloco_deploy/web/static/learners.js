@@ -14,7 +14,6 @@ const CELLS = {
   text: (value) => value,
   count: (value) => count(value),
   rate: (value, row) => (isGone(row) ? "–" : count(value || null)),
-  seconds: (value) => (value === null ? "–" : seconds(value)),
   number: (value) => (value === null ? "–" : String(value)),
   loss: (value) => loss(value),
   state: (value, row, now) => stateOf(row, now),
