@@ -50,7 +50,8 @@ def dumb(shard: Shard, state: FragmentState, sync_every: int, quorum: int) -> li
     never = state.rounds_opened == 0 and state.version == 0
     steps = first_interval(fragment_id, len(shard.fragments), sync_every) if never else sync_every
     wanted = any(m.wants_last(fragment_id) for m in there)
-    if not wanted and not is_due(there, state.base_steps, steps, quorum):
+    busy = [m for m in there if not m.is_idle]
+    if not wanted and not is_due(busy or there, state.base_steps, steps, quorum):
         return None
     ready = [m for m in there if m.progress.last_rounds is not None or unmerged(m, fragment_id) >= 0.75 * steps]
     return [m.learner_id for m in ready or there]
@@ -82,6 +83,7 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
             steps[name] += r.choice([0, 1, 1, 2, 7])
             leaving = frozenset(r.sample(range(fragments), 1)) if r.random() < 0.05 else member.progress.last_rounds
             shard.progress(member, Progress(steps[name], 0, None, 0.1, last_rounds=leaving), float(now))
+            member.idle_rounds = r.choice([0, 0, 0, IDLE_ROUNDS])
         merged, state = r.choice([*members.values()] or [None]), r.choice([*shard.fragments.values()])
         if merged is not None and merged.trail is not None and state.phase is not Phase.COLLECTING:
             steps_of = merged.counted.inner_step - r.randint(0, 6)

@@ -203,7 +203,7 @@ class DueFragments:
         return due | self._last
 
     def _is_due(self, state: FragmentState, live: Sequence[Member], quorum: Quorum) -> bool:
-        """One that a learner takes part in that leaves."""
+        """One that a learner takes part in that leaves. Here, too, idle ones have no say."""
         fragment_id = state.fragment.fragment_id
         steps = int(self._intervals[self._rows[fragment_id]])
         if steps == NEVER:
@@ -215,7 +215,7 @@ class DueFragments:
             if self._versions.budget.rest_is_trained(state, there):
                 self._last.add(fragment_id)
                 return True
-        return is_due(there, state.base_steps, steps, quorum)
+        return is_due([m for m in there if not m.is_idle] or there, state.base_steps, steps, quorum)
 
 
 def _tensor(values: Iterable[int]) -> Tensor:
