@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
-from typing import Any
 
 from diloco_deploy.cluster.members import Member, Status, counts_of
 
@@ -39,12 +38,8 @@ class Learner:
     """Shard that answers and knows it -> "alive", "stalled", "quarantined", "evicted" or "left"."""
     away_at: tuple[str, ...] = ()
     """Shards that answer, and where it has no lease."""
-    inner_step: int = 0
-    tokens: int = 0
-    unit: str = "tokens"
-    """What it counts as tokens: "tokens" or "samples"."""
-    loss: float | None = None
-    step_time_s: float = 0.0
+    said: Status = field(default_factory=dict)
+    """The entry in the status of the shard that heard of it last: that one knows best how far it is."""
     staleness: int | None = None
     """Of its last accepted contribution, in versions: the worst of all shards."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -55,6 +50,29 @@ class Learner:
     @property
     def is_here(self) -> bool:
         return self.state in HERE
+
+    @property
+    def inner_step(self) -> int:
+        return int(self.said.get("inner_step") or 0)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.said.get("tokens") or 0)
+
+    @property
+    def unit(self) -> str:
+        """What it counts as tokens: "tokens" or "samples"."""
+        return "samples" if self.said.get("unit") == "samples" else "tokens"
+
+    @property
+    def loss(self) -> float | None:
+        """Of its last report. None: it has not said, or it is no number."""
+        loss = self.said.get("loss")
+        return float(loss) if loss is not None and isfinite(float(loss)) else None
+
+    @property
+    def step_time_s(self) -> float:
+        return float(self.said.get("step_time_s") or 0.0)
 
     @property
     def tokens_per_s(self) -> float:
@@ -126,7 +144,7 @@ def forget_most(learners: dict[str, Learner]) -> int:
     return len(gone)
 
 
-def _state_at(said: Mapping[str, Any]) -> str:
+def _state_at(said: Status) -> str:
     """What one shard says of a learner, in one word."""
     state = str(said["state"])
     return "quarantined" if said.get("quarantine") and state in WITH_LEASE else state
@@ -144,14 +162,10 @@ def _standing(at: Mapping[str, str], answering: Iterable[str]) -> tuple[str, tup
     return worst or ("partly" if without else "training"), without
 
 
-def _add(learner: Learner, said: Mapping[str, Any], told_at: float) -> None:
+def _add(learner: Learner, said: Status, told_at: float) -> None:
     heard_at = told_at - float(said.get("silent_s") or 0.0)
-    if heard_at >= learner.heard_at:  # the shard that heard of it last knows best how far it is
-        learner.heard_at = heard_at
-        learner.inner_step, learner.tokens = int(said.get("inner_step") or 0), int(said.get("tokens") or 0)
-        learner.unit = "samples" if said.get("unit") == "samples" else "tokens"
-        loss = float("nan") if said.get("loss") is None else float(said["loss"])
-        learner.loss, learner.step_time_s = loss if isfinite(loss) else None, float(said.get("step_time_s") or 0.0)
+    if heard_at >= learner.heard_at:
+        learner.heard_at, learner.said = heard_at, said
     staleness = said.get("staleness")
     if staleness is not None:
         learner.staleness = max(int(staleness), learner.staleness or 0)
