@@ -97,9 +97,9 @@ class Process:
     """Of a learner: it waits for `go`."""
 
     def __init__(self, plan: LearnerPlan, shard: str, folder: Path, life: int) -> None:
-        self._steps = folder / f"{plan.name}.{life}"
+        self._steps, self._errors = folder / f"{plan.name}.{life}", folder / f"{plan.name}.{life}.err"
         words = [plan.name, shard, plan.step_s, NOISE, FRAGMENTS, PARAMS, TOKENS, f"{plan.name} {life}"]
-        with self._steps.open("w") as out, (folder / f"{plan.name}.{life}.err").open("w") as errors:
+        with self._steps.open("w") as out, self._errors.open("w") as errors:
             self._child = subprocess.Popen(
                 [sys.executable, "-c", WORKER, *map(str, words)], stdin=subprocess.PIPE, stdout=out, stderr=errors
             )  # fmt: skip
@@ -117,6 +117,9 @@ class Process:
         self._child.stdin.flush()
 
     def kill(self) -> None:
+        """When the plan says so, or at the end. If it has ended by itself, the run is not the one of the plan."""
+        if self._child.returncode is None and (code := self._child.poll()) is not None:
+            print(f"{self._steps.name} ended by itself with {code}: {self._errors.read_text()[-500:]}", file=sys.stderr)
         self._child.kill()
         self._child.wait()
 

@@ -46,9 +46,6 @@ def _link(asked: Asked, choice: Choice) -> Iterator[Figure]:
     push, pull = BITS[choice.encodings.push], BITS[choice.encodings.pull]
     n, every, link = asked.params_moved, choice.every, asked.link
     wan, moves = "docs/wan.md", f"N{_more(asked)}"
-    fragment_s = formulas.round_trip_of_fragment(
-        asked.params, choice.fragments, push, pull, link.up, link.down, link.round_trip_s
-    )
     yield Figure(
         "a learner sends", formulas.rate(n, push, every, asked.step_s), "bit/s", f"{moves} x {push:g} bits / (H t)", wan
     )
@@ -57,8 +54,9 @@ def _link(asked: Asked, choice: Choice) -> Iterator[Figure]:
         f"{moves} x {pull:g} bits / (H t)", wan,
     )  # fmt: skip
     yield Figure(
-        "a fragment, there and back", fragment_s, "s", "N/P x push / up + N/P x pull / down + 2 round trips", wan
-    )
+        "a fragment, there and back", _fragment_s(asked, choice), "s",
+        "N/P x push / up + N/P x pull / down + 2 round trips", wan,
+    )  # fmt: skip
     yield Figure(
         'H with `sync.sync_every = "auto"`', auto_every(asked, choice), "", "what goes round in H steps, with room", wan
     )
@@ -74,19 +72,24 @@ def auto_every(asked: Asked, choice: Choice) -> int:
     """What a shard would come to if nothing is late, by its own rule. All shards share the link of a learner."""
     push, pull = BITS[choice.encodings.push], BITS[choice.encodings.pull]
     link, owned = asked.link, asked.params_moved / choice.shards
-    fragment_s = formulas.round_trip_of_fragment(
-        asked.params, choice.fragments, push, pull, link.up, link.down, link.round_trip_s
-    )
     merged_bytes = owned * (asked.learners * push + pull) / 8
     carries = carried(Measured(
         asked.step_s,
         push_s=asked.params_moved * push / link.up,
         pull_s=asked.params_moved * pull / link.down + choice.fragments / choice.shards * link.round_trip_s,
         shard_s=merged_bytes / formulas.BYTES_PER_S,
-        round_s=fragment_s,
+        round_s=_fragment_s(asked, choice),
     ))  # fmt: skip
     bounds = SyncSettings()
     return min(max(carries, bounds.sync_every_min), bounds.sync_every_max)
+
+
+def _fragment_s(asked: Asked, choice: Choice) -> float:
+    """Of one fragment on the link of a learner, there and back."""
+    push, pull, link = BITS[choice.encodings.push], BITS[choice.encodings.pull], asked.link
+    return formulas.round_trip_of_fragment(
+        asked.params, choice.fragments, push, pull, link.up, link.down, link.round_trip_s
+    )
 
 
 def _shard(asked: Asked, choice: Choice) -> Iterator[Figure]:
@@ -128,12 +131,8 @@ def _more(asked: Asked) -> str:
 
 def learner_figures(asked: Asked, choice: Choice) -> list[Figure]:
     """What the process of a learner holds, without an island. Imports torch."""
-    link, encodings = asked.link, choice.encodings
-    fragment_s = formulas.round_trip_of_fragment(
-        asked.params, choice.fragments, BITS[encodings.push], BITS[encodings.pull], link.up, link.down,
-        link.round_trip_s,
-    )  # fmt: skip
-    waits_s = fragment_s + OVERLAP * asked.step_s
+    encodings = choice.encodings
+    waits_s = _fragment_s(asked, choice) + OVERLAP * asked.step_s
     under_way = formulas.under_way(waits_s, choice.every, choice.fragments, asked.step_s)
     return process_figures(
         asked.params, encodings, choice.fragments, under_way, companions=asked.companions_every is not None
