@@ -59,8 +59,8 @@ ERRORS = tuple(_of(error) for error in all_kinds() if error is not DilocoError)
 WORDS = (
     Entry(
         "SHARD_AWAY", Kind.COMMAND,
-        "In `diloco status`: a shard does not answer, or most learners do not reach it. They train on. `--strict` "
-        "has the exit code.",
+        "In `diloco status`: a shard does not answer, or most learners do not reach it. They train on. With "
+        "`--strict` the exit code is 7.",
         "Start it again with its data folder.", "the log of the shard, and the way to it", exit_code=7,
     ),
     Entry(
