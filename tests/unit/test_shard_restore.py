@@ -26,7 +26,7 @@ class Life(Rig):
         outer = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
         super().__init__(epoch=epoch, sync={"sync_every": 1}, outer=outer, run=run)
         if restored is not None:
-            self.shard.versions.restore(KNOWN.shard.manifest, [restored])  # type: ignore[arg-type]
+            self.shard.restore(KNOWN.shard.manifest, [restored])  # type: ignore[arg-type]
 
     def come(self, name: str, held: tuple[int, int] | None = None, process_id: str = "process") -> None:
         """Join, listen, and take a step."""

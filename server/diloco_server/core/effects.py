@@ -34,8 +34,8 @@ class TellAll:
 class SeedFragment:
     """Compute version 0 from this payload.
 
-    Then take `Versions.seed_record`, make both durable, and hand the record to `Versions.seeded`. On failure call
-    `FragmentState.fail_seed`.
+    Then take `Shard.seed_record`, make both durable, and hand the record to `Shard.seeded`. On failure call
+    `Shard.fail_seed`.
     """
 
     fragment_id: int
@@ -46,7 +46,7 @@ class SeedFragment:
 class MergeRound:
     """Merge these contributions into the next version.
 
-    Then take `Versions.next_record` once, make both durable, and hand the same record to `Shard.committed`.
+    Then take `Shard.next_record` once, make both durable, and hand the same record to `Shard.committed`.
     """
 
     fragment_id: int

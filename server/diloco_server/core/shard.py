@@ -43,10 +43,10 @@ from diloco_common.wire.messages import (
     Tie,
     VersionId,
 )
-from diloco_server.core.arithmetic import Published
+from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.cadence import CadenceRule, every_h_steps
 from diloco_server.core.effects import Effect, Outbox
-from diloco_server.core.fragment import FragmentState, status_of
+from diloco_server.core.fragment import FragmentState, Restored, status_of
 from diloco_server.core.ledger import LearnerForgotten, LearnerGone, LearnerJoined, Ledger, SameLosses
 from diloco_server.core.membership import Likeness, Member, Membership, superseded
 from diloco_server.core.model import check_model
@@ -200,6 +200,29 @@ class Shard:
         return self.rounds.reject(member, header, refusal)
 
     # ------------------------------------------------------------ versions
+
+    def restore(self, manifest: Manifest, fragments: Sequence[Restored]) -> None:
+        """Go on from versions that were kept, before anybody joins."""
+        self.versions.restore(manifest, fragments)
+
+    def seed_record(self, fragment_id: int) -> Record:
+        """Of version 0, which is being made."""
+        return self.versions.seed_record(fragment_id)
+
+    def seeded(self, record: Record, values: Values, published: Published) -> None:
+        """Version 0 is durable with this record: announce it."""
+        self.versions.seeded(record, values, published)
+
+    def fail_seed(self, fragment_id: int) -> None:
+        """The seed could not be used: any learner may bring another one."""
+        self.fragments[fragment_id].fail_seed()
+
+    def next_record(self, fragment_id: int) -> Record:
+        """The record of the version that is being made. Call it once per version.
+
+        Learners may come and go until `committed` gets the same record back.
+        """
+        return self.versions.next_record(fragment_id)
 
     def committed(self, record: Record, published: Published, now: float) -> None:
         """The next version is durable with this record: announce it."""

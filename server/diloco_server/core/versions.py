@@ -138,10 +138,7 @@ class Versions:
         self._announce(state)
 
     def next_record(self, fragment_id: int) -> Record:
-        """The record of the version that is being made. Call it once per version.
-
-        Learners may come and go until `Shard.committed` gets the same record back.
-        """
+        """As `Shard.next_record`."""
         state = self.fragments[fragment_id]
         assert state.closed is not None
         return next_record(

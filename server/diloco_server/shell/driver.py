@@ -113,12 +113,12 @@ class EffectDriver:
 
         try:
             values, published = await self._shell.compute("seed", work)
-            record = self._shard.versions.seed_record(effect.fragment_id)
+            record = self._shard.seed_record(effect.fragment_id)
             await self._shell.keep(self._version(record, values, published))
         except Exception:
-            self._shard.fragments[effect.fragment_id].fail_seed()
+            self._shard.fail_seed(effect.fragment_id)
             raise
-        self._shard.versions.seeded(record, values, published)
+        self._shard.seeded(record, values, published)
         self._witness.announcing(self._shard.fragments[effect.fragment_id])
 
     async def _merge(self, effect: MergeRound) -> None:
@@ -138,7 +138,7 @@ class EffectDriver:
         async with self._shell.changing(effect):
             published, merged_s = await self._shell.compute("merge", work)
             self._witness.merged(merged_s)
-            record = self._shard.versions.next_record(effect.fragment_id)
+            record = self._shard.next_record(effect.fragment_id)
             await self._shell.keep(self._version(record, values, published))
         self._shard.committed(record, published, self._shell.clock())
         self._witness.announcing(state)
