@@ -118,6 +118,7 @@ def test_a_wheel_that_was_exchanged_is_refused(place: Place) -> None:
     assert place.installed == {}
 
 
+@pytest.mark.gate
 def test_in_the_index_of_torch_nothing_but_torch_is_looked_for(place: Place) -> None:
     """Not even what would have the right hash, nor what torch itself says that it needs."""
     built = place.publish("of-torch", "torch", "2.0", "helper")

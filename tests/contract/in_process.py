@@ -80,6 +80,10 @@ class LoopThread:
         self._loop.close()
 
 
+DRAIN_S = 0.5
+"""Learners of most tests do not step while their shard ends, so nothing of them would come."""
+
+
 @dataclass
 class Clock:
     """Time that passes when the test says so, in seconds."""
@@ -140,7 +144,7 @@ class InProcessShard:
         self._callers.clear()
         if self._running:
             self._running = False
-            await self.server.stop()
+            await self.server.stop(DRAIN_S)
 
     def break_streams(self) -> None:
         """End every control stream that is open now."""

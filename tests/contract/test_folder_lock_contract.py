@@ -54,7 +54,6 @@ def test_a_folder_that_a_hanging_write_may_still_land_in_stays_locked(tmp_path, 
 
 def test_a_shard_ends_quietly_while_its_disk_refuses(tmp_path, monkeypatch, caplog) -> None:
     """faults.md 7: what waits for the disk is not announced, and learners push it again to the next life."""
-    monkeypatch.setattr(server, "DRAIN_S", 0.05)
     monkeypatch.setattr(keeper, "RETRY_S", 0.02)
 
     def refuse(*_: object) -> int:
@@ -67,7 +66,7 @@ def test_a_shard_ends_quietly_while_its_disk_refuses(tmp_path, monkeypatch, capl
         shard.host.start(lambda: shard.host.keeper.keep(make_version(0), MANIFEST), "merge-0")
         jobs = list(shard.host._jobs)
         await until_async(lambda: shard.host.keeper.failing, "the disk to refuse")
-        await shard.stop()
+        await shard.stop(drain_s=0.05)
         await asyncio.wait(jobs, timeout=120)
 
     asyncio.run(run())

@@ -33,6 +33,7 @@ from diloco_common.wire import rpc
 from diloco_common.wire.addresses import bind_socket, in_use, parse_address, write_address
 from diloco_server.shell.access import LOOK_S, AccessFiles
 from diloco_server.shell.audit import AuditLog
+from diloco_server.shell.decisions import FOLDER
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.probes import Health, Probe
 from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit
@@ -79,8 +80,12 @@ class ShardServer:
         store, self._lock = open_store(
             settings, epoch_in_memory=1 + world.random.randrange(2**31), first_epoch=int(time.time())
         )
-        history = HistoryFile(settings.run.history, name) if settings.run.history else None
-        self.host = ShardHost(settings, store, world, metrics=metrics, log=Log(name), history=history, clock=clock)
+        folder = settings.run.history
+        self.host = ShardHost(
+            settings, store, world, metrics=metrics, log=Log(name), clock=clock,
+            history=HistoryFile(folder, name) if folder else None,
+            decisions=HistoryFile(folder / FOLDER, name) if folder else None,
+        )  # fmt: skip
         self.service = Service(self.host)
         self._http = HttpServer(
             settings.shard.http,
@@ -192,10 +197,10 @@ class ShardServer:
         await self._http.stop()
         await self._release()
 
-    async def stop(self) -> None:
-        """Drain and end. Repeating it is fine."""
+    async def stop(self, drain_s: float = DRAIN_S) -> None:
+        """Drain, for at most `drain_s` seconds, and end. Repeating it is fine."""
         self._health.set(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self.host.drain(DRAIN_S)
+        await self.host.drain(drain_s)
         for task in self._tasks:
             task.cancel()
         self.host.close()
