@@ -195,7 +195,7 @@ def read(path: Path) -> Described:
         tuple(_site(one) for one in sites),
         _failures(lines, failures) if failures else None,
         ShardPlan(
-            int(shards.get("count", 1)), shards.get("merge", 8 * ShardPlan.merge_bytes_s) / 8,
+            int(shards["count"]) if "count" in shards else None, shards.get("merge", 8 * ShardPlan.merge_bytes_s) / 8,
             shards.get("disk", math.inf) / 8, shards.get("restart_every", math.inf), shards.get("restart", 60.0),
         ),
         at, shards.get("price_hour", 0.0), prices.get("currency", ""), prices.get("date", ""),

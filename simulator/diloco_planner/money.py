@@ -44,5 +44,5 @@ def bill(described: Described, learners: Sequence[LearnerPlan], outcome: Outcome
         if site is not home:
             egress += one["sent_gb"] * (site.price_egress_gb + home.price_ingress_gb)
             egress += one["taken_gb"] * (home.price_egress_gb + site.price_ingress_gb)
-    shards = described.price_shard_hour * described.shards.count * outcome.hours
+    shards = described.price_shard_hour * (described.shards.count or 1) * outcome.hours
     return Bill(outcome.hours, chips, shards, egress, described.currency, described.date)

@@ -86,7 +86,8 @@ class LearnerPlan:
 class ShardPlan:
     """All machines of shards together."""
 
-    count: int = 1
+    count: int | None = None
+    """Each makes one version after the other. None: there are enough of them, so that none waits."""
     merge_bytes_s: float = 1.28e9
     """Of contributions, on one machine (docs/performance.md)."""
     disk_bytes_s: float = math.inf
@@ -162,11 +163,12 @@ class World:
         self._ticking = False
         self.done_at: float | None = None
         self.account = Account()
+        self._free = [0.0] * (shards.count or 0)  # when each machine of a shard is
         self.shard: Shard | None = seeded_shard(self.settings, self.manifest)
         self.learners = [Learner(self, plan, random.Random(f"{seed} {plan.name}")) for plan in learners]
         self._by_name = {learner.plan.name: learner for learner in self.learners}
         if shards.restart_every_s < math.inf:
-            self.after(self.chance.expovariate(shards.count / shards.restart_every_s), self._lose_shard)
+            self.after(self.chance.expovariate((shards.count or 1) / shards.restart_every_s), self._lose_shard)
 
     # ------------------------------------------------------------ time
 
@@ -227,9 +229,18 @@ class World:
                 case MergeRound():
                     read = len(effect.contributions) * self.headers.num_bytes + self.pull_bytes
                     seconds = read / self.plan.merge_bytes_s + 8.0 * self.elements / self.plan.disk_bytes_s
-                    self.after(seconds, partial(self._commit, shard, effect))
+                    self.at(self._merged_at(effect.fragment_id, seconds), partial(self._commit, shard, effect))
                 case _:
                     pass  # a fact: the ledger has it
+
+    def _merged_at(self, fragment_id: int, seconds: float) -> float:
+        """When a version is there that takes so long to make."""
+        if self.plan.count is None:
+            return self.now + seconds
+        machine = fragment_id % self.plan.count
+        begins = max(self.now, self._free[machine])
+        self._free[machine] = begins + seconds * self.stands_for
+        return begins + seconds
 
     def _tell(self, learner_id: str, generation: int, directive: Directive) -> None:
         learner = self._by_name[learner_id]
@@ -238,7 +249,7 @@ class World:
     def _commit(self, shard: Shard, merge: MergeRound) -> None:
         if shard is not self.shard:
             return  # it died before
-        shard.committed(shard.versions.next_record(merge.fragment_id), PUBLISHED, self.now)
+        shard.committed(shard.next_record(merge.fragment_id), PUBLISHED, self.now)
         if shard.done:
             self.done_at = self.now
         self.touched()
@@ -256,7 +267,7 @@ class World:
             for learner in self.learners:
                 learner.member = None
                 self.after(self.chance.random(), learner.join)
-            self.after(self.chance.expovariate(self.plan.count / self.plan.restart_every_s), self._lose_shard)
+            self.after(self.chance.expovariate((self.plan.count or 1) / self.plan.restart_every_s), self._lose_shard)
 
         self.after(self.plan.restart_s, back)
 

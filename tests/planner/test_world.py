@@ -96,3 +96,10 @@ def test_the_command_prints_what_it_promises(capsys: pytest.CaptureFixture[str])
 def test_a_learner_without_a_chip_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--chips", "3", "--learners", "8"]) == 2
     assert "ask for at most 3 learners [BAD_CONFIG]" in capsys.readouterr().err
+
+
+def test_a_machine_of_a_shard_merges_one_version_after_the_other() -> None:
+    """5 B parameters of 8 learners are 50 GB in 24 s: too much for one machine that merges 1.28 GB/s, not for two."""
+    enough, one, two = (ran(8, shards=ShardPlan(count)).rounds for count in (None, 1, 2))
+    assert two == pytest.approx(enough, rel=0.05)
+    assert one < 0.95 * two

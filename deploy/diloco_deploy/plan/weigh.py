@@ -143,7 +143,7 @@ def _ours(
         )
         egress += up * (site.price_egress_gb + home.price_ingress_gb)
         egress += down * (home.price_egress_gb + site.price_ingress_gb)
-    shards = task.described.price_shard_hour * task.described.shards.count * seconds / 3600
+    shards = task.described.price_shard_hour * (task.described.shards.count or 1) * seconds / 3600
     money = _chips(task, learners, seconds) + shards + egress
     return Way(
         name, goodput, _rate(learners) * goodput, seconds / 86_400, money, egress,
