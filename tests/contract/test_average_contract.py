@@ -32,7 +32,13 @@ def trained(learner, model: nn.Module, shards: list) -> None:
         return all(s.version >= 5 for shard in shards for s in shard.core.versions.of_model)
 
     until(stepped, "five versions of every fragment")
-    until(lambda: not any(s.computing for shard in shards for s in shard.core.fragments.values()), "no merge is open")
+    until(lambda: not any(is_under_way(learner, s) for shard in shards for s in shard.core.fragments.values()), "rest")
+
+
+def is_under_way(learner, state) -> bool:
+    """Whether another version will come without another step."""
+    taken = learner.core.fragments[state.fragment.fragment_id].contribution
+    return state.computing or (taken is not None and taken.round > state.version)
 
 
 def of_shards(shards: list, model: nn.Module, what: str) -> dict[str, Tensor]:

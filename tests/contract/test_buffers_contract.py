@@ -44,24 +44,24 @@ class Run:
 
     def __init__(self, shards: str, learner_id: str, shift: float = 0.0, **options: Any) -> None:
         self.model, self.shift = Net(), shift
-        self.generator = torch.Generator().manual_seed(len(learner_id))
+        self.generator = torch.Generator().manual_seed(ord(learner_id[0]))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         options = {"private": "queue", "wait_s": 20.0} | options
         self.learner: Learner = diloco_worker.join(shards, self.model, learner_id=learner_id, **options)
 
     def batch(self) -> Tensor:
-        return torch.randn(16, 4, generator=self.generator) + self.shift
+        return torch.randn(64, 4, generator=self.generator) + self.shift
 
     def step(self) -> None:
         self.model(self.batch()).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.learner.step(samples=16)
+        self.learner.step(samples=64)
 
 
 @pytest.fixture
 def shards(serve) -> list[Any]:
-    return [serve(settings_with(run={"tokens": 1600}, sync=EXACT, shard={"index": i, "count": 2})) for i in range(2)]
+    return [serve(settings_with(run={"tokens": 6400}, sync=EXACT, shard={"index": i, "count": 2})) for i in range(2)]
 
 
 def test_what_is_pulled_and_finished_with_loads_strictly_and_is_the_same_everywhere(shards, tmp_path) -> None:
