@@ -1,4 +1,4 @@
-"""A real local cluster beside a simulated one of the same plan: tokens, rounds, evictions, late contributions.
+"""A real local cluster beside a simulated one of the same plan: tokens, rounds, evictions, late contributions, bytes.
 
 Each learner is a process that steps by the clock, some slower than others. Learners are killed when the plan says so,
 and another process takes over when it says so; it has imported torch before. The planner draws the plan once, and is
@@ -65,6 +65,8 @@ class Result:
     rounds: float
     evictions: float
     late_share: float
+    pushed_mb: float
+    pulled_mb: float
 
 
 def plans(learners: int, seconds: float, seed: int) -> list[LearnerPlan]:
@@ -89,7 +91,7 @@ def simulated(learners: Sequence[LearnerPlan], seconds: float, seed: int, grace:
     found = world.run()
     return Result(
         found.tokens_trained, found.tokens_share_merged * found.tokens_trained, found.rounds, found.evictions,
-        found.late_share,
+        found.late_share, *(1e3 * sum(one[way] for one in found.learners) for way in ("sent_gb", "taken_gb")),
     )  # fmt: skip
 
 
@@ -154,6 +156,7 @@ def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) ->
         return Result(
             steps * TOKENS, status["tokens_merged"], status["rounds"], status["evictions"],
             status["late"] / max(1.0, status["late"] + status["rounds"] * status["participants_mean"]),
+            1e-6 * status["bytes_pushed"], 1e-6 * status["bytes_pulled"],
         )  # fmt: skip
 
 
@@ -180,7 +183,11 @@ def main() -> None:
     parser.add_argument("--grace", default="adaptive", help="a round stays open for so many seconds, or adaptive")
     asked = parser.parse_args()
     grace = asked.grace if asked.grace == "adaptive" else float(asked.grace)
-    print("| learners | seed | tokens trained | merged | rounds | evictions | late |\n" + "| --- " * 7 + "|")
+    print(
+        "| learners | seed | tokens trained | merged | rounds | evictions | late | MB up | MB down |\n"
+        + "| --- " * 9
+        + "|"
+    )
     for count in asked.learners:
         for seed in range(asked.seeds):
             learners = plans(count, asked.seconds, seed)
@@ -190,6 +197,8 @@ def main() -> None:
                 f"{there.tokens_merged:,.0f} ({here.tokens_merged / there.tokens_merged - 1:+.1%})",
                 f"{there.rounds:,} ({here.rounds / there.rounds - 1:+.1%})",
                 f"{there.evictions} ({here.evictions})", f"{there.late_share:.1%} ({here.late_share:.1%})",
+                f"{there.pushed_mb:.2f} ({here.pushed_mb / there.pushed_mb - 1:+.1%})",
+                f"{there.pulled_mb:.2f} ({here.pulled_mb / there.pulled_mb - 1:+.1%})",
             ]  # fmt: skip
             print(f"| {count} | {seed} | " + " | ".join(cells) + " |", flush=True)
 
