@@ -52,7 +52,7 @@ def test_every_invariant_holds_in_every_schedule(first: int) -> None:
 
 
 def test_every_invariant_holds_in_every_short_schedule() -> None:
-    """Fault 25: CI runs three hundred by the command, and `make simulate` ten thousand."""
+    """Fault 25: CI runs a hundred by the command, and `make simulate` ten thousand."""
     tally = run_seeds("short", range(CHUNK))
 
     assert not tally.failures, next(iter(tally.failures.values()))
