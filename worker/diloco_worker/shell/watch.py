@@ -17,12 +17,12 @@ Nobody notices `parameter.data.copy_(...)`. Other values go through other_values
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import cycle
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from diloco_common.errors import ModelChanged
 from diloco_worker.core import names
@@ -38,6 +38,7 @@ NAME_THEM = (
     "unfrozen at any time"
 )
 
+_Hook = Callable[[nn.Module, Any], None]
 AT_ONCE = 16
 """Parameters that a step looks at. With 500, that is each of them every 32nd step."""
 
@@ -71,18 +72,21 @@ class ModelWatch:
         self._slots = _Slots(chosen.model)
         self._turns = range(-(-len(self._by_name) // AT_ONCE))
         self._next = cycle(self._turns)
-        self._loaded = _Loaded()
-        self._handles: list[RemovableHandle] = [
-            module.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
+        self._loaded = False
+        self._hooks = [
+            _LoadHooks(module, self._was_loaded)
             for module in _that_own(shared | chosen.buffers.shared.keys() | chosen.ties.keys(), chosen.model)
         ]
+
+    def _was_loaded(self, module: nn.Module, incompatible_keys: object) -> None:
+        self._loaded = True
 
     def check(self) -> None:
         """At every step. Raises ModelChanged."""
         if self._beside is not None:
             self._beside.check()
         self._check(next(self._next))
-        if self._loaded.happened:
+        if self._loaded:
             raise ModelChanged(
                 f"load_state_dict has overwritten the model since it joined. {WHAT_TO_DO}. In the middle of a run, "
                 "`with learner.values(checkpoint):` has other values in the model for a while, and "
@@ -98,9 +102,8 @@ class ModelWatch:
 
     def end(self) -> None:
         """Leave nothing in the model. Repeating it is fine."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hooks in self._hooks:
+            hooks.ours = None
 
     def _check(self, turn: int) -> None:
         """In C, but for what has changed: this runs at every step."""
@@ -195,18 +198,21 @@ def _that_own(tensors: Collection[str], model: nn.Module) -> Collection[nn.Modul
     }.values()
 
 
-class _Loaded:
-    """A hook of `load_state_dict`, which calls those of submodules, too. It is inside the user's modules, so copies of
-    them, and pickles, get a new one."""
+class _LoadHooks(OrderedDict[int, _Hook]):
+    """The hooks of `load_state_dict` of one module, and ours, which copies and pickles of the module have not: whoever
+    loads them needs no learner, nor this package. Those of submodules are called, too."""
 
-    def __init__(self) -> None:
-        self.happened = False
+    def __init__(self, module: nn.Module, ours: _Hook) -> None:
+        super().__init__()
+        self._before = module._load_state_dict_post_hooks  # handles to those remove them from there
+        self.ours: _Hook | None = ours
+        module._load_state_dict_post_hooks = self
 
-    def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
-        self.happened = True
+    def values(self) -> list[_Hook]:  # type: ignore[override]
+        return [*self._before.values(), *super().values(), *([self.ours] if self.ours else [])]
 
-    def __reduce__(self) -> tuple[type[_Loaded], tuple[()]]:
-        return _Loaded, ()
+    def __reduce__(self) -> Any:
+        return OrderedDict([*self._before.items(), *self.items()]).__reduce__()
 
 
 _requires_grad_of = operator.attrgetter("requires_grad")
