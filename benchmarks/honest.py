@@ -216,10 +216,10 @@ class Learner(LearnerRig):
         run: Run = self._run  # type: ignore[assignment]
         row, now = run.row, run.clock.now
         begins = row.steps / 2
-        if self._index == 0 and row.frozen and not run.has_slept and now >= begins:
+        if self.index == 0 and row.frozen and not run.has_slept and now >= begins:
             run.has_slept = True
             self.after(row.frozen, super().step)
-        elif self._index == 0 and begins <= now < begins + row.cut_off:
+        elif self.index == 0 and begins <= now < begins + row.cut_off:
             _, tokens = run.inner.step(0, run.share_of)
             self.core.stepped(tokens)
             self.after(self._step_time(), self.step)

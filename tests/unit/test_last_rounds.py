@@ -8,7 +8,7 @@ from torch import nn
 
 from builders import make_settings
 from diloco_common.wire.messages import Collect, Outcome
-from diloco_server.core.rounds import LAST_S
+from diloco_server.core.membership import LAST_S, LAST_TRIES
 from lockstep import Lockstep
 from rig import TOKENS, Rig
 
@@ -145,3 +145,33 @@ def test_all_that_was_trained_is_merged_wherever_it_leaves(last_step: int, quoru
     merged = sum(shell.shard.membership.get("c").tokens_merged for shell in cluster.shards) / 2
     assert merged == 8 * last_step
     assert sum(f.version for f in leaver.of_model) - rounds <= 2, "one round of each fragment, for all"
+
+
+def test_it_gets_another_one_where_its_work_is_refused_and_not_for_ever() -> None:
+    rig = leaving("a", "b", steps=2)
+    for _ in range(LAST_TRIES):
+        assert rig.state.round is not None
+        assert rig.contribute("b", 2, 1e9, tokens=2 * TOKENS, steps=2).outcome is Outcome.REJECTED
+        rig.now += 1.0
+        rig.report("b", last_rounds=FRAGMENT_0)
+    assert rig.state.round is None
+
+
+def test_it_gets_another_one_where_its_lease_ended_meanwhile_and_its_work_with_it() -> None:
+    rig = leaving("a", "b")
+    rig.contribute("b", 2, tokens=3 * TOKENS, steps=3)
+    rig.silence("b", "a")
+    rig.contribute("a", 2, tokens=3 * TOKENS, steps=3)
+    assert rig.state.record.merged_versions == {"a": 2, "b": 1}
+    rig.join("b")
+    rig.report("b", last_rounds=FRAGMENT_0)
+    assert rig.state.round.missing == ["b"]
+
+
+def test_who_hands_over_is_not_taken_for_one_that_hangs() -> None:
+    rig = Rig(lease={"progress_timeout_s": 5.0}).started("a", "b")
+    for _ in range(10):
+        rig.now += 1.0
+        rig.step("a")
+        rig.report("b", last_rounds=NOTHING)
+    assert rig.members["b"].live

@@ -81,7 +81,7 @@ class DueFragments:
         others, and contributes to a later round. All are asked where a version would undo what they carry.
         """
         there = torch.ones(len(due), len(live), dtype=torch.bool)
-        leaving = [i for i, m in enumerate(live) if m.progress.last_rounds is not None]
+        leaving = [i for i, m in enumerate(live) if m.is_leaving]
         for i in leaving:
             there[:, i] = torch.tensor([live[i].takes_part(p) for p in due])
         found = there
@@ -187,7 +187,7 @@ class DueFragments:
 
     def _due_for_all(self, live: Sequence[Member], quorum: Quorum) -> set[int]:
         """Those that are due for the learners that stay. Idle ones have no say in it, as long as others contribute."""
-        staying = [m for m in live if m.progress.last_rounds is None]
+        staying = [m for m in live if not m.is_leaving]
         members, rows = [m for m in staying if not m.is_idle] or staying, _where(self._intervals != NEVER)
         if not members or not rows:
             return set()

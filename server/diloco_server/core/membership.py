@@ -29,6 +29,11 @@ NUMBER_S = 600.0
 """How long a number is kept for a learner that has not joined yet: it reads its data meanwhile, and makes its model."""
 REPLACED_MAX = 16
 """Processes of a learner id that are remembered as replaced."""
+LAST_S = 30.0
+"""So long a learner may stand still that leaves, and a round waits for it that was opened for its work. Machines get no
+more warning."""
+LAST_TRIES = 3
+"""A learner that leaves gets so many rounds for its work, where it is lost on its way."""
 SLOW_S = 1.0
 """A Join that was longer on its way made its process look younger than it is, until it says its age again."""
 
@@ -82,6 +87,8 @@ class Member:
     had_last: set[int] = field(default_factory=set)
     """Fragments of which it had the round that it asked for, as it leaves. Once each until it is merged there, whatever
     process it is by then: so nobody can drive rounds."""
+    last_tries: Counter[int] = field(default_factory=Counter)
+    """Fragment -> how many of those rounds there were: what it brings may be lost, or refused."""
     asked: int = 0
     contributed: int = 0
     merged: int = 0
@@ -116,6 +123,11 @@ class Member:
         rounds = self.idle_rounds if self.silent_rounds is None else self.silent_rounds
         return rounds < pace.IDLE_ROUNDS and self.state is State.ALIVE
 
+    @property
+    def is_leaving(self) -> bool:
+        """It hands over what it has trained, and steps no more."""
+        return self.progress.last_rounds is not None
+
     def takes_part(self, fragment_id: int) -> bool:
         """In rounds of this fragment. Who leaves does so only where it has work that nobody else has."""
         return self.progress.last_rounds is None or fragment_id in self.progress.last_rounds
@@ -129,7 +141,18 @@ class Member:
         wants = self.wants_last(fragment_id)
         if wants:
             self.had_last.add(fragment_id)
+            self.last_tries[fragment_id] += 1
         return wants
+
+    def lost_last(self, fragment_id: int) -> None:
+        """What it contributed is in no version: it may have that round once more, `LAST_TRIES` in all."""
+        if self.last_tries[fragment_id] < LAST_TRIES:
+            self.had_last.discard(fragment_id)
+
+    def trains_on(self, fragment_id: int) -> None:
+        """It was merged, and does not leave: next time it may have that round again."""
+        self.had_last.discard(fragment_id)
+        self.last_tries.pop(fragment_id, None)
 
     def missed_round(self) -> None:
         """A round closed without it."""
@@ -206,7 +229,7 @@ class Membership:
         if old is not None:
             member.asked, member.contributed, member.merged = old.asked, old.contributed, old.merged
             member.tokens_merged, member.missed = old.tokens_merged, old.missed
-            member.had_last = old.had_last
+            member.had_last, member.last_tries = old.had_last, old.last_tries
         self._members[learner_id] = member
         self._live = None
         return member
@@ -326,7 +349,7 @@ class Membership:
             silent_s, idle_s = now - member.last_heard, now - member.last_step_at
             if silent_s > lease_s:
                 self._evict(member, LeaseExpired.code)
-            elif timeout_s and idle_s > timeout_s:
+            elif timeout_s and idle_s > timeout_s + (LAST_S if member.is_leaving else 0.0):
                 self._evict(member, StalledError.code)
             else:
                 if idle_s > stalled_s:

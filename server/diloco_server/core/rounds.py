@@ -33,7 +33,7 @@ from diloco_server.core.ledger import (
     RoundOpened,
     VersionCommitted,
 )
-from diloco_server.core.membership import Member, Membership
+from diloco_server.core.membership import LAST_S, Member, Membership
 from diloco_server.core.parts import HalfContribution, Part, PartedPayload, is_part, whole_of
 from diloco_server.core.round import Contribution, Round, total_norm
 from diloco_server.core.trust.arrivals import Call
@@ -45,8 +45,6 @@ OVERDUE = 2
 """Times H."""
 SLACK = 0.1
 """Of a step."""
-LAST_S = 30.0
-"""So long a round waits for the learner that leaves and for whose work it was opened. Machines get no more warning."""
 
 
 ASKS_AT_ONCE = 1 << 13
@@ -204,6 +202,7 @@ class Rounds:
         """A contribution is not taken, so its learner gives the work back. The round does not wait for another one."""
         whole = whole_of(header)
         state.decline(member.learner_id, whole, answer)
+        member.lost_last(header.fragment_id)
         is_unclear = answer.code == ContributionConflict.code  # parts of two contributions: neither is a whole one
         collecting = state.round
         if (
@@ -279,6 +278,7 @@ class Rounds:
             fenced = collecting.lose(member.learner_id, self.quorum(collecting))
             if fenced is not None:
                 member.missed["FENCED"] += 1
+                member.lost_last(fenced.fragment_id)
                 self._drop(fenced)
             elif was_missing:
                 member.missed[code] += 1
@@ -401,8 +401,8 @@ class Rounds:
                 self._note_merged(member, contribution)
                 member.merged += 1
                 member.tokens_merged += counted
-                if member.progress.last_rounds is None:  # it stays
-                    member.had_last.discard(fragment_id)
+                if not member.is_leaving:
+                    member.trains_on(fragment_id)
         participants = len(closed.contributions)
         self.grace.to_publish.add(now - closed.closed_at)
         self._open_s.add(now - closed.opened_at)
@@ -456,7 +456,7 @@ class Rounds:
         self._outbox.note(RoundOpened(fragment_id, opened.round, len(live)))
         for member in live:
             member.asked += 1
-            if member.progress.last_rounds is not None and member.takes_last(fragment_id):
+            if member.is_leaving and member.takes_last(fragment_id):
                 opened.last_of.add(member.learner_id)
         self._outbox.tell_all(live, state.request())
 
