@@ -81,7 +81,7 @@ KEPT = {
     "count_open_pushes_for_ever": 6, "answer_refusals_as_if_taken": 6, "decode_onto_any_base": 15,
     "keep_one_answer_per_fragment": 112, "know_only_of_own_parts": 12, "drop_what_was_not_merged": 3,
     "skip_the_sync_of_names": 2, "announce_what_the_disk_refused": 1, "forget_values_that_were_never_sent": 4,
-    "keep_parts_of_who_is_gone": 6,
+    "keep_parts_of_who_is_gone": 6, "let_one_learner_take_all_places": 34,
 }  # fmt: skip
 """The seed that has found a mutant, where it is not the first of its row."""
 SLOW = {
