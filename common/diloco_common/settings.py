@@ -32,7 +32,7 @@ class RunSettings(Section):
     a worker says that of its model when it starts. Momentum that is averaged counts as part of the model."""
     history: Path | None = None
     """Folder in which every process records its history, as JSON lines; none: nothing is recorded. Shards also record
-    what they decide, for `diloco replay`: 10 kB/s each, and more with many learners."""
+    what they decide, for `diloco replay`: 38 kB/s each for three learners with steps of 0.12 s."""
 
 
 Extension = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:\w+$")]
