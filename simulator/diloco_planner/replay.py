@@ -55,9 +55,9 @@ def replay(folder: Path) -> list[Replayed]:
 
 
 def read(folder: Path) -> dict[str, list[list[Line]]]:
-    """Shard -> the lines of each of its processes. `folder`: `run.history`, or its decisions. Raises DataError."""
+    """Shard -> the lines of each of its processes. `folder`: `run.history`, or decisions in it. Raises DataError."""
     inner = folder / FOLDER
-    files = sorted((inner if inner.is_dir() else folder).glob("*.jsonl"))
+    files = [folder] if folder.is_file() else sorted((inner if inner.is_dir() else folder).glob("*.jsonl"))
     found = {path.stem: list(_lives(read_history(path))) for path in files}
     found = {name: lives for name, lives in found.items() if lives}
     if not found:
@@ -94,8 +94,9 @@ def decide_again(name: str, lines: Sequence[Line]) -> Replayed:
                 found.differs = f"line {number}, {line['what']}: {found.differs}"
                 break
     except (KeyError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise DataError(
-            f"{name}: its decisions cannot be read: {error!r}; replay with the release that recorded them"
+            f"{name}: its decisions cannot be read ({why}); replay with the release that recorded them"
         ) from error
     found.rounds, found.learners, found.seconds = core.shard.ledger.rounds, len(core.joined), core.seconds
     return found

@@ -51,6 +51,7 @@ def test_what_would_have_come_of_it(kept: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("kept", ["worker"], indirect=True)
 def test_a_difference_and_a_wrong_question_are_told(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = kept / "decisions/shard-0.jsonl"
+    assert main(["replay", str(file)]) == 0
     file.write_text(file.read_text().replace('"sync_every":24', '"sync_every":20', 1))
     assert main(["replay", str(kept)]) == 1
     said = capsys.readouterr().out
