@@ -8,8 +8,8 @@ from typing import Any
 from diloco_common.errors import NothingIntact
 from diloco_server.core.cadence import needed
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.membership import LAST_S
 from diloco_server.core.round import Round
-from diloco_server.core.rounds import LAST_S
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.service import Service
 from diloco_server.storage.store import FileStore, MemoryStore, Store
