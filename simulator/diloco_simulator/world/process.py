@@ -21,6 +21,7 @@ from contextvars import Context
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from diloco_common.ports import World
 
@@ -155,7 +156,8 @@ class Process:
         """As SIGKILL: nothing of it runs any more, not even what it would do at its end."""
         self.alive = self.frozen = False
         self._backlog.clear()
-        self._orphans = asyncio.all_tasks(self.loop)  # kept: a task that nobody holds runs its `finally` blocks
+        # Kept: a task that nobody holds runs its `finally` blocks.
+        self._orphans = {task for task in self.loop.tasks if not task.done()}
 
     def bury(self) -> None:
         """The schedule is over: what it was at is let go of, in silence."""
@@ -243,8 +245,10 @@ class VirtualLoop:
         self._process = process
         self._timeline = process.timeline
         self.get_debug = bool  # gives False, and no Python frame: it is asked at every handle
+        self.tasks: WeakSet[Task[Any]] = WeakSet()
+        """Those of this process: asyncio.all_tasks would look through those of all schedules so far."""
         self._as_loop: Any = self
-        self._tasks = 0
+        self._tasks_made = 0
 
     def time(self) -> float:
         return self._timeline.now
@@ -271,8 +275,10 @@ class VirtualLoop:
         return Future(loop=self._as_loop)
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Task[Any]:
-        self._tasks += 1
-        return VirtualTask(coro, number=self._tasks, loop=self._as_loop, name=name)
+        self._tasks_made += 1
+        task = VirtualTask(coro, number=self._tasks_made, loop=self._as_loop, name=name)
+        self.tasks.add(task)
+        return task
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> Future[T]:
         assert executor is not None
