@@ -138,6 +138,7 @@ check-format: $(INSTALLED)
 
 check-types: $(INSTALLED)
 	$(BIN)/mypy --strict
+	$(BIN)/mypy --strict benchmarks/*.py tools/*.py
 
 check-proto: $(PROTO_INSTALLED)
 	$(PROTO_VENV)/bin/python tools/protos.py --check

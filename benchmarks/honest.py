@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -253,7 +253,7 @@ class Run(LockstepRun):
         self.learners = {rig.learner_id: rig for rig in (Learner(self, i) for i in range(len(row.speeds)))}
         self.found.learners |= self.learners.keys()
 
-    def train(self) -> Run:
+    def train(self) -> Self:
         for i, learner in enumerate(self.learners.values()):
             starts_s = 1 + i / len(self.learners)
             if i == len(self.learners) - 1:

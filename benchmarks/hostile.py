@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -98,13 +98,13 @@ def ratchet(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
 def noise(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
     """Of ordinary length."""
     drawn = torch.randn(own.shape, generator=torch.Generator().manual_seed(int(1e6 * float(own.norm()))))
-    return drawn * (own.norm() / drawn.norm())
+    return drawn.mul_(own.norm() / drawn.norm())
 
 
 def one_way(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
     """The same direction for ever, of ordinary length."""
     drawn = torch.randn(own.shape, generator=torch.Generator().manual_seed(1))
-    return drawn * (own.norm() / drawn.norm())
+    return drawn.mul_(own.norm() / drawn.norm())
 
 
 def alie(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
@@ -212,7 +212,7 @@ class Liar(Honest):
             return
         run.truth[self.learner_id, header.fragment_id, header.round] = header.tokens
         memory = self._memories.setdefault(header.fragment_id, {})
-        others = [_values(c.payload) for i, c in there.items() if i not in run.liars]
+        others = [_values(cast(Payload, c.payload)) for i, c in there.items() if i not in run.liars]
         said = encode_payload(self._lie.values(_values(payload), others, memory), payload.header.encoding)
         header = replace(header, payload=said.header, tokens=self._lie.tokens * header.tokens)
         super()._arrive(rig, self._lie.claims(header), said)

@@ -321,7 +321,9 @@ class LightLearner:
         header = protobuf.pull_part(await call.read())
         assert isinstance(header, PullHeader)
         while (part := await call.read()) is not rpc.EOF:
-            self.bytes_pulled += len(protobuf.pull_part(part))
+            block = protobuf.pull_part(part)
+            assert not isinstance(block, PullHeader)
+            self.bytes_pulled += len(block)
         async with self._pulled_more:
             self._pulled[fragment_id] = header.version
             self._pulled_more.notify_all()

@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 
 from diloco_planner.chips import YEAR_S, Island
 from diloco_planner.report import WAYS
@@ -44,7 +45,7 @@ def draw(found: dict[int, dict[str, float]]) -> None:
     axes.grid(alpha=0.25)
     axes.legend(loc="lower left", frameon=False)
     hourly = 3600 / YEAR_S
-    top = axes.secondary_xaxis("top", functions=(lambda c: c * hourly, lambda r: r / hourly))
+    top = axes.secondary_xaxis("top", functions=(lambda c: np.multiply(c, hourly), lambda r: np.divide(r, hourly)))
     top.set_xlabel("interruptions per hour, at one per chip and year")
     figure.tight_layout()
     figure.savefig(DOCS / "images/planner.png", metadata={"Software": ""})

@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,7 +30,7 @@ from diloco_common.allocator import tune_allocator
 from diloco_common.codec import CHUNK_ELEMENTS_MAX, num_payload_bytes
 from diloco_common.settings import Settings
 from diloco_demo.data import load_corpus
-from diloco_demo.gpt import evaluate
+from diloco_demo.gpt import GPT, evaluate
 from diloco_lab import runner
 from diloco_lab.arms import Conditions, load_arm
 from diloco_lab.lockstep import LockstepRun, Outcome
@@ -101,13 +102,17 @@ def run(spec: Spec) -> dict[str, object]:
     task = BuiltIn(settings, corpus=corpus)
     curve: list[tuple[float, float]] = []
 
+    def loss_of(model: nn.Module, max_tokens: int = EVALUATION_TOKENS) -> float:
+        assert isinstance(model, GPT)
+        return evaluate(model, corpus.held_out, spec.context, max_tokens=max_tokens)
+
     def watch(progress: float, model: Callable[[], nn.Module]) -> None:
         if progress >= (len(curve) + 1) / CURVE_POINTS - 1e-9 and progress < 1:
-            loss = evaluate(model(), corpus.held_out, spec.context, max_tokens=CURVE_TOKENS)
+            loss = loss_of(model(), CURVE_TOKENS)
             curve.append((round(progress, 4), round(loss, 4)))
 
     began = time.perf_counter()
-    first = evaluate(task.model(), corpus.held_out, spec.context, max_tokens=EVALUATION_TOKENS)
+    first = loss_of(task.model())
     if spec.method == "decoupled":
         lockstep = LockstepRun(settings, task, Conditions(learners=spec.learners, shards=2))
         outcome = lockstep.run(lambda progress: watch(progress, lockstep.global_model))
@@ -116,7 +121,7 @@ def run(spec: Spec) -> dict[str, object]:
         reference = {"classic": classic_diloco, "data-parallel": data_parallel}[spec.method]
         model = reference(settings, task, spec.learners, lambda progress, model: watch(progress, lambda: model))
         outcome = Outcome(tokens_trained=spec.tokens)
-    final = evaluate(model, corpus.held_out, spec.context, max_tokens=EVALUATION_TOKENS)
+    final = loss_of(model)
     return {
         "eval_loss_first": round(first, 4), "eval_loss_final": round(final, 4), "curve": curve,
         "wall_s": round(time.perf_counter() - began, 1), **asdict(outcome),
@@ -228,13 +233,17 @@ def all_specs() -> list[Spec]:
     return list(dict.fromkeys([*shown, *lengths, *CURVES.values()]))
 
 
+def _filled(text: str, place: re.Match[str]) -> str:
+    return f"{place[1]}\n{text}\n\n{place[2]}"
+
+
 def rebuilt(page: str, results: Results) -> str:
     """The page with all of its tables."""
     texts = {name: table.render(results) for name, table in TABLES.items()} | {"protocol": protocol_table()}
     texts["arms"] = arms_table()
     for name, text in texts.items():
         mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        page = re.sub(mark, lambda m, text=text: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL)
+        page = re.sub(mark, partial(_filled, text), page, flags=re.DOTALL)
     return page
 
 

@@ -105,7 +105,7 @@ class Loop:
         for flat in self._flat:
             size = -(-flat.numel() // PARTS)
             start = self._number % PARTS * size
-            for part in flat[start : start + size].split(self._noise.numel()):
+            for part in torch.split(flat[start : start + size], self._noise.numel()):
                 part.add_(self._noise[: part.numel()])
 
     def add_once(self) -> float:
@@ -184,7 +184,7 @@ def time_snapshots() -> list[float]:
         seconds.append(time.perf_counter() - began)
         return taken
 
-    FragmentTensors.contribute = timed  # type: ignore[method-assign]
+    FragmentTensors.contribute = timed  # type: ignore[method-assign, assignment]
     return seconds
 
 

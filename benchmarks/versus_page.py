@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -181,12 +182,16 @@ def loss_at(r: Result, seconds: float) -> float:
     return next((float(loss) for at, loss in reversed(r["losses"]) if at <= seconds), float("nan"))
 
 
+def _filled(table: str, place: re.Match[str]) -> str:
+    return f"{place[1]}\n{table}\n\n{place[2]}"
+
+
 def write(results: Sequence[Result], longer: Sequence[Result]) -> None:
     """Put tables of what is there into the page, and draw the picture anew."""
     page = PAGE.read_text()
     for name, table in (tables(results) | {"longer": longer_table(longer)}).items():
         found = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        page = found.sub(lambda match, table=table: f"{match[1]}\n{table}\n\n{match[2]}", page)
+        page = found.sub(partial(_filled, table), page)
     PAGE.write_text(page)
     draw(results, PICTURE)
 
@@ -202,6 +207,7 @@ def draw(results: Sequence[Result], picture: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.lines import Line2D
 
     figure, panels = plt.subplots(
         len(CASES), len(LINKS), figsize=(11, 8.6), sharex=True, sharey=True, layout="constrained", squeeze=False
@@ -223,7 +229,7 @@ def draw(results: Sequence[Result], picture: Path) -> None:
     for row in panels:
         row[0].set_ylabel("held-out loss, nats per byte")
     there = {r["system"] for r in results}
-    lines = [plt.Line2D([], [], color=COLOURS[system], label=name) for system, name in NAMES.items() if system in there]
+    lines = [Line2D([], [], color=COLOURS[system], label=name) for system, name in NAMES.items() if system in there]
     figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
     figure.savefig(picture, dpi=110)
     plt.close(figure)

@@ -115,7 +115,13 @@ class SmallGpt(nn.Module):
         width = task.width
         self.bytes = nn.Embedding(256, width)
         self.places = nn.Embedding(task.context, width)
-        shape = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True, "bias": False}
+        shape: dict[str, Any] = {
+            "dropout": 0.0,
+            "activation": "gelu",
+            "batch_first": True,
+            "norm_first": True,
+            "bias": False,
+        }
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(width, task.heads, 4 * width, **shape) for _ in range(task.layers)
         )
@@ -134,15 +140,16 @@ class SmallGpt(nn.Module):
             x = layer(x, src_mask=self.mask, is_causal=True)
             if self._pace is not None:
                 left = FORWARD_SHARE + backward_share * (count - 1 - i) / count
-                x = _Paced.apply(x, self._pace, FORWARD_SHARE * (i + 1) / count, left)
+                x = _Paced.apply(x, self._pace, FORWARD_SHARE * (i + 1) / count, left)  # type: ignore[no-untyped-call]
         logits: Tensor = self.head(self.norm(x))
         return logits
 
     def quarters(self) -> list[nn.Module]:
         """The model in four modules of about the same size, for systems that want it so."""
-        ends = [[self.bytes, self.places], [], [], [self.norm, self.head]]
+        ends: list[list[nn.Module]] = [[self.bytes, self.places], [], [], [self.norm, self.head]]
         per = len(self.layers) // 4
-        return [nn.ModuleList([*self.layers[per * i : per * (i + 1)], *ends[i]]) for i in range(4)]
+        layers = list(self.layers)
+        return [nn.ModuleList([*layers[per * i : per * (i + 1)], *ends[i]]) for i in range(4)]
 
 
 def make_model(task: Task, pace: Pace | None = None) -> SmallGpt:

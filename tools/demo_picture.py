@@ -34,7 +34,8 @@ class Camera:
         self.svg = ""
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        share = snapshot.totals().tokens_merged / max(1, snapshot.totals().tokens_budget)
+        totals = snapshot.cluster.totals()
+        share = totals.tokens_merged / max(1, totals.tokens_budget)
         if share >= KILL_AT and not self._is_killed:
             self._is_killed = True
             victim = read_address(self._folder / "run" / f"{VICTIM}.json")
@@ -72,7 +73,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = load(None, {}, [*DEMO, f"cluster.folder={folder}"]).settings
         camera = Camera(Path(folder))
-        up.display_for = lambda _: camera
+        up.display_for = lambda console: camera  # type: ignore[attr-defined]
         up.bring_up(settings, Outputs())
     assert camera.svg, "the worker was not back before the run ended"
     draw(camera.svg, PICTURE)

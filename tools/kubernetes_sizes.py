@@ -29,6 +29,8 @@ ADAMW_BYTES = 16
 UNDER_WAY = 2
 KEEP = CheckpointSettings().keep
 SYNC = SyncSettings()
+assert SYNC.sync_every != "auto"
+SYNC_EVERY = SYNC.sync_every
 GIB = 2**30
 
 
@@ -73,7 +75,7 @@ def _shard(model: Model) -> Sequence[str]:
     peak = formulas.shard_memory(owned, math.ceil(held), WORKERS, BITS[SYNC.push], "nesterov", SYNC.pull)
     each = formulas.version_bytes("nesterov", SYNC.pull)
     disk, full = (formulas.shard_disk(owned, owned / held, each, kept) for kept in (0, KEEP))
-    writes = formulas.disk_rate(owned, each, SYNC.sync_every, STEP_S)
+    writes = formulas.disk_rate(owned, each, SYNC_EVERY, STEP_S)
     return (
         model.name, str(model.shards), str(model.fragments), units.size(peak), gibibytes(HEADROOM * peak),
         units.size(disk), units.size(full), gibibytes(HEADROOM * full), f"{units.size(writes)}/s",
@@ -102,7 +104,7 @@ def moved() -> str:
 
 def _bytes(model: Model) -> Sequence[str]:
     up, down = (num_payload_bytes(encoding, round(model.params)) for encoding in (SYNC.push, SYNC.pull))
-    rounds = MONTH_S / (SYNC.sync_every * STEP_S)
+    rounds = MONTH_S / (SYNC_EVERY * STEP_S)
     sums = (up * rounds, down * rounds, WORKERS * (up + down) * rounds)
     return (model.name, units.size(up), units.size(down), *map(terabytes, sums))
 

@@ -11,9 +11,10 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools"))
 
-from tools import site_pages, site_settings  # noqa: E402
+import site_pages  # noqa: E402
+import site_settings  # noqa: E402
 
 _log = logging.getLogger("mkdocs.hooks.site")
 _CONCEPTS = ROOT / "docs/concepts.md"

@@ -41,7 +41,7 @@ def glossary(concepts: str) -> dict[str, str]:
     rows = re.findall(r"^\| (?!word |-)(.+?) \| (.+) \|$", table, re.M)
     if not rows:
         raise ValueError("docs/concepts.md has no table of words under `## Words`")
-    found = {}
+    found: dict[str, str] = {}
     for words, text in rows:
         names = [re.sub(r"(?<=\w) [A-Z]$", "", name) for name in words.split(", ")]
         meanings = plain(text).split("; ")

@@ -98,7 +98,7 @@ def _shown(value: ast.expr | None) -> str:
         return _shown(value.args[0])
     if isinstance(value, ast.Constant):
         words = {"None": "none", "": "empty", "True": "`true`", "False": "`false`"}
-        return words.get(str(value.value), f"`{value.value}`")
+        return words.get(str(value.value), f"`{value.value!s}`")
     return f"`{ast.unparse(value)}`".replace(" ** ", "^")
 
 

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools"))
 
-from tools.lock import PYTHONS, pins_in  # noqa: E402
+from lock import PYTHONS, pins_in  # noqa: E402
 
 LIMIT_S = 1800
 """Of one step. At a load of 40 on two cores, sources took 1,017 s to be installed and to train."""
@@ -65,7 +65,7 @@ def built(folder: Path) -> list[Path]:
 def tried(python: str, file: Path, constraints: Path, place: Path) -> bool:
     """Print what came of it; whether all went well."""
     own = place / "environment/bin"
-    pip = [own / "python", "-m", "pip", "--disable-pip-version-check"]
+    pip: list[str | Path] = [own / "python", "-m", "pip", "--disable-pip-version-check"]
     index = os.environ.get("TORCH_INDEX")
     torch = f"torch=={pins_of('torch')['torch']}"
     steps: list[list[str | Path]] = [
