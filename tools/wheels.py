@@ -1,8 +1,8 @@
 """Builds what is published: the sources, the wheel for any machine, and a wheel with prebuilt kernels for each of two.
 
-`make wheels` runs it. A platform wheel is the wheel for any machine and one file more, the library of C kernels for
-that machine (`diloco_common.codec.library`). zig compiles it, for glibc 2.17 on, whatever machine this is. pip takes
-the platform wheel where it fits. Elsewhere torch does their work, until they are built there.
+`make wheels` runs it. A platform wheel is the wheel for any machine and the libraries of C kernels for that machine
+(`diloco_common.codec.library`). zig compiles them, for glibc 2.17 on, whatever machine this is. pip takes the platform
+wheel where it fits. Elsewhere torch does their work, until they are built there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from diloco_common.codec import library
@@ -25,18 +25,17 @@ MADE = (1980, 1, 1, 0, 0, 0)
 """When a library was made, as archives say it: the same each time, so equal sources make equal wheels."""
 
 
-def compile_library(zig: Path, machine: str, path: Path) -> None:
+def compile_library(zig: Path, machine: str, instructions: library.InstructionSet, path: Path) -> None:
     """The kernels for a machine of `library.PORTABLE`. `zig`: a Python with ziglang. Raises CalledProcessError."""
-    march = library.PORTABLE[machine][0]
     target = f"{machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
     # zig knows machines by the names of their features; the oldest ARM machine is its default.
-    cpu = [march.replace("x86-64-", "x86_64_")] if machine == "x86_64" else []
+    cpu = [flag.replace("x86-64-", "x86_64_") for flag in instructions.flags] if machine == "x86_64" else []
     command = [zig, "-m", "ziglang", "cc", "-target", target, *cpu, *library.FLAGS, "-s"]
     subprocess.run([*map(str, command), "-o", str(path), *map(str, library.sources()), "-lm"], check=True)
 
 
-def platform_wheel(pure: Path, machine: str, compiled: Path, folder: Path) -> Path:
-    """The wheel `pure` with a compiled library and the tag of its machine."""
+def platform_wheel(pure: Path, machine: str, compiled: Mapping[str, bytes], folder: Path) -> Path:
+    """The wheel `pure` with compiled libraries, by the names of their files, and the tag of their machine."""
     tag = f"py3-none-manylinux_{GLIBC[0]}_{GLIBC[1]}_{machine}"
     into = folder / pure.name.replace("py3-none-any", tag)
     with zipfile.ZipFile(pure) as old, zipfile.ZipFile(into, "w", zipfile.ZIP_DEFLATED) as new:
@@ -45,10 +44,11 @@ def platform_wheel(pure: Path, machine: str, compiled: Path, folder: Path) -> Pa
         wheel = record.replace("RECORD", "WHEEL")
         told = files[wheel][1].decode().replace("Tag: py3-none-any", f"Tag: {tag}")
         files[wheel] = files[wheel][0], told.replace("Root-Is-Purelib: true", "Root-Is-Purelib: false").encode()
-        inside = zipfile.ZipInfo(f"diloco_common/codec/kernels/{library.built_name(machine)}", MADE)
-        inside.external_attr, inside.compress_type = 0o100644 << 16, zipfile.ZIP_DEFLATED
         record_info = files.pop(record)[0]
-        files[inside.filename] = inside, compiled.read_bytes()
+        for name, content in compiled.items():
+            inside = zipfile.ZipInfo(f"diloco_common/codec/kernels/{name}", MADE)
+            inside.external_attr, inside.compress_type = 0o100644 << 16, zipfile.ZIP_DEFLATED
+            files[inside.filename] = inside, content
         for info, content in files.values():
             new.writestr(info, content)
         new.writestr(record_info, _record({name: content for name, (_, content) in files.items()}.items(), record))
@@ -74,9 +74,12 @@ def main() -> None:
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, str(ROOT)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         (pure,) = Path(folder).glob("*.whl")
-        for machine in library.PORTABLE:
-            compiled = Path(folder, f"{machine}.so")
-            compile_library(args.zig, machine, compiled)
+        for machine, sets in library.PORTABLE.items():
+            compiled = {}
+            for one in sets:
+                path = Path(folder, library.built_name(one))
+                compile_library(args.zig, machine, one, path)
+                compiled[path.name] = path.read_bytes()
             platform_wheel(pure, machine, compiled, Path(folder))
         for made in sorted(Path(folder).glob("*-*.*")):
             print(made.replace(args.out / made.name))

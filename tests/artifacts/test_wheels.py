@@ -20,21 +20,28 @@ QEMU, ITS_LIBRARIES = shutil.which("qemu-aarch64"), Path("/usr/aarch64-linux-gnu
 
 
 @pytest.fixture(scope="module")
-def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library for other machines like this one, as this machine's compiler makes it."""
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Those for other machines like this one, as this machine's compiler makes them: the best first."""
     if MACHINE not in library.PORTABLE or not (compiler := shutil.which("cc")):
         pytest.skip("this machine has no C compiler, or nobody builds wheels for it")
-    path = tmp_path_factory.mktemp("prebuilt") / "kernels.so"
-    march = library.PORTABLE[MACHINE][0]
-    subprocess.run([compiler, march, *library.FLAGS, "-o", path, *library.sources(), "-lm"], check=True)
-    return path
+    folder = tmp_path_factory.mktemp("prebuilt")
+    for one in library.PORTABLE[MACHINE]:
+        library.compile_here(compiler, one, folder / library.built_name(one))
+    return [folder / library.built_name(one) for one in library.PORTABLE[MACHINE]]
 
 
 @pytest.fixture(scope="module")
-def installed(pure: Path, prebuilt: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prebuilt(libraries: list[Path]) -> Path:
+    """The best that this CPU can run."""
+    runs = library.find()
+    return next(path for path in libraries if isinstance(runs, Path) and path.name == runs.name)
+
+
+@pytest.fixture(scope="module")
+def installed(pure: Path, libraries: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with nothing but the platform wheel, as pip installs it."""
     folder = tmp_path_factory.mktemp("installed")
-    wheel = platform_wheel(pure, MACHINE, prebuilt, folder)
+    wheel = platform_wheel(pure, MACHINE, {path.name: path.read_bytes() for path in libraries}, folder)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", folder / "all", wheel], check=True)
     return folder / "all"
@@ -55,10 +62,10 @@ def without_library(installed: Path, folder: Path) -> Path:
     return copy
 
 
-def test_what_is_installed_from_a_platform_wheel_needs_no_compiler(installed: Path, tmp_path: Path) -> None:
+def test_what_is_installed_from_a_platform_wheel_needs_no_compiler(installed, prebuilt, tmp_path) -> None:
     ask = ("-m", "diloco_common.codec")
     found = python(*ask, variables={"PYTHONPATH": str(installed)}, folder=tmp_path)
-    inside = installed / "diloco_common/codec/kernels" / library.built_name(MACHINE)
+    inside = installed / "diloco_common/codec/kernels" / prebuilt.name
     assert found.stdout == f"native kernels: {inside}\n", found.stderr
 
     bare = python(*ask, variables={"PYTHONPATH": str(without_library(installed, tmp_path))}, folder=tmp_path)
@@ -79,15 +86,14 @@ def test_what_comes_prebuilt_makes_the_bytes_that_torch_makes(installed, reposit
     assert "skipped" not in ran.stdout
 
 
-def test_the_platform_wheel_is_the_other_one_and_a_library(pure: Path, prebuilt: Path, tmp_path: Path) -> None:
-    wheel = platform_wheel(pure, MACHINE, prebuilt, tmp_path)
+def test_the_platform_wheel_is_the_other_one_and_libraries(pure: Path, tmp_path: Path) -> None:
+    wheel = platform_wheel(pure, MACHINE, {"one.so": b"1", "other.so": b"2"}, tmp_path)
     assert wheel.name.endswith(f"-py3-none-manylinux_2_17_{MACHINE}.whl")
     with zipfile.ZipFile(pure) as without, zipfile.ZipFile(wheel) as archive:
         told = archive.read(next(name for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))).decode()
         assert f"Tag: py3-none-manylinux_2_17_{MACHINE}" in told.splitlines()
-        assert set(archive.namelist()) - set(without.namelist()) == {
-            f"diloco_common/codec/kernels/{library.built_name(MACHINE)}"
-        }
+        added = set(archive.namelist()) - set(without.namelist())
+        assert added == {"diloco_common/codec/kernels/one.so", "diloco_common/codec/kernels/other.so"}
 
 
 # ------------------------------------------------------------------ other machines
@@ -113,20 +119,29 @@ def test_what_compares_kernels_calls_them_as_they_are(prebuilt: Path, repository
     assert len(set(hashes([], program, prebuilt).splitlines())) == 21
 
 
+def test_all_that_this_cpu_can_run_make_the_same_bytes(libraries, prebuilt, repository, tmp_path) -> None:
+    program = tmp_path / "program"
+    source = repository / "tests/artifacts/run_kernels.c"
+    subprocess.run(["cc", "-O1", "-o", program, source, "-ldl", "-lm"], check=True)
+    runs = libraries[libraries.index(prebuilt) :]
+    assert len({hashes([], program, one) for one in runs}) == 1
+
+
 @pytest.mark.skipif(QEMU is None or not ITS_LIBRARIES.exists(), reason="needs qemu-user and libc6-arm64-cross")
 def test_the_kernels_for_aarch64_make_the_same_bytes(zig, prebuilt, repository, tmp_path) -> None:
     source = repository / "tests/artifacts/run_kernels.c"
     here, there, for_arm = tmp_path / "here", tmp_path / "there", tmp_path / "arm.so"
     subprocess.run(["cc", "-O1", "-o", here, source, "-ldl", "-lm"], check=True)
     subprocess.run([zig, "-m", "ziglang", "cc", "-target", "aarch64-linux-gnu.2.17", "-o", there, source], check=True)
-    compile_library(zig, "aarch64", for_arm)
+    compile_library(zig, "aarch64", library.PORTABLE["aarch64"][0], for_arm)
     assert hashes([QEMU, "-L", ITS_LIBRARIES], there, for_arm) == hashes([], here, prebuilt)
 
 
 def test_the_kernels_that_zig_makes_for_this_machine_make_the_same_bytes(zig, prebuilt, repository, tmp_path) -> None:
-    program, compiled = tmp_path / "program", tmp_path / "zig.so"
+    program = tmp_path / "program"
     subprocess.run(
         ["cc", "-O1", "-o", program, repository / "tests/artifacts/run_kernels.c", "-ldl", "-lm"], check=True
     )
-    compile_library(zig, MACHINE, compiled)
-    assert hashes([], program, compiled) == hashes([], program, prebuilt)
+    for one in library.PORTABLE[MACHINE]:
+        compile_library(zig, MACHINE, one, tmp_path / library.built_name(one))
+    assert hashes([], program, tmp_path / prebuilt.name) == hashes([], program, prebuilt)

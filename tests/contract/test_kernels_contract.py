@@ -45,7 +45,9 @@ def test_they_are_built_once_and_stale_ones_go(sources: Path, monkeypatch: pytes
     assert kernels is not None
     assert kernels.path == built
     assert native.origin() == "prebuilt"
-    assert list(sources.glob("*.so")) == [built]
+    assert kernels.path.name == library.built_name(library._fitting()[0])
+    names = {library.built_name(one) for one in library.PORTABLE[library.platform.machine()]}
+    assert {path.name for path in sources.glob("*.so")} == names
 
 
 @pytest.mark.parametrize(
@@ -71,8 +73,18 @@ def test_a_cpu_that_lacks_their_instructions_leaves_them_alone(monkeypatch: pyte
     assert torch_does_it()
 
 
+def test_a_cpu_without_avx512_takes_the_library_for_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(built := library.build(), str) or library.platform.machine() != "x86_64":
+        pytest.skip(str(built))
+    monkeypatch.setattr(library, "_cpu", lambda: f"flags : {library.AVX2}")
+    kernels = native.kernels()
+    assert kernels is not None
+    assert kernels.path.name == library.built_name(library.PORTABLE["x86_64"][1])
+
+
 def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(sources: Path) -> None:
     """As one for another libc, or on a file system that forbids programs."""
-    (sources / library.built_name(library.platform.machine())).write_bytes(b"not a library")
+    for one in library._fitting():
+        (sources / library.built_name(one)).write_bytes(b"not a library")
     assert "cannot be loaded" in str(native.find())
     assert torch_does_it()

@@ -1,8 +1,8 @@
-"""The library of C kernels (kernels/*.c): built once, and looked for beside its sources.
+"""The libraries of C kernels (kernels/*.c): built once, and looked for beside their sources.
 
-A platform wheel brings it. Elsewhere `python -m diloco_common.codec --build` makes it: `make install` does so in
-a checkout, the Dockerfile in an image. It is for all machines of one instruction set, and used where the CPU has that.
-Its name has the hash of sources, compiler flags and instruction set. So a stale one is never found.
+A platform wheel brings them. Elsewhere `python -m diloco_common.codec --build` makes them: `make install` does so in
+a checkout, the Dockerfile in an image. There is one for each instruction set of this kind of machine, and the best that
+the CPU has is used. A name has the hash of sources, compiler flags and instruction set, so a stale one is never found.
 """
 
 from __future__ import annotations
@@ -13,52 +13,77 @@ import platform
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCES = Path(__file__).with_name("kernels")
 """The folder of the sources, and of the library."""
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-PORTABLE = {"x86_64": ("-march=x86-64-v3", "abm avx2 bmi1 bmi2 f16c fma movbe"), "aarch64": ("-march=armv8-a", "asimd")}
-"""Machine -> the instruction set of its library, and the flags in /proc/cpuinfo of a CPU that has it."""
+
+
+class InstructionSet(NamedTuple):
+    flags: tuple[str, ...]
+    """For the compiler."""
+    needs: str
+    """The flags in /proc/cpuinfo of a CPU that has it."""
+
+
+AVX2 = "abm avx2 bmi1 bmi2 f16c fma movbe"
+AVX512 = f"{AVX2} avx512bw avx512cd avx512dq avx512f avx512vl"
+PORTABLE = {
+    "x86_64": (
+        InstructionSet(("-march=x86-64-v4", "-mprefer-vector-width=512"), AVX512),
+        InstructionSet(("-march=x86-64-v3",), AVX2),
+    ),
+    "aarch64": (InstructionSet(("-march=armv8-a",), "asimd"),),
+}
+"""Machine -> those that have a library, the best first."""
 BUILD = "python -m diloco_common.codec --build"
 COMPILE_S = 60.0
 
 
 def find() -> Path | str:
-    """The library, or the reason why there is none."""
+    """The best library for this CPU, or the reason why there is none."""
     if os.environ.get("DILOCO_NATIVE", "1") == "0":
         return "DILOCO_NATIVE is 0"
-    if not _fits():
+    if not (fitting := _fitting()):
         return f"there are no kernels for this CPU ({platform.machine()})"
-    path = SOURCES / built_name(platform.machine())
-    return path if path.exists() else f"they have not been built: `{BUILD}` does, where there is a C compiler"
+    paths = [SOURCES / built_name(one) for one in fitting]
+    built = f"they have not been built: `{BUILD}` does, where there is a C compiler"
+    return next((path for path in paths if path.exists()), built)
 
 
 def build() -> Path | str:
-    """Compile the library of this machine, or say why not. Those of other sources go."""
-    if not _fits():
+    """Compile all libraries for machines like this one, or say why not. Those of other sources go."""
+    if not _fitting():
         return f"there are no kernels for this CPU ({platform.machine()})"
-    path, compiler = SOURCES / built_name(platform.machine()), os.environ.get("CC", "cc")
-    march = PORTABLE[platform.machine()][0]
+    compiler, made = os.environ.get("CC", "cc"), set[Path]()
     try:
-        with tempfile.TemporaryDirectory(dir=SOURCES) as folder:
-            made = Path(folder, path.name)
-            command = [compiler, march, *FLAGS, "-o", str(made), *map(str, sources()), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-            made.replace(path)  # in one step, so a process that starts at the same time never reads half of it
+        for one in PORTABLE[platform.machine()]:
+            path = SOURCES / built_name(one)
+            with tempfile.TemporaryDirectory(dir=SOURCES) as folder:
+                compile_here(compiler, one, Path(folder, path.name))
+                Path(folder, path.name).replace(path)  # in one step: nobody who starts meanwhile reads half of it
+            made.add(path)
     except FileNotFoundError:
         return f"there is no C compiler ({compiler})"
     except subprocess.SubprocessError as error:
         return f"the C compiler failed: {error}"
     except OSError as error:
         return f"{SOURCES} cannot be written to: {error}"
-    for stale in set(SOURCES.glob("kernels-*.so")) - {path}:
+    for stale in set(SOURCES.glob("kernels-*.so")) - made:
         stale.unlink(missing_ok=True)
-    return path
+    return find()
 
 
-def built_name(machine: str) -> str:
-    """The file of the library for a machine of PORTABLE."""
-    digest = hashlib.sha256(" ".join((*FLAGS, PORTABLE[machine][0])).encode())
+def compile_here(compiler: str, one: InstructionSet, path: Path) -> None:
+    """Make a library with this machine's compiler. Raises OSError and SubprocessError."""
+    command = [compiler, *one.flags, *FLAGS, "-o", str(path), *map(str, sources()), "-lm"]
+    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+
+
+def built_name(one: InstructionSet) -> str:
+    """The file of its library."""
+    digest = hashlib.sha256(" ".join((*FLAGS, *one.flags)).encode())
     for path in sorted(SOURCES.glob("*.[ch]")):
         digest.update(path.name.encode() + path.read_bytes())
     return f"kernels-{digest.hexdigest()[:16]}.so"
@@ -69,10 +94,10 @@ def sources() -> list[Path]:
     return sorted(SOURCES.glob("*.c"))
 
 
-def _fits() -> bool:
-    """Whether this CPU can run the library of its machine."""
-    march, needed = PORTABLE.get(platform.machine(), ("", ""))
-    return bool(march) and set(needed.split()) <= set(_cpu().split())
+def _fitting() -> list[InstructionSet]:
+    """Those that this CPU has, the best first."""
+    has = set(_cpu().split())
+    return [one for one in PORTABLE.get(platform.machine(), ()) if set(one.needs.split()) <= has]
 
 
 def _cpu() -> str:
