@@ -17,7 +17,7 @@ from diloco_simulator.cluster import Result, ScheduleFailed, run_schedule
 from diloco_simulator.options import FAMILIES
 
 CHUNK = 25
-"""Schedules of a process: their garbage fits into memory, and hardly slows asyncio, which keeps all tasks in one set."""
+"""Schedules of a process: their garbage fits into memory, and hardly slows asyncio, which has all tasks in one set."""
 
 
 @dataclass

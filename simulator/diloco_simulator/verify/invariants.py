@@ -16,7 +16,6 @@ from torch import Tensor
 from diloco_common.errors import ContributionConflict
 from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.fragment import FragmentState
-from diloco_server.core.membership import LAST_S
 from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Round
 from diloco_simulator.world import wire
@@ -71,17 +70,14 @@ def rounds_are_bounded(state: FragmentState, collecting: Round, max_learners: in
 
 
 def nobody_delays_a_round_beyond_its_grace(
-    state: FragmentState, collecting: Round, quorum: Quorum, waited_s: float, grace_s: float
+    state: FragmentState, collecting: Round, quorum: Quorum, waited_s: float, at_most_s: float
 ) -> None:
-    """P6: while it has its quorum, a round waits for the grace window and no longer, whoever is silent; only for who
-    leaves, and for whose work it was opened, it waits for as long as such a learner has.
+    """P6: while it has its quorum, a round waits for `at_most_s` and no longer, whoever is silent.
 
-    `waited_s`: since it had it first. `grace_s`: the window, and until somebody looks.
+    `waited_s`: since it had it first.
     """
-    if collecting.last_of.intersection(collecting.missing):
-        grace_s += LAST_S
     enough = max(1, needed(quorum, len(collecting.asked)))
-    if waited_s > grace_s and len(collecting.contributions) >= enough:
+    if waited_s > at_most_s and len(collecting.contributions) >= enough:
         raise Violation(
             "nobody_delays_a_round_beyond_its_grace",
             f"{_where(state)}: round {collecting.round} waits {waited_s:.2f} s for {collecting.missing}",
