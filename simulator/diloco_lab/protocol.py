@@ -4,6 +4,7 @@
     tune_versions = 40            # horizon of the trials; without it, every horizon is tuned for itself
     tune_seeds = 1                # counted from 1000 on
     report_seeds = 10             # counted from 0 on
+    edges = "refuse"              # a best value at the edge of its axis; or "report" it, as a doubt
     [versions]                    # horizons, by the number of learners
     4 = [40, 160]
     8 = [160]
@@ -27,10 +28,11 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from diloco_common.errors import ConfigError
 from diloco_common.settings import Section
 from diloco_lab.arms import Arm, make_arm, read_toml, validated
 from diloco_lab.report import Gap, gap, selecting
@@ -65,13 +67,16 @@ def neighbours(axes: Axes, point: Point, axis: int) -> list[Point]:
     ]
 
 
+AT_EDGE = "lies at the edge of its axis"
+
+
 def doubts(axes: Axes, tried: Mapping[Point, float]) -> list[str]:
     """Why the best of a search may be no optimum, in words; none: it is one."""
     best = min(tried, key=lambda point: (tried[point], point))
     said = []
     for axis, (setting, values) in enumerate(axes.items()):
         if len(values) > 1 and not _are_names(values) and best[axis] in (0, len(values) - 1):
-            said.append(f"{setting} = {values[best[axis]]} lies at the edge of its axis")
+            said.append(f"{setting} = {values[best[axis]]} {AT_EDGE}")
         elif any(point not in tried for point in neighbours(axes, best, axis)):
             said.append(f"not all neighbours of {setting} = {values[best[axis]]} were tried")
     return said
@@ -110,6 +115,8 @@ class Protocol(Section):
     tune_versions: int | None = Field(default=None, ge=1)
     tune_seeds: int = Field(default=1, ge=1)
     report_seeds: int = Field(ge=1)
+    edges: Literal["refuse", "report"] = "refuse"
+    """What is done with a best value at the edge of its axis: a better one may lie beyond."""
     versions: dict[int, tuple[int, ...]] = Field(default={4: (160,)}, min_length=1)
     """Horizons, by the number of learners."""
     base: Tables = Field(default_factory=dict)
@@ -161,7 +168,10 @@ def load_protocol(path: Path) -> Protocol:
 
 
 def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell], dict[str, Line]]]:
-    """Tune, then report. Gives what there is after every number of learners."""
+    """Tune, then report. Gives what there is after every number of learners.
+
+    Raises ConfigError: a best value lies at the edge of its axis.
+    """
     cells: list[Cell] = []
     lines: dict[str, Line] = {}
     for learners, horizons in protocol.versions.items():
@@ -169,9 +179,24 @@ def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell],
             tuned = _tune(protocol, learners, protocol.tune_versions or versions, run_all)
             arms = {name: protocol.arm(name, learners, versions, found.values) for name, found in tuned.items()}
             cells.append(Cell(learners, versions, tuned, arms))
+        if protocol.edges == "refuse" and (found := _at_edges(cells)):
+            raise ConfigError(
+                f"{'; '.join(found)}. A better value may lie beyond: add some there, and give the command again "
+                'with the same --out, which keeps what was run. edges = "report" goes on, and says so on the page'
+            )
         mine = [arm for cell in cells if cell.learners == learners for arm in cell.arms.values()]
         lines |= run_all(mine, range(protocol.report_seeds))
         yield cells, lines
+
+
+def _at_edges(cells: Sequence[Cell]) -> list[str]:
+    return [
+        f"{name}, {cell.learners} learners, {cell.versions} versions: {doubt}"
+        for cell in cells
+        for name, tuned in cell.tuned.items()
+        for doubt in tuned.doubts
+        if doubt.endswith(AT_EDGE)
+    ]
 
 
 def carried_out(protocol: Protocol, lines: Mapping[str, Line]) -> tuple[list[Cell], dict[str, Line]]:

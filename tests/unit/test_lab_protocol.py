@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from diloco_common.errors import ConfigError
 from diloco_lab.arms import Arm
 from diloco_lab.protocol import (
     FIRST_TUNE_SEED,
@@ -93,6 +94,20 @@ def test_arms_are_tuned_alike_and_reported_on_other_seeds_in_pairs() -> None:
     assert "| 2 | 40 |" in text
     assert "+2.00 % (+2.00 to +2.00) | 2 | 1 of 3, 0 of 3" in text
     assert "lies at the edge" not in text
+
+
+def test_a_best_value_at_the_edge_ends_it_before_the_report_unless_edges_are_reported() -> None:
+    axes = {"train.lr": [2e-3, 4e-3, 8e-3]}
+    ours = PROTOCOL.arms["ours"].model_copy(update={"axes": axes})
+    cut = PROTOCOL.model_copy(update={"arms": {**PROTOCOL.arms, "ours": ours}})
+    runs = FakeRuns()
+    with pytest.raises(
+        ConfigError, match=r"ours, 2 learners, 10 versions: train.lr = 0.002 lies at the edge.*; ours, 2"
+    ):
+        list(carry_out(cut, runs))
+    assert min(runs.seeds["ours"]) == FIRST_TUNE_SEED
+    *_, (cells, lines) = carry_out(cut.model_copy(update={"edges": "report"}), FakeRuns())
+    assert "| train.lr = 0.002 lies at the edge of its axis |" in page(cells, lines)
 
 
 @pytest.mark.parametrize("path", ["sync.sync_every", "train.batch", "model.context"])
