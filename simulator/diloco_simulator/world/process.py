@@ -276,7 +276,7 @@ class VirtualLoop:
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Task[Any]:
         self._tasks_made += 1
-        task = VirtualTask(coro, number=self._tasks_made, loop=self._as_loop, name=name)
+        task: Task[Any] = VirtualTask(coro, number=self._tasks_made, loop=self._as_loop, name=name)
         self.tasks.add(task)
         return task
 
