@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from versus_task import WAIT_S, Task, Training
 
@@ -121,7 +120,9 @@ def work_torchft(task: Task, rank: int) -> None:
         torch.optim.SGD(part.parameters(), lr=task.outer_lr, momentum=task.outer_momentum, nesterov=True)
         for part in fragments
     ]
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, 0, is_master=True, wait_for_workers=False
+    )
 
     def load(state: dict) -> None:  # type: ignore[type-arg]
         model.load_state_dict(state["model"])

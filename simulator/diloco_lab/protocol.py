@@ -10,8 +10,11 @@
     8 = [160]
     [base.train]                  # settings of all arms
     batch = 4
+    [arms.ours]
+    closed = ["train.warmup"]     # axes that nothing lies beyond
     [arms.ours.axes]              # what is tuned, and the values; the search begins in the middle
     "train.muon_lr" = [2.5e-3, 5e-3, 1e-2]
+    "train.warmup" = [0, 0.1, 0.2]
     [arms.parallel.settings.lab]  # settings of one arm
     method = "data-parallel"
 
@@ -70,12 +73,13 @@ def neighbours(axes: Axes, point: Point, axis: int) -> list[Point]:
 AT_EDGE = "lies at the edge of its axis"
 
 
-def doubts(axes: Axes, tried: Mapping[Point, float]) -> list[str]:
-    """Why the best of a search may be no optimum, in words; none: it is one."""
+def doubts(axes: Axes, tried: Mapping[Point, float], closed: Sequence[str] = ()) -> list[str]:
+    """Why the best of a search may be no optimum; none: it is one. `closed`: axes that nothing lies beyond."""
     best = min(tried, key=lambda point: (tried[point], point))
     said = []
     for axis, (setting, values) in enumerate(axes.items()):
-        if len(values) > 1 and not _are_names(values) and best[axis] in (0, len(values) - 1):
+        at_edge = len(values) > 1 and not _are_names(values) and best[axis] in (0, len(values) - 1)
+        if at_edge and setting not in closed:
             said.append(f"{setting} = {values[best[axis]]} {AT_EDGE}")
         elif any(point not in tried for point in neighbours(axes, best, axis)):
             said.append(f"not all neighbours of {setting} = {values[best[axis]]} were tried")
@@ -83,7 +87,7 @@ def doubts(axes: Axes, tried: Mapping[Point, float]) -> list[str]:
 
 
 def _are_names(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, str) for value in values)
+    return any(isinstance(value, str | bool) for value in values)
 
 
 FIRST_TUNE_SEED = 1000
@@ -99,6 +103,8 @@ class ProtocolArm(Section):
 
     settings: Tables = Field(default_factory=dict)
     axes: dict[str, tuple[Any, ...]] = Field(min_length=1)
+    closed: tuple[str, ...] = ()
+    """Axes that nothing lies beyond, such as from 0 to 1."""
 
     @model_validator(mode="after")
     def _has_the_budget_of_its_rivals(self) -> Self:
@@ -203,6 +209,7 @@ def carried_out(protocol: Protocol, lines: Mapping[str, Line]) -> tuple[list[Cel
     """What of it is in these results, without running anything: the numbers of learners that are tuned to the end,
     and of their reports what there is."""
     found: tuple[list[Cell], dict[str, Line]] = [], {}
+    protocol = protocol.model_copy(update={"edges": "report"})
     with suppress(_NotRunError):
         for found in carry_out(protocol, partial(_recorded, lines)):  # noqa: B007 the last one counts
             pass
@@ -244,7 +251,7 @@ def _tune(protocol: Protocol, learners: int, versions: int, run_all: RunAll) -> 
     return {
         name: Tuned(
             protocol.values(name, min(of, key=lambda point: (of[point], point))), len(of), diverged[name],
-            doubts(protocol.arms[name].axes, of),
+            doubts(protocol.arms[name].axes, of, protocol.arms[name].closed),
         )
         for name, of in tried.items()
     }  # fmt: skip

@@ -8,14 +8,13 @@ from typing import Any
 from diloco_common.errors import NothingIntact
 from diloco_server.core.cadence import needed
 from diloco_server.core.fragment import FragmentState
-from diloco_server.core.membership import LAST_S
 from diloco_server.core.round import Round
-from diloco_server.core.rounds import SLACK
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.service import Service
 from diloco_server.storage.store import FileStore, MemoryStore, Store
 from diloco_server.storage.version_file import Origin
 from diloco_simulator.verify import invariants
+from diloco_simulator.verify.waits import Waits
 from diloco_simulator.world.disk import Crashed, ShardDisk
 from diloco_simulator.world.process import Process
 from diloco_simulator.world.stage import QuietLog, Silence, Stage
@@ -39,8 +38,7 @@ class ShardProcess:
         self.process = Process(
             cluster.timeline, self.name, cluster.seed_of(self.name), self._takes_s, stutters=options.stutters / 10
         )
-        self._grace_s_max = 0.0
-        self._step_s_max: dict[str, float] = {}
+        self._waits = Waits()
         self._can_since: dict[tuple[Any, ...], float] = {}
         """What a round can do, and since when."""
         self._before_freeze: list[tuple[str, int, float]] = []
@@ -144,26 +142,11 @@ class ShardProcess:
             invariants.halves_are_bounded(state, collecting)
             invariants.contributions_are_whole(state, collecting)
             if collecting.quorum_at is not None:
-                waits_s = self._waits_s(host, state, collecting)
+                waits_s = self._waits.of(host.shard, state, collecting)
                 invariants.nobody_delays_a_round_beyond_its_grace(
                     state, collecting, host.shard.rounds.quorum(collecting), now - collecting.quorum_at,
                     waits_s + self._options.tick_s,
                 )  # fmt: skip
-
-    def _waits_s(self, host: ShardHost, state: FragmentState, collecting: Round) -> float:
-        """For so long a round waits at most once it has its quorum: for the grace window; for whose last work it was
-        opened, as long as that has; for who is overdue here, once, until its next step is over."""
-        self._grace_s_max = max(self._grace_s_max, host.shard.rounds.grace_s())
-        waits_s = self._grace_s_max + (LAST_S if collecting.last_of.intersection(collecting.missing) else 0.0)
-        for learner_id in collecting.missing:
-            member = host.shard.membership.get(learner_id)
-            if member is None or member.trail is None:
-                continue
-            self._step_s_max[learner_id] = max(self._step_s_max.get(learner_id, 0.0), member.trail.step_s)
-            waits_in, _ = member.waited_for.get(state.fragment.fragment_id, (0, 0))
-            if waits_in == collecting.round:
-                waits_s = max(waits_s, (1 + 2 * SLACK) * self._step_s_max[learner_id])
-        return waits_s
 
     def _can(self, host: ShardHost, state: FragmentState, collecting: Round) -> Iterator[tuple[tuple[Any, ...], float]]:
         """What an open round can do, with all that it goes by; and within which time it has to be done."""
@@ -175,7 +158,7 @@ class ShardProcess:
         if not expected:
             yield (*name, "nobody is expected any more", *sorted(held)), soon_s
         elif len(held) >= max(1, needed(host.shard.rounds.quorum(collecting), len(collecting.asked))):
-            yield (*name, "it has its quorum"), self._waits_s(host, state, collecting) + soon_s
+            yield (*name, "it has its quorum"), self._waits.of(host.shard, state, collecting) + soon_s
         else:
             for i in live.keys() - expected - held.keys():
                 if host.shard.trust.quarantine.holds(i):

@@ -82,6 +82,20 @@ def test_a_cpu_without_avx512_takes_the_library_for_avx2(monkeypatch: pytest.Mon
     assert kernels.path.name == library.built_name(library.PORTABLE["x86_64"][1])
 
 
+def test_a_compiler_that_does_not_know_avx512_builds_the_library_for_avx2(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shutil.which("cc") or library.platform.machine() != "x86_64":
+        pytest.skip("needs a C compiler for x86_64")
+    old = tmp_path / "old-cc"
+    old.write_text('#!/bin/sh\ncase "$*" in *x86-64-v4*) exit 1;; esac\nexec cc "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CC", str(old))
+    built = library.build()
+    assert isinstance(built, Path), built
+    assert list(sources.glob("*.so")) == [built] == [sources / library.built_name(library.PORTABLE["x86_64"][1])]
+
+
 def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(sources: Path) -> None:
     """As one for another libc, or on a file system that forbids programs."""
     for one in library._fitting():

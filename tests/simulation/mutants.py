@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco_common.errors import NotFinite, Refusal, Superseded
 from diloco_common.wire.messages import Progress, PushAnswer, VersionId
+from diloco_server.core import rounds
 from diloco_server.core.admission import DUPLICATE
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound
@@ -143,6 +144,9 @@ def take_every_seed(original: Any, self: Rounds, member: Any, header: Any) -> An
 def wait_for_all(original: Any, self: Any, quorum: Any, waits_until: Any, now: Any) -> Any:
     """The grace window never ends."""
     return original(self, quorum, float("inf"), now)
+
+
+MUTANTS["wait_for_the_overdue_in_every_round"] = rounds, "OVERDUE", lambda steps: 0
 
 
 @breaks(Round, "lose")

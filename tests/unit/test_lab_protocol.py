@@ -53,6 +53,13 @@ def test_an_edge_and_a_spent_budget_are_no_optimum(losses: Any, trials: int, dou
     assert doubt in "; ".join(doubts(AXES, tried))
 
 
+def test_no_edge_is_that_of_a_closed_axis_or_of_what_has_no_order() -> None:
+    axes = {"train.warmup": (0.0, 0.1), "train.average_momentum": (False, True)}
+    tried = {(0, 0): 1.0, (1, 0): 2.0, (0, 1): 2.0}
+    assert doubts(axes, tried) == ["train.warmup = 0.0 lies at the edge of its axis"]
+    assert doubts(axes, tried, closed=["train.warmup"]) == []
+
+
 PROTOCOL = Protocol.model_validate({
     "trials": 4, "tune_seeds": 2, "report_seeds": 3, "versions": {"2": [10, 40]},
     "arms": {

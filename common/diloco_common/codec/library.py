@@ -48,28 +48,33 @@ def find() -> Path | str:
     if not (fitting := _fitting()):
         return f"there are no kernels for this CPU ({platform.machine()})"
     paths = [SOURCES / built_name(one) for one in fitting]
-    built = f"they have not been built: `{BUILD}` does, where there is a C compiler"
-    return next((path for path in paths if path.exists()), built)
+    why = f"they have not been built: `{BUILD}` does, where there is a C compiler"
+    return next((path for path in paths if path.exists()), why)
 
 
 def build() -> Path | str:
-    """Compile all libraries for machines like this one, or say why not. Those of other sources go."""
+    """Compile all libraries for machines like this one that this compiler can, or say why not. Those of other sources
+    go."""
     if not _fitting():
         return f"there are no kernels for this CPU ({platform.machine()})"
-    compiler, made = os.environ.get("CC", "cc"), set[Path]()
+    compiler, made, failed = os.environ.get("CC", "cc"), set[Path](), ""
     try:
         for one in PORTABLE[platform.machine()]:
             path = SOURCES / built_name(one)
             with tempfile.TemporaryDirectory(dir=SOURCES) as folder:
-                compile_here(compiler, one, Path(folder, path.name))
+                try:
+                    compile_here(compiler, one, Path(folder, path.name))
+                except subprocess.SubprocessError as error:  # it is too old for this instruction set
+                    failed = f"the C compiler failed: {error}"
+                    continue
                 Path(folder, path.name).replace(path)  # in one step: nobody who starts meanwhile reads half of it
             made.add(path)
     except FileNotFoundError:
         return f"there is no C compiler ({compiler})"
-    except subprocess.SubprocessError as error:
-        return f"the C compiler failed: {error}"
     except OSError as error:
         return f"{SOURCES} cannot be written to: {error}"
+    if not made:
+        return failed
     for stale in set(SOURCES.glob("kernels-*.so")) - made:
         stale.unlink(missing_ok=True)
     return find()

@@ -84,6 +84,15 @@ def nobody_delays_a_round_beyond_its_grace(
         )
 
 
+def nobody_is_waited_for_again_and_again(state: FragmentState, learner_id: str, steps: int, at_least: int) -> None:
+    """P6: who is overdue holds up a round once in so many of its inner steps."""
+    if steps < at_least:
+        raise Violation(
+            "nobody_is_waited_for_again_and_again",
+            f"{_where(state)}: {learner_id} is waited for again after {steps} steps, not {at_least}",
+        )
+
+
 def no_round_stands_still(state: FragmentState, why: str, waited_s: float, at_most_s: float) -> None:
     """P6: a round that can go on does so: where nobody is expected any more it closes or is given up, with its quorum
     it closes after the grace window, and without it others are asked after a lease. `waited_s`: since it could."""
