@@ -25,6 +25,7 @@ def read_all(queue: EventQueue) -> list[Event]:
 
 
 ONE, TWO, STOPPED = arrived(1), arrived(2), Stopped(0)
+OF_NEXT_EPOCH = Arrived(0, 2, 8, torch.zeros(1), 0)
 BEFORE = Answered(REFUSED.fragment_id, REFUSED.round, PushAnswer(Outcome.ACCEPTED), REFUSED.tokens)
 
 
@@ -33,12 +34,17 @@ BEFORE = Answered(REFUSED.fragment_id, REFUSED.round, PushAnswer(Outcome.ACCEPTE
     [
         ([STOPPED, ONE, FAILED], None, [FAILED, STOPPED, ONE]),
         ([BEFORE, REFUSED], None, [REFUSED]),  # of one contribution the newest answer
+        ([ONE, STOPPED, TWO], None, [TWO, STOPPED]),  # however quick rounds are, a slow reader comes to it
+        ([ONE, STOPPED, OF_NEXT_EPOCH], None, [STOPPED, OF_NEXT_EPOCH]),
         ([ONE, STOPPED], [], [ONE, STOPPED]),
         ([ONE, STOPPED], [FAILED], [FAILED, ONE, STOPPED]),
         ([ONE], [TWO], [TWO]),
     ],
-    ids=["in their order, failed first", "newest of its kind", "put back: next", "but after failed", "unless newer"],
-)
+    ids=[
+        "in their order, failed first", "newest of its kind", "in its place", "not of another epoch", "put back: next",
+        "but after failed", "unless newer",
+    ],
+)  # fmt: skip
 def test_events_are_read_in_their_order(put: list[Event], later: list[Event] | None, read: list[Event]) -> None:
     """`later`: the first one was read, these came, and then it was put back."""
     queue = EventQueue()

@@ -115,12 +115,26 @@ class EventQueue:
         return iter(self._events.values())
 
     def put(self, event: Event) -> None:
-        """Append an event; it replaces an older one of its kind that was not read yet. `Failed` goes first."""
-        self._events.pop(key := _key(event), None)
+        """Append an event; it replaces an older one of its kind that was not read yet. `Failed` goes first.
+
+        A version takes the place of the one before it. Else a reader that applies few at a time would never come to a
+        fragment whose rounds are quick.
+        """
+        key = _key(event)
+        if self._goes_on(self._events.get(key), event):
+            self._events[key] = event
+            return
+        self._events.pop(key, None)
         if isinstance(event, Failed):
             self._events = {key: event} | self._events
         else:
             self._events[key] = event
+
+    def _goes_on(self, before: Event | None, event: Event) -> bool:
+        """Whether it is the next version of the same epoch; it overtakes no `Joined`."""
+        if not isinstance(event, Arrived) or not isinstance(before, Arrived) or event.epoch != before.epoch:
+            return False
+        return not any(isinstance(one, Joined) for one in self._events.values())
 
     def pop(self) -> Event | None:
         """The oldest one; None: there is none."""
