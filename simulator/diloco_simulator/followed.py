@@ -127,8 +127,11 @@ class Followed(ABC):
         """Its end is that of the process."""
 
     async def leave(self) -> None:
+        """As the network thread does before it ends."""
+        while (wait_s := self._handed_over - self.stage.timeline.now) > 0:  # all that was posted is performed
+            await asyncio.sleep(wait_s)
         await self.learner.connections.leave(SETTLE_S)
-        if self._running is not None:  # as the network thread does before it ends
+        if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
         self.learner.close()
