@@ -128,8 +128,7 @@ class Followed(ABC):
 
     async def leave(self) -> None:
         """As the network thread does before it ends."""
-        while (wait_s := self._handed_over - self.stage.timeline.now) > 0:  # all that was posted is performed
-            await asyncio.sleep(wait_s)
+        await asyncio.sleep(max(0.0, self._handed_over - self.stage.timeline.now))  # all that was posted is performed
         await self.learner.connections.leave(SETTLE_S)
         if self._running is not None:
             self._running.cancel()
@@ -158,8 +157,8 @@ class Followed(ABC):
         An answer waits behind versions that came before it, while their fragments are read or applying takes long.
         Steps count from when it was taken out of the inbox, or got lost there.
         """
-        core = self.learner.core
-        held = (fragment.contribution for fragment in core.fragments.values()) if core is not None else ()
+        fragments = self.learner.core.fragments if self.learner.core is not None else {}
+        held = (fragment.contribution for fragment in fragments.values())
         unread = {(e.fragment_id, e.round, e.tokens) for e in self.learner._inbox.unread() if isinstance(e, Answered)}
         self._refused = {
             c: self._refused.get(c, 0) + 1
@@ -167,7 +166,7 @@ class Followed(ABC):
             if c is not None and c.pushes.is_refused and (c.fragment_id, c.round, c.tokens) not in unread
         }
         for contribution, steps in self._refused.items():
-            invariants.refusals_are_heard(self._name, contribution.fragment_id, steps)
+            invariants.refusals_are_heard(self._name, contribution.fragment_id, steps, len(fragments))
 
     def _account(self, fragment: LearnerFragment) -> Account:
         fragment_id = fragment.fragment.fragment_id

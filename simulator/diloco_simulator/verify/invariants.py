@@ -41,7 +41,9 @@ NORM_CAP = 2.02
 
 
 HEARD_STEPS = 4
-"""From the answer to a rank of an island until all ranks have taken it in."""
+"""From the answer to a rank of an island until all ranks have taken it in,"""
+WORDS = 4
+"""and a step more for so many fragments: a frame of a rank has room for two refusals, or ten other words."""
 
 
 class Violation(Exception):
@@ -288,10 +290,10 @@ def checkpoints_count_what_they_hold(process: str, saved: tuple[int, int], taken
         raise Violation("checkpoints_count_what_they_hold", f"{process}: {saved} of {taken}")
 
 
-def refusals_are_heard(process: str, fragment_id: int, steps: int) -> None:
+def refusals_are_heard(process: str, fragment_id: int, steps: int, fragments: int) -> None:
     """What was refused is not pushed again, so its work goes into the next contribution: within a few steps of
-    `process`, of which `steps` have ended since it took the answer out of its inbox."""
-    if steps > HEARD_STEPS:
+    `process`, of which `steps` have ended since it took the answer out of its inbox. `fragments`: their number."""
+    if steps > HEARD_STEPS + fragments // WORDS:
         raise Violation("refusals_are_heard", f"{process} fragment {fragment_id}: refused {steps} steps ago")
 
 
