@@ -48,7 +48,7 @@ def test_one_version_per_step_is_applied_whatever_the_budget_and_a_newer_one_rep
         found.append(rig.versions)
         if number == 0:
             rig.arrives(1, 2, 30.0)
-    assert found == [[1, 0, 0], [1, 0, 1], [1, 2, 1]]
+    assert found == [[1, 0, 0], [1, 2, 0], [1, 2, 1]], "in the place of the older one"
 
 
 @pytest.mark.usefixtures("no_time")
