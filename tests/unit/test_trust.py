@@ -12,6 +12,7 @@ import torch
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_server.core.ledger import LearnerQuarantined
+from diloco_server.core.trust.conduct import OUTLIERS
 from diloco_server.core.trust.lengths import AGAIN, CROWD, FAR, SETTLED, START_OF_SEED, STRAIGHT, Lengths, Way
 from rig import TOKENS, Rig
 
@@ -280,6 +281,14 @@ def test_the_first_of_all_cannot_be_longer_than_the_model_while_others_are_here(
     assert lengths.judge(fragment(0), "a", Way(0.99 * most, H), {"a": 24, "b": 0}, seed_norm, H).most == 0.0
     assert lengths.judge(fragment(0), "a", Way(1.01 * most, H), {"a": 24, "b": 0}, seed_norm, H).most
     assert lengths.judge(fragment(0), "a", Way(1.01 * most, H), {"a": 24}, seed_norm, H).most is None, "it is alone"
+
+
+def test_beside_one_that_is_left_out_a_learner_is_as_if_alone() -> None:
+    """Found by `short:2995`: what it sent was refused for ever, as the other one could say nothing against that."""
+    crowd = Crowd("ab")
+    for _ in range(OUTLIERS):
+        crowd.shard.trust.quarantine.vote("b", "NOT_FINITE", crowd.now, crowd.members)
+    assert crowd.round(a=1.2 * START_OF_SEED * math.sqrt(SIZE))["a"].outcome is Outcome.ACCEPTED
 
 
 @pytest.mark.parametrize("learners", ["ab", "abc"])

@@ -110,7 +110,9 @@ class Trust:
         return self._lengths.judge(state.fragment, learner_id, way, live, state.record.seed_norm, every)
 
     def _live(self) -> Steps:
-        return {m.learner_id: m.counted.inner_step for m in self._membership.live()}
+        """Those in quarantine send nothing that anybody could be compared with."""
+        members, holds = self._membership.live(), self.quarantine.holds
+        return {m.learner_id: m.counted.inner_step for m in members if not holds(m.learner_id)}
 
     # ------------------------------------------------------------ a round
 
