@@ -317,7 +317,11 @@ def _with_kind(drawn: Options) -> Options:
     if drawn.hostile or not kind:
         return drawn
     if kind == "islands":
-        return replace(drawn, islands=r.randint(1, 2), max_pushes=64, faults=(*drawn.faults, "lose rank"))
+        timeout_s = drawn.progress_timeout_s  # ranks that lose their lease in every step never meet in a version
+        return replace(
+            drawn, islands=r.randint(1, 2), max_pushes=64, faults=(*drawn.faults, "lose rank"),
+            progress_timeout_s=max(timeout_s, 1.5 * max(drawn.step_s)) if timeout_s else 0.0,
+        )  # fmt: skip
     return replace(drawn, companions_every=r.choice((1, 2)), has_buffer=r.random() < 0.5, max_pushes=64)
 
 
