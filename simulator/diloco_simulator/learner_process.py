@@ -192,8 +192,9 @@ class LearnerProcess(Trainer, Followed):
             if fragment.fragment.traits.feeds_back:
                 decoded = torch.empty_like(meant)
                 decode_payload(payload, decoded)
-                residual = decoded + taken.lost - meant
-                invariants.error_feedback_is_whole(self.name, fragment_id, residual, lost_before, account.largest)
+                invariants.error_feedback_is_whole(
+                    self.name, fragment_id, decoded + taken.lost - meant, lost_before, taken.lost, account.largest
+                )
 
     def _push_answered(self, header: PushHeader, code: str) -> None:
         now, of = self.stage.timeline.now, (header.fragment_id, header.round)

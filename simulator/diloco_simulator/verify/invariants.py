@@ -244,9 +244,13 @@ def contribution_is_what_was_trained(
         raise Violation("contribution_is_what_was_trained", f"{process} fragment {fragment_id}: off by {off:.3f}")
 
 
-def error_feedback_is_whole(process: str, fragment_id: int, residual: Tensor, lost: Tensor, largest: float) -> None:
-    """What encoders lost of the contribution merged last is in the next one."""
-    off = float(((residual - lost).abs_() - RESIDUAL_ROUNDING * lost.abs()).max())
+def error_feedback_is_whole(
+    process: str, fragment_id: int, added: Tensor, lost: Tensor, lost_now: Tensor, largest: float
+) -> None:  # fmt: skip
+    """What encoders lost of the contribution merged last was `added` to the next one. `lost_now`: of that. Both losses
+    are kept in bfloat16."""
+    kept = RESIDUAL_ROUNDING * torch.maximum(lost.abs(), lost_now.abs())
+    off = float(((added - lost).abs_() - kept).max())
     if not off <= TOLERANCE + ROUNDING * largest:
         raise Violation("error_feedback_is_whole", f"{process} fragment {fragment_id}: off by {off:.3f}")
 
