@@ -2,10 +2,10 @@
 
     trials = 7                    # per arm and number of learners
     tune_versions = 40            # horizon of the trials; without it, every horizon is tuned for itself
-    tune_seeds = 1                # counted from 1000 on
+    tune_seeds = 3                # counted from 1000 on
     report_seeds = 10             # counted from 0 on
     edges = "refuse"              # a best value at the edge of its axis; or "report" it, as a doubt
-    [versions]                    # horizons, by the number of learners
+    [versions]                    # horizons, by the number of learners: so many times the H of [base]
     4 = [40, 160]
     8 = [160]
     [base.train]                  # settings of all arms
@@ -15,6 +15,7 @@
     [arms.ours.axes]              # what is tuned, and the values; the search begins in the middle
     "train.muon_lr" = [2.5e-3, 5e-3, 1e-2]
     "train.warmup" = [0, 0.1, 0.2]
+    "sync.sync_every" = [6, 12, 24]
     [arms.parallel.settings.lab]  # settings of one arm
     method = "data-parallel"
 
@@ -92,8 +93,9 @@ def _are_names(values: Sequence[Any]) -> bool:
 
 FIRST_TUNE_SEED = 1000
 Tables = dict[str, dict[str, Any]]
-IN_BUDGET = ("sync.sync_every", "train.batch", "model.context")
-"""What the budget of an arm grows with: for all arms in `[base]`, or they would not have the same tokens."""
+IN_BUDGET = ("train.batch", "model.context")
+"""What the budget of an arm grows with: for all arms in `[base]`, or they would not have the same tokens. H is that of
+`[base]` there, whatever an arm's own is."""
 RunAll = Callable[[Sequence[Arm], Sequence[int]], dict[str, Line]]
 """Runs every arm with every seed, and gives the results by key."""
 
@@ -119,12 +121,12 @@ class Protocol(Section):
 
     trials: int = Field(ge=1)
     tune_versions: int | None = Field(default=None, ge=1)
-    tune_seeds: int = Field(default=1, ge=1)
+    tune_seeds: int = Field(default=3, ge=1)
     report_seeds: int = Field(ge=1)
     edges: Literal["refuse", "report"] = "refuse"
     """What is done with a best value at the edge of its axis: a better one may lie beyond."""
     versions: dict[int, tuple[int, ...]] = Field(default={4: (160,)}, min_length=1)
-    """Horizons, by the number of learners."""
+    """Horizons, by the number of learners: tokens, in versions of the base's H."""
     base: Tables = Field(default_factory=dict)
     arms: dict[str, ProtocolArm] = Field(min_length=2)
 
@@ -137,8 +139,8 @@ class Protocol(Section):
             section, _, key = path.partition(".")
             content.setdefault(section, {})[key] = value
         content.setdefault("lab", {})["learners"] = learners
-        settings = make_arm(name, content).settings
-        tokens = versions * settings.sync.first_every * learners * settings.train.batch * settings.model.context
+        settings, first_every = make_arm(name, content).settings, make_arm(name, self.base).settings.sync.first_every
+        tokens = versions * first_every * learners * settings.train.batch * settings.model.context
         content["run"] = {**content.get("run", {}), "tokens": tokens}
         return make_arm(name, content)
 

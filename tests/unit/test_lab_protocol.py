@@ -117,7 +117,12 @@ def test_a_best_value_at_the_edge_ends_it_before_the_report_unless_edges_are_rep
     assert "| train.lr = 0.002 lies at the edge of its axis |" in page(cells, lines)
 
 
-@pytest.mark.parametrize("path", ["sync.sync_every", "train.batch", "model.context"])
+def test_every_h_of_an_arm_has_the_tokens_of_the_base() -> None:
+    tokens = [PROTOCOL.arm("ours", 2, 10, {"sync.sync_every": h}).settings.run.tokens for h in (6, 12, 24)]
+    assert len({*tokens, PROTOCOL.arm("parallel", 2, 10, {}).settings.run.tokens}) == 1
+
+
+@pytest.mark.parametrize("path", ["train.batch", "model.context"])
 def test_no_arm_gets_another_budget_than_its_rivals(path: str) -> None:
     section, key = path.split(".")
     for own in ({"axes": {path: [8, 16]}}, {"axes": {"train.lr": [1e-3]}, "settings": {section: {key: 8}}}):
