@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from diloco_common.errors import DilocoError, NotFinite
-from diloco_common.wire.messages import Outcome, PushAnswer
-from diloco_worker.core.events import Answered, Arrived, Event, EventQueue, Failed, Stopped
+from diloco_common.wire.messages import LearnerPolicy, Outcome, Pulse, PushAnswer
+from diloco_worker.core.events import Answered, Arrived, Event, EventQueue, Failed, Joined, Stopped
 
 FAILED = Failed(DilocoError("no way on"))
 REFUSED = Answered(0, 2, PushAnswer(Outcome.REJECTED, NotFinite.code), tokens=18)
@@ -25,6 +25,20 @@ def read_all(queue: EventQueue) -> list[Event]:
 
 
 ONE, TWO, STOPPED = arrived(1), arrived(2), Stopped(0)
+OF_ANOTHER = Answered(1, 2, PushAnswer(Outcome.LATE), tokens=18)
+JOINED = Joined(
+    1,
+    1,
+    1.0,
+    0,
+    1,
+    1,
+    "digest",
+    LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True),
+    (),
+    Pulse(0, 0),
+    address="ps-0:50051",
+)
 OF_NEXT_EPOCH = Arrived(0, 2, 8, torch.zeros(1), 0)
 BEFORE = Answered(REFUSED.fragment_id, REFUSED.round, PushAnswer(Outcome.ACCEPTED), REFUSED.tokens)
 
@@ -35,14 +49,19 @@ BEFORE = Answered(REFUSED.fragment_id, REFUSED.round, PushAnswer(Outcome.ACCEPTE
         ([STOPPED, ONE, FAILED], None, [FAILED, STOPPED, ONE]),
         ([BEFORE, REFUSED], None, [REFUSED]),  # of one contribution the newest answer
         ([ONE, STOPPED, TWO], None, [TWO, STOPPED]),  # however quick rounds are, a slow reader comes to it
+        ([JOINED, OF_ANOTHER, ONE, STOPPED, TWO], None, [JOINED, OF_ANOTHER, TWO, STOPPED]),
+        ([ONE, REFUSED, TWO], None, [REFUSED, TWO]),  # a version may hold, for all it says, what was refused
+        ([ONE, OF_ANOTHER, TWO], None, [TWO, OF_ANOTHER]),
+        ([ONE, JOINED, TWO], None, [JOINED, TWO]),
         ([ONE, STOPPED, OF_NEXT_EPOCH], None, [STOPPED, OF_NEXT_EPOCH]),
         ([ONE, STOPPED], [], [ONE, STOPPED]),
         ([ONE, STOPPED], [FAILED], [FAILED, ONE, STOPPED]),
         ([ONE], [TWO], [TWO]),
     ],
     ids=[
-        "in their order, failed first", "newest of its kind", "in its place", "not of another epoch", "put back: next",
-        "but after failed", "unless newer",
+        "in their order, failed first", "newest of its kind", "in its place", "behind all that was there before it",
+        "not before an answer", "but of another fragment", "not before a lease", "not of another epoch",
+        "put back: next", "but after failed", "unless newer",
     ],
 )  # fmt: skip
 def test_events_are_read_in_their_order(put: list[Event], later: list[Event] | None, read: list[Event]) -> None:

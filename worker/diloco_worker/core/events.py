@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from itertools import dropwhile
 from typing import Self
 
 from torch import Tensor
@@ -131,10 +132,15 @@ class EventQueue:
             self._events[key] = event
 
     def _goes_on(self, before: Event | None, event: Event) -> bool:
-        """Whether it is the next version of the same epoch; it overtakes no `Joined`."""
+        """Whether it is the next version of the same epoch, and overtakes neither a `Joined` nor an answer to a
+        contribution of its fragment: a version may say that it holds what an answer has refused."""
         if not isinstance(event, Arrived) or not isinstance(before, Arrived) or event.epoch != before.epoch:
             return False
-        return not any(isinstance(one, Joined) for one in self._events.values())
+        behind = dropwhile(lambda one: one is not before, self._events.values())
+        return not any(
+            isinstance(one, Joined) or (isinstance(one, Answered) and one.fragment_id == event.fragment_id)
+            for one in behind
+        )
 
     def pop(self) -> Event | None:
         """The oldest one; None: there is none."""

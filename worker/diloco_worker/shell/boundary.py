@@ -113,7 +113,7 @@ class StepBoundary:
 
     def _take_all(self, apply_s: float) -> None:
         """Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s`
-        seconds: an event may decide over those after it, so none overtakes another."""
+        seconds: an event may decide over those after it, so none overtakes another here."""
         began = self._clock()
         try:
             while (event := self._council.pop()) is not None:
