@@ -283,12 +283,18 @@ def test_the_first_of_all_cannot_be_longer_than_the_model_while_others_are_here(
     assert lengths.judge(fragment(0), "a", Way(1.01 * most, H), {"a": 24}, seed_norm, H).most is None, "it is alone"
 
 
-def test_beside_one_that_is_left_out_a_learner_is_as_if_alone() -> None:
-    """Found by `short:2995`: what it sent was refused for ever, as the other one could say nothing against that."""
+@pytest.mark.parametrize("sent", [None, 1e-3, 1e6])
+def test_beside_one_that_is_left_out_a_learner_is_as_if_alone(sent: float | None) -> None:
+    """Found by `short:2995`: what it sent was refused for ever, as the other one could say nothing against that.
+    `sent`: the norm of what that one has sent before."""
     crowd = Crowd("ab")
+    if sent is not None:
+        crowd.push_values("b", crowd.train(H), torch.full((SIZE,), sent / math.sqrt(SIZE)))
     for _ in range(OUTLIERS):
         crowd.shard.trust.quarantine.vote("b", "NOT_FINITE", crowd.now, crowd.members)
-    assert crowd.round(a=1.2 * START_OF_SEED * math.sqrt(SIZE))["a"].outcome is Outcome.ACCEPTED
+    size = math.sqrt(SIZE)
+    assert crowd.round(a=2000.0 * size)["a"].code == "NORM_TOO_LARGE", "guard.norm_factor holds"
+    assert crowd.round(a=1.2 * START_OF_SEED * size)["a"].outcome is Outcome.ACCEPTED
 
 
 @pytest.mark.parametrize("learners", ["ab", "abc"])

@@ -15,7 +15,7 @@ What is refused is seen, too: where most go further, that is how far one goes no
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import median_high, median_low
@@ -55,7 +55,9 @@ LOOKED_AT = 64
 
 
 Steps: TypeAlias = Mapping[str, int]
-"""The learners that are here -> the inner steps that each has taken, as far as they count."""
+"""The learners that are here, without those in quarantine -> the inner steps that each has taken, as far as they count.
+"""
+LeftOut: TypeAlias = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class Ways:
     looked_at: int = 0
     """Contributions until then."""
 
-    def others(self, learner_id: str, live: Steps) -> tuple[Sequence[Way], bool]:
+    def others(self, learner_id: str, live: Steps, is_left_out: LeftOut) -> tuple[Sequence[Way], bool]:
         """Those that say what is usual, and whether that is enough. Of a crowd only the usual one.
 
         Learners that are here go before those that were, and settled ones before new ones.
@@ -154,7 +156,7 @@ class Ways:
                 ways = sorted((past.last for past in here or self.of.values()), key=lambda way: way.pace)
                 self.of_crowd, self.looked_at = ways[len(ways) // 2], sent
             return [self.of_crowd], True
-        others = {one: past for one, past in self.of.items() if one != learner_id}
+        others = {one: past for one, past in self.of.items() if one != learner_id and not is_left_out(one)}
         pasts = [past for one, past in others.items() if one in live] or [*others.values()]
         settled = [past for past in pasts if past.count >= SETTLED]
         return [past.last for past in (settled if len(settled) > 1 else pasts)], len(settled) > 1
@@ -173,7 +175,9 @@ class Ways:
 class Lengths:
     """Of the learners of one shard, in all fragments of the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_left_out: LeftOut = lambda _: False) -> None:
+        """`is_left_out`: whether nobody is compared with this learner, in quarantine, although it has sent some."""
+        self._is_left_out = is_left_out
         self._ways: dict[int, Ways] = {}
 
     def last(self, fragment_id: int, learner_id: str) -> Way | None:
@@ -206,7 +210,7 @@ class Lengths:
         version 0."""
         fragment_id, steps = fragment.fragment_id, way.steps
         ways = self._ways.get(fragment_id, Ways(fragment.num_elements))
-        others, is_enough = ways.others(learner_id, live)
+        others, is_enough = ways.others(learner_id, live, self._is_left_out)
         root, rounds = math.sqrt(fragment.num_elements), max(1.0, steps / every)
         if not others:
             if not live.keys() - {learner_id} or seed_norm < QUIET * root:
@@ -241,7 +245,7 @@ class Lengths:
         """How far others go per element where they go furthest: root mean square, of other fragments."""
         furthest = 0.0
         for ways in islice((ways for one, ways in self._ways.items() if one != fragment_id), LOOKED_AT):
-            others, _ = ways.others(learner_id, live)
+            others, _ = ways.others(learner_id, live, self._is_left_out)
             if others:
                 usual = median_high([way.goes(steps) for way in others])
                 furthest = max(furthest, usual / math.sqrt(ways.num_elements))

@@ -33,7 +33,7 @@ class Trust:
         self._strangers = guard.trust == "strangers"
         self._norm_factor = guard.norm_factor
         self._membership = membership
-        self._lengths = Lengths()
+        self._lengths = Lengths(self.quarantine.holds)
 
     def is_strange(self, learner_id: str) -> bool:
         """Whether what this learner sends is cut to what the others of its round send."""
@@ -72,7 +72,7 @@ class Trust:
         if not self._strangers and fragment.traits.norms_tell:
             steps = self._believed_steps(member, header, state, every, now)
             way = Way(norm, steps, now, member.counted.inner_step)
-            can_be, is_usual = self._judge(state, member.learner_id, way, every, self._live())
+            can_be, is_usual = self._judge(state, member.learner_id, way, every, self._live(member.learner_id))
             if can_be is not None:
                 most, why = can_be or math.inf, f"{can_be:.3g} is merged for {way.steps} steps"
             if is_whole:
@@ -109,10 +109,10 @@ class Trust:
     def _judge(self, state: FragmentState, learner_id: str, way: Way, every: int, live: Steps) -> Judged:
         return self._lengths.judge(state.fragment, learner_id, way, live, state.record.seed_norm, every)
 
-    def _live(self) -> Steps:
-        """Those in quarantine send nothing that anybody could be compared with."""
-        members, holds = self._membership.live(), self.quarantine.holds
-        return {m.learner_id: m.counted.inner_step for m in members if not holds(m.learner_id)}
+    def _live(self, judged: str = "") -> Steps:
+        """Of those that are here. One in quarantine is not, unless it is the one that is judged."""
+        out = self.quarantine.held() - {judged}
+        return {m.learner_id: m.counted.inner_step for m in self._membership.live() if m.learner_id not in out}
 
     # ------------------------------------------------------------ a round
 
@@ -136,7 +136,8 @@ class Trust:
         for learner_id, c in contributions.items():
             last = self._lengths.last(c.fragment_id, learner_id)
             way = Way(c.norm, c.steps if last is None else last.steps)
-            most = self._judge(state, learner_id, way, every, live).most
+            here = self._live(learner_id) if self.quarantine.holds(learner_id) else live
+            most = self._judge(state, learner_id, way, every, here).most
             evidence[learner_id] = f"a norm of {c.norm:.3g}, by what others sent {most:.3g} at most" if most else ""
             if not most:
                 self._lengths.took(c.fragment_id, learner_id)
