@@ -1,6 +1,6 @@
 """The honest comparison: every arm is tuned with as many trials, on seeds and text that the report does not use.
 
-    trials = 7                    # per arm and number of learners
+    trials = 12                   # per arm and number of learners
     tune_versions = 40            # horizon of the trials; without it, every horizon is tuned for itself
     tune_seeds = 3                # counted from 1000 on
     report_seeds = 10             # counted from 0 on
@@ -15,7 +15,7 @@
     [arms.ours.axes]              # what is tuned, and the values; the search begins in the middle
     "train.muon_lr" = [2.5e-3, 5e-3, 1e-2]
     "train.warmup" = [0, 0.1, 0.2]
-    "sync.sync_every" = [6, 12, 24]
+    "sync.sync_every" = [6, 12, 24, 48]
     [arms.parallel.settings.lab]  # settings of one arm
     method = "data-parallel"
 
@@ -37,7 +37,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from diloco_common.errors import ConfigError
-from diloco_common.settings import Section
+from diloco_common.settings import Section, SyncSettings
 from diloco_lab.arms import Arm, make_arm, read_toml, validated
 from diloco_lab.report import Gap, gap, selecting
 from diloco_lab.runner import Line
@@ -94,8 +94,8 @@ def _are_names(values: Sequence[Any]) -> bool:
 FIRST_TUNE_SEED = 1000
 Tables = dict[str, dict[str, Any]]
 IN_BUDGET = ("train.batch", "model.context")
-"""What the budget of an arm grows with: for all arms in `[base]`, or they would not have the same tokens. H is that of
-`[base]` there, whatever an arm's own is."""
+"""What the budget of an arm grows with: for all arms in `[base]`, or they would not have the same tokens. For H that of
+`[base]` counts, whatever the arm's own is."""
 RunAll = Callable[[Sequence[Arm], Sequence[int]], dict[str, Line]]
 """Runs every arm with every seed, and gives the results by key."""
 
@@ -126,7 +126,7 @@ class Protocol(Section):
     edges: Literal["refuse", "report"] = "refuse"
     """What is done with a best value at the edge of its axis: a better one may lie beyond."""
     versions: dict[int, tuple[int, ...]] = Field(default={4: (160,)}, min_length=1)
-    """Horizons, by the number of learners: tokens, in versions of the base's H."""
+    """Horizons, by the number of learners: in versions at the H of `[base]`."""
     base: Tables = Field(default_factory=dict)
     arms: dict[str, ProtocolArm] = Field(min_length=2)
 
@@ -139,8 +139,15 @@ class Protocol(Section):
             section, _, key = path.partition(".")
             content.setdefault(section, {})[key] = value
         content.setdefault("lab", {})["learners"] = learners
-        settings, first_every = make_arm(name, content).settings, make_arm(name, self.base).settings.sync.first_every
-        tokens = versions * first_every * learners * settings.train.batch * settings.model.context
+        settings = make_arm(name, content).settings
+        own, sync = settings.sync.first_every, validated(SyncSettings, self.base.get("sync", {}), name, "sync")
+        steps = versions * sync.first_every
+        if steps % own:
+            raise ConfigError(
+                f"{name}: with H = {own}, {steps} inner steps are no whole number of rounds, and arms would have other "
+                "tokens; take an H that divides them"
+            )
+        tokens = steps * learners * settings.train.batch * settings.model.context
         content["run"] = {**content.get("run", {}), "tokens": tokens}
         return make_arm(name, content)
 

@@ -118,8 +118,13 @@ def test_a_best_value_at_the_edge_ends_it_before_the_report_unless_edges_are_rep
 
 
 def test_every_h_of_an_arm_has_the_tokens_of_the_base() -> None:
-    tokens = [PROTOCOL.arm("ours", 2, 10, {"sync.sync_every": h}).settings.run.tokens for h in (6, 12, 24)]
-    assert len({*tokens, PROTOCOL.arm("parallel", 2, 10, {}).settings.run.tokens}) == 1
+    base = {"sync": {"sync_every": 8}, "lab": {"speeds": [1.0, 0.5]}}
+    protocol = PROTOCOL.model_copy(update={"base": base})
+    arms = [protocol.arm("ours", 2, 10, {"sync.sync_every": h}) for h in (4, 8, 16, 40)]
+    assert {arm.settings.run.tokens for arm in arms} == {protocol.arm("parallel", 2, 10, {}).settings.run.tokens}
+    assert arms[0].settings.run.tokens % (10 * 8) == 0
+    with pytest.raises(ConfigError, match="with H = 24, 80 inner steps are no whole number of rounds"):
+        protocol.arm("ours", 2, 10, {"sync.sync_every": 24})
 
 
 @pytest.mark.parametrize("path", ["train.batch", "model.context"])
