@@ -154,7 +154,7 @@ class Followed(ABC):
     def _check_refusals(self) -> None:
         """Contributions that were refused, and are held as if they were not: for how many steps.
 
-        An answer waits behind versions that came before it, while their fragments are read or applying takes long.
+        An answer waits behind versions, while their fragments are read or applying takes long.
         Steps count from when it was taken out of the inbox, or got lost there.
         """
         fragments = self.learner.core.fragments if self.learner.core is not None else {}
@@ -166,7 +166,8 @@ class Followed(ABC):
             if c is not None and c.pushes.is_refused and (c.fragment_id, c.round, c.tokens) not in unread
         }
         for contribution, steps in self._refused.items():
-            invariants.refusals_are_heard(self._name, contribution.fragment_id, steps, len(fragments))
+            waits = 0 if self.learner._boundary._council.is_alone else len(fragments)
+            invariants.refusals_are_heard(self._name, contribution.fragment_id, steps, waits)
 
     def _account(self, fragment: LearnerFragment) -> Account:
         fragment_id = fragment.fragment.fragment_id

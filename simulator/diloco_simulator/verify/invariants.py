@@ -41,9 +41,9 @@ NORM_CAP = 2.02
 
 
 HEARD_STEPS = 4
-"""From the answer to a rank of an island until all ranks have taken it in,"""
-WORDS = 4
-"""and a step more for so many fragments: a frame of a rank has room for two refusals, or ten other words."""
+"""From the answer to a learner until it has taken that in."""
+REFUSALS_A_FRAME = 2
+"""Of those that wait at a rank of an island, so many go to the other ranks in a step."""
 
 
 class Violation(Exception):
@@ -247,8 +247,8 @@ def contribution_is_what_was_trained(
 def error_feedback_is_whole(
     process: str, fragment_id: int, added: Tensor, lost: Tensor, lost_now: Tensor, largest: float
 ) -> None:  # fmt: skip
-    """What encoders lost of the contribution merged last was `added` to the next one. `lost_now`: of that. Both losses
-    are kept in bfloat16."""
+    """What encoders lost of the contribution merged last was `added` to the next one. `lost_now`: what they lost of
+    the next one. Both losses are kept in bfloat16."""
     kept = RESIDUAL_ROUNDING * torch.maximum(lost.abs(), lost_now.abs())
     off = float(((added - lost).abs_() - kept).max())
     if not off <= TOLERANCE + ROUNDING * largest:
@@ -294,10 +294,11 @@ def checkpoints_count_what_they_hold(process: str, saved: tuple[int, int], taken
         raise Violation("checkpoints_count_what_they_hold", f"{process}: {saved} of {taken}")
 
 
-def refusals_are_heard(process: str, fragment_id: int, steps: int, fragments: int) -> None:
+def refusals_are_heard(process: str, fragment_id: int, steps: int, waiting: int) -> None:
     """What was refused is not pushed again, so its work goes into the next contribution: within a few steps of
-    `process`, of which `steps` have ended since it took the answer out of its inbox. `fragments`: their number."""
-    if steps > HEARD_STEPS + fragments // WORDS:
+    `process`, of which `steps` have ended since it took the answer out of its inbox. `waiting`: so many more can be at
+    this rank; 0: the learner is no island."""
+    if steps > HEARD_STEPS + waiting // REFUSALS_A_FRAME:
         raise Violation("refusals_are_heard", f"{process} fragment {fragment_id}: refused {steps} steps ago")
 
 
