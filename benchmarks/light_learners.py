@@ -74,13 +74,9 @@ def tensors_of(parameters: int) -> tuple[TensorSpec, ...]:
     return (TensorSpec("embedding.weight", (max(1, rest // width), width), rule="mean"), *tensors)
 
 
-def noise(fragment: Fragment, scale: float, encoding: str) -> Payload:
-    return encode_payload(torch.randn(fragment.num_elements).mul_(scale), encoding)
-
-
 def noise_of(fragments: Sequence[Fragment], scale: float, encoding: str) -> dict[int, Payload]:
     """Fragment id -> noise in that encoding."""
-    return {fragment.fragment_id: noise(fragment, scale, encoding) for fragment in fragments}
+    return {f.fragment_id: encode_payload(torch.randn(f.num_elements).mul_(scale), encoding) for f in fragments}
 
 
 # ------------------------------------------------------------ the shard
@@ -173,8 +169,6 @@ class LightLearner:
         """`fragments`: those of this shard. `contributions`: fragment id -> the payload it contributes every time."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
-        self.busy = 0
-        """Pushes that were repeated after BUSY or a similar answer."""
         self.fragments = fragments
         self._digest = manifest.digest
         self._tensors = manifest.tensors
@@ -219,15 +213,10 @@ class LightLearner:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def step(self, inner_step: int) -> None:
-        """Report that it has reached this inner step."""
+        """Report that it has reached this inner step. A heartbeat says the last one again."""
         self._inner_step = inner_step
-        await self.report()
-
-    async def report(self) -> None:
-        """Repeat the last report, as a heartbeat does."""
-        tokens = self._inner_step * TOKENS_PER_STEP
         async with self._writing:
-            await self._stream.write(protobuf.progress_to_pb(Progress(self._inner_step, tokens)))
+            await self._stream.write(protobuf.progress_to_pb(Progress(inner_step, inner_step * TOKENS_PER_STEP)))
 
     async def seed(self, seeds: Mapping[int, Payload]) -> None:
         """Offer version 0 of every fragment, a few at once, except fragments that others have seeded meanwhile."""
@@ -284,7 +273,6 @@ class LightLearner:
                 refusal = rpc.refusal_of(error)
                 if attempt == ATTEMPTS_MAX or (refusal is not None and not isinstance(refusal, TRY_AGAIN)):
                     raise refusal or error from None
-                self.busy += 1
                 await asyncio.sleep(backoff_s(attempt, random.random()))
                 attempt += 1
         outcome = protobuf.answer_from_pb(answer).outcome.value
@@ -305,7 +293,7 @@ class LightLearner:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            await self.report()
+            await self.step(self._inner_step)
 
     async def _pull_all(self) -> None:
         """One fragment after the other, newest version only, as a learner does."""

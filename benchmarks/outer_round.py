@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import resource
-import socket
 import sys
 import tempfile
 import time
@@ -64,8 +63,8 @@ class LearnerSpec:
     learners: int
     shards: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
-    gloo_address: str
-    """host:port of Gloo's rendezvous; empty: no all-reduce."""
+    gloo: str
+    """URL of Gloo's rendezvous; empty: no all-reduce."""
     tls: Path | None = None
     """Folder of its certificate; None: plaintext."""
 
@@ -92,11 +91,9 @@ def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
     torch.set_num_threads(1)
     model = Weights(spec.tensors)
     mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.rule == "mean"}
-    reduced = torch.ones(sum(t.num_elements for t in spec.tensors)) if spec.gloo_address else None
+    reduced = torch.ones(sum(t.num_elements for t in spec.tensors)) if spec.gloo else None
     if reduced is not None:
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://{spec.gloo_address}", rank=spec.rank, world_size=spec.learners
-        )
+        dist.init_process_group("gloo", init_method=spec.gloo, rank=spec.rank, world_size=spec.learners)
         dist.all_reduce(reduced)  # its buffers are not ours
     memory = OwnMemory()
     learner = diloco_worker.join(
@@ -307,7 +304,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         shards = stack.enter_context(running_shards(args.shards, *settings))
         idle = [shard.rss_bytes() for shard in shards]
-        gloo = "" if args.no_gloo else f"127.0.0.1:{free_port()}"
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        gloo = "" if args.no_gloo else f"file://{folder}/gloo"
         addresses = tuple(shard.address for shard in shards)
         specs = [LearnerSpec(i, args.learners, addresses, tensors, gloo) for i in range(args.learners)]
         usage = Usage(Learners(specs, stack), shards)
@@ -340,12 +338,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "learner_bytes_per_param": max(u["own_bytes"] for u in ended) / parameters,
         "shard_bytes_per_param": max(p - i - held for p, i in zip(rss, idle, strict=True)) * args.shards / parameters,
     }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def show(r: dict[str, Any]) -> None:

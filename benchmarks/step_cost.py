@@ -57,16 +57,6 @@ FLYING_MIN = 0.5
 WAIT_S = 120.0
 
 
-@dataclass(frozen=True)
-class LoopSpec:
-    """The settings of a learner process."""
-
-    shards: tuple[str, ...]
-    tensors: tuple[TensorSpec, ...]
-    steps: int
-    """That are measured."""
-
-
 @dataclass
 class Measured:
     """The measurements of a learner process. Lists have one entry per step."""
@@ -124,17 +114,17 @@ class Loop:
         return time.perf_counter() - began
 
 
-def run_loop(spec: LoopSpec, pipe: Connection) -> None:
-    """The learner process: measures, sends the results, and ends."""
+def run_loop(shards: Sequence[str], tensors: Sequence[TensorSpec], steps: int, pipe: Connection) -> None:
+    """The learner process: measures so many steps, sends the results, and ends."""
     tune_allocator()  # as diloco-worker does
     torch.set_num_threads(1)
-    loop = Loop(spec.tensors)
+    loop = Loop(tensors)
     memory = OwnMemory()
-    mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.rule == "mean"}
-    with diloco_worker.join(spec.shards, loop.model, mean_merge=mean_merge, wait_s=WAIT_S) as learner:
+    mean_merge = {t.name.replace(".", "_") for t in tensors if t.rule == "mean"}
+    with diloco_worker.join(shards, loop.model, mean_merge=mean_merge, wait_s=WAIT_S) as learner:
         reach_second_versions(loop, learner)
         memory.begin()
-        measured = measure_steps(loop, learner, spec.steps)
+        measured = measure_steps(loop, learner, steps)
         memory.end()
     measured["own_bytes"] = memory.most
     pipe.send(measured)
@@ -218,10 +208,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     parameters = sum(t.num_elements for t in tensors)
     with ExitStack() as stack:
         shards = stack.enter_context(running_shards(args.shards, f"sync.push={args.push}", f"sync.pull={args.pull}"))
-        spec = LoopSpec(tuple(shard.address for shard in shards), tensors, args.steps)
+        addresses = [shard.address for shard in shards]
         spawn = multiprocessing.get_context("spawn")
         pipe, theirs = spawn.Pipe()
-        process = spawn.Process(target=run_loop, args=(spec, theirs), daemon=True)
+        process = spawn.Process(target=run_loop, args=(addresses, tensors, args.steps, theirs), daemon=True)
         process.start()
         theirs.close()
         stack.callback(process.kill)

@@ -52,12 +52,13 @@ def run(delays_s: dict[str, float], seconds: float) -> dict[str, Any]:
         for name, worker in workers.items():
             steps, at = begun[name]
             steps_per_s[name] = (worker.status()["inner_step"] - steps) / (time.monotonic() - at)
+        said = {name: worker.status() for name, worker in workers.items()}
         learners = {learner["id"]: learner for learner in shard.status()["learners"]}
         return {
             "steps_per_s": steps_per_s,
             "tokens": {name: learner["tokens"] for name, learner in learners.items()},
             "tokens_merged": {name: learner["tokens_merged"] / FRAGMENTS for name, learner in learners.items()},
-            "stall_share": {name: stall_share(worker.status()) for name, worker in workers.items()},
+            "stall_share": {name: s["sync_stall_s"] / s["uptime_s"] for name, s in said.items()},
         }
 
 
@@ -68,11 +69,6 @@ def wait_until_all_merge(shard: Member, names: set[str]) -> None:
         if time.monotonic() > deadline:
             sys.exit("not every worker contributes")
         time.sleep(0.2)
-
-
-def stall_share(status: dict[str, Any]) -> float:
-    """Share of the time for which `learner.step` held the training loop."""
-    return float(status["sync_stall_s"] / status["uptime_s"])
 
 
 def main() -> int:
