@@ -185,8 +185,9 @@ def load_protocol(path: Path) -> Protocol:
 def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell], dict[str, Line]]]:
     """Tune, then report. Gives what there is after every number of learners.
 
-    Raises ConfigError: a best value lies at the edge of its axis.
+    Raises ConfigError: a best value lies at the edge of its axis, or an H gives an arm other tokens.
     """
+    _check_budgets(protocol)
     cells: list[Cell] = []
     lines: dict[str, Line] = {}
     for learners, horizons in protocol.versions.items():
@@ -202,6 +203,15 @@ def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell],
         mine = [arm for cell in cells if cell.learners == learners for arm in cell.arms.values()]
         lines |= run_all(mine, range(protocol.report_seeds))
         yield cells, lines
+
+
+def _check_budgets(protocol: Protocol) -> None:
+    """Before anything runs. Raises ConfigError."""
+    for learners, horizons in protocol.versions.items():
+        for name, arm in protocol.arms.items():
+            for every in arm.axes.get("sync.sync_every", ()):
+                for versions in filter(None, (protocol.tune_versions, *horizons)):
+                    protocol.arm(name, learners, versions, {"sync.sync_every": every})
 
 
 def _at_edges(cells: Sequence[Cell]) -> list[str]:

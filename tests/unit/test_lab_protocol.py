@@ -123,8 +123,11 @@ def test_every_h_of_an_arm_has_the_tokens_of_the_base() -> None:
     arms = [protocol.arm("ours", 2, 10, {"sync.sync_every": h}) for h in (4, 8, 16, 40)]
     assert {arm.settings.run.tokens for arm in arms} == {protocol.arm("parallel", 2, 10, {}).settings.run.tokens}
     assert arms[0].settings.run.tokens % (10 * 8) == 0
+    ours = PROTOCOL.arms["ours"].model_copy(update={"axes": {"sync.sync_every": [4, 8, 24]}})
+    runs, odd = FakeRuns(), protocol.model_copy(update={"arms": {**PROTOCOL.arms, "ours": ours}})
     with pytest.raises(ConfigError, match="with H = 24, 80 inner steps are no whole number of rounds"):
-        protocol.arm("ours", 2, 10, {"sync.sync_every": 24})
+        list(carry_out(odd, runs))
+    assert not runs.seeds, "nothing was run"
 
 
 @pytest.mark.parametrize("path", ["train.batch", "model.context"])
