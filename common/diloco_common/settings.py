@@ -283,7 +283,8 @@ class TrainSettings(Section):
     decay: float = Field(default=0.5, gt=0, le=1)
     """Of wsd: the share of the token budget over which rates fall."""
     warmup: float = Field(default=0.05, ge=0, le=1)
-    """Share of the token budget over which rates rise."""
+    """Share of the token budget over which rates rise. Where AdamW is the only one, 0.2 to 0.4 was better in short runs
+    (docs/quality.md)."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Of matrices, in both optimizers."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
