@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ssl
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,16 @@ KEPT_UP_MIN = 0.1
 on what the attacker, who is on this machine too, leaves of its cores."""
 MOST_LINES = 500
 """Lines of log that an attack may cost at most."""
+
+
+TRIED_S = 40.0
+"""So long an attack may take until it has come to something on a busy machine."""
+
+
+def once_tried(over: Over, tried: Callable[[], bool]) -> Over:
+    """Its time is over, but not before it was tried."""
+    deadline = time.monotonic() + TRIED_S
+    return lambda: over() and (tried() or time.monotonic() > deadline)
 
 
 class Needs(Enum):

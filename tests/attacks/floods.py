@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any
 
 import grpc
-from attack import Evidence, Over, Seen, Target
+from attack import Evidence, Over, Seen, Target, once_tried
 from intruder import Intruder, refused
 
 from diloco_protos import parameter_server_pb2 as pb
@@ -47,7 +47,8 @@ def half_joins(target: Target, over: Over) -> Seen:
                 calls.append(HalfCall(target.grpc, f"{CALL}Join", said, tls))
                 calls[-1].begin_message(JOIN_BYTES)
     calls = strangers + insiders
-    threads = [threading.Thread(target=_pour, args=(call, over), daemon=True) for call in calls]
+    heard = once_tried(over, lambda: any(call.frames > 0 for call in insiders))
+    threads = [threading.Thread(target=_pour, args=(call, heard), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:

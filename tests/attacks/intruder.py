@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from attack import Over, Seen, Target
+from attack import Over, Seen, Target, once_tried
 from honest_learners import model_of
 from torch import Tensor
 
@@ -167,6 +167,8 @@ class Mole(Intruder):
 
     def work(self, make: Make | None, over: Over) -> Seen:
         """Until it is over; joins again whenever the lease ends. Without `make` it contributes nothing."""
+        if make is not None:
+            over = once_tried(over, lambda: self.asked > 0)
         while not over():
             answer = self.join()
             self.answers[answer.code] += 1
