@@ -10,7 +10,7 @@ from steady import CALM_S, FAULT_SECONDS, SteadyCluster
 
 from processes import until, versions
 
-LEASE_S = 2.0
+LEASE_S = 4.0
 FROZEN_S = max(2 * LEASE_S, FAULT_SECONDS)
 
 
