@@ -213,7 +213,7 @@ class LightLearner:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def step(self, inner_step: int) -> None:
-        """Report that it has reached this inner step. A heartbeat says the last one again."""
+        """Report that it has reached this inner step; a heartbeat repeats the last report."""
         self._inner_step = inner_step
         async with self._writing:
             await self._stream.write(protobuf.progress_to_pb(Progress(inner_step, inner_step * TOKENS_PER_STEP)))

@@ -273,7 +273,12 @@ FOLDERS = [
     Shown("disturbed", "disturbed", base="undisturbed"),
     Shown("momentum", "protocol", base="as_it_is"),
     Shown("asynchronous", "async", base="carry_and_grace"),
-    Shown("longer", "longer", pairs=[("ours", f"data_parallel_{x}") for x in ("muon", "adamw")], title="640 versions"),
+    Shown(
+        "longer",
+        "longer",
+        title="640 versions",
+        pairs=[("ours", "data_parallel_muon"), ("ours", "data_parallel_adamw")],
+    ),
 ]
 
 

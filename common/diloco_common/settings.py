@@ -135,8 +135,8 @@ class GuardSettings(Section):
     than half of the learners that answer."""
     norm_factor: float = Field(default=1000.0, gt=1)
     """A contribution is refused if its norm is above this many times the usual norm of its fragment: the median over
-    the learners, each of which has one vote. Of members this holds only where no other one has sent anything yet, but
-    for those in quarantine: else 6 times what the others sent for as many steps is the limit."""
+    the learners, each of which has one vote. Of members this holds until another one, which is not in quarantine,
+    has sent something. Then the limit is 6 times what the others sent for as many steps."""
     norm_window: int = Field(default=64, ge=8)
     """Merged contributions that enter the usual norm, at most 8 of one learner. While as many are merged, it grows at
     most tenfold."""

@@ -144,8 +144,8 @@ class Protocol(Section):
         steps = versions * sync.first_every
         if steps % own:
             raise ConfigError(
-                f"{name}: with H = {own}, {steps} inner steps are no whole number of rounds, and arms would have other "
-                "tokens; take an H that divides them"
+                f"{name}: with H = {own}, {steps} inner steps are no whole number of rounds. All arms have to train on "
+                f"as many tokens: take an H that divides {steps}"
             )
         tokens = steps * learners * settings.train.batch * settings.model.context
         content["run"] = {**content.get("run", {}), "tokens": tokens}

@@ -26,19 +26,8 @@ def read_all(queue: EventQueue) -> list[Event]:
 
 ONE, TWO, STOPPED = arrived(1), arrived(2), Stopped(0)
 OF_ANOTHER = Answered(1, 2, PushAnswer(Outcome.LATE), tokens=18)
-JOINED = Joined(
-    1,
-    1,
-    1.0,
-    0,
-    1,
-    1,
-    "digest",
-    LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True),
-    (),
-    Pulse(0, 0),
-    address="ps-0:50051",
-)
+POLICY = LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True)
+JOINED = Joined(1, 1, 1.0, 0, 1, 1, "digest", POLICY, (), Pulse(0, 0), address="ps-0:50051")
 OF_NEXT_EPOCH = Arrived(0, 2, 8, torch.zeros(1), 0)
 BEFORE = Answered(REFUSED.fragment_id, REFUSED.round, PushAnswer(Outcome.ACCEPTED), REFUSED.tokens)
 
@@ -50,7 +39,7 @@ BEFORE = Answered(REFUSED.fragment_id, REFUSED.round, PushAnswer(Outcome.ACCEPTE
         ([BEFORE, REFUSED], None, [REFUSED]),  # of one contribution the newest answer
         ([ONE, STOPPED, TWO], None, [TWO, STOPPED]),  # however quick rounds are, a slow reader comes to it
         ([JOINED, OF_ANOTHER, ONE, STOPPED, TWO], None, [JOINED, OF_ANOTHER, TWO, STOPPED]),
-        ([ONE, REFUSED, TWO], None, [REFUSED, TWO]),  # a version may hold, for all it says, what was refused
+        ([ONE, REFUSED, TWO], None, [REFUSED, TWO]),  # it might claim to hold what was refused
         ([ONE, OF_ANOTHER, TWO], None, [TWO, OF_ANOTHER]),
         ([ONE, JOINED, TWO], None, [JOINED, TWO]),
         ([ONE, STOPPED, OF_NEXT_EPOCH], None, [STOPPED, OF_NEXT_EPOCH]),

@@ -296,8 +296,8 @@ def checkpoints_count_what_they_hold(process: str, saved: tuple[int, int], taken
 
 def refusals_are_heard(process: str, fragment_id: int, steps: int, waiting: int) -> None:
     """What was refused is not pushed again, so its work goes into the next contribution: within a few steps of
-    `process`, of which `steps` have ended since it took the answer out of its inbox. `waiting`: so many more can be at
-    this rank; 0: the learner is no island."""
+    `process`, of which `steps` have ended since it took the answer out of its inbox. `waiting`: so many
+    refusals this rank may have to pass on before; 0: it is no rank of an island."""
     if steps > HEARD_STEPS + waiting // REFUSALS_A_FRAME:
         raise Violation("refusals_are_heard", f"{process} fragment {fragment_id}: refused {steps} steps ago")
 
