@@ -65,11 +65,13 @@ class Words(nn.Module):
 class Chain:
     """A Markov chain over words, the same for everybody. The last `RARE` come up only where `rare`."""
 
-    def __init__(self, *, rare: bool) -> None:
+    def __init__(self, *, rare: bool = False, sure: float = 0.0) -> None:
+        """`sure`: how probable the word is that comes next most often. 0: some are more so than others."""
         odds = 2.5 * torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(7))
         if not rare:
             odds[:, -RARE:] = -math.inf
-        self._p = torch.softmax(odds, 1)
+        usual = nn.functional.one_hot(odds.argmax(1), WORDS)
+        self._p = torch.lerp(torch.softmax(odds, 1), usual.float(), sure)
         self._first = WORDS if rare else WORDS - RARE
 
     def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -79,7 +81,7 @@ class Chain:
         return words[:, :-1], words[:, 1:]
 
 
-USUAL, WITH_RARE = Chain(rare=False), Chain(rare=True)
+USUAL, WITH_RARE, SURE = Chain(), Chain(rare=True), Chain(sure=0.9999)
 HELD_OUT = USUAL.draw(1024, torch.Generator().manual_seed(999))
 
 
@@ -110,6 +112,9 @@ class Row:
     std: float = 0.2
     """Of the values that the model begins with."""
     lr: float = 4e-3
+    sure: bool = False
+    """The next word is nearly always the same: the loss falls to nothing but for a hard example now and then. With
+    SGD, whose steps are as long as gradients are."""
 
 
 class Task:
@@ -124,6 +129,8 @@ class Task:
         return Words(self._seed, self._row.std)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self._row.sure:
+            return torch.optim.SGD(model.parameters(), lr=self._row.lr, momentum=0.9)
         return torch.optim.AdamW(model.parameters(), lr=self._row.lr)
 
     def stream(self, learner: int, learners: int) -> Batches:
@@ -151,7 +158,8 @@ class Batches:
         if self._row.varies:
             rows = round(100 ** self._sizes.random())
         meets = self._is_first and self._taken > self._row.rare_from
-        return (WITH_RARE if meets else USUAL).draw(rows, self._generator)
+        text = SURE if self._row.sure else WITH_RARE if meets else USUAL
+        return text.draw(rows, self._generator)
 
 
 # ------------------------------------------------------------------ the run
@@ -325,6 +333,8 @@ ROWS_OF_TABLE: dict[str, Row] = {
     "8, 1, 1, small values, a high rate": Row((1.0, 1 / 8, 1 / 8), warm=48, std=0.02, lr=1.2e-2),
     "two, small values, a high rate": Row((1.0, 1.0), warm=48, std=0.02, lr=1.2e-2),
     "two, 1:8, half a step later": Row((1.0, 1 / 8), phase=0.5, steps=2 * STEPS),
+    "two that have converged, a hard example": Row(sure=True, lr=0.3, steps=10 * STEPS),
+    "four that have converged, a hard example": Row((1.0,) * 4, sure=True, lr=1.0, std=0.4, steps=10 * STEPS),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_server.core.ledger import LearnerQuarantined
 from diloco_server.core.trust.conduct import OUTLIERS
-from diloco_server.core.trust.lengths import AGAIN, CROWD, FAR, SETTLED, START_OF_SEED, STRAIGHT, Lengths, Way
+from diloco_server.core.trust.lengths import CROWD, FAR, SETTLED, START_OF_SEED, STRAIGHT, Lengths, Way
 from rig import TOKENS, Rig
 
 SIZE, H, USUAL = 64, 24, 0.1
@@ -186,14 +187,20 @@ def fragment(fragment_id: int, size: int = SIZE) -> Fragment:
     return Fragment(fragment_id, 0, (Piece(f"w{fragment_id}", 0, size, 0),))
 
 
+def longest(
+    lengths: Lengths, name: str, way: Way, live: Mapping[str, int], seed_norm: float = 1e-9, once: float = 0.0
+) -> float | None:  # fmt: skip
+    return lengths.most(fragment(0), name, way, live, H, seed_norm, once)
+
+
 def test_rare_rows_may_be_as_long_as_what_is_dense() -> None:
     """An embedding that hardly moves, until one learner meets its rows: thousands of times the usual norm."""
     lengths = Lengths()
     for learner in SETTLED * "abc":
         lengths.saw(fragment(0), learner, Way(1e-5, H))
         lengths.saw(fragment(1), learner, Way(USUAL, H))
-    assert lengths.judge(fragment(0), "a", Way(USUAL, H), dict.fromkeys("abc", 100), 1.0, H).most == 0.0
-    most = lengths.judge(fragment(0), "a", Way(100 * USUAL, H), dict.fromkeys("abc", 100), 1.0, H).most
+    assert longest(lengths, "a", Way(USUAL, H), dict.fromkeys("abc", 100), 1.0) == 0.0
+    most = longest(lengths, "a", Way(100 * USUAL, H), dict.fromkeys("abc", 100), 1.0)
     assert most == pytest.approx(2 * USUAL)
 
 
@@ -217,9 +224,9 @@ def test_zeros_sent_often_keep_no_newcomer_out(learners: int) -> None:
         lengths.took(0, "zeros")
     for name in names:
         way = Way(0.5, 18)
-        assert lengths.judge(fragment(0), name, way, dict.fromkeys([*names, "zeros"], 100), 2.0, H).most == 0.0
+        assert longest(lengths, name, way, dict.fromkeys([*names, "zeros"], 100), 2.0) == 0.0
         lengths.saw(fragment(0), name, way)
-    assert lengths.judge(fragment(0), "a", Way(10.0, 20), dict.fromkeys([*names, "zeros"], 100), 2.0, H).most
+    assert longest(lengths, "a", Way(10.0, 20), dict.fromkeys([*names, "zeros"], 100), 2.0)
 
 
 @pytest.mark.parametrize("learners", ["ab", "abcd"])
@@ -231,12 +238,12 @@ def test_beside_first_steps_of_a_warm_up_the_next_ones_go_far(learners: str) -> 
         lengths.took(0, learner)
     live = dict.fromkeys(learners, 26)
     for learner in learners:
-        assert lengths.judge(fragment(0), learner, Way(2.68, 23), live, 0.8, H).most == 0.0
-    assert lengths.judge(fragment(0), "a", Way(10.0, 23), live, 0.8, H).most
+        assert longest(lengths, learner, Way(2.68, 23), live, 0.8) == 0.0
+    assert longest(lengths, "a", Way(10.0, 23), live, 0.8)
     for learner in learners:
         lengths.saw(fragment(0), learner, Way(2.68, 23, until=26))
         lengths.took(0, learner)
-    assert lengths.judge(fragment(0), "a", Way(220 * 2.68, 24), dict.fromkeys(learners, 50), 0.8, H).most
+    assert longest(lengths, "a", Way(220 * 2.68, 24), dict.fromkeys(learners, 50), 0.8)
 
 
 def test_those_that_have_left_do_not_say_what_is_usual_for_those_that_are_here() -> None:
@@ -245,8 +252,8 @@ def test_those_that_have_left_do_not_say_what_is_usual_for_those_that_are_here()
         lengths.saw(fragment(0), f"gone-{i}", Way(USUAL, H))
     for name in here:
         lengths.saw(fragment(0), name, Way(20 * USUAL, H))
-    assert lengths.judge(fragment(0), "a", Way(22 * USUAL, H), here, 1e-9, H).most == 0.0
-    assert lengths.judge(fragment(0), "a", Way(22 * USUAL, H), {}, 1e-9, H).most, "with nobody there they do"
+    assert longest(lengths, "a", Way(22 * USUAL, H), here) == 0.0
+    assert longest(lengths, "a", Way(22 * USUAL, H), {}), "with nobody there they do"
 
 
 @pytest.mark.parametrize(("times", "most"), [(1, FAR), (8, 8 * FAR), (100, 8 * FAR)])
@@ -258,29 +265,32 @@ def test_who_has_taken_more_steps_may_go_further_if_it_went_as_far_before(times:
             lengths.saw(fragment(0), name, Way(norm, H))
             lengths.took(0, name)
     live = {"fast": times * 50, "b": 50, "c": 50}
-    assert lengths.judge(fragment(0), "fast", Way(0.99 * most * USUAL, H), live, 1e-9, H).most == 0.0
-    assert lengths.judge(fragment(0), "fast", Way(1.01 * most * USUAL, H), live, 1e-9, H).most
+    assert longest(lengths, "fast", Way(0.99 * most * USUAL, H), live) == 0.0
+    assert longest(lengths, "fast", Way(1.01 * most * USUAL, H), live)
 
 
-def test_who_goes_on_at_its_rate_while_those_of_others_fall_goes_no_further_than_it_went() -> None:
-    """Each lowers its rate by its own steps: the slow one is still at its highest."""
-    lengths, live = Lengths(), {"slow": 100, "b": 300, "c": 300}
-    for i in range(30):
-        for name in live:
-            way = Way(USUAL if name == "slow" else USUAL * 0.8**i, H)
-            judged = lengths.judge(fragment(0), name, way, live, 1e-9, H)
-            assert judged.most in (0.0, None), (i, name)
-            lengths.saw(fragment(0), name, way, is_usual=judged.is_usual)
-            lengths.took(0, name)
-    assert lengths.judge(fragment(0), "slow", Way(1.01 * AGAIN * USUAL, H), live, 1e-9, H).most
+@pytest.mark.parametrize("learners", ["ab", "abcd"])
+def test_as_far_as_was_once_usual_anybody_may_go_at_any_time(learners: str) -> None:
+    """A model that has converged, and one learner meets a hard example: found in a stranger's own script."""
+    crowd = Crowd(learners)
+    for _ in range(5):
+        crowd.round()
+    for i in range(60):
+        crowd.round(**dict.fromkeys(learners, USUAL * max(1e-4, 0.7**i)))
+    assert crowd.state.record.highest_usual_norm == pytest.approx(USUAL)
+    assert crowd.round(b=0.9 * FAR * USUAL)["b"].outcome is Outcome.ACCEPTED
+    assert crowd.refused == 0
+    for _ in range(SETTLED):
+        crowd.round(**dict.fromkeys(learners, 1e-4 * USUAL))
+    assert crowd.round(b=1.1 * FAR * USUAL)["b"].code == "NORM_TOO_LARGE"
 
 
 def test_the_first_of_all_cannot_be_longer_than_the_model_while_others_are_here() -> None:
     lengths, seed_norm = Lengths(), 8.0
     most = START_OF_SEED * seed_norm
-    assert lengths.judge(fragment(0), "a", Way(0.99 * most, H), {"a": 24, "b": 0}, seed_norm, H).most == 0.0
-    assert lengths.judge(fragment(0), "a", Way(1.01 * most, H), {"a": 24, "b": 0}, seed_norm, H).most
-    assert lengths.judge(fragment(0), "a", Way(1.01 * most, H), {"a": 24}, seed_norm, H).most is None, "it is alone"
+    assert longest(lengths, "a", Way(0.99 * most, H), {"a": 24, "b": 0}, seed_norm) == 0.0
+    assert longest(lengths, "a", Way(1.01 * most, H), {"a": 24, "b": 0}, seed_norm)
+    assert longest(lengths, "a", Way(1.01 * most, H), {"a": 24}, seed_norm) is None, "it is alone"
 
 
 @pytest.mark.parametrize("sent", [None, 1e-3, 1e6])

@@ -126,6 +126,7 @@ def sealed(header: bytes, data: bytes) -> bytes:
 def test_a_file_of_an_earlier_release_does_not_say_who_sent_which_norm() -> None:
     def of_an_earlier_release(tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
         del metadata["record"]["norm_learners"], metadata["record"]["usual_norm"]
+        del metadata["record"]["highest_usual_norm"]
         metadata["record"]["norms"] = [1.0, 2.0, 3.0] * 5
 
     header, _ = read_version(disk_with(forged(of_an_earlier_release)), NAME)

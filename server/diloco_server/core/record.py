@@ -41,6 +41,8 @@ class Record:
     """Who contributed each of `norms`. Empty in the files of earlier releases."""
     usual_norm: float = 0.0
     """Of contributions to this fragment; 0: too few were merged."""
+    highest_usual_norm: float = 0.0
+    """That there ever was. Grows."""
 
     @property
     def version_id(self) -> VersionId:
@@ -71,7 +73,8 @@ def check_record(record: Record) -> None:
     for what, count, most in counts:
         if not 0 <= count <= most:
             raise ValueError(f"{what} is {count}, not 0 to {bounds.number(most)}")
-    for what, norm in [("seed_norm", record.seed_norm), *(("a norm", norm) for norm in record.norms)]:
+    norms = [("seed_norm", record.seed_norm), ("highest_usual_norm", record.highest_usual_norm)]
+    for what, norm in [*norms, *(("a norm", norm) for norm in record.norms)]:
         if not 0 <= norm < math.inf:
             raise ValueError(f"{what} is {norm}, not 0 or a finite number above it")
     for learner, process in record.merged_by.items():
@@ -111,6 +114,7 @@ def next_record(
         before, epoch=epoch, version=closed.round, merged_versions=merged_versions, merged_by=merged_by,
         tokens_merged=min(tokens, bounds.TOKENS_COUNTED_MAX), forgotten_version=forgotten_version,
         norms=norms.norms, norm_learners=norms.learners, usual_norm=norms.usual,
+        highest_usual_norm=max(before.highest_usual_norm, norms.usual),
     )  # fmt: skip
 
 

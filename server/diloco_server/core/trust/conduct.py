@@ -99,10 +99,6 @@ class Quarantine:
         conduct = self._known.get(learner_id)
         return conduct is not None and conduct.times > 0
 
-    def held(self) -> set[str]:
-        """Those that are left out now."""
-        return {learner_id for learner_id in self._known if self.holds(learner_id)}
-
     def holds(self, learner_id: str) -> bool:
         conduct = self._known.get(learner_id)
         return conduct is not None and conduct.until is not None

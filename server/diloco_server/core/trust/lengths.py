@@ -4,12 +4,13 @@ Whoever is healthy trains the same model at the same rates. So its way is about 
 steps: it grows with the steps at most, where it is straight, and with their root at least. What is far beyond is noise,
 a value with a flipped bit, or a learner that diverges. Those say what is usual that have sent some. At its start a
 learner's rate rises: beside a first contribution it may go further, as the squares of its steps. Whoever has taken so
-many times as many steps may be at so many times the rate: as much further it may go, if it went as far before. And as
-far as it went while they went as far, it may always go: their rates may have fallen since. Beside fewer than two of
-them nobody can say which one is sick: there a learner may go as far as it went before, or as is usual for the size of
-what it trains.
+many times as many steps may be at so many times the rate: as much further it may go, if it went as far before. As far
+as was once usual anybody may go at any time: the rates of others may have fallen since, or a model has converged and
+meets a hard example. Beside fewer than two of them nobody can say which one is sick: there a learner may go as far as
+it went before, or as is usual for the size of what it trains.
 
-What is refused is seen, too: where most go further, that is how far one goes now. Kept in memory only.
+What is refused is seen, too: where most go further, that is how far one goes now. Kept in memory only, but for what
+was once usual: the versions keep that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import median_high, median_low
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from diloco_common.wire.manifest import Fragment
 
@@ -44,8 +45,6 @@ UP, DOWN = 1.2, 0.97
 """How fast what a learner may do by its own past follows what it does, per contribution."""
 YOUNG, UP_YOUNG = 4, 2.0
 """The same for its first contributions: while its rate rises from 0, the second is nine times as long as the first."""
-AGAIN = 1.5
-"""Times as far as it went before, within what was usual then."""
 SETTLED = 4
 """Contributions after which a learner says what is usual."""
 CROWD = 16
@@ -55,8 +54,7 @@ LOOKED_AT = 64
 
 
 Steps: TypeAlias = Mapping[str, int]
-"""The learners that are here, without those in quarantine -> the inner steps that each has taken, as far as they count.
-"""
+"""The learners that are here -> the inner steps that each has taken, as far as they count."""
 LeftOut: TypeAlias = Callable[[str], bool]
 
 
@@ -95,16 +93,6 @@ class Way:
         return self.norm / math.sqrt(self.steps)
 
 
-class Judged(NamedTuple):
-    """What is held of the length of a contribution."""
-
-    most: float | None
-    """The longest that a healthy learner's can be, if this one is longer. 0: it is not, as far as anybody can say.
-    None: there is nobody to compare with."""
-    is_usual: bool = False
-    """It is within what those say that say what is usual."""
-
-
 @dataclass(slots=True)
 class Past:
     """Of one learner, in one fragment."""
@@ -117,8 +105,6 @@ class Past:
     """What it may be measured by, of what was merged. Follows slowly."""
     steady: Way | None = None
     """The same as it was when the learner had settled."""
-    usual: Way | None = None
-    """The longest for its steps that it sent while that was usual."""
 
     def took(self) -> None:
         """What it sent last is merged."""
@@ -161,15 +147,13 @@ class Ways:
         settled = [past for past in pasts if past.count >= SETTLED]
         return [past.last for past in (settled if len(settled) > 1 else pasts)], len(settled) > 1
 
-    def saw(self, learner_id: str, way: Way, *, is_usual: bool) -> None:
+    def saw(self, learner_id: str, way: Way) -> None:
         past = self.of.get(learner_id)
         if past is None:
             past = self.of[learner_id] = Past(way)
         else:
             past.last = replace(way, until=0)
         past.count += 1
-        if is_usual and (past.usual is None or way.pace > past.usual.pace):
-            past.usual = way
 
 
 class Lengths:
@@ -184,10 +168,10 @@ class Lengths:
         past = self._past(fragment_id, learner_id)
         return None if past is None else past.last
 
-    def saw(self, fragment: Fragment, learner_id: str, way: Way, *, is_usual: bool = False) -> None:
+    def saw(self, fragment: Fragment, learner_id: str, way: Way) -> None:
         """A finite contribution has come, and was judged. Once each."""
         ways = self._ways.setdefault(fragment.fragment_id, Ways(fragment.num_elements))
-        ways.saw(learner_id, way, is_usual=is_usual)
+        ways.saw(learner_id, way)
 
     def took(self, fragment_id: int, learner_id: str) -> None:
         past = self._past(fragment_id, learner_id)
@@ -203,33 +187,34 @@ class Lengths:
         ways = self._ways.get(fragment_id)
         return None if ways is None else ways.of.get(learner_id)
 
-    def judge(
-        self, fragment: Fragment, learner_id: str, way: Way, live: Steps, seed_norm: float, every: int
-    ) -> Judged:  # fmt: skip
-        """Whether a healthy learner's contribution can be as long. `every`: H of the fragment; `seed_norm`: of its
-        version 0."""
+    def most(
+        self, fragment: Fragment, learner_id: str, way: Way, live: Steps, every: int, seed_norm: float, once: float
+    ) -> float | None:  # fmt: skip
+        """The longest that a healthy learner's contribution can be, if this one is longer. 0: it is not, as far as
+        anybody can say. None: there is nobody to compare with.
+
+        `every`: H of the fragment; `seed_norm`: of its version 0; `once`: the longest that was ever usual, for H steps.
+        """
         fragment_id, steps = fragment.fragment_id, way.steps
         ways = self._ways.get(fragment_id, Ways(fragment.num_elements))
         others, is_enough = ways.others(learner_id, live, self._is_left_out)
         root, rounds = math.sqrt(fragment.num_elements), max(1.0, steps / every)
         if not others:
-            if not live.keys() - {learner_id} or seed_norm < QUIET * root:
-                return Judged(None)
+            if not self._beside(learner_id, live) or seed_norm < QUIET * root:
+                return None
             most = START_OF_SEED * seed_norm * rounds
-            return Judged(most if way.norm > most else 0.0)
-        most = median_high([other.reach(steps) for other in others])
+            return most if way.norm > most else 0.0
+        most = max(Way(once, every).reach(steps), median_high([other.reach(steps) for other in others]))
         if way.norm <= most:
-            return Judged(0.0, is_enough)
+            return 0.0
         until = live.get(learner_id, 0)
         rising = median_high([other.rises(steps, until) for other in others])
         size, past = max(seed_norm, QUIET * root), ways.of.get(learner_id, Past(way))
         own = past.own
         if own is not None:
-            further = most * _more_steps(learner_id, live)
+            further = most * self._more_steps(learner_id, live)
             if not is_enough:
                 further = max(further, (past.steady or own).reach(steps), FIRST_OF_SEED * size * rounds)
-            elif past.usual is not None:
-                further = max(further, AGAIN * past.usual.goes(steps))
             most = max(most, min(own.rises(steps, until), max(further, rising)))
         elif not is_enough:
             most = max(most, rising)
@@ -239,7 +224,16 @@ class Lengths:
             share = FIRST_OF_SEED if begins else SPARSE_OF_SEED
             sparse = max(sparse, share * size * rounds)
         most = max(most, sparse)
-        return Judged(most if way.norm > most > 0 else 0.0)
+        return most if way.norm > most > 0 else 0.0
+
+    def _beside(self, learner_id: str, live: Steps) -> list[int]:
+        """The steps of the others that are here."""
+        return [steps for one, steps in live.items() if one != learner_id and not self._is_left_out(one)]
+
+    def _more_steps(self, learner_id: str, live: Steps) -> float:
+        """How many times as many inner steps this learner has taken as the usual one of the others; at least 1."""
+        others = self._beside(learner_id, live)
+        return max(1.0, live.get(learner_id, 0) / max(1, median_low(others))) if others else 1.0
 
     def _elsewhere(self, fragment_id: int, learner_id: str, steps: int, live: Steps) -> float:
         """How far others go per element where they go furthest: root mean square, of other fragments."""
@@ -250,12 +244,6 @@ class Lengths:
                 usual = median_high([way.goes(steps) for way in others])
                 furthest = max(furthest, usual / math.sqrt(ways.num_elements))
         return furthest
-
-
-def _more_steps(learner_id: str, live: Steps) -> float:
-    """How many times as many inner steps this learner has taken as the usual one of the others; at least 1."""
-    others = [steps for one, steps in live.items() if one != learner_id]
-    return max(1.0, live.get(learner_id, 0) / max(1, median_low(others))) if others else 1.0
 
 
 def _squares(steps: int, until: int) -> int:

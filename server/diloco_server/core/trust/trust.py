@@ -17,7 +17,7 @@ from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.round import Contribution, total_norm
 from diloco_server.core.trust.conduct import Quarantine, far_off
-from diloco_server.core.trust.lengths import Judged, Lengths, Steps, Way
+from diloco_server.core.trust.lengths import Lengths, Steps, Way
 from diloco_server.core.trust.trail import AWAY_S, STEPS_FACTOR, check_trained
 
 BACK_S = 60.0
@@ -72,11 +72,11 @@ class Trust:
         if not self._strangers and fragment.traits.norms_tell:
             steps = self._believed_steps(member, header, state, every, now)
             way = Way(norm, steps, now, member.counted.inner_step)
-            can_be, is_usual = self._judge(state, member.learner_id, way, every, self._live(member.learner_id))
+            can_be = self._can_be(state, member.learner_id, way, every, self._live())
             if can_be is not None:
                 most, why = can_be or math.inf, f"{can_be:.3g} is merged for {way.steps} steps"
             if is_whole:
-                self._lengths.saw(fragment, member.learner_id, way, is_usual=is_usual)
+                self._lengths.saw(fragment, member.learner_id, way)
         if norm > most:
             raise NormTooLarge(
                 f"{where}: norm {norm:.3g} is {norm / typical:.3g} times the usual {typical:.3g}, at most {why}; look "
@@ -106,13 +106,14 @@ class Trust:
             return header.steps
         return min(header.steps, max(every, int(STEPS_FACTOR * pace.steps_per_s * (now - last.at))))
 
-    def _judge(self, state: FragmentState, learner_id: str, way: Way, every: int, live: Steps) -> Judged:
-        return self._lengths.judge(state.fragment, learner_id, way, live, state.record.seed_norm, every)
+    def _can_be(self, state: FragmentState, learner_id: str, way: Way, every: int, live: Steps) -> float | None:
+        record = state.record
+        return self._lengths.most(
+            state.fragment, learner_id, way, live, every, record.seed_norm, record.highest_usual_norm
+        )
 
-    def _live(self, judged: str = "") -> Steps:
-        """Of those that are here. One in quarantine is not, unless it is the one that is judged."""
-        out = self.quarantine.held() - {judged}
-        return {m.learner_id: m.counted.inner_step for m in self._membership.live() if m.learner_id not in out}
+    def _live(self) -> Steps:
+        return {m.learner_id: m.counted.inner_step for m in self._membership.live()}
 
     # ------------------------------------------------------------ a round
 
@@ -136,8 +137,7 @@ class Trust:
         for learner_id, c in contributions.items():
             last = self._lengths.last(c.fragment_id, learner_id)
             way = Way(c.norm, c.steps if last is None else last.steps)
-            here = self._live(learner_id) if self.quarantine.holds(learner_id) else live
-            most = self._judge(state, learner_id, way, every, here).most
+            most = self._can_be(state, learner_id, way, every, live)
             evidence[learner_id] = f"a norm of {c.norm:.3g}, by what others sent {most:.3g} at most" if most else ""
             if not most:
                 self._lengths.took(c.fragment_id, learner_id)
