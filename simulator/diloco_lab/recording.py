@@ -15,8 +15,9 @@ from diloco_lab.stacked import Stack
 from diloco_lab.tasks import InnerSteps, Task
 from diloco_lab.trace import Event, Steps, Trace
 
-NOISE = 0.01
-"""Of every element at every step: contributions of all learners are alike."""
+NOISE = 1e-3
+"""Of every element at every step: contributions of all learners are alike, and none is as long as a model that begins
+small, which would be refused."""
 
 
 class Noise(InnerSteps):
