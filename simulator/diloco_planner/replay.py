@@ -129,7 +129,8 @@ class _Core:
         if isinstance(gave, Member):
             self._members[gave.learner_id, gave.generation] = gave
             self.joined.add(gave.learner_id)
-        return _difference("refusal", line.get("refused"), None) or _difference("answer", line["gave"], as_json(gave))
+        answer = _as_far_as_known(line["gave"], as_json(gave))
+        return _difference("refusal", line.get("refused"), None) or _difference("answer", line["gave"], answer)
 
     def _given(self, call: str, given: dict[str, Any]) -> dict[str, Any]:
         """What the call was given, as values."""
@@ -177,6 +178,13 @@ def _reader(hint: Any) -> TypeAdapter[Any]:
         raise_errors=False, _types_namespace={"PayloadHeader": PayloadHeader}
     )  # messages.py imports it for types
     return reader
+
+
+def _as_far_as_known(then: Any, now: Any) -> Any:
+    """An answer without the fields that the release which recorded it did not have."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        return {name: value for name, value in now.items() if name in then}
+    return now
 
 
 def _difference(what: str, then: Any, now: Any) -> str:
