@@ -616,8 +616,8 @@ class NotFinite(Refusal):
 
 
 class NormTooLarge(Refusal):
-    """The norm is far above the others' for as many steps. With nobody to compare with, and among strangers: above
-    `guard.norm_factor` times the usual one."""
+    """The norm is far above the others' for as many steps, and above what was ever usual. With nobody to compare with,
+    and among strangers: above `guard.norm_factor` times the usual one."""
 
     status = "OUT_OF_RANGE"
     met = CONTRIBUTIONS

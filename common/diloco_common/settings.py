@@ -136,7 +136,8 @@ class GuardSettings(Section):
     norm_factor: float = Field(default=1000.0, gt=1)
     """A contribution is refused if its norm is above this many times the usual norm of its fragment: the median over
     the learners, each of which has one vote. Of members this holds until another one, which is not in quarantine,
-    has sent something. Then the limit is 6 times what the others sent for as many steps."""
+    has sent something. Then the limit is 6 times what the others sent for as many steps, or 1.5 times what was ever
+    usual."""
     norm_window: int = Field(default=64, ge=8)
     """Merged contributions that enter the usual norm, at most 8 of one learner. While as many are merged, it grows at
     most tenfold."""

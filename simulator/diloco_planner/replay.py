@@ -129,8 +129,10 @@ class _Core:
         if isinstance(gave, Member):
             self._members[gave.learner_id, gave.generation] = gave
             self.joined.add(gave.learner_id)
-        answer = _as_far_as_known(line["gave"], as_json(gave))
-        return _difference("refusal", line.get("refused"), None) or _difference("answer", line["gave"], answer)
+        if "refused" in line:
+            return _difference("refusal", line["refused"], None)
+        answer = as_json(gave)
+        return _difference("answer", line["gave"], _known(line["gave"], answer) if _is_record(gave) else answer)
 
     def _given(self, call: str, given: dict[str, Any]) -> dict[str, Any]:
         """What the call was given, as values."""
@@ -180,11 +182,17 @@ def _reader(hint: Any) -> TypeAdapter[Any]:
     return reader
 
 
-def _as_far_as_known(then: Any, now: Any) -> Any:
-    """An answer without the fields that the release which recorded it did not have."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        return {name: value for name, value in now.items() if name in then}
-    return now
+def _is_record(gave: Any) -> bool:
+    match gave:
+        case Record() | (Record(), _):
+            return True
+    return False
+
+
+def _known(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """A record without the fields that the release which recorded it did not have. Restored ones lack them, too: what
+    they are for is decided as if nothing were known."""
+    return {name: value for name, value in now.items() if name in then}
 
 
 def _difference(what: str, then: Any, now: Any) -> str:

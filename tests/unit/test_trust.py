@@ -14,7 +14,7 @@ from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_server.core.ledger import LearnerQuarantined
 from diloco_server.core.trust.conduct import OUTLIERS
-from diloco_server.core.trust.lengths import CROWD, FAR, SETTLED, START_OF_SEED, STRAIGHT, Lengths, Way
+from diloco_server.core.trust.lengths import AGAIN, CROWD, FAR, SETTLED, START_OF_SEED, STRAIGHT, Lengths, Way
 from rig import TOKENS, Rig
 
 SIZE, H, USUAL = 64, 24, 0.1
@@ -188,9 +188,9 @@ def fragment(fragment_id: int, size: int = SIZE) -> Fragment:
 
 
 def longest(
-    lengths: Lengths, name: str, way: Way, live: Mapping[str, int], seed_norm: float = 1e-9, once: float = 0.0
+    lengths: Lengths, name: str, way: Way, live: Mapping[str, int], seed_norm: float = 1e-9, usual_ever: float = 0.0
 ) -> float | None:  # fmt: skip
-    return lengths.most(fragment(0), name, way, live, H, seed_norm, once)
+    return lengths.most(fragment(0), name, way, live, H, seed_norm, usual_ever)
 
 
 def test_rare_rows_may_be_as_long_as_what_is_dense() -> None:
@@ -270,19 +270,34 @@ def test_who_has_taken_more_steps_may_go_further_if_it_went_as_far_before(times:
 
 
 @pytest.mark.parametrize("learners", ["ab", "abcd"])
-def test_as_far_as_was_once_usual_anybody_may_go_at_any_time(learners: str) -> None:
+def test_as_far_as_was_ever_usual_anybody_may_go_at_any_time(learners: str) -> None:
     """A model that has converged, and one learner meets a hard example: found in a stranger's own script."""
-    crowd = Crowd(learners)
+    crowd, once = Crowd(learners), 10 * USUAL
     for _ in range(5):
-        crowd.round()
+        crowd.round(**dict.fromkeys(learners, once))
     for i in range(60):
-        crowd.round(**dict.fromkeys(learners, USUAL * max(1e-4, 0.7**i)))
-    assert crowd.state.record.highest_usual_norm == pytest.approx(USUAL)
-    assert crowd.round(b=0.9 * FAR * USUAL)["b"].outcome is Outcome.ACCEPTED
+        crowd.round(**dict.fromkeys(learners, once * max(1e-5, 0.7**i)))
+    assert crowd.state.record.highest_usual_norm == pytest.approx(once)
+    assert crowd.round(b=0.95 * AGAIN * once)["b"].outcome is Outcome.ACCEPTED
     assert crowd.refused == 0
     for _ in range(SETTLED):
-        crowd.round(**dict.fromkeys(learners, 1e-4 * USUAL))
-    assert crowd.round(b=1.1 * FAR * USUAL)["b"].code == "NORM_TOO_LARGE"
+        crowd.round(**dict.fromkeys(learners, 1e-5 * once))
+    assert crowd.round(b=1.05 * AGAIN * once)["b"].code == "NORM_TOO_LARGE"
+
+
+def test_after_a_restart_the_first_one_may_go_as_far_as_was_ever_usual() -> None:
+    """A model that began small: three times its version 0 is less than what is usual."""
+    live, usual, size = dict.fromkeys("ab", 100), 10 * USUAL, 2 * USUAL
+    assert longest(Lengths(), "a", Way(usual, H), live, size, usual) == 0.0
+    assert longest(Lengths(), "a", Way(usual, H), live, size) == pytest.approx(START_OF_SEED * size)
+
+
+def test_in_a_crowd_those_in_quarantine_do_not_say_what_is_usual() -> None:
+    sick = {f"sick-{i}" for i in range(CROWD)}
+    lengths, live = Lengths(sick.__contains__), dict.fromkeys([*sick, *(f"well-{i}" for i in range(CROWD))], 100)
+    for name in live:
+        lengths.saw(fragment(0), name, Way((1000 if name in sick else 1) * USUAL, H))
+    assert longest(lengths, "well-1", Way(2 * FAR * USUAL, H), live) == pytest.approx(FAR * USUAL)
 
 
 def test_the_first_of_all_cannot_be_longer_than_the_model_while_others_are_here() -> None:

@@ -42,7 +42,7 @@ class Record:
     usual_norm: float = 0.0
     """Of contributions to this fragment; 0: too few were merged."""
     highest_usual_norm: float = 0.0
-    """That there ever was. Grows."""
+    """The highest that there ever was. Never falls."""
 
     @property
     def version_id(self) -> VersionId:

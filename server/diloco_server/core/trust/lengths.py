@@ -4,13 +4,13 @@ Whoever is healthy trains the same model at the same rates. So its way is about 
 steps: it grows with the steps at most, where it is straight, and with their root at least. What is far beyond is noise,
 a value with a flipped bit, or a learner that diverges. Those say what is usual that have sent some. At its start a
 learner's rate rises: beside a first contribution it may go further, as the squares of its steps. Whoever has taken so
-many times as many steps may be at so many times the rate: as much further it may go, if it went as far before. As far
-as was once usual anybody may go at any time: the rates of others may have fallen since, or a model has converged and
-meets a hard example. Beside fewer than two of them nobody can say which one is sick: there a learner may go as far as
-it went before, or as is usual for the size of what it trains.
+many times as many steps may be at so many times the rate: as much further it may go, if it went as far before.
+A little further than was ever usual anybody may go at any time: the rates of others may have fallen since, or a model
+has converged and meets a hard example. Beside fewer than two others nobody can say which one is sick: there a learner
+may go as far as it went before, or as is usual for the size of what it trains.
 
 What is refused is seen, too: where most go further, that is how far one goes now. Kept in memory only, but for what
-was once usual: the versions keep that.
+was ever usual: the versions keep that.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ UP, DOWN = 1.2, 0.97
 """How fast what a learner may do by its own past follows what it does, per contribution."""
 YOUNG, UP_YOUNG = 4, 2.0
 """The same for its first contributions: while its rate rises from 0, the second is nine times as long as the first."""
+AGAIN = 1.5
+"""Times as far as was ever usual, at any time. Hard examples took 0.93 (`benchmarks/honest.py`)."""
 SETTLED = 4
 """Contributions after which a learner says what is usual."""
 CROWD = 16
@@ -138,7 +140,7 @@ class Ways:
         if len(self.of) > CROWD and len(live) > CROWD:
             sent = sum(past.count for past in self.of.values())
             if self.of_crowd is None or CROWD * (sent - self.looked_at) > len(live):
-                here = [past for one, past in self.of.items() if one in live]
+                here = [past for one, past in self.of.items() if one in live and not is_left_out(one)]
                 ways = sorted((past.last for past in here or self.of.values()), key=lambda way: way.pace)
                 self.of_crowd, self.looked_at = ways[len(ways) // 2], sent
             return [self.of_crowd], True
@@ -188,23 +190,32 @@ class Lengths:
         return None if ways is None else ways.of.get(learner_id)
 
     def most(
-        self, fragment: Fragment, learner_id: str, way: Way, live: Steps, every: int, seed_norm: float, once: float
-    ) -> float | None:  # fmt: skip
+        self,
+        fragment: Fragment,
+        learner_id: str,
+        way: Way,
+        live: Steps,
+        every: int,
+        seed_norm: float,
+        usual_ever: float,
+    ) -> float | None:
         """The longest that a healthy learner's contribution can be, if this one is longer. 0: it is not, as far as
         anybody can say. None: there is nobody to compare with.
 
-        `every`: H of the fragment; `seed_norm`: of its version 0; `once`: the longest that was ever usual, for H steps.
+        `every`: H of the fragment; `seed_norm`: of its version 0; `usual_ever`: the highest norm that ever was usual,
+        as if for H steps.
         """
         fragment_id, steps = fragment.fragment_id, way.steps
         ways = self._ways.get(fragment_id, Ways(fragment.num_elements))
         others, is_enough = ways.others(learner_id, live, self._is_left_out)
         root, rounds = math.sqrt(fragment.num_elements), max(1.0, steps / every)
+        ever = AGAIN * Way(usual_ever, every).goes(steps)
         if not others:
             if not self._beside(learner_id, live) or seed_norm < QUIET * root:
                 return None
-            most = START_OF_SEED * seed_norm * rounds
+            most = max(ever, START_OF_SEED * seed_norm * rounds)
             return most if way.norm > most else 0.0
-        most = max(Way(once, every).reach(steps), median_high([other.reach(steps) for other in others]))
+        most = max(ever, median_high([other.reach(steps) for other in others]))
         if way.norm <= most:
             return 0.0
         until = live.get(learner_id, 0)
