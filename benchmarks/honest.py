@@ -66,7 +66,7 @@ class Chain:
     """A Markov chain over words, the same for everybody. The last `RARE` come up only where `rare`."""
 
     def __init__(self, *, rare: bool = False, sure: float = 0.0) -> None:
-        """`sure`: how probable the word is that comes next most often. 0: some are more so than others."""
+        """`sure`: the share of the way from the usual odds to certainty. At 1 the likeliest word always comes next."""
         odds = 2.5 * torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(7))
         if not rare:
             odds[:, -RARE:] = -math.inf
@@ -113,8 +113,8 @@ class Row:
     """Of the values that the model begins with."""
     lr: float = 4e-3
     sure: bool = False
-    """The next word is nearly always the same: the loss falls to nothing but for a hard example now and then. With
-    SGD, whose steps are as long as gradients are."""
+    """The next word can nearly always be told, so the loss falls to nothing, but for a hard example now and then.
+    Trained by SGD, whose steps shrink with the gradients."""
 
 
 class Task:

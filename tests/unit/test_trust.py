@@ -269,6 +269,18 @@ def test_who_has_taken_more_steps_may_go_further_if_it_went_as_far_before(times:
     assert longest(lengths, "fast", Way(1.01 * most * USUAL, H), live)
 
 
+def test_who_goes_on_at_its_rate_while_those_of_others_fall_goes_no_further_than_it_went() -> None:
+    """Each lowers its rate by its own steps: the slow one is still at its highest."""
+    lengths, live = Lengths(), {"slow": 100, "b": 300, "c": 300}
+    for i in range(30):
+        for name in live:
+            way = Way(USUAL if name == "slow" else USUAL * 0.8**i, H)
+            assert longest(lengths, name, way, live, usual_ever=USUAL) in (0.0, None), (i, name)
+            lengths.saw(fragment(0), name, way)
+            lengths.took(0, name)
+    assert longest(lengths, "slow", Way(1.01 * AGAIN * USUAL, H), live, usual_ever=USUAL)
+
+
 @pytest.mark.parametrize("learners", ["ab", "abcd"])
 def test_as_far_as_was_ever_usual_anybody_may_go_at_any_time(learners: str) -> None:
     """A model that has converged, and one learner meets a hard example: found in a stranger's own script."""

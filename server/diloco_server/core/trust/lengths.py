@@ -9,8 +9,8 @@ A little further than was ever usual anybody may go at any time: the rates of ot
 has converged and meets a hard example. Beside fewer than two others nobody can say which one is sick: there a learner
 may go as far as it went before, or as is usual for the size of what it trains.
 
-What is refused is seen, too: where most go further, that is how far one goes now. Kept in memory only, but for what
-was ever usual: the versions keep that.
+What is refused counts as seen, too: once most learners go further, that is how far one may go. All this is kept in
+memory only, except for the highest norm that was ever usual, which each version keeps.
 """
 
 from __future__ import annotations

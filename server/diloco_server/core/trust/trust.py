@@ -72,7 +72,7 @@ class Trust:
         if not self._strangers and fragment.traits.norms_tell:
             steps = self._believed_steps(member, header, state, every, now)
             way = Way(norm, steps, now, member.counted.inner_step)
-            can_be = self._can_be(state, member.learner_id, way, every, self._live())
+            can_be = self._longest(state, member.learner_id, way, every, self._live())
             if can_be is not None:
                 most, why = can_be or math.inf, f"{can_be:.3g} is merged for {way.steps} steps"
             if is_whole:
@@ -106,7 +106,7 @@ class Trust:
             return header.steps
         return min(header.steps, max(every, int(STEPS_FACTOR * pace.steps_per_s * (now - last.at))))
 
-    def _can_be(self, state: FragmentState, learner_id: str, way: Way, every: int, live: Steps) -> float | None:
+    def _longest(self, state: FragmentState, learner_id: str, way: Way, every: int, live: Steps) -> float | None:
         record = state.record
         return self._lengths.most(
             state.fragment, learner_id, way, live, every, record.seed_norm, record.highest_usual_norm
@@ -137,7 +137,7 @@ class Trust:
         for learner_id, c in contributions.items():
             last = self._lengths.last(c.fragment_id, learner_id)
             way = Way(c.norm, c.steps if last is None else last.steps)
-            most = self._can_be(state, learner_id, way, every, live)
+            most = self._longest(state, learner_id, way, every, live)
             evidence[learner_id] = f"a norm of {c.norm:.3g}, by what others sent {most:.3g} at most" if most else ""
             if not most:
                 self._lengths.took(c.fragment_id, learner_id)
