@@ -10,7 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from diloco_common.settings import Settings
 from diloco_demo.data import Corpus, TokenStream
 from diloco_demo.gpt import build_gpt
 from diloco_demo.training import share_at
-from diloco_lab.arms import Arm
+from diloco_lab.arms import Arm, Conditions
 from diloco_lab.recording import record
 from diloco_lab.replay import CODE_MAX, Replay
 from diloco_lab.stacked import Stack
@@ -39,7 +39,7 @@ OF_A_RUN = {
     ),
 }  # fmt: skip
 """Settings in which the runs of a batch may differ."""
-ROWS_OF_CPU, ROWS_OF_GPU = 64, 2048
+ROWS_OF_CPU, ROWS_OF_GPU = 256, 2048
 """Models that are trained at once: more gain nothing."""
 
 Pair = tuple[Arm, int]
@@ -85,7 +85,7 @@ def run_batch(pairs: Sequence[Pair], device: torch.device, points: int) -> Itera
     run: Callable[[Watch], Tensor]
     outcome: Mapping[str, object] = {}
     if conditions.method == "decoupled":
-        trace = record(settings[0], BuiltIn(settings[0], conditions.non_iid), conditions)
+        trace = _trace(json.dumps(_alike(arm, pairs[0][1]), sort_keys=True))
         if not trace.is_healthy:
             return None
         outcome, steps = trace.outcome, max(_steps(trace).values())
@@ -125,6 +125,15 @@ def _alike(arm: Arm, seed: int) -> dict[str, Any]:
         facts["settings"][section] = {k: v for k, v in facts["settings"][section].items() if k not in names}
     drawn = bool(arm.conditions.noise or arm.conditions.drop)
     return {**facts, "seed": seed if drawn else None}
+
+
+@lru_cache(maxsize=1)
+def _trace(alike: str) -> Trace:
+    """Of all runs that have this in common: batches of one group follow each other."""
+    facts = json.loads(alike)
+    settings, conditions = Settings.model_validate(facts["settings"]), Conditions.model_validate(facts["lab"])
+    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"seed": facts["seed"] or 0})})
+    return record(settings, BuiltIn(settings, conditions.non_iid), conditions)
 
 
 def _steps(trace: Trace) -> Mapping[int, int]:

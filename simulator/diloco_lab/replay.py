@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,16 +33,38 @@ from diloco_worker.core.momentum import MOST_OF_OWN
 CODE_MAX = {codec.name: codec.code_max for codec in (Int8, Int4)}
 
 
+class Piece(NamedTuple):
+    """A run of elements of one parameter."""
+
+    bounds: slice
+    """In the fragment."""
+    in_row: slice
+    """In a row of the stack."""
+    is_mean: bool
+    """It is always merged by the mean."""
+    parameter: str
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a fragment lies in a row, and what holds for it."""
+    """Where a fragment lies in a row, piece after piece, and what holds for it."""
 
     fragment: Fragment
-    index: Tensor
-    """int64 [F]: its elements in a row of the stack, piece after piece."""
     is_momentum: bool
-    pieces: Sequence[tuple[slice, bool, str]]
-    """Each piece: its elements in the fragment, whether it is always merged by the mean, and its parameter."""
+    pieces: Sequence[Piece]
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Its elements of these rows: [R, F]. Slices: an index of elements takes ten times as long."""
+        return torch.cat([rows[:, piece.in_row] for piece in self.pieces], 1)
+
+    def put(self, rows: Tensor, values: Tensor) -> None:
+        """Writes them: [R, F]."""
+        for piece in self.pieces:
+            rows[:, piece.in_row] = values[:, piece.bounds]
+
+    def add(self, rows: Tensor, values: Tensor) -> None:
+        for piece in self.pieces:
+            rows[:, piece.in_row] += values[:, piece.bounds]
 
 
 class Side:
@@ -127,7 +150,7 @@ class Replay:
     def _seed(self) -> None:
         for place in self.places.values():
             side = self.sides[place.is_momentum]
-            side.values[:, place.index] = side.theta[: self.runs][:, place.index]
+            place.put(side.values, place.of(side.theta[: self.runs]))
             published = self._publish(side, place, is_first=True)
             self._versions[place.fragment.fragment_id, 0] = published
 
@@ -140,62 +163,62 @@ class Replay:
         self.stack.step(rows, *self._streams.next(rows), shares)
 
     def _snapshot(self, learner: int, place: Place) -> None:
-        side, rows, at = self.sides[place.is_momentum], self._rows(learner), place.index
+        side, rows = self.sides[place.is_momentum], self._rows(learner)
         if (learner, place.fragment.fragment_id) in self._under_way:
             return  # a round asks again for the one that is under way
-        anchor = side.anchor[rows][:, at]
-        progress = anchor - side.theta[rows][:, at]
+        anchor = place.of(side.anchor[rows])
+        progress = anchor - place.of(side.theta[rows])
         if self._push != "float32":
             progress = _bfloat16(progress)
         feeds_back = self._feeds_back and place.fragment.traits.feeds_back
-        whole = progress + side.residual[rows][:, at] if feeds_back else progress
+        whole = progress + place.of(side.residual[rows]) if feeds_back else progress
         sent = _through(whole, self._push)
-        side.sent[rows, at] = sent
+        place.put(side.sent[rows], sent)
         if feeds_back:
-            side.loss[rows, at] = _bfloat16(whole - sent)
-        side.reference[rows, at] = anchor - progress
+            place.put(side.loss[rows], _bfloat16(whole - sent))
+        place.put(side.reference[rows], anchor - progress)
         self._under_way.add((learner, place.fragment.fragment_id))
 
     def _merge(self, event: Merge, place: Place) -> None:
-        side, at = self.sides[place.is_momentum], place.index
-        sent = torch.stack([side.sent[self._rows(learner)][:, at] for learner in sorted(event.weights)])
+        side = self.sides[place.is_momentum]
+        sent = torch.stack([place.of(side.sent[self._rows(learner)]) for learner in sorted(event.weights)])
         weights = torch.tensor([event.weights[learner] for learner in sorted(event.weights)], device=sent.device)
         shares = (weights / weights.sum()).float()
         mean = torch.einsum("l,lsf->sf", shares, sent)
         if place.is_momentum:
-            side.values[:, at] -= mean
+            place.add(side.values, -mean)
         else:
             if self._is_rda is not None and len(shares) > 1:
                 mean = torch.where(self._is_rda, _rda(sent, shares, mean, place), mean)
-            self._outer_step(side, at, mean)
+            self._outer_step(side, place, mean)
         self._versions[event.fragment, event.version] = self._publish(side, place)
 
     def _apply(self, event: Apply, place: Place) -> None:
-        side, rows, at = self.sides[place.is_momentum], self._rows(event.learner), place.index
+        side, rows = self.sides[place.is_momentum], self._rows(event.learner)
         new = self._take(event.fragment, event.version)
         key = (event.learner, event.fragment)
         counted_from = side.reference if event.merged else side.anchor
-        difference = new - counted_from[rows][:, at]
+        difference = new - place.of(counted_from[rows])
         self._add(side, place, rows, difference, event.steps)
         if event.merged:
-            side.residual[rows, at] = side.loss[rows][:, at]
+            place.put(side.residual[rows], place.of(side.loss[rows]))
             self._under_way.discard(key)
         elif key in self._under_way:
-            side.reference[rows, at] += self._left(place, rows, difference, event.before)
-        side.anchor[rows, at] = new
+            place.add(side.reference[rows], self._left(place, rows, difference, event.before))
+        place.put(side.anchor[rows], new)
 
     def _adopt(self, learner: int, place: Place, new: Tensor) -> None:
         side, rows = self.sides[place.is_momentum], self._rows(learner)
-        side.theta[rows, place.index] = new
-        side.anchor[rows, place.index] = new
+        place.put(side.theta[rows], new)
+        place.put(side.anchor[rows], new)
 
     # ------------------------------------------------------------ helpers
 
-    def _outer_step(self, side: Side, at: Tensor, merged: Tensor) -> None:
+    def _outer_step(self, side: Side, place: Place, merged: Tensor) -> None:
         """As `diloco_server.core.outer.Nesterov`."""
-        moved = self._mu * side.outer[:, at] + merged
-        side.outer[:, at] = torch.where(self._mu > BFLOAT16_MU_MAX, moved, _bfloat16(moved))
-        side.values[:, at] -= self._lr * (merged + self._mu * moved)
+        moved = self._mu * place.of(side.outer) + merged
+        place.put(side.outer, torch.where(self._mu > BFLOAT16_MU_MAX, moved, _bfloat16(moved)))
+        place.add(side.values, -self._lr * (merged + self._mu * moved))
 
     def _rows(self, learner: int) -> slice:
         return slice(learner * self.runs, (learner + 1) * self.runs)
@@ -209,53 +232,53 @@ class Replay:
         return values
 
     def _publish(self, side: Side, place: Place, *, is_first: bool = False) -> Tensor:
-        values, at = side.values[:, place.index], place.index
+        values = place.of(side.values)
         if self._pull == "float32":
             published = values
         elif self._pull == "bfloat16" or is_first:
             published = _bfloat16(values)
         else:
-            before = side.published[:, at]
+            before = place.of(side.published)
             published = _bfloat16(before + _through(values - before, self._pull))
-        side.published[:, at] = published
+        place.put(side.published, published)
         return published
 
     def _add(self, side: Side, place: Place, rows: slice, difference: Tensor, steps: int) -> None:
         if not place.is_momentum:
-            side.theta[rows, place.index] += difference
+            place.add(side.theta[rows], difference)
             return
-        before = side.theta[rows][:, place.index]
+        before = place.of(side.theta[rows])
         after = before + self._left(place, rows, difference, steps)
-        for bounds, _, name in place.pieces:
+        for bounds, in_row, _, name in place.pieces:
             bound = self.stack.bound(name, rows)
             if bound is not None:
-                most = bound[:, place.index[bounds] - self.stack.at[name].start]
+                begin = self.stack.at[name].start
+                most = bound[:, in_row.start - begin : in_row.stop - begin]
                 after[:, bounds] = after[:, bounds].clamp(-most, most)
                 continue
             own = torch.linalg.vector_norm(before[:, bounds], dim=1, keepdim=True)
             share = (MOST_OF_OWN * own / torch.linalg.vector_norm(after[:, bounds], dim=1, keepdim=True)).clamp(max=1.0)
             after[:, bounds] = (after[:, bounds] * torch.where(own > 0, share, 1.0)).nan_to_num(0.0, 0.0, 0.0)
-        side.theta[rows, place.index] = after
+        place.put(side.theta[rows], after)
 
     def _left(self, place: Place, rows: slice, difference: Tensor, steps: int) -> Tensor:
         if not place.is_momentum:
             return difference
         left = difference.clone()
-        for bounds, _, name in place.pieces:
+        for bounds, _, _, name in place.pieces:
             left[:, bounds] *= (self.stack.keeps(name, rows) ** steps)[:, None]
         return left
 
     def _place(self, fragment: Fragment) -> Place:
         """Pieces of a momentum lie where its parameter does."""
         of = {momentum_of(name, kind): name for name in self.stack.at for kind in ("Adam", "Muon")}
-        parts, pieces = [], []
+        pieces = []
         for piece in fragment.pieces:
             name = of.get(piece.tensor, piece.tensor)
             begin = self.stack.at[name].start + piece.tensor_offset
-            parts.append(torch.arange(begin, begin + piece.num_elements))
-            pieces.append((piece.bounds, piece.rule == "mean", name))
-        index = torch.cat(parts).to(self.stack.theta.device)
-        return Place(fragment, index, fragment.kind == "momentum", pieces)
+            in_row = slice(begin, begin + piece.num_elements)
+            pieces.append(Piece(piece.bounds, in_row, piece.rule == "mean", name))
+        return Place(fragment, fragment.kind == "momentum", pieces)
 
     def _schedules(self) -> tuple[list[Settings], Tensor]:
         """The different schedules of the runs, and which one each has."""
@@ -275,7 +298,7 @@ class Replay:
 def _rda(sent: Tensor, shares: Tensor, mean: Tensor, place: Place) -> Tensor:
     """Radial-directional averaging, piece by piece: [S, F]."""
     merged = mean.clone()
-    for bounds, is_mean, _ in place.pieces:
+    for bounds, _, is_mean, _ in place.pieces:
         if is_mean:
             continue
         part = sent[:, :, bounds]
