@@ -2,7 +2,8 @@
 
 Each learner is a process that steps by the clock, some slower than others. Learners are killed when the plan says so,
 and another process takes over when it says so; it has imported torch before. The planner draws the plan once, and is
-asked what it comes to. A row has what is real, and in brackets how far off the simulation is.
+asked what it comes to. How long joining takes is measured: the planner is told the median. A row has what is real, and
+in brackets how far off the simulation is.
 
     python benchmarks/planner_reality.py                       # the table of docs/planner.md; 9 minutes
     python benchmarks/planner_reality.py --learners 4 --seeds 1 --seconds 30
@@ -11,6 +12,7 @@ asked what it comes to. A row has what is real, and in brackets how far off the 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import subprocess
 import sys
@@ -18,12 +20,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from diloco_common.settings import LeaseSettings, Settings, SyncSettings
-from diloco_planner.chips import Failures, Island, island_timeline
+from diloco_planner.chips import Failures, Island, Timeline, island_timeline
 from diloco_planner.world import LearnerPlan, ShardPlan, World
 from light_learners import running_shard
 
@@ -44,8 +48,10 @@ values = [torch.zeros(int(params) // int(fragments)) for _ in range(int(fragment
 model = torch.nn.ParameterList(map(torch.nn.Parameter, values))
 print("imported", flush=True)
 sys.stdin.readline()
+began = time.monotonic()
 with diloco_worker.join(shard, model, learner_id=name, log=None) as learner:
     ends = time.monotonic()
+    print("joined", ends - began, flush=True)
     while True:
         with torch.no_grad():
             torch._foreach_add_([*model.parameters()], 1e-4)
@@ -82,12 +88,33 @@ def plans(learners: int, seconds: float, seed: int) -> list[LearnerPlan]:
     return found
 
 
+def joining_takes(plan: LearnerPlan, joining_s: float) -> LearnerPlan:
+    """As `plan`, but each process trains so many seconds later. One that is killed before it has joined, never was."""
+    assert plan.line is not None
+    present = [0.0, *(ended for _, ended, _ in plan.line.away)]
+    gone = [*(begun for begun, _, _ in plan.line.away), plan.line.until]
+    lives = [
+        (begun + joining_s, ended) for begun, ended in zip(present, gone, strict=True) if begun + joining_s < ended
+    ]
+    begins_s = lives[0][0]
+    line = Timeline(plan.line.until - begins_s)
+    for (_, begun), (ended, _) in pairwise([*lives, (math.inf, math.inf)]):
+        line.change(begun - begins_s, 0.0)
+        line.change(ended - begins_s, 1.0)
+        line.away.append((begun - begins_s, ended - begins_s, False))
+    line.freeze()
+    return replace(plan, begins_s=begins_s, line=line)
+
+
 def settings(grace: float | str) -> Settings:
     return Settings(sync=SyncSettings(fragments=FRAGMENTS, sync_every=24, grace=grace), lease=LEASE)  # type: ignore[arg-type]
 
 
-def simulated(learners: Sequence[LearnerPlan], seconds: float, seed: int, grace: float | str) -> Result:
-    world = World(settings(grace), PARAMS, learners, ShardPlan(), seconds, seed, decided=FRAGMENTS)
+def simulated(
+    learners: Sequence[LearnerPlan], seconds: float, seed: int, grace: float | str, joining_s: float
+) -> Result:  # fmt: skip
+    plans = [joining_takes(plan, joining_s) for plan in learners]
+    world = World(settings(grace), PARAMS, plans, ShardPlan(), seconds, seed, decided=FRAGMENTS)
     found = world.run()
     return Result(
         found.tokens_trained, found.tokens_share_merged * found.tokens_trained, found.rounds, found.evictions,
@@ -127,10 +154,19 @@ class Process:
 
     @property
     def steps(self) -> int:
-        return sum(line.isdigit() for line in self._steps.read_text().split("\n")[:-1])
+        return sum(line.isdigit() for line in self._lines())
+
+    @property
+    def joined_s(self) -> list[float]:
+        """How long joining took; nothing if it did not come to that."""
+        return [float(line.split()[1]) for line in self._lines() if line.startswith("joined")]
+
+    def _lines(self) -> list[str]:
+        return self._steps.read_text().split("\n")[:-1]
 
 
-def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) -> Result:
+def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) -> tuple[Result, float]:
+    """And how many seconds joining took, as a rule."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shard = stack.enter_context(running_shard(
@@ -153,11 +189,12 @@ def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) ->
         time.sleep(max(0.0, began + seconds - time.monotonic()))
         status = shard.status()
         steps = sum(process.steps for process in everyone)
+        joined_s = median(took for process in everyone for took in process.joined_s)
         return Result(
             steps * TOKENS, status["tokens_merged"], status["rounds"], status["evictions"],
             status["late"] / max(1.0, status["late"] + status["rounds"] * status["participants_mean"]),
             1e-6 * status["bytes_pushed"], 1e-6 * status["bytes_pulled"],
-        )  # fmt: skip
+        ), joined_s  # fmt: skip
 
 
 def script(learners: Sequence[LearnerPlan], lives: dict[str, list[Process]], seconds: float) -> list[tuple[float, Any]]:
@@ -184,21 +221,22 @@ def main() -> None:
     asked = parser.parse_args()
     grace = asked.grace if asked.grace == "adaptive" else float(asked.grace)
     print(
-        "| learners | seed | tokens trained | merged | rounds | evictions | late | MB up | MB down |\n"
-        + "| --- " * 9
+        "| learners | seed | tokens trained | merged | rounds | evictions | late | MB up | MB down | joining |\n"
+        + "| --- " * 10
         + "|"
     )
     for count in asked.learners:
         for seed in range(asked.seeds):
             learners = plans(count, asked.seconds, seed)
-            there, here = real(learners, asked.seconds, grace), simulated(learners, asked.seconds, seed, grace)
+            there, joining_s = real(learners, asked.seconds, grace)
+            here = simulated(learners, asked.seconds, seed, grace, joining_s)
             cells = [
                 f"{there.tokens_trained:,.0f} ({here.tokens_trained / there.tokens_trained - 1:+.1%})",
                 f"{there.tokens_merged:,.0f} ({here.tokens_merged / there.tokens_merged - 1:+.1%})",
                 f"{there.rounds:,} ({here.rounds / there.rounds - 1:+.1%})",
                 f"{there.evictions} ({here.evictions})", f"{there.late_share:.1%} ({here.late_share:.1%})",
                 f"{there.pushed_mb:.2f} ({here.pushed_mb / there.pushed_mb - 1:+.1%})",
-                f"{there.pulled_mb:.2f} ({here.pulled_mb / there.pulled_mb - 1:+.1%})",
+                f"{there.pulled_mb:.2f} ({here.pulled_mb / there.pulled_mb - 1:+.1%})", f"{joining_s:.2f} s",
             ]  # fmt: skip
             print(f"| {count} | {seed} | " + " | ".join(cells) + " |", flush=True)
 
