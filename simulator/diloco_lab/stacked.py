@@ -3,7 +3,8 @@
 A row is one learner of one run. Rows differ in their data, their seed and their rates; shapes and the kind of optimizer
 are those of all. All parameters of a row lie behind each other in one flat row, as do the moments of its optimizer. The
 mathematics is that of `diloco_demo`, row by row: forward, backward, clip, Muon or AdamW, in float32. Only the order
-in which sums are rounded differs. Written out, because `torch.func.vmap` loses the fused attention.
+in which sums are rounded differs. Written out, because `torch.func.vmap` loses the fused attention. On a CPU,
+`native.py` does it in C, if it can.
 
 Shapes: R rows that step, P parameters of a model, B sequences, T bytes, N = B T.
 """
@@ -22,6 +23,7 @@ from diloco_common.settings import TrainSettings
 from diloco_demo.gpt import GPT, Layer, norm, rotate
 from diloco_demo.muon import RMS_OF_ADAMW, orthogonal
 from diloco_demo.shapes import BYTES
+from diloco_lab import native
 from diloco_worker.core.momentum import Companion, Pace
 from diloco_worker.shell.companions import most_of
 
@@ -50,13 +52,15 @@ class Stack:
         for name, size in self._sizes.items():
             begin = max((bounds.stop for bounds in self.at.values()), default=0)
             self.at[name] = slice(begin, begin + size.numel())
-        second = [name for name in self.at if name not in self._parts]
-        self._second = {name: torch.zeros_like(self._view(theta, name)) for name in second}
+        self._second = torch.zeros_like(theta)
+        """Second moments. Zero where Muon steps."""
         self._steps = torch.zeros(len(theta), device=theta.device)
         self._set = {
             field: torch.tensor([float(getattr(train, field)) for train in trains], device=theta.device)
             for field in ("lr", "muon_lr", "muon_momentum", "beta1", "beta2", "weight_decay", "clip")
         }
+        function = native.find() if theta.device.type == "cpu" else None
+        self._kernel = native.Kernel(function, shape, trains[0].optimizer == "muon") if function is not None else None
 
     @classmethod
     def of(cls, models: Sequence[GPT], train: TrainSettings) -> Stack:
@@ -70,22 +74,20 @@ class Stack:
 
     def begin(self, rows: slice) -> None:
         """The state of their optimizers begins again."""
-        self.momentum[rows] = 0.0
-        for values in self._second.values():
+        for values in (self.momentum, self._second, self._steps):
             values[rows] = 0.0
-        self._steps[rows] = 0.0
 
     def bound(self, name: str, rows: slice) -> Tensor | None:
         """How large elements of the momentum of a parameter may be: flat [R, n]; None where nothing divides it."""
-        if name not in self._second:
+        if name in self._parts:
             return None
         beta1, beta2 = (self._set[field][rows].double() for field in ("beta1", "beta2"))
         most = (1 - beta1) / ((1 - beta2) * (1 - beta1**2 / beta2)).sqrt()
-        return self._second[name][rows].flatten(1).sqrt() * most.float()[:, None]
+        return self._second[rows, self.at[name]].sqrt() * most.float()[:, None]
 
     def keeps(self, name: str, rows: slice) -> Tensor:
         """What an inner step keeps of the momentum of a parameter: [R]."""
-        return self._set["beta1" if name in self._second else "muon_momentum"][rows]
+        return self._set["muon_momentum" if name in self._parts else "beta1"][rows]
 
     def companions(self, row: int) -> dict[str, Companion]:
         """The first moments of one row's optimizer, by name of the parameter: views into the stack."""
@@ -93,16 +95,18 @@ class Stack:
         found = {}
         for name in self.at:
             values = self._view(self.momentum, name)[row]
-            if name in self._second:
-                pace = Pace(beta1, most_of(beta1, beta2))
-                found[name] = Companion("Adam", values, self._second[name][row], partial(_the, pace))
-            else:
+            if name in self._parts:
                 found[name] = Companion("Muon", values, pace=partial(_the, Pace(mu)))
+            else:
+                pace, second = Pace(beta1, most_of(beta1, beta2)), self._view(self._second, name)[row]
+                found[name] = Companion("Adam", values, second, partial(_the, pace))
         return found
 
     def step(self, rows: Tensor | None, inputs: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
         """An inner step of these rows, int64 [R] (None: all), at these shares of their highest rates, float32 [R].
         Inputs and targets are int64 [R, B, T]. Returns their losses, [R]."""
+        if self._kernel is not None and self._kernel.fits(inputs):
+            return self._native_step(self._kernel, rows, inputs, targets, shares)
         values = self.theta if rows is None else self.theta[rows]
         with torch.enable_grad():
             flat = values.detach().requires_grad_()
@@ -123,10 +127,21 @@ class Stack:
         for some in torch.split(starts, max(1, ROWS_AT_ONCE // len(theta))):
             read = text[some[:, None] + torch.arange(context + 1, device=text.device)].long()
             read = read.expand(len(theta), *read.shape)
-            total += self._losses(theta, read[..., :-1], read[..., 1:]).double() * len(some)
+            kernel = self._kernel
+            losses = kernel.losses if kernel is not None and kernel.fits(read[..., 1:]) else self._losses
+            total += losses(theta, read[..., :-1], read[..., 1:]).double() * len(some)
         return total / windows
 
     # ------------------------------------------------------------ helpers
+
+    def _native_step(
+        self, kernel: native.Kernel, rows: Tensor | None, inputs: Tensor, targets: Tensor, shares: Tensor
+    ) -> Tensor:  # fmt: skip
+        which = torch.arange(len(self.theta)) if rows is None else rows
+        self._steps[which] += 1
+        rates = [*(self._set[name][which] for name in native.RATES), shares, self._steps[which]]
+        state = self.theta, self.momentum, self._second
+        return kernel.step(which, inputs, targets, state, torch.stack(rates, 1))
 
     def _view(self, flat: Tensor, name: str) -> Tensor:
         return flat[:, self.at[name]].view(len(flat), *self._sizes[name])
@@ -192,15 +207,15 @@ class Stack:
         share, count = shares[:, None, None], steps[:, None, None]
         rate = lr * share / (1 - beta1**count)
         root = (1 - beta2**count).sqrt()
-        for name, whole in self._second.items():
-            second = whole if rows is None else whole[rows]
-            theta, g, m = (self._view(flat, name) for flat in (values, gradient, momentum))
+        seconds = self._second if rows is None else self._second[rows]
+        for name in self.at.keys() - self._parts.keys():
+            theta, g, m, second = (self._view(flat, name) for flat in (values, gradient, momentum, seconds))
             theta.mul_(1 - lr * decay * share)
             m.lerp_(g, 1 - beta1)
             second.mul_(beta2).add_((1 - beta2) * g.square())
             theta.sub_(rate * m / (second.sqrt() / root + ADAMW_EPS))
-            if rows is not None:
-                whole[rows] = second
+        if rows is not None:
+            self._second[rows] = seconds
 
 
 def _the(pace: Pace) -> Pace:

@@ -10,27 +10,40 @@ import torch
 from diloco_common.settings import ModelSettings, RunSettings, Settings, TrainSettings
 from diloco_demo.data import Corpus
 from diloco_demo.gpt import GPT
+from diloco_lab import native
 from diloco_lab.arms import Conditions
 from diloco_lab.lockstep import LockstepRun
 from diloco_lab.tasks import BuiltIn, inner_step
 
 TEXT = (torch.arange(4096) ** 2 % 251).to(torch.uint8)
 MODEL = ModelSettings(layers=2, heads=2, width=16, context=8)
+ODD = ModelSettings(layers=1, heads=3, width=12, context=10)
+"""No vector fits into its rows."""
 
 
 class Alone(BuiltIn):
     """The same task, but its learners are stepped one by one, as with every subclass."""
 
 
-def task(kind: type[BuiltIn], optimizer: str, tokens: int = 1000) -> BuiltIn:
-    train = TrainSettings(batch=2, optimizer=optimizer, lr=0.01, muon_lr=0.01, clip=0.5)
-    settings = Settings(model=MODEL, train=train, run=RunSettings(tokens=tokens))
+def task(
+    kind: type[BuiltIn], optimizer: str, tokens: int = 1000, model: ModelSettings = MODEL, batch: int = 2
+) -> BuiltIn:
+    train = TrainSettings(batch=batch, optimizer=optimizer, lr=0.01, muon_lr=0.01, clip=0.5)
+    settings = Settings(model=model, train=train, run=RunSettings(tokens=tokens))
     return kind(settings, corpus=Corpus(TEXT, TEXT, 1))
 
 
+@pytest.mark.parametrize(("model", "batch"), [(MODEL, 2), (ODD, 6)], ids=["even", "odd"])
+@pytest.mark.parametrize("by", ["C", "torch"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_stack_steps_as_each_learner_alone_whoever_steps(optimizer: str) -> None:
-    of = task(BuiltIn, optimizer)
+def test_a_stack_steps_as_each_learner_alone_whoever_steps(
+    optimizer: str, by: str, model: ModelSettings, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "torch":
+        monkeypatch.setattr(native, "find", lambda: None)
+    elif native.find() is None:
+        pytest.skip("there is no C compiler, or no vector instruction set that we know")
+    of = task(BuiltIn, optimizer, model=model, batch=batch)
     together, alone = [of.model() for _ in range(3)], [of.model() for _ in range(3)]
     stack = of.stack(together)
     assert stack is not None
@@ -40,13 +53,15 @@ def test_a_stack_steps_as_each_learner_alone_whoever_steps(optimizer: str) -> No
         if turn == 2:  # a learner that died is back
             stack.begin(slice(2, 3))
             optimizers[2] = of.optimizer(alone[2])
-        batches = [streams[row].next_batch() for row in rows]
+        drawn = [streams[row].next_batch() for row in rows]
         shares = [0.1 * (turn + row + 1) for row in rows]
-        inputs, targets = (torch.stack(tensors) for tensors in zip(*batches, strict=True))
+        inputs, targets = (torch.stack(tensors) for tensors in zip(*drawn, strict=True))
         losses = stack.step(torch.tensor(rows), inputs, targets, torch.tensor(shares)).tolist()
-        for row, batch, share, loss in zip(rows, batches, shares, losses, strict=True):
-            expected = inner_step(of, alone[row], optimizers[row], *batch, share, clip=0.5)
+        for row, taken, share, loss in zip(rows, drawn, shares, losses, strict=True):
+            expected = inner_step(of, alone[row], optimizers[row], *taken, share, clip=0.5)
             assert loss == pytest.approx(float(expected), rel=1e-5)
+    scores = stack.evaluate(stack.theta, TEXT[len(TEXT) // 2 :], 512).tolist()
+    assert scores == pytest.approx([of.evaluate(one, 1, 512) for one in together], rel=1e-5)
     for one, other in zip(together, alone, strict=True):
         assert isinstance(one, GPT)
         for name, p in one.named_parameters():

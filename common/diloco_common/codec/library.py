@@ -45,9 +45,9 @@ def find() -> Path | str:
     """The best library for this CPU, or the reason why there is none."""
     if os.environ.get("DILOCO_NATIVE", "1") == "0":
         return "DILOCO_NATIVE is 0"
-    if not (fitting := _fitting()):
+    if not (sets := fitting()):
         return f"there are no kernels for this CPU ({platform.machine()})"
-    paths = [SOURCES / built_name(one) for one in fitting]
+    paths = [SOURCES / built_name(one) for one in sets]
     why = f"they have not been built: `{BUILD}` does, where there is a C compiler"
     return next((path for path in paths if path.exists()), why)
 
@@ -55,7 +55,7 @@ def find() -> Path | str:
 def build() -> Path | str:
     """Compile all libraries for machines like this one that this compiler can, or say why not. Those of other sources
     go."""
-    if not _fitting():
+    if not fitting():
         return f"there are no kernels for this CPU ({platform.machine()})"
     compiler, made, failed = os.environ.get("CC", "cc"), set[Path](), ""
     try:
@@ -99,8 +99,8 @@ def sources() -> list[Path]:
     return sorted(SOURCES.glob("*.c"))
 
 
-def _fitting() -> list[InstructionSet]:
-    """Those that this CPU has, the best first."""
+def fitting() -> list[InstructionSet]:
+    """The instruction sets that this CPU has, the best first."""
     has = set(_cpu().split())
     return [one for one in PORTABLE.get(platform.machine(), ()) if set(one.needs.split()) <= has]
 
