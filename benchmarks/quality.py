@@ -46,7 +46,7 @@ PROTOCOL = ROOT / "benchmarks" / "quality_protocol.toml"
 EVALUATION_TOKENS = 131_072
 CURVE_TOKENS = 16_384
 CURVE_POINTS = 12
-SEEDS_MAX = 100
+SEEDS_MAX = 1000
 """More than anybody ran."""
 SHORT, MIDDLE, LONG = 491_520, 983_040, 1_966_080
 """Token budgets: with 4 learners and H = 24, 20, 40 and 80 versions of each fragment."""
