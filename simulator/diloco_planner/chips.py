@@ -203,14 +203,13 @@ def island_timeline(island: Island, failures: Failures, until: float, chance: ra
             stand_still(failures.loss_s)
         else:
             line.interruptions += 1
-            if not island.elastic and not spares and repairs:  # nobody can take its place: it waits for a repair
-                stand_still(repairs[0] - now)
-                heapq.heappop(repairs)
-                spares += 1
             heapq.heappush(repairs, now + repair_s(failures.repair_s, chance))
             if not island.elastic:
-                spares -= 1
                 line.lost_s += (now - began) % failures.checkpoint_s
+                if spares:
+                    spares -= 1
+                else:  # nobody can take its place: it waits for a repair
+                    stand_still(max(0.0, heapq.heappop(repairs) - now))
                 stand_still(failures.restart_s)
             elif spares:
                 spares -= 1

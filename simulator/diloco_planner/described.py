@@ -66,6 +66,7 @@ def _date(value: Any) -> str:
 
 
 _TIME = _of(duration, 0, 1000 * YEAR_S, 'a time, such as "90s", "20m" or "1y"')
+_SOME_TIME = _of(duration, 1e-4, 1000 * YEAR_S, 'a time from 0.1 ms, such as "90s", "20m" or "1y"')
 _RATE = _of(bits_per_s, 1, 1e15, 'a rate, such as "5Gbit" or "600MB"')
 _COUNT = _of(float, 0, 1e12, "a number from 0")
 _WHOLE = _of(float, 1, 1e6, "a whole number from 1")
@@ -76,18 +77,18 @@ _PRICE = _of(float, 0, 1e9, "a price from 0")
 
 SITE: Mapping[str, tuple[Parse, str]] = {
     "name": (_text, "a name in quotes"), "learners": _WHOLE, "chips": _COUNT, "slice": _WHOLE, "spares": _COUNT,
-    "elastic": (_flag, "true or false"), "step_time": _TIME, "noise": _SHARE, "up": _RATE, "down": _RATE,
+    "elastic": (_flag, "true or false"), "step_time": _SOME_TIME, "noise": _SHARE, "up": _RATE, "down": _RATE,
     "round_trip": _TIME, "begins": _TIME, "tokens_per_step": _TOKENS,
     "memory": _BYTES,
     "price_chip_hour": _PRICE, "price_egress_gb": _PRICE, "price_ingress_gb": _PRICE,
 }  # fmt: skip
 FAILURES: Mapping[str, tuple[Parse, str]] = {
-    "preset": (_text, f"one of {', '.join(PRESETS)}"), "mtbi": _TIME, "repair": _TIME, "loss": _TIME, "join": _TIME,
-    "restart": _TIME, "checkpoint": _TIME, "slow_every": _TIME, "slow_pace": _SHARE, "slow_for": _TIME,
-    "preempt_every": _TIME, "preempt_for": _TIME, "notice": _TIME,
+    "preset": (_text, f"one of {', '.join(PRESETS)}"), "mtbi": _SOME_TIME, "repair": _TIME, "loss": _TIME,
+    "join": _TIME, "restart": _TIME, "checkpoint": _SOME_TIME, "slow_every": _SOME_TIME, "slow_pace": _SHARE,
+    "slow_for": _TIME, "preempt_every": _SOME_TIME, "preempt_for": _TIME, "notice": _TIME,
 }  # fmt: skip
 SHARDS: Mapping[str, tuple[Parse, str]] = {
-    "count": _WHOLE, "site": (_text, "the name of a site"), "merge": _RATE, "disk": _RATE, "restart_every": _TIME,
+    "count": _WHOLE, "site": (_text, "the name of a site"), "merge": _RATE, "disk": _RATE, "restart_every": _SOME_TIME,
     "restart": _TIME, "price_hour": _PRICE,
 }  # fmt: skip
 PRICES: Mapping[str, tuple[Parse, str]] = {
@@ -164,6 +165,8 @@ def read(path: Path) -> Described:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give a file that docs/planner.md explains") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: this is no UTF-8 text; give a file that docs/planner.md explains") from None
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -174,7 +177,8 @@ def read(path: Path) -> Described:
     for name, value in tree.items():
         if name not in SECTIONS:
             raise lines.wrong(name, 0, "", f"there is no section {name}", _one_of(SECTIONS, name))
-        if isinstance(value, list) != (name == "site") or not value:
+        is_right = isinstance(value, dict) or (name == "site" and all(isinstance(one, dict) for one in value))
+        if not is_right or isinstance(value, list) != (name == "site"):
             how = "[[site]] once per site" if name == "site" else f"[{name}] once"
             raise lines.wrong(name, 0, "", f"{name} is written otherwise", f"write {how}")
     sites = [_section(lines, "site", i, value) for i, value in enumerate(tree.get("site", ()))]
@@ -191,6 +195,8 @@ def read(path: Path) -> Described:
     has_prices = any(key.startswith("price_") and value for one in [*sites, shards] for key, value in one.items())
     if has_prices and "date" not in prices:
         raise lines.wrong("prices", 0, "", "prices have no date", "write [prices] with date = 2026-05-01: they change")
+    if "date" in prices and not sites:
+        raise lines.wrong("prices", 0, "", "there are prices and no site", "write a [[site]]")
     return Described(
         tuple(_site(one) for one in sites),
         _failures(lines, failures) if failures else None,

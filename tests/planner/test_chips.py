@@ -20,7 +20,8 @@ def drawn(island: Island, failures: Failures, seed: int = 0) -> Timeline:
         (Island(1e5), NEVER, 1.0, 1.0),
         (Island(1e5, elastic=True), Failures(), 0.90, 0.93),
         (Island(1e5, elastic=True, spares=1000), Failures(), 0.96, 0.98),  # a spare joins without a second pause
-        (Island(1e5, elastic=False, spares=1), Failures(), 0.05, 0.30),  # it waits for repairs
+        (Island(1e5, elastic=False, spares=1), Failures(), 0.30, 0.45),  # it waits for one of two repairs
+        (Island(1e5, elastic=False), Failures(), 0.15, 0.25),  # for each one
         (Island(1e5, elastic=False, spares=10**9), Failures(checkpoint_s=600), 0.20, 0.30),
         (Island(256), Failures(mtbi_s=1e15, slow_every_s=256 * 3600, slow_for_s=600, slow_pace=0.5), 0.91, 0.94),
         (Island(256), Failures(mtbi_s=1e15, preempt_every_s=7200, preempt_for_s=1800), 0.70, 0.88),
