@@ -71,7 +71,7 @@ def test_a_file_gives_a_plan_for_each_learner(tmp_path: Path) -> None:
         ("date = 2026-05-01", 'date = "May"', ":28: date is 'May'; write a date"),
         ('name = "b"', "", ":10: the site has no name; write name"),
         ("chips = 1000", "chips = ", ":12: this is no TOML"),
-        ("chips = 1000", 'step_time = "0s"', ":12: step_time is '0s'; write a time from 0.1 ms"),
+        ('"1.5s"', '"0s"', ":13: step_time is '0s'; write a time from 0.1 ms"),
     ],
 )
 def test_a_wrong_file_is_told_by_its_line(tmp_path: Path, wrong: str, right: str, words: str) -> None:
