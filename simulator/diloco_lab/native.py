@@ -22,7 +22,11 @@ from diloco_common.codec import library
 from diloco_demo.gpt import GPT, Layer
 
 SOURCE = Path(__file__).with_name("inner_step.c")
-FLAGS = ("-O3", "-ffast-math", "-fno-finite-math-only", "-shared", "-fPIC")
+FLAGS = (
+    "-O3", "-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
+    "-shared", "-fPIC",
+)  # fmt: skip
+"""Sums in any order. Not -ffast-math: whoever loads such a library has no subnormal numbers any more."""
 COMPILE_S = 60.0
 RATES = ("lr", "muon_lr", "muon_momentum", "beta1", "beta2", "weight_decay", "clip")
 """Of a row; its share of them and its count of steps follow."""

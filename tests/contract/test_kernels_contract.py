@@ -45,7 +45,7 @@ def test_they_are_built_once_and_stale_ones_go(sources: Path, monkeypatch: pytes
     assert kernels is not None
     assert kernels.path == built
     assert native.origin() == "prebuilt"
-    assert kernels.path.name == library.built_name(library._fitting()[0])
+    assert kernels.path.name == library.built_name(library.fitting()[0])
     names = {library.built_name(one) for one in library.PORTABLE[library.platform.machine()]}
     assert {path.name for path in sources.glob("*.so")} == names
 
@@ -98,7 +98,7 @@ def test_a_compiler_that_does_not_know_avx512_builds_the_library_for_avx2(
 
 def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(sources: Path) -> None:
     """As one for another libc, or on a file system that forbids programs."""
-    for one in library._fitting():
+    for one in library.fitting():
         (sources / library.built_name(one)).write_bytes(b"not a library")
     assert "cannot be loaded" in str(native.find())
     assert torch_does_it()

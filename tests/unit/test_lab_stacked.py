@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ def test_a_stack_steps_as_each_learner_alone_whoever_steps(
     elif native.find() is None:
         pytest.skip("there is no C compiler, or no vector instruction set that we know")
     of = task(BuiltIn, optimizer, model=model, batch=batch)
+    assert sys.float_info.min / 2 > 0, "a library that was loaded has switched subnormal numbers off, for all"
     together, alone = [of.model() for _ in range(3)], [of.model() for _ in range(3)]
     stack = of.stack(together)
     assert stack is not None
