@@ -2,8 +2,8 @@
 
 Each learner is a process that steps by the clock, some slower than others. Learners are killed when the plan says so,
 and another process takes over when it says so; it has imported torch before. The planner draws the plan once, and is
-asked what it comes to. How long joining takes is measured: the planner is told the median. A row has what is real, and
-in brackets how far off the simulation is.
+asked what it comes to. It is also told how long joining took: the median of the run. A row has what is real, and in
+brackets how far off the simulation is.
 
     python benchmarks/planner_reality.py                       # the table of docs/planner.md; 9 minutes
     python benchmarks/planner_reality.py --learners 4 --seeds 1 --seconds 30
@@ -89,13 +89,11 @@ def plans(learners: int, seconds: float, seed: int) -> list[LearnerPlan]:
 
 
 def joining_takes(plan: LearnerPlan, joining_s: float) -> LearnerPlan:
-    """As `plan`, but each process trains so many seconds later. One that is killed before it has joined, never was."""
+    """As `plan`, but each process begins to train so many seconds later, or never, if it is killed before."""
     assert plan.line is not None
-    present = [0.0, *(ended for _, ended, _ in plan.line.away)]
-    gone = [*(begun for begun, _, _ in plan.line.away), plan.line.until]
-    lives = [
-        (begun + joining_s, ended) for begun, ended in zip(present, gone, strict=True) if begun + joining_s < ended
-    ]
+    joined = [joining_s, *(back + joining_s for _, back, _ in plan.line.away)]
+    gone = [*(gone for gone, _, _ in plan.line.away), plan.line.until]
+    lives = [(begun, ended) for begun, ended in zip(joined, gone, strict=True) if begun < ended]
     begins_s = lives[0][0]
     line = Timeline(plan.line.until - begins_s)
     for (_, begun), (ended, _) in pairwise([*lives, (math.inf, math.inf)]):

@@ -183,12 +183,12 @@ struct layer {
 
 /* Values that lie behind each other, and where they are in theta or in its gradient. */
 struct places {
-    int64_t embedding, layers, qkv, out, gate_up, down, each, head, all;
+    int64_t layers, qkv, out, gate_up, down, each, head, all;
 };
 
 static struct places places_of(const struct model *of) {
     int64_t w = of->width, h = of->hidden, each = 4 * w * w + 3 * w * h;
-    struct places at = {0, V * w, 0, 3 * w * w, 4 * w * w, 4 * w * w + 2 * w * h, each, V * w + of->layers * each, 0};
+    struct places at = {V * w, 0, 3 * w * w, 4 * w * w, 4 * w * w + 2 * w * h, each, V * w + of->layers * each, 0};
     at.all = at.head + V * w;
     return at;
 }
@@ -201,39 +201,46 @@ struct scratch {
 
 static int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static float *take(float **free, int64_t n) {
-    float *taken = *free;
-    *free += (n + 15) / 16 * 16;
+/* Memory that is handed out piece by piece, in floats; without any, it counts how much would be. */
+struct store {
+    float *memory;
+    int64_t used;
+};
+
+static float *take(struct store *store, int64_t n) {
+    float *taken = store->memory ? store->memory + store->used : 0;
+    store->used += (n + 15) / 16 * 16;
     return taken;
 }
 
-/* Memory for CHUNK sequences; null memory if there is none. */
-static struct scratch scratch_of(const struct model *of) {
-    int64_t n = CHUNK * of->context, w = of->width, h = of->hidden, t = of->context;
-    int64_t square = most_of(most_of(w, t), h), long_side = most_of(3 * w, 2 * h);
-    int64_t turned = w * (long_side > V ? long_side : V), matrix = w * h;
-    turned = most_of(turned, square * square);
-    int64_t layer = n * (6 * w + 3 * h + 2) + CHUNK * of->heads * t * t;
-    int64_t all = of->layers * layer + n * (7 * w + 3 * h + V + 1) + 2 * matrix + turned + 3 * square * square + places_of(of).all;
-    struct scratch s = {0};
-    all += 16 * (9 * of->layers + 20);
-    s.memory = aligned_alloc(64, (size_t)((all * 4 + 63) / 64 * 64));
-    s.layers = malloc(sizeof(struct layer) * (size_t)(of->layers + 1));
-    if (!s.memory || !s.layers) return s;
-    float *free = s.memory;
+/* What CHUNK sequences need. */
+static void lay_out(const struct model *of, struct scratch *s, struct store *store) {
+    int64_t n = CHUNK * of->context, w = of->width, h = of->hidden, t = of->context, matrix = w * h;
     for (int i = 0; i < of->layers; i++) {
-        struct layer *l = &s.layers[i];
-        l->normed = take(&free, n * w), l->normed2 = take(&free, n * w), l->mixed = take(&free, n * w);
-        l->q_k_v = take(&free, n * 3 * w), l->gates = take(&free, n * 2 * h), l->active = take(&free, n * h);
-        l->inverse = take(&free, n), l->inverse2 = take(&free, n);
-        l->shares = take(&free, CHUNK * of->heads * t * t);
+        struct layer *l = &s->layers[i];
+        l->normed = take(store, n * w), l->normed2 = take(store, n * w), l->mixed = take(store, n * w);
+        l->q_k_v = take(store, n * 3 * w), l->gates = take(store, n * 2 * h), l->active = take(store, n * h);
+        l->inverse = take(store, n), l->inverse2 = take(store, n);
+        l->shares = take(store, CHUNK * of->heads * t * t);
     }
-    s.x = take(&free, n * w), s.normed = take(&free, n * w), s.dx = take(&free, n * w);
-    s.dnormed = take(&free, n * w), s.dmixed = s.dnormed, s.dqkv = take(&free, most_of(n * 3 * w, matrix));
-    s.dgates = take(&free, most_of(n * 2 * h, matrix)), s.dactive = take(&free, n * h), s.logits = take(&free, n * V);
-    s.inverse = take(&free, n), s.turned = take(&free, turned);
-    s.square = take(&free, square * square), s.square2 = take(&free, 2 * square * square);
-    s.gradient = take(&free, places_of(of).all);
+    s->x = take(store, n * w), s->normed = take(store, n * w), s->inverse = take(store, n);
+    s->logits = take(store, n * V), s->dx = take(store, n * w), s->dactive = take(store, n * h);
+    s->dnormed = s->dmixed = take(store, n * w); /* never needed at once */
+    s->dqkv = take(store, most_of(n * 3 * w, matrix)), s->dgates = take(store, most_of(n * 2 * h, matrix));
+    s->turned = take(store, most_of(w * most_of(most_of(3 * w, 2 * h), V), t * w));
+    s->square = take(store, most_of(w * w, t * t)), s->square2 = take(store, w * w);
+    s->gradient = take(store, places_of(of).all);
+}
+
+/* Null memory or layers if there is no room. */
+static struct scratch scratch_of(const struct model *of) {
+    struct scratch s = {.layers = malloc(sizeof(struct layer) * (size_t)of->layers)};
+    struct store store = {0};
+    if (!s.layers) return s;
+    lay_out(of, &s, &store);
+    s.memory = aligned_alloc(64, sizeof(float) * (size_t)store.used);
+    store = (struct store){s.memory, 0};
+    if (s.memory) lay_out(of, &s, &store);
     return s;
 }
 

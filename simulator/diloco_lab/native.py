@@ -7,10 +7,8 @@ DILOCO_NATIVE=0, torch does the work: the same to 1e-5.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -27,7 +25,6 @@ FLAGS = (
     "-shared", "-fPIC",
 )  # fmt: skip
 """Sums in any order. Not -ffast-math: whoever loads such a library has no subnormal numbers any more."""
-COMPILE_S = 60.0
 RATES = ("lr", "muon_lr", "muon_momentum", "beta1", "beta2", "weight_decay", "clip")
 """Of a row; its share of them and its count of steps follow."""
 
@@ -43,7 +40,7 @@ class _Model(ctypes.Structure):
 
 
 class Kernel:
-    """Steps and losses of models of one shape. All tensors are contiguous, on the CPU."""
+    """Steps models of one shape, and says their losses. State and rates are contiguous tensors on the CPU."""
 
     def __init__(self, function: Callable[..., int], shape: GPT, is_muon: bool) -> None:
         rotary = shape.get_buffer("rotary")
@@ -51,8 +48,8 @@ class Kernel:
         layers = [layer for layer in shape.layers if isinstance(layer, Layer)]
         self._function, self._context = function, shape.context
         self._model = _Model(
-            len(layers), shape.embedding.embedding_dim, layers[0].down.in_features if layers else 0,
-            layers[0].heads if layers else 1, shape.context, is_muon, *(angle.data_ptr() for angle in self._angles),
+            len(layers), shape.embedding.embedding_dim, layers[0].down.in_features, layers[0].heads, shape.context,
+            is_muon, *(angle.data_ptr() for angle in self._angles),
         )  # fmt: skip
 
     def fits(self, inputs: Tensor) -> bool:
@@ -75,8 +72,8 @@ class Kernel:
         self, rows: Tensor, inputs: Tensor, targets: Tensor, state: tuple[Tensor, ...], rates: Tensor | None
     ) -> Tensor:  # fmt: skip
         inputs, targets, losses = inputs.contiguous(), targets.contiguous(), torch.empty(len(rows))
-        rates = None if rates is None else rates.contiguous()
-        assert all(values.is_contiguous() and values.dtype == torch.float32 for values in state)
+        floats = state if rates is None else (*state, rates)
+        assert all(values.is_contiguous() and values.dtype == torch.float32 for values in floats)
         theta, momentum, second = (*(values.data_ptr() for values in state), 0, 0)[:3]
         failed = self._function(
             ctypes.byref(self._model), ctypes.c_int64(len(rows)), ctypes.c_void_p(rows.data_ptr()),
@@ -91,11 +88,14 @@ class Kernel:
 
 @cache
 def find() -> Callable[..., int] | None:
-    """The function of inner_step.c; None where it has not been built."""
+    """The function of inner_step.c; None where it has not been built, or cannot be loaded."""
     sets = library.fitting()
-    if os.environ.get("DILOCO_NATIVE", "1") == "0" or not sets or not (path := _built(sets[0])).exists():
+    if os.environ.get("DILOCO_NATIVE", "1") == "0" or not sets:
         return None
-    function: Callable[..., int] = ctypes.CDLL(str(path)).lab_inner_steps
+    try:
+        function: Callable[..., int] = ctypes.CDLL(str(_built(sets[0]))).lab_inner_steps
+    except OSError:
+        return None
     return function
 
 
@@ -103,24 +103,19 @@ def build() -> str:
     """Compile it for this CPU. Returns where it is, or why it is not."""
     if not (sets := library.fitting()):
         return "not built: there is no vector instruction set here that is known"
-    path, compiler = _built(sets[0]), os.environ.get("CC", "cc")
+    path = _built(sets[0])
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder, path.name)
-            command = [compiler, *sets[0].flags, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-            for stale in path.parent.glob("inner_step-*.so"):
-                stale.unlink(missing_ok=True)
-            made.replace(path)
+        library.compile_here(os.environ.get("CC", "cc"), sets[0], path, FLAGS, [SOURCE])
     except (OSError, subprocess.SubprocessError) as error:
         return f"not built, so torch does its work: {error}"
+    for stale in set(path.parent.glob("inner_step-*.so")) - {path}:
+        stale.unlink(missing_ok=True)
     return str(path)
 
 
 def _built(one: library.InstructionSet) -> Path:
     """Where the library for these instructions is, of this source."""
-    digest = hashlib.sha256(" ".join((*one.flags, *FLAGS)).encode() + SOURCE.read_bytes()).hexdigest()
-    return SOURCE.with_name(f"inner_step-{digest[:16]}.so")
+    return SOURCE.with_name(f"inner_step-{library.digest((*FLAGS, *one.flags), [SOURCE])}.so")
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ class Stack:
     def step(self, rows: Tensor | None, inputs: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
         """An inner step of these rows, int64 [R] (None: all), at these shares of their highest rates, float32 [R].
         Inputs and targets are int64 [R, B, T]. Returns their losses, [R]."""
-        if self._kernel is not None and self._kernel.fits(inputs):
-            return self._native_step(self._kernel, rows, inputs, targets, shares)
+        if (kernel := self._kernel_for(inputs)) is not None:
+            return self._native_step(kernel, rows, inputs, targets, shares)
         values = self.theta if rows is None else self.theta[rows]
         with torch.enable_grad():
             flat = values.detach().requires_grad_()
@@ -127,12 +127,15 @@ class Stack:
         for some in torch.split(starts, max(1, ROWS_AT_ONCE // len(theta))):
             read = text[some[:, None] + torch.arange(context + 1, device=text.device)].long()
             read = read.expand(len(theta), *read.shape)
-            kernel = self._kernel
-            losses = kernel.losses if kernel is not None and kernel.fits(read[..., 1:]) else self._losses
+            kernel = self._kernel_for(read[..., 1:])
+            losses = self._losses if kernel is None else kernel.losses
             total += losses(theta, read[..., :-1], read[..., 1:]).double() * len(some)
         return total / windows
 
     # ------------------------------------------------------------ helpers
+
+    def _kernel_for(self, inputs: Tensor) -> native.Kernel | None:
+        return self._kernel if self._kernel is not None and self._kernel.fits(inputs) else None
 
     def _native_step(
         self, kernel: native.Kernel, rows: Tensor | None, inputs: Tensor, targets: Tensor, shares: Tensor

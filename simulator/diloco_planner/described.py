@@ -177,8 +177,8 @@ def read(path: Path) -> Described:
     for name, value in tree.items():
         if name not in SECTIONS:
             raise lines.wrong(name, 0, "", f"there is no section {name}", _one_of(SECTIONS, name))
-        is_right = isinstance(value, dict) or (name == "site" and all(isinstance(one, dict) for one in value))
-        if not is_right or isinstance(value, list) != (name == "site"):
+        tables = value if name == "site" else [value]
+        if not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
             how = "[[site]] once per site" if name == "site" else f"[{name}] once"
             raise lines.wrong(name, 0, "", f"{name} is written otherwise", f"write {how}")
     sites = [_section(lines, "site", i, value) for i, value in enumerate(tree.get("site", ()))]

@@ -9,6 +9,7 @@ import pytest
 
 from alone import alone
 from diloco_common.codec import library
+from diloco_lab import native
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,6 +18,9 @@ def _kernels() -> None:
     test."""
     if not isinstance(library.find(), Path):
         library.build()
+    if native.find() is None:
+        native.build()
+        native.find.cache_clear()
 
 
 @pytest.fixture(autouse=True)

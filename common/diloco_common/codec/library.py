@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,13 +62,11 @@ def build() -> Path | str:
     try:
         for one in PORTABLE[platform.machine()]:
             path = SOURCES / built_name(one)
-            with tempfile.TemporaryDirectory(dir=SOURCES) as folder:
-                try:
-                    compile_here(compiler, one, Path(folder, path.name))
-                except subprocess.SubprocessError as error:  # it is too old for this instruction set
-                    failed = f"the C compiler failed: {error}"
-                    continue
-                Path(folder, path.name).replace(path)  # in one step: nobody who starts meanwhile reads half of it
+            try:
+                compile_here(compiler, one, path)
+            except subprocess.SubprocessError as error:  # it is too old for this instruction set
+                failed = f"the C compiler failed: {error}"
+                continue
             made.add(path)
     except FileNotFoundError:
         return f"there is no C compiler ({compiler})"
@@ -80,18 +79,29 @@ def build() -> Path | str:
     return find()
 
 
-def compile_here(compiler: str, one: InstructionSet, path: Path) -> None:
-    """Make a library with this machine's compiler. Raises OSError and SubprocessError."""
-    command = [compiler, *one.flags, *FLAGS, "-o", str(path), *map(str, sources()), "-lm"]
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+def compile_here(
+    compiler: str, one: InstructionSet, path: Path, flags: Sequence[str] = FLAGS, files: Sequence[Path] = ()
+) -> None:
+    """Make a library with this machine's compiler: of these files, or of the kernels. Raises OSError and
+    SubprocessError."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder, path.name)
+        command = [compiler, *one.flags, *flags, "-o", str(made), *map(str, files or sources()), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+        made.replace(path)  # in one step: nobody who starts meanwhile reads half of it
 
 
 def built_name(one: InstructionSet) -> str:
     """The file of its library."""
-    digest = hashlib.sha256(" ".join((*FLAGS, *one.flags)).encode())
-    for path in sorted(SOURCES.glob("*.[ch]")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return f"kernels-{digest.hexdigest()[:16]}.so"
+    return f"kernels-{digest((*FLAGS, *one.flags), sorted(SOURCES.glob('*.[ch]')))}.so"
+
+
+def digest(flags: Sequence[str], files: Sequence[Path]) -> str:
+    """Of what a library is made of."""
+    found = hashlib.sha256(" ".join(flags).encode())
+    for path in files:
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def sources() -> list[Path]:
