@@ -40,8 +40,6 @@ from diloco_worker.core.replica import Replica
 
 PUSH = 0.1
 """Inner steps from a snapshot until the shard has it."""
-RETRY = 12.0
-"""Inner steps after which a lost push is sent again. Its round is over by then, as a rule."""
 TICK = 0.1
 """Inner steps between two ticks of the shards: the resolution of grace windows."""
 NOTICE = 0.02
@@ -238,7 +236,7 @@ class LearnerRig:
         delay = PUSH + conditions.delay
         if self._drops.random() < conditions.drop:
             self._run.outcome.dropped += 1
-            delay += RETRY
+            delay += conditions.retry
         self.after(delay, lambda: self._arrive(rig, header, payload))
 
     def _arrive(self, rig: ShardRig, header: PushHeader, payload: Payload) -> None:
