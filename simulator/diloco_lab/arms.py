@@ -101,7 +101,7 @@ class Conditions(Section):
     drop: float = Field(default=0.0, ge=0, lt=1)
     """Share of pushes that are lost on their way, and sent again `retry` later."""
     retry: float = Field(default=12.0, ge=0)
-    """Inner steps. A learner sends again 0.1 to 0.2 s after a call has failed, and 15 s after one that nobody answers."""
+    """Inner steps. A learner sends again 0.2 s after a call has failed, and 15 s after one that nobody answers."""
     kill_every: float = Field(default=0.0, ge=0)
     """Versions between two deaths; learners die in turn. 0: nobody dies. All that the process held is lost."""
     away: float = Field(default=24.0, gt=0)

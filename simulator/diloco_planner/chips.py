@@ -14,14 +14,18 @@ import heapq
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 
 DAY_S = 86_400.0
 YEAR_S = 365.25 * DAY_S
 SHAPE, POWER = 1.5, 2.0
 """Of repair times. With scale 1 their mean is `_UNIT_MEAN`."""
+ROUNDING = 1e-9
+"""Of shares that are added up."""
 _UNIT_MEAN = math.gamma(1 + 1 / SHAPE) * (2 - 2 ** (-1 / SHAPE))
 
 
@@ -150,76 +154,155 @@ class Timeline:
         return sum(s for s, share in zip(self.spent, self.share, strict=True) if share)
 
 
-def island_timeline(island: Island, failures: Failures, until: float, chance: random.Random) -> Timeline:
-    """Draw one."""
-    line = Timeline(until)
-    total, out, spares = island.slices, 0, island.spares
-    """`out`: slices that are missed; `repairs`: when those in repair are ready."""
-    repairs: list[float] = []
-    per_slice = island.chips / total / failures.mtbi_s
-    slow_rate = island.chips / failures.slow_every_s
-    now = began = 0.0  # `began`: to compute, without a pause since
-    preempted_at = _after(chance, 1 / failures.preempt_every_s)
+@dataclass(frozen=True)
+class Away:
+    """Chips of an island that are gone together: they were preempted, or come later."""
 
-    def stand_still(seconds: float) -> None:
-        nonlocal now, began
-        line.change(now, 0.0)
-        now += seconds
-        began = now
+    begins_s: float
+    ends_s: float
+    share: float = 1.0
+    """Of the island."""
 
-    def join(seconds: float) -> None:
+
+def preemptions(failures: Failures, until: float, chance: random.Random, share: float = 1.0) -> list[Away]:
+    """Draw those of one learner, which has this share of the island."""
+    found, at = list[Away](), _after(chance, 1 / failures.preempt_every_s)
+    while at < until:
+        found.append(Away(at, at + failures.preempt_for_s, share))
+        at = found[-1].ends_s + _after(chance, 1 / failures.preempt_every_s)
+    return found
+
+
+def island_timeline(
+    island: Island, failures: Failures, until: float, chance: random.Random, away: Sequence[Away] | None = None
+) -> Timeline:
+    """Draw one. `away`: who is gone, and when; None: the whole island, whenever its failures say so."""
+    if away is None:
+        away = preemptions(failures, until, chance)
+    drawing = _Drawing(island, failures, until, chance, away)
+    drawing.line.away += [(a.begins_s, a.ends_s, failures.notice_s >= 30.0) for a in away if a.share == 1.0]
+    return drawing.draw()
+
+
+class _Drawing:
+    """Goes from event to event of one island."""
+
+    def __init__(
+        self, island: Island, failures: Failures, until: float, chance: random.Random, away: Sequence[Away]
+    ) -> None:
+        self.line = Timeline(until)
+        self._island, self._failures, self._chance = island, failures, chance
+        self._now = self._began = 0.0
+        """`_began`: to compute, without a pause since."""
+        self._out, self._spares = 0, island.spares
+        """`_out`: slices that are missed."""
+        self._repairs: list[float] = []
+        """When those in repair are ready."""
+        self._moves = deque(sorted(move for a in away for move in ((a.begins_s, a.share), (a.ends_s, -a.share))))
+        self._gone = 0.0
+        """The share that is away now."""
+        self._gone = self._moved()
+
+    def draw(self) -> Timeline:
+        while self._now < self.line.until and (event := self._compute()) is not None:
+            event()
+        self.line.freeze()
+        return self.line
+
+    @property
+    def _here(self) -> float:
+        """The share that computes."""
+        return max(0.0, (1 - self._out / self._island.slices) * (1 - self._gone))
+
+    def _compute(self) -> Callable[[], None] | None:
+        """Until something happens, which is returned; None: nothing does."""
+        now, here, failures = self._now, self._here, self._failures
+        self.line.change(now, here)
+        events: list[tuple[float, Callable[[], None]]] = [
+            (now + _after(self._chance, here * self._island.chips / failures.mtbi_s), self._lose),
+            (now + _after(self._chance, self._island.chips / failures.slow_every_s if here else 0.0), self._slow_down),
+            (self._repairs[0] if self._repairs else math.inf, self._repaired),
+            (self._moves[0][0] if self._moves else math.inf, self._move),
+        ]
+        at, event = min(events, key=itemgetter(0))
+        if at >= self.line.until:
+            return None
+        self._now = max(now, at)
+        return event
+
+    def _stand_still(self, seconds: float) -> None:
+        self.line.change(self._now, 0.0)
+        self._now += seconds
+        self._began = self._now
+
+    def _restart(self, waits_s: float = 0.0) -> None:
+        """From the last checkpoint."""
+        self.line.lost_s += (self._now - self._began) % self._failures.checkpoint_s
+        self._stand_still(waits_s)
+        self._stand_still(self._failures.restart_s)
+
+    def _join(self, seconds: float) -> None:
         """Slices that are ready, now or once they have begun to."""
-        nonlocal out
-        if not repairs or repairs[0] > now:
+        if not self._repairs or self._repairs[0] > self._now:
             return
-        stand_still(seconds)
-        while out and repairs and repairs[0] <= now:
-            heapq.heappop(repairs)
-            out -= 1
+        self._stand_still(seconds)
+        while self._out and self._repairs and self._repairs[0] <= self._now:
+            heapq.heappop(self._repairs)
+            self._out -= 1
 
-    while now < until:
-        line.change(now, (total - out) / total)
-        fails_at = now + _after(chance, (total - out) * per_slice)
-        slows_at = now + _after(chance, slow_rate)
-        ready_at = repairs[0] if repairs else math.inf
-        first = min(fails_at, slows_at, ready_at, preempted_at)
-        if first >= until:
-            break
-        now = max(now, first)
-        if first == preempted_at:
-            line.interruptions += 1
-            line.away.append((now, now + failures.preempt_for_s, failures.notice_s >= 30.0))
-            stand_still(failures.preempt_for_s)
-            preempted_at = now + _after(chance, 1 / failures.preempt_every_s)
-        elif first == ready_at:
-            if out:
-                join(failures.join_s)
-            else:
-                heapq.heappop(repairs)
-                spares += 1
-        elif first == slows_at:
-            line.change(now, (total - out) / total, failures.slow_pace)
-            now += failures.slow_for_s
-            stand_still(failures.loss_s)
+    # ------------------------------------------------------------ what happens
+
+    def _lose(self) -> None:
+        """A slice."""
+        island, failures = self._island, self._failures
+        self.line.interruptions += 1
+        heapq.heappush(self._repairs, self._now + repair_s(failures.repair_s, self._chance))
+        if not island.elastic:
+            waits_s = 0.0
+            if self._spares:
+                self._spares -= 1
+            else:  # nobody can take its place: it waits for a repair
+                waits_s = max(0.0, heapq.heappop(self._repairs) - self._now)
+            self._restart(waits_s)
+        elif self._spares:
+            self._spares -= 1
+            self._stand_still(failures.loss_s)
         else:
-            line.interruptions += 1
-            heapq.heappush(repairs, now + repair_s(failures.repair_s, chance))
-            if not island.elastic:
-                line.lost_s += (now - began) % failures.checkpoint_s
-                if spares:
-                    spares -= 1
-                else:  # nobody can take its place: it waits for a repair
-                    stand_still(max(0.0, heapq.heappop(repairs) - now))
-                stand_still(failures.restart_s)
-            elif spares:
-                spares -= 1
-                stand_still(failures.loss_s)
-            else:
-                out = min(total, out + 1)
-                stand_still(failures.loss_s)
-                join(failures.join_s - failures.loss_s)
-    line.freeze()
-    return line
+            self._out = min(island.slices, self._out + 1)
+            self._stand_still(failures.loss_s)
+            self._join(failures.join_s - failures.loss_s)
+
+    def _repaired(self) -> None:
+        """A slice is."""
+        if self._out:
+            self._join(self._failures.join_s)
+        else:
+            heapq.heappop(self._repairs)
+            self._spares += 1
+
+    def _slow_down(self) -> None:
+        """One chip does, and the island with it, until it is treated as lost."""
+        self.line.change(self._now, self._here, self._failures.slow_pace)
+        self._now += self._failures.slow_for_s
+        self._stand_still(self._failures.loss_s)
+
+    def _move(self) -> None:
+        """Some go, or come. Those who stay change over; where nobody stays, nobody waits."""
+        before, self._gone = self._gone, self._moved()
+        self.line.interruptions += self._gone > before
+        if max(before, self._gone) > 1 - ROUNDING:
+            self._stand_still(0.0)
+        elif not self._island.elastic:
+            self._restart()
+        else:
+            self._stand_still(self._failures.loss_s if self._gone > before else self._failures.join_s)
+
+    def _moved(self) -> float:
+        """The share that is away, by now."""
+        gone = self._gone
+        while self._moves and self._moves[0][0] <= self._now:
+            gone += self._moves.popleft()[1]
+        return gone if gone > ROUNDING else 0.0
 
 
 def repair_s(mean_s: float, chance: random.Random) -> float:
@@ -233,17 +316,20 @@ def _after(chance: random.Random, rate: float) -> float:
     return chance.expovariate(rate) if rate > 0 else math.inf
 
 
-def uptime(lines: Sequence[Timeline]) -> float:
-    """The share of the time in which anybody computes."""
+def uptime(lines: Sequence[tuple[float, Timeline]], until: float) -> float:
+    """The share of the time in which anybody computes. Of each line: when it begins, and the line."""
     changes = sorted(
-        (at, i, share > 0) for i, line in enumerate(lines) for at, share in zip(line.at, line.share, strict=True)
+        (begins_s + at, i, share > 0)
+        for i, (begins_s, line) in enumerate(lines)
+        for at, share in zip(line.at, line.share, strict=True)
     )
     on, since, idle = set[int](), 0.0, 0.0
     for at, i, computes in changes:
+        if at >= until:
+            break
         if not on:
             idle += at - since
         (on.add if computes else on.discard)(i)
         since = at
-    until = lines[0].until
     idle += until - since if not on else 0.0
     return 1.0 - idle / until

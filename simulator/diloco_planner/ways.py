@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from diloco_planner.chips import Island, Timeline, island_timeline
+from diloco_planner.chips import Away, Island, island_timeline, preemptions
 from diloco_planner.world import LearnerPlan
 
 SPARES_ENOUGH = 10**9
@@ -34,12 +34,22 @@ def data_parallel_bits(params: float, replicas: int) -> float:
 
 
 def data_parallel(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int, *, elastic: bool) -> float:
-    """Goodput of all chips as one island, whose every step is as long as that of the slowest."""
+    """Goodput of all chips as one island, whose every step is as long as that of the slowest. Where a learner is not
+    there, the others go on without its chips."""
     chips = sum(plan.island.chips for plan in learners)
     first, spares = learners[0], sum(plan.island.spares for plan in learners)
     island = replace(first.island, chips=chips, elastic=elastic, spares=spares if elastic else SPARES_ENOUGH)
-    line = island_timeline(island, first.failures, until, random.Random(f"dp {elastic} {seed}"))
-    return line.goodput * data_parallel_pace(learners, sent)
+    away = [gone for plan in learners for gone in _away(plan, plan.island.chips / chips, until, seed)]
+    line = island_timeline(island, first.failures, until, random.Random(f"dp {elastic} {seed}"), away)
+    most = sum(plan.island.chips / chips * plan.there_s(until) for plan in learners)
+    return line.goodput * until / most * data_parallel_pace(learners, sent) if most else 0.0
+
+
+def _away(plan: LearnerPlan, share: float, until: float, seed: int) -> Iterator[Away]:
+    if plan.begins_s:
+        yield Away(0.0, plan.begins_s, share)
+    for gone in preemptions(plan.failures, plan.there_s(until), random.Random(f"away {seed} {plan.name}"), share):
+        yield replace(gone, begins_s=plan.begins_s + gone.begins_s, ends_s=plan.begins_s + gone.ends_s)
 
 
 def data_parallel_pace(learners: Sequence[LearnerPlan], sent: Sent) -> float:
@@ -60,27 +70,33 @@ def _step(plan: LearnerPlan, chance: random.Random) -> float:
 def synchronous(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int) -> float:
     """Goodput of DiLoCo: every H steps all wait for the last one, and for what is sent, all at once."""
     chance = random.Random(f"sync {seed}")
-    lines: list[Timeline] = [
+    lines = [
         island_timeline(plan.island, plan.failures, until, random.Random(f"{seed} {plan.name}")) for plan in learners
     ]
     waits_s = max(
         sent.params * (sent.push_bits / plan.link.up + sent.pull_bits / plan.link.down) + 2 * plan.link.round_trip_s
         for plan in learners
     )
-    now, trained, rate = 0.0, 0.0, sum(1 / plan.step_s for plan in learners)
+    now, trained = min(plan.begins_s for plan in learners), 0.0
     while now < until:
         ends = now
         for plan, line in zip(learners, lines, strict=True):
+            if plan.begins_s > now:
+                continue
             steps_s = sent.every * plan.step_s
             steps_s += plan.noise * plan.step_s * math.sqrt(sent.every) * chance.gauss(0, 1)
-            work, steps_s = line.work_at(now), max(0.05 * plan.step_s, steps_s)
-            end = line.at_work(work + steps_s)
-            if math.isinf(end):
-                return trained / rate / until
+            work, steps_s = line.work_at(now - plan.begins_s), max(0.05 * plan.step_s, steps_s)
+            ends = max(ends, plan.begins_s + line.at_work(work + steps_s))
+            if math.isinf(ends):
+                return trained / _ideal(learners, until)
             trained += (line.trained_at(work + steps_s) - line.trained_at(work)) / steps_s * sent.every
-            ends = max(ends, end)
         now = ends + waits_s
-    return trained / rate / now
+    return trained / _ideal(learners, now)
+
+
+def _ideal(learners: Sequence[LearnerPlan], until: float) -> float:
+    """Steps of learners that never fail."""
+    return sum(plan.there_s(until) / plan.step_s for plan in learners) or math.inf
 
 
 def baselines(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int) -> dict[str, float]:

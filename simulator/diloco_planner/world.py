@@ -81,6 +81,10 @@ class LearnerPlan:
     line: Timeline | None = None
     """When it computes; None: drawn from the island and its failures."""
 
+    def there_s(self, until: float) -> float:
+        """Seconds since it came; 0 if it comes later."""
+        return max(0.0, until - self.begins_s)
+
 
 @dataclass(frozen=True)
 class ShardPlan:
@@ -277,14 +281,13 @@ class World:
         ended = self.until if self.done_at is None else self.done_at
         account = self.account if self.shard is None else self.account.plus(self.shard)
         trained = sum(one.tokens_at(ended) for one in self.learners)
-        ideal = sum(one.plan.tokens_per_step * (ended - one.plan.begins_s) / one.plan.step_s for one in self.learners)
+        ideal = sum(one.plan.tokens_per_step * one.plan.there_s(ended) / one.plan.step_s for one in self.learners)
         computing = sum(one.computing_s(ended) for one in self.learners)
         up, down = (sum(getattr(one, way) for one in self.learners) * self.stands_for for way in ("sent", "taken"))
-        lines = [one.line for one in self.learners]
         return Outcome(
             hours=ended / 3600,
-            goodput=trained / ideal,
-            uptime=uptime(lines),
+            goodput=trained / ideal if ideal else 0.0,
+            uptime=uptime([(one.plan.begins_s, one.line) for one in self.learners], ended),
             rounds=round(account.rounds * self.stands_for),
             participants_mean=account.participants / account.rounds if account.rounds else 0.0,
             tokens_trained=trained,

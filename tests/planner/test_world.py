@@ -103,3 +103,11 @@ def test_a_machine_of_a_shard_merges_one_version_after_the_other() -> None:
     enough, one, two = (ran(8, shards=ShardPlan(count)).rounds for count in (None, 1, 2))
     assert two == pytest.approx(enough, rel=0.05)
     assert one < 0.95 * two
+
+
+@pytest.mark.parametrize(("begins_s", "there"), [(450.0, 0.5), (1e6, 0.0)], ids=["later", "after the end"])
+def test_who_comes_later_counts_from_then_on(begins_s: float, there: float) -> None:
+    plans = [LearnerPlan(f"learner-{i}", Island(256), NEVER, begins_s=at) for i, at in enumerate((0.0, begins_s))]
+    found = World(Settings(), 5e9, plans, ONE, 900.0, 0, decided=1).run()
+    assert found.goodput == pytest.approx(1.0)
+    assert found.tokens_trained == pytest.approx((1 + there) * 900 * plans[0].tokens_per_step)
