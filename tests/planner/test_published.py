@@ -34,9 +34,9 @@ def test_fleets_fit_or_say_why_not(figure: published.Figure) -> None:
 
 
 def test_waiting_for_all_costs_goodput_and_one_contribution_does_not() -> None:
-    found = published.uneven_goodput()
+    found = published.uneven_goodput(published.uneven_tokens(hours=0.25))
     assert abs(found["K = all"] - 84) < 3
-    assert found["K = all"] < found["K = 1"] == found["K = 1, grace"]
+    assert min(found["K = 1"], found["K = 1, grace"]) > 99.5
 
 
 @pytest.mark.parametrize("extra", SCAVENGING)
