@@ -173,8 +173,8 @@ def uneven_tokens(hours: float = 1.0, seed: int = 0) -> dict[str, Outcome]:
 
 
 def uneven_goodput(found: Mapping[str, Outcome], seed: int = 0) -> dict[str, float]:
-    """In percent, of what `uneven_tokens` found. With K = all learners wait, as published. Ours never do, so that row is
-    the synchronous way."""
+    """In percent, of what `uneven_tokens` found. With K = all learners wait, as published. Ours never do, so that row
+    is the synchronous way."""
     waits = synchronous(uneven(), Sent(0, 0, 0, 24), 6 * 3600, seed)
     ours = {name: 100 * found[f"{name}, carry"].goodput for name in ("K = 1", "K = 1, grace")}
     return {"K = all": 100 * waits} | ours
