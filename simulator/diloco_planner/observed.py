@@ -76,7 +76,7 @@ def observe(shards: Mapping[str, Sequence[Sequence[Line]]]) -> Observed:
     for line in first:
         _hear(seen, line)
         speeds.hear(line)
-    trained = {name: one for name, one in sorted(seen.items()) if one.steps}
+    trained = {name: one for name, one in sorted(seen.items()) if one.timed}
     if not trained:
         raise DataError("no learner has trained in this run, so there is nothing to simulate")
     plans = [one.plan(name, began, ended, speeds.link(name)) for name, one in trained.items()]
@@ -92,15 +92,32 @@ def observe(shards: Mapping[str, Sequence[Sequence[Line]]]) -> Observed:
 
 
 @dataclass
+class _Session:
+    """One process, in seconds."""
+
+    joined: float
+    last: float
+    """When it reported last."""
+    first: tuple[float, int] | None = None
+    """When it reported a step first, and how many it had taken by then."""
+
+    def begun(self, step_s: float) -> float:
+        """To train: it has all versions by then."""
+        return max(self.joined, self.first[0] - self.first[1] * step_s) if self.first is not None else self.last
+
+
+@dataclass
 class _Seen:
     """One learner."""
 
-    sessions: list[list[float]] = field(default_factory=list)
-    """[from, until] of each of its processes, in seconds."""
+    sessions: list[_Session] = field(default_factory=list)
+    """One per process."""
     process: str = ""
     last: tuple[float, int, int] | None = None
     """When its process reported last that it had stepped; its steps and tokens then."""
     seconds: float = 0.0
+    """Of the steps that are `timed`."""
+    timed: int = 0
     steps: int = 0
     tokens: int = 0
     single: list[float] = field(default_factory=list)
@@ -110,33 +127,40 @@ class _Seen:
     def joined(self, process: str, at: float) -> None:
         if self.process != process:
             self.process, self.last = process, None
-            self.sessions.append([at, at])
+            self.sessions.append(_Session(at, at))
 
     def reported(self, steps: int, tokens: int, at: float) -> None:
         if self.last is not None:
             since, steps_before, tokens_before = self.last
             if steps <= steps_before:
                 return
-            self.seconds += at - since
+            if steps_before:  # before the first step it got all versions
+                self.seconds += at - since
+                self.timed += steps - steps_before
             self.steps += steps - steps_before
             self.tokens += tokens - tokens_before
             if steps == steps_before + 1:
                 self.single.append(at - since)
         self.last = at, steps, tokens
-        self.sessions[-1][1] = at
+        session = self.sessions[-1]
+        session.last = at
+        if steps and session.first is None:
+            session.first = at, steps
 
     def plan(self, name: str, began: float, ended: float, link: Link) -> LearnerPlan:
         """Steps of its usual length, except where it was away."""
-        step_s, begins = self.seconds / self.steps, self.sessions[0][0]
+        step_s, begins = self.seconds / self.timed, self.sessions[0].joined
         noise = min(NOISE_MAX, pstdev(self.single) / step_s) if len(self.single) > 8 else 0.0
-        away = [(a[1], b[0], False) for a, b in pairwise(self.sessions)]
-        last = self.sessions[-1][1]
+        away = [(a.last, b.joined, False) for a, b in pairwise(self.sessions)]
+        last = self.sessions[-1].last
         if ended - last > 3 * step_s:
             away.append((last, ended, self.says_goodbye))
         line = Timeline(ended - begins)
+        for session in self.sessions:
+            line.change(session.joined - begins, 0.0)
+            line.change(session.begun(step_s) - begins, 1.0)
+            line.change(session.last - begins, 0.0)
         for gone, back, says_goodbye in away:
-            line.change(gone - begins, 0.0)
-            line.change(back - begins, 1.0)
             line.away.append((gone - begins, back - begins, says_goodbye))
             line.interruptions += 1
         line.freeze()

@@ -405,11 +405,12 @@ class Learner:
         self.join()
         self.world.after(self._chance.random() * self.world.settings.lease.heartbeat_s, self._beat)
         self._schedule()
+        begins_s = self.plan.begins_s
         for begun, ended, says_goodbye in self.line.away:
-            begins_s = self.plan.begins_s
             if says_goodbye:
-                self.world.at(begins_s + max(0.0, begun - LAST_NOTICE_S), self._say_goodbye)
-            self.world.at(begins_s + begun, partial(self._go, says_goodbye))
+                self.world.at(begins_s + begun, self._say_goodbye)
+                begun = min(begun + LAST_NOTICE_S, ended)
+            self.world.at(begins_s + begun, self._go)
             self.world.at(begins_s + ended, self._come_back)
 
     def _schedule(self) -> None:
@@ -451,12 +452,20 @@ class Learner:
             work = self._begun_work + ahead * per_step
             self.world.at(self._when(work), partial(self._between, self._begun_step + ahead, work))
 
+    def _look_now(self) -> None:
+        """Between two steps of a learner that has stopped."""
+        per_step, done = self._drawn_steps()
+        self._look(self._begun_step + int(done + 1e-9), self._begun_work + done * per_step)
+
     # ------------------------------------------------------------ what it says
 
     def _report(self) -> None:
         if self.member is None or self.world.shard is None:
             return
         last = self.core.last_rounds if self._is_leaving else None
+        if last is not None and not last and not self.core.unmerged:
+            self._go()
+            return
         progress = Progress(self.core.inner_step, self.core.tokens, None, self.plan.step_s, last_rounds=last)
         self.world.shard.progress(self.member, progress, self.world.now)
         self._reported_at = self.world.now
@@ -501,11 +510,13 @@ class Learner:
         advance(self.core, step - self._steps_from, tokens - self._tokens_from)
 
     def _say_goodbye(self) -> None:
-        self._is_leaving = True
-        self._report()
+        """It has stopped, and stays until a version has all of its work."""
+        if not self._is_away:
+            self._is_leaving = True
+            self._look_now()
 
-    def _go(self, says_goodbye: bool) -> None:
-        if says_goodbye and self.member is not None and self.world.shard is not None:
+    def _go(self) -> None:
+        if self._is_leaving and self.member is not None and self.world.shard is not None:
             self.world.shard.leave(self.member)
             self.world.touched()
         self._is_away, self._is_leaving, self.member = True, False, None
@@ -528,7 +539,7 @@ class Learner:
         match directive:
             case Collect():
                 self.core.collect(directive, shard.epoch)
-                self._look_soon()
+                self._look_now() if self._is_leaving else self._look_soon()
             case Committed():
                 self._pull(directive.fragment_id)
             case Evicted():
@@ -555,7 +566,9 @@ class Learner:
         if process != self._process or shard is not self.world.shard or self._wanted.pop(what[0], None) is None:
             return
         self._inbox.append(what)
-        if self._policy.on_commit != "carry" or what[1] == 0:
+        if self._is_leaving:
+            self._look_now()
+        elif self._policy.on_commit != "carry" or what[1] == 0:
             self._look_soon()
         if shard.owned(what[0]).version > what[1]:
             self._pull(what[0])

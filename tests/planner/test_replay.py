@@ -48,6 +48,14 @@ def test_what_would_have_come_of_it(kept: Path, capsys: pytest.CaptureFixture[st
     assert 1.6 < other["rounds"] / now["rounds"] < 2.1
 
 
+@pytest.mark.parametrize("kept", ["worker", "shard", "strangers"], indirect=True)
+def test_the_same_run_simulated_comes_near_the_record(kept: Path) -> None:
+    run = observe(read(kept))
+    found = run.simulate(run.settings, run.shards)
+    assert found.tokens_trained == pytest.approx(run.result.tokens_trained, rel=0.01)
+    assert found.tokens_merged == pytest.approx(run.result.tokens_merged, rel=0.06)
+
+
 @pytest.mark.parametrize("kept", ["worker"], indirect=True)
 def test_a_difference_and_a_wrong_question_are_told(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = kept / "decisions/shard-0.jsonl"
