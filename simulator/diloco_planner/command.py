@@ -37,9 +37,12 @@ def simulate(
     learners: Annotated[int, Parameter(converter=_LEARNERS, metavar="L", help="learners")] = 8,
     mtbi: Annotated[float | None, _MTBI] = None,
     failures: Annotated[
-        Literal["paper", "fleet", "poor-cloud"],
-        Parameter(help="how chips fail: once a year, as large fleets report, as a poor cloud"),
-    ] = "paper",
+        Literal["paper", "fleet", "poor-cloud"] | None,
+        Parameter(
+            help="how chips fail: once a year, as large fleets report, as a poor cloud. Values of a file stay",
+            show_default="paper, or that of the file",
+        ),
+    ] = None,
     hours: Annotated[float, Parameter(converter=_HOURS, metavar="HOURS", help="simulated")] = 24.0,
     params: Annotated[int, Parameter(converter=_PARAMS, metavar="5e9", help="of the model")] = 5_000_000_000,
     step_time: Annotated[
@@ -64,22 +67,16 @@ def simulate(
     import torch
 
     from diloco_common.settings import Settings, SyncSettings
-    from diloco_planner.chips import PRESETS, Island
+    from diloco_planner.chips import Island
     from diloco_planner.described import Described, read
     from diloco_planner.report import as_json, as_text
     from diloco_planner.run import Run
     from diloco_planner.world import LearnerPlan
 
     torch.set_num_threads(1)
-    if links is None and chips < learners:
-        raise ConfigError(
-            f"--chips {chips} --learners {learners}: a learner needs a chip; ask for at most {chips} learners"
-        )
     described = Described() if links is None else read(links)
-    preset = PRESETS[failures]
-    if mtbi is not None:
-        preset = type(preset)(**{**vars(preset), "mtbi_s": mtbi})
-    plans = described.learners(LearnerPlan("", Island(chips), preset, step_time), chips, learners)
+    fails = described.failures(failures, mtbi)
+    plans = described.learners(LearnerPlan("", Island(chips), fails, step_time), chips, learners)
     try:
         sync = SyncSettings(
             fragments=fragments, sync_every=h, quorum="all" if quorum == "all" else int(quorum), on_commit=on_commit,

@@ -141,8 +141,8 @@ def plan(
         from diloco_planner.described import read
         from diloco_planner.world import LearnerPlan
 
-        template = LearnerPlan("", Island(chips), step_s=step_time, tokens_per_step=tokens_per_step)
         described = read(sites)
+        template = LearnerPlan("", Island(chips), described.failures(), step_time, tokens_per_step=tokens_per_step)
         task = Task(described, tuple(described.learners(template, chips, learners)), asked.params, tokens, days)
         asked = asked_of(task, asked)
     choice = choose(asked)
