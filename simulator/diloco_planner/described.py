@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,12 @@ from diloco_planner.chips import PRESETS, Failures, Island
 from diloco_planner.sections import LEARNERS_MAX, SECTIONS
 from diloco_planner.toml_lines import Keys, line_of
 from diloco_planner.world import LearnerPlan, Link, ShardPlan
+
+FLAGS = {
+    "--learners": "learners", "--chips": "chips", "--step-time": "step_time", "--tokens-per-step": "tokens_per_step",
+    "--up": "up", "--down": "down", "--round-trip": "round_trip", "--shards": "count", "--disk": "disk",
+}  # fmt: skip
+"""What a file leaves to a flag, where a site or [shards] does not say this key."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,8 @@ class Described:
     currency: str = ""
     date: str = ""
     """Of the prices."""
-    says: frozenset[str] = frozenset()
-    """Keys that it leaves to no flag: those of every site, and those of shards."""
+    idle: Mapping[str, str] = field(default_factory=dict)
+    """Flags that would change nothing, and why: the file says all that they say (`options.refuse_idle`)."""
 
     def failures(self, preset: str | None = None, mtbi_s: float | None = None) -> Failures:
         """A preset that is given takes the place of the file's. What the file says otherwise stays."""
@@ -152,7 +158,7 @@ class _File:
                 shards.get("disk", math.inf) / 8, shards.get("restart_every", math.inf), shards.get("restart", 60.0),
             ),
             at, shards.get("price_hour", 0.0), prices.get("currency", ""), prices.get("date", ""),
-            _of_every(sites) | frozenset(shards),
+            self._idle(_of_every(sites), shards),
         )  # fmt: skip
 
     def _sites(self) -> list[dict[str, Any]]:
@@ -171,6 +177,14 @@ class _File:
                     f"write {LEARNERS_MAX:,} in all at most",
                 )
         return sites
+
+    def _idle(self, of_every: Container[str], shards: Container[str]) -> dict[str, str]:
+        return {
+            flag: f"{self.path} has {key} {where}; leave out {flag}, or change {key} in the file"
+            for flag, key in FLAGS.items()
+            for keys, where in ((of_every, "for every site"), (shards, "for the shards"))
+            if key in keys
+        }
 
     def _check_prices(self, sites: list[dict[str, Any]], shards: dict[str, Any], prices: dict[str, Any]) -> None:
         tables: list[tuple[Keys, dict[str, Any]]] = [(["site", i], site) for i, site in enumerate(sites)]
