@@ -6,6 +6,7 @@ file's prices. Pure, but for what is drawn from a seed.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -70,12 +71,17 @@ class Task:
 
 def asked_of(task: Task, base: Asked) -> Asked:
     """The question to `choice.py`: the thinnest link decides, and the fastest step."""
-    links = [plan.link for plan in task.learners]
+    links, shards = [plan.link for plan in task.learners], task.described.shards
     thinnest = Link(min(x.up for x in links), min(x.down for x in links), max(x.round_trip_s for x in links))
-    if thinnest.up == float("inf"):
-        thinnest = replace(base.link, round_trip_s=thinnest.round_trip_s)
-    step_s = min(plan.step_s for plan in task.learners)
-    return replace(base, learners=len(task.learners), link=thinnest, step_s=step_s)
+    return replace(
+        base,
+        learners=len(task.learners),
+        link=thinnest,
+        step_s=min(plan.step_s for plan in task.learners),
+        shards=base.shards or shards.count,
+        disk=base.disk or (shards.disk_bytes_s if math.isfinite(shards.disk_bytes_s) else None),
+        merge=shards.merge_bytes_s,
+    )
 
 
 def weigh(task: Task, asked: Asked, choice: Choice) -> Weighed:
