@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,11 @@ class Described:
         ]
 
     def site_of(self, learner: str) -> Site | None:
-        return next((site for site in self.sites if learner.rpartition("-")[0] == site.name), None)
+        return self._by_name.get(learner.rpartition("-")[0])
+
+    @cached_property
+    def _by_name(self) -> dict[str, Site]:
+        return {site.name: site for site in self.sites}
 
 
 def _plan(site: Site, template: LearnerPlan, share: float) -> LearnerPlan:

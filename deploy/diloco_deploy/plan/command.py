@@ -163,7 +163,8 @@ def plan(
     )  # fmt: skip
     task = None
     if described is not None:
-        from diloco_deploy.plan.weigh import Task, asked_of, weigh
+        from diloco_deploy.plan.ways import Task
+        from diloco_deploy.plan.weigh import asked_of, weigh
         from diloco_deploy.plan.weigh import lines_of as ways_of
         from diloco_planner import world
         from diloco_planner.chips import Island
@@ -196,7 +197,7 @@ def plan(
     else:
         print("\n".join(["", "figures, at these settings:", *lines_of(rows)]))
         print(f"\nsettings (run.toml):\n\n{toml(settings_of(asked, choice))}", end="")
-    return 0 if choice.fits else 1
+    return 0 if (choice.fits if weighed is None else weighed.works) else 1
 
 
 @app.command(help="what one process of a learner holds, on one GPU or as a rank of an island")
