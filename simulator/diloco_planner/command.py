@@ -75,6 +75,7 @@ def simulate(
 
     from diloco_planner.chips import Island
     from diloco_planner.described import Described, read
+    from diloco_planner.effort import refuse_endless
     from diloco_planner.report import as_json, as_text
     from diloco_planner.run import Run
     from diloco_planner.world import LearnerPlan
@@ -89,6 +90,18 @@ def simulate(
         "sync.on_commit": on_commit, "sync.push": push, "sync.pull": pull,
     }  # fmt: skip
     settings = settings_from(NO_SETTINGS, flags, {})
+    refuse_endless(settings.sync, plans, described.shards, 3600 * hours)
+    late = max(plans, key=lambda plan: plan.begins_s)
+    if late.begins_s >= 3600 * hours:
+        raise ConfigError(
+            f"{late.name} begins after {late.begins_s / 3600:g} hours, and {hours:g} are simulated; "
+            "ask for more --hours"
+        )
+    if described.price_shard_hour and described.shards.count is None:
+        raise ConfigError(
+            f"{links}: shards have a price, and nobody says how many there are; write count = 2 in [shards] "
+            "(`diloco plan --sites` proposes a number)"
+        )
     most = settings.sync.quorum
     if most != "all" and most > len(plans):
         raise ConfigError(f"--quorum {quorum}: there are {len(plans)} learners; ask for so many at most, or for all")

@@ -7,6 +7,7 @@ import pytest
 from diloco_deploy.cli import main
 
 ONE = '[[site]]\nname = "a"\nchips = 64\nstep_time = "2s"\n'
+PRICED = ONE + "[shards]\nprice_hour = 1\n[prices]\ndate = 2026-05-01\n"
 TWO = ONE + '[[site]]\nname = "b"\n'
 
 
@@ -17,6 +18,8 @@ TWO = ONE + '[[site]]\nname = "b"\n'
         (ONE, "--chips 9", "--chips would change nothing: {file} has chips for every site"),
         (ONE, "--step-time 1s", "--step-time would change nothing: {file} has step_time for every site"),
         (TWO, "--chips 64", "--chips 64: 0 are left for 1 learners, and each needs one; ask for more chips"),
+        (TWO + 'begins = "2d"\n', "", "b-0 begins after 48 hours, and 24 are simulated; ask for more --hours"),
+        (PRICED, "", "{file}: shards have a price, and nobody says how many there are; write count = 2 in [shards]"),
         ("", "--quorum 0", "sync.quorum = 0 (--quorum): must be a whole number at least 1 or 'all'"),
         ("", "--quorum most", "sync.quorum = most (--quorum): must be a whole number at least 1 or 'all'"),
         ("", "--quorum 9", "--quorum 9: there are 8 learners; ask for so many at most, or for all"),

@@ -163,17 +163,19 @@ def plan(
     )  # fmt: skip
     task = None
     if described is not None:
-        from diloco_deploy.plan.ways import Task
+        from diloco_deploy.plan.ways import HOURS, Task
         from diloco_deploy.plan.weigh import asked_of, weigh
         from diloco_deploy.plan.weigh import lines_of as ways_of
         from diloco_planner import world
         from diloco_planner.chips import Island
+        from diloco_planner.effort import refuse_restless
 
         template = world.LearnerPlan(
             "", Island(1), described.failures(), asked.step_s, link=world.Link(*astuple(link)),
             tokens_per_step=tokens_per_step or TOKENS_PER_STEP,
         )  # fmt: skip
         plans = described.learners(template, chips or CHIPS, asked.learners)
+        refuse_restless(plans, 3600 * HOURS)
         task = Task(described, tuple(plans), asked.params, tokens or TOKENS, days)
         asked = asked_of(task, asked)
     choice = choose(asked)
