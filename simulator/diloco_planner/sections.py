@@ -78,6 +78,7 @@ def _date(value: Any) -> str:
 LEARNERS_MAX = 10_000
 _TIME = _of(duration, 0, 1000 * YEAR_S, 'a time, such as "90s", "20m" or "1y"')
 _SOME_TIME = _of(duration, 1e-4, 1000 * YEAR_S, 'a time from 0.1 ms, such as "90s", "20m" or "1y"')
+_DELAY = _of(duration, 0, 60, 'a time up to 60 s, such as "80ms"')
 _RATE = _of(bits_per_s, 1e3, 1e15, 'a rate from 1 kbit/s, such as "5Gbit" or "600MB"')
 _LEARNERS = _whole(1, LEARNERS_MAX, f"a whole number from 1 to {LEARNERS_MAX:,}")
 _WHOLE = _whole(1, 1_000_000_000, "a whole number from 1 to 10^9")
@@ -92,7 +93,7 @@ SITE: Mapping[str, tuple[Parse, str]] = {
     "name": (_name, 'a name, such as "oregon-2": up to 58 of A-Z a-z 0-9 . _ -'), "learners": _LEARNERS,
     "chips": _WHOLE, "slice": _WHOLE, "spares": _SPARES,
     "elastic": (_flag, "true or false"), "step_time": _SOME_TIME, "noise": _SHARE, "up": _RATE, "down": _RATE,
-    "round_trip": _TIME, "begins": _TIME, "tokens_per_step": _TOKENS,
+    "round_trip": _DELAY, "begins": _TIME, "tokens_per_step": _TOKENS,
     "memory": _BYTES,
     "price_chip_hour": _PRICE, "price_egress_gb": _PRICE, "price_ingress_gb": _PRICE,
 }  # fmt: skip

@@ -73,6 +73,7 @@ def test_a_file_gives_a_plan_for_each_learner(tmp_path: Path) -> None:
         ('name = "b"', "", ":10: the site has no name; write name"),
         ("chips = 1000", "chips = ", ":12: this is no TOML"),
         ('"1.5s"', '"0s"', ":13: step_time is '0s'; write a time from 0.1 ms"),
+        ('"30ms"', "80", ":6: round_trip is 80; write a time up to 60 s"),
         ("learners = 2", "learners = 2.5", ":3: learners is 2.5; write a whole number from 1 to 10,000"),
         ("learners = 2", "learners = 100000", ":3: learners is 100000; write a whole number from 1 to 10,000"),
         ("learners = 2", "learners = 10000", ":10: with b there are 10,001 learners; write 10,000 in all at most"),
