@@ -106,6 +106,18 @@ def _flag(name: str) -> str:
     return _FLAGS.get(name, f"--{name.rpartition('.')[2].replace('_', '-')}")
 
 
+def refuse_idle(given: Mapping[str, object], idle: Mapping[str, str]) -> None:
+    """A flag that is given applies, or is refused. Raises ConfigError.
+
+    Args:
+        given: flag -> its value; None: it was not given.
+        idle: flag -> why it would change nothing here, and what to do.
+    """
+    for flag, why in idle.items():
+        if given.get(flag) is not None:
+            raise ConfigError(f"{flag} would change nothing: {why}")
+
+
 # ---------------------------------------------------------------- values
 
 

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from diloco_common import quantities
 from diloco_common.errors import ConfigError
-from diloco_common.options import Json, number
+from diloco_common.options import NO_SETTINGS, Json, number, refuse_idle, settings_from
 
 
 def _duration(text: str) -> float:
@@ -24,6 +24,7 @@ _WHOLE = number(quantities.count, 1, 4096, "a whole number from 1 to 4096")
 _TIME = number(_duration, 1e-4, 1e11, "a time, such as 1y, 90d or 3h")
 _STEP = number(_duration, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
 _HOURS = number(float, 0.001, 100_000.0, "hours, from 0.001")
+CHIPS, LEARNERS, STEP_S = 1_200_000, 8, 1.0
 _Encoding = Literal["float32", "bfloat16", "int8", "int4", "topk64_2bit"]
 _LINKS = Parameter(metavar="FILE.toml", help="sites, links, failures, shards and prices (docs/planner.md)")
 _MTBI = Parameter(
@@ -33,18 +34,27 @@ _MTBI = Parameter(
 
 def simulate(
     *,
-    chips: Annotated[int, Parameter(converter=_CHIPS, metavar="N", help="of all learners together")] = 1_200_000,
-    learners: Annotated[int, Parameter(converter=_LEARNERS, metavar="L", help="learners")] = 8,
+    chips: Annotated[
+        int | None,
+        Parameter(converter=_CHIPS, metavar="N", help="of all learners together", show_default=f"{CHIPS:,}"),
+    ] = None,
+    learners: Annotated[
+        int | None, Parameter(converter=_LEARNERS, metavar="L", help="learners", show_default=str(LEARNERS))
+    ] = None,
     mtbi: Annotated[float | None, _MTBI] = None,
     failures: Annotated[
-        Literal["paper", "fleet", "poor-cloud"],
-        Parameter(help="how chips fail: once a year, as large fleets report, as a poor cloud"),
-    ] = "paper",
+        Literal["paper", "fleet", "poor-cloud"] | None,
+        Parameter(
+            help="how chips fail: once a year, as large fleets report, as a poor cloud. Values of a file stay",
+            show_default="paper, or that of the file",
+        ),
+    ] = None,
     hours: Annotated[float, Parameter(converter=_HOURS, metavar="HOURS", help="simulated")] = 24.0,
     params: Annotated[int, Parameter(converter=_PARAMS, metavar="5e9", help="of the model")] = 5_000_000_000,
     step_time: Annotated[
-        float, Parameter(converter=_STEP, metavar="1s", help="of one inner step", show_default="1s")
-    ] = 1.0,
+        float | None,
+        Parameter(converter=_STEP, metavar="1s", help="of one inner step", show_default=f"{STEP_S:g}s"),
+    ] = None,
     h: Annotated[int, Parameter(converter=_WHOLE, metavar="H", help="inner steps between two rounds")] = 24,
     fragments: Annotated[int, Parameter(converter=_WHOLE, metavar="P", help="fragments")] = 24,
     quorum: Annotated[str, Parameter(metavar="K", help="contributions that let a round close, or all")] = "1",
@@ -63,31 +73,39 @@ def simulate(
     """
     import torch
 
-    from diloco_common.settings import Settings, SyncSettings
-    from diloco_planner.chips import PRESETS, Island
+    from diloco_planner.chips import Island
     from diloco_planner.described import Described, read
+    from diloco_planner.effort import refuse_endless
     from diloco_planner.report import as_json, as_text
     from diloco_planner.run import Run
     from diloco_planner.world import LearnerPlan
 
     torch.set_num_threads(1)
-    if links is None and chips < learners:
-        raise ConfigError(
-            f"--chips {chips} --learners {learners}: a learner needs a chip; ask for at most {chips} learners"
-        )
     described = Described() if links is None else read(links)
-    preset = PRESETS[failures]
-    if mtbi is not None:
-        preset = type(preset)(**{**vars(preset), "mtbi_s": mtbi})
-    plans = described.learners(LearnerPlan("", Island(chips), preset, step_time), chips, learners)
-    try:
-        sync = SyncSettings(
-            fragments=fragments, sync_every=h, quorum="all" if quorum == "all" else int(quorum), on_commit=on_commit,
-            grace="adaptive" if grace == "adaptive" else float(grace), push=push, pull=pull,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ConfigError(f"--quorum {quorum} --grace {grace}: {error}; write a number, or all and adaptive") from None
-    found = Run(Settings(sync=sync), params, tuple(plans), described, hours, seed).carry_out()
+    refuse_idle({"--learners": learners, "--chips": chips, "--step-time": step_time}, described.idle)
+    template = LearnerPlan("", Island(1), described.failures(failures, mtbi), step_time or STEP_S)
+    plans = described.learners(template, chips or CHIPS, learners or LEARNERS)
+    flags: dict[str, object] = {
+        "sync.fragments": fragments, "sync.sync_every": h, "sync.quorum": quorum, "sync.grace": grace,
+        "sync.on_commit": on_commit, "sync.push": push, "sync.pull": pull,
+    }  # fmt: skip
+    settings = settings_from(NO_SETTINGS, flags, {})
+    refuse_endless(settings.sync, plans, described.shards, 3600 * hours)
+    late = max(plans, key=lambda plan: plan.begins_s)
+    if late.begins_s >= 3600 * hours:
+        raise ConfigError(
+            f"{late.name} begins after {late.begins_s / 3600:g} hours, and {hours:g} are simulated; "
+            "ask for more --hours"
+        )
+    if described.price_shard_hour and described.shards.count is None:
+        raise ConfigError(
+            f"{links}: shards have a price, and nobody says how many there are; write count = 2 in [shards] "
+            "(`diloco plan --sites` proposes a number)"
+        )
+    most = settings.sync.quorum
+    if most != "all" and most > len(plans):
+        raise ConfigError(f"--quorum {quorum}: there are {len(plans)} learners; ask for so many at most, or for all")
+    found = Run(settings, params, tuple(plans), described, hours, seed).carry_out()
     print(dumps(as_json(found), indent=2) if json else as_text(found))
     return 0
 

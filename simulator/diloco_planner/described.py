@@ -8,93 +8,23 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from diloco_common import quantities
-from diloco_common.errors import ConfigError, did_you_mean
-from diloco_planner.chips import PRESETS, YEAR_S, Failures, Island
+from diloco_common.errors import ConfigError, did_you_mean, shown
+from diloco_planner.chips import PRESETS, Failures, Island
+from diloco_planner.sections import LEARNERS_MAX, SECTIONS
+from diloco_planner.toml_lines import Keys, line_of
 from diloco_planner.world import LearnerPlan, Link, ShardPlan
 
-
-def duration(text: str) -> float:
-    """As `quantities.seconds`, and years: 1y. Raises ValueError."""
-    text = text.strip()
-    return float(text[:-1]) * YEAR_S if text.endswith("y") else quantities.seconds(text)
-
-
-def bits_per_s(text: str) -> float:
-    """5Gbit, 5Gbit/s, 600MB/s. Raises ValueError."""
-    plain = text.strip().removesuffix("/s").removesuffix("ps")
-    found = re.fullmatch(r"(.*?)(bits?|B)?", plain)
-    assert found is not None
-    return quantities.num_bytes(found[1]) * (8 if found[2] == "B" else 1)
-
-
-Parse = Callable[[Any], Any]
-
-
-def _of(parse: Callable[[str], float], low: float, high: float, words: str) -> tuple[Parse, str]:
-    def convert(value: Any) -> float:
-        number = parse(value) if isinstance(value, str) else float(value)
-        if isinstance(value, bool) or not low <= number <= high:
-            raise ValueError
-        return number
-
-    return convert, words
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError
-    return value
-
-
-def _date(value: Any) -> str:
-    if not isinstance(value, date):
-        raise ValueError
-    return value.isoformat()
-
-
-_TIME = _of(duration, 0, 1000 * YEAR_S, 'a time, such as "90s", "20m" or "1y"')
-_SOME_TIME = _of(duration, 1e-4, 1000 * YEAR_S, 'a time from 0.1 ms, such as "90s", "20m" or "1y"')
-_RATE = _of(bits_per_s, 1, 1e15, 'a rate, such as "5Gbit" or "600MB"')
-_COUNT = _of(float, 0, 1e12, "a number from 0")
-_WHOLE = _of(float, 1, 1e6, "a whole number from 1")
-_TOKENS = _of(quantities.count, 1, 1e12, 'tokens, such as "1M"')
-_BYTES = _of(quantities.num_bytes, 1, 1e15, 'bytes, such as "80GB"')
-_SHARE = _of(float, 0, 1, "a share from 0 to 1")
-_PRICE = _of(float, 0, 1e9, "a price from 0")
-
-SITE: Mapping[str, tuple[Parse, str]] = {
-    "name": (_text, "a name in quotes"), "learners": _WHOLE, "chips": _COUNT, "slice": _WHOLE, "spares": _COUNT,
-    "elastic": (_flag, "true or false"), "step_time": _SOME_TIME, "noise": _SHARE, "up": _RATE, "down": _RATE,
-    "round_trip": _TIME, "begins": _TIME, "tokens_per_step": _TOKENS,
-    "memory": _BYTES,
-    "price_chip_hour": _PRICE, "price_egress_gb": _PRICE, "price_ingress_gb": _PRICE,
+FLAGS = {
+    "--learners": "learners", "--chips": "chips", "--step-time": "step_time", "--tokens-per-step": "tokens_per_step",
+    "--up": "up", "--down": "down", "--round-trip": "round_trip", "--shards": "count", "--disk": "disk",
 }  # fmt: skip
-FAILURES: Mapping[str, tuple[Parse, str]] = {
-    "preset": (_text, f"one of {', '.join(PRESETS)}"), "mtbi": _SOME_TIME, "repair": _TIME, "loss": _TIME,
-    "join": _TIME, "restart": _TIME, "checkpoint": _SOME_TIME, "slow_every": _SOME_TIME, "slow_pace": _SHARE,
-    "slow_for": _TIME, "preempt_every": _SOME_TIME, "preempt_for": _TIME, "notice": _TIME,
-}  # fmt: skip
-SHARDS: Mapping[str, tuple[Parse, str]] = {
-    "count": _WHOLE, "site": (_text, "the name of a site"), "merge": _RATE, "disk": _RATE, "restart_every": _SOME_TIME,
-    "restart": _TIME, "price_hour": _PRICE,
-}  # fmt: skip
-PRICES: Mapping[str, tuple[Parse, str]] = {
-    "currency": (_text, "a name in quotes, such as \"USD\""), "date": (_date, "a date without quotes: 2026-05-01"),
-}  # fmt: skip
-SECTIONS = {"site": SITE, "failures": FAILURES, "shards": SHARDS, "prices": PRICES}
+"""What a file leaves to a flag, where a site or [shards] does not say this key."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +50,9 @@ class Described:
     """All of a file."""
 
     sites: tuple[Site, ...] = ()
-    failures: Failures | None = None
-    """None: the file says nothing of them."""
+    preset: str = "paper"
+    failing: Mapping[str, float] = field(default_factory=dict)
+    """What the file says otherwise than the preset."""
     shards: ShardPlan = field(default_factory=ShardPlan)
     shards_at: str = ""
     """The site whose egress carries all versions; else that of the first."""
@@ -129,132 +60,175 @@ class Described:
     currency: str = ""
     date: str = ""
     """Of the prices."""
+    idle: Mapping[str, str] = field(default_factory=dict)
+    """Flags that would change nothing, and why: the file says all that they say (`options.refuse_idle`)."""
+
+    def failures(self, preset: str | None = None, mtbi_s: float | None = None) -> Failures:
+        """A preset that is given takes the place of the file's. What the file says otherwise stays."""
+        given = {} if mtbi_s is None else {"mtbi_s": mtbi_s}
+        return replace(PRESETS[preset or self.preset], **{**self.failing, **given})
 
     def learners(self, template: LearnerPlan, chips: float, learners: int) -> list[LearnerPlan]:
-        """One plan per learner: those of the sites, else so many alike."""
-        failures = self.failures or template.failures
-        base = replace(template, failures=failures)
-        if not self.sites:
-            island = replace(base.island, chips=chips / learners)
-            return [replace(base, name=f"learner-{i}", island=island) for i in range(learners)]
-        total = sum(site.learners for site in self.sites)
-        plans = []
-        for site in self.sites:
-            v = site.values
-            island = Island(
-                site.chips if site.chips is not None else chips / total, v.get("slice", base.island.slice_chips),
-                int(v.get("spares", base.island.spares)), v.get("elastic", base.island.elastic),
-            )  # fmt: skip
-            down = v.get("down", v.get("up", math.inf))
-            link = Link(v.get("up", math.inf), down, v.get("round_trip", 0.0))
-            plan = replace(
-                base, island=island, link=link, step_s=v.get("step_time", base.step_s),
-                noise=v.get("noise", base.noise), begins_s=v.get("begins", 0.0),
-                tokens_per_step=int(v.get("tokens_per_step", base.tokens_per_step)),
-            )  # fmt: skip
-            plans += [replace(plan, name=f"{site.name}-{i}") for i in range(site.learners)]
-        return plans
+        """One plan per learner: those of the sites, else so many alike. `template` has what a site does not say.
+
+        Learners of sites that say no chips share those that the others leave. Raises ConfigError if they are too few.
+        """
+        sites = self.sites or (Site("learner", learners),)
+        sharing = sum(site.learners for site in sites if site.chips is None)
+        taken = sum(site.learners * site.chips for site in sites if site.chips is not None)
+        if sharing and chips - taken < sharing:
+            raise ConfigError(
+                f"--chips {chips:.0f}: {max(0, chips - taken):.0f} are left for {sharing} learners, and each needs "
+                "one; ask for more chips, or for fewer learners"
+            )
+        return [
+            replace(_plan(site, template, (chips - taken) / max(1, sharing)), name=f"{site.name}-{i}")
+            for site in sites
+            for i in range(site.learners)
+        ]
 
     def site_of(self, learner: str) -> Site | None:
-        return next((site for site in self.sites if learner.rpartition("-")[0] == site.name), None)
+        return self._by_name.get(learner.rpartition("-")[0])
+
+    @cached_property
+    def _by_name(self) -> dict[str, Site]:
+        return {site.name: site for site in self.sites}
+
+
+def _plan(site: Site, template: LearnerPlan, share: float) -> LearnerPlan:
+    """Of one of its learners. `share`: of the chips, if it says none."""
+    v, island, link = site.values, template.island, template.link
+    return replace(
+        template,
+        island=Island(
+            share if site.chips is None else site.chips, v.get("slice", island.slice_chips),
+            v.get("spares", island.spares), v.get("elastic", island.elastic),
+        ),
+        link=Link(
+            v.get("up", link.up), v.get("down", v.get("up", link.down)), v.get("round_trip", link.round_trip_s)
+        ),
+        step_s=v.get("step_time", template.step_s), noise=v.get("noise", template.noise),
+        begins_s=v.get("begins", 0.0), tokens_per_step=v.get("tokens_per_step", template.tokens_per_step),
+    )  # fmt: skip
 
 
 def read(path: Path) -> Described:
     """Raises ConfigError, with file:line, what is wrong and what to do."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give a file that docs/planner.md explains") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: this is no UTF-8 text; give a file that docs/planner.md explains") from None
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, and a number with thousands of digits
         found = re.search(r"line (\d+)", str(error))
         line = found[1] if found else len(text.splitlines())
         raise ConfigError(f"{path}:{line}: this is no TOML: {error}; put texts in quotes, one key per line") from None
-    lines = _Lines(path, text)
-    for name, value in tree.items():
-        if name not in SECTIONS:
-            raise lines.wrong(name, 0, "", f"there is no section {name}", _one_of(SECTIONS, name))
-        tables = value if name == "site" else [value]
-        if not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
-            how = "[[site]] once per site" if name == "site" else f"[{name}] once"
-            raise lines.wrong(name, 0, "", f"{name} is written otherwise", f"write {how}")
-    sites = [_section(lines, "site", i, value) for i, value in enumerate(tree.get("site", ()))]
-    for i, found_site in enumerate(sites):
-        if "name" not in found_site:
-            raise lines.wrong("site", i, "", "the site has no name", 'write name = "oregon" below it')
-        if any(other["name"] == found_site["name"] for other in sites[:i]):
-            raise lines.wrong("site", i, "name", f"there is a site {found_site['name']} above", "give it another name")
-    shards, failures = (_section(lines, name, 0, tree.get(name, {})) for name in ("shards", "failures"))
-    prices = _section(lines, "prices", 0, tree.get("prices", {}))
-    at = shards.get("site", "")
-    if at and at not in {site["name"] for site in sites}:
-        raise lines.wrong("shards", 0, "site", f"there is no site {at}", "name one of the sites of this file")
-    has_prices = any(key.startswith("price_") and value for one in [*sites, shards] for key, value in one.items())
-    if has_prices and "date" not in prices:
-        raise lines.wrong("prices", 0, "", "prices have no date", "write [prices] with date = 2026-05-01: they change")
-    if "date" in prices and not sites:
-        raise lines.wrong("prices", 0, "", "there are prices and no site", "write a [[site]]")
-    return Described(
-        tuple(_site(one) for one in sites),
-        _failures(lines, failures) if failures else None,
-        ShardPlan(
-            int(shards["count"]) if "count" in shards else None, shards.get("merge", 8 * ShardPlan.merge_bytes_s) / 8,
-            shards.get("disk", math.inf) / 8, shards.get("restart_every", math.inf), shards.get("restart", 60.0),
-        ),
-        at, shards.get("price_hour", 0.0), prices.get("currency", ""), prices.get("date", ""),
-    )  # fmt: skip
+    return _File(path, text, tree).described()
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    text: str
+    tree: dict[str, Any]
+
+    def wrong(self, keys: Keys, what: str, do: str) -> ConfigError:
+        return ConfigError(f"{self.path}:{line_of(self.text, keys)}: {what}; {do}")
+
+    def described(self) -> Described:
+        for name, value in self.tree.items():
+            if name not in SECTIONS:
+                raise self.wrong([name], f"there is no section {name}", _one_of(SECTIONS, name))
+            tables = value if name == "site" else [value]
+            if not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
+                how = "[[site]] once per site" if name == "site" else f"[{name}] once"
+                raise self.wrong([name], f"{name} is written otherwise", f"write {how}")
+        sites = self._sites()
+        shards, failures, prices = (self._section([name]) for name in ("shards", "failures", "prices"))
+        at, preset = shards.get("site", ""), failures.pop("preset", Described.preset)
+        if at and at not in {site["name"] for site in sites}:
+            raise self.wrong(["shards", "site"], f"there is no site {at}", "name one of the sites of this file")
+        if preset not in PRESETS:
+            raise self.wrong(["failures", "preset"], f"there is no preset {preset}", _one_of(PRESETS, preset))
+        self._check_prices(sites, shards, prices)
+        return Described(
+            tuple(_site(one) for one in sites),
+            preset,
+            {key if key == "slow_pace" else f"{key}_s": value for key, value in failures.items()},
+            ShardPlan(
+                shards.get("count"), shards.get("merge", 8 * ShardPlan.merge_bytes_s) / 8,
+                shards.get("disk", math.inf) / 8, shards.get("restart_every", math.inf), shards.get("restart", 60.0),
+            ),
+            at, shards.get("price_hour", 0.0), prices.get("currency", ""), prices.get("date", ""),
+            self._idle(_of_every(sites), shards),
+        )  # fmt: skip
+
+    def _sites(self) -> list[dict[str, Any]]:
+        sites, learners = [self._section(["site", i]) for i in range(len(self.tree.get("site", ())))], 0
+        for i, site in enumerate(sites):
+            if "name" not in site:
+                raise self.wrong(["site", i], "the site has no name", 'write name = "oregon" below it')
+            name = site["name"]
+            if any(other["name"] == name for other in sites[:i]):
+                raise self.wrong(["site", i, "name"], f"there is a site {name} above", "give it another name")
+            learners += site.get("learners", 1)
+            if learners > LEARNERS_MAX:
+                raise self.wrong(
+                    ["site", i],
+                    f"with {name} there are {learners:,} learners",
+                    f"write {LEARNERS_MAX:,} in all at most",
+                )
+        return sites
+
+    def _idle(self, of_every: Container[str], shards: Container[str]) -> dict[str, str]:
+        return {
+            flag: f"{self.path} has {key} {where}; leave out {flag}, or change {key} in the file"
+            for flag, key in FLAGS.items()
+            for keys, where in ((of_every, "for every site"), (shards, "for the shards"))
+            if key in keys
+        }
+
+    def _check_prices(self, sites: list[dict[str, Any]], shards: dict[str, Any], prices: dict[str, Any]) -> None:
+        tables: list[tuple[Keys, dict[str, Any]]] = [(["site", i], site) for i, site in enumerate(sites)]
+        at = [[*keys, k] for keys, v in [*tables, (["shards"], shards)] for k in v if k.startswith("price_") and v[k]]
+        if at and "date" not in prices:
+            where = ["prices"] if "prices" in self.tree else at[0]
+            raise self.wrong(where, "prices have no date", "write [prices] with date = 2026-05-01: they change")
+        if "date" in prices and not sites:
+            raise self.wrong(["prices"], "there are prices and no site", "write a [[site]]")
+
+    def _section(self, keys: Keys) -> dict[str, Any]:
+        """The values of a table, checked. Empty: there is none."""
+        table: Any = self.tree
+        for key in keys:
+            table = table.get(key, {}) if isinstance(table, dict) else table[key]
+        name, found = str(keys[0]), {}
+        for key, value in table.items():
+            if key not in SECTIONS[name]:
+                raise self.wrong([*keys, key], f"{name} has no {key}", _one_of(SECTIONS[name], key))
+            parse, words = SECTIONS[name][key]
+            try:
+                found[key] = parse(value)
+            except (ValueError, TypeError, OverflowError):
+                raise self.wrong([*keys, key], f"{key} is {shown(value)}", f"write {words}") from None
+        return found
 
 
 def _site(values: Mapping[str, Any]) -> Site:
     own = {f.name for f in fields(Site)} - {"values"}
     given = {key: value for key, value in values.items() if key in own}
-    given["learners"] = int(given.get("learners", 1))
     return Site(**given, values={key: value for key, value in values.items() if key not in own})
 
 
-def _failures(lines: _Lines, values: dict[str, Any]) -> Failures:
-    name = values.pop("preset", "paper")
-    if name not in PRESETS:
-        raise lines.wrong("failures", 0, "preset", f"there is no preset {name}", _one_of(PRESETS, name))
-    return replace(PRESETS[name], **{key if key == "slow_pace" else f"{key}_s": v for key, v in values.items()})
-
-
-def _section(lines: _Lines, name: str, index: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    known, found = SECTIONS[name], {}
-    for key, value in values.items():
-        if key not in known:
-            raise lines.wrong(name, index, key, f"{name} has no {key}", _one_of(known, key))
-        parse, words = known[key]
-        try:
-            found[key] = parse(value)
-        except (ValueError, TypeError):
-            raise lines.wrong(name, index, key, f"{key} is {value!r}", f"write {words}") from None
-    return found
+def _of_every(sites: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Keys that each of them says. It has one learner where it says none, and its link is as fast down as up."""
+    said = [{"learners", *site, *(["down"] if "up" in site else [])} for site in sites]
+    return frozenset(set.intersection(*said)) if said else frozenset()
 
 
 def _one_of(known: Iterable[str], given: str) -> str:
     names = list(known)
     return f"write one of {', '.join(names)}{did_you_mean(given, names)}"
-
-
-class _Lines:
-    """Where a key of a section is."""
-
-    def __init__(self, path: Path, text: str) -> None:
-        self._path, self._lines = path, text.splitlines()
-
-    def wrong(self, section: str, index: int, key: str, what: str, do: str) -> ConfigError:
-        seen, at = -1, 0
-        for number, line in enumerate(self._lines, 1):
-            words = line.strip()
-            if re.match(rf"\[+\s*{re.escape(section)}\s*\]", words):
-                seen, at = seen + 1, number if seen + 1 == index else at
-            elif words.startswith("["):
-                continue
-            elif key and seen == index and re.match(rf"[\"']?{re.escape(key)}[\"']?\s*=", words):
-                at = number
-                break
-        return ConfigError(f"{self._path}:{at or 1}: {what}; {do}")

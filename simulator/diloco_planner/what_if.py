@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_common.errors import ConfigError
-from diloco_common.settings import Settings, SyncSettings
+from diloco_common.options import NO_SETTINGS, settings_from
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import Given
 from diloco_planner.observed import Result, observe
 from diloco_planner.replay import Replayed, read, replay
 
@@ -36,16 +37,11 @@ class Changes:
 
     def of(self, settings: Settings) -> Settings:
         """Raises ConfigError."""
-        named = {"sync_every": self.h, "quorum": self.quorum, "grace": self.grace, "push": self.push}
-        told = {name: value for name, value in named.items() if value is not None}
-        try:
-            sync = SyncSettings.model_validate(settings.sync.model_dump() | told)
-        except ValueError as error:
-            why = str(error).splitlines()[2].partition(" [")[0].strip()
-            raise ConfigError(
-                f"{self.words}: {why}. --quorum takes a number or all, --grace seconds or adaptive"
-            ) from None
-        return settings.model_copy(update={"sync": sync})
+        flags = {
+            "sync.sync_every": self.h, "sync.quorum": self.quorum, "sync.grace": self.grace, "sync.push": self.push
+        }  # fmt: skip
+        run = {f"sync.{name}": Given(value, "the record") for name, value in settings.sync.model_dump().items()}
+        return settings.model_copy(update={"sync": settings_from(NO_SETTINGS, flags, {}, run).sync})
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """What a file of sites says, and what is said of a wrong one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diloco_common.errors import ConfigError
-from diloco_planner.chips import Island
-from diloco_planner.described import read
+from diloco_planner.chips import PRESETS, Island
+from diloco_planner.described import Described, Site, read
 from diloco_planner.money import bill
 from diloco_planner.world import LearnerPlan, Outcome
 
@@ -45,7 +46,7 @@ date = 2026-05-01
 def test_a_file_gives_a_plan_for_each_learner(tmp_path: Path) -> None:
     (tmp_path / "sites.toml").write_text(GOOD)
     described = read(tmp_path / "sites.toml")
-    plans = described.learners(LearnerPlan("", Island(1)), 3000, 9)
+    plans = described.learners(LearnerPlan("", Island(1), described.failures()), 3000, 9)
     assert [p.name for p in plans] == ["a-0", "a-1", "b-0"]
     assert [p.island.chips for p in plans] == [1000, 1000, 1000]
     assert (plans[0].link.up, plans[0].link.down, plans[2].step_s) == (5e9, 10e9, 1.5)
@@ -72,6 +73,21 @@ def test_a_file_gives_a_plan_for_each_learner(tmp_path: Path) -> None:
         ('name = "b"', "", ":10: the site has no name; write name"),
         ("chips = 1000", "chips = ", ":12: this is no TOML"),
         ('"1.5s"', '"0s"', ":13: step_time is '0s'; write a time from 0.1 ms"),
+        ('"30ms"', "80", ":6: round_trip is 80; write a time up to 60 s"),
+        ("learners = 2", "learners = 2.5", ":3: learners is 2.5; write a whole number from 1 to 10,000"),
+        ("learners = 2", "learners = 100000", ":3: learners is 100000; write a whole number from 1 to 10,000"),
+        ("learners = 2", "learners = 10000", ":10: with b there are 10,001 learners; write 10,000 in all at most"),
+        ("learners = 2", f"learners = {10**400}", ":3: learners is of type int; write a whole number"),
+        ("learners = 2", "learners = " + 5000 * "1", ":28: this is no TOML"),
+        ("chips = 1000", "chips = 0", ":12: chips is 0; write a whole number from 1"),
+        ("chips = 1000", "chips = true", ":12: chips is True; write a whole number from 1"),
+        ("chips = 1000", "slice = 2.5", ":12: slice is 2.5; write a whole number from 1"),
+        ("chips = 1000", "spares = 1.5", ":12: spares is 1.5; write a whole number from 0"),
+        ("chips = 1000", "memory = 80", ":12: memory is 80; write bytes from 1 MB"),
+        ("count = 2", "count = 1.5", ":22: count is 1.5; write a whole number from 1 to 4096"),
+        ('name = "b"', 'name = "b c"', ":11: name is 'b c'; write a name"),
+        ("[prices]\n", "", ":26: shards has no currency"),
+        ('[prices]\ncurrency = "USD"\ndate = 2026-05-01\n', "", ":7: prices have no date"),
     ],
 )
 def test_a_wrong_file_is_told_by_its_line(tmp_path: Path, wrong: str, right: str, words: str) -> None:
@@ -80,6 +96,58 @@ def test_a_wrong_file_is_told_by_its_line(tmp_path: Path, wrong: str, right: str
     with pytest.raises(ConfigError) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}{words}")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('\n# two\nsite = [{name = "a"}, {name = "b", chips = 0}]\n', ":3: chips is 0"),
+        ('[failures]\n\nloss = "9s"\n[[site]]\nsite.name = "a"\n', ":5: site has no site"),
+        ('failures.mtbi = "1y"\nfailures.repair = "soon"\n', ":2: repair is 'soon'"),
+        ('shards = {count = 2, disk = "x"}\n', ":1: disk is 'x'"),
+        ('site.name = "a"\n', ":1: site is written otherwise; write [[site]] once per site"),
+        ('[[site]]\nname = "a"\n[site.chips]\nmany = 1\n', ":3: chips is {'many': 1}"),
+        ('[[site]]\n"name" = "a"\nchips = """\n1 0"""\n', ":3: chips is '1 0'"),
+        ('[[site]]\r\nname = "a"\r\n\r\nchips = 0\r\n', ":4: chips is 0"),
+        ('\ufeff[[site]]\nname = "a"\nchips = 0\n', ":3: chips is 0"),
+    ],
+)
+def test_a_wrong_key_is_found_however_it_is_written(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "sites.toml"
+    path.write_bytes(text.encode())
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}{words}")
+
+
+@pytest.mark.parametrize(
+    ("sites", "chips", "each"),
+    [
+        ([], 100, [25.0] * 4),
+        ([(2, None), (1, 40)], 100, [30.0, 30.0, 40]),
+        ([(2, 10), (1, 40)], 1, [10, 10, 40]),
+        ([(2, None), (1, 40)], 41, "1 are left for 2 learners"),
+        ([(1, None), (1, 40)], 30, "0 are left for 1 learners"),
+        ([], 3, "3 are left for 4 learners"),
+    ],
+)
+def test_chips_that_no_site_claims_are_shared(
+    sites: list[tuple[int, int | None]], chips: float, each: list[float] | str
+) -> None:
+    described = Described(tuple(Site(f"s{i}", learners, own) for i, (learners, own) in enumerate(sites)))
+    template = LearnerPlan("", Island(1))
+    if isinstance(each, str):
+        with pytest.raises(ConfigError, match=each):
+            described.learners(template, chips, 4)
+    else:
+        assert [plan.island.chips for plan in described.learners(template, chips, 4)] == each
+
+
+def test_a_preset_that_is_given_keeps_what_the_file_says_otherwise() -> None:
+    described = Described(preset="fleet", failing={"repair_s": 5.0})
+    assert described.failures() == replace(PRESETS["fleet"], repair_s=5.0)
+    assert described.failures("poor-cloud") == replace(PRESETS["poor-cloud"], repair_s=5.0)
+    assert described.failures(mtbi_s=7.0) == replace(PRESETS["fleet"], repair_s=5.0, mtbi_s=7.0)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -66,4 +66,4 @@ def test_a_difference_and_a_wrong_question_are_told(kept: Path, capsys: pytest.C
     assert "when it was recorded" in said
     assert "line " in said
     assert main(["replay", str(kept), "--quorum", "many"]) == 2
-    assert "--quorum takes a number or all" in capsys.readouterr().err
+    assert "sync.quorum = many (--quorum): must be a whole number at least 1 or 'all'" in capsys.readouterr().err

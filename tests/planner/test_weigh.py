@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,12 +22,14 @@ price_egress_gb = {egress}
 PRICES = '[prices]\ncurrency = "USD"\ndate = 2026-04-01\n'
 
 
-def planned(folder: Path, capsys: pytest.CaptureFixture[str], *sites: dict[str, object], words: str = "") -> dict:  # type: ignore[type-arg]
+def planned(
+    folder: Path, capsys: pytest.CaptureFixture[str], *sites: dict[str, object], words: str = "", more: str = ""
+) -> dict:  # type: ignore[type-arg]
     usual = {"learners": 1, "chips": 64, "up": "10Gbit", "price": 2.0, "egress": 0.1}
     text = "".join(SITE.format(**(usual | {"name": f"s{i}"} | site)) for i, site in enumerate(sites))
-    (folder / "sites.toml").write_text(text + PRICES)
+    (folder / "sites.toml").write_text(text + more + PRICES)
     main(["plan", "--params", "7e9", "--sites", str(folder / "sites.toml"), "--json", *words.split()])
-    found: dict = json.loads(capsys.readouterr().out)  # type: ignore[type-arg]
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
@@ -38,6 +41,14 @@ def planned(folder: Path, capsys: pytest.CaptureFixture[str], *sites: dict[str, 
         ([{"chips": 512, "learners": 16, "price": 1.0}, {"chips": 8, "price": 40.0}], "", "one site is enough: s0"),
         ([{}, {}], "--tokens 1T --days 1", "no way is fast enough"),
         ([{"price": 1.0}, {"price": 9.0}], "--days 30", "one site is enough: s0"),
+        ([{}, {"chips": 2}], "", "one site is enough: s0"),
+        ([{}, {}, {"chips": 2}], "", "train decoupled, on s0 and s1"),
+        ([{"chips": 2}, {"chips": 1}], "", "no machine here holds it"),
+        ([{}, {"up": "10kbit", "chips": 2}, {}], "", "train decoupled, on s0 and s2"),
+        ([{}, {"up": "10kbit", "price": 3.0}], "", "one site is enough: s0"),
+        ([{"learners": 8, "up": "10kbit"}], "", "no way works"),
+        ([{"up": "10kbit"}], "", "use data-parallel training instead"),
+        ([{}, {"up": "10kbit"}], "--days 1", "no way is fast enough"),
     ],
 )  # fmt: skip
 def test_the_verdict_follows_links_prices_and_time(
@@ -49,13 +60,42 @@ def test_the_verdict_follows_links_prices_and_time(
     assert found["settings"]["sync"]["sync_every"] >= 24
 
 
-def test_bytes_between_clouds_cost_money_and_memory_is_weighed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("sites", "works", "reason"),
+    [
+        ([{}, {}, {"chips": 2}], True, "; s2 cannot hold it: a learner there has 2 chips of 80.0 GB, and needs 3"),
+        ([{"chips": 2}, {"chips": 1}], False, "s0 is nearest: a learner there has 2 chips of 80.0 GB, and needs 3"),
+        ([{}, {"up": "10kbit"}], True, "; not decoupled, as the link of s1 (10.0 kbit/s up, 10.0 kbit/s down) would"),
+        ([{"learners": 8, "up": "10kbit"}], False, "each has a goodput below 1 %, by its links or its failures; not"),
+    ],
+)
+def test_what_is_left_out_has_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sites: list[dict[str, object]], works: bool, reason: str
 ) -> None:
-    found = planned(tmp_path, capsys, {}, {"chips": 2}, words="--tokens 100B")
+    found = planned(tmp_path, capsys, *sites)
+    assert reason in found["because"]
+    assert found["works"] is works
+    assert not any("s2" in way["name"] for way in found["ways"])
+
+
+def test_bytes_between_clouds_cost_money(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(tmp_path, capsys, {}, {}, words="--tokens 100B")
     ours = found["ways"][0]
     assert ours["goodput"] > 0.9
     gb = 7e9 * (8.125 + 16) / 24 / 8e9 * ours["days"] * 86_400  # one learner, both ways
     assert ours["egress"] == pytest.approx(0.1 * gb, rel=0.01)
-    assert "too little" in found["memory"][1]
     assert "spread it over" in found["memory"][0]
+
+
+@pytest.mark.parametrize(("text", "count"), [("", 8), ("count = 3\n", 3)])
+def test_every_shard_costs_its_price(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, count: int) -> None:
+    free = planned(tmp_path, capsys, {}, {}, more='[shards]\nmerge = "500MB"\n' + text)
+    paid = planned(tmp_path, capsys, {}, {}, more='[shards]\nmerge = "500MB"\nprice_hour = 10.0\n' + text)
+    assert paid["settings"]["shard"]["count"] == count
+    for before, after in zip(free["ways"][:2], paid["ways"][:2], strict=True):
+        assert after["money"] - before["money"] == pytest.approx(10 * count * 24 * after["days"])
+
+
+def test_no_way_works_where_machines_are_gone_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = '[failures]\npreempt_every = "1m"\npreempt_for = "1y"\n'
+    assert planned(tmp_path, capsys, {}, {}, more=gone)["verdict"] == "no way works"

@@ -63,6 +63,8 @@ class Asked:
     """Bytes per second that the disk of a shard's machine writes."""
     companions_every: int | None = None
     """`sync.companions_every` of a run that averages momentum; None: it does not."""
+    merge: float = formulas.BYTES_PER_S
+    """Payload bytes per second that a shard's machine receives, merges and sends."""
 
     @property
     def companions_share(self) -> float:
@@ -178,7 +180,7 @@ def _shards(asked: Asked, encodings: Encodings, every: int, fragments: int) -> t
     needs = {
         f"{units.count(calls)} contributions/s, and a core serves {formulas.CALLS_PER_S:g}": calls
         / formulas.CALLS_PER_S,
-        f"{units.size(moved)}/s, and a core serves {units.size(formulas.BYTES_PER_S)}/s": moved / formulas.BYTES_PER_S,
+        f"{units.size(moved)}/s, and a core serves {units.size(asked.merge)}/s": moved / asked.merge,
     }
     if asked.shard_link is not None:
         busier = asked.learners * formulas.rate(asked.params_moved, max(push, pull), every, asked.step_s)

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from diloco_common import quantities
 from diloco_common.command import new_app
 from diloco_common.errors import ConfigError
-from diloco_common.options import Json, number
+from diloco_common.options import Json, number, refuse_idle
 from diloco_deploy import units
 from diloco_deploy.plan.choice import LINK_SHARE, Asked, Choice, Encodings, Link, bit_rate, choose
 from diloco_deploy.plan.formulas import BITS
@@ -60,13 +60,17 @@ _TOKENS = number(quantities.count, 1, 10**18, "a number of tokens, such as 1T")
 _RATE = number(bits_per_s, 1e3, 1e13, "a rate, such as 100Mbit, 1Gbit/s or 12MB/s")
 _DISK = number(quantities.num_bytes, 1e5, 1e12, "bytes per second, such as 300MB")
 _SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
+_DAYS = number(float, 5e-324, 1e6, "days, above 0")
 _DELAY = number(quantities.seconds, 0.0, 60.0, "a time, such as 80ms")
 Params = Annotated[int | None, Parameter(converter=_PARAMS, metavar="125M", help="parameters of the model")]
 Model = Annotated[
     str | None, Parameter(metavar="PKG:BUILD", help="function that makes the model; it gets no memory")
 ]  # fmt: skip
-Rate = Annotated[
-    float,
+LEARNERS, UP, ROUND_TRIP_S, STEP_S = 8, 1e8, 0.08, 1.0
+CHIPS, TOKENS, TOKENS_PER_STEP = 64, 10**12, 10**6
+"""Where neither a flag nor a file says otherwise."""
+Up = Annotated[
+    float | None,
     Parameter(
         converter=_RATE, metavar="100Mbit", help="of a learner's link, towards the shards", show_default="100Mbit"
     ),
@@ -75,8 +79,8 @@ Down = Annotated[
     float | None,
     Parameter(converter=_RATE, metavar="100Mbit", help="of a learner's link, from the shards", show_default="as --up"),
 ]
-Delay = Annotated[float, Parameter(converter=_DELAY, metavar="80ms", help="there and back", show_default="80ms")]
-Step = Annotated[float, Parameter(converter=_SECONDS, metavar="1s", help="of one inner step", show_default="1s")]
+Delay = Annotated[float | None, Parameter(converter=_DELAY, metavar="80ms", help="there and back", show_default="80ms")]
+Step = Annotated[float | None, Parameter(converter=_SECONDS, metavar="1s", help="of one inner step", show_default="1s")]
 Fragments = Annotated[
     int | None, Parameter(converter=_WHOLE, metavar="P", help="fragments", show_default="chosen")
 ]  # fmt: skip
@@ -97,11 +101,13 @@ def plan(
     *,
     params: Params = None,
     model: Model = None,
-    learners: Annotated[int, Parameter(converter=_WHOLE, metavar="L", help="learners of the run")] = 8,
-    up: Rate = 1e8,
+    learners: Annotated[
+        int | None, Parameter(converter=_WHOLE, metavar="L", help="learners of the run", show_default="8")
+    ] = None,
+    up: Up = None,
     down: Down = None,
-    round_trip: Delay = 0.08,
-    step_time: Step = 1.0,
+    round_trip: Delay = None,
+    step_time: Step = None,
     fragments: Fragments = None,
     shards: Annotated[
         int | None, Parameter(converter=_WHOLE, metavar="S", help="shards", show_default="chosen")
@@ -118,32 +124,59 @@ def plan(
         Path | None,
         Parameter(metavar="FILE.toml", help="machines, failures and prices: weigh ways to train (docs/planner.md)"),
     ] = None,
-    chips: Annotated[int, Parameter(converter=_WHOLE, metavar="N", help="of all learners; with --sites")] = 64,
-    tokens: Annotated[int, Parameter(converter=_TOKENS, metavar="1T", help="to train; with --sites")] = 10**12,
+    chips: Annotated[
+        int | None,
+        Parameter(converter=_WHOLE, metavar="N", help="of all learners; with --sites", show_default="64"),
+    ] = None,
+    tokens: Annotated[
+        int | None, Parameter(converter=_TOKENS, metavar="1T", help="to train; with --sites", show_default="1T")
+    ] = None,
     tokens_per_step: Annotated[
-        int, Parameter(converter=_PARAMS, metavar="1M", help="of one learner; with --sites")
-    ] = 10**6,
-    days: Annotated[float | None, Parameter(metavar="DAYS", help="by when; with --sites")] = None,
+        int | None,
+        Parameter(converter=_PARAMS, metavar="1M", help="of one learner; with --sites", show_default="1M"),
+    ] = None,
+    days: Annotated[float | None, Parameter(converter=_DAYS, metavar="DAYS", help="by when; with --sites")] = None,
     json: Json = False,
 ) -> int:
     """Propose H, encodings, fragments and shards, and say how much memory, disk and bandwidth the run takes: with the
     formulas, and as settings to paste into run.toml. Nothing is measured, and nobody is asked.
     """
-    link = Link(up, up if down is None else down, round_trip)
-    asked = Asked(
-        _params(params, model), learners, link, step_time, fragments, shards, outer, shard_link, disk, companions_every
-    )
-    task = None
-    if sites is not None:
-        from diloco_deploy.plan.weigh import Task, asked_of, weigh
-        from diloco_deploy.plan.weigh import lines_of as ways_of
-        from diloco_planner.chips import Island
+    described = None
+    with_sites = {"--chips": chips, "--tokens": tokens, "--tokens-per-step": tokens_per_step, "--days": days}
+    if sites is None:
+        why = "without --sites FILE.toml no ways to train are weighed; add it, or leave out "
+        refuse_idle(with_sites, {flag: why + flag for flag in with_sites})
+    else:
         from diloco_planner.described import read
-        from diloco_planner.world import LearnerPlan
 
-        template = LearnerPlan("", Island(chips), step_s=step_time, tokens_per_step=tokens_per_step)
         described = read(sites)
-        task = Task(described, tuple(described.learners(template, chips, learners)), asked.params, tokens, days)
+        with_file = {
+            "--learners": learners, "--step-time": step_time, "--up": up, "--down": down, "--round-trip": round_trip,
+            "--shards": shards, "--disk": disk,
+        }  # fmt: skip
+        refuse_idle(with_sites | with_file, described.idle)
+    up = up or UP
+    link = Link(up, down or up, ROUND_TRIP_S if round_trip is None else round_trip)
+    asked = Asked(
+        _params(params, model), learners or LEARNERS, link, step_time or STEP_S, fragments, shards, outer, shard_link,
+        disk, companions_every,
+    )  # fmt: skip
+    task = None
+    if described is not None:
+        from diloco_deploy.plan.ways import HOURS, Task
+        from diloco_deploy.plan.weigh import asked_of, weigh
+        from diloco_deploy.plan.weigh import lines_of as ways_of
+        from diloco_planner import world
+        from diloco_planner.chips import Island
+        from diloco_planner.effort import refuse_restless
+
+        template = world.LearnerPlan(
+            "", Island(1), described.failures(), asked.step_s, link=world.Link(*astuple(link)),
+            tokens_per_step=tokens_per_step or TOKENS_PER_STEP,
+        )  # fmt: skip
+        plans = described.learners(template, chips or CHIPS, asked.learners)
+        refuse_restless(plans, 3600 * HOURS)
+        task = Task(described, tuple(plans), asked.params, tokens or TOKENS, days)
         asked = asked_of(task, asked)
     choice = choose(asked)
     weighed = None if task is None else weigh(task, asked, choice)
@@ -166,7 +199,7 @@ def plan(
     else:
         print("\n".join(["", "figures, at these settings:", *lines_of(rows)]))
         print(f"\nsettings (run.toml):\n\n{toml(settings_of(asked, choice))}", end="")
-    return 0 if choice.fits else 1
+    return 0 if (choice.fits if weighed is None else weighed.works) else 1
 
 
 @app.command(help="what one process of a learner holds, on one GPU or as a rank of an island")

@@ -77,7 +77,7 @@ def auto_every(asked: Asked, choice: Choice) -> int:
         asked.step_s,
         push_s=asked.params_moved * push / link.up,
         pull_s=asked.params_moved * pull / link.down + choice.fragments / choice.shards * link.round_trip_s,
-        shard_s=merged_bytes / formulas.BYTES_PER_S,
+        shard_s=merged_bytes / asked.merge,
         round_s=_fragment_s(asked, choice),
     ))  # fmt: skip
     bounds = SyncSettings()

@@ -1,231 +1,196 @@
-"""Ways to train on the machines of a file (docs/planner.md): goodput, days and money of each, and which one to take.
-
-Settings come from `choice.py`, goodput from the planner's chips. Bytes are those of `formulas.py`, money that of the
-file's prices. Pure, but for what is drawn from a seed.
-"""
+"""Which way to train on the machines of a file (docs/planner.md), and why. Settings come from `choice.py`."""
 
 from __future__ import annotations
 
-import random
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from diloco_deploy import units
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import EVERY, EVERY_MOST, LADDER, Asked, Choice, Encodings, Link, needed_every
-from diloco_deploy.plan.formulas import BITS
-from diloco_planner.chips import island_timeline
-from diloco_planner.described import Described, Site
-from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
+from diloco_deploy.plan.choice import EVERY_MOST, Asked, Choice, Link, bit_rate, needed_every
+from diloco_deploy.plan.ways import (
+    ALIKE,
+    KEPT_BYTES,
+    ROOM,
+    TRAINING_BYTES,
+    Task,
+    Way,
+    alone,
+    decoupled,
+    parallel,
+    second_best,
+)
+from diloco_planner.described import Site
 from diloco_planner.world import LearnerPlan
 
-HOURS = 240.0
-"""That chips are drawn for."""
-ALIKE = 0.02
-"""Of goodput: rarely synchronising costs about as much of the loss (docs/quality.md, H = 24)."""
 SLOWER = 1.1
 """One site is enough if it needs at most so many times the days of all, where no other time is asked for."""
-TRAINING_BYTES = 16
-"""Per parameter: weights, gradients, two moments of AdamW."""
-KEPT_BYTES = 6
-"""Anchor, residual and what is under way, at most (`diloco plan memory` is exact)."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to train, and what it comes to."""
-
-    name: str
-    goodput: float
-    tokens_per_s: float
-    days: float
-    money: float
-    """In all; `egress` is part of it. 0 without prices."""
-    egress: float
-    why: str
+SOME = 0.01
+"""Of goodput: a way that comes to less trains nothing."""
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """All of them, the best first, and what to do."""
+    """All that machines and links allow, and what to do."""
 
     ways: tuple[Way, ...]
     verdict: str
     because: str
+    works: bool
+    """Whether one of them is proposed."""
     memory: tuple[str, ...]
     """What each site's machines can hold."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is to be trained, where, and by when."""
-
-    described: Described
-    learners: tuple[LearnerPlan, ...]
-    params: float
-    tokens: float
-    days: float | None = None
-    """By when; None: as soon as it is worth."""
-
-
 def asked_of(task: Task, base: Asked) -> Asked:
-    """The question to `choice.py`: the thinnest link decides, and the fastest step."""
-    links = [plan.link for plan in task.learners]
+    """The question to `choice.py`: the thinnest link decides, and the fastest step, of all who can hold the model. If
+    nobody can, of all."""
+    learners, shards = task.able or task.learners, task.described.shards
+    links = [plan.link for plan in learners]
     thinnest = Link(min(x.up for x in links), min(x.down for x in links), max(x.round_trip_s for x in links))
-    if thinnest.up == float("inf"):
-        thinnest = replace(base.link, round_trip_s=thinnest.round_trip_s)
-    step_s = min(plan.step_s for plan in task.learners)
-    return replace(base, learners=len(task.learners), link=thinnest, step_s=step_s)
+    return replace(
+        base,
+        learners=len(learners),
+        link=thinnest,
+        step_s=min(plan.step_s for plan in learners),
+        shards=base.shards or shards.count,
+        disk=base.disk or (shards.disk_bytes_s if math.isfinite(shards.disk_bytes_s) else None),
+        merge=shards.merge_bytes_s,
+    )
 
 
 def weigh(task: Task, asked: Asked, choice: Choice) -> Weighed:
-    """`choice`: the settings that were chosen for `asked`."""
-    best = _ours(task, task.learners, choice.encodings, choice.every, "decoupled, as chosen", choice.why_every)
-    others = [
-        _second(task, asked, choice),
-        _together(task, task.learners, "data-parallel, all sites"),
-        *(_alone(task, site) for site in task.described.sites if len(task.described.sites) > 1),
-    ]
-    ways = (best, *others)
-    verdict, why = _verdict(task, ways)
-    return Weighed(ways, verdict, why, tuple(_memory(task)))
+    """`choice`: the settings that were chosen for `asked`. What links or memory do not allow is not among the ways."""
+    memory = tuple(_memory(task))
+    if not task.able:
+        return Weighed((), "no machine here holds it", _what_would(task), False, memory)
+    able = [site for site, plan in _first_of_each(task) if task.holds(plan)]
+    where = "all sites" if len(able) == len(task.described.sites) else " and ".join(site.name for site in able)
+    apart = [alone(task, site, choice) for site in able if len(task.described.sites) > 1]
+    over = None if len(apart) == 1 else parallel(task, task.able, f"data-parallel, {where}")
+    ours = None
+    if over is not None and choice.fits:
+        ours = decoupled(
+            task, task.able, choice, choice.encodings, choice.every, "decoupled, as chosen", choice.why_every
+        )
+    second = None if ours is None else second_best(task, asked, choice)
+    found = _verdict(task, where, ours, over, apart)
+    because = [found.because, *_left_out(task)]
+    if over is not None and not choice.fits:
+        because.append(_thin(task, asked, choice))
+    ways = [way for way in (ours, second, over, *apart) if way is not None]
+    return Weighed(tuple(ways), found.words, "; ".join(because), found.works, memory)
 
 
-def _verdict(task: Task, ways: Sequence[Way]) -> tuple[str, str]:
-    ours = ways[0]
-    together = next(way for way in ways if way.name == "data-parallel, all sites")
-    if together.goodput >= ours.goodput - ALIKE:
-        return "use data-parallel training instead", (
-            f"its goodput is {100 * together.goodput:.1f} %, that of ours {100 * ours.goodput:.1f} %, and it loses "
-            "nothing by synchronising rarely"
-        )
-    most = SLOWER * ours.days if task.days is None else task.days
-    alone = [way for way in ways if way.name.startswith("only ") and way.days <= most]
-    cheapest = min(alone, key=lambda way: (way.money, way.days), default=None)
-    if cheapest is not None and cheapest.money <= ours.money:
-        name = cheapest.name.removeprefix("only ")
-        return f"one site is enough: {name}", (
-            f"it needs {cheapest.days:.1f} days beside {ours.days:.1f}, for {_money(task, cheapest)} beside "
-            f"{_money(task, ours)}"
-        )
-    if task.days is not None and ours.days > task.days:
-        return "no way is fast enough", f"the fastest needs {min(w.days for w in ways):.1f} days of {task.days:g}"
-    return "train decoupled, on all sites", (
-        f"data-parallel training over these links and failures has a goodput of {100 * together.goodput:.1f} %, "
+class _Verdict(NamedTuple):
+    words: str
+    because: str
+    works: bool = True
+
+
+def _verdict(task: Task, where: str, ours: Way | None, over: Way | None, apart: Sequence[Way]) -> _Verdict:
+    """`over`: data-parallel over all links; `apart`: each site alone. None: this way is not possible."""
+    some = [way for way in (ours, over, *apart) if way is not None and way.goodput >= SOME]
+    if not some:
+        why = f"each has a goodput below {100 * SOME:g} %, by its links or its failures"
+        return _Verdict("no way works", why, works=False)
+    quick = [way for way in some if task.days is None or way.days <= task.days]
+    if not quick:
+        why = f"the fastest needs {min(way.days for way in some):.1f} days of {task.days:g}"
+        return _Verdict("no way is fast enough", why, works=False)
+    if ours not in quick:
+        ours = None
+    best = ours or min(quick, key=lambda way: way.days)
+    if over in quick and over is not None and over.goodput >= best.goodput - ALIKE and over.days <= SLOWER * best.days:
+        beside = f", that of ours {100 * ours.goodput:.1f} %" if ours else ""
+        why = f"its goodput is {100 * over.goodput:.1f} %{beside}, and it loses nothing by synchronising rarely"
+        return _Verdict("use data-parallel training instead", why)
+    most = SLOWER * best.days if task.days is None else task.days
+    enough = [way for way in apart if way in quick and way.days <= most]
+    cheapest = min(enough, key=lambda way: (way.money, way.days), default=None)
+    if cheapest is not None and (ours is None or cheapest.money <= ours.money):
+        days, price = (f" beside {ours.days:.1f}", f" beside {_money(task, ours)}") if ours else ("", "")
+        why = f"it needs {cheapest.days:.1f} days{days}, for {_money(task, cheapest)}{price}"
+        return _Verdict(f"one site is enough: {cheapest.name.removeprefix('only ')}", why)
+    assert ours is not None
+    assert over is not None
+    return _Verdict(f"train decoupled, on {where}", (
+        f"data-parallel training over these links and failures has a goodput of {100 * over.goodput:.1f} %, "
         f"ours {100 * ours.goodput:.1f} %"
+    ))  # fmt: skip
+
+
+def _thin(task: Task, asked: Asked, choice: Choice) -> str:
+    """Why nothing is decoupled."""
+
+    def needs(plan: LearnerPlan) -> int:
+        return needed_every(asked.params_moved, choice.encodings, Link(plan.link.up, plan.link.down), asked.step_s)
+
+    worst = max(task.able, key=needs)
+    site = task.site(worst)
+    return (
+        f"not decoupled, as the link of {worst.name if site is None else site.name} ({bit_rate(worst.link.up)} up, "
+        f"{bit_rate(worst.link.down)} down) would ask for H = {needs(worst):,}, and {EVERY_MOST} is the most that we "
+        "propose; find a faster link, or leave that site out"
     )
+
+
+def _left_out(task: Task) -> Iterator[str]:
+    """Sites that cannot hold the model."""
+    for site, plan in _first_of_each(task):
+        if not task.holds(plan):
+            yield f"{site.name} cannot hold it: {_needs(task, site, plan)}"
+
+
+def _what_would(task: Task) -> str:
+    """Hold it, where nobody does: at the site that is nearest to it."""
+    site, plan = min(_first_of_each(task), key=lambda one: task.least_chips(one[1]) / one[1].island.chips)
+    return f"{site.name} is nearest: {_needs(task, site, plan)}"
+
+
+def _needs(task: Task, site: Site, plan: LearnerPlan) -> str:
+    assert site.memory is not None
+    return (
+        f"a learner there has {plan.island.chips:,.0f} chips of {units.size(site.memory)}, and needs "
+        f"{math.ceil(task.least_chips(plan)):,}"
+    )
+
+
+def _first_of_each(task: Task) -> Iterator[tuple[Site, LearnerPlan]]:
+    """Each site with a learner of it: they are alike."""
+    first: dict[str, LearnerPlan] = {}
+    for plan in task.learners:
+        if (site := task.site(plan)) is not None:
+            first.setdefault(site.name, plan)
+    return ((site, first[site.name]) for site in task.described.sites)
 
 
 def _money(task: Task, way: Way) -> str:
     return f"{way.money:,.0f} {task.described.currency}".strip()
 
 
-def _rate(learners: Sequence[LearnerPlan]) -> float:
-    """Tokens per second of chips that never fail."""
-    return sum(plan.tokens_per_step / plan.step_s for plan in learners)
-
-
-def _ours(
-    task: Task, learners: Sequence[LearnerPlan], encodings: Encodings, every: int, name: str, why: str
-) -> Way:  # fmt: skip
-    weights = [plan.tokens_per_step / plan.step_s for plan in learners]
-    lines = [island_timeline(p.island, p.failures, HOURS * 3600, random.Random(p.name)) for p in learners]
-    goodput = sum(w * line.goodput for w, line in zip(weights, lines, strict=True)) / sum(weights)
-    seconds = task.tokens / (_rate(learners) * goodput)
-    home, egress = _home(task), 0.0
-    for plan in learners:
-        site = task.described.site_of(plan.name)
-        if home is None or site is None or site is home:
-            continue
-        up, down = (
-            formulas.rate(task.params, BITS[e], every, plan.step_s) * seconds / 8e9
-            for e in (encodings.push, encodings.pull)
-        )
-        egress += up * (site.price_egress_gb + home.price_ingress_gb)
-        egress += down * (home.price_egress_gb + site.price_ingress_gb)
-    shards = task.described.price_shard_hour * (task.described.shards.count or 1) * seconds / 3600
-    money = _chips(task, learners, seconds) + shards + egress
-    return Way(
-        name, goodput, _rate(learners) * goodput, seconds / 86_400, money, egress,
-        f"push {encodings.push}, pull {encodings.pull}, H = {every}: {why}",
-    )  # fmt: skip
-
-
-def _second(task: Task, asked: Asked, choice: Choice) -> Way:
-    """The other careful encodings with the H that they need; where the last resort was chosen, twice its H."""
-    other = next((rung for rung in LADDER[:2] if rung.push != choice.encodings.push), LADDER[0])
-    every = max(EVERY, needed_every(asked.params_moved, other, asked.link, asked.step_s))
-    why = other.price
-    if every > EVERY_MOST:
-        other, every, why = choice.encodings, 2 * choice.every, "half of the bytes, at the price of a larger H"
-    return _ours(task, task.learners, other, every, "decoupled, second best", why)
-
-
-def _together(task: Task, learners: Sequence[LearnerPlan], name: str) -> Way:
-    """Data-parallel: elastic, as the better one."""
-    goodput = data_parallel(learners, Sent(task.params, 0, 0, 1), HOURS * 3600, 0, elastic=True)
-    seconds = task.tokens / (_rate(learners) * goodput)
-    egress, steps = 0.0, task.tokens / sum(plan.tokens_per_step for plan in learners)
-    sites = {site.name: site for plan in learners if (site := task.described.site_of(plan.name)) is not None}
-    if len(sites) > 1:
-        each = data_parallel_bits(task.params, len(sites)) * steps / 8e9
-        egress = sum(each * site.price_egress_gb for site in sites.values())
-    money = _chips(task, learners, seconds) + egress
-    bits = data_parallel_bits(task.params, max(2, len(sites))) / min(plan.step_s for plan in learners)
-    why = f"its links would have to carry {bits / 1e9:.3g} Gbit/s" if len(sites) > 1 else "no bytes leave it"
-    return Way(name, goodput, _rate(learners) * goodput, seconds / 86_400, money, egress, why)
-
-
-def _alone(task: Task, site: Site) -> Way:
-    """All that one site has, by the better of both ways inside it, where links count for nothing."""
-    learners = [
-        replace(plan, link=type(plan.link)()) for plan in task.learners if task.described.site_of(plan.name) is site
-    ]
-    together = _together(task, learners, f"only {site.name}")
-    if len(learners) == 1:
-        return together
-    rare = _ours(task, learners, LADDER[0], 24, f"only {site.name}", "inside one site")
-    return rare if rare.goodput > together.goodput + ALIKE else together
-
-
-def _home(task: Task) -> Site | None:
-    sites = task.described.sites
-    return next((s for s in sites if s.name == task.described.shards_at), sites[0] if sites else None)
-
-
-def _chips(task: Task, learners: Sequence[LearnerPlan], seconds: float) -> float:
-    total = 0.0
-    for plan in learners:
-        site = task.described.site_of(plan.name)
-        if site is not None:
-            chips = plan.island.chips + plan.island.spares * plan.island.slice_chips
-            total += chips * site.price_chip_hour * seconds / 3600
-    return total
-
-
 def _memory(task: Task) -> Iterator[str]:
     """Which machines can hold what."""
-    need = (TRAINING_BYTES + KEPT_BYTES) * task.params
-    for site in task.described.sites:
-        plan = next(p for p in task.learners if task.described.site_of(p.name) is site)
+    for site, plan in _first_of_each(task):
         if site.memory is None:
             continue
-        have, least = plan.island.chips * site.memory, need / (0.7 * site.memory)
-        words = f"{site.name}: a learner has {units.size(have)}, the model takes {units.size(need)}"
+        have, least = plan.island.chips * site.memory, task.least_chips(plan)
+        words = f"{site.name}: a learner has {units.size(have)}, the model takes {units.size(task.num_bytes)}"
         if least <= 1:
             yield f"{words}: one chip holds it, beside activations"
         elif least <= plan.island.chips:
-            yield f"{words}: spread it over at least {least:,.0f} chips (FSDP2, docs/islands.md)"
+            yield f"{words}: spread it over at least {math.ceil(least):,} chips (FSDP2, docs/islands.md)"
         else:
-            most = 0.7 * have / (TRAINING_BYTES + KEPT_BYTES)
-            yield f"{words}: too little; it holds {units.count(most)} parameters, or needs {least:,.0f} chips"
+            most = ROOM * have / (TRAINING_BYTES + KEPT_BYTES)
+            yield f"{words}: too little; it holds {units.count(most)} parameters, or needs {math.ceil(least):,} chips"
 
 
 def lines_of(task: Task, found: Weighed) -> Iterator[str]:
     """For the screen."""
     yield f"{found.verdict}: {found.because}"
     yield ""
-    width = max(len(way.name) for way in found.ways)
+    width = max((len(way.name) for way in found.ways), default=0)
     for way in found.ways:
         price = f", {_money(task, way)}" if task.described.date else ""
         egress = f" ({way.egress:,.0f} of it egress)" if way.egress >= 1 else ""
