@@ -49,6 +49,9 @@ def planned(
         ([{"learners": 8, "up": "10kbit"}], "", "no way works"),
         ([{"up": "10kbit"}], "", "use data-parallel training instead"),
         ([{}, {"up": "10kbit"}], "--days 1", "no way is fast enough"),
+        ([{}, {}], "--budget 100", "no way is within the budget"),
+        ([{}, {"price": 40.0}], "", "train decoupled, on all sites"),
+        ([{}, {"price": 40.0}], "--budget 50k", "one site is enough: s0"),
     ],
 )  # fmt: skip
 def test_the_verdict_follows_links_prices_and_time(

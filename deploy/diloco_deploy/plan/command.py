@@ -61,6 +61,7 @@ _RATE = number(bits_per_s, 1e3, 1e13, "a rate, such as 100Mbit, 1Gbit/s or 12MB/
 _DISK = number(quantities.num_bytes, 1e5, 1e12, "bytes per second, such as 300MB")
 _SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
 _DAYS = number(float, 5e-324, 1e6, "days, above 0")
+_BUDGET = number(quantities.count, 0, 1e15, "money, such as 200k, in the currency of the file")
 _DELAY = number(quantities.seconds, 0.0, 60.0, "a time, such as 80ms")
 Params = Annotated[int | None, Parameter(converter=_PARAMS, metavar="125M", help="parameters of the model")]
 Model = Annotated[
@@ -136,13 +137,23 @@ def plan(
         Parameter(converter=_PARAMS, metavar="1M", help="of one learner; with --sites", show_default="1M"),
     ] = None,
     days: Annotated[float | None, Parameter(converter=_DAYS, metavar="DAYS", help="by when; with --sites")] = None,
+    budget: Annotated[
+        float | None,
+        Parameter(converter=_BUDGET, metavar="200k", help="to spend at most; with --sites that has prices"),
+    ] = None,
     json: Json = False,
 ) -> int:
     """Propose H, encodings, fragments and shards, and say how much memory, disk and bandwidth the run takes: with the
     formulas, and as settings to paste into run.toml. Nothing is measured, and nobody is asked.
     """
     described = None
-    with_sites = {"--chips": chips, "--tokens": tokens, "--tokens-per-step": tokens_per_step, "--days": days}
+    with_sites = {
+        "--chips": chips,
+        "--tokens": tokens,
+        "--tokens-per-step": tokens_per_step,
+        "--days": days,
+        "--budget": budget,
+    }
     if sites is None:
         why = "without --sites FILE.toml no ways to train are weighed; add it, or leave out "
         refuse_idle(with_sites, {flag: why + flag for flag in with_sites})
@@ -154,7 +165,8 @@ def plan(
             "--learners": learners, "--step-time": step_time, "--up": up, "--down": down, "--round-trip": round_trip,
             "--shards": shards, "--disk": disk,
         }  # fmt: skip
-        refuse_idle(with_sites | with_file, described.idle)
+        unpriced = f"{sites} has no prices; write them with their date (docs/planner.md), or leave out --budget"
+        refuse_idle(with_sites | with_file, described.idle | ({} if described.date else {"--budget": unpriced}))
     up = up or UP
     link = Link(up, down or up, ROUND_TRIP_S if round_trip is None else round_trip)
     asked = Asked(
@@ -176,7 +188,7 @@ def plan(
         )  # fmt: skip
         plans = described.learners(template, chips or CHIPS, asked.learners)
         refuse_restless(plans, 3600 * HOURS)
-        task = Task(described, tuple(plans), asked.params, tokens or TOKENS, days)
+        task = Task(described, tuple(plans), asked.params, tokens or TOKENS, days, budget)
         asked = asked_of(task, asked)
     choice = choose(asked)
     weighed = None if task is None else weigh(task, asked, choice)

@@ -34,7 +34,7 @@ ROOM = 0.7
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be trained, where, and by when."""
+    """What is to be trained, where, by when and for how much."""
 
     described: Described
     learners: tuple[LearnerPlan, ...]
@@ -42,6 +42,8 @@ class Task:
     tokens: float
     days: float | None = None
     """By when; None: as soon as it is worth."""
+    budget: float | None = None
+    """In the file's currency, at most."""
 
     @cached_property
     def able(self) -> tuple[LearnerPlan, ...]:

@@ -99,15 +99,21 @@ def _verdict(task: Task, where: str, ours: Way | None, over: Way | None, apart: 
     if not quick:
         why = f"the fastest needs {min(way.days for way in some):.1f} days of {task.days:g}"
         return _Verdict("no way is fast enough", why, works=False)
-    if ours not in quick:
+    cheap = [way for way in quick if task.budget is None or way.money <= task.budget]
+    if not cheap:
+        assert task.budget is not None
+        least = _money(task, min(quick, key=lambda way: way.money))
+        why = f"the cheapest{' that is in time' if task.days else ''} takes {least}, {task.budget:,.0f} are there"
+        return _Verdict("no way is within the budget", why, works=False)
+    if ours not in cheap:
         ours = None
-    best = ours or min(quick, key=lambda way: way.days)
-    if over in quick and over is not None and over.goodput >= best.goodput - ALIKE and over.days <= SLOWER * best.days:
+    best = ours or min(cheap, key=lambda way: way.days)
+    if over in cheap and over is not None and over.goodput >= best.goodput - ALIKE and over.days <= SLOWER * best.days:
         beside = f", that of ours {100 * ours.goodput:.1f} %" if ours else ""
         why = f"its goodput is {100 * over.goodput:.1f} %{beside}, and it loses nothing by synchronising rarely"
         return _Verdict("use data-parallel training instead", why)
     most = SLOWER * best.days if task.days is None else task.days
-    enough = [way for way in apart if way in quick and way.days <= most]
+    enough = [way for way in apart if way in cheap and way.days <= most]
     cheapest = min(enough, key=lambda way: (way.money, way.days), default=None)
     if cheapest is not None and (ours is None or cheapest.money <= ours.money):
         days, price = (f" beside {ours.days:.1f}", f" beside {_money(task, ours)}") if ours else ("", "")
