@@ -95,7 +95,7 @@ def test_the_command_prints_what_it_promises(capsys: pytest.CaptureFixture[str])
 
 def test_a_learner_without_a_chip_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--chips", "3", "--learners", "8"]) == 2
-    assert "ask for at most 3 learners [BAD_CONFIG]" in capsys.readouterr().err
+    assert "3 are left for 8 learners, and each needs one; ask for more chips" in capsys.readouterr().err
 
 
 def test_a_machine_of_a_shard_merges_one_version_after_the_other() -> None:

@@ -166,7 +166,7 @@ def plan(
             "--shards": shards, "--disk": disk,
         }  # fmt: skip
         unpriced = f"{sites} has no prices; write them with their date (docs/planner.md), or leave out --budget"
-        refuse_idle(with_sites | with_file, described.idle | ({} if described.date else {"--budget": unpriced}))
+        refuse_idle(with_sites | with_file, {**described.idle, **({} if described.date else {"--budget": unpriced})})
     up = up or UP
     link = Link(up, down or up, ROUND_TRIP_S if round_trip is None else round_trip)
     asked = Asked(
