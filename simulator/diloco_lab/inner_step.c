@@ -84,11 +84,18 @@ static void multiply(
     }
 }
 
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else /* GCC has that from 12 on */
+typedef int32_t lanes __attribute__((vector_size(4 * NARROW)));
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (lanes){__VA_ARGS__})
+#endif
+
 /* One turn of the bits of row and column, of three that transpose 8 x 8. */
 static inline void interleave(const narrow *from, narrow *to) {
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
-        to[2 * i] = __builtin_shufflevector(from[i], from[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
-        to[2 * i + 1] = __builtin_shufflevector(from[i], from[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+        to[2 * i] = PICK(from[i], from[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+        to[2 * i + 1] = PICK(from[i], from[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
     }
 }
 
