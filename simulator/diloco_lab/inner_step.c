@@ -220,15 +220,15 @@ static float *take(struct store *store, int64_t n) {
     return taken;
 }
 
-/* What CHUNK sequences need. */
-static void lay_out(const struct model *of, struct scratch *s, struct store *store) {
-    int64_t n = CHUNK * of->context, w = of->width, h = of->hidden, t = of->context, matrix = w * h;
+/* What so many sequences at once need. */
+static void lay_out(const struct model *of, int64_t sequences, struct scratch *s, struct store *store) {
+    int64_t n = sequences * of->context, w = of->width, h = of->hidden, t = of->context, matrix = w * h;
     for (int i = 0; i < of->layers; i++) {
         struct layer *l = &s->layers[i];
         l->normed = take(store, n * w), l->normed2 = take(store, n * w), l->mixed = take(store, n * w);
         l->q_k_v = take(store, n * 3 * w), l->gates = take(store, n * 2 * h), l->active = take(store, n * h);
         l->inverse = take(store, n), l->inverse2 = take(store, n);
-        l->weights = take(store, CHUNK * of->heads * t * t);
+        l->weights = take(store, sequences * of->heads * t * t);
     }
     s->x = take(store, n * w), s->normed = take(store, n * w), s->inverse = take(store, n);
     s->logits = take(store, n * V), s->dx = take(store, n * w), s->dactive = take(store, n * h);
@@ -240,14 +240,14 @@ static void lay_out(const struct model *of, struct scratch *s, struct store *sto
 }
 
 /* Null memory or layers if there is no room. */
-static struct scratch scratch_of(const struct model *of) {
+static struct scratch scratch_of(const struct model *of, int64_t sequences) {
     struct scratch s = {.layers = malloc(sizeof(struct layer) * (size_t)of->layers)};
     struct store store = {0};
     if (!s.layers) return s;
-    lay_out(of, &s, &store);
+    lay_out(of, sequences, &s, &store);
     s.memory = aligned_alloc(64, sizeof(float) * (size_t)store.used);
     store = (struct store){s.memory, 0};
-    if (s.memory) lay_out(of, &s, &store);
+    if (s.memory) lay_out(of, sequences, &s, &store);
     return s;
 }
 
@@ -268,8 +268,8 @@ static void linear_back(
 static void attend(const struct model *of, int sequences, struct layer *l, float *turned) {
     int t = of->context, w = of->width, d = w / of->heads;
     float scale = 1 / sqrtf((float)d);
-    for (int block = 0; block < sequences * of->heads; block++) {
-        int sequence = block / of->heads, head = block % of->heads;
+    for (int64_t block = 0; block < sequences * of->heads; block++) {
+        int64_t sequence = block / of->heads, head = block % of->heads;
         const float *q = l->q_k_v + sequence * t * 3 * w + head * d, *k = q + w, *v = q + 2 * w;
         float *weights = l->weights + block * t * t;
         transpose(t, d, k, 3 * w, turned);
@@ -286,8 +286,8 @@ static void attend(const struct model *of, int sequences, struct layer *l, float
 static void attend_back(const struct model *of, int sequences, struct layer *l, struct scratch *s) {
     int t = of->context, w = of->width, d = w / of->heads;
     float scale = 1 / sqrtf((float)d), *dweights = s->square;
-    for (int block = 0; block < sequences * of->heads; block++) {
-        int sequence = block / of->heads, head = block % of->heads, at = sequence * t * 3 * w + head * d;
+    for (int64_t block = 0; block < sequences * of->heads; block++) {
+        int64_t sequence = block / of->heads, head = block % of->heads, at = sequence * t * 3 * w + head * d;
         const float *q = l->q_k_v + at, *k = q + w, *v = q + 2 * w, *weights = l->weights + block * t * t;
         const float *dmixed = s->dmixed + sequence * t * w + head * d;
         float *dq = s->dqkv + at, *dk = dq + w, *dv = dq + 2 * w;
@@ -461,7 +461,7 @@ int lab_inner_steps(
     const struct model *of, int64_t count, const int64_t *rows, int64_t batch, const int64_t *inputs,
     const int64_t *targets, float *theta, float *momentum, float *second, const struct rates *rates, float *losses) {
     struct places at = places_of(of);
-    struct scratch s = scratch_of(of);
+    struct scratch s = scratch_of(of, batch < CHUNK ? batch : CHUNK);
     int64_t tokens = batch * of->context;
     for (int64_t i = 0; s.memory && s.layers && i < count; i++, inputs += tokens, targets += tokens) {
         float *values = theta + rows[i] * at.all;
