@@ -455,6 +455,9 @@ static void update(const struct model *of, float *theta, float *m, float *v, con
 
 /* ------------------------------------------------------------ what Python calls */
 
+/* P: the length of a row. */
+int64_t lab_parameters(const struct model *of) { return places_of(of).all; }
+
 /* Of each of `count` rows: its loss on [batch, T] tokens, and, where there are rates, a step in place. `rows` are
    indices into theta, momentum and second [., P]. Returns 0, or 1 if there was no memory. */
 int lab_inner_steps(

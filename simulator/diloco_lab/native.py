@@ -1,7 +1,8 @@
 """Inner steps of the built-in model in C (inner_step.c): several times as fast as torch where models are small.
 
 `python -m diloco_lab.native` compiles it beside its source (`diloco_common.codec.library`); `make install` does so.
-Without it, or with DILOCO_NATIVE=0, torch does the work: the same, but sums are rounded in another order.
+Without it, with DILOCO_NATIVE=0, and where models are large, torch does the work: the same, but sums are rounded in
+another order.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ LIBRARY = Library(
      "-shared", "-fPIC"),
     "python -m diloco_lab.native",
 )  # fmt: skip
+CONTEXT_MAX, WIDTH_MAX = 512, 256
+"""Beyond them torch is faster: it multiplies in pieces that fit into the caches."""
 RATES = ("lr", "muon_lr", "muon_momentum", "beta1", "beta2", "weight_decay", "clip")
 """Of a row; its share of them and its count of steps follow."""
 
@@ -50,6 +53,8 @@ class Kernel:
             len(layers), shape.embedding.embedding_dim, layers[0].down.in_features, layers[0].heads, shape.context,
             is_muon, *(angle.data_ptr() for angle in self._angles),
         )  # fmt: skip
+        self._parameters = sum(parameter.numel() for parameter in shape.parameters())
+        assert loaded.lab_parameters(ctypes.byref(self._model)) == self._parameters, "inner_step.c has another model"
 
     def fits(self, inputs: Tensor) -> bool:
         """Whether windows [R, B, T] are as long as the model's context."""
@@ -60,7 +65,6 @@ class Kernel:
     ) -> Tensor:  # fmt: skip
         """A step in place of these rows, int64 [R], of theta, momentum and second moments, float32 [all, P]; rates
         float32 [R, 9], see RATES. Inputs and targets are int64 [R, B, T]. Returns their losses, float32 [R]."""
-        assert rates.shape == (len(rows), len(RATES) + 2)
         return self._call(rows, inputs, targets, state, rates)
 
     def losses(self, theta: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -70,17 +74,25 @@ class Kernel:
     def _call(
         self, rows: Tensor, inputs: Tensor, targets: Tensor, state: tuple[Tensor, ...], rates: Tensor | None
     ) -> Tensor:  # fmt: skip
-        inputs, targets, losses = inputs.contiguous(), targets.contiguous(), torch.empty(len(rows))
-        floats = state if rates is None else (*state, rates)
-        assert all(values.is_contiguous() and values.dtype == torch.float32 for values in floats)
-        theta, momentum, second = (*(values.data_ptr() for values in state), None, None)[:3]
+        count, batch, losses = len(rows), inputs.shape[1], torch.empty(len(rows))
+        inputs, targets = inputs.contiguous(), targets.contiguous()  # kept here until C has read them
+        windows = [_address(of, torch.int64, count, batch, self._context) for of in (inputs, targets)]
+        values = [_address(of, torch.float32, len(state[0]), self._parameters) for of in state]
         failed = self._library.lab_inner_steps(
-            ctypes.byref(self._model), len(rows), rows.data_ptr(), inputs.shape[1], inputs.data_ptr(),
-            targets.data_ptr(), theta, momentum, second, None if rates is None else rates.data_ptr(), losses.data_ptr(),
+            ctypes.byref(self._model), count, _address(rows, torch.int64, count), batch, *windows,
+            *(*values, None, None)[:3],
+            None if rates is None else _address(rates, torch.float32, count, len(RATES) + 2), losses.data_ptr(),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for an inner step: run fewer jobs at once")
         return losses
+
+
+def find_for(context: int, width: int) -> ctypes.CDLL | str:
+    """The library for models of this size, or why torch does the work."""
+    if context > CONTEXT_MAX or width > WIDTH_MAX:
+        return f"torch is the faster one at contexts above {CONTEXT_MAX} and at widths above {WIDTH_MAX}"
+    return find()
 
 
 @cache
@@ -91,8 +103,17 @@ def find() -> ctypes.CDLL | str:
         return found
     _, loaded = found
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
+    loaded.lab_parameters.restype, loaded.lab_parameters.argtypes = int64, (pointer,)
     loaded.lab_inner_steps.argtypes = (pointer, int64, pointer, int64, *[pointer] * 7)
     return loaded
+
+
+def _address(values: Tensor, dtype: torch.dtype, *shape: int) -> int:
+    """For C, which believes what it is told."""
+    assert values.is_cpu
+    assert values.is_contiguous()
+    assert (values.dtype, values.shape) == (dtype, shape)
+    return values.data_ptr()
 
 
 if __name__ == "__main__":

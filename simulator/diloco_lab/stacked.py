@@ -59,7 +59,8 @@ class Stack:
             field: torch.tensor([float(getattr(train, field)) for train in trains], device=theta.device)
             for field in native.RATES
         }
-        found = native.find() if theta.is_cpu else f"torch has the models on {theta.device}"
+        width, device = shape.embedding.embedding_dim, theta.device
+        found = native.find_for(shape.context, width) if theta.is_cpu else f"torch has the models on {device}"
         self._kernel = None if isinstance(found, str) else native.Kernel(found, shape, trains[0].optimizer == "muon")
 
     @classmethod

@@ -12,10 +12,11 @@ import torch
 from diloco_common.codec import library
 from diloco_common.settings import ModelSettings, RunSettings, Settings, TrainSettings
 from diloco_demo.data import Corpus
-from diloco_demo.gpt import GPT
+from diloco_demo.gpt import GPT, build_gpt
 from diloco_lab import native
 from diloco_lab.arms import Conditions
 from diloco_lab.lockstep import LockstepRun
+from diloco_lab.stacked import Stack
 from diloco_lab.tasks import BuiltIn, inner_step
 
 TEXT = (torch.arange(4096) ** 2 % 251).to(torch.uint8)
@@ -73,6 +74,47 @@ def test_a_stack_steps_as_each_learner_alone_whoever_steps(
         assert isinstance(one, GPT)
         for name, p in one.named_parameters():
             torch.testing.assert_close(p, other.get_parameter(name), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(("context", "width"), [(native.CONTEXT_MAX + 1, 16), (8, native.WIDTH_MAX + 2)])
+def test_large_models_are_stepped_by_torch(context: int, width: int) -> None:
+    models = [build_gpt(ModelSettings(layers=1, heads=1, width=width, context=context), 0) for _ in range(2)]
+    assert Stack.of(models, TrainSettings()).stepped_by == "torch"
+    assert "torch is the faster one" in str(native.find_for(context, width))
+
+
+FLOATS, WHOLE = torch.zeros(2, 1, 8), torch.zeros(2, 1, 8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "value"),
+    [
+        ("inputs", FLOATS),
+        ("inputs", WHOLE.int()),
+        ("targets", WHOLE[:1]),
+        ("targets", WHOLE[..., 1:]),
+        ("rows", torch.arange(2).int()),
+        ("rows", torch.arange(4)[::2]),
+        ("rows", torch.arange(3)),
+        ("theta", torch.zeros(2, 7)),
+        ("momentum", torch.zeros(1, 1)),
+        ("rates", torch.zeros(2, 8)),
+    ],
+)
+def test_c_is_given_nothing_that_it_would_read_beyond(wrong: str, value: torch.Tensor) -> None:
+    shape = task(BuiltIn, "muon").model()
+    if isinstance(found := native.find(), str):
+        pytest.skip(found)
+    kernel, flat = native.Kernel(found, shape, True), torch.cat([p.detach().flatten() for p in shape.parameters()])
+    given = {name: flat.repeat(2, 1) for name in ("theta", "momentum", "second")}
+    given |= {"rows": torch.arange(2), "inputs": WHOLE, "targets": WHOLE, "rates": torch.zeros(2, 9)}
+
+    def step(rows, inputs, targets, theta, momentum, second, rates):
+        return kernel.step(rows, inputs, targets, (theta, momentum, second), rates)
+
+    assert step(**given).isfinite().all()
+    with pytest.raises(AssertionError):
+        step(**given | {wrong: value})
 
 
 @pytest.mark.parametrize(
