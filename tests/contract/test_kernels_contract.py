@@ -148,6 +148,10 @@ def test_a_compiler_that_does_not_know_avx512_builds_the_library_for_avx2(
     assert isinstance(built, Path), built
     assert here.names() == {built.name} == {here.of.built_name(library.PORTABLE["x86_64"][1])}
     assert not here.torch_does_it()
+    best = here.of.folder / here.of.built_name(library.PORTABLE["x86_64"][0])
+    best.touch()
+    here.of.build()
+    assert here.names() == {built.name, best.name}, "what a better compiler made of the same sources stays"
 
 
 def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(here: Installation) -> None:

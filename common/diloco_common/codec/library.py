@@ -81,23 +81,24 @@ class Library:
             return f"there are no kernels for this CPU ({platform.machine()})"
         if not self.sources():
             return f"there is no C in {self.folder}"
-        compiler, made, failed = shlex.split(os.environ.get("CC", "cc")), set[Path](), ""
+        compiler, failed = shlex.split(os.environ.get("CC", "cc")), ""
+        paths = {self.folder / self.built_name(one): one for one in PORTABLE[platform.machine()]}
+        made = 0
         try:
-            for one in PORTABLE[platform.machine()]:
-                path = self.folder / self.built_name(one)
+            for path, one in paths.items():
                 try:
                     self.compile_here(compiler, one, path)
                 except subprocess.SubprocessError as error:  # it is too old for this instruction set
                     failed = f"the C compiler failed: {_words_of(error)}"
                     continue
-                made.add(path)
+                made += 1
         except FileNotFoundError:
             return f"there is no C compiler ({shlex.join(compiler)})"
         except OSError as error:
             return f"{self.folder} cannot be written to: {error}"
         if not made:
             return failed
-        for stale in set(self.folder.glob(f"{self.prefix}-*.so")) - made:
+        for stale in set(self.folder.glob(f"{self.prefix}-*.so")) - paths.keys():
             stale.unlink(missing_ok=True)
         return self.find()
 
