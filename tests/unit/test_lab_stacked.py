@@ -80,7 +80,7 @@ def test_a_stack_steps_as_each_learner_alone_whoever_steps(
 def test_large_models_are_stepped_by_torch(context: int, width: int) -> None:
     models = [build_gpt(ModelSettings(layers=1, heads=1, width=width, context=context), 0) for _ in range(2)]
     assert Stack.of(models, TrainSettings()).stepped_by == "torch"
-    assert "torch is the faster one" in str(native.find_for(context, width))
+    assert "as fast or faster" in str(native.find_for(context, width))
 
 
 FLOATS, WHOLE = torch.zeros(2, 1, 8), torch.zeros(2, 1, 8, dtype=torch.int64)
