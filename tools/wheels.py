@@ -30,8 +30,8 @@ def compile_library(zig: Path, machine: str, instructions: library.InstructionSe
     target = f"{machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
     # zig knows machines by the names of their features; the oldest ARM machine is its default.
     cpu = [flag.replace("x86-64-", "x86_64_") for flag in instructions.flags] if machine == "x86_64" else []
-    command = [zig, "-m", "ziglang", "cc", "-target", target, *cpu, *library.FLAGS, "-s"]
-    subprocess.run([*map(str, command), "-o", str(path), *map(str, library.sources()), "-lm"], check=True)
+    command = [zig, "-m", "ziglang", "cc", "-target", target, *cpu, *library.KERNELS.flags, "-s"]
+    subprocess.run([*map(str, command), "-o", str(path), *map(str, library.KERNELS.sources()), "-lm"], check=True)
 
 
 def platform_wheel(pure: Path, machine: str, compiled: Mapping[str, bytes], folder: Path) -> Path:
@@ -77,7 +77,7 @@ def main() -> None:
         for machine, sets in library.PORTABLE.items():
             compiled = {}
             for one in sets:
-                path = Path(folder, library.built_name(one))
+                path = Path(folder, library.KERNELS.built_name(one))
                 compile_library(args.zig, machine, one, path)
                 compiled[path.name] = path.read_bytes()
             platform_wheel(pure, machine, compiled, Path(folder))

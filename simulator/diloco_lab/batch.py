@@ -108,9 +108,9 @@ def run_batch(pairs: Sequence[Pair], device: torch.device, points: int) -> Itera
     theta = run(watch)
     select, report = (score(theta, half, EVALUATION_TOKENS) for half in (0, 1))
     wall_s = round((time.perf_counter() - began) / len(pairs), 1)
+    told = {"wall_s": wall_s, "stepped_by": stack.stepped_by, **outcome}
     return iter(
-        {"loss_first": round(f, 5), "loss_select": round(s, 5), "loss": round(r, 5), "curve": curve, "wall_s": wall_s}
-        | dict(outcome)
+        {"loss_first": round(f, 5), "loss_select": round(s, 5), "loss": round(r, 5), "curve": curve} | told
         for f, s, r, curve in zip(first, select, report, curves, strict=True)
     )
 

@@ -1,8 +1,8 @@
 /* An inner step of the built-in GPT (diloco_demo.gpt): forward, backward, clip, then Muon or AdamW, in float32.
 
    For models so small that calling torch costs more than the arithmetic. A row is one model with the state of its
-   optimizer, as in stacked.py, which has the same mathematics in torch; a test holds both to 1e-5. Sums are rounded in
-   another order. All matrices are row-major.
+   optimizer, as in stacked.py, which has the same mathematics in torch. Sums are rounded in another order: a test holds
+   the losses of both to 1e-5, and parameters to 1e-3 and 2e-5. All matrices are row-major.
 
    Shapes: N tokens (of at most CHUNK sequences of T), W width, H hidden width, D = W / heads, V = 256. */
 
@@ -10,6 +10,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "products.h"
 
 enum { V = 256, CHUNK = 4, NEWTON_SCHULZ_STEPS = 5 };
 #define NORM_EPS 1.1920929e-7f
@@ -22,100 +24,15 @@ struct model {
 };
 
 struct rates { /* as RATES of native.py */
-    float lr, muon_lr, mu, beta1, beta2, decay, clip, share, steps;
+    float lr, muon_lr, muon_momentum, beta1, beta2, decay, clip, share, steps;
 };
-
-/* ------------------------------------------------------------ products */
-
-#ifdef __AVX512F__
-enum { WIDE = 16 };
-#else
-enum { WIDE = 8 };
-#endif
-enum { NARROW = 8 };
-typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
-typedef float narrow __attribute__((vector_size(4 * NARROW), aligned(4), may_alias));
-
-/* c [ROWS, VECS vectors] (+)= a b; see multiply. */
-#define TILE(name, vec, LANES, ROWS, VECS)                                                                             \
-    static inline __attribute__((always_inline)) void name(                                                            \
-        int p, const float *a, int ai, int ak, const float *b, int bs, float *c, int cs, int add) {                    \
-        vec sum[ROWS][VECS];                                                                                           \
-        _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++)                                                         \
-            _Pragma("GCC unroll 8") for (int v = 0; v < VECS; v++)                                                     \
-                sum[r][v] = add ? *(const vec *)(c + r * cs + v * LANES) : (vec){0};                                   \
-        for (int k = 0; k < p; k++)                                                                                    \
-            _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++)                                                     \
-                _Pragma("GCC unroll 8") for (int v = 0; v < VECS; v++)                                                 \
-                    sum[r][v] += a[r * ai + k * ak] * *(const vec *)(b + k * bs + v * LANES);                          \
-        _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++)                                                         \
-            _Pragma("GCC unroll 8") for (int v = 0; v < VECS; v++)                                                     \
-                *(vec *)(c + r * cs + v * LANES) = sum[r][v];                                                          \
-    }
-
-TILE(tile_wide_4x2, wide, WIDE, 4, 2)
-TILE(tile_wide_4, wide, WIDE, 4, 1)
-TILE(tile_wide_1, wide, WIDE, 1, 1)
-TILE(tile_narrow_4, narrow, NARROW, 4, 1)
-TILE(tile_narrow_1, narrow, NARROW, 1, 1)
-
-/* c [m, n] (+)= a b. a [i, k] is at a + i ai + k ak; rows of b [p, n] and of c are bs and cs apart. */
-static void multiply(
-    int m, int n, int p, const float *a, int ai, int ak, const float *b, int bs, float *c, int cs, int add) {
-    for (int i = 0; i < m;) {
-        int rows = m - i >= 4 ? 4 : 1, j = 0;
-        const float *from = a + i * ai;
-        float *to = c + i * cs;
-        if (rows == 4) {
-            for (; j + 2 * WIDE <= n; j += 2 * WIDE) tile_wide_4x2(p, from, ai, ak, b + j, bs, to + j, cs, add);
-            for (; j + WIDE <= n; j += WIDE) tile_wide_4(p, from, ai, ak, b + j, bs, to + j, cs, add);
-            for (; j + NARROW <= n; j += NARROW) tile_narrow_4(p, from, ai, ak, b + j, bs, to + j, cs, add);
-        } else {
-            for (; j + WIDE <= n; j += WIDE) tile_wide_1(p, from, ai, ak, b + j, bs, to + j, cs, add);
-            for (; j + NARROW <= n; j += NARROW) tile_narrow_1(p, from, ai, ak, b + j, bs, to + j, cs, add);
-        }
-        for (; j < n; j++)
-            for (int r = 0; r < rows; r++) {
-                float sum = add ? to[r * cs + j] : 0;
-                for (int k = 0; k < p; k++) sum += from[r * ai + k * ak] * b[k * bs + j];
-                to[r * cs + j] = sum;
-            }
-        i += rows;
-    }
-}
-
-/* One turn of the bits of row and column, of three that transpose 8 x 8. */
-static inline void interleave(const narrow *from, narrow *to) {
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
-        to[2 * i] = __builtin_shufflevector(from[i], from[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
-        to[2 * i + 1] = __builtin_shufflevector(from[i], from[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
-    }
-}
-
-/* out [n, m] <- a [m, n], whose rows are `stride` apart. */
-static void transpose(int m, int n, const float *a, int stride, float *out) {
-    int i = 0;
-    for (; i + NARROW <= m; i += NARROW) {
-        int j = 0;
-        for (; j + NARROW <= n; j += NARROW) {
-            narrow x[NARROW], y[NARROW];
-            for (int k = 0; k < NARROW; k++) x[k] = *(const narrow *)(a + (i + k) * stride + j);
-            interleave(x, y), interleave(y, x), interleave(x, y);
-            for (int k = 0; k < NARROW; k++) *(narrow *)(out + (j + k) * m + i) = y[k];
-        }
-        for (; j < n; j++)
-            for (int k = i; k < i + NARROW; k++) out[j * m + k] = a[k * stride + j];
-    }
-    for (; i < m; i++)
-        for (int j = 0; j < n; j++) out[j * m + i] = a[i * stride + j];
-}
 
 /* ------------------------------------------------------------ elements */
 
-/* To about 1e-7 of the value (Cephes), and so that a compiler can vectorise it. */
+/* To 3e-7 of the value (polynomial of Cephes), and so that a compiler can vectorise it. */
 static inline float exp_of(float x) {
     x = x > 88 ? 88 : x < -87 ? -87 : x;
-    float whole = __builtin_rintf(x * 1.44269504f), part = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float whole = __builtin_rintf(x * 1.44269504f), part = x - whole * 0.693147181f;
     float sum = 1.9875691500e-4f;
     sum = sum * part + 1.3981999507e-3f;
     sum = sum * part + 8.3334519073e-3f;
@@ -178,7 +95,7 @@ static void rotate(const struct model *of, int n, float *qkv, float way) {
 
 struct layer {
     const float *qkv, *out, *gate_up, *down; /* [3 W, W], [W, W], [2 H, W], [W, H] */
-    float *normed, *inverse, *q_k_v, *shares, *mixed, *normed2, *inverse2, *gates, *active; /* of the way there */
+    float *normed, *inverse, *q_k_v, *weights, *mixed, *normed2, *inverse2, *gates, *active; /* of the way there */
 };
 
 /* Values that lie behind each other, and where they are in theta or in its gradient. */
@@ -213,15 +130,15 @@ static float *take(struct store *store, int64_t n) {
     return taken;
 }
 
-/* What CHUNK sequences need. */
-static void lay_out(const struct model *of, struct scratch *s, struct store *store) {
-    int64_t n = CHUNK * of->context, w = of->width, h = of->hidden, t = of->context, matrix = w * h;
+/* What so many sequences at once need. */
+static void lay_out(const struct model *of, int64_t sequences, struct scratch *s, struct store *store) {
+    int64_t n = sequences * of->context, w = of->width, h = of->hidden, t = of->context, matrix = w * h;
     for (int i = 0; i < of->layers; i++) {
         struct layer *l = &s->layers[i];
         l->normed = take(store, n * w), l->normed2 = take(store, n * w), l->mixed = take(store, n * w);
         l->q_k_v = take(store, n * 3 * w), l->gates = take(store, n * 2 * h), l->active = take(store, n * h);
         l->inverse = take(store, n), l->inverse2 = take(store, n);
-        l->shares = take(store, CHUNK * of->heads * t * t);
+        l->weights = take(store, sequences * of->heads * t * t);
     }
     s->x = take(store, n * w), s->normed = take(store, n * w), s->inverse = take(store, n);
     s->logits = take(store, n * V), s->dx = take(store, n * w), s->dactive = take(store, n * h);
@@ -233,14 +150,14 @@ static void lay_out(const struct model *of, struct scratch *s, struct store *sto
 }
 
 /* Null memory or layers if there is no room. */
-static struct scratch scratch_of(const struct model *of) {
+static struct scratch scratch_of(const struct model *of, int64_t sequences) {
     struct scratch s = {.layers = malloc(sizeof(struct layer) * (size_t)of->layers)};
     struct store store = {0};
     if (!s.layers) return s;
-    lay_out(of, &s, &store);
+    lay_out(of, sequences, &s, &store);
     s.memory = aligned_alloc(64, sizeof(float) * (size_t)store.used);
     store = (struct store){s.memory, 0};
-    if (s.memory) lay_out(of, &s, &store);
+    if (s.memory) lay_out(of, sequences, &s, &store);
     return s;
 }
 
@@ -257,43 +174,43 @@ static void linear_back(
     multiply(n, ins, outs, dy, outs, 1, w, ins, dx, ins, 0);
 }
 
-/* mixed [n, W] <- causal attention over q_k_v; `shares` keeps the weights. */
+/* mixed [n, W] <- causal attention over q_k_v; its weights are kept. */
 static void attend(const struct model *of, int sequences, struct layer *l, float *turned) {
     int t = of->context, w = of->width, d = w / of->heads;
     float scale = 1 / sqrtf((float)d);
-    for (int block = 0; block < sequences * of->heads; block++) {
-        int sequence = block / of->heads, head = block % of->heads;
+    for (int64_t block = 0; block < sequences * of->heads; block++) {
+        int64_t sequence = block / of->heads, head = block % of->heads;
         const float *q = l->q_k_v + sequence * t * 3 * w + head * d, *k = q + w, *v = q + 2 * w;
-        float *shares = l->shares + block * t * t;
+        float *weights = l->weights + block * t * t;
         transpose(t, d, k, 3 * w, turned);
-        multiply(t, t, d, q, 3 * w, 1, turned, t, shares, t, 0);
+        multiply(t, t, d, q, 3 * w, 1, turned, t, weights, t, 0);
         for (int i = 0; i < t; i++) {
-            for (int j = 0; j <= i; j++) shares[i * t + j] *= scale;
-            softmax(i + 1, shares + i * t);
-            for (int j = i + 1; j < t; j++) shares[i * t + j] = 0;
+            for (int j = 0; j <= i; j++) weights[i * t + j] *= scale;
+            softmax(i + 1, weights + i * t);
+            for (int j = i + 1; j < t; j++) weights[i * t + j] = 0;
         }
-        multiply(t, d, t, shares, t, 1, v, 3 * w, l->mixed + sequence * t * w + head * d, w, 0);
+        multiply(t, d, t, weights, t, 1, v, 3 * w, l->mixed + sequence * t * w + head * d, w, 0);
     }
 }
 
 static void attend_back(const struct model *of, int sequences, struct layer *l, struct scratch *s) {
     int t = of->context, w = of->width, d = w / of->heads;
-    float scale = 1 / sqrtf((float)d), *dshares = s->square;
-    for (int block = 0; block < sequences * of->heads; block++) {
-        int sequence = block / of->heads, head = block % of->heads, at = sequence * t * 3 * w + head * d;
-        const float *q = l->q_k_v + at, *k = q + w, *v = q + 2 * w, *shares = l->shares + block * t * t;
+    float scale = 1 / sqrtf((float)d), *dweights = s->square;
+    for (int64_t block = 0; block < sequences * of->heads; block++) {
+        int64_t sequence = block / of->heads, head = block % of->heads, at = sequence * t * 3 * w + head * d;
+        const float *q = l->q_k_v + at, *k = q + w, *v = q + 2 * w, *weights = l->weights + block * t * t;
         const float *dmixed = s->dmixed + sequence * t * w + head * d;
         float *dq = s->dqkv + at, *dk = dq + w, *dv = dq + 2 * w;
-        multiply(t, d, t, shares, 1, t, dmixed, w, dv, 3 * w, 0);
+        multiply(t, d, t, weights, 1, t, dmixed, w, dv, 3 * w, 0);
         transpose(t, d, v, 3 * w, s->turned);
-        multiply(t, t, d, dmixed, w, 1, s->turned, t, dshares, t, 0);
+        multiply(t, t, d, dmixed, w, 1, s->turned, t, dweights, t, 0);
         for (int i = 0; i < t; i++) {
             float sum = 0;
-            for (int j = 0; j < t; j++) sum += dshares[i * t + j] * shares[i * t + j];
-            for (int j = 0; j < t; j++) dshares[i * t + j] = shares[i * t + j] * (dshares[i * t + j] - sum) * scale;
+            for (int j = 0; j < t; j++) sum += dweights[i * t + j] * weights[i * t + j];
+            for (int j = 0; j < t; j++) dweights[i * t + j] = weights[i * t + j] * (dweights[i * t + j] - sum) * scale;
         }
-        multiply(t, d, t, dshares, t, 1, k, 3 * w, dq, 3 * w, 0);
-        multiply(t, d, t, dshares, 1, t, q, 3 * w, dk, 3 * w, 0);
+        multiply(t, d, t, dweights, t, 1, k, 3 * w, dq, 3 * w, 0);
+        multiply(t, d, t, dweights, 1, t, q, 3 * w, dk, 3 * w, 0);
     }
 }
 
@@ -338,9 +255,9 @@ static void backward(
     int64_t tokens, struct scratch *s) {
     struct places at = places_of(of);
     int n = sequences * of->context, w = of->width, h = of->hidden;
-    float *g = s->gradient, one = 1 / (float)tokens;
+    float *g = s->gradient, per_token = 1 / (float)tokens;
     for (int i = 0; i < n; i++) s->logits[i * V + targets[i]] -= 1;
-    for (int i = 0; i < n * V; i++) s->logits[i] *= one;
+    for (int i = 0; i < n * V; i++) s->logits[i] *= per_token;
     memset(s->dx, 0, sizeof(float) * (size_t)(n * w));
     linear_back(n, w, V, s->normed, theta + at.head, s->logits, s->dnormed, g + at.head);
     norm_back(n, w, s->normed, s->inverse, s->dnormed, s->dx);
@@ -406,8 +323,8 @@ static void muon(
     int is_tall = rows > columns, n = rows * columns, most = is_tall ? rows : columns;
     float rate = r->muon_lr * r->share, step = rate * RMS_OF_ADAMW * sqrtf((float)most), *x = s->dgates;
     for (int i = 0; i < n; i++) {
-        m[i] += (1 - r->mu) * (g[i] - m[i]);
-        x[i] = g[i] + r->mu * (m[i] - g[i]);
+        m[i] += (1 - r->muon_momentum) * (g[i] - m[i]);
+        x[i] = g[i] + r->muon_momentum * (m[i] - g[i]);
     }
     if (is_tall) {
         transpose(rows, columns, x, columns, s->dqkv);
@@ -448,13 +365,16 @@ static void update(const struct model *of, float *theta, float *m, float *v, con
 
 /* ------------------------------------------------------------ what Python calls */
 
+/* P: the length of a row. */
+int64_t lab_parameters(const struct model *of) { return places_of(of).all; }
+
 /* Of each of `count` rows: its loss on [batch, T] tokens, and, where there are rates, a step in place. `rows` are
    indices into theta, momentum and second [., P]. Returns 0, or 1 if there was no memory. */
 int lab_inner_steps(
     const struct model *of, int64_t count, const int64_t *rows, int64_t batch, const int64_t *inputs,
     const int64_t *targets, float *theta, float *momentum, float *second, const struct rates *rates, float *losses) {
     struct places at = places_of(of);
-    struct scratch s = scratch_of(of);
+    struct scratch s = scratch_of(of, batch < CHUNK ? batch : CHUNK);
     int64_t tokens = batch * of->context;
     for (int64_t i = 0; s.memory && s.layers && i < count; i++, inputs += tokens, targets += tokens) {
         float *values = theta + rows[i] * at.all;

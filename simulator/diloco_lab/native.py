@@ -1,30 +1,32 @@
 """Inner steps of the built-in model in C (inner_step.c): several times as fast as torch where models are small.
 
-`python -m diloco_lab.native` compiles it for this CPU, beside its source; `make install` does so. Without it, or with
-DILOCO_NATIVE=0, torch does the work: the same to 1e-5.
+`python -m diloco_lab.native` compiles it beside its source (`diloco_common.codec.library`); `make install` does so.
+Without it, with DILOCO_NATIVE=0, and where models are large, torch does the work: the same, but sums are rounded in
+another order.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-from collections.abc import Callable
+import sys
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from diloco_common.codec import library
+from diloco_common.codec.library import Library
 from diloco_demo.gpt import GPT, Layer
 
-SOURCE = Path(__file__).with_name("inner_step.c")
-FLAGS = (
-    "-O3", "-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
-    "-shared", "-fPIC",
+LIBRARY = Library(
+    Path(__file__).parent, "inner_step",
+    # Sums in any order. Not -ffast-math: whoever loads such a library has no subnormal numbers any more.
+    ("-O3", "-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
+     "-shared", "-fPIC"),
+    "python -m diloco_lab.native",
 )  # fmt: skip
-"""Sums in any order. Not -ffast-math: whoever loads such a library has no subnormal numbers any more."""
+CONTEXT_MAX, WIDTH_MAX = 768, 320
+"""Beyond them torch is as fast, and soon faster: it multiplies in pieces that fit into the caches."""
 RATES = ("lr", "muon_lr", "muon_momentum", "beta1", "beta2", "weight_decay", "clip")
 """Of a row; its share of them and its count of steps follow."""
 
@@ -40,17 +42,19 @@ class _Model(ctypes.Structure):
 
 
 class Kernel:
-    """Steps models of one shape, and says their losses. State and rates are contiguous tensors on the CPU."""
+    """Steps models of one shape, and says their losses. Tensors are contiguous, on the CPU."""
 
-    def __init__(self, function: Callable[..., int], shape: GPT, is_muon: bool) -> None:
+    def __init__(self, loaded: ctypes.CDLL, shape: GPT, is_muon: bool) -> None:
         rotary = shape.get_buffer("rotary")
         self._angles = rotary.real.contiguous(), rotary.imag.contiguous()
         layers = [layer for layer in shape.layers if isinstance(layer, Layer)]
-        self._function, self._context = function, shape.context
+        self._library, self._context = loaded, shape.context
         self._model = _Model(
             len(layers), shape.embedding.embedding_dim, layers[0].down.in_features, layers[0].heads, shape.context,
             is_muon, *(angle.data_ptr() for angle in self._angles),
         )  # fmt: skip
+        self._parameters = sum(parameter.numel() for parameter in shape.parameters())
+        assert loaded.lab_parameters(ctypes.byref(self._model)) == self._parameters, "inner_step.c has another model"
 
     def fits(self, inputs: Tensor) -> bool:
         """Whether windows [R, B, T] are as long as the model's context."""
@@ -61,7 +65,6 @@ class Kernel:
     ) -> Tensor:  # fmt: skip
         """A step in place of these rows, int64 [R], of theta, momentum and second moments, float32 [all, P]; rates
         float32 [R, 9], see RATES. Inputs and targets are int64 [R, B, T]. Returns their losses, float32 [R]."""
-        assert rates.shape == (len(rows), len(RATES) + 2)
         return self._call(rows, inputs, targets, state, rates)
 
     def losses(self, theta: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -71,52 +74,50 @@ class Kernel:
     def _call(
         self, rows: Tensor, inputs: Tensor, targets: Tensor, state: tuple[Tensor, ...], rates: Tensor | None
     ) -> Tensor:  # fmt: skip
-        inputs, targets, losses = inputs.contiguous(), targets.contiguous(), torch.empty(len(rows))
-        floats = state if rates is None else (*state, rates)
-        assert all(values.is_contiguous() and values.dtype == torch.float32 for values in floats)
-        theta, momentum, second = (*(values.data_ptr() for values in state), 0, 0)[:3]
-        failed = self._function(
-            ctypes.byref(self._model), ctypes.c_int64(len(rows)), ctypes.c_void_p(rows.data_ptr()),
-            ctypes.c_int64(inputs.shape[1]), ctypes.c_void_p(inputs.data_ptr()), ctypes.c_void_p(targets.data_ptr()),
-            ctypes.c_void_p(theta), ctypes.c_void_p(momentum), ctypes.c_void_p(second),
-            ctypes.c_void_p(0 if rates is None else rates.data_ptr()), ctypes.c_void_p(losses.data_ptr()),
+        count, batch, losses = len(rows), inputs.shape[1], torch.empty(len(rows))
+        inputs, targets = inputs.contiguous(), targets.contiguous()  # kept here until C has read them
+        windows = [_address(of, torch.int64, count, batch, self._context) for of in (inputs, targets)]
+        values = [_address(of, torch.float32, len(state[0]), self._parameters) for of in state]
+        failed = self._library.lab_inner_steps(
+            ctypes.byref(self._model), count, _address(rows, torch.int64, count), batch, *windows,
+            *(*values, None, None)[:3],
+            None if rates is None else _address(rates, torch.float32, count, len(RATES) + 2), losses.data_ptr(),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for an inner step: run fewer jobs at once")
         return losses
 
 
+def find_for(context: int, width: int) -> ctypes.CDLL | str:
+    """The library for models of this size, or why torch does the work."""
+    if context > CONTEXT_MAX or width > WIDTH_MAX:
+        return f"at contexts above {CONTEXT_MAX} or widths above {WIDTH_MAX} it is as fast or faster"
+    return find()
+
+
 @cache
-def find() -> Callable[..., int] | None:
-    """The function of inner_step.c; None where it has not been built, or cannot be loaded."""
-    sets = library.fitting()
-    if os.environ.get("DILOCO_NATIVE", "1") == "0" or not sets:
-        return None
-    try:
-        function: Callable[..., int] = ctypes.CDLL(str(_built(sets[0]))).lab_inner_steps
-    except OSError:
-        return None
-    return function
+def find() -> ctypes.CDLL | str:
+    """The library, or the reason why it cannot be used."""
+    found = LIBRARY.load()
+    if isinstance(found, str):
+        return found
+    _, loaded = found
+    pointer, int64 = ctypes.c_void_p, ctypes.c_int64
+    loaded.lab_parameters.restype, loaded.lab_parameters.argtypes = int64, (pointer,)
+    loaded.lab_inner_steps.argtypes = (pointer, int64, pointer, int64, *[pointer] * 7)
+    return loaded
 
 
-def build() -> str:
-    """Compile it for this CPU. Returns where it is, or why it is not."""
-    if not (sets := library.fitting()):
-        return "not built: there is no vector instruction set here that is known"
-    path = _built(sets[0])
-    try:
-        library.compile_here(os.environ.get("CC", "cc"), sets[0], path, FLAGS, [SOURCE])
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"not built, so torch does its work: {error}"
-    for stale in set(path.parent.glob("inner_step-*.so")) - {path}:
-        stale.unlink(missing_ok=True)
-    return str(path)
-
-
-def _built(one: library.InstructionSet) -> Path:
-    """Where the library for these instructions is, of this source."""
-    return SOURCE.with_name(f"inner_step-{library.digest((*FLAGS, *one.flags), [SOURCE])}.so")
+def _address(values: Tensor, dtype: torch.dtype, *shape: int) -> int:
+    """For C, which believes what it is told."""
+    assert values.is_cpu
+    assert values.is_contiguous()
+    assert (values.dtype, values.shape) == (dtype, shape)
+    return values.data_ptr()
 
 
 if __name__ == "__main__":
-    print(f"inner steps of the lab in C: {build()}")
+    built, found = LIBRARY.build(), find()
+    if isinstance(found, str):
+        sys.exit(f"no native inner steps, torch does them: {built if isinstance(built, str) else found}")
+    print(f"native inner steps: {LIBRARY.find()}")

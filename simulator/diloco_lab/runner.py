@@ -25,6 +25,7 @@ from diloco_common.allocator import tune_allocator
 from diloco_common.child import end_with_parent
 from diloco_demo.tracking import check_tracker, open_tracker
 from diloco_demo.training import choose_device
+from diloco_lab import native
 from diloco_lab.arms import Arm, key_today
 from diloco_lab.batch import Pair, batches, is_plain, run_batch
 from diloco_lab.lockstep import LockstepRun
@@ -52,6 +53,8 @@ def run_all(
     missing = [pair for key, pair in wanted.items() if key not in done]
     if len(missing) < len(wanted):
         say(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {path} already")
+    for why in dict.fromkeys(why for arm, _ in missing if (why := _why_torch(arm))):
+        say(f"no native inner steps, torch does them: {why}")
     path.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with path.open("a") as out:
@@ -154,21 +157,31 @@ def _track(spec: str, line: Line) -> None:
 def _train(
     arm: Arm, settings: Any, task: Task, watch: Callable[[float, Callable[[], nn.Module]], None]
 ) -> tuple[Line, nn.Module]:
-    conditions = arm.conditions
+    conditions, by_torch = arm.conditions, {"stepped_by": "torch"}
 
     def on_step(fraction: float, model: nn.Module) -> None:
         watch(fraction, lambda: model)
 
     match conditions.method:
         case "data-parallel":
-            return {}, data_parallel(settings, task, conditions.learners, on_step)
+            return by_torch, data_parallel(settings, task, conditions.learners, on_step)
         case "one-process":
-            return {}, data_parallel(settings, task, 1, on_step, conditions.batches)
+            return by_torch, data_parallel(settings, task, 1, on_step, conditions.batches)
         case "classic":
-            return {}, classic_diloco(settings, task, conditions.learners, on_step)
+            return by_torch, classic_diloco(settings, task, conditions.learners, on_step)
     lockstep = LockstepRun(settings, task, conditions)
     outcome = lockstep.run(lambda fraction: watch(fraction, lockstep.global_model))
-    return asdict(outcome), lockstep.global_model()
+    return {"stepped_by": lockstep.inner.stepped_by, **asdict(outcome)}, lockstep.global_model()
+
+
+def _why_torch(arm: Arm) -> str:
+    """Why inner steps of the built-in model that C could do on this CPU are torch's; "" where they are not."""
+    could = not arm.model and arm.conditions.method != "classic"
+    if not could or (is_plain(arm) and choose_device("auto").type != "cpu"):
+        return ""
+    model = arm.seeded(0).model
+    found = native.find_for(model.context, model.width)
+    return found if isinstance(found, str) else ""
 
 
 def _loss(line: Line) -> str:

@@ -57,10 +57,11 @@ class Stack:
         self._steps = torch.zeros(len(theta), device=theta.device)
         self._set = {
             field: torch.tensor([float(getattr(train, field)) for train in trains], device=theta.device)
-            for field in ("lr", "muon_lr", "muon_momentum", "beta1", "beta2", "weight_decay", "clip")
+            for field in native.RATES
         }
-        function = native.find() if theta.device.type == "cpu" else None
-        self._kernel = native.Kernel(function, shape, trains[0].optimizer == "muon") if function is not None else None
+        width, device = shape.embedding.embedding_dim, theta.device
+        found = native.find_for(shape.context, width) if theta.is_cpu else f"torch has the models on {device}"
+        self._kernel = None if isinstance(found, str) else native.Kernel(found, shape, trains[0].optimizer == "muon")
 
     @classmethod
     def of(cls, models: Sequence[GPT], train: TrainSettings) -> Stack:
@@ -71,6 +72,11 @@ class Stack:
             for name, parameter in model.named_parameters():
                 parameter.data = stack._view(stack.theta, name)[row]
         return stack
+
+    @property
+    def stepped_by(self) -> str:
+        """Who does inner steps: "C" or "torch"."""
+        return "torch" if self._kernel is None else "C"
 
     def begin(self, rows: slice) -> None:
         """The state of their optimizers begins again."""

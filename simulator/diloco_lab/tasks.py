@@ -161,6 +161,11 @@ class InnerSteps:
         self._done: dict[int, tuple[float, int]] = {}  # learner -> loss and tokens of its next step
         self._gone: set[int] = set()
 
+    @property
+    def stepped_by(self) -> str:
+        """Who does them: "C" or "torch"."""
+        return "torch" if self._stack is None else self._stack.stepped_by
+
     def step(self, index: int, share_of: Callable[[int], float]) -> tuple[float, int]:
         """The step of one learner: its loss and tokens. `share_of`: the share of its highest rates that one takes."""
         if index not in self._done:

@@ -26,14 +26,14 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         pytest.skip("this machine has no C compiler, or nobody builds wheels for it")
     folder = tmp_path_factory.mktemp("prebuilt")
     for one in library.PORTABLE[MACHINE]:
-        library.compile_here(compiler, one, folder / library.built_name(one))
-    return [folder / library.built_name(one) for one in library.PORTABLE[MACHINE]]
+        library.KERNELS.compile_here([compiler], one, folder / library.KERNELS.built_name(one))
+    return [folder / library.KERNELS.built_name(one) for one in library.PORTABLE[MACHINE]]
 
 
 @pytest.fixture(scope="module")
 def prebuilt(libraries: list[Path]) -> Path:
     """The best that this CPU can run."""
-    runs = library.find()
+    runs = library.KERNELS.find()
     return next(path for path in libraries if isinstance(runs, Path) and path.name == runs.name)
 
 
@@ -155,6 +155,6 @@ def test_the_kernels_that_zig_makes_for_this_machine_make_the_same_bytes(
     )
     runs = libraries[libraries.index(prebuilt) :]
     for one in library.PORTABLE[MACHINE]:
-        compile_library(zig, MACHINE, one, tmp_path / library.built_name(one))
+        compile_library(zig, MACHINE, one, tmp_path / library.KERNELS.built_name(one))
     for path in runs:
         assert hashes([], program, tmp_path / path.name) == hashes([], program, path)

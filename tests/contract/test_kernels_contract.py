@@ -1,104 +1,169 @@
-"""Where the C kernels come from, and what happens where they cannot be had."""
+"""Where the C comes from, of the encodings and of the lab, and what happens where it cannot be had."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from diloco_common.codec import library, native
+from diloco_common.codec.library import Library
 from diloco_common.codec.registry import get_codec
+from diloco_common.settings import ModelSettings, TrainSettings
+from diloco_demo.gpt import build_gpt
+from diloco_lab import native as lab
+from diloco_lab.stacked import Stack
 
 
-@pytest.fixture(autouse=True)
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An installation whose kernels nobody has built."""
-    folder = tmp_path / "kernels"
-    shutil.copytree(library.SOURCES, folder, ignore=shutil.ignore_patterns("*.so"))
-    monkeypatch.setattr(library, "SOURCES", folder)
-    native.find.cache_clear()
-    yield folder
-    native.find.cache_clear()
-
-
-def torch_does_it() -> bool:
-    """Three numbers as int8."""
+def torch_encodes() -> bool:
+    """Three numbers as int8, whoever does it."""
     codec = get_codec("int8")
     out = torch.zeros(codec.num_bytes(3), dtype=torch.uint8)
     codec.encode(torch.ones(3), out)
-    return native.kernels() is None and native.origin() == "torch" and out.tolist()[4:] == [127] * 3
+    assert out.tolist()[4:] == [127] * 3
+    return native.kernels() is None and native.origin() == "torch"
 
 
-def test_they_are_built_once_and_stale_ones_go(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "have not been built" in str(native.find())
-    assert torch_does_it()
-    (sources / "kernels-0123456789abcdef.so").touch()
-    built = library.build()
+def torch_steps() -> bool:
+    """A step of two models, whoever does it: equal ones stay equal."""
+    model = ModelSettings(layers=1, heads=1, width=8, context=8)
+    stack = Stack.of([build_gpt(model, 0), build_gpt(model, 0)], TrainSettings(batch=1))
+    before, windows = stack.theta.clone(), torch.arange(8).expand(2, 1, 8)
+    stack.step(None, windows, windows + 1, torch.ones(2))
+    assert torch.equal(*stack.theta)
+    assert not torch.equal(stack.theta, before)
+    return stack.stepped_by == "torch"
+
+
+KINDS: dict[str, tuple[ModuleType, str, Any, Callable[[], bool]]] = {
+    "encodings": (library, "KERNELS", native.find, torch_encodes),
+    "lab": (lab, "LIBRARY", lab.find, torch_steps),
+}
+"""Where its `Library` is, and under which name; what its users call; a bit of its work, and whether torch did it."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """One whose C nobody has built."""
+
+    of: Library
+    find: Any
+    torch_does_it: Callable[[], bool]
+
+    def names(self) -> set[str]:
+        """Of what is built."""
+        return {path.name for path in self.of.folder.glob("*.so")}
+
+
+@pytest.fixture(params=KINDS)
+def here(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installation]:
+    module, name, find, torch_does_it = KINDS[request.param]
+    of: Library = getattr(module, name)
+    folder = tmp_path / "c"
+    folder.mkdir()
+    for source in of.folder.glob("*.[ch]"):
+        shutil.copy(source, folder)
+    copy = replace(of, folder=folder, flags=(*of.flags, "-O1"))  # it is built many times
+    monkeypatch.setattr(module, name, copy)
+    find.cache_clear()
+    yield Installation(copy, find, torch_does_it)
+    find.cache_clear()
+
+
+def test_it_is_built_once_and_stale_ones_go(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"have not been built: `{here.of.command}` does" in str(here.find())
+    assert here.torch_does_it()
+    (here.of.folder / f"{here.of.prefix}-0123456789abcdef.so").touch()
+    built = here.of.build()
     if isinstance(built, str):
         pytest.skip(built)
-    native.find.cache_clear()
+    here.find.cache_clear()
     monkeypatch.setenv("CC", "no-such-compiler")
-    kernels = native.kernels()
-    assert kernels is not None
-    assert kernels.path == built
-    assert native.origin() == "prebuilt"
-    assert kernels.path.name == library.built_name(library.fitting()[0])
-    names = {library.built_name(one) for one in library.PORTABLE[library.platform.machine()]}
-    assert {path.name for path in sources.glob("*.so")} == names
+    assert not isinstance(here.find(), str)
+    assert not here.torch_does_it()
+    found = here.of.load()
+    assert found[0] == built == here.of.folder / here.of.built_name(library.fitting()[0])
+    assert here.names() == {here.of.built_name(one) for one in library.PORTABLE[library.platform.machine()]}
+
+
+ANGRY = "sh -c 'echo a.c:1: warning: odd >&2; echo a.c:2: error: bad >&2; exit 1'"
 
 
 @pytest.mark.parametrize(
-    ("compiler", "why"), [("no-such-compiler", "no C compiler (no-such-compiler)"), ("false", "the C compiler failed")]
+    ("compiler", "why"),
+    [
+        ("no-such-compiler", "no C compiler (no-such-compiler)"),
+        ("no-such-cache cc", "no C compiler (no-such-cache cc)"),
+        ("false", "the C compiler failed: Command"),
+        (ANGRY, "the C compiler failed: a.c:2: error: bad"),
+    ],
+    ids=["none", "none to call another", "silent", "angry"],
 )
-def test_what_cannot_be_built_says_why(compiler: str, why: str, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_built_says_why(
+    compiler: str, why: str, here: Installation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CC", compiler)
-    assert why in str(library.build())
-    assert not list(sources.rglob("*.so"))
-    assert torch_does_it()
+    assert why in str(here.of.build())
+    assert not here.names()
+    assert here.torch_does_it()
 
 
-def test_they_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_switched_off_by_the_environment(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_NATIVE", "0")
-    assert native.find() == "DILOCO_NATIVE is 0"
-    assert torch_does_it()
+    assert here.find() == "DILOCO_NATIVE is 0"
+    assert here.torch_does_it()
 
 
-def test_a_cpu_that_lacks_their_instructions_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_that_lacks_its_instructions_leaves_it_alone(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_cpu", lambda: "flags : fpu sse2")
-    assert "no kernels for this CPU" in str(library.build())
-    assert "no kernels for this CPU" in str(native.find())
-    assert torch_does_it()
+    assert "no kernels for this CPU" in str(here.of.build())
+    assert "no kernels for this CPU" in str(here.find())
+    assert here.torch_does_it()
 
 
-def test_a_cpu_without_avx512_takes_the_library_for_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
-    if isinstance(built := library.build(), str) or library.platform.machine() != "x86_64":
+def test_a_cpu_without_avx512_takes_the_library_for_avx2(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(built := here.of.build(), str) or library.platform.machine() != "x86_64":
         pytest.skip(str(built))
     monkeypatch.setattr(library, "_cpu", lambda: f"flags : {library.AVX2}")
-    kernels = native.kernels()
-    assert kernels is not None
-    assert kernels.path.name == library.built_name(library.PORTABLE["x86_64"][1])
+    found = here.of.load()
+    assert found[0] == here.of.folder / here.of.built_name(library.PORTABLE["x86_64"][1])
+    assert not here.torch_does_it()
 
 
 def test_a_compiler_that_does_not_know_avx512_builds_the_library_for_avx2(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not shutil.which("cc") or library.platform.machine() != "x86_64":
         pytest.skip("needs a C compiler for x86_64")
-    old = tmp_path / "old-cc"
-    old.write_text('#!/bin/sh\ncase "$*" in *x86-64-v4*) exit 1;; esac\nexec cc "$@"\n')
-    old.chmod(0o755)
-    monkeypatch.setenv("CC", str(old))
-    built = library.build()
+    old = tmp_path / "old cc"
+    old.write_text('case "$*" in *x86-64-v4*) exit 1;; esac\nexec cc "$@"\n')
+    monkeypatch.setenv("CC", f"sh '{old}'")
+    built = here.of.build()
     assert isinstance(built, Path), built
-    assert list(sources.glob("*.so")) == [built] == [sources / library.built_name(library.PORTABLE["x86_64"][1])]
+    assert here.names() == {built.name} == {here.of.built_name(library.PORTABLE["x86_64"][1])}
+    assert not here.torch_does_it()
+    best = here.of.folder / here.of.built_name(library.PORTABLE["x86_64"][0])
+    best.touch()
+    here.of.build()
+    assert here.names() == {built.name, best.name}, "what a better compiler made of the same sources stays"
 
 
-def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(sources: Path) -> None:
+def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(here: Installation) -> None:
     """As one for another libc, or on a file system that forbids programs."""
     for one in library.fitting():
-        (sources / library.built_name(one)).write_bytes(b"not a library")
-    assert "cannot be loaded" in str(native.find())
-    assert torch_does_it()
+        (here.of.folder / here.of.built_name(one)).write_bytes(b"not a library")
+    assert "cannot be loaded" in str(here.find())
+    assert here.torch_does_it()
+
+
+def test_without_its_sources_nothing_is_built(here: Installation) -> None:
+    for source in here.of.sources():
+        source.unlink()
+    assert "there is no C in" in str(here.of.build())
+    assert here.torch_does_it()

@@ -16,11 +16,9 @@ from diloco_lab import native
 def _kernels() -> None:
     """Whoever changes their sources tests what is new: a C compiler is the one process that may run, before the first
     test."""
-    if not isinstance(library.find(), Path):
-        library.build()
-    if native.find() is None:
-        native.build()
-        native.find.cache_clear()
+    for one in (library.KERNELS, native.LIBRARY):
+        if not isinstance(one.find(), Path):
+            one.build()
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from diloco_lab import batch, runner
+from diloco_lab import batch, native, runner
 from diloco_lab.arms import make_arm
 from diloco_lab.batch import batches, run_batch
+from diloco_lab.report import comparison
 
 MODEL = {"layers": 2, "heads": 2, "width": 16, "context": 8}
 TRAIN = {"batch": 2, "lr": 0.01, "muon_lr": 0.01}
@@ -20,6 +23,14 @@ def arm(learners: int = 2, lab: dict[str, Any] | None = None, **changed: dict[st
     tree: dict[str, Any] = {"run": {"tokens": 2 * 24 * learners * 2 * 8}, "model": MODEL, "lab": {"learners": learners}}
     tree["lab"] |= lab or {}
     return make_arm("arm", {**tree, **changed, "train": {**TRAIN, **changed.get("train", {})}})
+
+
+@pytest.fixture
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are of fewer tokens."""
+    for module in (runner, batch):
+        monkeypatch.setattr(module, "EVALUATION_TOKENS", 512)
+        monkeypatch.setattr(module, "CURVE_TOKENS", 64)
 
 
 @pytest.mark.parametrize(
@@ -33,16 +44,14 @@ def arm(learners: int = 2, lab: dict[str, Any] | None = None, **changed: dict[st
     ],
     ids=["momentum", "lost", "deaths", "data-parallel", "one"],
 )
-def test_a_batch_comes_to_what_each_run_comes_to_alone(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_comes_to_what_each_run_comes_to_alone(one: Any, short_text: None) -> None:
     """Where learners die, a batch that was read ahead is lost with one."""
-    for module in (runner, batch):
-        monkeypatch.setattr(module, "EVALUATION_TOKENS", 512)
-        monkeypatch.setattr(module, "CURVE_TOKENS", 64)
     lossy = one.conditions.drop or one.conditions.kill_every  # another rate may lead to other decisions then
     pairs = [(one, 4)] if lossy else [(one, 4), (one.with_value("train.lr", 0.005), 5)]
     together = run_batch(pairs, torch.device("cpu"), 1)
     assert together is not None
     mine, alone = [*together][-1], runner.run(*pairs[-1])["result"]
+    assert mine["stepped_by"] == ("torch" if isinstance(native.find(), str) else "C")
     assert mine.get("versions") == alone.get("versions")
     for figure in ("loss_first", "loss_select", "loss"):
         assert mine[figure] == pytest.approx(alone[figure], rel=1e-3 if lossy else 1e-4)
@@ -58,3 +67,21 @@ def test_what_may_differ_in_a_batch_is_of_rates_and_rules() -> None:
     assert [len(some) for some in found] == [8, 2]
     noisy = arm(lab={"noise": 0.1})
     assert len(batches([(noisy, 0), (noisy, 1)], torch.device("cpu"), 1)) == 2, "noise is drawn by the seed"
+
+
+def test_it_is_said_why_torch_steps_and_written_who_did(
+    short_text: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "find", lambda: "they have not been built")
+    monkeypatch.setattr(runner, "choose_device", lambda _: torch.device("cpu"))
+    path, arms, said = tmp_path / "r.jsonl", [arm(), arm(lab={"method": "classic"})], list[str]()
+    lines = runner.run_all(arms, [0], path, 1, said.append)
+    assert said[0] == "no native inner steps, torch does them: they have not been built"
+    assert [text for text in said if "native" in text] == said[:1]
+    assert {line["result"].pop("stepped_by") for line in lines.values()} == {"torch"}
+
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines.values()))  # as of before this was written
+    said.clear()
+    assert runner.run_all(arms, [0], path, 1, said.append) == lines
+    assert said == [f"2 of 2 runs are in {path} already"]
+    assert "arm" in comparison(arms, [0], lines)

@@ -4,7 +4,7 @@ import sys
 
 from diloco_common.codec import library, native
 
-built = library.build() if "--build" in sys.argv[1:] else library.find()
+built = library.KERNELS.build() if "--build" in sys.argv[1:] else library.KERNELS.find()
 found = native.find()
 if isinstance(found, str):
     sys.exit(f"no native kernels, torch does their work: {built if isinstance(built, str) else found}")

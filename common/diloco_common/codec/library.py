@@ -1,24 +1,24 @@
-"""The libraries of C kernels (kernels/*.c): built once, and looked for beside their sources.
+"""Libraries of C: built once, and looked for beside their sources.
 
-A platform wheel brings them. Elsewhere `python -m diloco_common.codec --build` makes them: `make install` does so in
-a checkout, the Dockerfile in an image. There is one for each instruction set of this kind of machine, and the best that
-the CPU has is used. A name has the hash of sources, compiler flags and instruction set, so a stale one is never found.
+A platform wheel brings that of the encodings' kernels. Elsewhere `python -m diloco_common.codec --build` makes it:
+`make install` does so in a checkout, the Dockerfile in an image. There is one for each instruction set of this kind of
+machine, and the best that the CPU has is used. A name has the hash of sources, compiler flags and instruction set, so
+a stale one is never found. `diloco_lab.native` builds and finds its C by the same code.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-SOURCES = Path(__file__).with_name("kernels")
-"""The folder of the sources, and of the library."""
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 
 
 class InstructionSet(NamedTuple):
@@ -38,75 +38,97 @@ PORTABLE = {
     "aarch64": (InstructionSet(("-march=armv8-a",), "asimd"),),
 }
 """Machine -> those that have a library, the best first."""
-BUILD = "python -m diloco_common.codec --build"
 COMPILE_S = 60.0
 
 
-def find() -> Path | str:
-    """The best library for this CPU, or the reason why there is none."""
-    if os.environ.get("DILOCO_NATIVE", "1") == "0":
-        return "DILOCO_NATIVE is 0"
-    if not (sets := fitting()):
-        return f"there are no kernels for this CPU ({platform.machine()})"
-    paths = [SOURCES / built_name(one) for one in sets]
-    why = f"they have not been built: `{BUILD}` does, where there is a C compiler"
-    return next((path for path in paths if path.exists()), why)
+@dataclass(frozen=True)
+class Library:
+    """All C of a folder, as one file for each instruction set."""
+
+    folder: Path
+    """Of the sources, and of what is made of them."""
+    prefix: str
+    """Of the files that are made: `prefix-HASH.so`."""
+    flags: tuple[str, ...]
+    """For the compiler, on every machine."""
+    command: str
+    """What a person types to build it."""
+
+    def load(self) -> tuple[Path, ctypes.CDLL] | str:
+        """The best one for this CPU, or why there is none that can be used."""
+        path = self.find()
+        if isinstance(path, str):
+            return path
+        try:
+            return path, ctypes.CDLL(str(path))
+        except OSError as error:
+            return f"{path} cannot be loaded: {error}"
+
+    def find(self) -> Path | str:
+        """The best one for this CPU, or the reason why there is none."""
+        if os.environ.get("DILOCO_NATIVE", "1") == "0":
+            return "DILOCO_NATIVE is 0"
+        if not (sets := fitting()):
+            return f"there are no kernels for this CPU ({platform.machine()})"
+        paths = [self.folder / self.built_name(one) for one in sets]
+        why = f"they have not been built: `{self.command}` does, where there is a C compiler"
+        return next((path for path in paths if path.exists()), why)
+
+    def build(self) -> Path | str:
+        """Compile it for all machines like this one that this compiler can, or say why not. Those of other sources
+        go."""
+        if not fitting():
+            return f"there are no kernels for this CPU ({platform.machine()})"
+        if not self.sources():
+            return f"there is no C in {self.folder}"
+        compiler, failed = shlex.split(os.environ.get("CC", "cc")), ""
+        paths = {self.folder / self.built_name(one): one for one in PORTABLE[platform.machine()]}
+        made = 0
+        try:
+            for path, one in paths.items():
+                try:
+                    self.compile_here(compiler, one, path)
+                except subprocess.SubprocessError as error:  # it is too old for this instruction set
+                    failed = f"the C compiler failed: {_words_of(error)}"
+                    continue
+                made += 1
+        except FileNotFoundError:
+            return f"there is no C compiler ({shlex.join(compiler)})"
+        except OSError as error:
+            return f"{self.folder} cannot be written to: {error}"
+        if not made:
+            return failed
+        for stale in set(self.folder.glob(f"{self.prefix}-*.so")) - paths.keys():
+            stale.unlink(missing_ok=True)
+        return self.find()
+
+    def compile_here(self, compiler: Sequence[str], one: InstructionSet, path: Path) -> None:
+        """Make one with this machine's compiler. Raises OSError and SubprocessError."""
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder, path.name)
+            command = [*compiler, *one.flags, *self.flags, "-o", str(made), *map(str, self.sources()), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+            made.replace(path)  # in one step: nobody who starts meanwhile reads half of it
+
+    def built_name(self, one: InstructionSet) -> str:
+        """The file for these instructions."""
+        found = hashlib.sha256(" ".join((*self.flags, *one.flags)).encode())
+        for path in sorted(self.folder.glob("*.[ch]")):
+            found.update(path.name.encode() + path.read_bytes())
+        return f"{self.prefix}-{found.hexdigest()[:16]}.so"
+
+    def sources(self) -> list[Path]:
+        """The files to compile, in the order of their names."""
+        return sorted(self.folder.glob("*.c"))
 
 
-def build() -> Path | str:
-    """Compile all libraries for machines like this one that this compiler can, or say why not. Those of other sources
-    go."""
-    if not fitting():
-        return f"there are no kernels for this CPU ({platform.machine()})"
-    compiler, made, failed = os.environ.get("CC", "cc"), set[Path](), ""
-    try:
-        for one in PORTABLE[platform.machine()]:
-            path = SOURCES / built_name(one)
-            try:
-                compile_here(compiler, one, path)
-            except subprocess.SubprocessError as error:  # it is too old for this instruction set
-                failed = f"the C compiler failed: {error}"
-                continue
-            made.add(path)
-    except FileNotFoundError:
-        return f"there is no C compiler ({compiler})"
-    except OSError as error:
-        return f"{SOURCES} cannot be written to: {error}"
-    if not made:
-        return failed
-    for stale in set(SOURCES.glob("kernels-*.so")) - made:
-        stale.unlink(missing_ok=True)
-    return find()
-
-
-def compile_here(
-    compiler: str, one: InstructionSet, path: Path, flags: Sequence[str] = FLAGS, files: Sequence[Path] = ()
-) -> None:
-    """Make a library with this machine's compiler: of these files, or of the kernels. Raises OSError and
-    SubprocessError."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder, path.name)
-        command = [compiler, *one.flags, *flags, "-o", str(made), *map(str, files or sources()), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-        made.replace(path)  # in one step: nobody who starts meanwhile reads half of it
-
-
-def built_name(one: InstructionSet) -> str:
-    """The file of its library."""
-    return f"kernels-{digest((*FLAGS, *one.flags), sorted(SOURCES.glob('*.[ch]')))}.so"
-
-
-def digest(flags: Sequence[str], files: Sequence[Path]) -> str:
-    """Of what a library is made of."""
-    found = hashlib.sha256(" ".join(flags).encode())
-    for path in files:
-        found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()[:16]
-
-
-def sources() -> list[Path]:
-    """The files to compile, in the order of their names."""
-    return sorted(SOURCES.glob("*.c"))
+KERNELS = Library(
+    Path(__file__).with_name("kernels"),
+    "kernels",
+    ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
+    "python -m diloco_common.codec --build",
+)
+"""Of the encodings."""
 
 
 def fitting() -> list[InstructionSet]:
@@ -122,3 +144,9 @@ def _cpu() -> str:
     except OSError:
         lines = []
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _words_of(error: subprocess.SubprocessError) -> str:
+    """What the compiler said was wrong; where it said nothing, how it ended."""
+    said = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
+    return next((line for line in said if "error" in line), str(error))

@@ -220,13 +220,14 @@ def kernels() -> Kernels | None:
 @cache
 def find() -> Kernels | str:
     """The kernels, or the reason why they cannot be used and torch does the work."""
-    path = library.find()
-    if isinstance(path, str):
-        return path
-    try:
-        return Kernels(path, _load(path))
-    except OSError as error:
-        return f"{path} cannot be loaded: {error}"
+    found = library.KERNELS.load()
+    if isinstance(found, str):
+        return found
+    path, loaded = found
+    for name, (result, *arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return Kernels(path, loaded)
 
 
 def origin() -> str:
@@ -267,11 +268,3 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "diloco_sum_nesterov_plain": (None, _INT, *_SUM_CHUNKS, _FLOAT, _FLOAT, _POINTER, _POINTER),
 }
 """Function -> the types of its result and of its arguments."""
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(path))
-    for name, (result, *arguments) in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
-    return loaded
