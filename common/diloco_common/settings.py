@@ -70,9 +70,10 @@ class SyncSettings(Section):
     """tau: a round should be over within this many inner steps."""
     staleness_max: int = Field(default=8, ge=0)
     """A contribution is refused if its base version is more than this many versions old."""
-    merge: Literal["mean", "rda"] | Extension = "mean"
-    """The weighted mean, or radial-directional averaging (docs/quality.md). Or one of others: `mypkg.mymod:rule`, or
-    `plugin:NAME`, an entry point of diloco.merge (examples/centered_clip.py)."""
+    merge: Literal["mean", "rda", "agreement"] | Extension = "mean"
+    """The weighted mean, radial-directional averaging, or "agreement": a mean that is shorter where they agree,
+    and better than the mean with AdamW (docs/quality.md). Or one of others: `mypkg.mymod:rule`, or `plugin:NAME`, an
+    entry point of diloco.merge (examples/centered_clip.py)."""
     cadence: Literal["steps"] | Extension = "steps"
     """When a fragment is due again: H inner steps after its last round, or as a rule of others says:
     `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of diloco.cadence."""

@@ -56,7 +56,7 @@ def is_plain(arm: Arm) -> bool:
         and method != "classic"
         and not is_extension(s.train.optimizer)
         and (s.sync.on_commit, s.outer.optimizer) == ("carry", "nesterov")
-        and s.sync.merge in ("mean", "rda")
+        and not is_extension(s.sync.merge)
         and (s.sync.push in CODE_MAX or s.sync.push in ("float32", "bfloat16"))
         and s.guard.trust == "members"
     )

@@ -26,7 +26,7 @@ from diloco_demo.training import share_at
 from diloco_lab.stacked import Stack
 from diloco_lab.streams import Streams
 from diloco_lab.trace import Adopt, Apply, Begin, Carried, Event, Merge, Snapshot, Steps, Trace
-from diloco_server.core.merge import CANCELLED
+from diloco_server.core.merge import AGREED, CANCELLED
 from diloco_server.core.outer import BFLOAT16_MU_MAX
 from diloco_worker.core.momentum import MOST_OF_OWN
 
@@ -106,8 +106,12 @@ class Replay:
         self._feeds_back = sync.error_feedback
         self._lr = torch.tensor([s.outer.lr for s in self.settings], device=device)[:, None]
         self._mu = torch.tensor([s.outer.momentum for s in self.settings], device=device)[:, None]
-        rda = [s.sync.merge == "rda" for s in self.settings]
-        self._is_rda = torch.tensor(rda, device=device)[:, None] if any(rda) else None
+        named = [s.sync.merge for s in self.settings]
+        self._merged_by = {
+            rule: torch.tensor([name == rule for name in named], device=device)[:, None]
+            for rule in MERGES
+            if rule in named
+        }
         self._versions: dict[tuple[int, int], Tensor] = {}
         self._needed = Counter(
             (event.fragment, event.version) for event in trace.events if isinstance(event, Apply | Adopt)
@@ -188,9 +192,10 @@ class Replay:
         if place.is_momentum:
             place.add(side.values, -mean)
         else:
-            if self._is_rda is not None and len(shares) > 1:
-                mean = torch.where(self._is_rda, _rda(sent, shares, mean, place), mean)
-            self._outer_step(side, place, mean)
+            merged = mean
+            for rule, runs in self._merged_by.items() if len(shares) > 1 else ():
+                merged = torch.where(runs, MERGES[rule](sent, shares, mean, place), merged)
+            self._outer_step(side, place, merged)
         self._versions[event.fragment, event.version] = self._publish(side, place)
 
     def _apply(self, event: Apply, place: Place) -> None:
@@ -310,6 +315,25 @@ def _rda(sent: Tensor, shares: Tensor, mean: Tensor, place: Place) -> Tensor:
         scaled = direction * (radius / length)[:, None]
         merged[:, bounds] = torch.where((length > CANCELLED)[:, None], scaled, mean[:, bounds])
     return merged
+
+
+def _agreement(sent: Tensor, shares: Tensor, mean: Tensor, place: Place) -> Tensor:
+    """The mean, piece by piece the shorter the more they agree: [S, F]."""
+    merged = mean.clone()
+    for bounds, _, is_mean, _ in place.pieces:
+        if is_mean:
+            continue
+        lengths = shares[:, None] * torch.linalg.vector_norm(sent[:, :, bounds], dim=2)  # [L, S]
+        alone = lengths.square().sum(0)
+        pairs = lengths.sum(0).square() - alone
+        together = mean[:, bounds].square().sum(1)
+        cosine = torch.where(pairs > 0, (together - alone) / pairs, 0.0).clamp(0, 1)
+        merged[:, bounds] *= (1 - AGREED * cosine)[:, None]
+    return merged
+
+
+MERGES = {"rda": _rda, "agreement": _agreement}
+"""Beside the mean."""
 
 
 def _bfloat16(values: Tensor) -> Tensor:

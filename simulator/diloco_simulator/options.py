@@ -53,7 +53,7 @@ class Options:
     quorum: int | Literal["all"]
     grace: float | Literal["adaptive"]
     staleness_max: int
-    merge: Literal["rda", "mean"]
+    merge: Literal["rda", "mean", "agreement"]
     on_commit: Literal["carry", "overwrite", "blend"]
     push: Literal["float32", "bfloat16", "int8", "int4", "topk64_2bit"]
     pull: Literal["float32", "bfloat16", "int8", "int4"]
@@ -242,7 +242,7 @@ def _draw_honest(seed: int) -> Options:
         quorum=r.choice((1, 1, 2, "all")),
         grace=r.choice((0.0, 0.3, 1.5, "adaptive", "adaptive")),
         staleness_max=r.choice((0, 1, 8, 8)),
-        merge=r.choice(("rda", "mean")),
+        merge=r.choice(("rda", "mean", "agreement")),
         on_commit=r.choice(("carry", "carry", "carry", "carry", "overwrite", "blend")),
         push=r.choice(("float32", "int8")),
         pull=r.choice(("float32", "float32", "bfloat16")),

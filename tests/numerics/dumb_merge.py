@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -52,6 +53,25 @@ def rda(sent: Sequence[Sent]) -> Tensor:
     pairs = list(zip(shares(sent, times(sent)), vectors, strict=True))
     direction = torch.stack([s * v / v.norm() for s, v in pairs]).sum(0)
     return torch.stack([s * v.norm() for s, v in pairs]).sum() * direction / direction.norm()
+
+
+def shortened(vectors: Sequence[Tensor]) -> Tensor:
+    """(1 - c / 2) sum v, c the cosines of all pairs of v, each with the product of their lengths as weight; c >= 0."""
+    pairs = list(itertools.combinations(vectors, 2))
+    cosine = sum(v @ w for v, w in pairs) / sum(v.norm() * w.norm() for v, w in pairs)
+    return (1 - max(0.0, float(cosine)) / 2) * torch.stack(list(vectors)).sum(0)
+
+
+def agreement(sent: Sequence[Sent]) -> Tensor:
+    """Of s v, none of the v longer than the median."""
+    vectors = cut([v for v, _, _ in sent], [1.0] * len(sent))
+    return shortened([s * v for s, v in zip(shares(sent, times(sent)), vectors, strict=True)])
+
+
+def published_agreement(sent: Sequence[Sent]) -> Tensor:
+    """Of w v / sum w."""
+    weights = [tokens**2 / steps for _, tokens, steps in sent]
+    return shortened([w * v.double() / sum(weights) for w, (v, _, _) in zip(weights, sent, strict=True)])
 
 
 def published_rda(sent: Sequence[Sent]) -> Tensor:

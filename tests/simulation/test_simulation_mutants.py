@@ -35,7 +35,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("forget_what_encoding_lost", draw_options, range(20), {"error_feedback_is_whole"}),
     ("keep_the_loss_of_what_was_not_merged", schedules.late, range(10), {"error_feedback_is_whole"}),
     ("keep_what_a_shard_forgot", schedules.without_disks, range(20), {WELL}),
-    ("add_changes_to_anything", draw_short, range(60), {"differing_bytes", WELL}),
+    ("add_changes_to_anything", draw_short, range(100), {"differing_bytes", WELL}),
     ("push_to_any_epoch", schedules.killed_and_hanging, range(60), {"double_counted", ASSERTED}),
     ("forget_without_a_trace", schedules.forgetful, range(20, 160), {"double_counted"}),
     ("announce_before_saving", schedules.hard_on_disks, range(40), {"lost_versions", "work_lost"}),
@@ -74,8 +74,9 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
 ]
 
 KEPT = {
+    "count_the_snapshot_twice": 2, "forget_what_was_merged": 1,
     "fence_nobody": 5, "stop_whoever_joins_again": 3, "never_give_back": 3, "forget_what_encoding_lost": 4,
-    "keep_what_a_shard_forgot": 2, "add_changes_to_anything": 32, "push_to_any_epoch": 13,
+    "keep_what_a_shard_forgot": 2, "add_changes_to_anything": 96, "push_to_any_epoch": 13,
     "forget_without_a_trace": 80, "rename_before_sync": 133, "accept_damaged_files": 43, "forget_what_is_held": 14,
     "accept_late": 7, "wait_for_all": 3, "wait_for_the_dead": 2, "ignore_merged_version": 3,
     "wait_for_the_overdue_in_every_round": 25,

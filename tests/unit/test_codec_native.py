@@ -353,7 +353,7 @@ def test_what_a_change_adds_is_the_same(encoding, scale, size, reference_of) -> 
     assert torch.equal(alone.view(torch.int16), sent.view(torch.int16))
 
 
-@pytest.mark.parametrize("rule", ["rda", "mean"])
+@pytest.mark.parametrize("rule", ["rda", "mean", "agreement"])
 @pytest.mark.parametrize("encoding", ["float32", "int8", "int4", "topk64_2bit"])
 def test_versions_are_the_same_bytes_among_equals_and_within_rounding_otherwise(rule: str, encoding: str) -> None:
     """P3: with the kernels or without, twice the same; and from one to the other in the last bits."""

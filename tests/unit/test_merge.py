@@ -17,7 +17,7 @@ SIZE = 1000
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4", "topk64_2bit"])
-@pytest.mark.parametrize("rule", ["rda", "mean"])
+@pytest.mark.parametrize("rule", ["rda", "mean", "agreement"])
 def test_contributions_stay_compressed_until_they_are_merged(encoding: str, rule: str) -> None:
     vectors = [random_values(SIZE, seed) for seed in range(3)]
     compressed = [make_contribution(i, v, encoding=encoding) for i, v in zip("abc", vectors, strict=True)]

@@ -4,10 +4,14 @@ Per piece, with contributions v, weights w = tokens^2 / steps, and shares s = w 
 
     mean    sum s v
     rda     (sum s|v|) unit(sum s unit(v)),  unit(0) = 0        radial-directional averaging
+    agreement   (1 - c / 2) sum s v,   c: mean cosine of two contributions, at least 0
 
 Outer gradients of different learners are nearly orthogonal, so the mean of M of norm R has only norm R / sqrt(M); RDA
 averages directions and lengths apart and keeps R. It falls back to the mean where the directions cancel, and pieces
 whose rule is the mean (embeddings and output heads) take the mean instead of RDA.
+
+Contributions that agree say the same, and an outer step of eta / (1 - mu) > 1 goes too far along it. Agreement is high
+at the beginning of a run and where H is small. There the mean is shortened, by half at most.
 
 What members send is merged by these formulas, and nothing of it is cut. What strangers send is no longer and no heavier
 than the median of its round, which is why one liar of many moves little (docs/quality.md). With more inner steps than
@@ -37,6 +41,7 @@ What is the same at all learners stays that, bit for bit.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -64,6 +69,8 @@ DOT_SLICE = 1 << 15
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 NEGLIGIBLE = 2.0**-64
 """A contribution so much shorter than the radius has no direction: what would bring it there leaves float32."""
+AGREED = 0.5
+"""The share by which contributions are shortened that agree in full."""
 CANCELLED = 1e-6
 """Directions cancel where the norm of their weighted mean is below this."""
 
@@ -226,6 +233,9 @@ def _weights(
         return clipped
     if not isinstance(rule, str):
         return _checked(rule(norms, shares, partial(_dot_products, sources, piece)), len(sources))
+    if rule == "agreement":
+        shortened = 1 - AGREED * _agreement(sources, piece, clipped, norms)
+        return [share * shortened for share in clipped]
     kept = map(min, cuts.clipping(norms, most), cuts.clipping(whole, most))
     radius = sum(share * norm * part for share, norm, part in zip(shares, norms, kept, strict=True))
     return _rda_weights(sources, piece, shares, norms, radius) or clipped
@@ -237,6 +247,14 @@ def _checked(weights: Sequence[float], num_sources: int) -> Sequence[float]:
             f"the rule in sync.merge gave {weights} for {num_sources} contributions: one finite number each"
         )
     return weights
+
+
+def _agreement(sources: Sequence[_Source], piece: Piece, weights: Sequence[float], norms: Sequence[float]) -> float:
+    """Mean cosine of two contributions, weighted, in [0, 1]. Reads them once: the norm of their sum tells it."""
+    lengths = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
+    alone, pairs = sum(x * x for x in lengths), 2 * sum(x * y for x, y in itertools.combinations(lengths, 2))
+    together = sum(part.sum_squares() for part in _slices(sources, piece, weights))
+    return min(1.0, max(0.0, (together - alone) / pairs)) if pairs > 0 else 0.0
 
 
 def _rda_weights(

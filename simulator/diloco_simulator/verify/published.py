@@ -6,6 +6,7 @@ whom, with which weights, and what the outer optimizer makes of them, is said he
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from diloco_simulator.verify.invariants import Taken
 
 LEFT = "LEFT"
 """The code of a goodbye: what was contributed counts."""
+AGREED = 0.5
+"""The share by which contributions are shortened that agree in full."""
 CANCELLED = 1e-6
 """Directions cancel where their mean is shorter."""
 
@@ -91,6 +94,12 @@ def _weights(
         return shares
     if "mean" in (rule, piece.rule):
         return shares
+    if rule == "agreement":
+        lengths = [share * norm for share, norm in zip(shares, norms, strict=True)]
+        alone, pairs = sum(x * x for x in lengths), 2 * sum(x * y for x, y in itertools.combinations(lengths, 2))
+        together = sum(part.sum_squares() for part in _sum(stretches, piece, shares))
+        cosine = min(1.0, max(0.0, (together - alone) / pairs)) if pairs > 0 else 0.0
+        return [share * (1 - AGREED * cosine) for share in shares]
     radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
     direction = [share / norm if norm > 0 else 0.0 for share, norm in zip(shares, norms, strict=True)]
     length = math.sqrt(sum(part.sum_squares() for part in _sum(stretches, piece, direction)))
@@ -209,7 +218,6 @@ class PublishedFormula:
         assert state.values is not None
         settings = self._cluster.options.settings[0]
         expected = next_values(before, state.fragment, settings.sync.merge, settings.outer, state.version)
-        is_exact = settings.sync.merge in ("rda", "mean") and settings.outer.optimizer in ("sgd", "nesterov")
-        is_exact = is_exact or not state.fragment.traits.is_of_model
+        is_exact = settings.outer.optimizer in ("sgd", "nesterov") or not state.fragment.traits.is_of_model
         for values, wanted in zip((state.values.theta, *state.values.buffers), expected, strict=False):
             invariants.no_healthy_work_is_cut(fragment_id, values, wanted, is_exact=is_exact)
