@@ -271,6 +271,7 @@ class Shown:
 
 FOLDERS = [
     Shown("disturbed", "disturbed", base="undisturbed"),
+    Shown("frequency", "frequency", title="int4 int8, H = 12", pairs=[("four_h12", "four_h12_int8")]),
     Shown("momentum", "protocol", base="as_it_is"),
     Shown("asynchronous", "async", base="carry_and_grace"),
     Shown(
