@@ -9,7 +9,7 @@ _NUMBER = re.compile(r"([+-]?[0-9][0-9_]*(?:\.[0-9_]+)?(?:[eE][+-]?[0-9]+)?|[+-]
 _THOUSANDS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
 _BYTES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SECONDS = {
-    "": "1", "ms": "0.001", "s": "1", "sec": "1", "m": "60", "min": "60", "h": "3600", "d": "86400",
+    "": "1", "ms": "0.001", "s": "1", "sec": "1", "m": "60", "min": "60", "h": "3600", "d": "86400", "y": "31557600",
 }  # fmt: skip
 _DTYPES = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
@@ -35,8 +35,17 @@ def num_bytes(text: str) -> int:
     return _whole(number * power ** _BYTES[base.removesuffix("i")], text)
 
 
+def bits_per_s(text: str) -> float:
+    """100Mbit, 1Gbit/s, 12MB/s: bits per second. A capital B is bytes; without a unit it is bits. Raises ValueError."""
+    plain = text.strip().removesuffix("/s").removesuffix("ps")
+    for unit, bits in (("bits", 1), ("bit", 1), ("Bytes", 8), ("B", 8), ("b", 1)):
+        if plain.endswith(unit):
+            return num_bytes(plain.removesuffix(unit)) * bits
+    return num_bytes(plain)
+
+
 def seconds(text: str) -> float:
-    """30s, 1.5h, 250ms, 5m (minutes), 10: seconds. Raises ValueError."""
+    """30s, 1.5h, 250ms, 5m (minutes), 1y, 10: seconds. Raises ValueError."""
     number, unit = _split(text)
     if unit not in _SECONDS:
         raise ValueError(text)

@@ -22,6 +22,8 @@ from operator import itemgetter
 
 DAY_S = 86_400.0
 YEAR_S = 365.25 * DAY_S
+LAST_NOTICE_S = 30.0
+"""That a learner needs to say goodbye."""
 SHAPE, POWER = 1.5, 2.0
 """Of repair times. With scale 1 their mean is `_UNIT_MEAN`."""
 ROUNDING = 1e-9
@@ -54,7 +56,7 @@ class Failures:
     """Mean time between two preemptions of a whole island."""
     preempt_for_s: float = 1800.0
     notice_s: float = 30.0
-    """It is told so long before. Below 30 s it cannot say goodbye, and what it has not contributed is lost."""
+    """It is told so long before. Below `LAST_NOTICE_S` it cannot say goodbye: what it has not contributed is lost."""
 
 
 PRESETS = {
@@ -100,6 +102,10 @@ class Timeline:
     lost_s: float = 0.0
     """Of computing, that a restart threw away."""
     interruptions: int = 0
+    spent: list[float] = field(default_factory=list)
+    """By piece, in seconds; and what was done before each: steps, and steps times share."""
+    worked: list[float] = field(default_factory=list)
+    trained: list[float] = field(default_factory=list)
 
     def change(self, at: float, share: float, pace: float = 1.0) -> None:
         """From this moment on."""
@@ -110,11 +116,6 @@ class Timeline:
         self.at.append(at)
         self.share.append(share)
         self.pace.append(pace if share else 0.0)
-
-    spent: list[float] = field(default_factory=list)
-    """By piece, in seconds; and what was done before each: steps, and steps times share."""
-    worked: list[float] = field(default_factory=list)
-    trained: list[float] = field(default_factory=list)
 
     def freeze(self) -> None:
         """It is whole: make it quick to look at."""
@@ -180,7 +181,7 @@ def island_timeline(
     if away is None:
         away = preemptions(failures, until, chance)
     drawing = _Drawing(island, failures, until, chance, away)
-    drawing.line.away += [(a.begins_s, a.ends_s, failures.notice_s >= 30.0) for a in away if a.share == 1.0]
+    drawing.line.away += [(a.begins_s, a.ends_s, failures.notice_s >= LAST_NOTICE_S) for a in away if a.share == 1.0]
     return drawing.draw()
 
 

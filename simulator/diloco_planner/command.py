@@ -12,17 +12,12 @@ from diloco_common import quantities
 from diloco_common.errors import ConfigError
 from diloco_common.options import NO_SETTINGS, Json, number, refuse_idle, settings_from
 
-
-def _duration(text: str) -> float:
-    return float(text.strip()[:-1]) * 31_557_600.0 if text.strip().endswith("y") else quantities.seconds(text)
-
-
 _CHIPS = number(quantities.count, 1, 1e9, "a number of chips, such as 4096 or 1.2e6")
 _PARAMS = number(quantities.count, 1, 1e14, "a number of parameters, such as 125M, 70B or 5e9")
 _LEARNERS = number(quantities.count, 1, 10_000, "a whole number from 1 to 10,000")
 _WHOLE = number(quantities.count, 1, 4096, "a whole number from 1 to 4096")
-_TIME = number(_duration, 1e-4, 1e11, "a time, such as 1y, 90d or 3h")
-_STEP = number(_duration, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
+_TIME = number(quantities.seconds, 1e-4, 1e11, "a time, such as 1y, 90d or 3h")
+_STEP = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
 _HOURS = number(float, 0.001, 100_000.0, "hours, from 0.001")
 CHIPS, LEARNERS, STEP_S = 1_200_000, 8, 1.0
 _Encoding = Literal["float32", "bfloat16", "int8", "int4", "topk64_2bit"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco_common.errors import ConfigError, did_you_mean, shown
 from diloco_planner.chips import PRESETS, Failures, Island
-from diloco_planner.sections import LEARNERS_MAX, SECTIONS
+from diloco_planner.sections import FAILING, LEARNERS_MAX, SECTIONS
 from diloco_planner.toml_lines import Keys, line_of
 from diloco_planner.world import LearnerPlan, Link, ShardPlan
 
@@ -108,7 +108,8 @@ def _plan(site: Site, template: LearnerPlan, share: float) -> LearnerPlan:
             v.get("up", link.up), v.get("down", v.get("up", link.down)), v.get("round_trip", link.round_trip_s)
         ),
         step_s=v.get("step_time", template.step_s), noise=v.get("noise", template.noise),
-        begins_s=v.get("begins", 0.0), tokens_per_step=v.get("tokens_per_step", template.tokens_per_step),
+        failures=replace(template.failures, **_failing(v)), begins_s=v.get("begins", 0.0),
+        tokens_per_step=v.get("tokens_per_step", template.tokens_per_step),
     )  # fmt: skip
 
 
@@ -157,7 +158,7 @@ class _File:
         return Described(
             tuple(_site(one) for one in sites),
             preset,
-            {key if key == "slow_pace" else f"{key}_s": value for key, value in failures.items()},
+            _failing(failures),
             ShardPlan(
                 shards.get("count"), shards.get("merge", 8 * ShardPlan.merge_bytes_s) / 8,
                 shards.get("disk", math.inf) / 8, shards.get("restart_every", math.inf), shards.get("restart", 60.0),
@@ -215,6 +216,11 @@ class _File:
             except (ValueError, TypeError, OverflowError):
                 raise self.wrong([*keys, key], f"{key} is {shown(value)}", f"write {words}") from None
         return found
+
+
+def _failing(values: Mapping[str, Any]) -> dict[str, float]:
+    """What a section says of `Failures`."""
+    return {key if key == "slow_pace" else f"{key}_s": value for key, value in values.items() if key in FAILING}
 
 
 def _site(values: Mapping[str, Any]) -> Site:

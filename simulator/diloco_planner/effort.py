@@ -36,10 +36,10 @@ def refuse_endless(sync: SyncSettings, learners: Sequence[LearnerPlan], shards: 
 
 def refuse_restless(learners: Sequence[LearnerPlan], until: float) -> None:
     """Chips that change all the time. Raises ConfigError."""
-    changes = sum(_changes(plan, until) for plan in learners)
-    if changes > CHANGES_MAX:
+    many = changes(learners, until)
+    if many > CHANGES_MAX:
         raise ConfigError(
-            f"chips would fail or come back {changes:.1e} times in {until / 3600:g} hours, and {CHANGES_MAX:.0e} are "
+            f"chips would fail or come back {many:.1e} times in {until / 3600:g} hours, and {CHANGES_MAX:.0e} are "
             "the most that are simulated; ask for fewer hours, or longer times: mtbi and loss, slow_every and "
             "slow_for, preempt_every and preempt_for"
         )
@@ -53,13 +53,17 @@ def core_s(sync: SyncSettings, learners: Sequence[LearnerPlan], shards: ShardPla
     stride = 1 if decided == sync.fragments else max(1, sync.first_every // decided)
     looks = sum(until / plan.step_s / (1 if plan.noise else stride) for plan in learners)
     looks += many * until / max(10.0, stride * shortest)  # a learner with nothing to say says so
-    ticks = TICKS_PER_STEP * until / learners[0].step_s
+    ticks = TICKS_PER_STEP * until / shortest
     joins = many * until / (shards.restart_s + shards.restart_every_s / (shards.count or 1))
     return looks * (LOOK_S + many * EACH_S) + ticks * TICK_S + joins * JOIN_S
 
 
+def changes(learners: Sequence[LearnerPlan], until: float) -> float:
+    """How often their chips fail or come back, at most."""
+    return sum(_changes(plan, until) for plan in learners)
+
+
 def _changes(plan: LearnerPlan, until: float) -> float:
-    """At most so many."""
     chips, f = plan.island.chips, plan.failures
     pauses = (
         (f.loss_s if plan.island.elastic else f.restart_s, f.mtbi_s / chips),

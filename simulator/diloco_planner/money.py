@@ -40,7 +40,7 @@ def bill(described: Described, learners: Sequence[LearnerPlan], outcome: Outcome
         site = described.site_of(plan.name)
         assert site is not None
         spares = plan.island.spares * plan.island.slice_chips
-        chips += (plan.island.chips + spares) * site.price_chip_hour * (outcome.hours - plan.begins_s / 3600)
+        chips += (plan.island.chips + spares) * site.price_chip_hour * plan.there_s(3600 * outcome.hours) / 3600
         if site is not home:
             egress += one["sent_gb"] * (site.price_egress_gb + home.price_ingress_gb)
             egress += one["taken_gb"] * (home.price_egress_gb + site.price_ingress_gb)

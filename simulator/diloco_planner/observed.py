@@ -51,6 +51,8 @@ class Observed:
     params: int
     learners: list[LearnerPlan]
     shards: int
+    recorded: int
+    """Of them."""
     merge_bytes_s: float
     seconds: float
     result: Result
@@ -84,8 +86,15 @@ def observe(shards: Mapping[str, Sequence[Sequence[Line]]]) -> Observed:
     params = sum(math.prod(t.shape) for t in tensors if t.kind == "parameter")
     tokens = sum(one.tokens for one in seen.values())
     return Observed(
-        settings, params, plans, len(shards), speeds.merge_bytes_s, ended - began, _result(lives, first, tokens)
-    )
+        settings,
+        params,
+        plans,
+        settings.shard.count,
+        len(shards),
+        speeds.merge_bytes_s,
+        ended - began,
+        _result(lives, first, tokens),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------ learners

@@ -15,6 +15,8 @@ WAYS = {
     "ours": "decoupled (this)",
 }
 WIDTH = 40
+FULL = 0.9
+"""Of the time, shards that are busy so much do not keep up."""
 
 
 def as_json(found: Found) -> dict[str, Any]:
@@ -27,7 +29,8 @@ def as_json(found: Found) -> dict[str, Any]:
         "gbit_per_learner_down": round(o.gbit_per_learner_down, 4),
         "wall_s": round(found.wall_s, 2),
         "baselines": {name: {"goodput": round(share, 4)} for name, share in found.baselines.items()},
-        "hours": round(o.hours, 3), "late_share": round(o.late_share, 5), "evictions": o.evictions, "events": o.events,
+        "hours": round(o.hours, 3), "late_share": round(o.late_share, 5), "shards_busy": round(o.shards_busy, 4),
+        "evictions": o.evictions, "events": o.events,
         "fragments_decided": o.decided, "chips": sum(plan.island.chips for plan in found.asked.learners),
         "learners": len(found.asked.learners),
     }  # fmt: skip
@@ -44,8 +47,9 @@ def _lines(found: Found) -> Iterator[str]:
     o, asked = found.outcome, found.asked
     chips, sync = sum(plan.island.chips for plan in asked.learners), asked.settings.sync
     rate = sum(plan.island.chips / plan.failures.mtbi_s for plan in asked.learners) * 3600
+    everyone = count(len(asked.learners), "learner")
     yield (
-        f"{chips:,.0f} chips in {len(asked.learners)} learners, {rate:,.3g} interruptions per hour, {o.hours:g} hours; "
+        f"{chips:,.0f} chips in {everyone}, {rate:,.3g} interruptions per hour, {o.hours:g} hours; "
         f"{asked.params:.3g} parameters, H = {sync.first_every}, P = {sync.fragments}, "
         f"push {sync.push}, pull {sync.pull}"
     )
@@ -55,23 +59,32 @@ def _lines(found: Found) -> Iterator[str]:
     yield ""
     rows = {
         "somebody computes": f"{100 * o.uptime:.2f} % of the time",
-        "rounds": f"{o.rounds:,}, with {o.participants_mean:.2f} of {len(asked.learners)} learners on average",
+        "rounds": f"{o.rounds:,}, with {o.participants_mean:.2f} of {everyone} on average",
         "tokens merged": f"{100 * o.tokens_share_merged:.2f} % of those trained",
         "contributions late": f"{100 * o.late_share:.2f} %",
         "each learner, up": f"{o.gbit_per_learner_up:.3g} Gbit/s while it computes",
         "each learner, down": f"{o.gbit_per_learner_down:.3g} Gbit/s",
     }
+    if o.shards_busy:
+        rows["shards busy"] = f"{100 * o.shards_busy:.0f} % of the time"
+    if o.shards_busy > FULL:
+        rows["shards busy"] += ": versions are late; write a larger count in [shards]"
     if found.bill is not None:
         b = found.bill
         rows["money"] = (
-            f"{b.total:,.0f} {b.currency}: chips {b.chips:,.0f}, egress {b.egress:,.0f}, shards {b.shards:,.0f} "
-            f"(prices of {b.date})"
+            f"{f'{b.total:,.0f} {b.currency}'.strip()}: chips {b.chips:,.0f}, egress {b.egress:,.0f}, "
+            f"shards {b.shards:,.0f} (prices of {b.date})"
         )
     for name, words in rows.items():
         yield f"  {name:<24} {words}"
     yield ""
     of = f"{o.decided} of {sync.fragments} fragments"
     yield f"  {o.events:,} events in {found.wall_s:.0f} s; the cores decided for {of}"
+
+
+def count(number: int, what: str) -> str:
+    """1 learner, 2 learners."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def bar(share: float) -> str:

@@ -10,21 +10,6 @@ from typing import Any
 from diloco_common import quantities
 from diloco_planner.chips import PRESETS, YEAR_S
 
-
-def duration(text: str) -> float:
-    """As `quantities.seconds`, and years: 1y. Raises ValueError."""
-    text = text.strip()
-    return float(text[:-1]) * YEAR_S if text.endswith("y") else quantities.seconds(text)
-
-
-def bits_per_s(text: str) -> float:
-    """5Gbit, 5Gbit/s, 600MB/s. Raises ValueError."""
-    plain = text.strip().removesuffix("/s").removesuffix("ps")
-    found = re.fullmatch(r"(.*?)(bits?|B)?", plain)
-    assert found is not None
-    return quantities.num_bytes(found[1]) * (8 if found[2] == "B" else 1)
-
-
 Parse = Callable[[Any], Any]
 
 
@@ -76,10 +61,10 @@ def _date(value: Any) -> str:
 
 
 LEARNERS_MAX = 10_000
-_TIME = _of(duration, 0, 1000 * YEAR_S, 'a time, such as "90s", "20m" or "1y"')
-_SOME_TIME = _of(duration, 1e-4, 1000 * YEAR_S, 'a time from 0.1 ms, such as "90s", "20m" or "1y"')
-_DELAY = _of(duration, 0, 60, 'a time up to 60 s, such as "80ms"')
-_RATE = _of(bits_per_s, 1e3, 1e15, 'a rate from 1 kbit/s, such as "5Gbit" or "600MB"')
+_TIME = _of(quantities.seconds, 0, 1000 * YEAR_S, 'a time, such as "90s", "20m" or "1y"')
+_SOME_TIME = _of(quantities.seconds, 1e-4, 1000 * YEAR_S, 'a time from 0.1 ms, such as "90s", "20m" or "1y"')
+_DELAY = _of(quantities.seconds, 0, 60, 'a time up to 60 s, such as "80ms"')
+_RATE = _of(quantities.bits_per_s, 1e3, 1e15, 'a rate from 1 kbit/s, such as "5Gbit" or "600MB"')
 _LEARNERS = _whole(1, LEARNERS_MAX, f"a whole number from 1 to {LEARNERS_MAX:,}")
 _WHOLE = _whole(1, 1_000_000_000, "a whole number from 1 to 10^9")
 _SPARES = _whole(0, 1_000_000_000, "a whole number from 0 to 10^9")
@@ -89,6 +74,12 @@ _BYTES = _of(quantities.num_bytes, 1e6, 1e15, 'bytes from 1 MB, such as "80GB"')
 _SHARE = _of(float, 0, 1, "a share from 0 to 1")
 _PRICE = _of(float, 0, 1e9, "a price from 0")
 
+FAILING: Mapping[str, tuple[Parse, str]] = {
+    "mtbi": _SOME_TIME, "repair": _TIME, "loss": _TIME, "join": _TIME, "restart": _TIME, "checkpoint": _SOME_TIME,
+    "slow_every": _SOME_TIME, "slow_pace": _SHARE, "slow_for": _TIME, "preempt_every": _SOME_TIME, "preempt_for": _TIME,
+    "notice": _TIME,
+}  # fmt: skip
+"""Keys of `Failures`: of all sites, and of one that fails otherwise."""
 SITE: Mapping[str, tuple[Parse, str]] = {
     "name": (_name, 'a name, such as "oregon-2": up to 58 of A-Z a-z 0-9 . _ -'), "learners": _LEARNERS,
     "chips": _WHOLE, "slice": _WHOLE, "spares": _SPARES,
@@ -96,12 +87,9 @@ SITE: Mapping[str, tuple[Parse, str]] = {
     "round_trip": _DELAY, "begins": _TIME, "tokens_per_step": _TOKENS,
     "memory": _BYTES,
     "price_chip_hour": _PRICE, "price_egress_gb": _PRICE, "price_ingress_gb": _PRICE,
+    **FAILING,
 }  # fmt: skip
-FAILURES: Mapping[str, tuple[Parse, str]] = {
-    "preset": (_text, f"one of {', '.join(PRESETS)}"), "mtbi": _SOME_TIME, "repair": _TIME, "loss": _TIME,
-    "join": _TIME, "restart": _TIME, "checkpoint": _SOME_TIME, "slow_every": _SOME_TIME, "slow_pace": _SHARE,
-    "slow_for": _TIME, "preempt_every": _SOME_TIME, "preempt_for": _TIME, "notice": _TIME,
-}  # fmt: skip
+FAILURES = {"preset": (_text, f"one of {', '.join(PRESETS)}"), **FAILING}
 SHARDS: Mapping[str, tuple[Parse, str]] = {
     "count": _COUNT, "site": (_text, "the name of a site"), "merge": _RATE, "disk": _RATE, "restart_every": _SOME_TIME,
     "restart": _TIME, "price_hour": _PRICE,

@@ -10,12 +10,14 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from diloco_planner.chips import Away, Island, island_timeline, preemptions
+from diloco_planner.chips import Away, Failures, Island, island_timeline, preemptions
 from diloco_planner.world import LearnerPlan
 
 SPARES_ENOUGH = 10**9
 GRADIENT_BITS = 16
 """Per parameter, as data-parallel training sends them."""
+DRAWN = 500
+"""Steps, for the mean of the slowest."""
 
 
 @dataclass(frozen=True)
@@ -35,32 +37,52 @@ def data_parallel_bits(params: float, replicas: int) -> float:
 
 def data_parallel(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int, *, elastic: bool) -> float:
     """Goodput of all chips as one island, whose every step is as long as that of the slowest. Where a learner is not
-    there, the others go on without its chips."""
+    there, the others go on without its tokens."""
+    island, failures = together(learners, elastic=elastic)
+    tokens = sum(plan.tokens_per_step for plan in learners)
+    away = [gone for plan in learners for gone in _away(plan, plan.tokens_per_step / tokens, until, seed)]
+    line = island_timeline(island, failures, until, random.Random(f"dp {elastic} {seed}"), away)
+    trained = tokens * max(0.0, line.goodput) * until / in_step_s(learners, sent)
+    return trained / _ideal(learners, until)
+
+
+def together(learners: Sequence[LearnerPlan], *, elastic: bool) -> tuple[Island, Failures]:
+    """All chips as one island: their failures add up, and each pause is as long as the longest."""
     chips = sum(plan.island.chips for plan in learners)
-    first, spares = learners[0], sum(plan.island.spares for plan in learners)
-    island = replace(first.island, chips=chips, elastic=elastic, spares=spares if elastic else SPARES_ENOUGH)
-    away = [gone for plan in learners for gone in _away(plan, plan.island.chips / chips, until, seed)]
-    line = island_timeline(island, first.failures, until, random.Random(f"dp {elastic} {seed}"), away)
-    most = sum(plan.island.chips / chips * plan.there_s(until) for plan in learners)
-    return line.goodput * until / most * data_parallel_pace(learners, sent) if most else 0.0
+    island = Island(
+        chips, chips / sum(plan.island.slices for plan in learners),
+        spares=sum(plan.island.spares for plan in learners) if elastic else SPARES_ENOUGH, elastic=elastic,
+    )  # fmt: skip
+    often = {
+        name: sum(plan.island.chips / getattr(plan.failures, name) for plan in learners) / chips
+        for name in ("mtbi_s", "slow_every_s")
+    }
+    every = {name: 1 / per_s if per_s else math.inf for name, per_s in often.items()}
+    longest = {
+        name: max(getattr(plan.failures, name) for plan in learners)
+        for name in ("repair_s", "loss_s", "join_s", "restart_s", "checkpoint_s", "slow_for_s")
+    }
+    slow_pace = min(plan.failures.slow_pace for plan in learners)
+    return island, replace(learners[0].failures, slow_pace=slow_pace, **every, **longest)
 
 
 def _away(plan: LearnerPlan, share: float, until: float, seed: int) -> Iterator[Away]:
+    """When it is not there: the same preemptions as in every other way."""
     if plan.begins_s:
         yield Away(0.0, plan.begins_s, share)
-    for gone in preemptions(plan.failures, plan.there_s(until), random.Random(f"away {seed} {plan.name}"), share):
+    for gone in preemptions(plan.failures, plan.there_s(until), plan.chance(seed), share):
         yield replace(gone, begins_s=plan.begins_s + gone.begins_s, ends_s=plan.begins_s + gone.ends_s)
 
 
-def data_parallel_pace(learners: Sequence[LearnerPlan], sent: Sent) -> float:
-    """How fast it goes beside learners that wait for nobody: by the slowest machine and the thinnest link."""
-    ideal = sum(1 / plan.step_s for plan in learners) / len(learners)
+def in_step_s(learners: Sequence[LearnerPlan], sent: Sent) -> float:
+    """Seconds of a step of data-parallel training: by the slowest machine, or by the thinnest link."""
     chance = random.Random(0)
-    worst = sum(max(_step(plan, chance) for plan in learners) for _ in range(500)) / 500
+    worst = sum(max(_step(plan, chance) for plan in learners) for _ in range(DRAWN)) / DRAWN
+    if len(learners) == 1:
+        return worst
     bits = data_parallel_bits(sent.params, len(learners))
     over_link = max(bits / min(plan.link.up, plan.link.down) + 2 * plan.link.round_trip_s for plan in learners)
-    on_its_way = over_link if len(learners) > 1 and math.isfinite(bits / learners[0].link.up) and over_link > 0 else 0.0
-    return 1 / max(worst, on_its_way) / ideal  # the exchange is hidden behind the step, as far as it fits
+    return max(worst, over_link)  # the exchange is hidden behind the step, as far as it fits
 
 
 def _step(plan: LearnerPlan, chance: random.Random) -> float:
@@ -70,9 +92,7 @@ def _step(plan: LearnerPlan, chance: random.Random) -> float:
 def synchronous(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int) -> float:
     """Goodput of DiLoCo: every H steps all wait for the last one, and for what is sent, all at once."""
     chance = random.Random(f"sync {seed}")
-    lines = [
-        island_timeline(plan.island, plan.failures, until, random.Random(f"{seed} {plan.name}")) for plan in learners
-    ]
+    lines = [plan.drawn(until, plan.chance(seed)) for plan in learners]
     waits_s = max(
         sent.params * (sent.push_bits / plan.link.up + sent.pull_bits / plan.link.down) + 2 * plan.link.round_trip_s
         for plan in learners
@@ -83,20 +103,20 @@ def synchronous(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed:
         for plan, line in zip(learners, lines, strict=True):
             if plan.begins_s > now:
                 continue
-            steps_s = sent.every * plan.step_s
-            steps_s += plan.noise * plan.step_s * math.sqrt(sent.every) * chance.gauss(0, 1)
-            work, steps_s = line.work_at(now - plan.begins_s), max(0.05 * plan.step_s, steps_s)
-            ends = max(ends, plan.begins_s + line.at_work(work + steps_s))
-            if math.isinf(ends):
-                return trained / _ideal(learners, until)
-            trained += (line.trained_at(work + steps_s) - line.trained_at(work)) / steps_s * sent.every
+            noise = plan.noise * math.sqrt(sent.every) * chance.gauss(0, 1)
+            steps_s = max(0.05, sent.every + noise) * plan.step_s
+            begun = line.work_at(now - plan.begins_s)
+            ends = max(ends, plan.begins_s + line.at_work(begun + steps_s))
+            done = min(begun + steps_s, line.work_at(plan.there_s(until)))
+            steps = (line.trained_at(done) - line.trained_at(begun)) / steps_s * sent.every
+            trained += steps * plan.tokens_per_step
         now = ends + waits_s
-    return trained / _ideal(learners, now)
+    return trained / _ideal(learners, until)
 
 
 def _ideal(learners: Sequence[LearnerPlan], until: float) -> float:
-    """Steps of learners that never fail."""
-    return sum(plan.there_s(until) / plan.step_s for plan in learners) or math.inf
+    """Tokens of learners that never fail."""
+    return sum(plan.tokens_per_step * plan.there_s(until) / plan.step_s for plan in learners) or math.inf
 
 
 def baselines(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco_common.errors import ConfigError
 from diloco_common.options import NO_SETTINGS, settings_from
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import Given
@@ -49,11 +50,14 @@ class Answer:
     replayed: list[Replayed]
     results: dict[str, Result]
     """By the record, simulated as it was, and simulated with what is asked; empty: nothing is asked."""
+    missing: str = ""
+    """What the record lacks; empty: nothing."""
 
     def as_json(self) -> dict[str, Any]:
         return {
             "replayed": [asdict(one) for one in self.replayed],
             "results": {name: asdict(result) for name, result in self.results.items()},
+            "missing": self.missing,
         }
 
 
@@ -63,11 +67,19 @@ def answer(history: Path, changes: Changes, seed: int) -> Answer:
     if not changes.words:
         return Answer(replayed, {})
     run = observe(read(history))
+    if changes.quorum not in (None, "all") and int(changes.of(run.settings).sync.quorum) > len(run.learners):
+        raise ConfigError(f"--quorum {changes.quorum}: there are {len(run.learners)} learners; ask for so many, or all")
+    missing = ""
+    if run.recorded < run.shards:
+        missing = (
+            f"the record has {run.recorded} of {run.shards} shards: its rounds are of those, simulated ones of all; "
+            "give the folder with all of them"
+        )
     return Answer(replayed, {
         "recorded": run.result,
         "simulated": run.simulate(run.settings, run.shards, seed),
         changes.words: run.simulate(changes.of(run.settings), changes.shards or run.shards, seed),
-    })  # fmt: skip
+    }, missing)  # fmt: skip
 
 
 def as_text(found: Answer) -> str:
@@ -81,6 +93,8 @@ def _lines(found: Answer) -> Iterator[str]:
             f"{one.name}, epoch {one.epoch}: {one.calls:,} calls in {one.seconds:,.0f} s, {one.rounds:,} rounds, "
             f"{one.learners} learners: {what}"
         )
+    if found.missing:
+        yield found.missing
     if found.results:
         wide = 3 + max(map(len, (*found.results, "simulated")))
         yield ""

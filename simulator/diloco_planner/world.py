@@ -30,7 +30,7 @@ from diloco_common.wire.messages import (
     PushAnswer,
     PushHeader,
 )  # fmt: skip
-from diloco_planner.chips import Failures, Island, Timeline, island_timeline, uptime
+from diloco_planner.chips import LAST_NOTICE_S, Failures, Island, Timeline, island_timeline, uptime
 from diloco_planner.weightless import (
     NO_BYTES,
     NOTHING,
@@ -51,7 +51,6 @@ CONTRIBUTIONS_MAX = 60_000
 """That a run decides in detail: about a minute of one core."""
 TICKS_PER_STEP = 8
 """While a round waits. In production one every 20 ms."""
-LAST_NOTICE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,14 @@ class LearnerPlan:
     def there_s(self, until: float) -> float:
         """Seconds since it came; 0 if it comes later."""
         return max(0.0, until - self.begins_s)
+
+    def chance(self, seed: int) -> random.Random:
+        """That its failures are drawn from, and its preemptions first: so they are the same in each way of training."""
+        return random.Random(f"{seed} {self.name}")
+
+    def drawn(self, until: float, chance: random.Random) -> Timeline:
+        """When it computes, from when it comes until then."""
+        return self.line or island_timeline(self.island, self.failures, max(1.0, self.there_s(until)), chance)
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,8 @@ class Outcome:
     """Gbit/s while a learner computes."""
     gbit_per_learner_down: float
     late_share: float
+    shards_busy: float
+    """The share of the time in which their machines merge, or would have to; 0 without a number of them."""
     evictions: int
     joins: int
     ended_s: float
@@ -141,7 +150,8 @@ class World:
         self, settings: Settings, params: float, learners: Sequence[LearnerPlan], shards: ShardPlan, until: float,
         seed: int, *, decided: int | None = None, budget_tokens: int = 0,
     ) -> None:  # fmt: skip
-        sync, step_s = settings.sync, min(plan.step_s for plan in learners)
+        sync = settings.sync
+        self.shortest_s = step_s = min(plan.step_s for plan in learners)
         contributions = until / step_s / sync.first_every * sync.fragments * len(learners)
         self.decided = decided or decided_fragments(sync.fragments, contributions)
         self.stands_for = sync.fragments / self.decided
@@ -167,9 +177,11 @@ class World:
         self._ticking = False
         self.done_at: float | None = None
         self.account = Account()
-        self._free = [0.0] * (shards.count or 0)  # when each machine of a shard is
+        alike = [m for m in range(1, self.decided + 1) if self.decided % m == 0 and m <= (shards.count or 0)]
+        self._free = [0.0] * max(alike, default=0)  # when each machine of a shard is
+        self._merging_s = 0.0
         self.shard: Shard | None = seeded_shard(self.settings, self.manifest)
-        self.learners = [Learner(self, plan, random.Random(f"{seed} {plan.name}")) for plan in learners]
+        self.learners = [Learner(self, plan, plan.chance(seed)) for plan in learners]
         self._by_name = {learner.plan.name: learner for learner in self.learners}
         if shards.restart_every_s < math.inf:
             self.after(self.chance.expovariate((shards.count or 1) / shards.restart_every_s), self._lose_shard)
@@ -217,7 +229,7 @@ class World:
         self._carry_out()
         if any(s.round is not None and s.round.contributions for s in shard.versions.phases.collecting.values()):
             self._ticking = True
-            self.after(self.learners[0].plan.step_s / TICKS_PER_STEP, self._tick)
+            self.after(self.shortest_s / TICKS_PER_STEP, self._tick)
 
     def _carry_out(self) -> None:
         shard = self.shard
@@ -241,9 +253,10 @@ class World:
         """When a version is there that takes so long to make."""
         if self.plan.count is None:
             return self.now + seconds
-        machine = fragment_id % self.plan.count
-        begins = max(self.now, self._free[machine])
-        self._free[machine] = begins + seconds * self.stands_for
+        machine = fragment_id % len(self._free)
+        begins, busy_s = max(self.now, self._free[machine]), seconds * self.stands_for
+        self._free[machine] = begins + busy_s * len(self._free) / self.plan.count  # it stands for some of them
+        self._merging_s += busy_s
         return begins + seconds
 
     def _tell(self, learner_id: str, generation: int, directive: Directive) -> None:
@@ -295,6 +308,7 @@ class World:
             gbit_per_learner_up=8e-9 * up / computing if computing else 0.0,
             gbit_per_learner_down=8e-9 * down / computing if computing else 0.0,
             late_share=account.late / (account.late + account.accepted) if account.accepted else 0.0,
+            shards_busy=self._merging_s / (self.plan.count * ended) if self.plan.count and ended else 0.0,
             evictions=account.evictions,
             joins=account.joins,
             ended_s=ended,
@@ -334,8 +348,7 @@ class Learner:
 
     def __init__(self, world: World, plan: LearnerPlan, chance: random.Random) -> None:
         self.world, self.plan, self._chance = world, plan, chance
-        left = max(1.0, world.until - plan.begins_s)
-        self.line = plan.line or island_timeline(plan.island, plan.failures, left, chance)
+        self.line = plan.drawn(world.until, chance)
         sync = world.settings.sync
         self._policy = LearnerPolicy(
             sync.first_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback

@@ -52,7 +52,7 @@ def test_a_file_gives_a_plan_for_each_learner(tmp_path: Path) -> None:
     assert (plans[0].link.up, plans[0].link.down, plans[2].step_s) == (5e9, 10e9, 1.5)
     assert plans[0].failures.mtbi_s == pytest.approx(3.4 * 365.25 * 86_400)
     accounts = [{"sent_gb": 100.0, "taken_gb": 200.0}] * 3
-    outcome = Outcome(10.0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 36_000, 0, 24, accounts)  # type: ignore[arg-type]
+    outcome = Outcome(10.0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 36_000, 0, 24, accounts)  # type: ignore[arg-type]
     found = bill(described, plans, outcome)
     assert found is not None
     assert (found.chips, found.shards) == (10 * 1000 * (2 + 2 + 3), 20.0)

@@ -41,7 +41,9 @@ def test_what_would_have_come_of_it(kept: Path, capsys: pytest.CaptureFixture[st
     assert len(run.learners) == 3
     assert sum(len(one.line.away) for one in run.learners if one.line is not None) == 1 + 3, "it, and all at the end"
     assert main(["replay", str(kept), "--h", "12", "--json"]) == 0
-    then, now, other = json.loads(capsys.readouterr().out)["results"].values()
+    found = json.loads(capsys.readouterr().out)
+    assert found["missing"].startswith("the record has 1 of 2 shards: its rounds are of those")
+    then, now, other = found["results"].values()
     assert now["tokens_trained"] == pytest.approx(then["tokens_trained"], rel=0.01)
     assert now["rounds"] == pytest.approx(2 * then["rounds"], rel=0.1), "shard 0 alone is kept, of two"
     assert now["evictions"] == then["evictions"] == 1
@@ -65,5 +67,7 @@ def test_a_difference_and_a_wrong_question_are_told(kept: Path, capsys: pytest.C
     said = capsys.readouterr().out
     assert "when it was recorded" in said
     assert "line " in said
+    assert main(["replay", str(kept), "--quorum", "4"]) == 2
+    assert "--quorum 4: there are 3 learners; ask for so many, or all" in capsys.readouterr().err
     assert main(["replay", str(kept), "--quorum", "many"]) == 2
     assert "sync.quorum = many (--quorum): must be a whole number at least 1 or 'all'" in capsys.readouterr().err

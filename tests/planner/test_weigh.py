@@ -1,12 +1,14 @@
 """Which way to train, by goodput, days and money."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diloco_deploy.cli import main
+from diloco_deploy.plan.ways import ends_s
 
 SITE = """
 [[site]]
@@ -26,7 +28,11 @@ def planned(
     folder: Path, capsys: pytest.CaptureFixture[str], *sites: dict[str, object], words: str = "", more: str = ""
 ) -> dict:  # type: ignore[type-arg]
     usual = {"learners": 1, "chips": 64, "up": "10Gbit", "price": 2.0, "egress": 0.1}
-    text = "".join(SITE.format(**(usual | {"name": f"s{i}"} | site)) for i, site in enumerate(sites))
+    text = "".join(
+        SITE.format(**(usual | {"name": f"s{i}"} | site))
+        + "".join(f'{key} = "{value}"\n' for key, value in site.items() if f"{{{key}}}" not in SITE)
+        for i, site in enumerate(sites)
+    )
     (folder / "sites.toml").write_text(text + more + PRICES)
     main(["plan", "--params", "7e9", "--sites", str(folder / "sites.toml"), "--json", *words.split()])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -37,7 +43,8 @@ def planned(
     ("sites", "words", "verdict"),
     [
         ([{}, {}], "", "train decoupled, on all sites"),
-        ([{"up": "1000Gbit"}, {"up": "1000Gbit"}], "", "use data-parallel training instead"),
+        ([{"up": "1000Gbit", "egress": 0}, {"up": "1000Gbit", "egress": 0}], "", "use data-parallel training instead"),
+        ([{"up": "1000Gbit"}, {"up": "1000Gbit"}], "", "train decoupled, on all sites"),  # its egress is too dear
         ([{"chips": 512, "learners": 16, "price": 1.0}, {"chips": 8, "price": 40.0}], "", "one site is enough: s0"),
         ([{}, {}], "--tokens 1T --days 1", "no way is fast enough"),
         ([{"price": 1.0}, {"price": 9.0}], "--days 30", "one site is enough: s0"),
@@ -90,13 +97,45 @@ def test_bytes_between_clouds_cost_money(tmp_path: Path, capsys: pytest.CaptureF
     assert "spread it over" in found["memory"][0]
 
 
-@pytest.mark.parametrize(("text", "count"), [("", 8), ("count = 3\n", 3)])
+@pytest.mark.parametrize(("text", "count"), [("", 8), ("count = 4\n", 4)])
 def test_every_shard_costs_its_price(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, count: int) -> None:
     free = planned(tmp_path, capsys, {}, {}, more='[shards]\nmerge = "500MB"\n' + text)
     paid = planned(tmp_path, capsys, {}, {}, more='[shards]\nmerge = "500MB"\nprice_hour = 10.0\n' + text)
     assert paid["settings"]["shard"]["count"] == count
-    for before, after in zip(free["ways"][:2], paid["ways"][:2], strict=True):
-        assert after["money"] - before["money"] == pytest.approx(10 * count * 24 * after["days"])
+    before, after = free["ways"][0], paid["ways"][0]
+    assert after["money"] - before["money"] == pytest.approx(10 * count * 24 * after["days"])
+
+
+@pytest.mark.parametrize(
+    ("sites", "more", "verdict", "reason"),
+    [
+        ([{}, {}], "[shards]\ncount = 1\n", "one site is enough: s0", "not decoupled, as 1 shard is too few: 1.76 "),
+        ([{}, {"begins": "300d"}], "", "one site is enough: s0", "s1 comes after 300.0 days, when all is trained"),
+        ([{}, {"begins": "1d"}], "", "train decoupled, on all sites", "data-parallel training over these"),
+        ([{}, {"preempt_every": "1m", "preempt_for": "1y"}], "", "one site is enough: s0", "it needs 11.6 days"),
+    ],
+)  # fmt: skip
+def test_shards_and_sites_that_do_not_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sites: list[dict[str, object]], more: str, verdict: str,
+    reason: str,
+) -> None:  # fmt: skip
+    found = planned(tmp_path, capsys, *sites, more=more)
+    assert found["verdict"] == verdict
+    assert reason in found["because"]
+    assert found["is_ours"] is verdict.startswith("train")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "learners", "seconds"),
+    [
+        (100, [(0.0, 10.0)], 10.0),
+        (100, [(5.0, 10.0), (0.0, 10.0)], 7.5),
+        (40, [(5.0, 10.0), (0.0, 10.0)], 4.0),
+        (100, [(0.0, 0.0)], math.inf),
+    ],
+)
+def test_who_comes_later_helps_from_then_on(tokens: float, learners: list[tuple[float, float]], seconds: float) -> None:
+    assert ends_s(tokens, learners) == seconds
 
 
 def test_no_way_works_where_machines_are_gone_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,10 +88,16 @@ class Choice:
     shards: int
     fits: bool
     """Whether the link carries it at all."""
+    keeps_up: bool
+    """Whether so many shards can make all versions, at full load."""
     why_encodings: str
     why_every: str
     why_fragments: str
     why_shards: str
+
+    @property
+    def works(self) -> bool:
+        return self.fits and self.keeps_up
 
 
 def choose(asked: Asked) -> Choice:
@@ -106,13 +112,13 @@ def choose(asked: Asked) -> Choice:
         why_every = (
             f"a push takes {push_s:.2g} s, and a round waits for {PATIENCE:g} H steps of {asked.step_s:g} s at most"
         )
-    shards, why_shards = _shards(asked, encodings, every, fragments)
+    shards = shards_of(asked, encodings, every, fragments)
     return Choice(
-        encodings, every, fragments, asked.shards or shards, fits,
+        encodings, every, fragments, shards.count, fits, shards.keep_up,
         why_encodings=encodings.price,
         why_every=why_every,
         why_fragments="given" if asked.fragments else _why_fragments(asked, fragments),
-        why_shards="given" if asked.shards else why_shards,
+        why_shards=shards.why,
     )  # fmt: skip
 
 
@@ -172,8 +178,17 @@ def _why_fragments(asked: Asked, fragments: int) -> str:
     return "fewer than 24, as each contribution costs a shard 1.6 ms however small it is (docs/performance.md)"
 
 
-def _shards(asked: Asked, encodings: Encodings, every: int, fragments: int) -> tuple[int, str]:
+@dataclass(frozen=True)
+class Shards:
     """How many, and what decides it."""
+
+    count: int
+    keep_up: bool
+    why: str
+
+
+def shards_of(asked: Asked, encodings: Encodings, every: int, fragments: int) -> Shards:
+    """So many as are given, or as leave half of each machine for bursts."""
     push, pull = BITS[encodings.push], BITS[encodings.pull]
     calls = calls_of(asked, fragments, every)
     moved = formulas.bytes_rate(asked.params_moved, push, pull, asked.learners, every, asked.step_s)
@@ -193,7 +208,12 @@ def _shards(asked: Asked, encodings: Encodings, every: int, fragments: int) -> t
             written / asked.disk
         )
     why, most = max(needs.items(), key=lambda need: need[1])
-    return max(1, math.ceil(most / LINK_SHARE)), f"{why}, of which half is used"
+    enough = max(1, math.ceil(most / LINK_SHARE))
+    if asked.shards is None:
+        return Shards(enough, True, f"{why}, of which half is used")
+    if asked.shards < most:
+        return Shards(asked.shards, False, f"given, and too few: {why}; ask for {enough}")
+    return Shards(asked.shards, True, "given")
 
 
 def bit_rate(bits_per_s: float) -> str:

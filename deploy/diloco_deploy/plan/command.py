@@ -23,15 +23,6 @@ from diloco_deploy.plan.formulas import BITS
 from diloco_deploy.plan.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
 
 
-def bits_per_s(text: str) -> float:
-    """Bits per second. A capital B is bytes; without a unit it is bits. Raises ValueError."""
-    plain = text.strip().removesuffix("/s").removesuffix("ps")
-    for unit, bits in (("bits", 1), ("bit", 1), ("Bytes", 8), ("B", 8), ("b", 1)):
-        if plain.endswith(unit):
-            return quantities.num_bytes(plain.removesuffix(unit)) * bits
-    return quantities.num_bytes(plain)
-
-
 def parameters_of(name: str) -> int:
     """Trainable parameters of what `pkg.module:build` makes, on the meta device. Raises ConfigError."""
     import torch
@@ -57,10 +48,10 @@ def parameters_of(name: str) -> int:
 _PARAMS = number(quantities.count, 1, 10**13, "a number of parameters, such as 125M or 70B")
 _WHOLE = number(quantities.count, 1, 1_000_000, "a whole number from 1 to 1,000,000")
 _TOKENS = number(quantities.count, 1, 10**18, "a number of tokens, such as 1T")
-_RATE = number(bits_per_s, 1e3, 1e13, "a rate, such as 100Mbit, 1Gbit/s or 12MB/s")
+_RATE = number(quantities.bits_per_s, 1e3, 1e13, "a rate, such as 100Mbit, 1Gbit/s or 12MB/s")
 _DISK = number(quantities.num_bytes, 1e5, 1e12, "bytes per second, such as 300MB")
 _SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
-_DAYS = number(float, 5e-324, 1e6, "days, above 0")
+_DAYS = number(float, 5e-324, 1e6, "days, above 0 and up to 1,000,000")
 _BUDGET = number(quantities.count, 0, 1e15, "money, such as 200k, in the currency of the file")
 _DELAY = number(quantities.seconds, 0.0, 60.0, "a time, such as 80ms")
 Params = Annotated[int | None, Parameter(converter=_PARAMS, metavar="125M", help="parameters of the model")]
@@ -175,7 +166,7 @@ def plan(
     )  # fmt: skip
     task = None
     if described is not None:
-        from diloco_deploy.plan.ways import HOURS, Task
+        from diloco_deploy.plan.ways import Task
         from diloco_deploy.plan.weigh import asked_of, weigh
         from diloco_deploy.plan.weigh import lines_of as ways_of
         from diloco_planner import world
@@ -187,8 +178,8 @@ def plan(
             tokens_per_step=tokens_per_step or TOKENS_PER_STEP,
         )  # fmt: skip
         plans = described.learners(template, chips or CHIPS, asked.learners)
-        refuse_restless(plans, 3600 * HOURS)
         task = Task(described, tuple(plans), asked.params, tokens or TOKENS, days, budget)
+        refuse_restless(plans, 3600 * task.hours)
         asked = asked_of(task, asked)
     choice = choose(asked)
     weighed = None if task is None else weigh(task, asked, choice)
@@ -199,7 +190,7 @@ def plan(
     rows = [*figures(asked, choice), *learner_figures(asked, choice)]
     if json:
         found = {
-            "fits": choice.fits, "settings": settings_of(asked, choice),
+            "fits": choice.fits, "keeps_up": choice.keeps_up, "settings": settings_of(asked, choice),
             "why": {
                 "encodings": choice.why_encodings, "every": choice.why_every, "fragments": choice.why_fragments,
                 "shards": choice.why_shards,
@@ -210,8 +201,9 @@ def plan(
         print(dumps(found, indent=2))
     else:
         print("\n".join(["", "figures, at these settings:", *lines_of(rows)]))
-        print(f"\nsettings (run.toml):\n\n{toml(settings_of(asked, choice))}", end="")
-    return 0 if (choice.fits if weighed is None else weighed.works) else 1
+        title = "settings" if weighed is None or weighed.is_ours else "settings, where you train decoupled all the same"
+        print(f"\n{title} (run.toml):\n\n{toml(settings_of(asked, choice))}", end="")
+    return 0 if (choice.works if weighed is None else weighed.works) else 1
 
 
 @app.command(help="what one process of a learner holds, on one GPU or as a rank of an island")
@@ -265,6 +257,9 @@ def _said(asked: Asked, choice: Choice) -> Iterator[str]:
         yield ""
         yield f"This link carries nothing that we would propose: H = {choice.every} is far beyond what was measured."
         yield "Train several machines of one place as one learner (docs/islands.md), or find a faster link."
+    if not choice.keeps_up:
+        yield ""
+        yield "These shards do not keep up: versions would come later and later."
     yield ""
     yield f"  push {choice.encodings.push}, pull {choice.encodings.pull}: {choice.why_encodings}"
     yield f"  H = {choice.every}: {choice.why_every}"

@@ -7,21 +7,35 @@ is drawn from a seed.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import EVERY, EVERY_MOST, LADDER, Asked, Choice, Encodings, needed_every
+from diloco_deploy.plan.choice import (
+    EVERY,
+    EVERY_MOST,
+    LADDER,
+    Asked,
+    Choice,
+    Encodings,
+    Link,
+    choose,
+    needed_every,
+    shards_of,
+)
 from diloco_deploy.plan.formulas import BITS
-from diloco_planner.chips import island_timeline
+from diloco_planner import world
 from diloco_planner.described import Described, Site
+from diloco_planner.effort import changes
 from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
 from diloco_planner.world import LearnerPlan
 
 HOURS = 240.0
-"""That chips are drawn for."""
+"""That chips are drawn for, at least."""
+CHANGES = 5e4
+"""Of chips that fail, are preempted and come back: enough to tell their share of the time."""
+SEED = 0
 ALIKE = 0.02
 """Of goodput: rarely synchronising costs about as much of the loss (docs/quality.md, H = 24)."""
 TRAINING_BYTES = 16
@@ -50,6 +64,11 @@ class Task:
         """Those that can hold the model. No other takes part."""
         return tuple(plan for plan in self.learners if self.holds(plan))
 
+    @cached_property
+    def hours(self) -> float:
+        """That chips are drawn for: the longer, the rarer anything happens."""
+        return HOURS * max(1.0, CHANGES / changes(self.learners, HOURS * 3600))
+
     def holds(self, plan: LearnerPlan) -> bool:
         return self.least_chips(plan) <= plan.island.chips
 
@@ -74,6 +93,7 @@ class Way:
     name: str
     goodput: float
     tokens_per_s: float
+    """When all are there."""
     days: float
     """inf: it never ends."""
     money: float
@@ -83,67 +103,90 @@ class Way:
 
 
 def decoupled(
-    task: Task, learners: Sequence[LearnerPlan], choice: Choice, encodings: Encodings, every: int, name: str, why: str
+    task: Task, learners: Sequence[LearnerPlan], encodings: Encodings, every: int, shards: int, name: str, why: str
 ) -> Way:  # fmt: skip
-    """Shards are as many as were chosen. They are at home, or where all the learners are."""
-    weights = [plan.tokens_per_step / plan.step_s for plan in learners]
-    lines = [island_timeline(p.island, p.failures, HOURS * 3600, random.Random(p.name)) for p in learners]
-    goodput = sum(w * line.goodput for w, line in zip(weights, lines, strict=True)) / sum(weights)
+    """Shards are at home, or where all the learners are."""
+    until = task.hours * 3600
+    goodputs = [replace(plan, begins_s=0.0).drawn(until, plan.chance(SEED)).goodput for plan in learners]
     sites = [site for plan in learners if (site := task.site(plan)) is not None]
     home, egress = _home(task) if len({site.name for site in sites}) > 1 else None, 0.0
-    for plan in learners:
+    for plan, goodput in zip(learners, goodputs, strict=True):
         site = task.site(plan)
         if home is None or site is None or site is home:
             continue
-        up, down = (formulas.rate(task.params, BITS[e], every, plan.step_s) / 8e9 for e in encodings[:2])
+        up, down = (goodput * formulas.rate(task.params, BITS[e], every, plan.step_s) / 8e9 for e in encodings[:2])
         egress += up * (site.price_egress_gb + home.price_ingress_gb)
         egress += down * (home.price_egress_gb + site.price_ingress_gb)
-    shards = task.described.price_shard_hour * choice.shards / 3600
+    others = task.described.price_shard_hour * shards / 3600
     why = f"push {encodings.push}, pull {encodings.pull}, H = {every}: {why}"
-    return _way(task, learners, name, goodput, shards, egress, why)
+    return _way(task, learners, name, goodputs, others, egress, why)
 
 
-def second_best(task: Task, asked: Asked, choice: Choice) -> Way:
-    """The other careful encodings with the H that they need; where the last resort was chosen, twice its H."""
+def second_best(task: Task, asked: Asked, choice: Choice) -> Way | None:
+    """The other careful encodings with the H that they need; where the last resort was chosen, twice its H. None: the
+    shards do not keep up with it."""
     other = next((rung for rung in LADDER[:2] if rung.push != choice.encodings.push), LADDER[0])
     every = max(EVERY, needed_every(asked.params_moved, other, asked.link, asked.step_s))
-    why = other.price
+    why = other.price if every == EVERY else "larger encodings, at the price of a larger H"
     if every > EVERY_MOST:
         other, every, why = choice.encodings, 2 * choice.every, "half of the bytes, at the price of a larger H"
-    return decoupled(task, task.able, choice, other, every, "decoupled, second best", why)
+    shards = shards_of(asked, other, every, choice.fragments)
+    if not shards.keep_up:
+        return None
+    return decoupled(task, task.able, other, every, shards.count, "decoupled, second best", why)
 
 
 def parallel(task: Task, learners: Sequence[LearnerPlan], name: str) -> Way:
     """Data-parallel: elastic, as the better one. A step is as long as its exchange over the thinnest link."""
-    goodput = data_parallel(learners, Sent(task.params, 0, 0, 1), HOURS * 3600, 0, elastic=True)
+    first = min(plan.begins_s for plan in learners)
+    there = [replace(plan, begins_s=plan.begins_s - first) for plan in learners]
+    goodput = data_parallel(there, Sent(task.params, 0, 0, 1), task.hours * 3600, SEED, elastic=True)
+    goodputs = [goodput] * len(learners)
     if len(learners) == 1 or not any(math.isfinite(plan.link.up) for plan in learners):
-        return _way(task, learners, name, goodput, 0.0, 0.0, "no bytes leave it")
+        return _way(task, learners, name, goodputs, 0.0, 0.0, "no bytes leave it")
     sites = {site.name: site for plan in learners if (site := task.site(plan)) is not None}
-    bits, crosses = data_parallel_bits(task.params, max(2, len(sites))), len(sites) > 1
+    bits = data_parallel_bits(task.params, len(learners))
     steps = _rate(learners) * goodput / sum(plan.tokens_per_step for plan in learners)  # per second
-    egress = sum(bits * steps / 8e9 * site.price_egress_gb for site in sites.values()) if crosses else 0.0
+    prices = sum(site.price_egress_gb + site.price_ingress_gb for site in sites.values()) if len(sites) > 1 else 0.0
     why = f"its links would have to carry {bits / min(plan.step_s for plan in learners) / 1e9:.3g} Gbit/s"
-    return _way(task, learners, name, goodput, 0.0, egress, why)
+    return _way(task, learners, name, goodputs, 0.0, bits * steps / 8e9 * prices, why)
 
 
-def alone(task: Task, site: Site, choice: Choice) -> Way:
+def alone(task: Task, site: Site, asked: Asked) -> Way:
     """All that one site has, by the better of both ways inside it, where links count for nothing."""
-    learners = [replace(plan, link=type(plan.link)()) for plan in task.able if task.site(plan) is site]
-    in_step = parallel(task, learners, f"only {site.name}")
-    if len(learners) == 1:
+    learners = [replace(plan, link=world.Link()) for plan in task.able if task.site(plan) is site]
+    name = f"only {site.name}"
+    in_step = parallel(task, learners, name)
+    step_s = min(plan.step_s for plan in learners)
+    inside = choose(replace(asked, learners=len(learners), link=Link(math.inf, math.inf), step_s=step_s))
+    if len(learners) == 1 or not inside.works:
         return in_step
-    rarely = decoupled(task, learners, choice, LADDER[0], EVERY, f"only {site.name}", "inside one site")
+    rarely = decoupled(task, learners, inside.encodings, inside.every, inside.shards, name, "inside one site")
     return rarely if rarely.goodput > in_step.goodput + ALIKE else in_step
 
 
 def _way(
-    task: Task, learners: Sequence[LearnerPlan], name: str, goodput: float, other: float, egress: float, why: str
+    task: Task, learners: Sequence[LearnerPlan], name: str, goodputs: Sequence[float], other: float, egress: float,
+    why: str,
 ) -> Way:  # fmt: skip
-    """`other` and `egress`: money per second, beside that of chips."""
-    rate = _rate(learners) * max(0.0, goodput)
-    seconds = task.tokens / rate if rate else math.inf
-    money, on_links = (each * seconds if each else 0.0 for each in (_chips(task, learners) + other + egress, egress))
-    return Way(name, max(0.0, goodput), rate, seconds / 86_400, money, on_links, why)
+    """`goodputs`: of each learner. `other` and `egress`: money per second, beside that of chips."""
+    ideal = [plan.tokens_per_step / plan.step_s for plan in learners]
+    rates = [each * max(0.0, goodput) for each, goodput in zip(ideal, goodputs, strict=True)]
+    seconds = ends_s(task.tokens, [(plan.begins_s, rate) for plan, rate in zip(learners, rates, strict=True)])
+    chips = sum(price * plan.there_s(seconds) for plan in learners if (price := _chips(task, plan)))
+    beside, on_links = (each * seconds if each else 0.0 for each in (other + egress, egress))
+    return Way(name, sum(rates) / sum(ideal), sum(rates), seconds / 86_400, chips + beside, on_links, why)
+
+
+def ends_s(tokens: float, learners: Sequence[tuple[float, float]]) -> float:
+    """Seconds until so many tokens are trained. Of each learner: when it begins, and its tokens per second. inf:
+    never."""
+    done = rate = since = 0.0
+    for begins_s, more in sorted(learners):
+        if done + rate * (begins_s - since) >= tokens:
+            break
+        done, rate, since = done + rate * (begins_s - since), rate + more, begins_s
+    return since + (tokens - done) / rate if rate else math.inf
 
 
 def _rate(learners: Sequence[LearnerPlan]) -> float:
@@ -156,12 +199,9 @@ def _home(task: Task) -> Site | None:
     return next((s for s in sites if s.name == task.described.shards_at), sites[0] if sites else None)
 
 
-def _chips(task: Task, learners: Sequence[LearnerPlan]) -> float:
-    """Money per second."""
-    total = 0.0
-    for plan in learners:
-        site = task.site(plan)
-        if site is not None:
-            chips = plan.island.chips + plan.island.spares * plan.island.slice_chips
-            total += chips * site.price_chip_hour / 3600
-    return total
+def _chips(task: Task, plan: LearnerPlan) -> float:
+    """Money per second for those of a learner."""
+    site = task.site(plan)
+    if site is None:
+        return 0.0
+    return (plan.island.chips + plan.island.spares * plan.island.slice_chips) * site.price_chip_hour / 3600

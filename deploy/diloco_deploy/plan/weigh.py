@@ -39,6 +39,8 @@ class Weighed:
     because: str
     works: bool
     """Whether one of them is proposed."""
+    is_ours: bool
+    """Whether that is training decoupled, on several sites."""
     memory: tuple[str, ...]
     """What each site's machines can hold."""
 
@@ -64,29 +66,32 @@ def weigh(task: Task, asked: Asked, choice: Choice) -> Weighed:
     """`choice`: the settings that were chosen for `asked`. What links or memory do not allow is not among the ways."""
     memory = tuple(_memory(task))
     if not task.able:
-        return Weighed((), "no machine here holds it", _what_would(task), False, memory)
+        return Weighed((), "no machine here holds it", _what_would(task), False, False, memory)
     able = [site for site, plan in _first_of_each(task) if task.holds(plan)]
     where = "all sites" if len(able) == len(task.described.sites) else " and ".join(site.name for site in able)
-    apart = [alone(task, site, choice) for site in able if len(task.described.sites) > 1]
+    apart = [alone(task, site, asked) for site in able if len(task.described.sites) > 1]
     over = None if len(apart) == 1 else parallel(task, task.able, f"data-parallel, {where}")
     ours = None
-    if over is not None and choice.fits:
-        ours = decoupled(
-            task, task.able, choice, choice.encodings, choice.every, "decoupled, as chosen", choice.why_every
-        )
+    if over is not None and choice.works:
+        name = "decoupled, as chosen"
+        ours = decoupled(task, task.able, choice.encodings, choice.every, choice.shards, name, choice.why_every)
     second = None if ours is None else second_best(task, asked, choice)
     found = _verdict(task, where, ours, over, apart)
-    because = [found.because, *_left_out(task)]
+    because = [found.because, *_left_out(task), *_late(task, found.way)]
     if over is not None and not choice.fits:
         because.append(_thin(task, asked, choice))
+    elif over is not None and not choice.keeps_up:
+        because.append(f"not decoupled, as {_shards(choice)} {choice.why_shards.removeprefix('given, and ')}")
     ways = [way for way in (ours, second, over, *apart) if way is not None]
-    return Weighed(tuple(ways), found.words, "; ".join(because), found.works, memory)
+    is_ours = ours is not None and found.way is ours
+    return Weighed(tuple(ways), found.words, "; ".join(because), found.way is not None, is_ours, memory)
 
 
 class _Verdict(NamedTuple):
     words: str
     because: str
-    works: bool = True
+    way: Way | None = None
+    """None: none works."""
 
 
 def _verdict(task: Task, where: str, ours: Way | None, over: Way | None, apart: Sequence[Way]) -> _Verdict:
@@ -94,37 +99,56 @@ def _verdict(task: Task, where: str, ours: Way | None, over: Way | None, apart: 
     some = [way for way in (ours, over, *apart) if way is not None and way.goodput >= SOME]
     if not some:
         why = f"each has a goodput below {100 * SOME:g} %, by its links or its failures"
-        return _Verdict("no way works", why, works=False)
+        return _Verdict("no way works", why)
     quick = [way for way in some if task.days is None or way.days <= task.days]
     if not quick:
-        why = f"the fastest needs {min(way.days for way in some):.1f} days of {task.days:g}"
-        return _Verdict("no way is fast enough", why, works=False)
+        why = f"the fastest needs {_days(min(way.days for way in some))}, and {task.days:g} days are there"
+        return _Verdict("no way is fast enough", why)
     cheap = [way for way in quick if task.budget is None or way.money <= task.budget]
     if not cheap:
         assert task.budget is not None
         least = _money(task, min(quick, key=lambda way: way.money))
         why = f"the cheapest{' that is in time' if task.days else ''} takes {least}, {task.budget:,.0f} are there"
-        return _Verdict("no way is within the budget", why, works=False)
+        return _Verdict("no way is within the budget", why)
     if ours not in cheap:
         ours = None
     best = ours or min(cheap, key=lambda way: way.days)
-    if over in cheap and over is not None and over.goodput >= best.goodput - ALIKE and over.days <= SLOWER * best.days:
+    if over in cheap and over is not None and _is_as_good(over, best):
         beside = f", that of ours {100 * ours.goodput:.1f} %" if ours else ""
         why = f"its goodput is {100 * over.goodput:.1f} %{beside}, and it loses nothing by synchronising rarely"
-        return _Verdict("use data-parallel training instead", why)
+        return _Verdict("use data-parallel training instead", why, over)
     most = SLOWER * best.days if task.days is None else task.days
     enough = [way for way in apart if way in cheap and way.days <= most]
     cheapest = min(enough, key=lambda way: (way.money, way.days), default=None)
     if cheapest is not None and (ours is None or cheapest.money <= ours.money):
-        days, price = (f" beside {ours.days:.1f}", f" beside {_money(task, ours)}") if ours else ("", "")
-        why = f"it needs {cheapest.days:.1f} days{days}, for {_money(task, cheapest)}{price}"
-        return _Verdict(f"one site is enough: {cheapest.name.removeprefix('only ')}", why)
+        why = f"it needs {_days(cheapest.days)}{f' beside {_days(ours.days)}' if ours else ''}"
+        if task.described.date:
+            why += f", for {_money(task, cheapest)}{f' beside {_money(task, ours)}' if ours else ''}"
+        return _Verdict(f"one site is enough: {cheapest.name.removeprefix('only ')}", why, cheapest)
     assert ours is not None
     assert over is not None
     return _Verdict(f"train decoupled, on {where}", (
         f"data-parallel training over these links and failures has a goodput of {100 * over.goodput:.1f} %, "
         f"ours {100 * ours.goodput:.1f} %"
-    ))  # fmt: skip
+    ), ours)  # fmt: skip
+
+
+def _is_as_good(over: Way, best: Way) -> bool:
+    """Data-parallel training beside the best: it may take a little more time and money, as it learns a little more."""
+    quick, cheap = over.days <= SLOWER * best.days, over.money <= SLOWER * best.money
+    return quick and cheap and over.goodput >= best.goodput - ALIKE
+
+
+def _shards(choice: Choice) -> str:
+    return "1 shard is" if choice.shards == 1 else f"{choice.shards:,} shards are"
+
+
+def _late(task: Task, way: Way | None) -> Iterator[str]:
+    """Sites that come when all is trained."""
+    for site, plan in _first_of_each(task):
+        begins = plan.begins_s / 86_400
+        if way is not None and begins > way.days:
+            yield f"{site.name} comes after {begins:,.1f} days, when all is trained"
 
 
 def _thin(task: Task, asked: Asked, choice: Choice) -> str:
@@ -172,6 +196,10 @@ def _first_of_each(task: Task) -> Iterator[tuple[Site, LearnerPlan]]:
     return ((site, first[site.name]) for site in task.described.sites)
 
 
+def _days(days: float) -> str:
+    return "never" if math.isinf(days) else f"{days:,.1f} days" if days >= 1 else f"{24 * days:.2g} hours"
+
+
 def _money(task: Task, way: Way) -> str:
     return f"{way.money:,.0f} {task.described.currency}".strip()
 
@@ -200,7 +228,7 @@ def lines_of(task: Task, found: Weighed) -> Iterator[str]:
     for way in found.ways:
         price = f", {_money(task, way)}" if task.described.date else ""
         egress = f" ({way.egress:,.0f} of it egress)" if way.egress >= 1 else ""
-        yield f"  {way.name:<{width}}  {100 * way.goodput:5.1f} %  {way.days:7.1f} days{price}{egress}"
+        yield f"  {way.name:<{width}}  {100 * way.goodput:5.1f} %  {_days(way.days):>12}{price}{egress}"
         yield f"  {'':<{width}}  {way.why}"
     if task.described.date:
         yield f"  prices of {task.described.date}, from the file"
