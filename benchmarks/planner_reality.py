@@ -2,8 +2,8 @@
 
 Each learner is a process that steps by the clock, some slower than others. Learners are killed when the plan says so,
 and another process takes over when it says so; it has imported torch before. The planner draws the plan once, and is
-asked what it comes to. It is also told how long joining took: the median of the run. A row has what is real, and in
-brackets how far off the simulation is.
+asked what it comes to. It is also told how long joining took, the median of the run, and when the real run was looked
+at: a lease may have ended just before. A row has what is real, and in brackets how far off the simulation is.
 
     python benchmarks/planner_reality.py                       # the table of docs/planner.md; 9 minutes
     python benchmarks/planner_reality.py --learners 4 --seeds 1 --seconds 30
@@ -109,10 +109,10 @@ def settings(grace: float | str) -> Settings:
 
 
 def simulated(
-    learners: Sequence[LearnerPlan], seconds: float, seed: int, grace: float | str, joining_s: float
+    learners: Sequence[LearnerPlan], until: float, seed: int, grace: float | str, joining_s: float
 ) -> Result:  # fmt: skip
     plans = [joining_takes(plan, joining_s) for plan in learners]
-    world = World(settings(grace), PARAMS, plans, ShardPlan(), seconds, seed, decided=FRAGMENTS)
+    world = World(settings(grace), PARAMS, plans, ShardPlan(), until, seed, decided=FRAGMENTS)
     found = world.run()
     return Result(
         found.tokens_trained, found.tokens_share_merged * found.tokens_trained, found.rounds, found.evictions,
@@ -163,8 +163,8 @@ class Process:
         return self._steps.read_text().split("\n")[:-1]
 
 
-def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) -> tuple[Result, float]:
-    """And how many seconds joining took, as a rule."""
+def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) -> tuple[Result, float, float]:
+    """And how many seconds joining took, as a rule, and after how many it was looked at."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shard = stack.enter_context(running_shard(
@@ -185,14 +185,14 @@ def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) ->
             time.sleep(max(0.0, began + when - time.monotonic()))
             what()
         time.sleep(max(0.0, began + seconds - time.monotonic()))
-        status = shard.status()
+        status, looked_s = shard.status(), time.monotonic() - began
         steps = sum(process.steps for process in everyone)
         joined_s = median(took for process in everyone for took in process.joined_s)
         return Result(
             steps * TOKENS, status["tokens_merged"], status["rounds"], status["evictions"],
             status["late"] / max(1.0, status["late"] + status["rounds"] * status["participants_mean"]),
             1e-6 * status["bytes_pushed"], 1e-6 * status["bytes_pulled"],
-        ), joined_s  # fmt: skip
+        ), joined_s, looked_s  # fmt: skip
 
 
 def script(learners: Sequence[LearnerPlan], lives: dict[str, list[Process]], seconds: float) -> list[tuple[float, Any]]:
@@ -226,8 +226,8 @@ def main() -> None:
     for count in asked.learners:
         for seed in range(asked.seeds):
             learners = plans(count, asked.seconds, seed)
-            there, joining_s = real(learners, asked.seconds, grace)
-            here = simulated(learners, asked.seconds, seed, grace, joining_s)
+            there, joining_s, looked_s = real(learners, asked.seconds, grace)
+            here = simulated(learners, looked_s, seed, grace, joining_s)
             cells = [
                 f"{there.tokens_trained:,.0f} ({here.tokens_trained / there.tokens_trained - 1:+.1%})",
                 f"{there.tokens_merged:,.0f} ({here.tokens_merged / there.tokens_merged - 1:+.1%})",
