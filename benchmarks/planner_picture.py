@@ -64,7 +64,8 @@ input { width: 100% } td { padding: .3rem .6rem .3rem 0; white-space: nowrap }
 <b id="rate"></b> interruptions per hour</p>
 <input id="chips" type="range" min="0" max="$last" value="$start">
 <table id="ways"></table>
-<p>Each row is the share of the compute that reaches the model's training. See <a href="../planner/">the planner</a>.</p>
+<p>Each row is the share of the compute that reaches the model's training.
+See <a href="../planner/">the planner</a>.</p>
 <script>
 const found = $found, ways = $ways, colors = $colors, slider = document.getElementById("chips");
 const chips = Object.keys(found);
