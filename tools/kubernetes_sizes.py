@@ -20,7 +20,6 @@ from diloco_deploy.plan.formulas import BITS
 from diloco_worker.core.sizes import Share, learner_bytes
 
 WORKERS = 8
-STEP_S = 1.0
 MONTH_S = 30 * 24 * 3600
 HEADROOM = 1.25
 """A limit is so many times what the plan says. Beyond it the kernel kills the shard."""
@@ -43,13 +42,15 @@ class Model(NamedTuple):
     fragments: int
     ranks: int
     """GPUs of one worker: an island under FSDP2 from 7 B on."""
+    step_s: float
+    """Of its inner step."""
 
 
 MODELS = (
-    Model("0.1 B", 1e8, 1, 24, 1),
-    Model("1 B", 1e9, 2, 24, 1),
-    Model("7 B", 7e9, 4, 24, 8),
-    Model("70 B", 7e10, 32, 96, 64),
+    Model("0.1 B", 1e8, 1, 24, 1, 1.0),
+    Model("1 B", 1e9, 2, 24, 1, 1.0),
+    Model("7 B", 7e9, 4, 24, 8, 4.0),
+    Model("70 B", 7e10, 32, 96, 64, 20.0),
 )
 
 
@@ -65,8 +66,8 @@ def page(text: str) -> str:
 
 def shards() -> str:
     """What one shard's pod asks for."""
-    head = ("model", "shards", "fragments", "peak, by the plan", "memory limit", "disk", f"with {KEEP} checkpoints",
-            "volume", "writes")  # fmt: skip
+    head = ("model", "inner step", "shards", "fragments", "peak, by the plan", "memory limit", "disk",
+            f"with {KEEP} checkpoints", "volume", "writes")  # fmt: skip
     return _table(head, map(_shard, MODELS))
 
 
@@ -75,10 +76,11 @@ def _shard(model: Model) -> Sequence[str]:
     peak = formulas.shard_memory(owned, math.ceil(held), WORKERS, BITS[SYNC.push], "nesterov", SYNC.pull)
     each = formulas.version_bytes("nesterov", SYNC.pull)
     disk, full = (formulas.shard_disk(owned, owned / held, each, kept) for kept in (0, KEEP))
-    writes = formulas.disk_rate(owned, each, SYNC_EVERY, STEP_S)
+    writes = formulas.disk_rate(owned, each, SYNC_EVERY, model.step_s)
     return (
-        model.name, str(model.shards), str(model.fragments), units.size(peak), gibibytes(HEADROOM * peak),
-        units.size(disk), units.size(full), gibibytes(HEADROOM * full), f"{units.size(writes)}/s",
+        model.name, f"{model.step_s:g} s", str(model.shards), str(model.fragments), units.size(peak),
+        gibibytes(HEADROOM * peak), units.size(disk), units.size(full), gibibytes(HEADROOM * full),
+        f"{units.size(writes)}/s",
     )  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def moved() -> str:
 
 def _bytes(model: Model) -> Sequence[str]:
     up, down = (num_payload_bytes(encoding, round(model.params)) for encoding in (SYNC.push, SYNC.pull))
-    rounds = MONTH_S / (SYNC_EVERY * STEP_S)
+    rounds = MONTH_S / (SYNC_EVERY * model.step_s)
     sums = (up * rounds, down * rounds, WORKERS * (up + down) * rounds)
     return (model.name, units.size(up), units.size(down), *map(terabytes, sums))
 

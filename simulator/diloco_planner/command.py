@@ -77,7 +77,8 @@ def simulate(
 
     torch.set_num_threads(1)
     described = Described() if links is None else read(links)
-    refuse_idle({"--learners": learners, "--chips": chips, "--step-time": step_time}, described.idle)
+    given = {"--learners": learners, "--chips": chips, "--step-time": step_time, "--mtbi": mtbi}
+    refuse_idle(given, described.idle)
     template = LearnerPlan("", Island(1), described.failures(failures, mtbi), step_time or STEP_S)
     plans = described.learners(template, chips or CHIPS, learners or LEARNERS)
     flags: dict[str, object] = {

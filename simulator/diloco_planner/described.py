@@ -23,6 +23,7 @@ from diloco_planner.world import LearnerPlan, Link, ShardPlan
 FLAGS = {
     "--learners": "learners", "--chips": "chips", "--step-time": "step_time", "--tokens-per-step": "tokens_per_step",
     "--up": "up", "--down": "down", "--round-trip": "round_trip", "--shards": "count", "--disk": "disk",
+    "--mtbi": "mtbi",
 }  # fmt: skip
 """What a file leaves to a flag, where a site or [shards] does not say this key."""
 

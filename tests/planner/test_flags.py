@@ -17,6 +17,11 @@ TWO = ONE + '[[site]]\nname = "b"\n'
         (ONE, "--learners 2", "--learners would change nothing: {file} has learners for every site; leave out --learn"),
         (ONE, "--chips 9", "--chips would change nothing: {file} has chips for every site"),
         (ONE, "--step-time 1s", "--step-time would change nothing: {file} has step_time for every site"),
+        (
+            ONE + 'mtbi = "1d"\n',
+            "--mtbi 1h",
+            "--mtbi would change nothing: {file} has mtbi for every site",
+        ),
         (TWO, "--chips 64", "--chips 64: 0 are left for 1 learners, and each needs one; ask for more chips"),
         (TWO + 'begins = "2d"\n', "", "b-0 begins after 48 hours, and 24 are simulated; ask for more --hours"),
         (PRICED, "", "{file}: shards have a price, and nobody says how many there are; write count = 2 in [shards]"),
