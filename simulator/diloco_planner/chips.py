@@ -146,9 +146,14 @@ class Timeline:
         return self.trained[index] + (work - self.worked[index]) * self.share[index]
 
     @property
-    def goodput(self) -> float:
+    def computed(self) -> float:
         """What was trained, as a share of what unfailing chips would have."""
-        return (self.trained[-1] - self.lost_s) / self.until
+        return self.trained[-1] / self.until
+
+    @property
+    def goodput(self) -> float:
+        """Without what restarts from a checkpoint threw away."""
+        return self.computed - self.lost_s / self.until
 
     @property
     def computing_s(self) -> float:

@@ -64,7 +64,7 @@ def simulate(
     json: Json = False,
 ) -> int:
     """Simulate a run on so many chips: what its failures cost, what the cores decide, and what other ways of training
-    would have come to. One simulated day of a million chips takes a minute.
+    would have come to. One simulated day of a million chips takes a quarter of a minute.
     """
     import torch
 

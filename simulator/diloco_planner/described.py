@@ -56,7 +56,7 @@ class Described:
     """What the file says otherwise than the preset."""
     shards: ShardPlan = field(default_factory=ShardPlan)
     shards_at: str = ""
-    """The site whose egress carries all versions; else that of the first."""
+    """The site whose egress carries all versions, and whose learners need no link; else versions leave the first."""
     price_shard_hour: float = 0.0
     currency: str = ""
     date: str = ""
@@ -75,6 +75,8 @@ class Described:
         Learners of sites that say no chips share those that the others leave. Raises ConfigError if they are too few.
         """
         sites = self.sites or (Site("learner", learners),)
+        if not self.sites and learners > LEARNERS_MAX:
+            raise ConfigError(f"--learners {learners:,}: a plan has {LEARNERS_MAX:,} at most")
         sharing = sum(site.learners for site in sites if site.chips is None)
         taken = sum(site.learners * site.chips for site in sites if site.chips is not None)
         if sharing and chips - taken < sharing:
@@ -83,10 +85,34 @@ class Described:
                 "one; ask for more chips, or for fewer learners"
             )
         return [
-            replace(_plan(site, template, (chips - taken) / max(1, sharing)), name=f"{site.name}-{i}")
+            replace(self._plan(site, template, (chips - taken) / max(1, sharing)), name=f"{site.name}-{i}")
             for site in sites
             for i in range(site.learners)
         ]
+
+    def _plan(self, site: Site, template: LearnerPlan, share: float) -> LearnerPlan:
+        """Of one of its learners. `share`: of the chips, if it says none."""
+        v, island, link = site.values, template.island, template.link
+        if site.name == self.shards_at:
+            link = Link()
+        elif "up" in v or "down" in v or "round_trip" in v:
+            up = v.get("up", link.up)
+            link = Link(up, v.get("down", v.get("up", link.down)), v.get("round_trip", link.round_trip_s))
+        return replace(
+            template,
+            island=Island(
+                share if site.chips is None else site.chips, v.get("slice", island.slice_chips),
+                v.get("spares", island.spares), v.get("elastic", island.elastic),
+            ),
+            link=link, step_s=v.get("step_time", template.step_s), noise=v.get("noise", template.noise),
+            failures=replace(template.failures, **_failing(v)), begins_s=v.get("begins", 0.0),
+            tokens_per_step=v.get("tokens_per_step", template.tokens_per_step), site=site.name,
+        )  # fmt: skip
+
+    @property
+    def home(self) -> Site | None:
+        """Of the shards: where their egress is counted."""
+        return next((s for s in self.sites if s.name == self.shards_at), self.sites[0] if self.sites else None)
 
     def site_of(self, learner: str) -> Site | None:
         return self._by_name.get(learner.rpartition("-")[0])
@@ -94,24 +120,6 @@ class Described:
     @cached_property
     def _by_name(self) -> dict[str, Site]:
         return {site.name: site for site in self.sites}
-
-
-def _plan(site: Site, template: LearnerPlan, share: float) -> LearnerPlan:
-    """Of one of its learners. `share`: of the chips, if it says none."""
-    v, island, link = site.values, template.island, template.link
-    return replace(
-        template,
-        island=Island(
-            share if site.chips is None else site.chips, v.get("slice", island.slice_chips),
-            v.get("spares", island.spares), v.get("elastic", island.elastic),
-        ),
-        link=Link(
-            v.get("up", link.up), v.get("down", v.get("up", link.down)), v.get("round_trip", link.round_trip_s)
-        ),
-        step_s=v.get("step_time", template.step_s), noise=v.get("noise", template.noise),
-        failures=replace(template.failures, **_failing(v)), begins_s=v.get("begins", 0.0),
-        tokens_per_step=v.get("tokens_per_step", template.tokens_per_step),
-    )  # fmt: skip
 
 
 def read(path: Path) -> Described:

@@ -31,18 +31,28 @@ class Bill:
 
 
 def bill(described: Described, learners: Sequence[LearnerPlan], outcome: Outcome) -> Bill | None:
-    """Bytes within one site cost nothing."""
+    """None: the file has no prices."""
     if not described.date:
         return None
-    home = next((s for s in described.sites if s.name == described.shards_at), described.sites[0])
     chips = egress = 0.0
     for plan, one in zip(learners, outcome.learners, strict=True):
-        site = described.site_of(plan.name)
-        assert site is not None
-        spares = plan.island.spares * plan.island.slice_chips
-        chips += (plan.island.chips + spares) * site.price_chip_hour * plan.there_s(3600 * outcome.hours) / 3600
-        if site is not home:
-            egress += one["sent_gb"] * (site.price_egress_gb + home.price_ingress_gb)
-            egress += one["taken_gb"] * (home.price_egress_gb + site.price_ingress_gb)
+        up, down = per_gb(described, plan)
+        chips += chips_hour(described, plan) * plan.there_s(3600 * outcome.hours) / 3600
+        egress += one["sent_gb"] * up + one["taken_gb"] * down
     shards = described.price_shard_hour * (described.shards.count or 1) * outcome.hours
     return Bill(outcome.hours, chips, shards, egress, described.currency, described.date)
+
+
+def chips_hour(described: Described, plan: LearnerPlan) -> float:
+    """Of one learner, with its spares."""
+    site, island = described.site_of(plan.name), plan.island
+    each = island.chips / island.slices
+    return 0.0 if site is None else (island.chips + island.spares * each) * site.price_chip_hour
+
+
+def per_gb(described: Described, plan: LearnerPlan) -> tuple[float, float]:
+    """What a learner's contributions and versions cost. Bytes within the site of the shards cost nothing."""
+    site, home = described.site_of(plan.name), described.home
+    if site is None or home is None or site is home:
+        return 0.0, 0.0
+    return site.price_egress_gb + home.price_ingress_gb, home.price_egress_gb + site.price_ingress_gb

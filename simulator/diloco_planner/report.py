@@ -16,7 +16,7 @@ WAYS = {
 }
 WIDTH = 40
 FULL = 0.9
-"""Of the time, shards that are busy so much do not keep up."""
+"""Shards that are busy for more of the time do not keep up; of tokens, less is worth a word."""
 
 
 def as_json(found: Found) -> dict[str, Any]:
@@ -65,6 +65,8 @@ def _lines(found: Found) -> Iterator[str]:
         "each learner, up": f"{o.gbit_per_learner_up:.3g} Gbit/s while it computes",
         "each learner, down": f"{o.gbit_per_learner_down:.3g} Gbit/s",
     }
+    if o.tokens_share_merged < FULL:
+        rows["tokens merged"] += ": the rest was late or lost; look at links, shards and hours"
     if o.shards_busy:
         rows["shards busy"] = f"{100 * o.shards_busy:.0f} % of the time"
     if o.shards_busy > FULL:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,11 +48,13 @@ def data_parallel(learners: Sequence[LearnerPlan], sent: Sent, until: float, see
 
 
 def together(learners: Sequence[LearnerPlan], *, elastic: bool) -> tuple[Island, Failures]:
-    """All chips as one island: their failures add up, and each pause is as long as the longest."""
+    """All chips as one island: their failures add up, and each pause is as long as the longest. Where it restarts and
+    would be elastic, nobody has said how many spares there are: enough."""
     chips = sum(plan.island.chips for plan in learners)
+    own = elastic or not all(plan.island.elastic for plan in learners)
     island = Island(
         chips, chips / sum(plan.island.slices for plan in learners),
-        spares=sum(plan.island.spares for plan in learners) if elastic else SPARES_ENOUGH, elastic=elastic,
+        spares=sum(plan.island.spares for plan in learners) if own else SPARES_ENOUGH, elastic=elastic,
     )  # fmt: skip
     often = {
         name: sum(plan.island.chips / getattr(plan.failures, name) for plan in learners) / chips
@@ -80,8 +83,14 @@ def in_step_s(learners: Sequence[LearnerPlan], sent: Sent) -> float:
     worst = sum(max(_step(plan, chance) for plan in learners) for _ in range(DRAWN)) / DRAWN
     if len(learners) == 1:
         return worst
-    bits = data_parallel_bits(sent.params, len(learners))
-    over_link = max(bits / min(plan.link.up, plan.link.down) + 2 * plan.link.round_trip_s for plan in learners)
+    of_site = Counter(plan.site for plan in learners)
+    if len(of_site) > 1:  # sums within a site first: each of its links carries a part
+        bits = {name: data_parallel_bits(sent.params, len(of_site)) / many for name, many in of_site.items()}
+    else:
+        bits = dict.fromkeys(of_site, data_parallel_bits(sent.params, len(learners)))
+    over_link = max(
+        bits[plan.site] / min(plan.link.up, plan.link.down) + 2 * plan.link.round_trip_s for plan in learners
+    )
     return max(worst, over_link)  # the exchange is hidden behind the step, as far as it fits
 
 
@@ -135,7 +144,7 @@ def decoupled(chips: float, learners: int, template: LearnerPlan, hours: float, 
         island_timeline(island, template.failures, hours * 3600, random.Random(f"{seed} {chips} {learners} {i}"))
         for i in range(learners)
     ]
-    return sum(line.goodput for line in lines) / learners
+    return sum(line.computed for line in lines) / learners
 
 
 def one_island(chips: float, template: LearnerPlan, hours: float, seed: int, *, elastic: bool) -> float:

@@ -77,6 +77,8 @@ class LearnerPlan:
     begins_s: float = 0.0
     """It comes later."""
     tokens_per_step: int = 1_000_000
+    site: str = ""
+    """Inside one, data-parallel training needs no link."""
     line: Timeline | None = None
     """When it computes; None: drawn from the island and its failures."""
 
@@ -100,7 +102,7 @@ class ShardPlan:
     count: int | None = None
     """Each makes one version after the other. None: there are enough of them, so that none waits."""
     merge_bytes_s: float = 1.28e9
-    """Of contributions, on one machine (docs/performance.md)."""
+    """Of contributions and versions, that one machine receives, merges and sends (docs/performance.md)."""
     disk_bytes_s: float = math.inf
     """A version is written before it is announced."""
     restart_every_s: float = math.inf
@@ -243,21 +245,22 @@ class World:
                     for member in members:
                         self._tell(member.learner_id, member.generation, directive)
                 case MergeRound():
-                    read = len(effect.contributions) * self.headers.num_bytes + self.pull_bytes
-                    seconds = read / self.plan.merge_bytes_s + 8.0 * self.elements / self.plan.disk_bytes_s
-                    self.at(self._merged_at(effect.fragment_id, seconds), partial(self._commit, shard, effect))
+                    self.at(self._merged_at(effect), partial(self._commit, shard, effect))
                 case _:
                     pass  # a fact: the ledger has it
 
-    def _merged_at(self, fragment_id: int, seconds: float) -> float:
-        """When a version is there that takes so long to make."""
+    def _merged_at(self, merge: MergeRound) -> float:
+        """When its version is there. Its machine is busy until all who contributed have pulled it, or it is written."""
+        many, written_s = len(merge.contributions), 8.0 * self.elements / self.plan.disk_bytes_s
+        merged_s = (many * self.headers.num_bytes + self.pull_bytes) / self.plan.merge_bytes_s
         if self.plan.count is None:
-            return self.now + seconds
-        machine = fragment_id % len(self._free)
-        begins, busy_s = max(self.now, self._free[machine]), seconds * self.stands_for
+            return self.now + merged_s + written_s
+        pulled_s = (many - 1) * self.pull_bytes / self.plan.merge_bytes_s
+        machine = merge.fragment_id % len(self._free)
+        begins, busy_s = max(self.now, self._free[machine]), max(merged_s + pulled_s, written_s) * self.stands_for
         self._free[machine] = begins + busy_s * len(self._free) / self.plan.count  # it stands for some of them
         self._merging_s += busy_s
-        return begins + seconds
+        return begins + merged_s + written_s
 
     def _tell(self, learner_id: str, generation: int, directive: Directive) -> None:
         learner = self._by_name[learner_id]
@@ -571,11 +574,11 @@ class Learner:
         took = 8 * self.world.pull_bytes / self.plan.link.down
         begins = max(self.world.now, self._free_down) + self.plan.link.round_trip_s
         self._free_down = begins + took * self.world.stands_for
-        self.taken += self.world.pull_bytes
         what = fragment_id, version, status.epoch, status.merged_version, status.forgotten_version
         self.world.at(begins + took, partial(self._pulled, self._process, shard, what))
 
     def _pulled(self, process: int, shard: Shard, what: tuple[int, int, int, int, int]) -> None:
+        self.taken += self.world.pull_bytes
         if process != self._process or shard is not self.world.shard or self._wanted.pop(what[0], None) is None:
             return
         self._inbox.append(what)
@@ -611,13 +614,13 @@ class Learner:
             return
         took = 8 * header.payload.num_bytes / self.plan.link.up
         self._free_up = max(self.world.now, self._free_up) + took * self.world.stands_for
-        self.sent += header.payload.num_bytes
         self.world.after(took, partial(self._lands, member, process, contribution, header, norms))
 
     def _lands(
         self, member: Member, process: int, contribution: Contribution, header: PushHeader, norms: tuple[float, ...]
     ) -> None:
         """All of its bytes are."""
+        self.sent += header.payload.num_bytes
         shard = self.world.shard
         if shard is None or member is not self.member:
             return

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_deploy.cli import main
-from diloco_deploy.plan.ways import ends_s
+from diloco_deploy.plan.ways import Phase, ends
 
 SITE = """
 [[site]]
@@ -30,7 +30,7 @@ def planned(
     usual = {"learners": 1, "chips": 64, "up": "10Gbit", "price": 2.0, "egress": 0.1}
     text = "".join(
         SITE.format(**(usual | {"name": f"s{i}"} | site))
-        + "".join(f'{key} = "{value}"\n' for key, value in site.items() if f"{{{key}}}" not in SITE)
+        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in site.items() if f"{{{key}}}" not in SITE)
         for i, site in enumerate(sites)
     )
     (folder / "sites.toml").write_text(text + more + PRICES)
@@ -53,7 +53,7 @@ def planned(
         ([{"chips": 2}, {"chips": 1}], "", "no machine here holds it"),
         ([{}, {"up": "10kbit", "chips": 2}, {}], "", "train decoupled, on s0 and s2"),
         ([{}, {"up": "10kbit", "price": 3.0}], "", "one site is enough: s0"),
-        ([{"learners": 8, "up": "10kbit"}], "", "no way works"),
+        ([{"learners": 8, "up": "10kbit"}], "", "use data-parallel training instead"),  # inside a site no link counts
         ([{"up": "10kbit"}], "", "use data-parallel training instead"),
         ([{}, {"up": "10kbit"}], "--days 1", "no way is fast enough"),
         ([{}, {}], "--budget 100", "no way is within the budget"),
@@ -76,7 +76,7 @@ def test_the_verdict_follows_links_prices_and_time(
         ([{}, {}, {"chips": 2}], True, "; s2 cannot hold it: a learner there has 2 chips of 80.0 GB, and needs 3"),
         ([{"chips": 2}, {"chips": 1}], False, "s0 is nearest: a learner there has 2 chips of 80.0 GB, and needs 3"),
         ([{}, {"up": "10kbit"}], True, "; not decoupled, as the link of s1 (10.0 kbit/s up, 10.0 kbit/s down) would"),
-        ([{"learners": 8, "up": "10kbit"}], False, "each has a goodput below 1 %, by its links or its failures; not"),
+        ([{}, {}, {"up": "100Mbit"}], True, "; s2 is left out, as the link of s2 (100 Mbit/s up, 100 Mbit/s down) wou"),
     ],
 )
 def test_what_is_left_out_has_its_reason(
@@ -85,7 +85,7 @@ def test_what_is_left_out_has_its_reason(
     found = planned(tmp_path, capsys, *sites)
     assert reason in found["because"]
     assert found["works"] is works
-    assert not any("s2" in way["name"] for way in found["ways"])
+    assert not any("s2" in way["name"] and not way["name"].startswith("only") for way in found["ways"])
 
 
 def test_bytes_between_clouds_cost_money(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +109,9 @@ def test_every_shard_costs_its_price(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("sites", "more", "verdict", "reason"),
     [
-        ([{}, {}], "[shards]\ncount = 1\n", "one site is enough: s0", "not decoupled, as 1 shard is too few: 1.76 "),
+        ([{}, {}], "[shards]\ncount = 1\n", "train decoupled, on all sites", "data-parallel training over these"),
+        ([{}, {}], '[shards]\nmerge = "10kbit"\n', "one site is enough: s0", "not decoupled, as it would ask for H = "),
+        ([{"elastic": False}] * 2, '[failures]\nmtbi = "30d"\n', "train decoupled, on all sites", "data-parallel"),
         ([{}, {"begins": "300d"}], "", "one site is enough: s0", "s1 comes after 300.0 days, when all is trained"),
         ([{}, {"begins": "1d"}], "", "train decoupled, on all sites", "data-parallel training over these"),
         ([{}, {"preempt_every": "1m", "preempt_for": "1y"}], "", "one site is enough: s0", "it needs 11.6 days"),
@@ -126,16 +128,17 @@ def test_shards_and_sites_that_do_not_help(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "learners", "seconds"),
+    ("phases", "seconds", "egress"),
     [
-        (100, [(0.0, 10.0)], 10.0),
-        (100, [(5.0, 10.0), (0.0, 10.0)], 7.5),
-        (40, [(5.0, 10.0), (0.0, 10.0)], 4.0),
-        (100, [(0.0, 0.0)], math.inf),
+        ([Phase(0.0, 10.0, 1.0)], 10.0, 10.0),
+        ([Phase(0.0, 10.0), Phase(5.0, 20.0, 2.0)], 7.5, 5.0),
+        ([Phase(0.0, 10.0), Phase(50.0, 20.0, 2.0)], 10.0, 0.0),
+        ([Phase(3.0, 10.0, 1.0)], 13.0, 10.0),
+        ([Phase(0.0, 0.0)], math.inf, 0.0),
     ],
 )
-def test_who_comes_later_helps_from_then_on(tokens: float, learners: list[tuple[float, float]], seconds: float) -> None:
-    assert ends_s(tokens, learners) == seconds
+def test_who_comes_later_helps_and_costs_from_then_on(phases: list[Phase], seconds: float, egress: float) -> None:
+    assert ends(100, phases) == (seconds, egress)
 
 
 def test_no_way_works_where_machines_are_gone_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,12 @@ from diloco_deploy.plan.formulas import BITS
 
 LINK_SHARE = 0.5
 """Of a link, or of a core, or of a disk, that the run may take on average: the rest is for bursts and repeats."""
-EVERY, EVERY_MOST = 24, 500
-"""H: the default, and the largest that is proposed before a smaller encoding. Quality was measured up to 48."""
-FRAGMENTS = 24
+EVERY, EVERY_MEASURED, EVERY_MOST = 24, 48, 500
+"""H: the default, the largest whose quality was measured, and the largest that is proposed."""
+FRAGMENTS, FRAGMENTS_MOST = 24, 256
+"""P: the default, and the most where each of many shards has to own one."""
+FULL = 0.9
+"""Of a shard's machine, that given ones may be busy."""
 PATIENCE, OVERLAP = 0.1, 2
 """Defaults of `sync.patience` and `sync.overlap_steps`."""
 
@@ -86,39 +89,56 @@ class Choice:
     every: int
     fragments: int
     shards: int
-    fits: bool
-    """Whether the link carries it at all."""
-    keeps_up: bool
-    """Whether so many shards can make all versions, at full load."""
     why_encodings: str
     why_every: str
     why_fragments: str
     why_shards: str
 
     @property
-    def works(self) -> bool:
-        return self.fits and self.keeps_up
+    def fits(self) -> bool:
+        """Whether links and shards carry it at all."""
+        return self.every <= EVERY_MOST
 
 
 def choose(asked: Asked) -> Choice:
-    """The most careful settings that the link carries."""
-    encodings, every, fits, why = _encodings(asked)
+    """The most careful settings that links and shards carry."""
+    careful, *smaller = LADDER
+    found = settle(asked, careful)
+    for encodings in smaller:
+        if found.every <= (EVERY if found.encodings is careful else EVERY_MOST):
+            break
+        other = settle(asked, encodings)
+        found = min(found, other, key=lambda choice: choice.every)
+    return found
+
+
+def settle(asked: Asked, encodings: Encodings) -> Choice:
+    """With these encodings: the smallest H that links and shards carry, from the default on."""
+    every, why_every = EVERY, "the default, and the link carries it"
+    if (for_link := needed_every(asked.params_moved, encodings, asked.link, asked.step_s)) > every:
+        every, why_every = for_link, _link_asks(asked, for_link)
     fragments = asked.fragments or _fragments(asked, every)
     push_s = asked.params / fragments * BITS[encodings.push] / asked.link.up + asked.link.round_trip_s
-    for_rounds = formulas.every_for_patience(push_s, PATIENCE, OVERLAP, asked.step_s)
-    why_every = why
-    if for_rounds > every:
+    if (for_rounds := formulas.every_for_patience(push_s, PATIENCE, OVERLAP, asked.step_s)) > every:
         every = for_rounds
         why_every = (
             f"a push takes {push_s:.2g} s, and a round waits for {PATIENCE:g} H steps of {asked.step_s:g} s at most"
         )
-    shards = shards_of(asked, encodings, every, fragments)
+    machines = _machines(asked, encodings, every, fragments)
+    enough = max(1, math.ceil(machines.most / LINK_SHARE))
+    if asked.fragments is None and enough > fragments >= FRAGMENTS:
+        fragments = min(enough, FRAGMENTS_MOST)
+    shards = asked.shards or min(enough, fragments)
+    if machines.most > FULL * shards:  # the needs go with 1 / H
+        every = math.ceil(every * machines.most / (FULL * shards))
+        many = "1 shard keeps" if shards == 1 else f"{shards:,} shards keep"
+        why_every = f"the smallest with which {many} up; at a smaller one {machines.why}"
     return Choice(
-        encodings, every, fragments, shards.count, fits, shards.keep_up,
+        encodings, every, fragments, shards,
         why_encodings=encodings.price,
         why_every=why_every,
         why_fragments="given" if asked.fragments else _why_fragments(asked, fragments),
-        why_shards=shards.why,
+        why_shards="given" if asked.shards else f"{machines.why}, of which half is used",
     )  # fmt: skip
 
 
@@ -139,25 +159,8 @@ def needed_every(params: float, encodings: Encodings, link: Link, step_s: float)
     return max(up, down)
 
 
-def _encodings(asked: Asked) -> tuple[Encodings, int, bool, str]:
-    """The encodings, H, whether the link carries them, and why this H."""
-    careful, half, last = LADDER
-    if needed_every(asked.params_moved, careful, asked.link, asked.step_s) <= EVERY:
-        return careful, EVERY, True, "the default, and the link carries it"
-    for rung in (half, last):
-        every = max(EVERY, needed_every(asked.params_moved, rung, asked.link, asked.step_s))
-        if every <= EVERY_MOST:
-            return (
-                rung,
-                every,
-                True,
-                "the default, and the link carries it" if every == EVERY else _link_asks(asked, every),
-            )
-    return last, every, False, _link_asks(asked, every)
-
-
 def _link_asks(asked: Asked, every: int) -> str:
-    cost = "the loss was 3 % higher at 48" if every <= 48 else "its price beyond 48 was not measured"
+    cost = "the loss was 3 % higher at 48" if every <= EVERY_MEASURED else "its price beyond 48 was not measured"
     return (
         f"the smallest with which half of the link is enough at {asked.step_s:g} s per step; {cost} (docs/quality.md)"
     )
@@ -175,45 +178,40 @@ def _fragments(asked: Asked, every: int) -> int:
 def _why_fragments(asked: Asked, fragments: int) -> str:
     if fragments == FRAGMENTS:
         return f"the default: {units.count(asked.params / fragments)} parameters each"
+    if fragments > FRAGMENTS:
+        return "one for each shard"
     return "fewer than 24, as each contribution costs a shard 1.6 ms however small it is (docs/performance.md)"
 
 
-@dataclass(frozen=True)
-class Shards:
-    """How many, and what decides it."""
+class _Machines(NamedTuple):
+    """Of shards, and what decides it."""
 
-    count: int
-    keep_up: bool
+    most: float
+    """At full load."""
     why: str
 
 
-def shards_of(asked: Asked, encodings: Encodings, every: int, fragments: int) -> Shards:
-    """So many as are given, or as leave half of each machine for bursts."""
+def _machines(asked: Asked, encodings: Encodings, every: int, fragments: int) -> _Machines:
+    """That make all versions."""
     push, pull = BITS[encodings.push], BITS[encodings.pull]
     calls = calls_of(asked, fragments, every)
     moved = formulas.bytes_rate(asked.params_moved, push, pull, asked.learners, every, asked.step_s)
-    needs = {
-        f"{units.count(calls)} contributions/s, and a core serves {formulas.CALLS_PER_S:g}": calls
-        / formulas.CALLS_PER_S,
-        f"{units.size(moved)}/s, and a core serves {units.size(asked.merge)}/s": moved / asked.merge,
-    }
+    needs = [
+        _Machines(
+            calls / formulas.CALLS_PER_S,
+            f"{units.count(calls)} contributions/s, and a core serves {formulas.CALLS_PER_S:g}",
+        ),
+        _Machines(moved / asked.merge, f"{units.size(moved)}/s, and a core serves {units.size(asked.merge)}/s"),
+    ]
     if asked.shard_link is not None:
         busier = asked.learners * formulas.rate(asked.params_moved, max(push, pull), every, asked.step_s)
-        needs[f"{bit_rate(busier)} one way, and a shard's machine has {bit_rate(asked.shard_link)}"] = (
-            busier / asked.shard_link
-        )
+        why = f"{bit_rate(busier)} one way, and a shard's machine has {bit_rate(asked.shard_link)}"
+        needs.append(_Machines(busier / asked.shard_link, why))
     if asked.disk is not None:
         written = formulas.disk_rate(asked.params, written_of(asked, encodings.pull), every, asked.step_s)
-        needs[f"{units.size(written)}/s of versions, and a disk writes {units.size(asked.disk)}/s"] = (
-            written / asked.disk
-        )
-    why, most = max(needs.items(), key=lambda need: need[1])
-    enough = max(1, math.ceil(most / LINK_SHARE))
-    if asked.shards is None:
-        return Shards(enough, True, f"{why}, of which half is used")
-    if asked.shards < most:
-        return Shards(asked.shards, False, f"given, and too few: {why}; ask for {enough}")
-    return Shards(asked.shards, True, "given")
+        why = f"{units.size(written)}/s of versions, and a disk writes {units.size(asked.disk)}/s"
+        needs.append(_Machines(written / asked.disk, why))
+    return max(needs)
 
 
 def bit_rate(bits_per_s: float) -> str:

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
@@ -46,6 +46,7 @@ def parameters_of(name: str) -> int:
 
 
 _PARAMS = number(quantities.count, 1, 10**13, "a number of parameters, such as 125M or 70B")
+_CHIPS = number(quantities.count, 1, 10**9, "a number of chips, such as 4096 or 1.2e6")
 _WHOLE = number(quantities.count, 1, 1_000_000, "a whole number from 1 to 1,000,000")
 _TOKENS = number(quantities.count, 1, 10**18, "a number of tokens, such as 1T")
 _RATE = number(quantities.bits_per_s, 1e3, 1e13, "a rate, such as 100Mbit, 1Gbit/s or 12MB/s")
@@ -118,7 +119,7 @@ def plan(
     ] = None,
     chips: Annotated[
         int | None,
-        Parameter(converter=_WHOLE, metavar="N", help="of all learners; with --sites", show_default="64"),
+        Parameter(converter=_CHIPS, metavar="N", help="of all learners; with --sites", show_default="64"),
     ] = None,
     tokens: Annotated[
         int | None, Parameter(converter=_TOKENS, metavar="1T", help="to train; with --sites", show_default="1T")
@@ -164,11 +165,11 @@ def plan(
         _params(params, model), learners or LEARNERS, link, step_time or STEP_S, fragments, shards, outer, shard_link,
         disk, companions_every,
     )  # fmt: skip
-    task = None
+    weighed = None
     if described is not None:
         from diloco_deploy.plan.ways import Task
-        from diloco_deploy.plan.weigh import asked_of, weigh
         from diloco_deploy.plan.weigh import lines_of as ways_of
+        from diloco_deploy.plan.weigh import weigh
         from diloco_planner import world
         from diloco_planner.chips import Island
         from diloco_planner.effort import refuse_restless
@@ -178,32 +179,32 @@ def plan(
             tokens_per_step=tokens_per_step or TOKENS_PER_STEP,
         )  # fmt: skip
         plans = described.learners(template, chips or CHIPS, asked.learners)
-        task = Task(described, tuple(plans), asked.params, tokens or TOKENS, days, budget)
+        averaged = companions_every is not None
+        task = Task(described, tuple(plans), asked.params, tokens or TOKENS, days, budget, averaged)
         refuse_restless(plans, 3600 * task.hours)
-        asked = asked_of(task, asked)
-    choice = choose(asked)
-    weighed = None if task is None else weigh(task, asked, choice)
-    if not json:
-        if task is not None and weighed is not None:
+        weighed = weigh(task, asked)
+        if not json:
             print("\n".join([*ways_of(task, weighed), ""]))
+    asked, choice = (asked, choose(asked)) if weighed is None else (weighed.asked, weighed.choice)
+    if not json:
         print("\n".join(_said(asked, choice)), flush=True)  # what a learner holds takes torch: seconds to load
     rows = [*figures(asked, choice), *learner_figures(asked, choice)]
     if json:
         found = {
-            "fits": choice.fits, "keeps_up": choice.keeps_up, "settings": settings_of(asked, choice),
+            "fits": choice.fits, "settings": settings_of(asked, choice),
             "why": {
                 "encodings": choice.why_encodings, "every": choice.why_every, "fragments": choice.why_fragments,
                 "shards": choice.why_shards,
             },
             "figures": [row._asdict() for row in rows],
-            **({} if weighed is None else asdict(weighed)),
+            **({} if weighed is None else weighed.as_json()),
         }  # fmt: skip
         print(dumps(found, indent=2))
     else:
         print("\n".join(["", "figures, at these settings:", *lines_of(rows)]))
         title = "settings" if weighed is None or weighed.is_ours else "settings, where you train decoupled all the same"
         print(f"\n{title} (run.toml):\n\n{toml(settings_of(asked, choice))}", end="")
-    return 0 if (choice.works if weighed is None else weighed.works) else 1
+    return 0 if (choice.fits if weighed is None else weighed.works) else 1
 
 
 @app.command(help="what one process of a learner holds, on one GPU or as a rank of an island")
@@ -255,11 +256,8 @@ def _said(asked: Asked, choice: Choice) -> Iterator[str]:
     )
     if not choice.fits:
         yield ""
-        yield f"This link carries nothing that we would propose: H = {choice.every} is far beyond what was measured."
-        yield "Train several machines of one place as one learner (docs/islands.md), or find a faster link."
-    if not choice.keeps_up:
-        yield ""
-        yield "These shards do not keep up: versions would come later and later."
+        yield f"Nothing that we would propose: H = {choice.every:,} is far beyond what was measured."
+        yield "Train several machines of one place as one learner (docs/islands.md), or find faster links or shards."
     yield ""
     yield f"  push {choice.encodings.push}, pull {choice.encodings.pull}: {choice.why_encodings}"
     yield f"  H = {choice.every}: {choice.why_every}"

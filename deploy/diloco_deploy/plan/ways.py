@@ -7,25 +7,16 @@ is drawn from a seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import (
-    EVERY,
-    EVERY_MOST,
-    LADDER,
-    Asked,
-    Choice,
-    Encodings,
-    Link,
-    choose,
-    needed_every,
-    shards_of,
-)
+from diloco_deploy.plan.choice import EVERY, EVERY_MOST, LADDER, Asked, Choice, Link, choose, settle
 from diloco_deploy.plan.formulas import BITS
-from diloco_planner import world
+from diloco_planner import money, world
 from diloco_planner.described import Described, Site
 from diloco_planner.effort import changes
 from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
@@ -33,14 +24,14 @@ from diloco_planner.world import LearnerPlan
 
 HOURS = 240.0
 """That chips are drawn for, at least."""
-CHANGES = 5e4
+CHANGES = 2e4
 """Of chips that fail, are preempted and come back: enough to tell their share of the time."""
 SEED = 0
 ALIKE = 0.02
 """Of goodput: rarely synchronising costs about as much of the loss (docs/quality.md, H = 24)."""
 TRAINING_BYTES = 16
 """Per parameter: weights, gradients, two moments of AdamW."""
-KEPT_BYTES = 6
+KEPT_BYTES, KEPT_WITH_COMPANIONS = 6, 10
 """Anchor, residual and what is under way, at most (`diloco plan memory` is exact)."""
 ROOM = 0.7
 """Of a chip's memory; the rest is for activations."""
@@ -58,6 +49,8 @@ class Task:
     """By when; None: as soon as it is worth."""
     budget: float | None = None
     """In the file's currency, at most."""
+    has_companions: bool = False
+    """Momentum is averaged, too."""
 
     @cached_property
     def able(self) -> tuple[LearnerPlan, ...]:
@@ -81,9 +74,13 @@ class Task:
         return 0.0 if site is None or site.memory is None else self.num_bytes / (ROOM * site.memory)
 
     @property
+    def bytes_per_parameter(self) -> float:
+        return TRAINING_BYTES + (KEPT_WITH_COMPANIONS if self.has_companions else KEPT_BYTES)
+
+    @property
     def num_bytes(self) -> float:
         """Of the model, at one learner."""
-        return (TRAINING_BYTES + KEPT_BYTES) * self.params
+        return self.bytes_per_parameter * self.params
 
 
 @dataclass(frozen=True)
@@ -92,116 +89,131 @@ class Way:
 
     name: str
     goodput: float
-    tokens_per_s: float
     """When all are there."""
+    tokens_per_s: float
     days: float
     """inf: it never ends."""
     money: float
     """In all; `egress` is part of it. 0 without prices."""
     egress: float
     why: str
+    settled: tuple[Asked, Choice] | None = None
+    """What was asked and chosen, where learners train decoupled."""
 
 
-def decoupled(
-    task: Task, learners: Sequence[LearnerPlan], encodings: Encodings, every: int, shards: int, name: str, why: str
-) -> Way:  # fmt: skip
+class Phase(NamedTuple):
+    """From when somebody comes on."""
+
+    since_s: float
+    tokens_per_s: float
+    egress_per_s: float = 0.0
+    """In money."""
+
+
+def decoupled(task: Task, learners: Sequence[LearnerPlan], asked: Asked, choice: Choice, name: str, why: str) -> Way:
     """Shards are at home, or where all the learners are."""
-    until = task.hours * 3600
-    goodputs = [replace(plan, begins_s=0.0).drawn(until, plan.chance(SEED)).goodput for plan in learners]
-    sites = [site for plan in learners if (site := task.site(plan)) is not None]
-    home, egress = _home(task) if len({site.name for site in sites}) > 1 else None, 0.0
-    for plan, goodput in zip(learners, goodputs, strict=True):
-        site = task.site(plan)
-        if home is None or site is None or site is home:
-            continue
-        up, down = (goodput * formulas.rate(task.params, BITS[e], every, plan.step_s) / 8e9 for e in encodings[:2])
-        egress += up * (site.price_egress_gb + home.price_ingress_gb)
-        egress += down * (home.price_egress_gb + site.price_ingress_gb)
-    others = task.described.price_shard_hour * shards / 3600
+    encodings, every, until = choice.encodings, choice.every, task.hours * 3600
+    crosses = len({plan.site for plan in learners}) > 1
+
+    def joins(plan: LearnerPlan) -> Phase:
+        """What it adds."""
+        goodput = replace(plan, begins_s=0.0).drawn(until, plan.chance(SEED)).computed
+        egress = 0.0
+        if crosses:
+            prices = money.per_gb(task.described, plan)
+            moved = (formulas.rate(asked.params_moved, BITS[e], every, plan.step_s) / 8e9 for e in encodings[:2])
+            egress = goodput * sum(gb * price for gb, price in zip(moved, prices, strict=True))
+        return Phase(plan.begins_s, goodput * plan.tokens_per_step / plan.step_s, egress)
+
+    phases = accumulate(
+        sorted(map(joins, learners)),
+        lambda all_of_them, more: Phase(
+            more.since_s, all_of_them.tokens_per_s + more.tokens_per_s, all_of_them.egress_per_s + more.egress_per_s
+        ),
+    )
     why = f"push {encodings.push}, pull {encodings.pull}, H = {every}: {why}"
-    return _way(task, learners, name, goodputs, others, egress, why)
+    shards = task.described.price_shard_hour * choice.shards / 3600
+    return _way(task, learners, name, list(phases), shards, why, (asked, choice))
 
 
-def second_best(task: Task, asked: Asked, choice: Choice) -> Way | None:
-    """The other careful encodings with the H that they need; where the last resort was chosen, twice its H. None: the
-    shards do not keep up with it."""
-    other = next((rung for rung in LADDER[:2] if rung.push != choice.encodings.push), LADDER[0])
-    every = max(EVERY, needed_every(asked.params_moved, other, asked.link, asked.step_s))
-    why = other.price if every == EVERY else "larger encodings, at the price of a larger H"
-    if every > EVERY_MOST:
-        other, every, why = choice.encodings, 2 * choice.every, "half of the bytes, at the price of a larger H"
-    shards = shards_of(asked, other, every, choice.fragments)
-    if not shards.keep_up:
+def second_best(task: Task, learners: Sequence[LearnerPlan], asked: Asked, choice: Choice) -> Way | None:
+    """The other careful encodings with the H that they need; else the same ones with twice the H. None: that is more
+    than we propose."""
+    rung = next(rung for rung in LADDER if rung.push != choice.encodings.push)
+    other = settle(asked, rung)
+    why = rung.price if other.every == EVERY else "larger encodings, at the price of a larger H"
+    if other.every > EVERY_MOST:
+        other = replace(choice, every=2 * choice.every)
+        why = "half of the bytes, at the price of a larger H"
+    if other.every > EVERY_MOST:
         return None
-    return decoupled(task, task.able, other, every, shards.count, "decoupled, second best", why)
+    return decoupled(task, learners, asked, other, "decoupled, second best", why)
 
 
 def parallel(task: Task, learners: Sequence[LearnerPlan], name: str) -> Way:
-    """Data-parallel: elastic, as the better one. A step is as long as its exchange over the thinnest link."""
-    first = min(plan.begins_s for plan in learners)
-    there = [replace(plan, begins_s=plan.begins_s - first) for plan in learners]
-    goodput = data_parallel(there, Sent(task.params, 0, 0, 1), task.hours * 3600, SEED, elastic=True)
-    goodputs = [goodput] * len(learners)
-    if len(learners) == 1 or not any(math.isfinite(plan.link.up) for plan in learners):
-        return _way(task, learners, name, goodputs, 0.0, 0.0, "no bytes leave it")
-    sites = {site.name: site for plan in learners if (site := task.site(plan)) is not None}
-    bits = data_parallel_bits(task.params, len(learners))
-    steps = _rate(learners) * goodput / sum(plan.tokens_per_step for plan in learners)  # per second
-    prices = sum(site.price_egress_gb + site.price_ingress_gb for site in sites.values()) if len(sites) > 1 else 0.0
-    why = f"its links would have to carry {bits / min(plan.step_s for plan in learners) / 1e9:.3g} Gbit/s"
-    return _way(task, learners, name, goodputs, 0.0, bits * steps / 8e9 * prices, why)
+    """Data-parallel, elastic where all of the islands are. A step is as long as its exchange over the thinnest link.
+    From when a site comes, it takes part."""
+    elastic, sent = all(plan.island.elastic for plan in learners), Sent(task.params, 0, 0, 1)
+
+    def since(begins_s: float) -> Phase:
+        there = [replace(plan, begins_s=0.0) for plan in learners if plan.begins_s <= begins_s]
+        rate = _rate(there) * data_parallel(there, sent, task.hours * 3600, SEED, elastic=elastic)
+        sites = {site.name: site for plan in there if (site := task.site(plan)) is not None}
+        gb = data_parallel_bits(task.params, len(sites)) / 8e9 if len(sites) > 1 else 0.0  # of each site, per step
+        per_gb = sum(site.price_egress_gb + site.price_ingress_gb for site in sites.values())
+        return Phase(begins_s, rate, gb * per_gb * rate / sum(plan.tokens_per_step for plan in there))
+
+    why, sites = "no bytes leave it", len({plan.site for plan in learners})
+    if sites > 1:
+        gbit = data_parallel_bits(task.params, sites) / min(plan.step_s for plan in learners) / 1e9
+        why = f"the links of a site would have to carry {gbit:.3g} Gbit/s together"
+    return _way(task, learners, name, [since(at) for at in sorted({plan.begins_s for plan in learners})], 0.0, why)
 
 
 def alone(task: Task, site: Site, asked: Asked) -> Way:
     """All that one site has, by the better of both ways inside it, where links count for nothing."""
-    learners = [replace(plan, link=world.Link()) for plan in task.able if task.site(plan) is site]
+    learners = [replace(plan, link=world.Link()) for plan in task.able if plan.site == site.name]
     name = f"only {site.name}"
     in_step = parallel(task, learners, name)
     step_s = min(plan.step_s for plan in learners)
-    inside = choose(replace(asked, learners=len(learners), link=Link(math.inf, math.inf), step_s=step_s))
-    if len(learners) == 1 or not inside.works:
+    inside = replace(asked, learners=len(learners), link=Link(math.inf, math.inf), step_s=step_s)
+    choice = choose(inside)
+    if len(learners) == 1 or not choice.fits:
         return in_step
-    rarely = decoupled(task, learners, inside.encodings, inside.every, inside.shards, name, "inside one site")
+    rarely = decoupled(task, learners, inside, choice, name, "inside one site")
     return rarely if rarely.goodput > in_step.goodput + ALIKE else in_step
 
 
 def _way(
-    task: Task, learners: Sequence[LearnerPlan], name: str, goodputs: Sequence[float], other: float, egress: float,
-    why: str,
+    task: Task, learners: Sequence[LearnerPlan], name: str, phases: Sequence[Phase], shards: float, why: str,
+    settled: tuple[Asked, Choice] | None = None,
 ) -> Way:  # fmt: skip
-    """`goodputs`: of each learner. `other` and `egress`: money per second, beside that of chips."""
-    ideal = [plan.tokens_per_step / plan.step_s for plan in learners]
-    rates = [each * max(0.0, goodput) for each, goodput in zip(ideal, goodputs, strict=True)]
-    seconds = ends_s(task.tokens, [(plan.begins_s, rate) for plan, rate in zip(learners, rates, strict=True)])
-    chips = sum(price * plan.there_s(seconds) for plan in learners if (price := _chips(task, plan)))
-    beside, on_links = (each * seconds if each else 0.0 for each in (other + egress, egress))
-    return Way(name, sum(rates) / sum(ideal), sum(rates), seconds / 86_400, chips + beside, on_links, why)
+    """`shards`: money per second."""
+    seconds, egress = ends(task.tokens, phases)
+    spent = egress + _times(shards, seconds - phases[0].since_s)
+    spent += sum(_times(money.chips_hour(task.described, plan), plan.there_s(seconds) / 3600) for plan in learners)
+    rate = phases[-1].tokens_per_s
+    return Way(name, rate / _rate(learners), rate, seconds / 86_400, spent, egress, why, settled)
 
 
-def ends_s(tokens: float, learners: Sequence[tuple[float, float]]) -> float:
-    """Seconds until so many tokens are trained. Of each learner: when it begins, and its tokens per second. inf:
-    never."""
-    done = rate = since = 0.0
-    for begins_s, more in sorted(learners):
-        if done + rate * (begins_s - since) >= tokens:
-            break
-        done, rate, since = done + rate * (begins_s - since), rate + more, begins_s
-    return since + (tokens - done) / rate if rate else math.inf
+def ends(tokens: float, phases: Sequence[Phase]) -> tuple[float, float]:
+    """Seconds until so many tokens are trained, and the money for egress. inf: never."""
+    done = egress = 0.0
+    for phase, following in pairwise([*phases, Phase(math.inf, 0.0)]):
+        lasts_s = following.since_s - phase.since_s
+        left_s = (tokens - done) / phase.tokens_per_s if phase.tokens_per_s else math.inf
+        egress += _times(phase.egress_per_s, min(left_s, lasts_s))
+        if left_s <= lasts_s:
+            return phase.since_s + left_s, egress
+        done += phase.tokens_per_s * lasts_s
+    raise AssertionError("the last phase has no end")
 
 
-def _rate(learners: Sequence[LearnerPlan]) -> float:
+def _times(price: float, amount: float) -> float:
+    """Of endlessly much that is free: nothing."""
+    return price * amount if price else 0.0
+
+
+def _rate(learners: Iterator[LearnerPlan] | Sequence[LearnerPlan]) -> float:
     """Tokens per second of chips that never fail."""
     return sum(plan.tokens_per_step / plan.step_s for plan in learners)
-
-
-def _home(task: Task) -> Site | None:
-    sites = task.described.sites
-    return next((s for s in sites if s.name == task.described.shards_at), sites[0] if sites else None)
-
-
-def _chips(task: Task, plan: LearnerPlan) -> float:
-    """Money per second for those of a learner."""
-    site = task.site(plan)
-    if site is None:
-        return 0.0
-    return (plan.island.chips + plan.island.spares * plan.island.slice_chips) * site.price_chip_hour / 3600

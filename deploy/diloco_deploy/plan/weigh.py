@@ -5,22 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diloco_deploy import units
-from diloco_deploy.plan.choice import EVERY_MOST, Asked, Choice, Link, bit_rate, needed_every
-from diloco_deploy.plan.ways import (
-    ALIKE,
-    KEPT_BYTES,
-    ROOM,
-    TRAINING_BYTES,
-    Task,
-    Way,
-    alone,
-    decoupled,
-    parallel,
-    second_best,
-)
+from diloco_deploy.plan.choice import EVERY_MEASURED, EVERY_MOST, Asked, Choice, Link, bit_rate, choose, needed_every
+from diloco_deploy.plan.ways import ALIKE, ROOM, Task, Way, alone, decoupled, parallel, second_best
 from diloco_planner.described import Site
 from diloco_planner.world import LearnerPlan
 
@@ -39,17 +28,54 @@ class Weighed:
     because: str
     works: bool
     """Whether one of them is proposed."""
-    is_ours: bool
-    """Whether that is training decoupled, on several sites."""
     memory: tuple[str, ...]
     """What each site's machines can hold."""
+    asked: Asked
+    choice: Choice
+    """Settings of the way that is proposed; where it needs none, those with which all would train decoupled."""
+    is_ours: bool
+    """Whether it needs them."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "ways": [{key: value for key, value in vars(way).items() if key != "settled"} for way in self.ways],
+            "verdict": self.verdict, "because": self.because, "works": self.works, "memory": self.memory,
+            "is_ours": self.is_ours,
+        }  # fmt: skip
 
 
-def asked_of(task: Task, base: Asked) -> Asked:
-    """The question to `choice.py`: the thinnest link decides, and the fastest step, of all who can hold the model. If
-    nobody can, of all."""
-    learners, shards = task.able or task.learners, task.described.shards
-    links = [plan.link for plan in learners]
+def weigh(task: Task, base: Asked) -> Weighed:
+    """What links or memory do not allow is not among the ways. `base`: what the file does not say."""
+    memory = tuple(_memory(task))
+    if not task.able:
+        asked = _asked(task, base, task.learners)
+        return Weighed((), "no machine here holds it", _what_would(task), False, memory, asked, choose(asked), False)
+    linked, asked, choice = _linked(task, base)
+    able = {plan.site: site for site, plan in _first_of_each(task) if task.holds(plan)}
+    apart = [alone(task, site, _asked(task, base, task.able)) for site in able.values()]
+    there = list(dict.fromkeys(plan.site for plan in linked))
+    where = "all sites" if len(there) == len(task.described.sites) else " and ".join(there)
+    ours = second = over = None
+    if len(there) > 1:
+        over = parallel(task, linked, f"data-parallel, {where}")
+        if choice.fits:
+            ours = decoupled(task, linked, asked, choice, "decoupled, as chosen", choice.why_every)
+            second = second_best(task, linked, asked, choice)
+    found = _verdict(task, where, ours, over, apart)
+    because = [found.because, *_left_out(task), *_late(task, found.way)]
+    if ours is None and over is not None:
+        because.append(_too_much(task, base, choice))
+    because += [_thin(task, base, name) for name in able if name not in there]
+    ways = tuple(way for way in (ours, second, over, *apart) if way is not None)
+    settled = None if found.way is None else found.way.settled
+    asked, choice = settled or (asked, choice)
+    works, is_ours = found.way is not None, settled is not None
+    return Weighed(ways, found.words, "; ".join(because), works, memory, asked, choice, is_ours)
+
+
+def _asked(task: Task, base: Asked, learners: Sequence[LearnerPlan]) -> Asked:
+    """The question to `choice.py`: the thinnest link decides, and the fastest step."""
+    links, shards = [plan.link for plan in learners], task.described.shards
     thinnest = Link(min(x.up for x in links), min(x.down for x in links), max(x.round_trip_s for x in links))
     return replace(
         base,
@@ -62,29 +88,24 @@ def asked_of(task: Task, base: Asked) -> Asked:
     )
 
 
-def weigh(task: Task, asked: Asked, choice: Choice) -> Weighed:
-    """`choice`: the settings that were chosen for `asked`. What links or memory do not allow is not among the ways."""
-    memory = tuple(_memory(task))
-    if not task.able:
-        return Weighed((), "no machine here holds it", _what_would(task), False, False, memory)
-    able = [site for site, plan in _first_of_each(task) if task.holds(plan)]
-    where = "all sites" if len(able) == len(task.described.sites) else " and ".join(site.name for site in able)
-    apart = [alone(task, site, asked) for site in able if len(task.described.sites) > 1]
-    over = None if len(apart) == 1 else parallel(task, task.able, f"data-parallel, {where}")
-    ours = None
-    if over is not None and choice.works:
-        name = "decoupled, as chosen"
-        ours = decoupled(task, task.able, choice.encodings, choice.every, choice.shards, name, choice.why_every)
-    second = None if ours is None else second_best(task, asked, choice)
-    found = _verdict(task, where, ours, over, apart)
-    because = [found.because, *_left_out(task), *_late(task, found.way)]
-    if over is not None and not choice.fits:
-        because.append(_thin(task, asked, choice))
-    elif over is not None and not choice.keeps_up:
-        because.append(f"not decoupled, as {_shards(choice)} {choice.why_shards.removeprefix('given, and ')}")
-    ways = [way for way in (ours, second, over, *apart) if way is not None]
-    is_ours = ours is not None and found.way is ours
-    return Weighed(tuple(ways), found.words, "; ".join(because), found.way is not None, is_ours, memory)
+def _linked(task: Task, base: Asked) -> tuple[Sequence[LearnerPlan], Asked, Choice]:
+    """Learners that train together, and how: without the sites of the thinnest links, where these ask for an H whose
+    quality was not measured. Where two sites are too few for that, all."""
+    thin = sorted({plan.site for plan in task.able}, key=lambda name: _needs_every(task, base, name), reverse=True)
+    tried = []
+    for dropped in range(max(1, len(thin) - 1)):
+        learners = [plan for plan in task.able if plan.site not in thin[:dropped]]
+        asked = _asked(task, base, learners)
+        tried.append((learners, asked, choose(asked)))
+        if tried[-1][2].every <= EVERY_MEASURED:
+            return tried[-1]
+    return next((one for one in tried if one[2].fits), tried[0])
+
+
+def _needs_every(task: Task, base: Asked, site: str) -> int:
+    """The H that its links ask for, with the encodings that they would have."""
+    asked = _asked(task, base, [plan for plan in task.able if plan.site == site])
+    return needed_every(asked.params_moved, choose(asked).encodings, asked.link, asked.step_s)
 
 
 class _Verdict(NamedTuple):
@@ -110,21 +131,19 @@ def _verdict(task: Task, where: str, ours: Way | None, over: Way | None, apart: 
         least = _money(task, min(quick, key=lambda way: way.money))
         why = f"the cheapest{' that is in time' if task.days else ''} takes {least}, {task.budget:,.0f} are there"
         return _Verdict("no way is within the budget", why)
-    if ours not in cheap:
-        ours = None
+    ours = ours if ours in cheap else None
     best = ours or min(cheap, key=lambda way: way.days)
-    if over in cheap and over is not None and _is_as_good(over, best):
-        beside = f", that of ours {100 * ours.goodput:.1f} %" if ours else ""
-        why = f"its goodput is {100 * over.goodput:.1f} %{beside}, and it loses nothing by synchronising rarely"
-        return _Verdict("use data-parallel training instead", why, over)
+    as_good = over if over is not None and over in cheap and _is_as_good(over, best) else None
+    rivals = [way for way in (ours, as_good) if way is not None]
     most = SLOWER * best.days if task.days is None else task.days
     enough = [way for way in apart if way in cheap and way.days <= most]
-    cheapest = min(enough, key=lambda way: (way.money, way.days), default=None)
-    if cheapest is not None and (ours is None or cheapest.money <= ours.money):
-        why = f"it needs {_days(cheapest.days)}{f' beside {_days(ours.days)}' if ours else ''}"
-        if task.described.date:
-            why += f", for {_money(task, cheapest)}{f' beside {_money(task, ours)}' if ours else ''}"
-        return _Verdict(f"one site is enough: {cheapest.name.removeprefix('only ')}", why, cheapest)
+    site = min(enough, key=lambda way: (way.money, way.days), default=None)
+    if site is not None and all(site.money <= way.money for way in rivals):
+        return _Verdict(_words_of_one(task, site), _beside(task, site, rivals), site)
+    if as_good is not None:
+        beside = f", that of ours {100 * ours.goodput:.1f} %" if ours else ""
+        why = f"its goodput is {100 * as_good.goodput:.1f} %{beside}, and it loses nothing by synchronising rarely"
+        return _Verdict("use data-parallel training instead", why, as_good)
     assert ours is not None
     assert over is not None
     return _Verdict(f"train decoupled, on {where}", (
@@ -133,14 +152,25 @@ def _verdict(task: Task, where: str, ours: Way | None, over: Way | None, apart: 
     ), ours)  # fmt: skip
 
 
+def _words_of_one(task: Task, way: Way) -> str:
+    """What to do with one site."""
+    name = way.name.removeprefix("only ")
+    if len(task.described.sites) > 1:
+        return f"one site is enough: {name}"
+    return "use data-parallel training instead" if way.settled is None else f"train decoupled, inside {name}"
+
+
+def _beside(task: Task, way: Way, rivals: Sequence[Way]) -> str:
+    """Its days and money, beside those of another way."""
+    days = [_days(one.days) for one in (way, *rivals[:1])]
+    prices = [_money(task, one) for one in (way, *rivals[:1])]
+    return f"it needs {' beside '.join(days)}" + (f", for {' beside '.join(prices)}" if task.described.date else "")
+
+
 def _is_as_good(over: Way, best: Way) -> bool:
     """Data-parallel training beside the best: it may take a little more time and money, as it learns a little more."""
     quick, cheap = over.days <= SLOWER * best.days, over.money <= SLOWER * best.money
     return quick and cheap and over.goodput >= best.goodput - ALIKE
-
-
-def _shards(choice: Choice) -> str:
-    return "1 shard is" if choice.shards == 1 else f"{choice.shards:,} shards are"
 
 
 def _late(task: Task, way: Way | None) -> Iterator[str]:
@@ -151,19 +181,23 @@ def _late(task: Task, way: Way | None) -> Iterator[str]:
             yield f"{site.name} comes after {begins:,.1f} days, when all is trained"
 
 
-def _thin(task: Task, asked: Asked, choice: Choice) -> str:
+def _too_much(task: Task, base: Asked, choice: Choice) -> str:
     """Why nothing is decoupled."""
+    thinnest = max({plan.site for plan in task.able}, key=lambda name: _needs_every(task, base, name))
+    if _needs_every(task, base, thinnest) <= EVERY_MOST:
+        return f"not decoupled, as it would ask for H = {choice.every:,}: {choice.why_every}"
+    return f"not decoupled, as {_link(task, base, thinnest)}, and {EVERY_MOST} is the most that we propose"
 
-    def needs(plan: LearnerPlan) -> int:
-        return needed_every(asked.params_moved, choice.encodings, Link(plan.link.up, plan.link.down), asked.step_s)
 
-    worst = max(task.able, key=needs)
-    site = task.site(worst)
-    return (
-        f"not decoupled, as the link of {worst.name if site is None else site.name} ({bit_rate(worst.link.up)} up, "
-        f"{bit_rate(worst.link.down)} down) would ask for H = {needs(worst):,}, and {EVERY_MOST} is the most that we "
-        "propose; find a faster link, or leave that site out"
-    )
+def _thin(task: Task, base: Asked, site: str) -> str:
+    """Why a site is left out."""
+    return f"{site} is left out, as {_link(task, base, site)}, and quality was measured up to {EVERY_MEASURED}"
+
+
+def _link(task: Task, base: Asked, site: str) -> str:
+    link = next(plan.link for plan in task.able if plan.site == site)
+    every = _needs_every(task, base, site)
+    return f"the link of {site} ({bit_rate(link.up)} up, {bit_rate(link.down)} down) would ask for H = {every:,}"
 
 
 def _left_out(task: Task) -> Iterator[str]:
@@ -216,7 +250,7 @@ def _memory(task: Task) -> Iterator[str]:
         elif least <= plan.island.chips:
             yield f"{words}: spread it over at least {math.ceil(least):,} chips (FSDP2, docs/islands.md)"
         else:
-            most = ROOM * have / (TRAINING_BYTES + KEPT_BYTES)
+            most = ROOM * have / task.bytes_per_parameter
             yield f"{words}: too little; it holds {units.count(most)} parameters, or needs {math.ceil(least):,} chips"
 
 
