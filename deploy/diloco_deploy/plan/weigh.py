@@ -11,6 +11,7 @@ from diloco_deploy import units
 from diloco_deploy.plan.choice import EVERY_MEASURED, EVERY_MOST, Asked, Choice, Link, bit_rate, choose, needed_every
 from diloco_deploy.plan.ways import ALIKE, ROOM, Task, Way, alone, decoupled, parallel, second_best
 from diloco_planner.described import Site
+from diloco_planner.report import count
 from diloco_planner.world import LearnerPlan
 
 SLOWER = 1.1
@@ -216,7 +217,7 @@ def _what_would(task: Task) -> str:
 def _needs(task: Task, site: Site, plan: LearnerPlan) -> str:
     assert site.memory is not None
     return (
-        f"a learner there has {plan.island.chips:,.0f} chips of {units.size(site.memory)}, and needs "
+        f"a learner there has {count(round(plan.island.chips), 'chip')} of {units.size(site.memory)}, and needs "
         f"{math.ceil(task.least_chips(plan)):,}"
     )
 
