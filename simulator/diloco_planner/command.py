@@ -98,6 +98,11 @@ def simulate(
             f"{links}: shards have a price, and nobody says how many there are; write count = 2 in [shards] "
             "(`diloco plan --sites` proposes a number)"
         )
+    if (described.shards.count or 1) > settings.sync.fragments:
+        raise ConfigError(
+            f"{links}: {described.shards.count} shards are too many for {fragments} fragments: each has to own one; "
+            "ask for more --fragments, or write a smaller count"
+        )
     most = settings.sync.quorum
     if most != "all" and most > len(plans):
         raise ConfigError(f"--quorum {quorum}: there are {len(plans)} learners; ask for so many at most, or for all")

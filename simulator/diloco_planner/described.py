@@ -75,8 +75,6 @@ class Described:
         Learners of sites that say no chips share those that the others leave. Raises ConfigError if they are too few.
         """
         sites = self.sites or (Site("learner", learners),)
-        if not self.sites and learners > LEARNERS_MAX:
-            raise ConfigError(f"--learners {learners:,}: a plan has {LEARNERS_MAX:,} at most")
         sharing = sum(site.learners for site in sites if site.chips is None)
         taken = sum(site.learners * site.chips for site in sites if site.chips is not None)
         if sharing and chips - taken < sharing:
@@ -93,20 +91,19 @@ class Described:
     def _plan(self, site: Site, template: LearnerPlan, share: float) -> LearnerPlan:
         """Of one of its learners. `share`: of the chips, if it says none."""
         v, island, link = site.values, template.island, template.link
-        if site.name == self.shards_at:
-            link = Link()
-        elif "up" in v or "down" in v or "round_trip" in v:
-            up = v.get("up", link.up)
-            link = Link(up, v.get("down", v.get("up", link.down)), v.get("round_trip", link.round_trip_s))
         return replace(
             template,
             island=Island(
                 share if site.chips is None else site.chips, v.get("slice", island.slice_chips),
                 v.get("spares", island.spares), v.get("elastic", island.elastic),
             ),
-            link=link, step_s=v.get("step_time", template.step_s), noise=v.get("noise", template.noise),
+            link=Link(
+                v.get("up", link.up), v.get("down", v.get("up", link.down)), v.get("round_trip", link.round_trip_s)
+            ),
+            step_s=v.get("step_time", template.step_s), noise=v.get("noise", template.noise),
             failures=replace(template.failures, **_failing(v)), begins_s=v.get("begins", 0.0),
             tokens_per_step=v.get("tokens_per_step", template.tokens_per_step), site=site.name,
+            is_home=site.name == self.shards_at,
         )  # fmt: skip
 
     @property

@@ -78,18 +78,17 @@ def _away(plan: LearnerPlan, share: float, until: float, seed: int) -> Iterator[
 
 
 def in_step_s(learners: Sequence[LearnerPlan], sent: Sent) -> float:
-    """Seconds of a step of data-parallel training: by the slowest machine, or by the thinnest link."""
+    """Seconds of a step of data-parallel training: by the slowest machine, or by the thinnest link. A site sums inside,
+    and each of its links carries a part of that."""
     chance = random.Random(0)
     worst = sum(max(_step(plan, chance) for plan in learners) for _ in range(DRAWN)) / DRAWN
-    if len(learners) == 1:
+    of_site = Counter(plan.site or plan.name for plan in learners)
+    if len(of_site) == 1:
         return worst
-    of_site = Counter(plan.site for plan in learners)
-    if len(of_site) > 1:  # sums within a site first: each of its links carries a part
-        bits = {name: data_parallel_bits(sent.params, len(of_site)) / many for name, many in of_site.items()}
-    else:
-        bits = dict.fromkeys(of_site, data_parallel_bits(sent.params, len(learners)))
+    bits = {name: data_parallel_bits(sent.params, len(of_site)) / many for name, many in of_site.items()}
     over_link = max(
-        bits[plan.site] / min(plan.link.up, plan.link.down) + 2 * plan.link.round_trip_s for plan in learners
+        bits[plan.site or plan.name] / min(plan.link.up, plan.link.down) + 2 * plan.link.round_trip_s
+        for plan in learners
     )
     return max(worst, over_link)  # the exchange is hidden behind the step, as far as it fits
 
@@ -103,8 +102,8 @@ def synchronous(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed:
     chance = random.Random(f"sync {seed}")
     lines = [plan.drawn(until, plan.chance(seed)) for plan in learners]
     waits_s = max(
-        sent.params * (sent.push_bits / plan.link.up + sent.pull_bits / plan.link.down) + 2 * plan.link.round_trip_s
-        for plan in learners
+        sent.params * (sent.push_bits / link.up + sent.pull_bits / link.down) + 2 * link.round_trip_s
+        for link in (plan.to_shards for plan in learners)
     )
     now, trained = min(plan.begins_s for plan in learners), 0.0
     while now < until:

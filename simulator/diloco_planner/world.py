@@ -78,13 +78,19 @@ class LearnerPlan:
     """It comes later."""
     tokens_per_step: int = 1_000_000
     site: str = ""
-    """Inside one, data-parallel training needs no link."""
+    """Inside one that has a name no link slows anybody down."""
+    is_home: bool = False
+    """The shards are there."""
     line: Timeline | None = None
     """When it computes; None: drawn from the island and its failures."""
 
     def there_s(self, until: float) -> float:
         """Seconds since it came; 0 if it comes later."""
         return max(0.0, until - self.begins_s)
+
+    @property
+    def to_shards(self) -> Link:
+        return Link() if self.is_home else self.link
 
     def chance(self, seed: int) -> random.Random:
         """That its failures are drawn from, and its preemptions first: so they are the same in each way of training."""
@@ -264,7 +270,7 @@ class World:
 
     def _tell(self, learner_id: str, generation: int, directive: Directive) -> None:
         learner = self._by_name[learner_id]
-        self.after(learner.plan.link.round_trip_s / 2, partial(learner.hear, generation, directive))
+        self.after(learner.plan.to_shards.round_trip_s / 2, partial(learner.hear, generation, directive))
 
     def _commit(self, shard: Shard, merge: MergeRound) -> None:
         if shard is not self.shard:
@@ -571,8 +577,8 @@ class Learner:
             return
         status = shard.owned(fragment_id).status(self.plan.name)
         self._wanted[fragment_id] = version
-        took = 8 * self.world.pull_bytes / self.plan.link.down
-        begins = max(self.world.now, self._free_down) + self.plan.link.round_trip_s
+        took = 8 * self.world.pull_bytes / self.plan.to_shards.down
+        begins = max(self.world.now, self._free_down) + self.plan.to_shards.round_trip_s
         self._free_down = begins + took * self.world.stands_for
         what = fragment_id, version, status.epoch, status.merged_version, status.forgotten_version
         self.world.at(begins + took, partial(self._pulled, self._process, shard, what))
@@ -594,7 +600,7 @@ class Learner:
             return
         contribution.pushes.sending_values()
         header, norms = self.world.headers.of(contribution, self.world.elements)
-        begins = max(self.world.now, self._free_up) + self.plan.link.round_trip_s / 2
+        begins = max(self.world.now, self._free_up) + self.plan.to_shards.round_trip_s / 2
         self.world.at(begins, partial(self._arrives, self.member, self._process, contribution, header, norms))
 
     def _arrives(
@@ -612,7 +618,7 @@ class Learner:
         if answer is not None:
             self._answer(process, contribution, answer)
             return
-        took = 8 * header.payload.num_bytes / self.plan.link.up
+        took = 8 * header.payload.num_bytes / self.plan.to_shards.up
         self._free_up = max(self.world.now, self._free_up) + took * self.world.stands_for
         self.world.after(took, partial(self._lands, member, process, contribution, header, norms))
 
@@ -636,5 +642,5 @@ class Learner:
                 contribution.pushes.ended(self.lease, answer)
                 self.core.answered(contribution.fragment_id, contribution.round, answer, contribution.tokens)
 
-        self.world.after(self.plan.link.round_trip_s / 2, heard)
+        self.world.after(self.plan.to_shards.round_trip_s / 2, heard)
         self.world.touched()

@@ -56,6 +56,7 @@ def test_simulate_applies(tmp_path: Path, capsys: pytest.CaptureFixture[str], wo
 
 
 LINKED = ONE + 'up = "1Gbit"\nround_trip = "9ms"\ntokens_per_step = "2M"\n'
+BOTH = LINKED + LINKED.replace('"a"', '"b"')
 SHARDS = '[shards]\ncount = 3\ndisk = "1GB"\n'
 
 
@@ -100,10 +101,10 @@ def test_plan_refuses(
             "1.00 Gbit/s up, 1.00 Gbit/s down, 9 ms",
             1,
         ),
-        (LINKED + SHARDS, "", "1.00 Gbit/s up, 1.00 Gbit/s down, 9 ms", 3),
-        (LINKED + '[shards]\ndisk = "10MB"\n', "", "1.00 Gbit/s up", 3),
-        (LINKED, "--disk 10MB", "1.00 Gbit/s up", 3),
-        (LINKED + '[shards]\nmerge = "2MB"\n', "", "1.00 Gbit/s up", 7),
+        (BOTH + SHARDS, "", "1.00 Gbit/s up, 1.00 Gbit/s down, 9 ms", 3),
+        (BOTH + '[shards]\ndisk = "10MB"\n', "", "1.00 Gbit/s up", 3),
+        (BOTH, "--disk 10MB", "1.00 Gbit/s up", 3),
+        (BOTH + '[shards]\nmerge = "2MB"\n', "", "1.00 Gbit/s up", 13),
     ],
 )
 def test_plan_applies(

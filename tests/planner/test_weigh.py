@@ -75,8 +75,8 @@ def test_the_verdict_follows_links_prices_and_time(
     [
         ([{}, {}, {"chips": 2}], True, "; s2 cannot hold it: a learner there has 2 chips of 80.0 GB, and needs 3"),
         ([{"chips": 2}, {"chips": 1}], False, "s0 is nearest: a learner there has 2 chips of 80.0 GB, and needs 3"),
-        ([{}, {"up": "10kbit"}], True, "; not decoupled, as the link of s1 (10.0 kbit/s up, 10.0 kbit/s down) would"),
-        ([{}, {}, {"up": "100Mbit"}], True, "; s2 is left out, as the link of s2 (100 Mbit/s up, 100 Mbit/s down) wou"),
+        ([{}, {"up": "10kbit"}], True, "; not decoupled, as the link of s1 (10.0 kbit/s up, 10.0 kbit/s down, 50 m"),
+        ([{}, {}, {"up": "100Mbit"}], True, "; s2 is left out, as the link of s2 (100 Mbit/s up, 100 Mbit/s down, 50"),
     ],
 )
 def test_what_is_left_out_has_its_reason(

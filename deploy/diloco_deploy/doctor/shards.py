@@ -188,10 +188,8 @@ def advice(found: Link, answer: JoinAnswer, params: float, step_s: float, measur
     companions_every = (
         1 if any(not tensor.traits.is_of_model for tensor in answer.tensors) else None
     )  # shards do not say how often
-    asked = Asked(
-        params, max(1, answer.pulse.learners_alive), found, step_s, answer.num_fragments,
-        companions_every=companions_every,
-    )  # fmt: skip
+    # one learner: this is about its link, and not about what the shards carry
+    asked = Asked(params, 1, found, step_s, answer.num_fragments, companions_every=companions_every)
     every, push, pull = policy.sync_every, policy.push_encoding, policy.pull_encoding
     needs = [
         formulas.rate(asked.params_moved, BITS.get(encoding, 32.0), every, step_s) / rate

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from diloco_common.errors import ConfigError
+from diloco_common.wire.bounds import FRAGMENTS_MAX
 from diloco_deploy import units
 from diloco_deploy.plan import formulas
 from diloco_deploy.plan.formulas import BITS
@@ -16,6 +18,8 @@ EVERY, EVERY_MEASURED, EVERY_MOST = 24, 48, 500
 """H: the default, the largest whose quality was measured, and the largest that is proposed."""
 FRAGMENTS, FRAGMENTS_MOST = 24, 256
 """P: the default, and the most where each of many shards has to own one."""
+SAVES = 0.9
+"""Smaller encodings are worth it where H shrinks to so much of it."""
 FULL = 0.9
 """Of a shard's machine, that given ones may be busy."""
 PATIENCE, OVERLAP = 0.1, 2
@@ -32,7 +36,7 @@ class Encodings(NamedTuple):
 
 LADDER = (
     Encodings("int8", "bfloat16", "the defaults"),
-    Encodings("int4", "int8", "half of the bytes; half a percent of the loss at 80 versions (docs/quality.md)"),
+    Encodings("int4", "int8", "half of the bytes; 12 pairs show no cost at 160 versions (docs/quality.md)"),
     Encodings("topk64_2bit", "int4", "a fifth of the bytes; the loss was 13 % higher (docs/quality.md)"),
 )  # fmt: skip
 """From the careful to the last resort."""
@@ -101,23 +105,22 @@ class Choice:
 
 
 def choose(asked: Asked) -> Choice:
-    """The most careful settings that links and shards carry."""
-    careful, *smaller = LADDER
+    """The most careful settings that links and shards carry. Raises ConfigError: shards would own nothing."""
+    careful, half, last = LADDER
     found = settle(asked, careful)
-    for encodings in smaller:
-        if found.every <= (EVERY if found.encodings is careful else EVERY_MOST):
-            break
-        other = settle(asked, encodings)
-        found = min(found, other, key=lambda choice: choice.every)
+    if found.every > EVERY and (smaller := settle(asked, half)).every <= SAVES * found.every:
+        found = smaller
+    if found.every > EVERY_MOST:
+        found = min(found, settle(asked, last), key=lambda choice: choice.every)
     return found
 
 
 def settle(asked: Asked, encodings: Encodings) -> Choice:
-    """With these encodings: the smallest H that links and shards carry, from the default on."""
+    """With these encodings: the smallest H that links and shards carry, from the default on. Raises ConfigError."""
     every, why_every = EVERY, "the default, and the link carries it"
     if (for_link := needed_every(asked.params_moved, encodings, asked.link, asked.step_s)) > every:
         every, why_every = for_link, _link_asks(asked, for_link)
-    fragments = asked.fragments or _fragments(asked, every)
+    fragments = asked.fragments or max(_fragments(asked, every), min(asked.shards or 0, FRAGMENTS_MAX))
     push_s = asked.params / fragments * BITS[encodings.push] / asked.link.up + asked.link.round_trip_s
     if (for_rounds := formulas.every_for_patience(push_s, PATIENCE, OVERLAP, asked.step_s)) > every:
         every = for_rounds
@@ -126,19 +129,26 @@ def settle(asked: Asked, encodings: Encodings) -> Choice:
         )
     machines = _machines(asked, encodings, every, fragments)
     enough = max(1, math.ceil(machines.most / LINK_SHARE))
-    if asked.fragments is None and enough > fragments >= FRAGMENTS:
+    if asked.shards is None and asked.fragments is None and enough > fragments >= FRAGMENTS:
         fragments = min(enough, FRAGMENTS_MOST)
+        machines = _machines(asked, encodings, every, fragments)
     shards = asked.shards or min(enough, fragments)
+    if shards > fragments:
+        raise ConfigError(
+            f"{shards:,} shards are too many for {fragments:,} fragments: each has to own one; ask for fewer shards or "
+            "more fragments"
+        )
+    why_shards = "given" if asked.shards else f"{machines.why}, of which half is used"
     if machines.most > FULL * shards:  # the needs go with 1 / H
         every = math.ceil(every * machines.most / (FULL * shards))
-        many = "1 shard keeps" if shards == 1 else f"{shards:,} shards keep"
-        why_every = f"the smallest with which {many} up; at a smaller one {machines.why}"
+        why_every = f"the smallest with which the shards keep up (S = {shards:,}); at a smaller one {machines.why}"
+        why_shards = f"{'given' if asked.shards else 'one for each fragment'}; each is busy for {FULL:.0%} of the time"
     return Choice(
         encodings, every, fragments, shards,
         why_encodings=encodings.price,
         why_every=why_every,
         why_fragments="given" if asked.fragments else _why_fragments(asked, fragments),
-        why_shards="given" if asked.shards else f"{machines.why}, of which half is used",
+        why_shards=why_shards,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from diloco_common import quantities
 from diloco_common.command import new_app
 from diloco_common.errors import ConfigError
 from diloco_common.options import Json, number, refuse_idle
+from diloco_common.wire.bounds import FRAGMENTS_MAX
 from diloco_deploy import units
 from diloco_deploy.plan.choice import LINK_SHARE, Asked, Choice, Encodings, Link, bit_rate, choose
 from diloco_deploy.plan.formulas import BITS
@@ -48,6 +50,7 @@ def parameters_of(name: str) -> int:
 _PARAMS = number(quantities.count, 1, 10**13, "a number of parameters, such as 125M or 70B")
 _CHIPS = number(quantities.count, 1, 10**9, "a number of chips, such as 4096 or 1.2e6")
 _WHOLE = number(quantities.count, 1, 1_000_000, "a whole number from 1 to 1,000,000")
+_FRAGMENTS = number(quantities.count, 1, FRAGMENTS_MAX, f"a whole number from 1 to {FRAGMENTS_MAX:,}")
 _TOKENS = number(quantities.count, 1, 10**18, "a number of tokens, such as 1T")
 _RATE = number(quantities.bits_per_s, 1e3, 1e13, "a rate, such as 100Mbit, 1Gbit/s or 12MB/s")
 _DISK = number(quantities.num_bytes, 1e5, 1e12, "bytes per second, such as 300MB")
@@ -75,7 +78,7 @@ Down = Annotated[
 Delay = Annotated[float | None, Parameter(converter=_DELAY, metavar="80ms", help="there and back", show_default="80ms")]
 Step = Annotated[float | None, Parameter(converter=_SECONDS, metavar="1s", help="of one inner step", show_default="1s")]
 Fragments = Annotated[
-    int | None, Parameter(converter=_WHOLE, metavar="P", help="fragments", show_default="chosen")
+    int | None, Parameter(converter=_FRAGMENTS, metavar="P", help="fragments", show_default="chosen")
 ]  # fmt: skip
 Companions = Annotated[
     int | None,
@@ -174,6 +177,8 @@ def plan(
         from diloco_planner.chips import Island
         from diloco_planner.effort import refuse_restless
 
+        if not described.sites:
+            raise ConfigError(f"{sites} has no site; write a [[site]] for each place, as docs/planner.md explains")
         template = world.LearnerPlan(
             "", Island(1), described.failures(), asked.step_s, link=world.Link(*astuple(link)),
             tokens_per_step=tokens_per_step or TOKENS_PER_STEP,
@@ -249,10 +254,12 @@ def _params(params: int | None, model: str | None) -> int:
 
 
 def _said(asked: Asked, choice: Choice) -> Iterator[str]:
-    link = asked.link
+    link, where = asked.link, "inside one site"
+    if math.isfinite(link.up):
+        where = f"{bit_rate(link.up)} up, {bit_rate(link.down)} down, {1000 * link.round_trip_s:g} ms there and back"
     yield (
         f"{units.count(asked.params)} parameters (N), {asked.learners} learners (L), {asked.step_s:g} s per inner step "
-        f"(t), {bit_rate(link.up)} up, {bit_rate(link.down)} down, {1000 * link.round_trip_s:g} ms there and back"
+        f"(t), {where}"
     )
     if not choice.fits:
         yield ""
@@ -263,4 +270,4 @@ def _said(asked: Asked, choice: Choice) -> Iterator[str]:
     yield f"  H = {choice.every}: {choice.why_every}"
     yield f"  P = {choice.fragments}: {choice.why_fragments}"
     yield f"  S = {choice.shards}: {choice.why_shards}"
-    yield f"  (the run may take {LINK_SHARE:.0%} of a link, core or disk; the rest is for bursts and repeats)"
+    yield f"  (the run may take {LINK_SHARE:.0%} of a link; the rest is for bursts and repeats)"

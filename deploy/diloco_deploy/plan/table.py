@@ -155,7 +155,7 @@ def process_figures(
     from diloco_common.codec import get_codec
     from diloco_worker.core.sizes import Share, learner_bytes
 
-    each = round(params / fragments / ranks)
+    each = max(1, round(params / fragments / ranks))
     model = [Share(each, each)] * fragments
     found = learner_bytes(
         model, push=encodings.push, pull=encodings.pull, under_way=under_way, companions=model if companions else ()

@@ -14,9 +14,9 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import EVERY, EVERY_MOST, LADDER, Asked, Choice, Link, choose, settle
+from diloco_deploy.plan.choice import EVERY_MOST, LADDER, Asked, Choice, Link, choose, settle
 from diloco_deploy.plan.formulas import BITS
-from diloco_planner import money, world
+from diloco_planner import money
 from diloco_planner.described import Described, Site
 from diloco_planner.effort import changes
 from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
@@ -27,6 +27,8 @@ HOURS = 240.0
 CHANGES = 2e4
 """Of chips that fail, are preempted and come back: enough to tell their share of the time."""
 SEED = 0
+PHASES = 20
+"""Times at which sites come, at most."""
 ALIKE = 0.02
 """Of goodput: rarely synchronising costs about as much of the loss (docs/quality.md, H = 24)."""
 TRAINING_BYTES = 16
@@ -61,6 +63,11 @@ class Task:
     def hours(self) -> float:
         """That chips are drawn for: the longer, the rarer anything happens."""
         return HOURS * max(1.0, CHANGES / changes(self.learners, HOURS * 3600))
+
+    @cached_property
+    def begins_days(self) -> float:
+        """When the first of them is there."""
+        return min(plan.begins_s for plan in self.able) / 86_400
 
     def holds(self, plan: LearnerPlan) -> bool:
         return self.least_chips(plan) <= plan.island.chips
@@ -140,11 +147,11 @@ def second_best(task: Task, learners: Sequence[LearnerPlan], asked: Asked, choic
     """The other careful encodings with the H that they need; else the same ones with twice the H. None: that is more
     than we propose."""
     rung = next(rung for rung in LADDER if rung.push != choice.encodings.push)
-    other = settle(asked, rung)
-    why = rung.price if other.every == EVERY else "larger encodings, at the price of a larger H"
+    other, why = settle(asked, rung), rung.price
+    if other.every > choice.every:
+        why = "larger encodings, at the price of a larger H"
     if other.every > EVERY_MOST:
-        other = replace(choice, every=2 * choice.every)
-        why = "half of the bytes, at the price of a larger H"
+        other, why = replace(choice, every=2 * choice.every), "half of the bytes, at the price of a larger H"
     if other.every > EVERY_MOST:
         return None
     return decoupled(task, learners, asked, other, "decoupled, second best", why)
@@ -152,7 +159,7 @@ def second_best(task: Task, learners: Sequence[LearnerPlan], asked: Asked, choic
 
 def parallel(task: Task, learners: Sequence[LearnerPlan], name: str) -> Way:
     """Data-parallel, elastic where all of the islands are. A step is as long as its exchange over the thinnest link.
-    From when a site comes, it takes part."""
+    From when a site comes, it takes part; of many that come one by one, soon after."""
     elastic, sent = all(plan.island.elastic for plan in learners), Sent(task.params, 0, 0, 1)
 
     def since(begins_s: float) -> Phase:
@@ -167,16 +174,16 @@ def parallel(task: Task, learners: Sequence[LearnerPlan], name: str) -> Way:
     if sites > 1:
         gbit = data_parallel_bits(task.params, sites) / min(plan.step_s for plan in learners) / 1e9
         why = f"the links of a site would have to carry {gbit:.3g} Gbit/s together"
-    return _way(task, learners, name, [since(at) for at in sorted({plan.begins_s for plan in learners})], 0.0, why)
+    comes = sorted({plan.begins_s for plan in learners})
+    looked_at = sorted({*comes[:: math.ceil(len(comes) / PHASES)], comes[-1]})
+    return _way(task, learners, name, [since(at) for at in looked_at], 0.0, why)
 
 
 def alone(task: Task, site: Site, asked: Asked) -> Way:
-    """All that one site has, by the better of both ways inside it, where links count for nothing."""
-    learners = [replace(plan, link=world.Link()) for plan in task.able if plan.site == site.name]
-    name = f"only {site.name}"
+    """All that one site has, by the better of both ways inside it, where links count for nothing. `asked`: of it."""
+    learners, name = [plan for plan in task.able if plan.site == site.name], f"only {site.name}"
     in_step = parallel(task, learners, name)
-    step_s = min(plan.step_s for plan in learners)
-    inside = replace(asked, learners=len(learners), link=Link(math.inf, math.inf), step_s=step_s)
+    inside = replace(asked, link=Link(math.inf, math.inf))
     choice = choose(inside)
     if len(learners) == 1 or not choice.fits:
         return in_step

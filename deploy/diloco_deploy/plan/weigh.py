@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diloco_deploy import units
-from diloco_deploy.plan.choice import EVERY_MEASURED, EVERY_MOST, Asked, Choice, Link, bit_rate, choose, needed_every
+from diloco_deploy.plan import formulas
+from diloco_deploy.plan.choice import EVERY_MEASURED, EVERY_MOST, Asked, Choice, Link, bit_rate, choose
 from diloco_deploy.plan.ways import ALIKE, ROOM, Task, Way, alone, decoupled, parallel, second_best
 from diloco_planner.described import Site
 from diloco_planner.report import count
@@ -16,6 +17,11 @@ from diloco_planner.world import LearnerPlan
 
 SLOWER = 1.1
 """One site is enough if it needs at most so many times the days of all, where no other time is asked for."""
+LONGER = 2.0
+"""Sites whose links ask for an H whose quality was not measured are left out where the rest takes at most so many times
+the days."""
+NAMED = 3
+"""Sites that are told by name; of more, how many."""
 SOME = 0.01
 """Of goodput: a way that comes to less trains nothing."""
 
@@ -51,32 +57,86 @@ def weigh(task: Task, base: Asked) -> Weighed:
     if not task.able:
         asked = _asked(task, base, task.learners)
         return Weighed((), "no machine here holds it", _what_would(task), False, memory, asked, choose(asked), False)
-    linked, asked, choice = _linked(task, base)
     able = {plan.site: site for site, plan in _first_of_each(task) if task.holds(plan)}
-    apart = [alone(task, site, _asked(task, base, task.able)) for site in able.values()]
-    there = list(dict.fromkeys(plan.site for plan in linked))
-    where = "all sites" if len(there) == len(task.described.sites) else " and ".join(there)
-    ours = second = over = None
-    if len(there) > 1:
-        over = parallel(task, linked, f"data-parallel, {where}")
-        if choice.fits:
-            ours = decoupled(task, linked, asked, choice, "decoupled, as chosen", choice.why_every)
-            second = second_best(task, linked, asked, choice)
-    found = _verdict(task, where, ours, over, apart)
-    because = [found.because, *_left_out(task), *_late(task, found.way)]
+    apart = [alone(task, site, _asked(task, base, _of(task, [name]))) for name, site in able.items()]
+    thin = [name for name in able if _every_of(task, base, name) > EVERY_MEASURED] if len(able) > 1 else []
+    thick = [name for name in able if name not in thin]
+    whole = _Together.of(task, base, list(able))
+    found = whole
+    if thin and len(thick) > 1 and (rest := _Together.of(task, base, thick)).is_worth_it_beside(whole, task):
+        found = rest
+    asked, choice, ours, over, where = found.asked, found.choice, found.ours, found.over, found.where
+    second = None
+    if ours is not None:
+        second = second_best(task, found.learners, asked, choice) if found is whole else whole.named("decoupled, all")
+    verdict = _verdict(task, where, ours, over, apart)
+    because = [verdict.because, *_left_out(task), *_late(task, verdict.way)]
     if ours is None and over is not None:
         because.append(_too_much(task, base, choice))
-    because += [_thin(task, base, name) for name in able if name not in there]
+    if found is not whole and verdict.way is ours:
+        because += _few([_thin(task, base, name) for name in thin])
     ways = tuple(way for way in (ours, second, over, *apart) if way is not None)
-    settled = None if found.way is None else found.way.settled
+    settled = None if verdict.way is None else verdict.way.settled
     asked, choice = settled or (asked, choice)
-    works, is_ours = found.way is not None, settled is not None
-    return Weighed(ways, found.words, "; ".join(because), works, memory, asked, choice, is_ours)
+    return Weighed(
+        ways, verdict.words, "; ".join(because), verdict.way is not None, memory, asked, choice, settled is not None
+    )
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Sites that train together."""
+
+    learners: Sequence[LearnerPlan]
+    where: str
+    asked: Asked
+    choice: Choice
+    ours: Way | None
+    over: Way | None
+    """Data-parallel. None for both: it is one site."""
+
+    @classmethod
+    def of(cls, task: Task, base: Asked, sites: Sequence[str]) -> _Together:
+        learners, every_site = _of(task, sites), len(task.described.sites)
+        where = "all sites" if len(sites) == every_site else f"{len(sites)} of {every_site} sites"
+        if len(sites) < min(every_site, NAMED):
+            where = " and ".join(sites)
+        asked = _asked(task, base, learners)
+        if len(sites) == 1:
+            asked = replace(asked, link=Link(math.inf, math.inf))
+            return cls(learners, where, asked, choose(asked), None, None)
+        choice, ours = choose(asked), None
+        if choice.fits:
+            ours = decoupled(task, learners, asked, choice, "decoupled, as chosen", choice.why_every)
+        return cls(learners, where, asked, choice, ours, parallel(task, learners, f"data-parallel, {where}"))
+
+    def named(self, name: str) -> Way | None:
+        return None if self.ours is None else replace(self.ours, name=name)
+
+    def is_worth_it_beside(self, whole: _Together, task: Task) -> bool:
+        """Whether those with the thin links are better left out: H is as measured, and it does not take much longer."""
+        if whole.ours is None or self.ours is None:
+            return self.ours is not None
+        in_time = task.days is None or self.ours.days <= task.days
+        return in_time and self.ours.days - task.begins_days <= LONGER * (whole.ours.days - task.begins_days)
+
+
+def _of(task: Task, sites: Sequence[str]) -> list[LearnerPlan]:
+    """Their learners."""
+    names = set(sites)
+    return [plan for plan in task.able if plan.site in names]
+
+
+def _few(lines: Sequence[str]) -> Iterator[str]:
+    """Of many that say the same the first ones."""
+    yield from lines[:NAMED]
+    if len(lines) > NAMED:
+        yield f"and so for {len(lines) - NAMED:,} more sites"
 
 
 def _asked(task: Task, base: Asked, learners: Sequence[LearnerPlan]) -> Asked:
     """The question to `choice.py`: the thinnest link decides, and the fastest step."""
-    links, shards = [plan.link for plan in learners], task.described.shards
+    links, shards = [plan.to_shards for plan in learners], task.described.shards
     thinnest = Link(min(x.up for x in links), min(x.down for x in links), max(x.round_trip_s for x in links))
     return replace(
         base,
@@ -89,24 +149,10 @@ def _asked(task: Task, base: Asked, learners: Sequence[LearnerPlan]) -> Asked:
     )
 
 
-def _linked(task: Task, base: Asked) -> tuple[Sequence[LearnerPlan], Asked, Choice]:
-    """Learners that train together, and how: without the sites of the thinnest links, where these ask for an H whose
-    quality was not measured. Where two sites are too few for that, all."""
-    thin = sorted({plan.site for plan in task.able}, key=lambda name: _needs_every(task, base, name), reverse=True)
-    tried = []
-    for dropped in range(max(1, len(thin) - 1)):
-        learners = [plan for plan in task.able if plan.site not in thin[:dropped]]
-        asked = _asked(task, base, learners)
-        tried.append((learners, asked, choose(asked)))
-        if tried[-1][2].every <= EVERY_MEASURED:
-            return tried[-1]
-    return next((one for one in tried if one[2].fits), tried[0])
-
-
-def _needs_every(task: Task, base: Asked, site: str) -> int:
-    """The H that its links ask for, with the encodings that they would have."""
-    asked = _asked(task, base, [plan for plan in task.able if plan.site == site])
-    return needed_every(asked.params_moved, choose(asked).encodings, asked.link, asked.step_s)
+def _every_of(task: Task, base: Asked, site: str) -> int:
+    """The H that its links and round trips ask for, whatever shards carry."""
+    asked = _asked(task, base, _of(task, [site]))
+    return choose(replace(asked, learners=1, shards=None, disk=None, merge=formulas.BYTES_PER_S)).every
 
 
 class _Verdict(NamedTuple):
@@ -134,9 +180,9 @@ def _verdict(task: Task, where: str, ours: Way | None, over: Way | None, apart: 
         return _Verdict("no way is within the budget", why)
     ours = ours if ours in cheap else None
     best = ours or min(cheap, key=lambda way: way.days)
-    as_good = over if over is not None and over in cheap and _is_as_good(over, best) else None
+    as_good = over if over is not None and over in cheap and _is_as_good(task, over, best) else None
     rivals = [way for way in (ours, as_good) if way is not None]
-    most = SLOWER * best.days if task.days is None else task.days
+    most = task.begins_days + SLOWER * (best.days - task.begins_days) if task.days is None else task.days
     enough = [way for way in apart if way in cheap and way.days <= most]
     site = min(enough, key=lambda way: (way.money, way.days), default=None)
     if site is not None and all(site.money <= way.money for way in rivals):
@@ -168,24 +214,24 @@ def _beside(task: Task, way: Way, rivals: Sequence[Way]) -> str:
     return f"it needs {' beside '.join(days)}" + (f", for {' beside '.join(prices)}" if task.described.date else "")
 
 
-def _is_as_good(over: Way, best: Way) -> bool:
+def _is_as_good(task: Task, over: Way, best: Way) -> bool:
     """Data-parallel training beside the best: it may take a little more time and money, as it learns a little more."""
-    quick, cheap = over.days <= SLOWER * best.days, over.money <= SLOWER * best.money
+    quick = over.days - task.begins_days <= SLOWER * (best.days - task.begins_days)
+    cheap = over.money <= SLOWER * best.money
     return quick and cheap and over.goodput >= best.goodput - ALIKE
 
 
 def _late(task: Task, way: Way | None) -> Iterator[str]:
     """Sites that come when all is trained."""
-    for site, plan in _first_of_each(task):
-        begins = plan.begins_s / 86_400
-        if way is not None and begins > way.days:
-            yield f"{site.name} comes after {begins:,.1f} days, when all is trained"
+    begins = [(site.name, plan.begins_s / 86_400) for site, plan in _first_of_each(task)]
+    late = [(name, days) for name, days in begins if way is not None and days > way.days]
+    return _few([f"{name} comes after {days:,.1f} days, when all is trained" for name, days in late])
 
 
 def _too_much(task: Task, base: Asked, choice: Choice) -> str:
     """Why nothing is decoupled."""
-    thinnest = max({plan.site for plan in task.able}, key=lambda name: _needs_every(task, base, name))
-    if _needs_every(task, base, thinnest) <= EVERY_MOST:
+    thinnest = max(dict.fromkeys(plan.site for plan in task.able), key=lambda name: _every_of(task, base, name))
+    if _every_of(task, base, thinnest) <= EVERY_MOST:
         return f"not decoupled, as it would ask for H = {choice.every:,}: {choice.why_every}"
     return f"not decoupled, as {_link(task, base, thinnest)}, and {EVERY_MOST} is the most that we propose"
 
@@ -197,15 +243,15 @@ def _thin(task: Task, base: Asked, site: str) -> str:
 
 def _link(task: Task, base: Asked, site: str) -> str:
     link = next(plan.link for plan in task.able if plan.site == site)
-    every = _needs_every(task, base, site)
-    return f"the link of {site} ({bit_rate(link.up)} up, {bit_rate(link.down)} down) would ask for H = {every:,}"
+    every = _every_of(task, base, site)
+    words = f"{bit_rate(link.up)} up, {bit_rate(link.down)} down, {1000 * link.round_trip_s:g} ms there and back"
+    return f"the link of {site} ({words}) would ask for H = {every:,}"
 
 
 def _left_out(task: Task) -> Iterator[str]:
     """Sites that cannot hold the model."""
-    for site, plan in _first_of_each(task):
-        if not task.holds(plan):
-            yield f"{site.name} cannot hold it: {_needs(task, site, plan)}"
+    unable = [(site, plan) for site, plan in _first_of_each(task) if not task.holds(plan)]
+    return _few([f"{site.name} cannot hold it: {_needs(task, site, plan)}" for site, plan in unable])
 
 
 def _what_would(task: Task) -> str:
