@@ -72,6 +72,16 @@ class Task:
     def holds(self, plan: LearnerPlan) -> bool:
         return self.least_chips(plan) <= plan.island.chips
 
+    def of(self, sites: Sequence[str]) -> list[LearnerPlan]:
+        """Learners of these sites that can hold the model."""
+        names = set(sites)
+        return [plan for plan in self.able if plan.site in names]
+
+    def first_of_each(self) -> Iterator[tuple[Site, LearnerPlan]]:
+        """Each site with a learner of it: they are alike."""
+        first = {plan.site: plan for plan in reversed(self.learners)}
+        return ((site, first[site.name]) for site in self.described.sites)
+
     def site(self, plan: LearnerPlan) -> Site | None:
         return self.described.site_of(plan.name)
 
@@ -181,7 +191,7 @@ def parallel(task: Task, learners: Sequence[LearnerPlan], name: str) -> Way:
 
 def alone(task: Task, site: Site, asked: Asked) -> Way:
     """All that one site has, by the better of both ways inside it, where links count for nothing. `asked`: of it."""
-    learners, name = [plan for plan in task.able if plan.site == site.name], f"only {site.name}"
+    learners, name = task.of([site.name]), f"only {site.name}"
     in_step = parallel(task, learners, name)
     inside = replace(asked, link=Link(math.inf, math.inf))
     choice = choose(inside)

@@ -1,0 +1,85 @@
+"""Why a site takes no part, and what its machines can hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from diloco_deploy import units
+from diloco_deploy.plan.choice import EVERY_MEASURED, EVERY_MOST, Asked, Choice, bit_rate
+from diloco_deploy.plan.together import NAMED, every_of
+from diloco_deploy.plan.ways import ROOM, Task, Way
+from diloco_planner.described import Site
+from diloco_planner.report import count
+from diloco_planner.world import LearnerPlan
+
+
+def late(task: Task, way: Way | None) -> Iterator[str]:
+    """Sites that come when all is trained."""
+    begins = [(site.name, plan.begins_s / 86_400) for site, plan in task.first_of_each()]
+    late = [(name, days) for name, days in begins if way is not None and days > way.days]
+    return _few([f"{name} comes after {days:,.1f} days, when all is trained" for name, days in late])
+
+
+def left_out(task: Task) -> Iterator[str]:
+    """Sites that cannot hold the model."""
+    unable = [(site, plan) for site, plan in task.first_of_each() if not task.holds(plan)]
+    return _few([f"{site.name} cannot hold it: {_needs(task, site, plan)}" for site, plan in unable])
+
+
+def what_would_hold(task: Task) -> str:
+    """Hold it, where nobody does: at the site that is nearest to it."""
+    site, plan = min(task.first_of_each(), key=lambda one: task.least_chips(one[1]) / one[1].island.chips)
+    return f"{site.name} is nearest: {_needs(task, site, plan)}"
+
+
+def _needs(task: Task, site: Site, plan: LearnerPlan) -> str:
+    assert site.memory is not None
+    return (
+        f"a learner there has {count(round(plan.island.chips), 'chip')} of {units.size(site.memory)}, and needs "
+        f"{math.ceil(task.least_chips(plan)):,}"
+    )
+
+
+def too_much(task: Task, base: Asked, choice: Choice) -> str:
+    """Why nothing is decoupled."""
+    thinnest = max(dict.fromkeys(plan.site for plan in task.able), key=lambda name: every_of(task, base, name))
+    if every_of(task, base, thinnest) <= EVERY_MOST:
+        return f"not decoupled, as it would ask for H = {choice.every:,}: {choice.why_every}"
+    return f"not decoupled, as {_link(task, base, thinnest)}, and {EVERY_MOST} is the most that we propose"
+
+
+def thin_links(task: Task, base: Asked, sites: Sequence[str]) -> Iterator[str]:
+    """Sites that are left out for their links."""
+    measured = f"and quality was measured up to {EVERY_MEASURED}"
+    return _few([f"{site} is left out, as {_link(task, base, site)}, {measured}" for site in sites])
+
+
+def _link(task: Task, base: Asked, site: str) -> str:
+    link = next(plan.link for plan in task.able if plan.site == site)
+    every = every_of(task, base, site)
+    words = f"{bit_rate(link.up)} up, {bit_rate(link.down)} down, {1000 * link.round_trip_s:g} ms there and back"
+    return f"the link of {site} ({words}) would ask for H = {every:,}"
+
+
+def _few(lines: Sequence[str]) -> Iterator[str]:
+    """Of many that say the same the first ones."""
+    yield from lines[:NAMED]
+    if len(lines) > NAMED:
+        yield f"and so for {len(lines) - NAMED:,} more sites"
+
+
+def memory_of(task: Task) -> Iterator[str]:
+    """Which machines can hold what."""
+    for site, plan in task.first_of_each():
+        if site.memory is None:
+            continue
+        have, least = plan.island.chips * site.memory, task.least_chips(plan)
+        words = f"{site.name}: a learner has {units.size(have)}, the model takes {units.size(task.num_bytes)}"
+        if least <= 1:
+            yield f"{words}: one chip holds it, beside activations"
+        elif least <= plan.island.chips:
+            yield f"{words}: spread it over at least {math.ceil(least):,} chips (FSDP2, docs/islands.md)"
+        else:
+            most = ROOM * have / task.bytes_per_parameter
+            yield f"{words}: too little; it holds {units.count(most)} parameters, or needs {math.ceil(least):,} chips"

@@ -1,0 +1,91 @@
+"""Sites that train together: their learners, the settings that their links and shards allow, and both ways to do it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from diloco_deploy.plan import formulas
+from diloco_deploy.plan.choice import EVERY_MEASURED, Asked, Choice, Link, choose
+from diloco_deploy.plan.ways import Task, Way, decoupled, parallel, second_best
+from diloco_planner.world import LearnerPlan
+
+LONGER = 2.0
+"""Sites whose links ask for an H whose quality was not measured are left out where the rest takes at most so many times
+the days."""
+NAMED = 3
+"""Sites that are told by name; of more, how many."""
+
+
+@dataclass(frozen=True)
+class Together:
+    """Sites that train together."""
+
+    learners: Sequence[LearnerPlan]
+    where: str
+    asked: Asked
+    choice: Choice
+    ours: Way | None
+    over: Way | None
+    """Data-parallel. None for both: it is one site."""
+
+    @classmethod
+    def of(cls, task: Task, base: Asked, sites: Sequence[str]) -> Together:
+        learners, every_site = task.of(sites), len(task.described.sites)
+        where = " and ".join(sites) if len(sites) <= NAMED else f"{len(sites)} of {every_site} sites"
+        if len(sites) == every_site:
+            where = "all sites"
+        asked = asked_of(task, base, learners)
+        if len(sites) == 1:
+            asked = replace(asked, link=Link(math.inf, math.inf))
+            return cls(learners, where, asked, choose(asked), None, None)
+        choice, ours = choose(asked), None
+        if choice.fits:
+            ours = decoupled(task, learners, asked, choice, "decoupled, as chosen", choice.why_every)
+        return cls(learners, where, asked, choice, ours, parallel(task, learners, f"data-parallel, {where}"))
+
+    def second(self, task: Task) -> Way | None:
+        return None if self.ours is None else second_best(task, self.learners, self.asked, self.choice)
+
+    def named(self, name: str) -> Way | None:
+        return None if self.ours is None else replace(self.ours, name=name)
+
+    def is_better_than(self, whole: Together, task: Task) -> bool:
+        """Whether those with the thin links are better left out: H is as measured, and it does not take much longer."""
+        if whole.ours is None or self.ours is None:
+            return self.ours is not None
+        in_time = task.days is None or self.ours.days <= task.days
+        return in_time and self.ours.days - task.begins_days <= LONGER * (whole.ours.days - task.begins_days)
+
+
+def worth_it(task: Task, base: Asked, sites: Sequence[str]) -> tuple[Together, Together, list[str]]:
+    """Those that should train together, all of them, and the sites that are left out for their links."""
+    whole = Together.of(task, base, sites)
+    thin = [name for name in sites if every_of(task, base, name) > EVERY_MEASURED] if len(sites) > 1 else []
+    thick = [name for name in sites if name not in thin]
+    if not thin or len(thick) < 2:
+        return whole, whole, []
+    rest = Together.of(task, base, thick)
+    return (rest, whole, thin) if rest.is_better_than(whole, task) else (whole, whole, [])
+
+
+def asked_of(task: Task, base: Asked, learners: Sequence[LearnerPlan]) -> Asked:
+    """The question to `choice.py`: the thinnest link decides, and the fastest step."""
+    links, shards = [plan.to_shards for plan in learners], task.described.shards
+    thinnest = Link(min(x.up for x in links), min(x.down for x in links), max(x.round_trip_s for x in links))
+    return replace(
+        base,
+        learners=len(learners),
+        link=thinnest,
+        step_s=min(plan.step_s for plan in learners),
+        shards=base.shards or shards.count,
+        disk=base.disk or (shards.disk_bytes_s if math.isfinite(shards.disk_bytes_s) else None),
+        merge=shards.merge_bytes_s,
+    )
+
+
+def every_of(task: Task, base: Asked, site: str) -> int:
+    """The H that its links and round trips ask for, whatever shards carry."""
+    asked = asked_of(task, base, task.of([site]))
+    return choose(replace(asked, learners=1, shards=None, disk=None, merge=formulas.BYTES_PER_S)).every
