@@ -26,9 +26,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from diloco_common.codec import num_payload_bytes
 from diloco_common.settings import LeaseSettings, Settings, SyncSettings
 from diloco_planner.chips import Failures, Island, Timeline, island_timeline
 from diloco_planner.world import LearnerPlan, ShardPlan, World
+from diloco_worker.shell.codec_thread import SEED_ENCODING
 from light_learners import running_shard
 
 STEP_S, NOISE, TOKENS, FRAGMENTS, PARAMS = 0.1, 0.1, 100, 6, 12_000
@@ -114,9 +116,11 @@ def simulated(
     plans = [joining_takes(plan, joining_s) for plan in learners]
     world = World(settings(grace), PARAMS, plans, ShardPlan(), until, seed, decided=FRAGMENTS)
     found = world.run()
+    sent, taken = (1e3 * sum(one[way] for one in found.learners) for way in ("sent_gb", "taken_gb"))
+    seed = 1e-6 * num_payload_bytes(SEED_ENCODING, PARAMS)  # the simulation begins with version 0
     return Result(
         found.tokens_trained, found.tokens_share_merged * found.tokens_trained, found.rounds, found.evictions,
-        found.late_share, *(1e3 * sum(one[way] for one in found.learners) for way in ("sent_gb", "taken_gb")),
+        found.late_share, sent + seed, taken,
     )  # fmt: skip
 
 
