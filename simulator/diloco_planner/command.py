@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
@@ -71,7 +73,7 @@ def simulate(
     from diloco_planner.chips import Island
     from diloco_planner.described import Described, read
     from diloco_planner.effort import refuse_endless
-    from diloco_planner.report import as_json, as_text
+    from diloco_planner.report import Progress, as_json, as_text
     from diloco_planner.run import Run
     from diloco_planner.world import LearnerPlan
 
@@ -106,7 +108,8 @@ def simulate(
     most = settings.sync.quorum
     if most != "all" and most > len(plans):
         raise ConfigError(f"--quorum {quorum}: there are {len(plans)} learners; ask for so many at most, or for all")
-    found = Run(settings, params, tuple(plans), described, hours, seed).carry_out()
+    told = Progress(3600 * hours, partial(print, file=sys.stderr, flush=True))
+    found = Run(settings, params, tuple(plans), described, hours, seed).carry_out(told)
     print(dumps(as_json(found), indent=2) if json else as_text(found))
     return 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -15,8 +17,25 @@ WAYS = {
     "ours": "decoupled (this)",
 }
 WIDTH = 40
+SAID_EVERY_S = 10.0
 FULL = 0.9
 """Shards that are busy for more of the time do not keep up; of tokens, less is worth a word."""
+
+
+class Progress:
+    """Of a long simulation: a line every ten seconds."""
+
+    def __init__(self, until: float, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._until, self._say, self._clock = until, say, clock
+        self._began = self._said = clock()
+
+    def __call__(self, simulated_s: float) -> None:
+        now = self._clock()
+        if now < self._said + SAID_EVERY_S:
+            return
+        self._said = now
+        left_s = (now - self._began) * (self._until / simulated_s - 1) if simulated_s else math.inf
+        self._say(f"{simulated_s / 3600:.3g} of {self._until / 3600:g} hours are simulated; about {left_s:,.0f} s left")
 
 
 def as_json(found: Found) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,11 +38,12 @@ class Run:
         sync = self.settings.sync
         return Sent(self.params, bits_of(sync.push), bits_of(sync.pull), sync.first_every)
 
-    def carry_out(self) -> Found:
+    def carry_out(self, told: Callable[[float], None] | None = None) -> Found:
+        """`told`: called now and then, with the seconds that are simulated."""
         began = time.perf_counter()
         until = self.hours * 3600
         world = World(self.settings, self.params, self.learners, self.described.shards, until, self.seed)
-        outcome = world.run()
+        outcome = world.run(told)
         others = baselines(self.learners, self.sent, until, self.seed)
         return Found(self, outcome, others, bill(self.described, self.learners, outcome), time.perf_counter() - began)
 

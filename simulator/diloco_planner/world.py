@@ -49,6 +49,8 @@ from diloco_worker.core.fragment import Contribution
 
 CONTRIBUTIONS_MAX = 60_000
 """That a run decides in detail: about a minute of one core."""
+TOLD_EVERY = 10_000
+"""Events."""
 TICKS_PER_STEP = 8
 """While a round waits. In production one every 20 ms."""
 
@@ -204,7 +206,8 @@ class World:
     def after(self, seconds: float, act: Callable[[], None]) -> None:
         self.at(self.now + seconds, act)
 
-    def run(self) -> Outcome:
+    def run(self, told: Callable[[float], None] | None = None) -> Outcome:
+        """`told`: called now and then, with the time."""
         for learner in self.learners:
             self.at(learner.plan.begins_s, learner.begin)
         handled = 0
@@ -212,6 +215,8 @@ class World:
             self.now, _, act = heapq.heappop(self._events)
             act()
             handled += 1
+            if told is not None and handled % TOLD_EVERY == 0:
+                told(self.now)
         return self._outcome(handled)
 
     def all_report(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 from diloco_common.settings import Settings, SyncSettings
 from diloco_deploy.cli import main
 from diloco_planner.chips import Failures, Island
+from diloco_planner.report import Progress
 from diloco_planner.run import bits_of
 from diloco_planner.world import LearnerPlan, Link, Outcome, ShardPlan, World
 
@@ -91,6 +92,18 @@ def test_the_command_prints_what_it_promises(capsys: pytest.CaptureFixture[str])
     assert main(line) == 0
     assert "data-parallel, elastic" in capsys.readouterr().out
     assert math.isfinite(found["wall_s"])
+
+
+def test_a_long_simulation_says_how_far_it_is() -> None:
+    said: list[str] = []
+    clock = iter([0.0, 9.0, 10.0, 15.0, 20.0])
+    progress = Progress(7200.0, said.append, lambda: next(clock))
+    for simulated_s in (900.0, 1800.0, 2700.0, 3600.0):
+        progress(simulated_s)
+    assert said == [
+        "0.5 of 2 hours are simulated; about 30 s left",
+        "1 of 2 hours are simulated; about 20 s left",
+    ]
 
 
 def test_a_learner_without_a_chip_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
