@@ -35,7 +35,7 @@ def planned(
     )
     (folder / "sites.toml").write_text(text + more + PRICES)
     main(["plan", "--params", "7e9", "--sites", str(folder / "sites.toml"), "--json", *words.split()])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     return found
 
 
@@ -73,6 +73,11 @@ def test_the_verdict_follows_links_prices_and_time(
 @pytest.mark.parametrize(
     ("sites", "works", "reason"),
     [
+        (
+            [{}, {}, {"up": "300Mbit", "step_time": "10s"}],
+            True,
+            "; s2 is left out, as the link of s2 (300 Mbit/s up, 3",
+        ),
         ([{}, {}, {"chips": 2}], True, "; s2 cannot hold it: a learner there has 2 chips of 80.0 GB, and needs 3"),
         ([{"chips": 2}, {"chips": 1}], False, "s0 is nearest: a learner there has 2 chips of 80.0 GB, and needs 3"),
         ([{}, {"up": "10kbit"}], True, "; not decoupled, as the link of s1 (10.0 kbit/s up, 10.0 kbit/s down, 50 m"),
@@ -95,6 +100,13 @@ def test_bytes_between_clouds_cost_money(tmp_path: Path, capsys: pytest.CaptureF
     gb = 7e9 * (8.125 + 16) / 24 / 8e9 * ours["days"] * 86_400  # one learner, both ways
     assert ours["egress"] == pytest.approx(0.1 * gb, rel=0.01)
     assert "spread it over" in found["memory"][0]
+
+
+def test_a_slow_site_takes_the_versions_of_the_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(tmp_path, capsys, {}, {"step_time": "4s"}, words="--tokens 100B")
+    ours = found["ways"][0]
+    gb = 7e9 * (8.125 / 4 + 16) / 24 / 8e9 * ours["days"] * 86_400
+    assert ours["egress"] == pytest.approx(0.1 * gb, rel=0.01)
 
 
 @pytest.mark.parametrize(("text", "count"), [("", 8), ("count = 4\n", 4)])

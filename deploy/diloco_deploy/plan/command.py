@@ -195,6 +195,8 @@ def plan(
         print("\n".join(_said(asked, choice)), flush=True)  # what a learner holds takes torch: seconds to load
     rows = [*figures(asked, choice), *learner_figures(asked, choice)]
     if json:
+        from diloco_common.observe.http import finite
+
         found = {
             "fits": choice.fits, "settings": settings_of(asked, choice),
             "why": {
@@ -204,7 +206,7 @@ def plan(
             "figures": [row._asdict() for row in rows],
             **({} if weighed is None else weighed.as_json()),
         }  # fmt: skip
-        print(dumps(found, indent=2))
+        print(dumps(finite(found), indent=2, allow_nan=False))
     else:
         print("\n".join(["", "figures, at these settings:", *lines_of(rows)]))
         title = "settings" if weighed is None or weighed.is_ours else "settings, where you train decoupled all the same"

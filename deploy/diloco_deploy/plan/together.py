@@ -56,7 +56,9 @@ class Together:
         if whole.ours is None or self.ours is None:
             return self.ours is not None
         in_time = task.days is None or self.ours.days <= task.days
-        return in_time and self.ours.days - task.begins_days <= LONGER * (whole.ours.days - task.begins_days)
+        is_paid = task.budget is None or self.ours.money <= task.budget
+        mine, of_all = (way.days - task.begins_days for way in (self.ours, whole.ours))
+        return in_time and is_paid and mine <= LONGER * of_all
 
 
 def worth_it(task: Task, base: Asked, sites: Sequence[str]) -> tuple[Together, Together, list[str]]:
@@ -86,6 +88,7 @@ def asked_of(task: Task, base: Asked, learners: Sequence[LearnerPlan]) -> Asked:
 
 
 def every_of(task: Task, base: Asked, site: str) -> int:
-    """The H that its links and round trips ask for, whatever shards carry."""
-    asked = asked_of(task, base, task.of([site]))
-    return choose(replace(asked, learners=1, shards=None, disk=None, merge=formulas.BYTES_PER_S)).every
+    """The H that its links and round trips ask for beside the fastest of all, whatever shards carry."""
+    asked, fastest_s = asked_of(task, base, task.of([site])), min(plan.step_s for plan in task.able)
+    asked = replace(asked, step_s=fastest_s, learners=1, shards=None, disk=None, merge=formulas.BYTES_PER_S)
+    return choose(asked).every

@@ -49,7 +49,8 @@ def verdict_of(task: Task, where: str, ours: Way | None, over: Way | None, apart
     if as_good is not None:
         beside = f", that of ours {100 * ours.goodput:.1f} %" if ours else ""
         why = f"its goodput is {100 * as_good.goodput:.1f} %{beside}, and it loses nothing by synchronising rarely"
-        return Verdict("use data-parallel training instead", why, as_good)
+        on = "" if where == "all sites" else f", on {where}"
+        return Verdict(f"use data-parallel training instead{on}", why, as_good)
     assert ours is not None
     assert over is not None
     return Verdict(f"train decoupled, on {where}", (

@@ -128,9 +128,10 @@ class Phase(NamedTuple):
 
 
 def decoupled(task: Task, learners: Sequence[LearnerPlan], asked: Asked, choice: Choice, name: str, why: str) -> Way:
-    """Shards are at home, or where all the learners are."""
+    """Shards are at home, or where all the learners are. Each sends at its own pace, and takes the versions of the
+    fastest."""
     encodings, every, until = choice.encodings, choice.every, task.hours * 3600
-    crosses = len({plan.site for plan in learners}) > 1
+    crosses, fastest_s = len({plan.site for plan in learners}) > 1, min(plan.step_s for plan in learners)
 
     def joins(plan: LearnerPlan) -> Phase:
         """What it adds."""
@@ -138,7 +139,8 @@ def decoupled(task: Task, learners: Sequence[LearnerPlan], asked: Asked, choice:
         egress = 0.0
         if crosses:
             prices = money.per_gb(task.described, plan)
-            moved = (formulas.rate(asked.params_moved, BITS[e], every, plan.step_s) / 8e9 for e in encodings[:2])
+            paces = zip(encodings[:2], (plan.step_s, fastest_s), strict=True)
+            moved = (formulas.rate(asked.params_moved, BITS[e], every, step_s) / 8e9 for e, step_s in paces)
             egress = goodput * sum(gb * price for gb, price in zip(moved, prices, strict=True))
         return Phase(plan.begins_s, goodput * plan.tokens_per_step / plan.step_s, egress)
 
@@ -182,7 +184,7 @@ def parallel(task: Task, learners: Sequence[LearnerPlan], name: str) -> Way:
 
     why, sites = "no bytes leave it", len({plan.site for plan in learners})
     if sites > 1:
-        gbit = data_parallel_bits(task.params, sites) / min(plan.step_s for plan in learners) / 1e9
+        gbit = data_parallel_bits(task.params, sites) / max(plan.step_s for plan in learners) / 1e9
         why = f"the links of a site would have to carry {gbit:.3g} Gbit/s together"
     comes = sorted({plan.begins_s for plan in learners})
     looked_at = sorted({*comes[:: math.ceil(len(comes) / PHASES)], comes[-1]})

@@ -54,7 +54,7 @@ def weigh(task: Task, base: Asked) -> Weighed:
     because = [verdict.because, *left_out(task), *late(task, verdict.way)]
     if found.ours is None and found.over is not None:
         because.append(too_much(task, base, found.choice))
-    if verdict.way is found.ours:
+    if verdict.way in (found.ours, found.over):
         because += thin_links(task, base, thin)
     ways = tuple(way for way in (found.ours, second, found.over, *apart) if way is not None)
     works, settled = verdict.way is not None, None if verdict.way is None else verdict.way.settled
