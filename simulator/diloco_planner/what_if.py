@@ -69,6 +69,9 @@ def answer(history: Path, changes: Changes, seed: int) -> Answer:
     run = observe(read(history))
     if changes.quorum not in (None, "all") and int(changes.of(run.settings).sync.quorum) > len(run.learners):
         raise ConfigError(f"--quorum {changes.quorum}: there are {len(run.learners)} learners; ask for so many, or all")
+    fragments = run.settings.sync.fragments
+    if changes.shards is not None and changes.shards > fragments:
+        raise ConfigError(f"--shards {changes.shards}: there are {fragments} fragments; ask for so many at most")
     missing = ""
     if run.recorded < run.shards:
         missing = (

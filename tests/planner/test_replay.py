@@ -69,5 +69,7 @@ def test_a_difference_and_a_wrong_question_are_told(kept: Path, capsys: pytest.C
     assert "line " in said
     assert main(["replay", str(kept), "--quorum", "4"]) == 2
     assert "--quorum 4: there are 3 learners; ask for so many, or all" in capsys.readouterr().err
+    assert main(["replay", str(kept), "--shards", "25"]) == 2
+    assert "--shards 25: there are 24 fragments; ask for so many at most" in capsys.readouterr().err
     assert main(["replay", str(kept), "--quorum", "many"]) == 2
     assert "sync.quorum = many (--quorum): must be a whole number at least 1 or 'all'" in capsys.readouterr().err
