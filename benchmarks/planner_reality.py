@@ -117,10 +117,10 @@ def simulated(
     world = World(settings(grace), PARAMS, plans, ShardPlan(), until, seed, decided=FRAGMENTS)
     found = world.run()
     sent, taken = (1e3 * sum(one[way] for one in found.learners) for way in ("sent_gb", "taken_gb"))
-    seed = 1e-6 * num_payload_bytes(SEED_ENCODING, PARAMS)  # the simulation begins with version 0
+    seeded = 1e-6 * num_payload_bytes(SEED_ENCODING, PARAMS)  # the simulation begins with version 0
     return Result(
         found.tokens_trained, found.tokens_share_merged * found.tokens_trained, found.rounds, found.evictions,
-        found.late_share, sent + seed, taken,
+        found.late_share, sent + seeded, taken,
     )  # fmt: skip
 
 
