@@ -51,6 +51,14 @@ class Link:
     down: float
     round_trip_s: float = 0.0
 
+    @property
+    def words(self) -> str:
+        return f"{bit_rate(self.up)} up, {bit_rate(self.down)} down, {1000 * self.round_trip_s:g} ms there and back"
+
+
+INSIDE = Link(math.inf, math.inf)
+"""One site: no link slows anybody down."""
+
 
 @dataclass(frozen=True)
 class Asked:

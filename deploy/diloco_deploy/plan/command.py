@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from diloco_common.errors import ConfigError
 from diloco_common.options import Json, number, refuse_idle
 from diloco_common.wire.bounds import FRAGMENTS_MAX
 from diloco_deploy import units
-from diloco_deploy.plan.choice import LINK_SHARE, Asked, Choice, Encodings, Link, bit_rate, choose
+from diloco_deploy.plan.choice import INSIDE, LINK_SHARE, Asked, Choice, Encodings, Link, choose
 from diloco_deploy.plan.formulas import BITS
 from diloco_deploy.plan.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
 
@@ -256,9 +255,7 @@ def _params(params: int | None, model: str | None) -> int:
 
 
 def _said(asked: Asked, choice: Choice) -> Iterator[str]:
-    link, where = asked.link, "inside one site"
-    if math.isfinite(link.up):
-        where = f"{bit_rate(link.up)} up, {bit_rate(link.down)} down, {1000 * link.round_trip_s:g} ms there and back"
+    where = "inside one site" if asked.link == INSIDE else asked.link.words
     yield (
         f"{units.count(asked.params)} parameters (N), {asked.learners} learners (L), {asked.step_s:g} s per inner step "
         f"(t), {where}"

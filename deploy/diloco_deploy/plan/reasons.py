@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from diloco_deploy import units
-from diloco_deploy.plan.choice import EVERY_MEASURED, EVERY_MOST, Asked, Choice, bit_rate
-from diloco_deploy.plan.together import NAMED, every_of
+from diloco_deploy.plan.choice import EVERY_MEASURED, EVERY_MOST, Asked, Choice
+from diloco_deploy.plan.together import NAMED, asked_of, every_of
 from diloco_deploy.plan.ways import ROOM, Task, Way
 from diloco_planner.described import Site
 from diloco_planner.report import count
@@ -17,8 +17,8 @@ from diloco_planner.world import LearnerPlan
 def late(task: Task, way: Way | None) -> Iterator[str]:
     """Sites that come when all is trained."""
     begins = [(site.name, plan.begins_s / 86_400) for site, plan in task.first_of_each()]
-    late = [(name, days) for name, days in begins if way is not None and days > way.days]
-    return _few([f"{name} comes after {days:,.1f} days, when all is trained" for name, days in late])
+    too_late = [(name, days) for name, days in begins if way is not None and days > way.days]
+    return _few([f"{name} comes after {days:,.1f} days, when all is trained" for name, days in too_late])
 
 
 def left_out(task: Task) -> Iterator[str]:
@@ -46,7 +46,7 @@ def too_much(task: Task, base: Asked, choice: Choice) -> str:
     thinnest = max(dict.fromkeys(plan.site for plan in task.able), key=lambda name: every_of(task, base, name))
     if every_of(task, base, thinnest) <= EVERY_MOST:
         return f"not decoupled, as it would ask for H = {choice.every:,}: {choice.why_every}"
-    return f"not decoupled, as {_link(task, base, thinnest)}, and {EVERY_MOST} is the most that we propose"
+    return f"not decoupled, as {_link(task, base, thinnest)}, and we propose {EVERY_MOST} at most"
 
 
 def thin_links(task: Task, base: Asked, sites: Sequence[str]) -> Iterator[str]:
@@ -56,10 +56,8 @@ def thin_links(task: Task, base: Asked, sites: Sequence[str]) -> Iterator[str]:
 
 
 def _link(task: Task, base: Asked, site: str) -> str:
-    link = next(plan.link for plan in task.able if plan.site == site)
-    every = every_of(task, base, site)
-    words = f"{bit_rate(link.up)} up, {bit_rate(link.down)} down, {1000 * link.round_trip_s:g} ms there and back"
-    return f"the link of {site} ({words}) would ask for H = {every:,}"
+    link = asked_of(task, base, task.of([site])).link
+    return f"the link of {site} ({link.words}) would ask for H = {every_of(task, base, site):,}"
 
 
 def _few(lines: Sequence[str]) -> Iterator[str]:

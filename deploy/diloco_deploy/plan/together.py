@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import EVERY_MEASURED, Asked, Choice, Link, choose
+from diloco_deploy.plan.choice import EVERY_MEASURED, INSIDE, Asked, Choice, Link, choose
 from diloco_deploy.plan.ways import Task, Way, decoupled, parallel, second_best
 from diloco_planner.world import LearnerPlan
 
@@ -38,7 +38,7 @@ class Together:
             where = "all sites"
         asked = asked_of(task, base, learners)
         if len(sites) == 1:
-            asked = replace(asked, link=Link(math.inf, math.inf))
+            asked = replace(asked, link=INSIDE)
             return cls(learners, where, asked, choose(asked), None, None)
         choice, ours = choose(asked), None
         if choice.fits:

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import EVERY_MOST, LADDER, Asked, Choice, Link, choose, settle
+from diloco_deploy.plan.choice import EVERY_MOST, INSIDE, LADDER, Asked, Choice, choose, settle
 from diloco_deploy.plan.formulas import BITS
 from diloco_planner import money
 from diloco_planner.described import Described, Site
@@ -25,7 +25,7 @@ from diloco_planner.world import LearnerPlan
 HOURS = 240.0
 """That chips are drawn for, at least."""
 CHANGES = 2e4
-"""Of chips that fail, are preempted and come back: enough to tell their share of the time."""
+"""Failures, preemptions and returns of chips: so many tell well enough which share of the time is lost."""
 SEED = 0
 PHASES = 20
 """Times at which sites come, at most."""
@@ -195,7 +195,7 @@ def alone(task: Task, site: Site, asked: Asked) -> Way:
     """All that one site has, by the better of both ways inside it, where links count for nothing. `asked`: of it."""
     learners, name = task.of([site.name]), f"only {site.name}"
     in_step = parallel(task, learners, name)
-    inside = replace(asked, link=Link(math.inf, math.inf))
+    inside = replace(asked, link=INSIDE)
     choice = choose(inside)
     if len(learners) == 1 or not choice.fits:
         return in_step
@@ -233,6 +233,6 @@ def _times(price: float, amount: float) -> float:
     return price * amount if price else 0.0
 
 
-def _rate(learners: Iterator[LearnerPlan] | Sequence[LearnerPlan]) -> float:
+def _rate(learners: Sequence[LearnerPlan]) -> float:
     """Tokens per second of chips that never fail."""
     return sum(plan.tokens_per_step / plan.step_s for plan in learners)
