@@ -16,9 +16,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from diloco_planner.chips import YEAR_S, Island
+from diloco_planner.plans import LearnerPlan
 from diloco_planner.report import WAYS
 from diloco_planner.ways import Sent, decoupled, one_island, synchronous
-from diloco_planner.world import LearnerPlan
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 CHIPS = [round(10 ** (3.5 + i / 6)) for i in range(19)]

@@ -29,7 +29,8 @@ from typing import Any
 from diloco_common.codec import num_payload_bytes
 from diloco_common.settings import LeaseSettings, Settings, SyncSettings
 from diloco_planner.chips import Failures, Island, Timeline, island_timeline
-from diloco_planner.world import LearnerPlan, ShardPlan, World
+from diloco_planner.plans import LearnerPlan, ShardPlan
+from diloco_planner.world import World
 from diloco_worker.shell.codec_thread import SEED_ENCODING
 from light_learners import running_shard
 

@@ -73,9 +73,9 @@ def simulate(
     from diloco_planner.chips import Island
     from diloco_planner.described import Described, read
     from diloco_planner.effort import refuse_endless
+    from diloco_planner.plans import LearnerPlan
     from diloco_planner.report import Progress, as_json, as_text
     from diloco_planner.run import Run
-    from diloco_planner.world import LearnerPlan
 
     torch.set_num_threads(1)
     described = Described() if links is None else read(links)

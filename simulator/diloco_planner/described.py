@@ -16,9 +16,9 @@ from typing import Any
 
 from diloco_common.errors import ConfigError, did_you_mean, shown
 from diloco_planner.chips import PRESETS, Failures, Island
+from diloco_planner.plans import LearnerPlan, Link, ShardPlan
 from diloco_planner.sections import FAILING, LEARNERS_MAX, SECTIONS
 from diloco_planner.toml_lines import Keys, line_of
-from diloco_planner.world import LearnerPlan, Link, ShardPlan
 
 FLAGS = {
     "--learners": "learners", "--chips": "chips", "--step-time": "step_time", "--tokens-per-step": "tokens_per_step",

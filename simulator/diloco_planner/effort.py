@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from diloco_common.errors import ConfigError
 from diloco_common.settings import SyncSettings
-from diloco_planner.world import TICKS_PER_STEP, LearnerPlan, ShardPlan, decided_fragments
+from diloco_planner.plans import LearnerPlan, ShardPlan
+from diloco_planner.world import TICKS_PER_STEP, decided_fragments
 
 HOURS_MAX = 3.0
 LOOK_S, EACH_S = 3e-4, 3e-6

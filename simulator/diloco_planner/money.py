@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco_planner.described import Described
-from diloco_planner.world import LearnerPlan, Outcome
+from diloco_planner.plans import LearnerPlan
+from diloco_planner.world import Outcome
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from diloco_common.settings import Settings, SyncSettings
 from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import Outcome as Became
 from diloco_planner.chips import Island, Timeline
-from diloco_planner.world import LearnerPlan, Link, ShardPlan, World
+from diloco_planner.plans import LearnerPlan, Link, ShardPlan
+from diloco_planner.world import World
 
 QUICK_S = 0.002
 """A push or a pull that is quicker tells nothing of a link."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from diloco_planner.chips import Away, Failures, Island, island_timeline, preemptions
-from diloco_planner.world import LearnerPlan
+from diloco_planner.plans import LearnerPlan
 
 SPARES_ENOUGH = 10**9
 GRADIENT_BITS = 16

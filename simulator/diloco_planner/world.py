@@ -30,7 +30,8 @@ from diloco_common.wire.messages import (
     PushAnswer,
     PushHeader,
 )  # fmt: skip
-from diloco_planner.chips import LAST_NOTICE_S, Failures, Island, Timeline, island_timeline, uptime
+from diloco_planner.chips import LAST_NOTICE_S, uptime
+from diloco_planner.plans import LearnerPlan, ShardPlan
 from diloco_planner.weightless import (
     NO_BYTES,
     NOTHING,
@@ -53,69 +54,6 @@ TOLD_EVERY = 10_000
 """Events."""
 TICKS_PER_STEP = 8
 """While a round waits. In production one every 20 ms."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """Between one learner and the shards; bits per second."""
-
-    up: float = math.inf
-    down: float = math.inf
-    round_trip_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class LearnerPlan:
-    """One learner of the run."""
-
-    name: str
-    island: Island
-    failures: Failures = field(default_factory=Failures)
-    step_s: float = 1.0
-    """Of its inner step, with all chips."""
-    noise: float = 0.0
-    """Standard deviation of one step, as a share of it."""
-    link: Link = field(default_factory=Link)
-    begins_s: float = 0.0
-    """It comes later."""
-    tokens_per_step: int = 1_000_000
-    site: str = ""
-    """Inside one that has a name no link slows anybody down."""
-    is_home: bool = False
-    """The shards are there."""
-    line: Timeline | None = None
-    """When it computes; None: drawn from the island and its failures."""
-
-    def there_s(self, until: float) -> float:
-        """Seconds since it came; 0 if it comes later."""
-        return max(0.0, until - self.begins_s)
-
-    @property
-    def to_shards(self) -> Link:
-        return Link() if self.is_home else self.link
-
-    def chance(self, seed: int) -> random.Random:
-        """That its failures are drawn from, and its preemptions first: so they are the same in each way of training."""
-        return random.Random(f"{seed} {self.name}")
-
-    def drawn(self, until: float, chance: random.Random) -> Timeline:
-        """When it computes, from when it comes until then."""
-        return self.line or island_timeline(self.island, self.failures, max(1.0, self.there_s(until)), chance)
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """All machines of shards together."""
-
-    count: int | None = None
-    """Each makes one version after the other. None: there are enough of them, so that none waits."""
-    merge_bytes_s: float = 1.28e9
-    """Of contributions and versions, that one machine receives, merges and sends (docs/performance.md)."""
-    disk_bytes_s: float = math.inf
-    """A version is written before it is announced."""
-    restart_every_s: float = math.inf
-    """Mean time between failures of one of them."""
-    restart_s: float = 60.0
 
 
 @dataclass

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from diloco_planner.chips import Failures, Island
+from diloco_planner.plans import LearnerPlan
 from diloco_planner.ways import Sent, baselines
-from diloco_planner.world import LearnerPlan
 
 HOUR = 3600.0
 DAY = 24 * HOUR

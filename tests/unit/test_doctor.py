@@ -19,7 +19,7 @@ from diloco_deploy.doctor import command, machine, shards
 from diloco_deploy.doctor.checks import Check, Finding, Found, failure, ok, run_checks
 from diloco_deploy.doctor.machine import Shard, Written
 from diloco_deploy.explain.catalogue import CODES
-from diloco_deploy.plan.choice import Link
+from diloco_planner.plans import Link
 from diloco_server.storage.filesystem import Disk, NewFile
 
 SHARD = Shard(

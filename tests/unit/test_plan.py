@@ -14,10 +14,11 @@ from diloco_common.quantities import bits_per_s
 from diloco_common.settings import Settings
 from diloco_deploy.cli import main
 from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import Asked, Link, choose
+from diloco_deploy.plan.choice import Asked, choose
 from diloco_deploy.plan.command import parameters_of
 from diloco_deploy.plan.formulas import BITS
 from diloco_deploy.plan.table import auto_every, figures, learner_figures, settings_of, toml
+from diloco_planner.plans import Link
 
 MBIT = 1e6
 

@@ -19,8 +19,9 @@ from diloco_deploy import units
 from diloco_deploy.doctor import calls
 from diloco_deploy.doctor.checks import Door, Finding, Known, failure, of_error, ok, warning
 from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import LINK_SHARE, Asked, Link, bit_rate, choose
+from diloco_deploy.plan.choice import LINK_SHARE, Asked, bit_rate, choose
 from diloco_deploy.plan.formulas import BITS
+from diloco_planner.plans import Link
 
 DIAL_S = 3.0
 DIALS = 3

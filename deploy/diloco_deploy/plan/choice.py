@@ -11,6 +11,7 @@ from diloco_common.wire.bounds import FRAGMENTS_MAX
 from diloco_deploy import units
 from diloco_deploy.plan import formulas
 from diloco_deploy.plan.formulas import BITS
+from diloco_planner.plans import Link
 
 LINK_SHARE = 0.5
 """Of a link, or of a core, or of a disk, that the run may take on average: the rest is for bursts and repeats."""
@@ -42,21 +43,7 @@ LADDER = (
 """From the careful to the last resort."""
 
 
-@dataclass(frozen=True)
-class Link:
-    """Between one learner and the shards."""
-
-    up: float
-    """Bits per second towards the shards."""
-    down: float
-    round_trip_s: float = 0.0
-
-    @property
-    def words(self) -> str:
-        return f"{bit_rate(self.up)} up, {bit_rate(self.down)} down, {1000 * self.round_trip_s:g} ms there and back"
-
-
-INSIDE = Link(math.inf, math.inf)
+INSIDE = Link()
 """One site: no link slows anybody down."""
 
 
@@ -235,3 +222,8 @@ def _machines(asked: Asked, encodings: Encodings, every: int, fragments: int) ->
 def bit_rate(bits_per_s: float) -> str:
     """12345678 -> "12.3 Mbit/s"."""
     return f"{units.size(bits_per_s).removesuffix('B')}bit/s"
+
+
+def link_words(link: Link) -> str:
+    """12.3 Mbit/s up, 45.6 Mbit/s down, 80 ms there and back."""
+    return f"{bit_rate(link.up)} up, {bit_rate(link.down)} down, {1000 * link.round_trip_s:g} ms there and back"

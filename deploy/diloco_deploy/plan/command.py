@@ -6,7 +6,6 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import astuple
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,9 +18,10 @@ from diloco_common.errors import ConfigError
 from diloco_common.options import Json, number, refuse_idle
 from diloco_common.wire.bounds import FRAGMENTS_MAX
 from diloco_deploy import units
-from diloco_deploy.plan.choice import INSIDE, LINK_SHARE, Asked, Choice, Encodings, Link, choose
+from diloco_deploy.plan.choice import INSIDE, LINK_SHARE, Asked, Choice, Encodings, choose, link_words
 from diloco_deploy.plan.formulas import BITS
 from diloco_deploy.plan.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
+from diloco_planner.plans import Link
 
 
 def parameters_of(name: str) -> int:
@@ -172,14 +172,14 @@ def plan(
         from diloco_deploy.plan.ways import Task
         from diloco_deploy.plan.weigh import lines_of as ways_of
         from diloco_deploy.plan.weigh import weigh
-        from diloco_planner import world
         from diloco_planner.chips import Island
         from diloco_planner.effort import refuse_restless
+        from diloco_planner.plans import LearnerPlan
 
         if not described.sites:
             raise ConfigError(f"{sites} has no site; write a [[site]] for each place, as docs/planner.md explains")
-        template = world.LearnerPlan(
-            "", Island(1), described.failures(), asked.step_s, link=world.Link(*astuple(link)),
+        template = LearnerPlan(
+            "", Island(1), described.failures(), asked.step_s, link=link,
             tokens_per_step=tokens_per_step or TOKENS_PER_STEP,
         )  # fmt: skip
         plans = described.learners(template, chips or CHIPS, asked.learners)
@@ -255,7 +255,7 @@ def _params(params: int | None, model: str | None) -> int:
 
 
 def _said(asked: Asked, choice: Choice) -> Iterator[str]:
-    where = "inside one site" if asked.link == INSIDE else asked.link.words
+    where = "inside one site" if asked.link == INSIDE else link_words(asked.link)
     yield (
         f"{units.count(asked.params)} parameters (N), {asked.learners} learners (L), {asked.step_s:g} s per inner step "
         f"(t), {where}"

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from diloco_deploy import units
-from diloco_deploy.plan.choice import EVERY_MEASURED, EVERY_MOST, Asked, Choice
+from diloco_deploy.plan.choice import EVERY_MEASURED, EVERY_MOST, Asked, Choice, link_words
 from diloco_deploy.plan.together import NAMED, asked_of, every_of
 from diloco_deploy.plan.ways import ROOM, Task, Way
 from diloco_planner.described import Site
+from diloco_planner.plans import LearnerPlan
 from diloco_planner.report import count
-from diloco_planner.world import LearnerPlan
 
 
 def late(task: Task, way: Way | None) -> Iterator[str]:
@@ -57,7 +57,7 @@ def thin_links(task: Task, base: Asked, sites: Sequence[str]) -> Iterator[str]:
 
 def _link(task: Task, base: Asked, site: str) -> str:
     link = asked_of(task, base, task.of([site])).link
-    return f"the link of {site} ({link.words}) would ask for H = {every_of(task, base, site):,}"
+    return f"the link of {site} ({link_words(link)}) would ask for H = {every_of(task, base, site):,}"
 
 
 def _few(lines: Sequence[str]) -> Iterator[str]:

@@ -19,8 +19,8 @@ from diloco_deploy.plan.formulas import BITS
 from diloco_planner import money
 from diloco_planner.described import Described, Site
 from diloco_planner.effort import changes
+from diloco_planner.plans import LearnerPlan
 from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
-from diloco_planner.world import LearnerPlan
 
 HOURS = 240.0
 """That chips are drawn for, at least."""
