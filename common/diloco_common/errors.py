@@ -615,33 +615,6 @@ class NotFinite(Refusal):
     also = "ends a learner after five rounds in a row: begin again with a new optimizer"
 
 
-class NormTooLarge(Refusal):
-    """The norm is far above the others' for as many steps, and above what was ever usual. With nobody to compare with,
-    and among strangers: above `guard.norm_factor` times the usual one."""
-
-    status = "OUT_OF_RANGE"
-    met = CONTRIBUTIONS
-    do = "Restart the learner if it has diverged. Among strangers, if all are refused, raise `guard.norm_factor`."
-    look = "the learner's loss, learning rate and memory"
-
-
-class Quarantined(Refusal):
-    """The learner's contributions were outliers again and again. The message says how long this lasts."""
-
-    met = CONTRIBUTIONS
-    do = "Restart it if it has diverged. Otherwise wait."
-    look = "its loss, data and memory; [DilocoLearnerQuarantined](runbook.md#dilocolearnerquarantined)"
-
-
-class Implausible(Refusal):
-    """More tokens or steps than the learner has reported and can have trained."""
-
-    status = "OUT_OF_RANGE"
-    met = CONTRIBUTIONS
-    do = "Nothing after a long absence: the limit grows with time. Else ask who runs it."
-    look = "tokens and steps that the loop gives to `learner.step`"
-
-
 class Busy(Refusal):
     """Too many pushes, pulls, joins, learners or bytes at once."""
 

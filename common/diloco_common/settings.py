@@ -127,25 +127,13 @@ class OuterSettings(Section):
 
 
 class GuardSettings(Section):
-    """What a shard believes of contributions, and which it refuses to merge."""
+    """How much one contribution may move the model."""
 
     trust: Literal["members", "strangers"] = "members"
-    """"members": learners may be slow, away, diverged or on broken hardware, but do not cheat. What a healthy one sends
-    is merged by the published formula; what a sick one sends is left out. "strangers": they may cheat. Then weight and
-    length are cut to the median of a round, which costs unequal learners (docs/security.md), and a round needs more
-    than half of the learners that answer."""
-    norm_factor: float = Field(default=1000.0, gt=1)
-    """A contribution is refused if its norm is above this many times the usual norm of its fragment: the median over
-    the learners, each of which has one vote. Of members this holds until another one, which is not in quarantine,
-    has sent something. Then the limit is 6 times what the others sent for as many steps, or 1.5 times what was ever
-    usual."""
-    norm_window: int = Field(default=64, ge=8)
-    """Merged contributions that enter the usual norm, at most 8 of one learner. While as many are merged, it grows at
-    most tenfold."""
-    quarantine_s: float = Field(default=60.0, ge=0)
-    """Seconds for which a learner is left out after 8 of its last 16 contributions were outliers: not finite, refused
-    for their norm, or far longer than the others of their round. Doubles with each further time, up to tenfold. After
-    it the learner counts as a stranger until 16 ordinary contributions have cleared it. 0: never."""
+    """"members": learners may be slow, away, diverged or on broken hardware, but do not cheat. The longest contribution
+    of a round counts as long as the second longest, and claims are believed. "strangers": they may cheat. Then it
+    counts as long as the median, no weight and no tokens count for more than the median's, and a round needs more than
+    half of the learners that answer."""
 
 
 class LeaseSettings(Section):

@@ -7,7 +7,8 @@ round.py        what one round has collected, and whether it may close
 due.py          which fragments are due
 cadence.py      how many inner steps lie between two rounds of a fragment, and how long one stays open after its quorum
 every.py        H, where the settings leave it to the shard
-trust/          what is believed of a learner, and what follows
+influence.py    how much one contribution may move the model
+arrivals.py     when a learner that was asked will have contributed
 admission.py    the answer to a push, and what is refused, by its header
 model.py        what learners must have in common
 versions.py     seeding, restoring, committing and announcing versions; when the run has its tokens

@@ -5,8 +5,8 @@ copy of one that was not taken gets the same answer again; one to a round that i
 rest the checks decide whether the bytes are wanted: each raises a `Refusal` that says what to do.
 
 The whole order of what is refused: identity and run (the shell), lease and generation (membership.py); from the header
-alone manifest, epoch, round, sizes (here); of the bytes sizes, checksum, decoder limits (codec); finite values, norm
-(trust).
+alone manifest, epoch, round, sizes (here); of the bytes sizes, checksum, decoder limits (codec); finite values
+(rounds.py). Nothing else is refused: how much a contribution counts for, its round says (influence.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The clocks of a fragment: how many inner steps lie between two rounds, and how long a round stays open.
 
 A fragment is due when at least K live learners took H inner steps since its last round opened. Steps are counted per
-learner, as far as its reports count (trust/trail.py). An absolute clock would stop with the fastest learner. No clock
+learner. An absolute clock would stop with the fastest learner. No clock
 at all would let a fast network drive H towards 1, which ruins learning.
 
 Other kinds keep a cadence of their own: every so many times as many steps (`Traits.every`).
@@ -14,7 +14,7 @@ Once a round has its quorum, it stays open for fixed seconds, or adaptive ones, 
 commit.
 
 Carry: no learner waits, and none loses work, so waiting only delays the next version. A round waits for everybody who
-is expected (`trust/arrivals.py`), but for nobody longer than its patience beyond the usual learner:
+is expected (`arrivals.py`), but for nobody longer than its patience beyond the usual learner:
 
     patience = max(patience * H, tau) * step_time
 
@@ -98,7 +98,7 @@ def is_due(live: Iterable[Member], base_steps: Mapping[str, int], interval: int,
         if first is not None:
             members += 1
             base = max(first, base_steps.get(member.learner_id, first))
-            ready += member.counted.inner_step - base >= interval
+            ready += member.reported.inner_step - base >= interval
     return ready > 0 and ready >= needed(quorum, members)
 
 

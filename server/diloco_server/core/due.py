@@ -42,9 +42,9 @@ class DueFragments:
         self._last: set[int] = set()  # those that are due because what is trained fills the budget
         self._begin()
 
-    def among(self, live: Sequence[Member], quorum: Quorum) -> list[int]:
-        """The fragments that are due for these learners, in order: so many of them, at least, have taken the steps.
-        None, where nothing has changed.
+    def among(self, live: Sequence[Member], merging: Sequence[Member], quorum: Quorum) -> list[int]:
+        """The fragments that are due, in order: so many learners of those that are merged, at least, have taken the
+        steps. None, where nothing has changed.
 
         All of them have reported.
         """
@@ -53,7 +53,8 @@ class DueFragments:
         if put_off and self._put_off_by == {m.generation for m in live}:
             return put_off
         found = (
-            [(m.generation, m.counted, m.is_idle, m.progress.last_rounds) for m in live],
+            [(m.generation, m.reported, m.is_idle, m.progress.last_rounds) for m in live],
+            [m.generation for m in merging],
             self._versions.done,
             quorum,
         )
@@ -66,15 +67,16 @@ class DueFragments:
         self._look_at_fragments(live)
         self._last.clear()
         leaving = {p for m in live for p in m.progress.last_rounds or ()}
-        of_leavers = [p for p in leaving & self._rows.keys() if self._is_due(self._versions.fragments[p], live, quorum)]
-        return sorted([*(self._due_for_all(live, quorum) - leaving), *of_leavers])
+        fragments = self._versions.fragments
+        of_leavers = [p for p in leaving & self._rows.keys() if self._is_due(fragments[p], merging, quorum)]
+        return sorted([*(self._due_for_all(merging, quorum) - leaving), *of_leavers])
 
     def put_off(self, due: Sequence[int]) -> None:
         """These were due, and are not opened yet: they come next, unless learners come or go."""
         self._put_off, self._put_off_by = list(due), {*self._columns}
 
-    def asked(self, due: Sequence[int], live: Sequence[Member], *, asks_all: bool) -> list[list[bool]]:
-        """Whom rounds of these fragments ask, of the learners that `among` was told of: by fragment, then by learner.
+    def asked(self, due: Sequence[int], live: Sequence[Member]) -> list[list[bool]]:
+        """Whom rounds of these fragments ask, of these learners: by fragment, then by learner.
 
         A mean is as long as its parts are: 24 steps of one learner with 3 of another move the model by less than the 24
         alone. So a learner with few steps since its last merged contribution goes on. It gets the version like all
@@ -85,9 +87,9 @@ class DueFragments:
         for i in leaving:
             there[:, i] = torch.tensor([live[i].takes_part(p) for p in due])
         found = there
-        if self._sync.on_commit == "carry" and not asks_all:
+        if self._sync.on_commit == "carry":
             rows = [self._rows[p] for p in due]
-            steps = _tensor(m.counted.inner_step for m in live) - self._merged[rows][:, self._columns_of(live)]
+            steps = _tensor(m.reported.inner_step for m in live) - self._merged[rows][:, self._columns_of(live)]
             ready = steps >= READY * self._intervals[rows, None].double()
             ready |= steps < 0  # also of a process that has begun anew: it counts from 0
             ready[:, leaving] = True
@@ -133,7 +135,7 @@ class DueFragments:
         for member in new:
             column = self._columns[member.generation] = self._free.pop()
             self._steps[:, column] = _tensor(_base_steps(state, member) for state in states)
-            is_new = member.trail is None or not member.trail.merged_until
+            is_new = member.reports is None or not member.reports.merged_until
             self._merged[:, column] = NEVER if is_new else _tensor(_merged_steps(p, member) for p in self._ids)
             if self._ends:
                 self._tokens[:, column] = _tensor(_base_tokens(state, member) for state in states)
@@ -191,12 +193,12 @@ class DueFragments:
         members, rows = [m for m in staying if not m.is_idle] or staying, _where(self._intervals != NEVER)
         if not members or not rows:
             return set()
-        steps = self._spread(members, (m.counted.inner_step for m in members))
+        steps = self._spread(members, (m.reported.inner_step for m in members))
         ready = (steps - self._steps[rows] >= self._intervals[rows, None]).sum(dim=1)
         enough = max(1, needed(quorum, len(members)))
         due = {self._ids[rows[i]] for i in _where(ready >= enough)}
         if self._ends:
-            tokens = self._spread(members, (m.counted.tokens for m in members))
+            tokens = self._spread(members, (m.reported.tokens for m in members))
             trained = (tokens - self._tokens[rows]).clamp(min=0).sum(dim=1)
             near = [self._versions.fragments[self._ids[rows[i]]] for i in _where(trained >= self._left[rows])]
             self._last |= {s.fragment.fragment_id for s in near if self._versions.budget.rest_is_trained(s, members)}
@@ -241,5 +243,5 @@ def _base_tokens(state: FragmentState, member: Member) -> int:
 
 def _merged_steps(fragment_id: int, member: Member) -> int:
     """The step up to which its work is merged into this fragment; NEVER: none is, as far as is known."""
-    since = None if member.trail is None else member.trail.merged_until.get(fragment_id)
+    since = None if member.reports is None else member.reports.merged_until.get(fragment_id)
     return NEVER if since is None else since.inner_step

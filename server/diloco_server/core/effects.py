@@ -54,8 +54,8 @@ class MergeRound:
     contributions: tuple[Contribution, ...]
     beside: tuple[Contribution, ...] = ()
     """Of earlier rounds, which count on: what learners that are in none of these contributed last to buffers."""
-    left_out: tuple[str, ...] = ()
-    """Learners whose contribution was accepted, and is left out: it is far from those of the others."""
+    left_out: tuple[Contribution, ...] = ()
+    """What is looked at and not merged (`influence.py`)."""
 
 
 Effect = Tell | TellAll | SeedFragment | MergeRound | Fact

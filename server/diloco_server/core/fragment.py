@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -14,13 +13,13 @@ from diloco_common.errors import Busy
 from diloco_common.wire.manifest import Fragment
 from diloco_common.wire.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader, VersionId
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.membership import Member, Membership
+from diloco_server.core.membership import Member
 from diloco_server.core.merge import Latest
 from diloco_server.core.parts import HalfContribution
-from diloco_server.core.record import NORM_QUIET, Record, empty_record
+from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Contribution, Round
-from diloco_server.core.trust.arrivals import Arrivals, Call, Expected, next_boundary
-from diloco_server.core.trust.counting import Share, count
+from diloco_server.core.arrivals import Arrivals, Call, Expected, next_boundary
+from diloco_server.core.influence import Influence
 
 KEPT_MAX = 4
 """Earlier versions of a fragment that are kept while ranks pull them."""
@@ -57,7 +56,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Whom rounds ask, and what counted of them then. Rounds that open at the same time share it."""
+    """Whom rounds ask, and what they had reported then. Rounds that open at the same time share it."""
 
     members: Sequence[Member]
     generations: dict[str, int]
@@ -71,12 +70,12 @@ class Asking:
 
     @classmethod
     def of(cls, members: Sequence[Member], patience_s: float, now: float) -> Asking:
-        boundaries = {m.arrivals: next_boundary(m.trail, patience_s, now) for m in members}
+        boundaries = {m.arrivals: next_boundary(m.reports, patience_s, now) for m in members}
         begins = [boundary_at + (arrivals.lag_s or 0.0) for arrivals, boundary_at in boundaries.items()]
         return cls(
             members,
             {m.learner_id: m.generation for m in members},
-            {m.learner_id: m.counted.tokens for m in members},
+            {m.learner_id: m.reported.tokens for m in members},
             boundaries,
             torch.tensor(begins, dtype=torch.float64),
             torch.tensor([m.arrivals.s_per_element for m in members], dtype=torch.float64),
@@ -134,11 +133,9 @@ class FragmentState:
     """What the last round of this epoch has asked for, open or not."""
     rounds_opened: int = 0
     base_steps: dict[str, int] = field(default_factory=dict)
-    """Learner -> inner step that counted when the last round opened, for the cadence."""
+    """Learner -> inner step that it had reported when the last round opened, for the cadence."""
     base_tokens: dict[str, int] = field(default_factory=dict)
-    """Learner -> tokens that counted when a round asked it last, for the end of the budget."""
-    shares: dict[str, Share] = field(default_factory=dict)
-    """Learner -> what it brought to this fragment in this epoch, for what counts as merged."""
+    """Learner -> tokens that it had reported when a round asked it last, for the end of the budget."""
     declined: dict[str, dict[PushHeader, PushAnswer]] = field(default_factory=dict)
     """Learner -> its contributions to the next version that were refused or came late, and the answers. The learner
     gave their work back, so no other copy may be taken, not even when the same round opens again."""
@@ -170,10 +167,10 @@ class FragmentState:
         self.values, self.published = restored.values, restored.published
         self._enter(Phase.RESTING)
 
-    def begin_seed(self, norm: float, tokens_merged: int) -> None:
+    def begin_seed(self, tokens_merged: int) -> None:
         """UNSEEDED -> SEEDING: the bytes of version 0 go to the compute thread."""
         assert self.phase is Phase.UNSEEDED
-        self.record = replace(self.record, seed_norm=norm, tokens_merged=tokens_merged)
+        self.record = replace(self.record, tokens_merged=tokens_merged)
         self.half_seed = None
         self._enter(Phase.SEEDING)
 
@@ -189,11 +186,11 @@ class FragmentState:
         self.record, self.values, self.published = record.copy(), values, published
         self._enter(Phase.RESTING)
 
-    def open_round(self, asking: Asking, steps: Mapping[str, int], now: float) -> Round:
-        """RESTING -> COLLECTING: these learners are asked for a contribution to the next version. `steps`: what counts
-        of all live ones."""
+    def open_round(self, asking: Asking, steps: Mapping[str, int], beside: Collection[str], now: float) -> Round:
+        """RESTING -> COLLECTING: these learners are asked for a contribution to the next version. `steps`: what all
+        live ones have reported. `beside`: whose is not merged."""
         assert self.phase is Phase.RESTING
-        self.collected = Round(self.version + 1, now, asking.generations.copy())
+        self.collected = Round(self.version + 1, now, asking.generations.copy(), beside=frozenset(beside))
         self.collected.usual_at = asking.usual_at(self.fragment.num_elements)
         self.call = Call(self.collected.round, asking.boundaries)
         self.rounds_opened += 1
@@ -207,9 +204,9 @@ class FragmentState:
         assert self.round is not None
         self.round.asked_at = now
         again = [m for m in live if self.round.ask_again(m.learner_id, m.generation)]
-        self.base_steps |= {m.learner_id: m.counted.inner_step for m in again}
-        self.base_tokens |= {m.learner_id: m.counted.tokens for m in again}
-        self.call.apart |= {m.arrivals: Expected(next_boundary(m.trail, patience_s, now)) for m in again}
+        self.base_steps |= {m.learner_id: m.reported.inner_step for m in again}
+        self.base_tokens |= {m.learner_id: m.reported.tokens for m in again}
+        self.call.apart |= {m.arrivals: Expected(next_boundary(m.reports, patience_s, now)) for m in again}
         return again
 
     def abandon_round(self, *, is_over: bool = False) -> None:
@@ -220,12 +217,17 @@ class FragmentState:
         self.collected = None
         self._enter(Phase.RESTING)
 
-    def close_round(self, membership: Membership, sync_every: int, budget: int, now: float) -> Round:
-        """COLLECTING -> MERGING: what the round has collected goes to the compute thread, and counts from now on."""
+    def close_round(self, influence: Influence, now: float) -> Round:
+        """COLLECTING -> MERGING: what the round has collected goes to the compute thread, as far as it counts."""
         assert self.round is not None
         assert self.round.contributions
-        counted, self.shares = count(self.round, self.shares, self.record, membership, sync_every, budget, now)
-        self.round.contributions, self.round.closed_at = counted, now
+        part, _ = self.round.parted()
+        if not self.fragment.traits.is_whole:
+            bounded, self.round.limit = influence.bound(self.fragment.fragment_id, part, self.record.limit)
+        else:
+            bounded = influence.bound_weights(part)
+        self.round.contributions |= bounded
+        self.round.closed_at = now
         self._enter(Phase.MERGING)
         assert self.closed is not None
         return self.closed
@@ -244,12 +246,6 @@ class FragmentState:
         self.declined.clear()
 
     # ------------------------------------------------------------ changes in every phase
-
-    def slept(self, seconds: float) -> None:
-        """The shard was frozen, and learners trained on."""
-        self.shares = {i: replace(s, merged_until=s.merged_until - seconds) for i, s in self.shares.items()}
-        if self.collected is not None:
-            self.collected.asleep_s += seconds
 
     def rename(self, epoch: int) -> None:
         """The latest version gets a name of its own: its old one may also name bytes that were lost."""
@@ -369,19 +365,6 @@ class FragmentState:
     def may_hold(self, learner_id: str, round_number: int) -> bool:
         """Whether what the learner contributed to this round is in a version, or may be."""
         return self.record.merged_versions.get(learner_id, self.record.forgotten_version) >= round_number
-
-    def typical_norm(self) -> float:
-        """The usual norm of what is merged, unless it is tiny; the norm of version 0 until there is one.
-
-        Where norms tell nothing, none is unusual. What bounds a contribution is its round, where the mean cuts all to
-        the median.
-        """
-        if not self.fragment.traits.norms_tell:
-            return math.inf
-        seed_norm, usual = self.record.seed_norm, self.record.usual.usual
-        if usual:
-            return max(usual, NORM_QUIET * seed_norm)
-        return max(seed_norm, 0.01 * math.sqrt(self.fragment.num_elements))
 
 
 def status_of(record: Record, learner_id: str, *, seeded: bool = True) -> FragmentStatus:

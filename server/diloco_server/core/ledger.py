@@ -39,7 +39,16 @@ class ContributionAnswered:
 
 @dataclass(frozen=True, slots=True)
 class ContributionDropped:
-    """It was accepted, and comes into no version: its learner has lost its lease, or it is far from the others."""
+    """It was accepted, and comes into no version: its learner has lost its lease."""
+
+    learner_id: str
+    fragment_id: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionLeftOut:
+    """It was taken and has no weight, as its learner points away from the others. Its work is gone."""
 
     learner_id: str
     fragment_id: int
@@ -125,18 +134,17 @@ class LearnerForgotten:
 
 
 @dataclass(frozen=True, slots=True)
-class LearnerQuarantined:
+class LearnerLeftOut:
+    """What it contributes points away from the others, which agree: from now on it is not merged."""
+
     learner_id: str
-    why: str
-    """The last evidence against it."""
-    outliers: int
-    """Among its last contributions."""
-    for_s: int
+    cosine: float
+    """With the sum of the others: the mean over two H."""
 
 
 @dataclass(frozen=True, slots=True)
-class LearnerReleased:
-    """Its quarantine is over."""
+class LearnerTakesPart:
+    """It does not point away any more: it is merged again."""
 
     learner_id: str
 
@@ -166,6 +174,7 @@ class BudgetReached:
 Fact = (
     ContributionAnswered
     | ContributionDropped
+    | ContributionLeftOut
     | RoundOpened
     | QuorumReached
     | RoundClosed
@@ -174,8 +183,8 @@ Fact = (
     | LearnerJoined
     | LearnerGone
     | LearnerForgotten
-    | LearnerQuarantined
-    | LearnerReleased
+    | LearnerLeftOut
+    | LearnerTakesPart
     | SameLosses
     | EveryChanged
     | BudgetReached
@@ -211,10 +220,10 @@ def told_of(fact: Fact) -> Told | None:
             return Told("returned" if fact.returned else "joined", _shown(fact, "returned"))
         case LearnerGone():
             return Told(fact.how, _shown(fact, "code") if fact.how == "left" else _shown(fact))
-        case LearnerQuarantined():
-            return Told("quarantined", _shown(fact), "warning")
-        case LearnerReleased():
-            return Told("released", _shown(fact))
+        case LearnerLeftOut():
+            return Told("left out", _shown(fact), "warning")
+        case LearnerTakesPart():
+            return Told("takes part again", _shown(fact))
         case SameLosses():
             words = "same losses: these learners train on the same batches; order their data by learner.seed"
             return Told(words, _shown(fact), "warning")
@@ -236,8 +245,7 @@ def _shown(fact: Fact, *left_out: str) -> dict[str, Any]:
 
 
 NEWS = (
-    VersionsLost, LearnerJoined, LearnerGone, LearnerQuarantined, LearnerReleased, SameLosses, EveryChanged,
-    BudgetReached,
+    VersionsLost, LearnerJoined, LearnerGone, LearnerLeftOut, LearnerTakesPart, SameLosses, EveryChanged, BudgetReached,
 )  # fmt: skip
 """Facts that are among the events of /status and /rounds; others are in the log alone."""
 
@@ -296,7 +304,8 @@ class Ledger:
     joins: int = 0
     evictions: Counter[str] = field(default_factory=Counter)
     """Evictions by stable code."""
-    quarantines: int = 0
+    left_out: int = 0
+    """Times that a learner was left out."""
     versions_lost: int = 0
     staleness: dict[str, int] = field(default_factory=dict)
     """Learner -> that of its last accepted contribution, in versions. As long as the learner is remembered."""
@@ -307,13 +316,15 @@ class Ledger:
     tokens_refused: Counter[str] = field(default_factory=Counter)
     tokens_fenced: int = 0
     """Accepted, then dropped: the learner lost its lease before the round closed. It carries the work if it lives."""
+    tokens_left_out: int = 0
+    """Accepted, and of no weight in its version: the learner was left out."""
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
     _seq: int = 0  # grows; never reset within an epoch
     _traced: OrderedDict[tuple[int, int], TracedRound] = field(default_factory=OrderedDict)  # as they changed last
 
     @property
     def tokens_in_flight(self) -> int:
-        return self.tokens_accepted - self.tokens_merged - self.tokens_fenced
+        return self.tokens_accepted - self.tokens_merged - self.tokens_fenced - self.tokens_left_out
 
     @property
     def participants_mean(self) -> float:
@@ -340,6 +351,8 @@ class Ledger:
                 self._answered(fact)
             case ContributionDropped():
                 self.tokens_fenced += fact.tokens
+            case ContributionLeftOut():
+                self.tokens_left_out += fact.tokens
             case RoundOpened():
                 self._traced[fact.fragment_id, fact.round] = TracedRound(fact.fragment_id, fact.round, now, fact.asked)
                 self._changed(fact.fragment_id, fact.round)
@@ -364,8 +377,8 @@ class Ledger:
                 self.evictions[fact.code] += 1
             case LearnerForgotten():
                 self.staleness.pop(fact.learner_id, None)
-            case LearnerQuarantined():
-                self.quarantines += 1
+            case LearnerLeftOut():
+                self.left_out += 1
             case _:
                 pass
         if isinstance(fact, NEWS):

@@ -19,12 +19,11 @@ from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, Revoked
 from diloco_common.errors import Stalled as StalledError
 from diloco_common.settings import LeaseSettings
 from diloco_common.wire.messages import Progress
-from diloco_server.core.trust import trail as pace
-from diloco_server.core.trust.arrivals import Arrivals
-from diloco_server.core.trust.trail import Pace, Trail
+from diloco_server.core.arrivals import Arrivals, Reports
 
-LOOK_EVERY_S = 1.0
-"""How often the pace of the usual learner is looked up: it needs all of them, and reports come from all of them."""
+IDLE_ROUNDS = 16
+"""Rounds of any fragments, one after the other, that a learner was asked for and is not in: then it is idle. It opens
+no round for those that contribute."""
 NUMBER_S = 600.0
 """How long a number is kept for a learner that has not joined yet: it reads its data meanwhile, and makes its model."""
 REPLACED_MAX = 16
@@ -72,12 +71,12 @@ class Member:
     """Stable code of the eviction."""
     progress: Progress = field(default_factory=lambda: Progress(0, 0))
     """As it was reported."""
-    trail: Trail | None = None
-    """What counts of the reports of this process; None: there is none yet."""
+    reports: Reports | None = None
+    """Of this process; None: there is none yet."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """How long the contributions of this process take."""
     first_step: int | None = None
-    """Inner step that counted with this generation's first report; the cadence counts from here."""
+    """Inner step of this generation's first report; the cadence counts from here."""
     idle_rounds: int = 0
     """Rounds that this process was asked for and is not in, since it last was in one."""
     silent_rounds: int | None = None
@@ -102,26 +101,26 @@ class Member:
         return self.state is State.ALIVE or self.state is State.STALLED
 
     @property
-    def counted(self) -> Progress:
-        """The progress to decide by."""
-        return NOTHING if self.trail is None else self.trail.counted
+    def reported(self) -> Progress:
+        """The progress to decide by: the last that this process has reported, under whatever lease."""
+        return NOTHING if self.reports is None else self.reports.last
 
     @property
     def is_idle(self) -> bool:
         """It is asked, and nothing of it is accepted."""
-        return self.idle_rounds >= pace.IDLE_ROUNDS
+        return self.idle_rounds >= IDLE_ROUNDS
 
     @property
     def sets_pace(self) -> bool:
         """Others are measured by it: it answers when it is asked, be it too late, and goes on."""
-        answers = self.silent_rounds is not None and self.silent_rounds < pace.IDLE_ROUNDS
+        answers = self.silent_rounds is not None and self.silent_rounds < IDLE_ROUNDS
         return answers and self.state is State.ALIVE
 
     @property
     def may_answer(self) -> bool:
         """It answers when it is asked, or has not been asked often enough to tell."""
         rounds = self.idle_rounds if self.silent_rounds is None else self.silent_rounds
-        return rounds < pace.IDLE_ROUNDS and self.state is State.ALIVE
+        return rounds < IDLE_ROUNDS and self.state is State.ALIVE
 
     @property
     def is_leaving(self) -> bool:
@@ -183,9 +182,6 @@ class Membership:
         self._live: tuple[Member, ...] | None = None  # what `live` answers, until somebody comes or goes
         self._generations = 0  # grows; never reset within an epoch
         self._expires_at = 0.0  # nothing can expire or stall before
-        self._since: float | None = None  # the first join
-        self._usual: Pace | None = None
-        self._looked_at = -math.inf
 
     def welcome(self, learner_id: str, process_id: str, began: float = math.inf) -> None:
         """Check whether this process, which began then, may join.
@@ -209,7 +205,6 @@ class Membership:
         if (old is None or not old.live) and len(self.live()) >= self._max_learners:
             raise Busy(f"{self._max_learners} learners hold a lease already (shard.max_learners); try again later")
         self._generations += 1
-        self._since = now if self._since is None else self._since
         member = Member(learner_id, process_id, self._generations, last_heard=now, last_step_at=now)
         member.began = now - age_s
         member.index = self._index(learner_id, now, index)
@@ -222,7 +217,7 @@ class Membership:
             member.replaced = tuple(p for p in before if p != process_id)[-REPLACED_MAX:]
         else:
             member.first_generation, member.replaced, member.later = old.first_generation, old.replaced, old.later
-            member.trail, member.idle_rounds, member.silent_rounds = old.trail, old.idle_rounds, old.silent_rounds
+            member.reports, member.idle_rounds, member.silent_rounds = old.reports, old.idle_rounds, old.silent_rounds
             member.arrivals = old.arrivals
             if member.began < old.began - SLOW_S:  # what it replaced may be younger
                 member.replaced = ()
@@ -296,33 +291,16 @@ class Membership:
 
     def heard(self, member: Member, progress: Progress, now: float) -> None:
         member.last_heard = now
-        if member.trail is None:
-            member.trail = Trail.begin(progress, now)
+        if member.reports is None:
+            member.reports = Reports.begin(progress, now)
         else:
-            member.trail.go_on(progress, pace.countable(self.usual_pace(now)), now)
+            member.reports.go_on(progress, now)
         if member.first_step is None:
-            member.first_step = member.counted.inner_step
+            member.first_step = progress.inner_step
         if progress.inner_step > member.progress.inner_step:
             member.last_step_at = now
             member.state = State.ALIVE  # it holds a lease, so who is live stays the same
         member.progress = progress
-
-    def usual_pace(self, now: float) -> Pace | None:
-        """Of the learners that set the pace; None: nobody does yet."""
-        if not 0 <= now - self._looked_at < LOOK_EVERY_S:
-            self._looked_at = now
-            self._usual = pace.usual(m.trail for m in self.live() if m.trail is not None and m.sets_pace)
-        return self._usual
-
-    def up_s(self, now: float) -> float:
-        """Seconds since the first learner joined this shard, in this epoch."""
-        return 0.0 if self._since is None else now - self._since
-
-    def slept(self, seconds: float, now: float) -> None:
-        """The shard was frozen, and its learners perhaps trained on."""
-        for member in self._members.values():
-            if member.trail is not None:
-                member.trail.slept(seconds, now)
 
     def leave(self, member: Member) -> None:
         member.state = State.LEFT

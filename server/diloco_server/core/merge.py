@@ -13,10 +13,8 @@ whose rule is the mean (embeddings and output heads) take the mean instead of RD
 Contributions that agree say the same, and an outer step of eta / (1 - mu) > 1 goes too far along it. Agreement is high
 at the beginning of a run and where H is small. There the mean is shortened, by half at most.
 
-What members send is merged by these formulas, and nothing of it is cut. What strangers send is no longer and no heavier
-than the median of its round, which is why one liar of many moves little (docs/quality.md). With more inner steps than
-the median it may be heavier in proportion, and longer in the radius of RDA, up to twice. Who points away from the
-others has no weight (`cuts.agreeing`). To a rule of somebody else only weights are cut.
+v is a contribution as far as it counts: `influence.py` bounds its length (`Contribution.kept`) and, among strangers,
+its weight.
 
 Each rule is a weighted sum of the contributions, and what it needs to know for the weights is small: the norms, which
 are there; the norm of the mean direction (rda), or all dot products (rules of others), for either of which the
@@ -58,9 +56,9 @@ from diloco_common.codec.memory import scratch
 from diloco_common.codec.native import WeightedSum
 from diloco_common.errors import BadEncoding
 from diloco_common.wire.manifest import Piece, mean_of
+from diloco_server.core.influence import TELLING, Direction
 from diloco_server.core.parts import PartedPayload, Place, places_of, root
-from diloco_server.core.round import Contribution, Round
-from diloco_server.core.trust import cuts
+from diloco_server.core.round import Contribution
 
 SLICE = 1 << 18
 """Elements that are worked on at a time: 1 MiB of float32, which stays in the cache from one operation to the next."""
@@ -73,6 +71,9 @@ AGREED = 0.5
 """The share by which contributions are shortened that agree in full."""
 CANCELLED = 1e-6
 """Directions cancel where the norm of their weighted mean is below this."""
+SAMPLES, SAMPLE = 16, 1 << 12
+"""Stretches of a fragment, evenly spread, and elements of each that tell where a contribution points. The cosine of
+vectors with nothing in common is 0.004 then, and to read them takes no longer where the fragment is larger."""
 
 
 class PieceNorms:
@@ -179,33 +180,72 @@ def merge(
     All contributions have one encoding (`admission.check_sizes`), and their bytes were checked (`piece_norms`).
     """
     ordered = sorted(contributions, key=lambda c: c.learner_id)
-    sources = [_source(c.payload) for c in ordered]
-    most = allowed(ordered)
-    shares = shares_of(ordered, most)
-    if len(ordered) > 2 and not all(map(math.isinf, most)):
-        shares = cuts.agreeing(shares, _cosines(ordered, sources, pieces), most, sum(p.num_elements for p in pieces))
-    whole = [c.norm for c in ordered]
+    sources, shares, kept = [_source(c.payload) for c in ordered], shares_of(ordered), [c.kept for c in ordered]
     for i, piece in enumerate(pieces):
-        norms = [c.piece_norms[i] for c in ordered]
-        yield from _slices(sources, piece, _weights(sources, piece, rule, shares, norms, most, whole))
+        norms = [c.kept * c.piece_norms[i] for c in ordered]
+        weights = _weights(sources, piece, rule, shares, norms, kept)
+        yield from _slices(sources, piece.bounds, weights)
 
 
-def allowed(ordered: Sequence[Contribution]) -> list[float]:
-    """How often the median of its round each contribution may count for."""
-    return cuts.allowed([c.steps for c in ordered], [c.is_strange for c in ordered])
-
-
-def shares_of(ordered: Sequence[Contribution], most: Sequence[float]) -> list[float]:
-    """Of each contribution in the sum of all weights, none above so many times their median."""
-    weights = cuts.capped([c.weight for c in ordered], most)
+def shares_of(ordered: Sequence[Contribution]) -> list[float]:
+    """Of each contribution in the sum of all weights."""
+    weights = [c.weight for c in ordered]
     total = sum(weights)
     return [weight / total for weight in weights]  # not weights, whose squares could leave the range of float32
+
+
+def directions(part: Sequence[Contribution], beside: Sequence[Contribution], num_elements: int) -> dict[str, Direction]:
+    """Where each contribution to a fragment of so many elements points: those that take part, and those that do not.
+
+    Empty where too few take part for one to be told from the others.
+    """
+    taken = [c for c in (*part, *beside) if c.norm > 0]
+    shares = dict(zip((c.learner_id for c in part), shares_of(part), strict=True))
+    counts = [shares.get(c.learner_id, 0.0) * c.kept for c in taken]
+    if sum(count > 0 for count in counts) < TELLING:
+        return {}
+    sources, weights = [_source(c.payload) for c in taken], torch.tensor(counts)
+    squares, along = torch.zeros(len(taken), dtype=torch.float64), torch.zeros(len(taken), dtype=torch.float64)
+    together = 0.0
+    for bounds in _sampled(num_elements):
+        for _, values in _rows(sources, bounds):
+            total = weights @ values
+            squares += values.square().sum(1)
+            along += values @ total
+            together += float(total.square().sum())
+    return {
+        c.learner_id: _direction(i, squares.sqrt().tolist(), along.tolist(), together, counts)
+        for i, c in enumerate(taken)
+    }
+
+
+def _direction(
+    i: int, lengths: Sequence[float], along: Sequence[float], together: float, counts: Sequence[float]
+) -> Direction:
+    """Of one of vectors with these lengths: `along`, their dot products with the sum of all, and `together`, of that
+    with itself, where each counts for so much of itself."""
+    own = counts[i] * lengths[i]
+    rest = max(0.0, together - 2 * counts[i] * along[i] + own * own)  # the square of the sum of the others
+    others = [count * length for j, (count, length) in enumerate(zip(counts, lengths, strict=True)) if j != i]
+    alone = sum(x * x for x in others)
+    pairs = sum(others) ** 2 - alone
+    dot, size = along[i] - counts[i] * lengths[i] ** 2, lengths[i] * sum(others)
+    return Direction(dot / size if size > 0 else 0.0, (rest - alone) / pairs if pairs > 0 else 0.0)
+
+
+def _sampled(num_elements: int) -> Iterator[slice]:
+    if num_elements <= SAMPLES * SAMPLE:
+        yield slice(0, num_elements)
+        return
+    for i in range(SAMPLES):
+        start = i * (num_elements - SAMPLE) // (SAMPLES - 1)
+        yield slice(start, start + SAMPLE)
 
 
 def rows(ordered: Sequence[Contribution], piece: Piece) -> Iterator[tuple[slice, Tensor]]:
     """A piece of all contributions, decoded, some elements at a time: float32 (M, n), and where they lie in the
     fragment."""
-    yield from _rows([_source(c.payload) for c in ordered], piece)
+    yield from _rows([_source(c.payload) for c in ordered], piece.bounds)
 
 
 def chunk_tensors(payload: Payload) -> list[Tensor]:
@@ -219,26 +259,20 @@ def _weights(
     rule: str | MergeRule,
     shares: Sequence[float],
     norms: Sequence[float],
-    most: Sequence[float],
-    whole: Sequence[float],
+    kept: Sequence[float],
 ) -> Sequence[float]:
-    """What to multiply the contributions to a piece with."""
-    if len(sources) == 1:
-        return shares
-    once = cuts.once(most)
-    # Of the whole contribution as well: a lie may be in a piece where the others have zeros.
-    cut = map(min, cuts.clipping(norms, once), cuts.clipping(whole, once))
-    clipped = [share * kept for share, kept in zip(shares, cut, strict=True)]
-    if "mean" in (rule, piece.rule):
+    """What to multiply the contributions to a piece with. `norms`: as far as they are `kept`."""
+    clipped = [share * part for share, part in zip(shares, kept, strict=True)]
+    if len(sources) == 1 or "mean" in (rule, piece.rule):
         return clipped
     if not isinstance(rule, str):
-        return _checked(rule(norms, shares, partial(_dot_products, sources, piece)), len(sources))
+        given = _checked(rule(norms, shares, partial(_dot_products, sources, piece, kept)), len(sources))
+        return [weight * part for weight, part in zip(given, kept, strict=True)]
     if rule == "agreement":
-        shortened = 1 - AGREED * _agreement(sources, piece, clipped, norms)
+        lengths = [share * norm for share, norm in zip(shares, norms, strict=True)]
+        shortened = 1 - AGREED * _agreement(sources, piece, clipped, lengths)
         return [share * shortened for share in clipped]
-    kept = map(min, cuts.clipping(norms, most), cuts.clipping(whole, most))
-    radius = sum(share * norm * part for share, norm, part in zip(shares, norms, kept, strict=True))
-    return _rda_weights(sources, piece, shares, norms, radius) or clipped
+    return _rda_weights(sources, piece, shares, norms, kept) or clipped
 
 
 def _checked(weights: Sequence[float], num_sources: int) -> Sequence[float]:
@@ -249,43 +283,42 @@ def _checked(weights: Sequence[float], num_sources: int) -> Sequence[float]:
     return weights
 
 
-def _agreement(sources: Sequence[_Source], piece: Piece, weights: Sequence[float], norms: Sequence[float]) -> float:
-    """Mean cosine of two contributions, weighted, in [0, 1]. Reads them once: the norm of their sum tells it."""
-    lengths = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
+def _agreement(
+    sources: Sequence[_Source], piece: Piece, weights: Sequence[float], lengths: Sequence[float]
+) -> float:
+    """Mean cosine of two contributions, weighted, in [0, 1]. Reads them once: the norm of their sum tells it.
+    `lengths`: of each, times its weight."""
     alone, pairs = sum(x * x for x in lengths), 2 * sum(x * y for x, y in itertools.combinations(lengths, 2))
-    together = sum(part.sum_squares() for part in _slices(sources, piece, weights))
+    together = sum(part.sum_squares() for part in _slices(sources, piece.bounds, weights))
     return min(1.0, max(0.0, (together - alone) / pairs)) if pairs > 0 else 0.0
 
 
 def _rda_weights(
-    sources: Sequence[_Source], piece: Piece, shares: Sequence[float], norms: Sequence[float], radius: float
+    sources: Sequence[_Source], piece: Piece, shares: Sequence[float], norms: Sequence[float], kept: Sequence[float]
 ) -> Sequence[float] | None:
     """Reads the contributions once, for the length of their mean direction. None: the directions cancel."""
+    radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
     shortest = max(radius * NEGLIGIBLE, FLOAT32_TINY)
-    weights = [share / norm if norm >= shortest else 0.0 for share, norm in zip(shares, norms, strict=True)]
-    norm = math.sqrt(sum(part.sum_squares() for part in _slices(sources, piece, weights)))
+    weights = [
+        share * part / norm if norm >= shortest else 0.0 for share, norm, part in zip(shares, norms, kept, strict=True)
+    ]
+    norm = math.sqrt(sum(part.sum_squares() for part in _slices(sources, piece.bounds, weights)))
     return [weight * (radius / norm) for weight in weights] if norm > CANCELLED else None
 
 
-def _dot_products(sources: Sequence[_Source], piece: Piece) -> Tensor:
-    """Of each contribution to a piece with each: float64 (M, M). Reads them once; holds 12 M DOT_SLICE bytes."""
-    products = torch.zeros(len(sources), len(sources), dtype=torch.float64)
-    for _, values in _rows(sources, piece):
+def _dot_products(sources: Sequence[_Source], piece: Piece, kept: Sequence[float]) -> Tensor:
+    """Of each contribution to a piece with each, as far as they are `kept`: float64 (M, M). Reads them once; holds
+    12 M DOT_SLICE bytes."""
+    products, parts = torch.zeros(len(sources), len(sources), dtype=torch.float64), torch.tensor(kept)
+    for _, values in _rows(sources, piece.bounds):
         doubles = values.double()
         products += doubles @ doubles.T
-    return products
+    return products * torch.outer(parts, parts)
 
 
-def _cosines(ordered: Sequence[Contribution], sources: Sequence[_Source], pieces: Sequence[Piece]) -> Tensor:
-    """Of each contribution with each, over the whole fragment: float64 (M, M)."""
-    per_norm = torch.tensor([1.0 / c.norm if c.norm > 0 else 0.0 for c in ordered], dtype=torch.float64)
-    products = torch.stack([_dot_products(sources, piece) for piece in pieces]).sum(0)
-    return per_norm[:, None] * products * per_norm
-
-
-def _rows(sources: Sequence[_Source], piece: Piece) -> Iterator[tuple[slice, Tensor]]:
-    """A piece of all contributions, decoded, at most DOT_SLICE elements at a time: float32 (M, n)."""
-    for some in _slices(sources, piece, [0.0] * len(sources), DOT_SLICE):
+def _rows(sources: Sequence[_Source], bounds: slice) -> Iterator[tuple[slice, Tensor]]:
+    """Elements of all contributions, decoded, at most DOT_SLICE at a time: float32 (M, n)."""
+    for some in _slices(sources, bounds, [0.0] * len(sources), DOT_SLICE):
         values = torch.empty(len(sources), some.num_elements)
         for row, part in zip(values, some.parts, strict=True):
             some.codec.weighted_sum([part], [1.0], row)
@@ -338,10 +371,10 @@ class _Parted:
 
 
 def _slices(
-    sources: Sequence[_Source], piece: Piece, weights: Sequence[float], size: int = SLICE
+    sources: Sequence[_Source], bounds: slice, weights: Sequence[float], size: int = SLICE
 ) -> Iterator[MergedSlice]:
-    """The weighted sum over a piece, at most `size` elements at a time; no slice reaches over the end of a chunk."""
-    start, end = piece.offset, piece.offset + piece.num_elements
+    """The weighted sum over these elements, at most `size` at a time; no slice reaches over the end of a chunk."""
+    start, end = bounds.start, bounds.stop
     while start < end:
         parts, stops = zip(*(source.part(start) for source in sources), strict=True)
         stop = min(end, start + size, *stops)
@@ -356,12 +389,14 @@ class Latest:
     def __init__(self) -> None:
         self._of: dict[str, Contribution] = {}
 
-    def take(self, closed: Round, live: Collection[str]) -> tuple[list[Contribution], list[Contribution]]:
+    def take(
+        self, merging: Sequence[Contribution], live: Collection[str]
+    ) -> tuple[list[Contribution], list[Contribution]]:
         """The contributions of a closed round, and those of earlier rounds that count beside them, by learner.
 
         `live`: who has its lease, and is not left out of rounds.
         """
-        mine = {i: self._over_its_rounds(c) for i, c in closed.contributions.items()}
+        mine = {c.learner_id: self._over_its_rounds(c) for c in merging}
         self._of = {i: c for i, c in self._of.items() if i in live} | mine
         return [mine[i] for i in sorted(mine)], [self._of[i] for i in sorted(self._of.keys() - mine.keys())]
 
@@ -373,7 +408,7 @@ class Latest:
 def pool(contributions: Sequence[Contribution], pieces: Sequence[Piece]) -> Iterator[tuple[slice, Tensor]]:
     """The merged values, float32, slice by slice of the fragment in order."""
     ordered = sorted(contributions, key=lambda c: c.learner_id)
-    weights = shares_of(ordered, allowed(ordered))
+    weights = shares_of(ordered)
     shares = torch.tensor(weights, dtype=torch.float64).unsqueeze(1)
     by_name = {piece.tensor: piece for piece in pieces}
     for piece in pieces:

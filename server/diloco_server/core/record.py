@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 from diloco_common.wire import bounds
 from diloco_common.wire.messages import VersionId
 from diloco_server.core.membership import Membership
-from diloco_server.core.round import Round
-from diloco_server.core.trust.norms import Norms
-
-NORM_QUIET = 1e-3
-"""Share of the norm of version 0 below which a median says nothing. Embeddings that no learner has met hardly move, and
-the first real contribution to them is thousands of times larger: 3199 times at 1 % of version 0 (docs/quality.md)."""
+from diloco_server.core.round import Limit, Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +25,15 @@ class Record:
     merged_by: dict[str, str]
     """Learner -> the process that contributed it."""
     tokens_merged: int
-    """As far as they count (`trust/counting.py`). Stops at `bounds.TOKENS_COUNTED_MAX`: it can be sent for ever."""
-    norms: tuple[float, ...]
-    """Of the contributions merged last, oldest first (`trust/norms.py`)."""
-    seed_norm: float
-    """Norm of version 0."""
+    """As far as they count (`influence.py`). Stops at `bounds.TOKENS_COUNTED_MAX`: it can be sent for ever."""
     forgotten_version: int = 0
     """The latest version with a contribution of a learner that `merged_versions` no longer names. Grows."""
-    norm_learners: tuple[str, ...] = ()
-    """Who contributed each of `norms`. Empty in the files of earlier releases."""
-    usual_norm: float = 0.0
-    """Of contributions to this fragment; 0: too few were merged."""
-    highest_usual_norm: float = 0.0
-    """The highest that there ever was. Never falls."""
+    limit: Limit | None = None
+    """Of the length of contributions, after the last round (`influence.py`); None: no round has told yet."""
 
     @property
     def version_id(self) -> VersionId:
         return VersionId(self.epoch, self.version)
-
-    @property
-    def usual(self) -> Norms:
-        return Norms.of(self.norms, self.norm_learners, self.usual_norm)
 
     def copy(self) -> Record:
         """The same, with dicts of its own."""
@@ -73,21 +56,20 @@ def check_record(record: Record) -> None:
     for what, count, most in counts:
         if not 0 <= count <= most:
             raise ValueError(f"{what} is {count}, not 0 to {bounds.number(most)}")
-    norms = [("seed_norm", record.seed_norm), ("highest_usual_norm", record.highest_usual_norm)]
-    for what, norm in [*norms, *(("a norm", norm) for norm in record.norms)]:
-        if not 0 <= norm < math.inf:
-            raise ValueError(f"{what} is {norm}, not 0 or a finite number above it")
+    limit = record.limit
+    if limit is not None and not (0 < limit.length < math.inf and 0 < limit.steps <= bounds.STEPS_MAX):
+        raise ValueError(f"limit is {limit}, not a finite length above 0 at 1 to {bounds.number(bounds.STEPS_MAX)} steps")
     for learner, process in record.merged_by.items():
         if len(learner) > bounds.NAME_MAX or len(process) > bounds.NAME_MAX:
             raise ValueError(f"merged_by has a name of more than {bounds.NAME_MAX} characters: {learner[:64]!r}")
 
 
 def empty_record(fragment_id: int) -> Record:
-    return Record(fragment_id, 0, 0, {}, {}, 0, (), 0.0)
+    return Record(fragment_id, 0, 0, {}, {}, 0)
 
 
 def next_record(
-    before: Record, closed: Round, epoch: int, membership: Membership, *, norm_window: int, strangers_max: int
+    before: Record, closed: Round, epoch: int, membership: Membership, *, strangers_max: int
 ) -> Record:
     """The record of the version that a closed round makes.
 
@@ -108,13 +90,9 @@ def next_record(
         forgotten_version = max(forgotten_version, merged_versions.pop(learner_id))
         merged_by.pop(learner_id, None)
     assert forgotten_version >= before.forgotten_version
-    merged = [(learner_id, closed.contributions[learner_id].norm) for learner_id in sorted(closed.contributions)]
-    norms = before.usual.add(merged, merged_versions, closed.round, norm_window, NORM_QUIET * before.seed_norm)
     return replace(
         before, epoch=epoch, version=closed.round, merged_versions=merged_versions, merged_by=merged_by,
-        tokens_merged=min(tokens, bounds.TOKENS_COUNTED_MAX), forgotten_version=forgotten_version,
-        norms=norms.norms, norm_learners=norms.learners, usual_norm=norms.usual,
-        highest_usual_norm=max(before.highest_usual_norm, norms.usual),
+        tokens_merged=min(tokens, bounds.TOKENS_COUNTED_MAX), forgotten_version=forgotten_version, limit=closed.limit,
     )  # fmt: skip
 
 

@@ -20,6 +20,18 @@ class CloseReason(StrEnum):
     LEASE = "lease"  # everybody who is missing has lost the lease that was asked
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The longest that a contribution of so many inner steps counts for."""
+
+    length: float
+    """L2 norm."""
+    steps: int
+
+    def at(self, steps: int) -> float:
+        return self.length * max(1.0, steps / self.steps)
+
+
 @dataclass(frozen=True)
 class Contribution:
     """One pseudo-gradient, still compressed, and where it came from."""
@@ -34,22 +46,22 @@ class Contribution:
     payload: Payload | PartedPayload
     piece_norms: tuple[float, ...]
     """L2 norm of each piece of the fragment, in order."""
-    counted: int = 0
-    """Of its tokens, those that count as merged (`trust/counting.py`). Known once the round is closed."""
     rounds: int = 1
     """To buffers: of the fragment, since the one before of this learner. Known once the round is closed."""
-    is_strange: bool = False
-    """It counts for no more than the others of its round allow (`trust/cuts.py`)."""
+    kept: float = 1.0
+    """What is left of its length, in (0, 1]. This and the next two: by `influence.py`, once the round is closed."""
+    weight_max: float = math.inf
+    counted: int = 0
+    """Of its tokens, those that count as merged."""
 
     @classmethod
     def of(
-        cls, member: Member, header: PushHeader, payload: Payload | PartedPayload, piece_norms: tuple[float, ...],
-        *, is_strange: bool,
+        cls, member: Member, header: PushHeader, payload: Payload | PartedPayload, piece_norms: tuple[float, ...]
     ) -> Contribution:  # fmt: skip
         """What a push brings, or the last of its parts."""
         return cls(
             member.learner_id, member.generation, header.fragment_id, header.round, header.base_version,
-            header.tokens, header.steps, payload, piece_norms, is_strange=is_strange,
+            header.tokens, header.steps, payload, piece_norms,
         )  # fmt: skip
 
     @property
@@ -68,7 +80,7 @@ class Contribution:
     @property
     def weight(self) -> float:
         """Quantity times quality: tokens^2 / steps. To buffers that of one round, as others may take several."""
-        return self.tokens * self.tokens / self.steps / self.rounds
+        return min(self.tokens * self.tokens / self.steps, self.weight_max) / self.rounds
 
 
 @dataclass
@@ -91,10 +103,13 @@ class Round:
     Of whose generation was asked, is not over, and has not contributed."""
     last_of: set[str] = field(default_factory=set)
     """Learners that leave, and for whose work it was opened. It waits for them, beyond the grace window."""
-    asleep_s: float = 0.0
-    """How long the shard was frozen since it was opened."""
+    beside: frozenset[str] = frozenset()
+    """Learners that were left out when it was opened (`influence.py`): what they contribute is looked at, and not
+    merged."""
     quorum_at: float | None = None
     closed_at: float = 0.0
+    limit: Limit | None = None
+    """Of lengths, for the next round. Known once the round is closed."""
     asked_at: float = field(init=False)
     """When learners were asked last."""
     usual_at: float = 0.0
@@ -135,7 +150,7 @@ class Round:
 
     def look(self, quorum: Quorum, now: float) -> None:
         """Since when it has its quorum. It may lose it: what was contributed is fenced off, or more are needed."""
-        if len(self.contributions) < max(1, needed(quorum, len(self.asked))):
+        if self._lacks(quorum):
             self.quorum_at = None
         elif self.quorum_at is None:
             self.quorum_at = now
@@ -165,14 +180,19 @@ class Round:
         self.awaited.pop(learner_id, None)
         self.halves.pop(learner_id, None)
         fenced = self.contributions.pop(learner_id, None)
-        if len(self.contributions) < needed(quorum, len(self.asked)):
+        if self._lacks(quorum):
             self.quorum_at = None
         return fenced
 
-    def leave_out(self, learner_id: str) -> Contribution:
-        """Take the contribution of a learner out, and wait for no other one. Returns it."""
-        self.refused.add(learner_id)
-        return self.contributions.pop(learner_id)
+    def _lacks(self, quorum: Quorum) -> bool:
+        there, asked = (len(ids) - sum(i in ids for i in self.beside) for ids in (self.contributions, self.asked))
+        return there < max(1, needed(quorum, asked))
+
+    def parted(self) -> tuple[list[Contribution], list[Contribution]]:
+        """What takes part, by learner, and what is beside it. Where nothing takes part, all does."""
+        ordered = [self.contributions[i] for i in sorted(self.contributions)]
+        part = [c for c in ordered if c.learner_id not in self.beside]
+        return (part, [c for c in ordered if c.learner_id in self.beside]) if part else (ordered, [])
 
     def verdict(self, quorum: Quorum, waits_until: float, now: float) -> tuple[CloseReason | None, str]:
         """Why the round closes now, or None; and the same in words. With its quorum it waits until a time."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
 from diloco_common.codec import Payload
-from diloco_common.errors import Busy, ContributionConflict, NormTooLarge, NotSeeded, Quarantined, Refusal
+from diloco_common.errors import Busy, ContributionConflict, NotFinite, NotSeeded, Refusal
 from diloco_common.settings import SyncSettings
 from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core import admission
@@ -25,20 +25,20 @@ from diloco_server.core.fragment import Asking, FragmentState, HalfSeed
 from diloco_server.core.ledger import (
     ContributionAnswered,
     ContributionDropped,
+    ContributionLeftOut,
     EveryChanged,
-    LearnerQuarantined,
-    LearnerReleased,
+    LearnerLeftOut,
+    LearnerTakesPart,
     QuorumReached,
     RoundClosed,
     RoundOpened,
     VersionCommitted,
 )
+from diloco_server.core.influence import Direction, Influence
 from diloco_server.core.membership import LAST_S, Member, Membership
 from diloco_server.core.parts import HalfContribution, Part, PartedPayload, is_part, whole_of
 from diloco_server.core.round import Contribution, Round, total_norm
-from diloco_server.core.trust.arrivals import Call
-from diloco_server.core.trust.conduct import CODES
-from diloco_server.core.trust.trust import Trust
+from diloco_server.core.arrivals import Call
 from diloco_server.core.versions import Versions
 
 OVERDUE = 2
@@ -55,13 +55,13 @@ class Rounds:
     """The rounds of all fragments of one shard, and the account of what was pushed to them."""
 
     def __init__(
-        self, sync: SyncSettings, lease_s: float, trust: Trust, membership: Membership, versions: Versions,
+        self, sync: SyncSettings, lease_s: float, influence: Influence, membership: Membership, versions: Versions,
         outbox: Outbox, cadence: CadenceRule,
     ) -> None:  # fmt: skip
         self.grace = GraceWindow(sync)
         self.every = Every(sync)
         self._open_s = MovingAverage()  # of rounds, until their version was announced
-        self._trust = trust
+        self._influence = influence
         self._sync = sync
         self._due = DueFragments(sync, self.every, cadence, versions)
         self._lease_s = lease_s
@@ -104,7 +104,7 @@ class Rounds:
             if answer is not None:
                 return answer
             state = self._versions.owned(header.fragment_id)
-            self._check_values(member, header, piece_norms, state, is_whole=not is_part(header))
+            _check_finite(header, piece_norms)
             tokens_merged = header.tokens_merged
             if is_part(header):
                 half = self._half(member, state, header)
@@ -113,17 +113,16 @@ class Rounds:
                 if not half.is_complete:
                     return HELD
                 payload, piece_norms, tokens_merged = half.payload(), half.piece_norms(), half.tokens_merged
-                self._check_values(member, header, piece_norms, state, is_whole=True)
+                _check_finite(header, piece_norms)
         except Busy:
             raise
         except Refusal as refusal:
             return self.reject(member, header, refusal)
         if header.is_seed:
-            state.begin_seed(total_norm(piece_norms), self._versions.budget.believed(tokens_merged))
+            state.begin_seed(self._versions.budget.believed(tokens_merged))
             self._outbox.add(SeedFragment(header.fragment_id, payload))
         else:
-            is_strange = self._trust.is_strange(member.learner_id)
-            self._accept(state, Contribution.of(member, header, payload, piece_norms, is_strange=is_strange), now)
+            self._accept(state, Contribution.of(member, header, payload, piece_norms), now)
             member.contributes()
             member.takes_last(header.fragment_id)  # what an older report asks for is in this one
         self._count(member, header, ACCEPTED)
@@ -133,12 +132,6 @@ class Rounds:
         """What a push answers, if that is what was asked for last."""
         state = self._versions.fragments.get(header.fragment_id)
         return state.call if state is not None and state.call.round == header.round else None
-
-    def _check_values(
-        self, member: Member, header: PushHeader, piece_norms: Sequence[float], state: FragmentState, *, is_whole: bool
-    ) -> None:
-        every = self._due.usual_steps(state.fragment)
-        self._trust.check_values(member, header, piece_norms, state, every, self._now, is_whole=is_whole)
 
     def _half(self, member: Member, state: FragmentState, header: PushHeader) -> HalfContribution:
         """Where the part belongs: with those that came before, if there are any."""
@@ -175,8 +168,6 @@ class Rounds:
         if self._versions.manifest is None:
             raise NotSeeded("no learner has joined since this shard started; join again")
         admission.check_origin(header, self._versions.manifest)
-        if self._trust.quarantine.holds(member.learner_id):
-            raise self._quarantined(member)
         state = self._versions.owned(header.fragment_id)
         is_known = is_part(header) and state.answered(member.learner_id, whole_of(header)) is not None
         epoch, quiet_since = self._versions.epoch, self._now - self._lease_s
@@ -187,8 +178,6 @@ class Rounds:
             self._decline(member, state, header, answer)  # but this round may have been opened since, and waits for it
             return answer
         if answer is None:
-            if not header.is_seed:
-                self._trust.check_claims(member, header, state, self._now)
             return None
         if answer.outcome is Outcome.LATE:
             member.is_late()
@@ -211,8 +200,6 @@ class Rounds:
             and collecting.refuse(member.learner_id, member.generation, None if is_unclear else whole)
         ):
             member.missed[answer.code or answer.outcome.name] += 1
-            if answer.code in CODES:
-                self._vote(member.learner_id, answer.code)
 
     def _count(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
         if header.is_seed and answer.outcome is not Outcome.REJECTED:
@@ -241,32 +228,6 @@ class Rounds:
             after_s = now - collecting.opened_at
             self.grace.to_quorum.add(after_s)
             self._outbox.note(QuorumReached(contribution.fragment_id, collecting.round, after_s))
-
-    # ------------------------------------------------------------ outliers
-
-    def _vote(self, learner_id: str, evidence: str) -> None:
-        """A contribution of a learner was looked at. From the moment that it is in quarantine no round waits for it."""
-        live = [m.learner_id for m in self._membership.live()]
-        for_s = self._trust.quarantine.vote(learner_id, evidence, self._now, live)
-        if for_s is None:
-            return
-        outliers = self._trust.quarantine.conduct(learner_id).outliers
-        self._outbox.note(LearnerQuarantined(learner_id, evidence, outliers, round(for_s)))
-        member = self._membership.get(learner_id)
-        if member is None:
-            return
-        for state in self._versions.fragments.values():
-            if state.round is not None and state.round.refuse(learner_id, member.generation):
-                member.missed[Quarantined.code] += 1
-
-    def _quarantined(self, member: Member) -> Quarantined:
-        conduct = self._trust.quarantine.conduct(member.learner_id)
-        assert conduct.until is not None
-        return Quarantined(
-            f"{member.learner_id}: {conduct.outliers} of its last {len(conduct.votes)} contributions were outliers "
-            f"(the last: {conduct.why}), so nothing of it is merged for another {conduct.until - self._now:.0f} s. "
-            "Look at its loss, data and memory, and restart it if it has diverged; it is asked again by itself"
-        )
 
     # ------------------------------------------------------------ learners that go
 
@@ -313,10 +274,6 @@ class Rounds:
     # ------------------------------------------------------------ time
 
     def tick(self, now: float, *, may_open: bool) -> None:
-        for learner_id in self._trust.quarantine.release(now):
-            self._outbox.note(LearnerReleased(learner_id))
-            if self._membership.get(learner_id) is None:
-                self._trust.forget(learner_id)
         grace_s: float | None = None  # computed once, and only where a round has its quorum
         for state in self._collecting():
             assert state.round is not None
@@ -324,7 +281,7 @@ class Rounds:
             if grace_s is None and state.round.quorum_at is not None:
                 grace_s = self.grace_s()
             self._close_if_ready(state, state.round, self._waits_until(state, grace_s or 0.0, now), now)
-        if may_open:  # once all are closed: who has just become an outlier is not asked
+        if may_open:
             self._open_due(now)
 
     def grace_s(self) -> float:
@@ -337,7 +294,7 @@ class Rounds:
     def _step_time_s(self) -> float:
         """Of the usual learner; 0: not known."""
         members = self._setting_pace() or self._membership.live()
-        return _usual(m.counted.step_time_s for m in members if m.counted.step_time_s > 0)
+        return _usual(m.reports.step_time_s for m in members if m.reports is not None and m.reports.step_time_s > 0)
 
     def _waits_until(self, state: FragmentState, grace_s: float, now: float) -> float:
         """Until when an open round waits for those that are missing, once it has its quorum."""
@@ -365,20 +322,20 @@ class Rounds:
         """Until when to wait for one that has not been merged here for `OVERDUE` times as many steps as it should, once
         for so many: its step is longer than rounds are patient, and may never end while one is open."""
         member, collecting = self._membership.get(learner_id), state.round
-        if member is None or member.trail is None or collecting is None:
+        if member is None or member.reports is None or collecting is None:
             return now
-        fragment_id, trail = state.fragment.fragment_id, member.trail
-        if trail.step_s <= patience_s:
+        fragment_id, reports = state.fragment.fragment_id, member.reports
+        if reports.step_s <= patience_s:
             return now
-        merged = trail.merged_until.get(fragment_id, trail.first).inner_step
+        merged = reports.merged_until.get(fragment_id, reports.first).inner_step
         waits_in, waited = member.waited_for.get(fragment_id, (0, merged))
         expected_at = member.arrivals.expected_at(state.call, state.fragment.num_elements)
-        slack_s = SLACK * trail.step_s
-        if expected_at + slack_s > collecting.opened_at + min((1 + 2 * SLACK) * trail.step_s, LONGEST_S):
+        slack_s = SLACK * reports.step_s
+        if expected_at + slack_s > collecting.opened_at + min((1 + 2 * SLACK) * reports.step_s, LONGEST_S):
             return now
-        if member.counted.inner_step - max(merged, waited) >= OVERDUE * self._due.usual_steps(state.fragment):
+        if member.reported.inner_step - max(merged, waited) >= OVERDUE * self._due.usual_steps(state.fragment):
             waits_in = collecting.round
-            member.waited_for[fragment_id] = waits_in, member.counted.inner_step
+            member.waited_for[fragment_id] = waits_in, member.reported.inner_step
         return expected_at + slack_s if waits_in == collecting.round else now
 
     def ask_missing(self, state: FragmentState) -> None:
@@ -390,43 +347,57 @@ class Rounds:
         ids = collecting.missing if collecting is not None else ()
         return [member for i in ids if (member := self._membership.get(i)) is not None]
 
-    def committed(self, closed: Round, fragment_id: int, now: float) -> None:
-        """A closed round became a version: count what is in it."""
+    def committed(
+        self, closed: Round, fragment_id: int, directions: Mapping[str, Direction], now: float
+    ) -> None:
+        """A closed round became a version: count what is in it, and hear what it told."""
         tokens = 0
-        for contribution in closed.contributions.values():
+        merged, left_out = closed.parted()
+        for contribution in (*merged, *left_out):
             counted = self._tokens(fragment_id, contribution.tokens)
-            tokens += counted
             member = self._membership.get(contribution.learner_id)
             if member is not None:
                 self._note_merged(member, contribution)
-                member.merged += 1
-                member.tokens_merged += counted
                 if not member.is_leaving:
                     member.trains_on(fragment_id)
-        participants = len(closed.contributions)
+            if contribution.learner_id in closed.beside and left_out:
+                self._outbox.note(ContributionLeftOut(contribution.learner_id, fragment_id, counted))
+                continue
+            tokens += counted
+            if member is not None:
+                member.merged += 1
+                member.tokens_merged += counted
         self.grace.to_publish.add(now - closed.closed_at)
         self._open_s.add(now - closed.opened_at)
         self.every.announced_at[fragment_id] = now
-        self._outbox.note(VersionCommitted(fragment_id, closed.round, participants, tokens, now - closed.opened_at))
+        self._outbox.note(VersionCommitted(fragment_id, closed.round, len(merged), tokens, now - closed.opened_at))
+        if self._versions.fragments[fragment_id].fragment.traits.is_of_model:
+            self._hear(merged, directions)
+
+    def _hear(self, merged: Sequence[Contribution], directions: Mapping[str, Direction]) -> None:
+        cosines = {i: self._influence.told(i).mean_cosine for i in directions}
+        back, out = self._influence.hear(merged, directions)
+        for learner_id in back:
+            self._outbox.note(LearnerTakesPart(learner_id))
+        if out is not None:
+            self._outbox.note(LearnerLeftOut(out, cosines[out] or 0.0))
 
     def _open_due(self, now: float) -> None:
-        """Quarantined learners count for nothing here: neither for when a round is due, nor for its quorum."""
-        live = [
-            m for m in self._membership.live()
-            if m.first_step is not None and not self._trust.quarantine.holds(m.learner_id)
-        ]  # fmt: skip
+        """Learners that are left out count for nothing here: neither for when a round is due, nor for its quorum."""
+        live = [m for m in self._membership.live() if m.first_step is not None]
         for state in self._collecting():
             if state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
                 self._ask_again(state, live, now)
-        self._open_some(self._due.among(live, self._trust.quorum(live, self._sync.quorum)), live, now)
+        merging = self._influence.merging(live)
+        self._open_some(self._due.among(live, merging, self._influence.quorum(merging, self._sync.quorum)), live, now)
 
     def _note_merged(self, member: Member, contribution: Contribution) -> None:
         """All that counted when the round asked is merged with this: its next contribution is what came since."""
         state = self._versions.fragments[contribution.fragment_id]
         steps, tokens = (base.get(member.learner_id) for base in (state.base_steps, state.base_tokens))
         is_this_process = contribution.generation >= member.first_generation
-        if member.trail is not None and is_this_process and steps is not None and tokens is not None:
-            member.trail.merged_until[contribution.fragment_id] = Progress(steps, tokens)
+        if member.reports is not None and is_this_process and steps is not None and tokens is not None:
+            member.reports.merged_until[contribution.fragment_id] = Progress(steps, tokens)
 
     def _collecting(self) -> list[FragmentState]:
         """In the order of the fragments."""
@@ -439,10 +410,10 @@ class Rounds:
         at_once = max(1, ASKS_AT_ONCE // len(live))
         self._due.put_off(due[at_once:])
         patience_s, fragments = self.grace.patience_s(self.grace_s()), self._versions.fragments
-        steps = {m.learner_id: m.counted.inner_step for m in live}
+        steps = {m.learner_id: m.reported.inner_step for m in live}
         askings: dict[tuple[bool, ...], Asking] = {}  # by whom they ask: most fragments ask the same
         opening = due[:at_once]
-        all_asked = self._due.asked(opening, live, asks_all=self._trust.asks_all)
+        all_asked = self._due.asked(opening, live)
         for fragment_id, asked in zip(opening, all_asked, strict=True):
             key = tuple(asked)
             if key not in askings:
@@ -451,7 +422,7 @@ class Rounds:
 
     def _open(self, state: FragmentState, asking: Asking, steps: Mapping[str, int], now: float) -> None:
         """`steps`: of all live learners, whether they are asked or not."""
-        opened, live = state.open_round(asking, steps, now), asking.members
+        opened, live = state.open_round(asking, steps, self._influence.left_out, now), asking.members
         fragment_id = state.fragment.fragment_id
         self._outbox.note(RoundOpened(fragment_id, opened.round, len(live)))
         for member in live:
@@ -486,7 +457,6 @@ class Rounds:
         why, _ = collecting.verdict(self.quorum(collecting), waits_until, now)
         if why is None:
             return
-        left_out = self._judge(state, collecting)
         late = self._missing(collecting)
         self.every.closed(len(collecting.contributions), sum(m.sets_pace for m in late))
         for absent in late:
@@ -495,17 +465,16 @@ class Rounds:
             member = self._membership.get(learner_id)
             if member is not None:
                 member.missed_round()
-        every, budget = self._due.usual_steps(state.fragment), self._versions.budget.tokens
-        closed = state.close_round(self._membership, every, budget, now)
+        closed = state.close_round(self._influence, now)
         fragment_id = state.fragment.fragment_id
-        contributions = [closed.contributions[i] for i in sorted(closed.contributions)]
+        contributions, left_out = closed.parted()
         beside: list[Contribution] = []
         if state.fragment.traits.is_whole:
-            live = {m.learner_id for m in self._membership.live() if not self._trust.quarantine.holds(m.learner_id)}
-            contributions, beside = state.latest.take(closed, live)
+            live = {m.learner_id for m in self._membership.live()} - closed.beside
+            contributions, beside = state.latest.take(contributions, live)
         open_s, asked = now - closed.opened_at, len(closed.asked)
         self._outbox.note(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(late), open_s))
-        self._outbox.add(MergeRound(fragment_id, closed.round, tuple(contributions), tuple(beside), left_out))
+        self._outbox.add(MergeRound(fragment_id, closed.round, tuple(contributions), tuple(beside), tuple(left_out)))
         if self.every.is_time(len(self._versions.fragments)):
             before, words = self.every.steps, self.every.look(self._measured())
             if words:
@@ -532,27 +501,19 @@ class Rounds:
             round_s=(self._open_s.value or 0.0) + pull_s,
         )
 
-    def _judge(self, state: FragmentState, collecting: Round) -> tuple[str, ...]:
-        """A round is about to close: everybody in it gets a vote, and what is far off is left out. Returns whose."""
-        if not state.fragment.traits.norms_tell:
-            return ()  # their norms tell nothing, so such a vote would only thin out those that do
-        evidence = self._trust.evidence(collecting.contributions, state, self._due.usual_steps(state.fragment))
-        for learner_id, words in evidence.items():
-            self._vote(learner_id, words)
-        if not self._trust.leaves_out or all(evidence.values()):
-            return ()
-        far = tuple(one for one, words in evidence.items() if words)
-        for learner_id in far:
-            self._drop(collecting.leave_out(learner_id))
-            member = self._membership.get(learner_id)
-            if member is not None:
-                member.missed[NormTooLarge.code] += 1
-        return far
-
     def quorum(self, collecting: Round) -> Quorum:
         """How many contributions let this round close."""
-        found = (self._membership.get(learner_id) for learner_id in collecting.asked)
-        return self._trust.quorum((m for m in found if m is not None), self._sync.quorum)
+        found = (self._membership.get(learner_id) for learner_id in collecting.asked if learner_id not in collecting.beside)
+        return self._influence.quorum((m for m in found if m is not None), self._sync.quorum)
+
+
+def _check_finite(header: PushHeader, piece_norms: Sequence[float]) -> None:
+    """Raises NotFinite."""
+    if not math.isfinite(total_norm(piece_norms)):
+        raise NotFinite(
+            f"fragment {header.fragment_id}: a value is NaN or infinite, or their squares overflow; check the "
+            "learner's loss"
+        )
 
 
 def _usual(seconds: Iterable[float]) -> float:

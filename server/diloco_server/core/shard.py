@@ -12,7 +12,7 @@ versions when somebody comes or goes; the other decisions are in four parts, whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from diloco_common.codec import Payload
 from diloco_common.errors import (
@@ -47,12 +47,12 @@ from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.cadence import CadenceRule, every_h_steps
 from diloco_server.core.effects import Effect, Outbox
 from diloco_server.core.fragment import FragmentState, Restored, status_of
+from diloco_server.core.influence import Direction, Influence
 from diloco_server.core.ledger import LearnerForgotten, LearnerGone, LearnerJoined, Ledger, SameLosses
 from diloco_server.core.membership import Likeness, Member, Membership, superseded
 from diloco_server.core.model import check_model
 from diloco_server.core.record import Record
 from diloco_server.core.rounds import Rounds
-from diloco_server.core.trust.trust import Trust
 from diloco_server.core.versions import Versions
 
 
@@ -67,13 +67,12 @@ class Shard:
         """No joins and no new rounds any more."""
         self._likeness = Likeness()
         self._outbox = Outbox(self.membership)
-        self.trust = Trust(settings.guard, self.membership)
+        self.influence = Influence(settings.guard.trust)
         self.versions = Versions(
-            settings.run, settings.shard, settings.sync.fragments, settings.guard.norm_window, epoch, self.membership,
-            self._outbox,
-        )  # fmt: skip
+            settings.run, settings.shard, settings.sync.fragments, epoch, self.influence, self.membership, self._outbox
+        )
         self.rounds = Rounds(
-            settings.sync, settings.lease.lease_s, self.trust, self.membership, self.versions, self._outbox, cadence
+            settings.sync, settings.lease.lease_s, self.influence, self.membership, self.versions, self._outbox, cadence
         )
 
     def take_effects(self) -> list[Effect]:
@@ -103,6 +102,8 @@ class Shard:
                 self._end(old, StaleGeneration.code, f"{learner_id} has joined again")
             else:
                 self._end(old, Superseded.code, str(superseded(learner_id)))
+        if old is None or old.process_id != process_id:
+            self.influence.begin(learner_id)
         member = membership.join(learner_id, process_id, now, index, age_s)
         versions.frozen.adopt(learner_id, frozen)
         versions.ties = versions.ties or tuple(ties)
@@ -173,7 +174,7 @@ class Shard:
             self._end(member, refusal.code, str(refusal))
         for learner_id in self.membership.forget():
             self.versions.forget(learner_id)
-            self.trust.forget(learner_id)
+            self.influence.begin(learner_id)
             self._outbox.note(LearnerForgotten(learner_id))
 
     def _end(self, member: Member, code: str, words: str) -> None:
@@ -224,12 +225,14 @@ class Shard:
         """
         return self.versions.next_record(fragment_id)
 
-    def committed(self, record: Record, published: Published, now: float) -> None:
-        """The next version is durable with this record: announce it."""
+    def committed(
+        self, record: Record, published: Published, directions: Mapping[str, Direction], now: float
+    ) -> None:
+        """The next version is durable with this record: announce it. `directions`: of what its round has taken."""
         self._outbox.now = now
         closed = self.fragments[record.fragment_id].closed
         assert closed is not None
-        self.rounds.committed(closed, record.fragment_id, now)
+        self.rounds.committed(closed, record.fragment_id, directions, now)
         self.versions.committed(record, published)
 
     def pulled(self, member: Member, fragment_id: int, version: int, now: float) -> None:
@@ -243,12 +246,6 @@ class Shard:
         self._outbox.now = now
         self._expire(now)
         self.rounds.tick(now, may_open=not self.draining)
-
-    def slept(self, seconds: float, now: float) -> None:
-        """This process was frozen until now. Leases and rounds stood still, but learners may have trained on."""
-        self.membership.slept(seconds, now)
-        for state in self.fragments.values():
-            state.slept(seconds)
 
     def drain(self) -> None:
         """Take no new work: no joins, no new rounds. Learners are told."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_low
 
 from diloco_common.errors import ManifestMismatch, UnknownFragment
 from diloco_common.settings import RunSettings, ShardSettings
@@ -17,11 +16,11 @@ from diloco_common.wire.messages import FrozenTensor, Held, Stop, Tie
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.effects import Outbox
 from diloco_server.core.fragment import FragmentState, Phases, Restored
+from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import BudgetReached, VersionsLost
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.model import Frozen, check_model, check_model_digest
 from diloco_server.core.record import Record, next_record
-from diloco_server.core.trust.trail import STEPS_FACTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,7 @@ class Budget:
 
     tokens: int
     """0: the run has no end."""
+    influence: Influence
 
     def believed(self, tokens_merged: int) -> int:
         """Of what a seed says was merged before. No more than there are; a run may have gone a little beyond."""
@@ -48,23 +48,23 @@ class Budget:
         if self.tokens <= 0:
             return False
         base = state.base_tokens
-        shares = [max(0, m.counted.tokens - base.get(m.learner_id, m.counted.tokens)) for m in live]
-        most = STEPS_FACTOR * median_low(shares) if shares else 0  # nobody ends the waiting of all by what it reports
-        trained = sum(min(share, most) for share in shares)
+        trained = self.influence.claimed(
+            [max(0, m.reported.tokens - base.get(m.learner_id, m.reported.tokens)) for m in live]
+        )
         return trained > 0 and self.tokens <= state.tokens_merged + trained
 
 
 class Versions:
     def __init__(
-        self, run: RunSettings, shard: ShardSettings, num_fragments: int, norm_window: int, epoch: int,
+        self, run: RunSettings, shard: ShardSettings, num_fragments: int, epoch: int, influence: Influence,
         membership: Membership, outbox: Outbox,
     ) -> None:  # fmt: skip
-        """`num_fragments`: P of the settings. `norm_window`: so many norms are kept with a version."""
+        """`num_fragments`: P of the settings."""
         self.epoch = epoch
         self.manifest: Manifest | None = None
         self.fragments: dict[int, FragmentState] = {}
         self.phases = Phases()
-        self.budget = Budget(run.tokens)
+        self.budget = Budget(run.tokens, influence)
         self.done = False
         """The token budget is reached. Stays so."""
         self.frozen = Frozen()
@@ -72,7 +72,7 @@ class Versions:
         """Further names of tied parameters, as the first learner that has some declared them in this epoch."""
         self._model_digest = run.model
         self._placed = shard
-        self._num_fragments, self._norm_window = num_fragments, norm_window
+        self._num_fragments, self._influence = num_fragments, influence
         self._membership = membership
         self._outbox = outbox
         self._as_sent: Sequence[TensorSpec] = ()  # the model as the last learner brought it, in its order
@@ -143,7 +143,7 @@ class Versions:
         assert state.closed is not None
         return next_record(
             state.record, state.closed, self.epoch, self._membership,
-            norm_window=self._norm_window, strangers_max=2 * self._placed.max_learners,
+            strangers_max=2 * self._placed.max_learners,
         )  # fmt: skip
 
     def committed(self, record: Record, published: Published) -> None:
@@ -233,6 +233,7 @@ class Versions:
         owned = manifest.owned_by(self._placed.index)
         self.phases = Phases()
         self.fragments = {f.fragment_id: FragmentState.unseeded(f, self.phases) for f in owned}
+        self._influence.num_fragments = len(self.of_model)
 
     def _announce(self, state: FragmentState) -> None:
         self._outbox.tell_live(state.announcement())

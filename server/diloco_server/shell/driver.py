@@ -19,7 +19,9 @@ from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Published, Values
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell, TellAll
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.influence import Direction
 from diloco_server.core.ledger import Fact
+from diloco_server.core.merge import directions
 from diloco_server.core.outer import TakeMean, make_outer_optimizer
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
@@ -126,21 +128,24 @@ class EffectDriver:
         values, before, stopwatch = state.values, state.published, self._shell.stopwatch
         assert values is not None
 
-        def work() -> tuple[Published, float]:
+        def work() -> tuple[Published, dict[str, Direction], float]:
             began = stopwatch()
             arithmetic.step(
                 values, state.fragment, (*effect.contributions, *effect.beside),
                 outer_step=effect.version, making=self.making(state.fragment),
             )  # fmt: skip
+            found: dict[str, Direction] = {}
+            if state.fragment.traits.is_of_model:
+                found = directions(effect.contributions, effect.left_out, state.fragment.num_elements)
             merged_s = stopwatch() - began
-            return arithmetic.publish(values, state.fragment.encoding(self._sync.pull), before), merged_s
+            return arithmetic.publish(values, state.fragment.encoding(self._sync.pull), before), found, merged_s
 
         async with self._shell.changing(effect):
-            published, merged_s = await self._shell.compute("merge", work)
+            published, found, merged_s = await self._shell.compute("merge", work)
             self._witness.merged(merged_s)
             record = self._shard.next_record(effect.fragment_id)
             await self._shell.keep(self._version(record, values, published))
-        self._shard.committed(record, published, self._shell.clock())
+        self._shard.committed(record, published, found, self._shell.clock())
         self._witness.announcing(state)
 
     def _version(self, record: Record, values: Values, published: Published) -> StoredVersion:

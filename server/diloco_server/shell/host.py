@@ -82,7 +82,7 @@ class ShardHost:
         self.shard = Shard(settings, store.epoch, find_rules(settings).cadence)
         if decisions is not None:
             record(self.shard, decisions)
-        self.clock: Clock = clock or AwakeClock(settings.lease.heartbeat_s, world.clock, self.shard.slept)
+        self.clock: Clock = clock or AwakeClock(settings.lease.heartbeat_s, world.clock)
         self.stopwatch = world.clock
         self.started_at = self.clock()
         self.metrics, self.log = metrics, log
@@ -452,16 +452,13 @@ class AwakeClock:
 
     A process may be frozen for longer than a lease (SIGSTOP, a suspended machine). On waking, it may look at the time
     before it reads the messages of its learners. With a plain clock, it would then take all of them for silent.
-    Learners train on meanwhile, so whoever judges what they bring has to know of it: `on_waking`.
 
     A gap between two calls counts as at most `longest_s`: the shard asks many times a second.
     """
 
-    def __init__(self, longest_s: float, clock: Clock, on_waking: Callable[[float, float], None]) -> None:
-        """`on_waking` is called with the seconds that do not count, and with the first answer after them."""
+    def __init__(self, longest_s: float, clock: Clock) -> None:
         self._longest_s = longest_s
         self._clock = clock
-        self._on_waking = on_waking
         self._asked_at = clock()
         self._asleep_s = 0.0
 
@@ -470,5 +467,4 @@ class AwakeClock:
         asleep_s, self._asked_at = now - self._asked_at - self._longest_s, now
         if asleep_s > 0:
             self._asleep_s += asleep_s
-            self._on_waking(asleep_s, now - self._asleep_s)
         return now - self._asleep_s

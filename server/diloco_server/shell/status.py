@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import Event, TracedRound, told_of
 from diloco_server.core.membership import Member
-from diloco_server.core.trust.conduct import Conduct
 from diloco_server.shell.host import ShardHost
 
 EVENTS_SHOWN = 50
@@ -43,7 +43,7 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "sync_every_auto": settings.sync.sync_every == "auto",
         "rules": host.driver.rules.sources,
         "learners": [
-            _learner(m, shard.trust.quarantine.conduct(m.learner_id), ledger.staleness.get(m.learner_id), now)
+            _learner(m, shard.influence, ledger.staleness.get(m.learner_id), now)
             for m in shard.membership.all()
         ],
         "fragments": [_fragment(s) for _, s in sorted(shard.fragments.items())],
@@ -59,6 +59,7 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
             "merged": ledger.tokens_merged,
             "in_flight": ledger.tokens_in_flight,
             "fenced": ledger.tokens_fenced,
+            "left_out": ledger.tokens_left_out,
             "late": ledger.tokens_late,
             "refused": dict(ledger.tokens_refused),
         },
@@ -92,8 +93,8 @@ def _events(events: Iterable[Event], now: float) -> list[dict[str, Any]]:
     return [{"ago_s": round(now - at, 3), "event": of.words, **of.facts} for at, of in told if of is not None]
 
 
-def _learner(member: Member, conduct: Conduct, staleness: int | None, now: float) -> dict[str, Any]:
-    progress = member.progress
+def _learner(member: Member, influence: Influence, staleness: int | None, now: float) -> dict[str, Any]:
+    progress, told = member.progress, influence.told(member.learner_id)
     return {
         "id": member.learner_id,
         "generation": member.generation,
@@ -111,16 +112,10 @@ def _learner(member: Member, conduct: Conduct, staleness: int | None, now: float
         "missed": dict(member.missed),
         "staleness": staleness,
         "away": [asdict(shard) for shard in progress.away],
-        "outliers": conduct.outliers,
-        "quarantine": _quarantine(conduct, now),
+        "left_out": member.learner_id in influence.left_out,
+        "kept": _rounded(told.mean_kept),
+        "cosine": _rounded(told.mean_cosine),
     }
-
-
-def _quarantine(conduct: Conduct, now: float) -> dict[str, Any] | None:
-    """None: the learner is not in quarantine."""
-    if conduct.until is None:
-        return None
-    return {"left_s": round(conduct.until - now, 3), "why": conduct.why, "times": conduct.times}
 
 
 def _fragment(state: FragmentState) -> dict[str, Any]:
@@ -155,8 +150,8 @@ def _round(traced: TracedRound, now: float) -> dict[str, Any]:
     }
 
 
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 def _resident_bytes() -> int | None:

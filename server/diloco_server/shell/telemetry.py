@@ -139,7 +139,7 @@ class ShardTelemetry:
         ledger, learners, contributions = self._shard.ledger, self._metrics.learners, self._metrics.contributions
         learners.joins.follow(ledger.joins)
         learners.evictions.follow_all(ledger.evictions)
-        learners.quarantines.follow(ledger.quarantines)
+        learners.left_outs.follow(ledger.left_out)
         contributions.outcomes.follow_all(
             {"accepted": ledger.accepted, "duplicate": ledger.duplicates, "late": ledger.late}
         )
@@ -147,6 +147,7 @@ class ShardTelemetry:
         contributions.tokens.follow_all({
             "accepted": ledger.tokens_accepted, "merged": ledger.tokens_merged, "late": ledger.tokens_late,
             "refused": ledger.tokens_refused.total(), "fenced": ledger.tokens_fenced,
+            "left_out": ledger.tokens_left_out,
         })  # fmt: skip
         contributions.received.follow(self.bytes_pushed)
         contributions.sent.follow(self.bytes_pulled)
@@ -159,7 +160,12 @@ class ShardTelemetry:
         learners.contributions.follow_all(
             {"asked": member.asked, "contributed": member.contributed, "merged": member.merged}, learner
         )
-        learners.quarantined.labels(learner).set(self._shard.trust.quarantine.holds(learner))
+        influence = self._shard.influence
+        told = influence.told(learner)
+        learners.left_out.labels(learner).set(learner in influence.left_out)
+        learners.kept.labels(learner).set(told.mean_kept)
+        if told.mean_cosine is not None:
+            learners.cosine.labels(learner).set(told.mean_cosine)
         learners.silent.labels(learner).set(now - member.last_heard)
         learners.inner_step.labels(learner).set(progress.inner_step)
         learners.tokens.labels(learner).set(progress.tokens)
@@ -208,7 +214,7 @@ class ShardHistory:
         ]  # fmt: skip
         self._write(
             "merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions,
-            **({"left_out": list(merge.left_out)} if merge.left_out else {}),
+            **({"left_out": [c.learner_id for c in merge.left_out]} if merge.left_out else {}),
         )  # fmt: skip
 
     def announcing(self, state: FragmentState) -> None:

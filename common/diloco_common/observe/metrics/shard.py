@@ -74,12 +74,18 @@ class Learners:
         self.silent = declare.gauge(
             "diloco_shard_learner_silent_seconds", "Time since the learner's last message.", "learner"
         )
-        self.quarantined = declare.gauge(
-            "diloco_shard_learner_quarantined", "1 while the learner is left out for its outliers.", "learner"
+        self.left_out = declare.gauge(
+            "diloco_shard_learner_left_out", "1 while the learner is not merged, as it points away.", "learner"
         )
-        self.quarantines = declare.totals(
-            "diloco_shard_quarantines_total", "Learners left out because of their outliers; repeats count."
+        self.left_outs = declare.totals(
+            "diloco_shard_left_out_total", "Times that a learner was left out, as it points away."
         ).begin()
+        self.kept = declare.gauge(
+            "diloco_shard_learner_kept", "What counted of the length of its contributions, mean over two H.", "learner"
+        )
+        self.cosine = declare.gauge(
+            "diloco_shard_learner_cosine", "Of its contributions with the others', mean over two H.", "learner"
+        )
         self._state = declare.gauge(
             "diloco_shard_learner_state", "1 for the state of the learner, 0 for the other states.", "learner", "state"
         )
@@ -105,7 +111,10 @@ class Learners:
 
     def forget(self, learner: str) -> None:
         """Drop the series of a learner that has been gone for long. Repeating it is fine."""
-        for gauge in (self.quarantined, self.inner_step, self.tokens, self.step_seconds, self.loss, self.silent):
+        for gauge in (
+            self.left_out, self.kept, self.cosine, self.inner_step, self.tokens, self.step_seconds, self.loss,
+            self.silent,
+        ):  # fmt: skip
             with contextlib.suppress(KeyError):
                 gauge.remove(learner)
         if self._states.pop(learner, None):

@@ -1,5 +1,7 @@
 """When a learner that was asked will have contributed: what a round goes by when it decides whom to wait for.
 
+`Reports` holds what a process has said of its steps, and `Arrivals` how long its contributions take.
+
 A learner answers at its next step boundary. So it is expected there, plus the lag that its pushes had so far, plus its
 bytes over the link that was measured. All of this is by the shard's own clock; the step time that a learner reports has
 no say. Whoever is expected in time may be late for once: the round waits for it as long as its patience lasts.
@@ -11,13 +13,47 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from diloco_server.core.trust.trail import Trail
+from diloco_common.wire.messages import Progress
 
 ALPHA = 0.1
-"""Weight of the newest contribution in the averages."""
+"""Weight of the newest report or contribution in the averages."""
+STEP_TIME_FACTOR = 2.0
+"""A reported step time is taken up to so many times what passes between the reports."""
 OPTIMISM = 0.9
 """A link counts for so much slower after each contribution whose bytes were not taken: nothing else would measure it
 again."""
+
+
+@dataclass
+class Reports:
+    """What one process of a learner has reported of its steps. Begins with its first report."""
+
+    first: Progress
+    last: Progress
+    grown_at: float
+    """When the last report of a new step came."""
+    step_s: float = 0.0
+    """Moving average of what passes per step, between reports; 0: no step yet."""
+    merged_until: dict[int, Progress] = field(default_factory=dict)
+    """Fragment -> what was reported when the round opened that merged its last contribution. That holds all before."""
+
+    @classmethod
+    def begin(cls, first: Progress, now: float) -> Reports:
+        return cls(first, first, now)
+
+    def go_on(self, progress: Progress, now: float) -> None:
+        """Another report."""
+        grown = progress.inner_step - self.last.inner_step
+        if grown > 0:
+            took_s = max(0.0, now - self.grown_at) / grown
+            self.step_s += (ALPHA if self.step_s else 1.0) * (took_s - self.step_s)
+            self.grown_at = now
+        self.last = progress
+
+    @property
+    def step_time_s(self) -> float:
+        """Of one inner step, as it is reported and as far as the reports bear it out; 0: not known."""
+        return min(self.last.step_time_s, STEP_TIME_FACTOR * self.step_s)
 
 
 @dataclass(slots=True)
@@ -98,11 +134,11 @@ class Arrivals:
         return begins_at + num_elements * self.s_per_element
 
 
-def next_boundary(trail: Trail | None, patience_s: float, now: float) -> float:
+def next_boundary(reports: Reports | None, patience_s: float, now: float) -> float:
     """When the learner's present step should end; inf where that is overdue for longer than `patience_s`."""
-    if trail is None:
+    if reports is None:
         return now
-    ends_at = trail.reported_at + trail.step_s
+    ends_at = reports.grown_at + reports.step_s
     if ends_at + patience_s < now:
         return math.inf
     return max(ends_at, now)
