@@ -31,8 +31,7 @@ class RunSettings(Section):
     `diloco-worker digest` prints that of the built-in model, `diloco_worker.digest_of(model)` gives that of yours, and
     a worker says that of its model when it starts. Momentum that is averaged counts as part of the model."""
     history: Path | None = None
-    """Folder in which every process records its history, as JSON lines; none: nothing is recorded. Shards also record
-    what they decide, for `diloco replay`: 38 kB/s each for three learners with steps of 0.12 s."""
+    """Folder in which every process records its history, as JSON lines; none: nothing is recorded."""
 
 
 Extension = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:\w+$")]

@@ -76,10 +76,6 @@ COMMANDS = (
         "a run on up to a million chips that fail: goodput, rounds, bytes, money", STUDY,
     ),
     Command(
-        "replay", "diloco_planner.command:replay",
-        "decide a recorded run again, and what would have come of it with other settings", STUDY,
-    ),
-    Command(
         "chaos", "chaos.command:chaos",
         "inject faults into a cluster on this machine, and check that nothing is lost", STUDY,
     ),

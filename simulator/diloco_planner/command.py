@@ -112,30 +112,3 @@ def simulate(
     found = Run(settings, params, tuple(plans), described, hours, seed).carry_out(told)
     print(dumps(as_json(found), indent=2) if json else as_text(found))
     return 0
-
-
-def replay(
-    history: Annotated[Path, Parameter(metavar="FOLDER", help="run.history of a run, or the decisions in it")],
-    /,
-    *,
-    h: Annotated[int | None, Parameter(converter=_WHOLE, metavar="H", help="what if, with H inner steps")] = None,
-    quorum: Annotated[str | None, Parameter(metavar="K", help="what if so many let a round close, or all")] = None,
-    grace: Annotated[
-        str | None, Parameter(metavar="SECONDS", help="what if a round stays open for, or adaptive")
-    ] = None,
-    push: Annotated[_Encoding | None, Parameter(help="what if contributions are encoded so")] = None,
-    shards: Annotated[int | None, Parameter(converter=_WHOLE, metavar="S", help="what if there are so many")] = None,
-    seed: Annotated[int, Parameter(metavar="SEED", help="of what is drawn in a what-if")] = 0,
-    json: Json = False,
-) -> int:
-    """Decide a recorded run again, call by call: exit code 1 if a decision differs. With other settings, also say what
-    would have come of it: the same learners, links and merges, simulated.
-    """
-    import torch
-
-    from diloco_planner.what_if import Changes, answer, as_text
-
-    torch.set_num_threads(1)
-    found = answer(history, Changes(h, quorum, grace, push, shards), seed)
-    print(dumps(found.as_json(), indent=2) if json else as_text(found))
-    return int(any(one.differs for one in found.replayed))

@@ -42,7 +42,6 @@ from diloco_server.core.merge import PieceNorms
 from diloco_server.core.parts import places_of
 from diloco_server.core.shard import Shard
 from diloco_server.shell.control_streams import ControlStream, ControlStreams
-from diloco_server.shell.decisions import record
 from diloco_server.shell.driver import EffectDriver, Job
 from diloco_server.shell.keeper import Checkpointer, Keeper, recover
 from diloco_server.shell.rules import find_rules
@@ -70,18 +69,15 @@ class ShardHost:
         metrics: ShardMetrics,
         log: Log,
         history: ports.History | None = None,
-        decisions: ports.History | None = None,
         clock: Clock | None = None,
         tick_s: float = TICK_S,
     ) -> None:
         """`clock` measures leases and grace windows, in seconds; None: the world's, while this process is awake.
 
-        `decisions`: all that the core is told and decides. `tick_s`: how often time passes for it.
+        `tick_s`: how often time passes for the core.
         """
         self.settings = settings
         self.shard = Shard(settings, store.epoch, find_rules(settings).cadence)
-        if decisions is not None:
-            record(self.shard, decisions)
         self.clock: Clock = clock or AwakeClock(settings.lease.heartbeat_s, world.clock)
         self.stopwatch = world.clock
         self.started_at = self.clock()

@@ -33,7 +33,6 @@ from diloco_common.wire import rpc
 from diloco_common.wire.addresses import bind_socket, in_use, parse_address, write_address
 from diloco_server.shell.access import LOOK_S, AccessFiles
 from diloco_server.shell.audit import AuditLog
-from diloco_server.shell.decisions import FOLDER
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.probes import Health, Probe
 from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit
@@ -84,7 +83,6 @@ class ShardServer:
         self.host = ShardHost(
             settings, store, world, metrics=metrics, log=Log(name), clock=clock,
             history=HistoryFile(folder, name) if folder else None,
-            decisions=HistoryFile(folder / FOLDER, name) if folder else None,
         )  # fmt: skip
         self.service = Service(self.host)
         self._http = HttpServer(
