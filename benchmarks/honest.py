@@ -38,12 +38,15 @@ Trust = Literal["members", "strangers"]
 # ------------------------------------------------------------------ kinds that were found
 
 
-def alike(learners: int, plan: Plan = Plan(), **first: object) -> tuple[Plan, ...]:
+USUAL = Plan()
+
+
+def alike(learners: int, plan: Plan = USUAL, **first: object) -> tuple[Plan, ...]:
     """So many learners, of which the first differs."""
     return (replace(plan, **first), *[plan] * (learners - 1))  # type: ignore[arg-type]
 
 
-def paced(*speeds: float, plan: Plan = Plan()) -> tuple[Plan, ...]:
+def paced(*speeds: float, plan: Plan = USUAL) -> tuple[Plan, ...]:
     return tuple(replace(plan, speed=speed) for speed in speeds)
 
 
@@ -182,7 +185,11 @@ def cost(name: str, cluster: Cluster, trust: Trust) -> Cost:
     guard = GuardSettings(trust=trust)
     run = Trained(cluster, guard).train()
     found, loss = run.found, run.loss
-    beside = loss if found.least_kept == 1.0 and not found.left_out else no_guard(lambda: Trained(cluster, guard).train().loss)
+    beside = (
+        loss
+        if found.least_kept == 1.0 and not found.left_out
+        else no_guard(lambda: Trained(cluster, guard).train().loss)
+    )
     worse = 100 * (loss / beside - 1) if math.isfinite(beside) else math.nan
     return Cost(
         name, cluster, loss, worse, dict(found.refused), found.left_out, found.least_kept, found.longest_cut,
@@ -204,7 +211,7 @@ def main() -> int:
     parser.add_argument("--trust", choices=["members", "strangers"], default="members")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    clusters = {name: cluster for name, cluster in KINDS.items()}
+    clusters = dict(KINDS)
     if args.show:
         seed, number = map(int, args.show.split(":"))
         clusters = {args.show: drawn(seed, number)}
@@ -222,7 +229,9 @@ def main() -> int:
     told = [one.worse for one in costs if math.isfinite(one.worse)]
     broken = sum(bool(one.broken()) for one in costs)
     print(f"\n{len(costs)} clusters, {sum(one.merges for one in costs)} merges: {broken} break a promise")
-    print(f"refused in {sum(bool(one.refused) for one in costs)}, left out in {sum(bool(one.left_out) for one in costs)}")
+    print(
+        f"refused in {sum(bool(one.refused) for one in costs)}, left out in {sum(bool(one.left_out) for one in costs)}"
+    )
     print(f"loss against no guard: {interval(told)}, worst {max(told):+.2f} %, best {min(told):+.2f} %")
     return int(broken > 0 or fmean(told) > MEAN_MOST)
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
+from diloco_server.core.trust.conduct import OUTLIERS
 from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload, encode_payload
@@ -33,7 +34,6 @@ from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeade
 from diloco_lab.lockstep import TICK, ShardRig
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.ledger import Fact, LearnerQuarantined
-from diloco_server.core.trust.conduct import OUTLIERS
 from honest import Learner, Row, Run, Shard
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "quality.md"

@@ -299,7 +299,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     settings = [
         f"sync.fragments={args.fragments}", "sync.sync_every=1", "sync.quorum=all",
         f"sync.push={args.push}", f"sync.pull={args.pull}", f"shard.count={args.shards}",
-        "lease.lease_s=900", "lease.heartbeat_s=300", "guard.norm_factor=1e9",
+        "lease.lease_s=900", "lease.heartbeat_s=300",
     ]  # fmt: skip
     with ExitStack() as stack:
         shards = stack.enter_context(running_shards(args.shards, *settings))

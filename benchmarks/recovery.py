@@ -63,7 +63,7 @@ def write(folder: Path, settings: Settings, parameters: int) -> dict[str, float]
         for fragment in manifest.fragments:
             theta = torch.randn(fragment.num_elements)
             anchor = None if settings.sync.pull in VALUES else encode_payload(theta, "bfloat16")
-            record = Record(fragment.fragment_id, 1, version, {"ann": version}, {"ann": "p"}, version, (1.0,), 1.0)
+            record = Record(fragment.fragment_id, 1, version, {"ann": version}, {"ann": "p"}, version)
             stored = StoredVersion(record, Values(theta, [(theta * 0.1).bfloat16()]), anchor)
             began = time.perf_counter()
             num_bytes += store.save(stored, manifest)

@@ -35,7 +35,7 @@ def shard_with(learners: int, fragments: int) -> Shard:
     shard = Shard(Settings(sync=sync, shard=limits), 2)
     values = Values(torch.ones(1), [])
     published = Published(encode_payload(values.theta, "float32"))
-    records = [Record(i, 1, 5, {}, {}, 0, (), 1.0) for i in range(fragments)]
+    records = [Record(i, 1, 5, {}, {}, 0) for i in range(fragments)]
     shard.restore(cut(specs, fragments, 1), [Restored(record, values, published, False) for record in records])
     for i in range(learners):
         member = shard.join(f"learner-{i:04d}", f"process {i}", specs, 0.0)

@@ -1,7 +1,7 @@
 """A small task of words on which clusters are drawn, trained and lied to: `honest.py` and `hostile.py`.
 
-Whole runs in lockstep (`diloco_lab.lockstep`): the production cores in virtual time. Each learner has a plan of its own:
-speed, batch, optimizer, rates, and what happens to it. Nothing depends on the pace of the machine.
+Whole runs in lockstep (`diloco_lab.lockstep`): the production cores in virtual time. Each learner has a plan of its
+own: speed, batch, optimizer, rates, and what happens to it. Nothing depends on the pace of the machine.
 """
 
 from __future__ import annotations

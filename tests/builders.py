@@ -70,13 +70,12 @@ def make_contribution(
     encoding: str = "float32",
     round_number: int = 1,
     chunk_elements: int = 256,
-    is_strange: bool = False,
 ) -> Contribution:
     """A contribution as a shard holds it: compressed, with the norms of its pieces."""
     payload = encode_payload(values.clone(), encoding, chunk_elements=chunk_elements)
     norms = piece_norms(payload, pieces or one_piece(values.numel()))
     base = round_number - 1
-    return Contribution(learner_id, 1, 0, round_number, base, tokens, steps, payload, norms, is_strange=is_strange)
+    return Contribution(learner_id, 1, 0, round_number, base, tokens, steps, payload, norms)
 
 
 class TinyText(nn.Module):

@@ -26,10 +26,10 @@ def busy_shard() -> ShardMetrics:
     learners.live(alive=3, stalled=1)
     learners.state("worker-1", "stalled")
     learners.contributions.follow_all({"asked": 5, "contributed": 4, "merged": 3}, "worker-1")
-    learners.quarantines.follow(1)
+    learners.left_outs.follow(1)
     of_learner = {
         learners.inner_step: 10, learners.tokens: 1000, learners.step_seconds: 0.25, learners.loss: 2.5,
-        learners.silent: 0.5, learners.quarantined: 1,
+        learners.silent: 0.5, learners.left_out: 1, learners.kept: 0.5, learners.cosine: 0.2,
     }  # fmt: skip
     for gauge, value in of_learner.items():
         gauge.labels("worker-1").set(value)

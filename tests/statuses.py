@@ -9,8 +9,8 @@ def learner(name: str = "ann", state: str = "alive", **changed: Any) -> dict[str
     """As a shard tells of it."""
     return {
         "id": name, "state": state, "inner_step": 10, "tokens": 1000, "loss": 2.0, "step_time_s": 0.5, "silent_s": 0.2,
-        "asked": 5, "contributed": 5, "merged": 4, "missed": {"LATE": 1}, "outliers": 0, "quarantine": None,
-        "staleness": 0, "away": [],
+        "asked": 5, "contributed": 5, "merged": 4, "missed": {"LATE": 1}, "left_out": False, "kept": 1.0,
+        "cosine": None, "staleness": 0, "away": [],
     } | changed  # fmt: skip
 
 

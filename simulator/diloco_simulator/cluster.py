@@ -233,8 +233,6 @@ class Cluster(Processes):
                     return False, f"{learner_id} is not with shard {index}"
                 if member.generation != figures["generation"]:
                     return False, f"{learner_id} has another lease with shard {index}"
-        if self.options.norm_factor < 100:
-            return True, "with a narrow norm guard nobody may be let in any more"
         if any(p.process.alive and c in p.unresolved.values() for p, c in self._to_resolve):
             return False, "contributions from before the healing are in limbo"
         return self._versions_go_on()

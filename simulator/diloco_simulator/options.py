@@ -58,7 +58,6 @@ class Options:
     push: Literal["float32", "bfloat16", "int8", "int4", "topk64_2bit"]
     pull: Literal["float32", "bfloat16", "int8", "int4"]
     error_feedback: bool
-    norm_factor: float
     budget: int
     """Tokens; 0: no end."""
     lease_s: float
@@ -160,7 +159,7 @@ class Options:
                 pull=self.pull, error_feedback=self.error_feedback, companions_every=max(1, self.companions_every),
             ),
             "outer": self.outer,
-            "guard": GuardSettings(norm_factor=self.norm_factor, trust="strangers" if self.hostile else "members"),
+            "guard": GuardSettings(trust="strangers" if self.hostile else "members"),
             "lease": LeaseSettings(
                 lease_s=self.lease_s, heartbeat_s=self.heartbeat_s, progress_timeout_s=self.progress_timeout_s
             ),
@@ -191,7 +190,6 @@ def draw_short(seed: int) -> Options:
         quorum=r.choice((1, 1, 2, 2, "all")),
         grace=r.choice((0.0, 0.1, 0.5, "adaptive", "adaptive")),
         pull=r.choice(("float32", "bfloat16", "int8", "int4")),
-        norm_factor=1000.0,
         budget=budget,
         lease_s=lease_s,
         heartbeat_s=0.5,
@@ -232,7 +230,6 @@ def _draw_honest(seed: int) -> Options:
     fragments = min(6, shards + r.choice((0, 0, 1, 1, 2, 3, 5)))
     lease_s = r.uniform(2.5, 6.0)
     pace_s = r.uniform(0.4, 1.0)
-    norm_factor = r.choice((1000.0, 1000.0, 1000.0, 3.0))
     drawn = Options(
         seed=seed,
         shards=shards,
@@ -247,8 +244,7 @@ def _draw_honest(seed: int) -> Options:
         push=r.choice(("float32", "int8")),
         pull=r.choice(("float32", "float32", "bfloat16")),
         error_feedback=r.random() < 0.7,
-        norm_factor=norm_factor,
-        budget=r.choice((0, 0, 0, r.randint(30, 150))) if norm_factor > 100 else 0,
+        budget=r.choice((0, 0, 0, r.randint(30, 150))),
         lease_s=lease_s,
         progress_timeout_s=r.choice((0.0, 0.0, lease_s * r.uniform(1.0, 2.0))),
         step_s=tuple(pace_s * r.choice((1.0, r.uniform(0.7, 1.5), r.uniform(1.0, 3.0))) for _ in range(learners)),

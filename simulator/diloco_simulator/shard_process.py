@@ -161,8 +161,6 @@ class ShardProcess:
             yield (*name, "it has its quorum"), self._waits.of(host.shard, state, collecting) + soon_s
         else:
             for i in live.keys() - expected - held.keys():
-                if host.shard.trust.quarantine.holds(i):
-                    continue
                 if live[i].takes_part(state.fragment.fragment_id) and live[i].first_step is not None:
                     can = (*name, f"{i} can be asked", live[i].generation, live[i].asked)
                     yield can, self._options.lease_s + soon_s
@@ -178,7 +176,7 @@ class ShardProcess:
         options, sync = self._options, self._options.settings[0].sync
         at_most_s = options.grace
         if at_most_s == "adaptive":
-            slowest_s = max((m.counted.step_time_s for m in host.shard.membership.live()), default=0.0)
+            slowest_s = max((m.reports.step_time_s for m in host.shard.membership.live() if m.reports), default=0.0)
             steps = 2.5 * max(sync.patience * sync.first_every, sync.overlap_steps)
             at_most_s = slowest_s * (steps if options.on_commit == "carry" else 1.0)
         invariants.windows_are_as_set(host.shard.rounds.grace_s(), at_most_s)

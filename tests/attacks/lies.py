@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import torch
 from attack import Evidence, Over, Seen, Target
+from diloco_server.core.trust.trail import STEPS_FACTOR
 from intruder import Asked, Mole
 from torch import Tensor
-
-from diloco_server.core.trust.trail import STEPS_FACTOR
 
 TAKEN = "ACCEPTED"
 

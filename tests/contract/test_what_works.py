@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from diloco_server.core.trust.trust import Trust
 from in_process import settings_with
 from what_works.script import Ground, rest
 from what_works.tables import TABLES
 
 from diloco_common.errors import DilocoError
-from diloco_server.core.trust.trust import Trust
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/what-works.md"
 BULLET = re.compile(r"- (?P<name>.+?)(: \*.+\*)?")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from builders import decoded, random_values
-from diloco_common.errors import NormTooLarge
+from diloco_common.errors import BadChecksum
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, LearnerPolicy, Outcome, PushAnswer
 from diloco_worker.core.learner import LearnerCore
@@ -17,7 +17,7 @@ from diloco_worker.core.replica import Replica
 
 SIZE = 1000
 LATE = PushAnswer(Outcome.LATE)
-REFUSED = PushAnswer(Outcome.REJECTED, NormTooLarge.code, "too large")
+REFUSED = PushAnswer(Outcome.REJECTED, BadChecksum.code, "too large")
 ACCEPTED = PushAnswer(Outcome.ACCEPTED)
 ROUNDING = 2.0**-8
 """Share of itself that an element of a residual may lose as bfloat16."""

@@ -117,9 +117,9 @@ def test_a_learner_that_is_in_every_fourth_round_counts_in_the_others_too_for_on
     latest, found = Latest(), []
     for number in range(1, 10):
         values = {"fast": 0.0} if number % 4 else {"fast": 0.0, "slow": 10.0}
-        mine, beside = latest.take(closed(number, values, tokens=8), {"fast", "slow"})
+        mine, beside = latest.take(closed(number, values, tokens=8).parted()[0], {"fast", "slow"})
         (merged,) = [part for _, part in pool([*mine, *beside], (Piece("mean", 0, 1, 0, "mean"),))]
         found.append(float(merged))
     assert found == [0, 0, 0, 5, 5, 5, 5, 2, 2], "from the second on, its weight is that of one round of four"
-    mine, beside = latest.take(closed(10, {"fast": 0.0}, tokens=8), {"fast"})
+    mine, beside = latest.take(closed(10, {"fast": 0.0}, tokens=8).parted()[0], {"fast"})
     assert ([c.learner_id for c in mine], beside) == (["fast"], []), "who has lost its lease is gone"

@@ -8,6 +8,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from diloco_server.core.trust import cuts
+from diloco_server.core.trust.trail import Most, Trail
+
 from diloco_common.errors import NotFinite, Refusal, Superseded
 from diloco_common.wire.messages import Progress, PushAnswer, VersionId
 from diloco_server.core import rounds
@@ -20,8 +23,6 @@ from diloco_server.core.parts import HalfContribution
 from diloco_server.core.round import Round
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.shard import Shard
-from diloco_server.core.trust import cuts
-from diloco_server.core.trust.trail import Most, Trail
 from diloco_server.core.versions import Versions
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.keeper import Keeper

@@ -89,7 +89,7 @@ def leaving(seed: int, *others: str) -> Options:
     """Learners leave with warning again and again, long before H steps are over; and other things go wrong."""
     settings = {
         "faults": ("warn learner", *others), "fault_every_s": 0.4, "faults_s": 8.0, "budget": 0, "on_commit": "carry",
-        "sync_every": 30, "norm_factor": 1000.0,
+        "sync_every": 30,
     }  # fmt: skip
     return replace(short(seed), **settings)
 
@@ -151,14 +151,14 @@ def diverging(seed: int) -> Options:
     """Values are not finite now and then, and rounds wait for everybody."""
     return replace(
         memory(seed), faults=("not finite",), fault_every_s=0.5, quorum="all", loss=0.0, long_delays=0.0,
-        progress_timeout_s=0.0, norm_factor=1000.0, budget=0,
+        progress_timeout_s=0.0, budget=0,
     )  # fmt: skip
 
 
 def hostile(seed: int, count: int = 1, *, identities_proven: bool = True, **changes: object) -> Options:
     """Hostile learners beside honest ones, and nothing else goes wrong."""
     settings = {
-        "faults": (), "loss": 0.0, "long_delays": 0.0, "duplicates": 0.0, "budget": 0, "norm_factor": 1000.0,
+        "faults": (), "loss": 0.0, "long_delays": 0.0, "duplicates": 0.0, "budget": 0,
         "faults_s": 4.0, "quorum": 1,
     }  # fmt: skip
     drawn = with_hostile(short(seed), count, identities_proven=identities_proven)

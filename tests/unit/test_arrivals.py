@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from diloco_common.wire.messages import Outcome, Progress
+from diloco_server.core.arrivals import Arrivals, Call, Reports, next_boundary
 from diloco_server.core.ledger import RoundClosed
-from diloco_server.core.trust.arrivals import Arrivals, Call, next_boundary
-from diloco_server.core.trust.trail import Trail
 from rig import TOKENS, Rig
 
 STEP_S = 1.0
@@ -18,8 +17,8 @@ PATIENCE_S = 2.4
 """A tenth of H = 24 steps."""
 
 
-def trail(reported_at: float, step_s: float = STEP_S) -> Trail:
-    made = Trail.begin(Progress(0, 0), reported_at)
+def reports(reported_at: float, step_s: float = STEP_S) -> Reports:
+    made = Reports.begin(Progress(0, 0), reported_at)
     made.step_s = step_s
     return made
 
@@ -38,7 +37,7 @@ def trail(reported_at: float, step_s: float = STEP_S) -> Trail:
     ],
 )
 def test_a_learner_answers_at_its_next_step_boundary(reported_at, step_s, now, boundary_at) -> None:
-    assert next_boundary(trail(reported_at, step_s), PATIENCE_S, now) == pytest.approx(boundary_at)
+    assert next_boundary(reports(reported_at, step_s), PATIENCE_S, now) == pytest.approx(boundary_at)
 
 
 def test_an_arrival_is_the_boundary_plus_the_usual_lag_plus_the_bytes_over_the_measured_link() -> None:

@@ -8,17 +8,16 @@ from diloco_server.shell.host import AwakeClock
 
 
 @pytest.mark.parametrize(
-    ("asked_at", "shown", "slept"),
+    ("asked_at", "shown"),
     [
-        ([100.0, 100.02, 100.04], [100.0, 100.02, 100.04], []),
-        ([100.0, 101.0, 102.0], [100.0, 101.0, 102.0], []),
-        ([100.0, 110.0, 110.5], [100.0, 101.0, 101.5], [(9.0, 101.0)]),
-        ([100.0, 110.0, 120.0], [100.0, 101.0, 102.0], [(9.0, 101.0), (9.0, 102.0)]),
+        ([100.0, 100.02, 100.04], [100.0, 100.02, 100.04]),
+        ([100.0, 101.0, 102.0], [100.0, 101.0, 102.0]),
+        ([100.0, 110.0, 110.5], [100.0, 101.0, 101.5]),
+        ([100.0, 110.0, 120.0], [100.0, 101.0, 102.0]),
     ],
     ids=["awake", "slow", "frozen once", "frozen twice"],
 )
-def test_time_stands_still_while_nobody_looks(asked_at, shown, slept) -> None:
-    times, found = iter([100.0, *asked_at]), list[tuple[float, float]]()
-    clock = AwakeClock(1.0, lambda: next(times), lambda seconds, now: found.append((seconds, now)))
+def test_time_stands_still_while_nobody_looks(asked_at, shown) -> None:
+    times = iter([100.0, *asked_at])
+    clock = AwakeClock(1.0, lambda: next(times))
     assert [clock() for _ in asked_at] == pytest.approx(shown)
-    assert found == slept

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from builders import make_settings
 from diloco_common.wire.messages import Progress
+from diloco_server.core.arrivals import Reports
 from diloco_server.core.cadence import (
     GraceWindow,
     Rest,
@@ -20,12 +21,11 @@ from diloco_server.core.cadence import (
     is_due,
 )
 from diloco_server.core.membership import Member
-from diloco_server.core.trust.trail import Trail
 
 
 def member(learner_id: str, step: int, first: int | None = 0) -> Member:
     made = Member(learner_id, "p", 1, last_heard=0.0, last_step_at=0.0)
-    made.trail, made.first_step = Trail.begin(Progress(step, 0), 0.0), first
+    made.reports, made.first_step = Reports.begin(Progress(step, 0), 0.0), first
     return made
 
 

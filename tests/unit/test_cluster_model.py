@@ -85,14 +85,14 @@ def test_every_view_says_the_same_of_a_learner(at_0: str | None, at_1: str | Non
         (Member("worker-0", "worker", "up"), "starting"),
         (Member("worker-0", "worker", "up", worker()), "training"),
         (Member("gone", "worker", "up", worker()), "away"),
-        (Member("hurt", "worker", "up", worker()), "quarantined"),
+        (Member("hurt", "worker", "up", worker()), "left_out"),
         (Member("worker-0", "worker", "up", worker(), heard_at=NOW - 7), "silent 7s"),
         (Member("worker-0", "worker", "died", worker()), "died"),
         (Member("shard-0", "shard", "up", shard(0, ready=False)), "not ready"),
     ],
 )
 def test_a_member_is_described_by_the_worst_that_is_known(member: Member, state: str) -> None:
-    hurt = learner("hurt", quarantine={"left_s": 30.0, "why": "NOT_FINITE", "times": 1})
+    hurt = learner("hurt", left_out=True)
     known = [learner("worker-0"), learner("gone", "evicted"), hurt]
     assert of(Member("shard-9", "shard", "up", shard(9, *known)), member).state_of(member, NOW) == state
 

@@ -18,10 +18,9 @@ from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.cadence import first_interval, is_due
 from diloco_server.core.fragment import FragmentState, Phase, Restored
 from diloco_server.core.ledger import RoundOpened
-from diloco_server.core.membership import Member
+from diloco_server.core.membership import IDLE_ROUNDS, Member
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
-from diloco_server.core.trust.trail import IDLE_ROUNDS
 
 
 def make_shard(fragments: int, version: int = 5, *, sections: Any = None, **sync: object) -> Shard:
@@ -32,7 +31,7 @@ def make_shard(fragments: int, version: int = 5, *, sections: Any = None, **sync
     published = Published(encode_payload(values.theta, "float32"))
     shard.restore(
         cut(SPECS[:fragments], fragments, 1),
-        [Restored(Record(p, 1, version, {}, {}, 0, (), 1.0), values, published, False) for p in range(fragments)],
+        [Restored(Record(p, 1, version, {}, {}, 0), values, published, False) for p in range(fragments)],
     )
     return shard
 
@@ -59,9 +58,9 @@ def dumb(shard: Shard, state: FragmentState, sync_every: int, quorum: int) -> li
 
 def unmerged(member: Member, fragment_id: int) -> float:
     """Steps that a learner has to contribute."""
-    since = member.trail.merged_until.get(fragment_id)
-    has_begun_anew = since is not None and since.inner_step > member.counted.inner_step
-    return math.inf if since is None or has_begun_anew else member.counted.inner_step - since.inner_step
+    since = member.reports.merged_until.get(fragment_id)
+    has_begun_anew = since is not None and since.inner_step > member.reported.inner_step
+    return math.inf if since is None or has_begun_anew else member.reported.inner_step - since.inner_step
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -85,9 +84,9 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
             shard.progress(member, Progress(steps[name], 0, None, 0.1, last_rounds=leaving), float(now))
             member.idle_rounds = r.choice([0, 0, 0, IDLE_ROUNDS])
         merged, state = r.choice([*members.values()] or [None]), r.choice([*shard.fragments.values()])
-        if merged is not None and merged.trail is not None and state.phase is not Phase.COLLECTING:
-            steps_of = merged.counted.inner_step - r.randint(0, 6)
-            merged.trail.merged_until[state.fragment.fragment_id] = Progress(steps_of, 0)
+        if merged is not None and merged.reports is not None and state.phase is not Phase.COLLECTING:
+            steps_of = merged.reported.inner_step - r.randint(0, 6)
+            merged.reports.merged_until[state.fragment.fragment_id] = Progress(steps_of, 0)
             state.phases.changed.add(state.fragment.fragment_id)  # as every version does
         if r.random() < 0.2:  # nobody answers; the round is given up, and is due again later
             for state in shard.fragments.values():
@@ -134,7 +133,6 @@ def test_rounds_that_are_due_at_once_open_in_slices(monkeypatch: pytest.MonkeyPa
     [
         ({}, {}, 0, ["fast"]),
         ({"on_commit": "overwrite"}, {}, 0, ["fast", "slow"]),  # it would lose what it is not asked for
-        ({}, {"guard": {"trust": "strangers"}}, 0, ["fast", "slow"]),  # who seems fast would be alone
         ({}, {"run": {"tokens": 12}}, 1, ["fast", "slow"]),  # the budget ends
     ],
 )
@@ -146,9 +144,8 @@ def test_a_round_asks_those_that_have_most_of_an_interval(
     for name, steps in (("fast", 4), ("slow", 2)):
         member = shard.join(name, f"process {name}", SPECS[:1], 0.0)
         shard.progress(member, Progress(0, 0, None, 1.0), 1.0)
-        member.trail.merged_until[0] = Progress(0, 0)
+        member.reports.merged_until[0] = Progress(0, 0)
         state.base_steps[name] = state.base_tokens[name] = 0
         shard.progress(member, Progress(steps, tokens * 4 * steps, None, 1.0), 5.0)
-        member.idle_rounds = IDLE_ROUNDS  # so it is no part of the quorum of strangers
     shard.tick(5.0)
     assert sorted(state.round.asked) == asked

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from builders import make_settings
 from diloco_common.settings import SyncSettings
+from diloco_server.core.arrivals import Arrivals
 from diloco_server.core.every import ASKED, QUIET, Every, Measured, carried, following
 from diloco_server.core.ledger import EveryChanged
-from diloco_server.core.trust.arrivals import Arrivals
 from rig import Rig
 
 AUTO = SyncSettings(sync_every="auto")

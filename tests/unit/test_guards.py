@@ -12,23 +12,18 @@ from diloco_common.codec import encode_payload
 from diloco_common.errors import (
     BadSize,
     ManifestMismatch,
-    NormTooLarge,
     Refusal,
     TooStale,
     UnknownEncoding,
     WrongEpoch,
     WrongRound,
 )
-from diloco_common.settings import GuardSettings, LeaseSettings
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import PushHeader, VersionId
 from diloco_server.core import admission
 from diloco_server.core.fragment import FragmentState, Phase
-from diloco_server.core.membership import Membership
 from diloco_server.core.record import Record
 from diloco_server.core.round import Round
-from diloco_server.core.trust.norms import NORMS_MIN
-from diloco_server.core.trust.trust import Trust
 
 MANIFEST = cut([TensorSpec("w", (100,))], 1, 1)
 HEADER = PushHeader(
@@ -37,9 +32,9 @@ HEADER = PushHeader(
 )  # fmt: skip
 
 
-def make_state(norms: list[float] | None = None, seed_norm: float = 0.0) -> FragmentState:
+def make_state() -> FragmentState:
     """Version 5, and round 6 has asked a and b, of whom b is lost."""
-    record = Record(0, 3, 5, {}, {}, 0, tuple(norms or ()), seed_norm)
+    record = Record(0, 3, 5, {}, {}, 0)
     return FragmentState(MANIFEST.fragments[0], record, Phase.COLLECTING, Round(6, 0.0, {"a": 1, "b": 2}, lost={"b"}))
 
 
@@ -110,35 +105,3 @@ def test_announced_sizes_that_do_not_fit(changes: dict[str, object], error: type
     header = replace(HEADER, payload=replace(HEADER.payload, **changes))  # type: ignore[arg-type]
     with pytest.raises(error):
         admission.check_sizes(header, make_state(), ("int8",))
-
-
-def check_values(norms: tuple[float, ...], state: FragmentState) -> None:
-    """Of a learner that is alone: nobody else says what is usual."""
-    membership = Membership(LeaseSettings(), 8)
-    trust = Trust(GuardSettings(norm_factor=10.0), membership)
-    trust.check_values(membership.join("a", "p", 0.0), HEADER, norms, state, 4, 0.0, is_whole=True)
-
-
-MEDIAN_OF_2 = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 300.0]
-
-
-@pytest.mark.parametrize(
-    ("merged", "seed_norm", "norm", "passes"),
-    [
-        (MEDIAN_OF_2, 1e3, 20.0, True),
-        (MEDIAN_OF_2, 1e3, 20.1, False),
-        ([1e-5] * 8, 1.5, 0.0149, True),  # embeddings of bytes that nobody met, and now one did: 1 % of version 0
-        ([1e-5] * 8, 1.5, 0.0151, False),
-        (MEDIAN_OF_2[: NORMS_MIN - 1], 5.0, 50.0, True),  # too few: the norm of version 0
-        (MEDIAN_OF_2[: NORMS_MIN - 1], 5.0, 50.1, False),
-        ([], 0.0, 1.1, False),
-        (MEDIAN_OF_2, 1.0, 0.0, True),
-    ],
-)
-def test_norms_far_above_what_is_usual(merged: list[float], seed_norm: float, norm: float, passes: bool) -> None:
-    state = make_state(merged, seed_norm)
-    if passes:
-        check_values((norm,), state)
-    else:
-        with pytest.raises(NormTooLarge, match=r"at most 10 times is merged \(guard.norm_factor\)"):
-            check_values((norm,), state)

@@ -151,7 +151,7 @@ def test_it_gets_another_one_where_its_work_is_refused_and_not_for_ever() -> Non
     rig = leaving("a", "b", steps=2)
     for _ in range(LAST_TRIES):
         assert rig.state.round is not None
-        assert rig.contribute("b", 2, 1e9, tokens=2 * TOKENS, steps=2).outcome is Outcome.REJECTED
+        assert rig.contribute("b", 2, 1e30, tokens=2 * TOKENS, steps=2).outcome is Outcome.REJECTED
         rig.now += 1.0
         rig.report("b", last_rounds=FRAGMENT_0)
     assert rig.state.round is None

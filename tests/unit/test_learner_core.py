@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from builders import decoded
 from diloco_common.codec.base import Reference
-from diloco_common.errors import NormTooLarge, NotFinite, TooStale, WrongRound
+from diloco_common.errors import BadChecksum, NotFinite, TooStale, WrongRound
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
 from diloco_worker.core.connection import Lease
@@ -451,7 +451,7 @@ def test_what_was_computed_ahead_from_another_reference_is_computed_again(
         (LATE, {"carried": 1}),
         (rejected(WrongRound.code), {"carried": 1}),
         (rejected(TooStale.code), {"carried": 1, TooStale.code: 1}),
-        (rejected(NormTooLarge.code), {"carried": 1, NormTooLarge.code: 1}),
+        (rejected(BadChecksum.code), {"carried": 1, BadChecksum.code: 1}),
     ],
 )
 def test_a_contribution_that_is_not_taken_gives_its_work_back(answer: PushAnswer, counted: dict[str, int]) -> None:
@@ -520,7 +520,7 @@ def test_what_was_refused_for_being_enormous_leaves_nothing_behind(encoding: str
     for number in (2, 3):
         contribution = rig.contributes(number, by=[3e7, 1.3e7])
         contribution.tensors.encode(encoding)
-        rig.answered(number, rejected(NormTooLarge.code))
+        rig.answered(number, rejected(BadChecksum.code))
         rig.arrives(number, 12.0)
     contribution = rig.contributes(4, by=0.5)
     x = decoded(contribution.tensors.encode(encoding)) + contribution.tensors.loss.float()

@@ -26,7 +26,7 @@ from diloco_server.core.ledger import (
     LearnerForgotten,
     LearnerGone,
     LearnerJoined,
-    LearnerQuarantined,
+    LearnerLeftOut,
     LearnerReleased,
     Ledger,
     QuorumReached,
@@ -119,7 +119,7 @@ def draw(random_: random.Random) -> Fact:
             LearnerJoined(learner, number, returned=number > 1),
             LearnerGone(learner, number, gone),
             LearnerForgotten(learner),
-            LearnerQuarantined(learner, "NOT_FINITE", 8, 60),
+            LearnerLeftOut(learner, -0.2),
             LearnerReleased(learner),
             SameLosses(learner, "d"),
             BudgetReached(tokens),
@@ -156,7 +156,7 @@ def test_status_metrics_and_rounds_agree(shard: Shard, seed: int) -> None:
     events = Counter(event["event"] for event in told["events"])
     assert events["evicted"] == status["evictions"]
     assert events["joined"] + events["returned"] == sum(series(registry, "diloco_shard_joins_total").values())
-    assert events["quarantined"] == sum(series(registry, "diloco_shard_quarantines_total").values())
+    assert events["left out"] == sum(series(registry, "diloco_shard_left_out_total").values())
     refused = Counter[str]()
     for traced in told["rounds"]:
         refused += Counter(traced["refused"])
@@ -178,8 +178,7 @@ def test_the_staleness_of_a_learner_is_kept_as_long_as_the_learner(shard: Shard)
         (LearnerGone("ann", 2, "SUPERSEDED"), ("replaced", ANN | {"code": "SUPERSEDED"}, "event")),
         (LearnerGone("ann", 2, "STALLED"), ("evicted", ANN | {"code": "STALLED"}, "event")),
         (BudgetReached(80), ("budget reached", {"tokens_merged": 80}, "event")),
-        (LearnerQuarantined("ann", "BAD", 8, 60),
-         ("quarantined", {"learner": "ann", "why": "BAD", "outliers": 8, "for_s": 60}, "warning")),
+        (LearnerLeftOut("ann", -0.25), ("left out", {"learner": "ann", "cosine": -0.25}, "warning")),
         (RoundClosed(0, 1, CloseReason.ALL, 2, 3, 1, 1.23456),
          ("round closed",
           {"fragment": 0, "round": 1, "why": "all", "participants": 2, "asked": 3, "open_s": 1.235}, "debug")),

@@ -39,7 +39,7 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
         ("diloco_shard_learner_state{learner=worker-1}{state=stalled}", 1),
         ("diloco_shard_learner_state{learner=worker-1}{state=alive}", 0),
         ("diloco_shard_learner_contributions_total{learner=worker-1}{fate=merged}", 3),
-        ("diloco_shard_learner_quarantined{learner=worker-1}", 1),
+        ("diloco_shard_learner_left_out{learner=worker-1}", 1),
         ("diloco_shard_settings{setting=sync.quorum}", 2),
         ("diloco_shard_contributed_tokens_total{fate=merged}", 800),
         ("diloco_shard_oldest_round_seconds", 2.5),

@@ -1,4 +1,4 @@
-"""What learners report counts as fast as is plausible: lies move no round, and honest learners notice nothing.
+"""Rounds go by what learners report, whatever their speed; ghosts that are in no round drive none.
 
 Most tests run a shard of one fragment and its learners in virtual time. H is 4 steps; every step has 10 tokens.
 """
@@ -13,26 +13,12 @@ import pytest
 import torch
 
 from diloco_common.codec import encode_payload
-from diloco_common.errors import Implausible
-from diloco_common.wire.messages import Collect, Outcome, Progress, PushAnswer, PushHeader
+from diloco_common.wire.messages import Collect, Outcome, Progress, PushAnswer
 from diloco_server.core.ledger import RoundOpened
-from diloco_server.core.membership import Member
-from diloco_server.core.trust.trail import (
-    IDLE_ROUNDS,
-    STEPS_FACTOR,
-    TRAINED_FACTOR,
-    UNKNOWN_TOKENS_PER_S,
-    Most,
-    Pace,
-    Trail,
-    check_trained,
-    countable,
-    usual,
-)
+from diloco_server.core.membership import IDLE_ROUNDS, Member
 from rig import MODEL, SIZE, TOKENS, Rig
 
 TICK_S = 0.05
-FREE = Most(math.inf, Pace(math.inf, math.inf))
 PAYLOAD = encode_payload(torch.ones(SIZE), "float32")
 
 
@@ -143,25 +129,14 @@ def test_a_ghost_that_reports_a_thousand_steps_at_a_time_opens_no_more_rounds() 
     assert with_ghost.refused == []
 
 
-def test_a_liar_that_contributes_makes_rounds_at_most_so_many_times_as_often(crowd: Crowd) -> None:
-    honest(crowd)
-    usual_rounds = crowd.run(100) / 100
-    liar = crowd.come("liar", 0.1, per_step=(1000, 1000))
-    crowd.run(100)
-    grown = liar.member.counted.inner_step
-    rounds = crowd.run(100)
-    assert liar.member.counted.inner_step - grown <= STEPS_FACTOR * 100 + 1
-    assert rounds <= STEPS_FACTOR * usual_rounds * 100 + 1
-
-
-@pytest.mark.parametrize("times", [1, 10])
-def test_a_learner_that_is_ten_times_as_fast_counts_in_full(crowd: Crowd, times: int) -> None:
+@pytest.mark.parametrize("times", [1, 10, 30])
+def test_a_fast_learner_counts_in_full(crowd: Crowd, times: int) -> None:
     slow = honest(crowd, 3, step_s=2.0)
     fast = crowd.come("fast", 2.0 / times)
     rounds = crowd.run(200)
-    assert fast.steps - fast.member.counted.inner_step <= 1
+    assert fast.steps - fast.member.reported.inner_step <= 1
     for actor in (fast, *slow):
-        assert actor.tokens - actor.member.counted.tokens <= TOKENS
+        assert actor.tokens - actor.member.reported.tokens <= TOKENS
     assert rounds >= 0.9 * 100 * times / 4  # every H steps of the fastest
     assert crowd.refused == []
 
@@ -172,20 +147,20 @@ def test_what_was_not_reported_for_long_counts_at_once_when_it_is(crowd: Crowd) 
     crowd.run(50)
     cut_off.silent_until = crowd.now + 300
     crowd.run(302)
-    assert cut_off.member.counted.inner_step == cut_off.steps
+    assert cut_off.member.reported.inner_step == cut_off.steps
     assert crowd.refused == []
 
 
 def test_a_new_generation_of_a_process_keeps_what_is_known_of_it(crowd: Crowd) -> None:
     first, *_ = honest(crowd)
     crowd.run(100)
-    known = first.member.trail
+    known = first.member.reports
     first.member = crowd.shard.join(first.learner_id, f"process of {first.learner_id}", MODEL, crowd.now)
-    assert first.member.trail is known
+    assert first.member.reports is known
     crowd.run(100)
-    assert ("honest-0", "IMPLAUSIBLE") not in crowd.refused
+    assert {code for _, code in crowd.refused} <= {"WRONG_ROUND"}, "at most what the lease before was asked for"
     replaced = crowd.shard.join(first.learner_id, "another process", MODEL, crowd.now)
-    assert replaced.trail is None
+    assert replaced.reports is None
 
 
 def test_learners_whose_others_hang_go_on_at_their_own_pace(crowd: Crowd) -> None:
@@ -194,13 +169,13 @@ def test_learners_whose_others_hang_go_on_at_their_own_pace(crowd: Crowd) -> Non
     for other in others:
         other.next_at = math.inf
     crowd.run(1000)
-    assert worker.steps - worker.member.counted.inner_step <= 1
+    assert worker.steps - worker.member.reported.inner_step <= 1
     assert crowd.refused == []
 
 
-def test_the_end_of_a_budget_is_not_called_by_one_report() -> None:
+def test_the_end_of_a_budget_is_not_called_by_one_stranger() -> None:
     """Otherwise every report of a ghost would open a round of every fragment."""
-    alone, with_ghost = Crowd(run={"tokens": 30_000}), Crowd(run={"tokens": 30_000})
+    alone, with_ghost = (Crowd(run={"tokens": 30_000}, guard={"trust": "strangers"}) for _ in range(2))
     for crowd in (alone, with_ghost):
         honest(crowd)
         crowd.run(100)
@@ -231,101 +206,6 @@ def test_step_times_are_held_against_what_passes_between_reports() -> None:
         crowd.come(f"liar-{i}", 1.0, step_time_s=1e6)  # these do contribute, and are the majority
     crowd.run(60)
     assert 0 < crowd.shard.rounds.grace_s() <= 2.1
-
-
-# ------------------------------------------------------------------ contributions
-
-
-def test_nobody_pushes_more_than_was_reported_and_can_be_on_its_way(crowd: Crowd) -> None:
-    honest(crowd)
-    liar = crowd.come("liar", 1.0, contributes=False)
-    crowd.run(40)
-    while crowd.state.round is None:
-        crowd.run(TICK_S)
-    before = crowd.shard.tokens_merged
-
-    answer = crowd.brings(liar, crowd.state.version + 1, tokens=10**9)
-
-    assert (answer.outcome, answer.code) == (Outcome.REJECTED, "IMPLAUSIBLE")
-    assert "pushes 1000000000 tokens" in answer.message
-    assert crowd.shard.tokens_merged == before
-    assert crowd.shard.ledger.tokens_refused["IMPLAUSIBLE"] == 10**9
-
-
-TRAIL = Trail.begin(Progress(100, 1000), 0.0)
-TRAIL.go_on(Progress(200, 3000), FREE, 50.0)
-MERGED = Trail.begin(Progress(100, 1000), 0.0)
-MERGED.go_on(Progress(200, 3000), FREE, 50.0)
-MERGED.merged_until[0] = Progress(150, 2000)
-SLOW = Pace(1.0, 10.0)
-
-
-@pytest.mark.parametrize(
-    ("trail", "pace", "before_s", "most"),
-    [
-        (None, None, 10.0, 11 * UNKNOWN_TOKENS_PER_S),  # no report yet: the time alone
-        (None, SLOW, 10.0, TRAINED_FACTOR * 10 * 11),
-        (TRAIL, SLOW, 10.0, 2000 + TRAINED_FACTOR * 10 * 11),  # all reports, before the first that was merged
-        (MERGED, SLOW, 1e6, 1000 + TRAINED_FACTOR * 10 * (10 + 1)),  # since the last that was; 10 s after a step
-        (MERGED, None, 1e6, 1000 + UNKNOWN_TOKENS_PER_S * (10 + 1)),
-    ],
-)
-def test_a_contribution_is_taken_up_to_what_can_have_been_trained(trail, pace, before_s, most) -> None:
-    def push(tokens: int) -> None:
-        header = PushHeader(0, 1, 1, 0, tokens, 1, PAYLOAD.header, "")
-        check_trained(header, "a", trail, pace, before_s, now=60.0)
-
-    push(int(most))
-    with pytest.raises(Implausible, match=f"a pushes {int(most) + 1} tokens"):
-        push(int(most) + 1)
-
-
-def test_steps_are_judged_as_tokens_are() -> None:
-    header = PushHeader(0, 1, 1, 0, 1, 2**31, PAYLOAD.header, "")
-    with pytest.raises(Implausible, match="pushes 2147483648 steps"):
-        check_trained(header, "a", MERGED, SLOW, 1e6, now=60.0)
-
-
-# ------------------------------------------------------------------ the pace
-
-
-def reported(pairs: list[tuple[float, int]], most: Most = FREE) -> Trail:
-    trail = Trail.begin(Progress(0, 0), 0.0)
-    for at, steps in pairs:
-        trail.go_on(Progress(steps, steps * TOKENS, None, 1e9), most, at)
-    return trail
-
-
-@pytest.mark.parametrize(
-    ("pairs", "pace"),
-    [
-        ([(1.0, 1)], None),  # too few steps
-        ([(0.0, 1000)], None),  # in no time at all
-        ([(10.0, 20)], Pace(2.0, 20.0)),
-        ([(10.0, 20), (90.0, 20)], Pace(2.0, 20.0)),  # it hangs, which says nothing of its pace
-    ],
-)
-def test_the_pace_of_a_learner_is_known_after_some_steps(pairs: list[tuple[float, int]], pace: Pace | None) -> None:
-    assert reported(pairs).pace == pace
-
-
-@pytest.mark.parametrize(
-    ("paces", "found"),
-    [([], None), ([2], 2.0), ([2, 4], 3.0), ([2, 2, 10**6], 2.0), ([1, 3, 5, 10**9], 4.0)],
-)
-def test_one_liar_of_three_does_not_move_the_usual_pace(paces: list[int], found: float | None) -> None:
-    pace = usual(reported([(10.0, 10 * steps_per_s)]) for steps_per_s in paces)
-    assert (pace.steps_per_s if pace else None) == found
-
-
-def test_what_is_above_counts_later() -> None:
-    most = countable(Pace(1.0, 10.0))
-    trail = reported([(1.0, 1000), (1.5, 1000), (3.0, 1000)], most)
-    assert trail.counted.inner_step == 48
-    trail.go_on(Progress(1000, 10_000), most, 9.0)
-    assert trail.counted.inner_step == 144
-    trail.go_on(Progress(2, 20), most, 20.0)
-    assert trail.counted.inner_step == 2, "never more than what is reported"
 
 
 def test_who_contributes_counts_and_who_is_only_late_still_sets_the_pace() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco_common.errors import BadChecksum, NormTooLarge
+from diloco_common.errors import BadChecksum, NotFinite
 from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_worker.core.connection import Lease
 from diloco_worker.core.fragment import Contribution, Pushes
 from diloco_worker.core.tensors import ContributionTensors
 
 TAKEN = [PushAnswer(Outcome.ACCEPTED), PushAnswer(Outcome.DUPLICATE)]
-REFUSED = [PushAnswer(Outcome.LATE)] + [PushAnswer(Outcome.REJECTED, e.code) for e in (BadChecksum, NormTooLarge)]
+REFUSED = [PushAnswer(Outcome.LATE)] + [PushAnswer(Outcome.REJECTED, e.code) for e in (BadChecksum, NotFinite)]
 FIRST, SECOND = Lease(1, 1), Lease(1, 2)
 
 

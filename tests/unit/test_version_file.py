@@ -123,14 +123,13 @@ def sealed(header: bytes, data: bytes) -> bytes:
     return head + data + struct.pack("<II", google_crc32c.value(head), google_crc32c.value(data))
 
 
-def test_a_file_of_an_earlier_release_does_not_say_who_sent_which_norm() -> None:
+def test_a_file_of_an_earlier_release_has_norms_and_no_limit() -> None:
     def of_an_earlier_release(tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
-        del metadata["record"]["norm_learners"], metadata["record"]["usual_norm"]
-        del metadata["record"]["highest_usual_norm"]
-        metadata["record"]["norms"] = [1.0, 2.0, 3.0] * 5
+        del metadata["record"]["limit"]
+        metadata["record"] |= {"norms": [1.0, 2.0], "norm_learners": ["ann", "ben"], "seed_norm": 3.0, "usual_norm": 0.0}
 
     header, _ = read_version(disk_with(forged(of_an_earlier_release)), NAME)
-    assert header.record.usual.usual == 2.0
+    assert header.record.limit is None
 
 
 @pytest.mark.parametrize("earlier", ["diloco-version-1", "diloco-version-2"])
@@ -178,8 +177,8 @@ BEYOND: dict[str, Callable[[Any, Any], object]] = {
     "forgotten_version is 6, not 0 to 5": lambda t, m: m["record"].update(forgotten_version=6),
     "merged_versions of 'ann' is 18446744073709551616": lambda t, m: m["record"]["merged_versions"].update(ann=2**64),
     "merged_by has a name of more than 64": lambda t, m: m["record"]["merged_by"].update(ann="x" * 65),
-    "a norm is inf": lambda t, m: m["record"].update(norms=[float("inf")]),
-    "seed_norm is -1.0": lambda t, m: m["record"].update(seed_norm=-1.0),
+    "limit is Limit.length=inf": lambda t, m: m["record"].update(limit={"length": float("inf"), "steps": 1}),
+    "limit is Limit.length=1.0, steps=0": lambda t, m: m["record"].update(limit={"length": 1.0, "steps": 0}),
     "multiple of 256": lambda t, m: m.update(chunk_elements=300),
     "num_fragments must be 1 to 4096": lambda t, m: m["origin"].update(num_fragments=2**40),
     "Tensor.shape has 9 entries": lambda t, m: m["manifest"].update(tensors=[["w", [1] * 9, False]]),

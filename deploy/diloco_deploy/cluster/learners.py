@@ -15,10 +15,10 @@ from diloco_deploy.cluster.members import Member, Status, counts_of
 
 LEARNERS_MAX = 10_000
 """Learners that are remembered. Of more, those that have been away for longest are dropped, and counted."""
-STATES = ("away", "awaited", "quarantined", "stalled", "partly", "unknown", "training", "left")
+STATES = ("away", "awaited", "left_out", "stalled", "partly", "unknown", "training", "left")
 """In the order in which they want attention."""
-HERE = ("training", "stalled", "quarantined", "partly")
-WITH_LEASE = ("alive", "stalled", "quarantined")
+HERE = ("training", "stalled", "left_out", "partly")
+WITH_LEASE = ("alive", "stalled", "left_out")
 STEP_S_MIN = 1e-6
 """No step is shorter: a learner that reports less has no rate."""
 
@@ -29,13 +29,13 @@ class Learner:
 
     learner_id: str
     state: str = "unknown"
-    """"training", "stalled" (heartbeats, but no step), "quarantined", "partly" (a lease at some shards only), "away"
+    """"training", "stalled" (heartbeats, but no step), "left_out", "partly" (a lease at some shards only), "away"
     (no lease anywhere), "awaited" (expected, and never seen), "left" (said goodbye), "unknown" (no shard answers that
     could know)."""
     heard_at: float = -inf
     """When a shard heard of it last, by the clock of the model; minus infinity: none ever did."""
     at: Mapping[str, str] = field(default_factory=dict)
-    """Shard that answers and knows it -> "alive", "stalled", "quarantined", "evicted" or "left"."""
+    """Shard that answers and knows it -> "alive", "stalled", "left_out", "evicted" or "left"."""
     away_at: tuple[str, ...] = ()
     """Shards that answer, and where it has no lease."""
     said: Status = field(default_factory=dict)
@@ -147,7 +147,7 @@ def forget_most(learners: dict[str, Learner]) -> int:
 def _state_at(said: Status) -> str:
     """What one shard says of a learner, in one word."""
     state = str(said["state"])
-    return "quarantined" if said.get("quarantine") and state in WITH_LEASE else state
+    return "left_out" if said.get("left_out") and state in WITH_LEASE else state
 
 
 def _standing(at: Mapping[str, str], answering: Iterable[str]) -> tuple[str, tuple[str, ...]]:
@@ -158,7 +158,7 @@ def _standing(at: Mapping[str, str], answering: Iterable[str]) -> tuple[str, tup
         return "unknown", ()
     if not words.intersection(WITH_LEASE):
         return ("left" if words == {"left"} else "away"), without
-    worst = next((word for word in ("quarantined", "stalled") if word in words), "")
+    worst = next((word for word in ("left_out", "stalled") if word in words), "")
     return worst or ("partly" if without else "training"), without
 
 

@@ -111,7 +111,7 @@ class Cluster:
         if member.role == "shard":
             return "done" if member.get("done") else "ready" if member.get("ready") else "not ready"
         seen = self.learners.get(member.name)
-        if seen is not None and seen.state in ("away", "quarantined", "stalled", "partly"):
+        if seen is not None and seen.state in ("away", "left_out", "stalled", "partly"):
             return seen.state
         return str(member.get("state", "up"))
 

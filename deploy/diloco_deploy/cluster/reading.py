@@ -174,8 +174,8 @@ _AWAY: _Fields = {"address": TEXT, "index": COUNT, "for_s": AMOUNT}
 _LEARNER: _Fields = {
     "id": TEXT, "generation": COUNT, "state": TEXT, "inner_step": COUNT, "tokens": COUNT, "unit": TEXT, "loss": LOSS,
     "step_time_s": AMOUNT, "silent_s": AMOUNT, "asked": COUNT, "contributed": COUNT, "merged": COUNT,
-    "tokens_merged": COUNT, "missed": COUNTS, "staleness": COUNT, "outliers": COUNT, "away": [_AWAY],
-    "quarantine": ({"left_s": LOSS, "why": TEXT, "times": COUNT},),
+    "tokens_merged": COUNT, "missed": COUNTS, "staleness": COUNT, "left_out": FLAG, "kept": AMOUNT, "cosine": LOSS,
+    "away": [_AWAY],
 }  # fmt: skip
 _FRAGMENT: _Fields = {
     "id": COUNT, "companion": FLAG, "seeded": FLAG, "version": COUNT, "epoch": COUNT, "elements": COUNT,

@@ -34,7 +34,7 @@ class Present:
     role: Role
     presence: Presence
     state: str = ""
-    """One word for people: training, ready, away, dead, evicted, quarantined, stalled, ..."""
+    """One word for people: training, ready, away, dead, evicted, left_out, stalled, ..."""
     since_s: float | None = None
     """How long it has been away or dead; None: it is not, or nobody knows."""
     why: str = ""

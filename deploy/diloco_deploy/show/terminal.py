@@ -36,7 +36,7 @@ _STYLES = {
     "away": "red",
     "dead": "red",
     "unknown": "yellow",
-    "quarantined": "red",
+    "left_out": "red",
     "stalled": "yellow",
     "partly": "yellow",
     "not ready": "yellow",

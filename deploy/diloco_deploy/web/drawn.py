@@ -171,8 +171,8 @@ _OF_LEARNERS = {
     "left": ("info", "said goodbye", "said goodbye"),
     "replaced": ("info", "was replaced by a new process of its own", "were replaced by new processes of their own"),
     "evicted": ("bad", "fell silent; its lease ended", "fell silent; their leases ended"),
-    "quarantined": ("bad", "is left out for a while: outliers", "are left out for a while: outliers"),
-    "released": ("good", "takes part again", "take part again"),
+    "left out": ("bad", "is left out: it points away from the others", "are left out: they point away"),
+    "takes part again": ("good", "takes part again", "take part again"),
 }
 _BY_CODE = {
     "STALLED": ("bad", "was there but ended no step; its lease ended", "were there but ended no step; leases ended"),

@@ -30,7 +30,7 @@ class Words(NamedTuple):
 WORDS = {
     "away": Words("a", "bad", "away", "away", "away"),
     "awaited": Words("w", "warn", "not here yet", "not here yet", "not here yet"),
-    "quarantined": Words("q", "bad", "quarantined", "quarantined", "in quarantine"),
+    "left_out": Words("q", "bad", "left out", "left out", "left out, as they point away"),
     "stalled": Words("s", "warn", "stalled", "stalled", "stalled"),
     "partly": Words("p", "warn", "cut off", "cut off from a shard", "cut off from a shard"),
     "unknown": Words("u", "info", "not known", "not known", "of whom nothing is known now"),
@@ -95,7 +95,7 @@ def _here(states: Counter[str], answering: int, shards_away: Sequence[str], run:
     if unasked:
         parts.append(f"{unasked} of the run's shards {'is' if unasked == 1 else 'are'} not asked by this page")
     parts += [f"learners do not reach shard-{index}" for index in run["unreached"]]
-    for state in ("unknown", "away", "awaited", "quarantined", "stalled", "partly"):
+    for state in ("unknown", "away", "awaited", "left_out", "stalled", "partly"):
         if states[state]:
             parts.append(f"{_learners(states[state])} {WORDS[state].sentence}")
     if left:
@@ -103,7 +103,7 @@ def _here(states: Counter[str], answering: int, shards_away: Sequence[str], run:
     title = f"{here} of {known} learners, {answering} of {answering + len(shards_away) + unasked} shards"
     if not parts:
         return _said("good" if here else "info", title, "Everybody is here." if here else "No learner has come yet.")
-    is_bad = bool(shards_away or run["unreached"] or states["away"] or states["unknown"] or states["quarantined"])
+    is_bad = bool(shards_away or run["unreached"] or states["away"] or states["unknown"] or states["left_out"])
     is_good = not is_bad and here == known and not unasked and not states["stalled"] and not states["partly"]
     level = "bad" if is_bad else "good" if is_good else "info"
     return _said(level, title, "; ".join(parts).capitalize() + "." if not shards_away else "; ".join(parts) + ".")

@@ -13,13 +13,13 @@ from diloco_common.errors import Busy
 from diloco_common.wire.manifest import Fragment
 from diloco_common.wire.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader, VersionId
 from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.arrivals import Arrivals, Call, Expected, next_boundary
+from diloco_server.core.influence import Influence
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import Latest
 from diloco_server.core.parts import HalfContribution
 from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Contribution, Round
-from diloco_server.core.arrivals import Arrivals, Call, Expected, next_boundary
-from diloco_server.core.influence import Influence
 
 KEPT_MAX = 4
 """Earlier versions of a fragment that are kept while ranks pull them."""

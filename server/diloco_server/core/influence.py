@@ -1,23 +1,25 @@
 """How much one contribution may move the model: bounded by the others of its round, and by nothing else.
 
-The shard does not guess who is honest. It looks at what a round holds. In each, the longest contribution counts as long
-as the second longest, among strangers (`guard.trust`) as the median:
+The shard does not guess who is honest. It looks at what a round holds. There the longest contribution counts for at
+most twice as long as the second longest, and among strangers (`guard.trust`) for as long as the median:
 
     v_i <- v_i min(1, limit_i / |v_i|)
-    limit_i = max(rank-th longest of the round at equal steps, FALLS * limit of the round before)
+    limit_i = max(2 * second longest of the round at equal steps, FALLS * as long as i or the second counted before)
 
-At equal steps: another's length is first multiplied by max(1, steps_i / its steps). Clipping against the round itself
-is adaptive robust clipping (arXiv 2405.14432), and with the median what a run among strangers used (arXiv 2603.08163).
-What is cut off is gone: it is not told and not carried, as a remainder that came back would wind up. In a round of one
-or two nobody can say who is right. There the limit of the rounds before holds, and rises as slowly as it falls.
+At equal steps: another's length is first multiplied by max(1, steps_i / its steps); what strangers say of their steps
+is not believed. Clipping against the round itself is adaptive robust clipping (arXiv 2405.14432), and against its
+median what a run among strangers used (arXiv 2603.08163). Ordinary learners are not cut at all, so a merge is the published
+formula, bit for bit. What is cut off is gone: it is not told and not carried, as a remainder that came back would wind
+up. In a round of one or two nobody can say who is right: a contribution may be `RISES` times as long as before, once
+rounds of three have said how long that is. Nor can anybody where one has more than half of the weight of a round: that
+one is not cut.
 
-A length says nothing about direction. Whoever's cosine with the sum of the others lies below zero by `ERRORS` standard
-errors, while these agree without it, is left out as long as that lasts. Averages go over all fragments and two H. It is
-asked like everybody, and takes the global values as if it were merged. So it cannot wind up either.
+A length says nothing about direction. Whoever points away from the others nearly as much as these agree without it,
+beyond chance, is left out as long as that lasts. It is asked like everybody, and takes the global values as if it were
+merged, so it cannot wind up either.
 
 Claims of members are believed. A stranger's weight and its tokens count for at most the lower median of its round, and
-strangers need a majority for a round. Whoever brings more than half of the weight of a round cannot be bounded by any
-rule.
+strangers need a majority for a round.
 """
 
 from __future__ import annotations
@@ -35,23 +37,25 @@ from diloco_server.core.cadence import Quorum
 from diloco_server.core.membership import Member
 from diloco_server.core.round import Contribution, Limit
 
-FALLS, RISES = 0.95, 4.0
-"""What a limit keeps in the next round, so that newcomers with a rate near zero do not silence whoever is there; and how
-many times as long as before a contribution may be where nobody can say whether it is too long."""
-TELLING = 3
-"""Contributions with which a round can say that one is too long, or points away: with two, either may be."""
+TWICE = 2.0
+"""The second longest: healthy learners are within it of each other, and one ten times as long costs less than 1 % of
+the loss at it (`benchmarks/hostile.py`)."""
+FALLS = 0.95
+"""What is left of a limit in the next round: newcomers with a rate near zero do not silence whoever is there."""
+RISES = 4.0
+"""As long as before, where nobody can say whether it is too long. In a warm-up two rounds are that far apart."""
 OPPOSED = 0.75
-"""A flipped sign has a cosine of -1 times that of the others with each other. A healthy learner that alone has met some
-rare words goes down to -0.5 times (`benchmarks/honest.py`), as the others pull the model back to what they know."""
+"""Of the cosine of the others with each other. A flipped sign has -1 times that. A healthy learner that alone has met
+some rare words goes down to -0.5 times, as the others pull the model back to what they know."""
 ERRORS = 3.0
 """Standard errors beyond which a mean is no chance."""
-TOLD_MIN = 16
-"""Cosines that a standard error is taken from, where two H have fewer."""
+TOLD = 24
+"""Contributions that a mean is taken of: of two H, where a shard has a dozen fragments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """Where a contribution points, among those of its round."""
+    """Where a contribution points, among at least three of its round."""
 
     cosine: float
     """With the sum of the others, as far as they take part."""
@@ -61,18 +65,26 @@ class Direction:
 
 @dataclass
 class Told:
-    """What the last contributions of one learner told: over all fragments of the model, and two H."""
+    """What the last contributions of one learner to the model told, over all fragments."""
 
-    kept: deque[float]
+    kept: deque[float] = field(default_factory=lambda: deque(maxlen=TOLD))
     """What was left of the length of each, in (0, 1]."""
-    directions: deque[Direction]
+    directions: deque[Direction] = field(default_factory=lambda: deque(maxlen=TOLD))
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.directions) == TOLD
 
     def points_away(self) -> bool:
         """Whether it points away from the others nearly as much as these agree without it, beyond chance."""
-        if len(self.directions) < (self.directions.maxlen or 0):
-            return False
-        agree = [d.others for d in self.directions]
-        return _sure(agree) and _sure([-d.cosine - OPPOSED * d.others for d in self.directions])
+        return self.is_full and _sure([d.others for d in self.directions]) and _sure(self._against())
+
+    def is_back(self) -> bool:
+        """The same of one that is left out: whether it does not point away any more."""
+        return self.is_full and fmean(self._against()) <= 0
+
+    def _against(self) -> list[float]:
+        return [-d.cosine - OPPOSED * d.others for d in self.directions]
 
     @property
     def mean_cosine(self) -> float | None:
@@ -89,8 +101,6 @@ class Influence:
     """Of the learners of one shard. Kept in memory only: a restarted shard listens anew."""
 
     trust: Literal["members", "strangers"]
-    num_fragments: int = 0
-    """Fragments of the model that this shard owns."""
     left_out: set[str] = field(default_factory=set)
     """Learners whose contributions are not merged."""
     _told: dict[str, Told] = field(default_factory=dict)
@@ -130,7 +140,7 @@ class Influence:
         for learner_id, most in limits.items():
             c = bounded[learner_id]
             bounded[learner_id] = replace(c, kept=min(1.0, most / c.norm))
-            own[learner_id] = Limit(min(c.norm, most), c.steps)
+            own[learner_id] = Limit(min(c.norm, most), self._steps(c))
         return bounded, after
 
     def bound_weights(self, taken: Sequence[Contribution]) -> dict[str, Contribution]:
@@ -144,26 +154,31 @@ class Influence:
         self, taken: Sequence[Contribution], before: Limit | None, own: Mapping[str, Limit]
     ) -> tuple[dict[str, float], Limit | None]:
         """Of each contribution that has a length. `own`: as long as those before counted, by learner."""
+        steps = {c.learner_id: self._steps(c) for c in taken}
         known = {
-            c.learner_id: max((k.at(c.steps) for k in (before, own.get(c.learner_id)) if k is not None), default=0.0)
-            for c in taken
+            i: max((limit.at(its) for limit in (before, own.get(i)) if limit is not None), default=0.0)
+            for i, its in steps.items()
         }
-        if len(taken) < TELLING:
+        if len(taken) < 3:
             return {i: math.inf if before is None else RISES * most for i, most in known.items()}, before
         norms = torch.tensor([c.norm for c in taken], dtype=torch.float64)
-        steps = torch.tensor([c.steps for c in taken], dtype=torch.float64)
+        taken_in = torch.tensor([*steps.values()], dtype=torch.float64)
         rank = (len(taken) + 1) // 2 if self._strangers else len(taken) - 1
-        at_equal_steps = norms * (steps[:, None] / steps).clamp(min=1.0)
+        at_equal_steps = norms * (taken_in[:, None] / taken_in).clamp(min=1.0)
         reach = at_equal_steps.kthvalue(rank, dim=1).values.tolist()
-        half = sum(c.weight for c in taken) / 2
-        limits = {}
-        for c, most in zip(taken, reach, strict=True):
-            limits[c.learner_id] = max(most, FALLS * known[c.learner_id]) if c.weight <= half else math.inf
-        usual = int(steps.kthvalue(rank).indices)
-        told = Limit(reach[usual], taken[usual].steps)
-        fallen_to = told if before is None else Limit(before.length * FALLS, before.steps)
-        most_steps = max(told.steps, fallen_to.steps)
-        return limits, max(told, fallen_to, key=lambda limit: limit.at(most_steps))
+        half, times = sum(c.weight for c in taken) / 2, 1.0 if self._strangers else TWICE
+        limits = {
+            c.learner_id: max(times * most, FALLS * known[c.learner_id]) if c.weight <= half else math.inf
+            for c, most in zip(taken, reach, strict=True)
+        }
+        usual = int(taken_in.kthvalue(rank).indices)
+        told = Limit(reach[usual], self._steps(taken[usual]))
+        fallen = told if before is None else Limit(FALLS * before.length, before.steps)
+        most_steps = max(told.steps, fallen.steps)
+        return limits, max(told, fallen, key=lambda limit: limit.at(most_steps))
+
+    def _steps(self, contribution: Contribution) -> int:
+        return 1 if self._strangers else contribution.steps
 
     # ------------------------------------------------------------ what rounds have told
 
@@ -175,8 +190,7 @@ class Influence:
             own.pop(learner_id, None)
 
     def told(self, learner_id: str) -> Told:
-        length = max(TOLD_MIN, 2 * self.num_fragments)
-        return self._told.get(learner_id) or Told(deque(maxlen=length), deque(maxlen=length))
+        return self._told.get(learner_id) or Told()
 
     def hear(
         self, bounded: Iterable[Contribution], directions: Mapping[str, Direction]
@@ -187,7 +201,7 @@ class Influence:
             told.kept.append(c.kept)
             if c.learner_id in directions:
                 told.directions.append(directions[c.learner_id])
-        back = tuple(i for i in sorted(self.left_out & directions.keys()) if self._is_over(self._told[i]))
+        back = tuple(i for i in sorted(self.left_out & directions.keys()) if self._told[i].is_back())
         self.left_out.difference_update(back)
         away = [i for i in directions if i not in self.left_out and self._told[i].points_away()]
         out = min(away, key=lambda i: (self._told[i].mean_cosine, i), default=None)
@@ -197,11 +211,6 @@ class Influence:
             for told in self._told.values():
                 told.directions.clear()
         return back, out
-
-    @staticmethod
-    def _is_over(told: Told) -> bool:
-        """Of one that is left out: as many cosines as put it there are no longer below zero."""
-        return len(told.directions) == told.directions.maxlen and not told.points_away()
 
 
 def _sure(values: Sequence[float]) -> bool:

@@ -56,7 +56,7 @@ from diloco_common.codec.memory import scratch
 from diloco_common.codec.native import WeightedSum
 from diloco_common.errors import BadEncoding
 from diloco_common.wire.manifest import Piece, mean_of
-from diloco_server.core.influence import TELLING, Direction
+from diloco_server.core.influence import Direction
 from diloco_server.core.parts import PartedPayload, Place, places_of, root
 from diloco_server.core.round import Contribution
 
@@ -197,12 +197,12 @@ def shares_of(ordered: Sequence[Contribution]) -> list[float]:
 def directions(part: Sequence[Contribution], beside: Sequence[Contribution], num_elements: int) -> dict[str, Direction]:
     """Where each contribution to a fragment of so many elements points: those that take part, and those that do not.
 
-    Empty where too few take part for one to be told from the others.
+    Empty where fewer than three take part: of two, either may be the one that points away.
     """
     taken = [c for c in (*part, *beside) if c.norm > 0]
     shares = dict(zip((c.learner_id for c in part), shares_of(part), strict=True))
     counts = [shares.get(c.learner_id, 0.0) * c.kept for c in taken]
-    if sum(count > 0 for count in counts) < TELLING:
+    if sum(count > 0 for count in counts) < 3:
         return {}
     sources, weights = [_source(c.payload) for c in taken], torch.tensor(counts)
     squares, along = torch.zeros(len(taken), dtype=torch.float64), torch.zeros(len(taken), dtype=torch.float64)
@@ -283,9 +283,7 @@ def _checked(weights: Sequence[float], num_sources: int) -> Sequence[float]:
     return weights
 
 
-def _agreement(
-    sources: Sequence[_Source], piece: Piece, weights: Sequence[float], lengths: Sequence[float]
-) -> float:
+def _agreement(sources: Sequence[_Source], piece: Piece, weights: Sequence[float], lengths: Sequence[float]) -> float:
     """Mean cosine of two contributions, weighted, in [0, 1]. Reads them once: the norm of their sum tells it.
     `lengths`: of each, times its weight."""
     alone, pairs = sum(x * x for x in lengths), 2 * sum(x * y for x, y in itertools.combinations(lengths, 2))

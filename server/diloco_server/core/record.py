@@ -58,7 +58,9 @@ def check_record(record: Record) -> None:
             raise ValueError(f"{what} is {count}, not 0 to {bounds.number(most)}")
     limit = record.limit
     if limit is not None and not (0 < limit.length < math.inf and 0 < limit.steps <= bounds.STEPS_MAX):
-        raise ValueError(f"limit is {limit}, not a finite length above 0 at 1 to {bounds.number(bounds.STEPS_MAX)} steps")
+        raise ValueError(
+            f"limit is {limit}, not a finite length above 0 at 1 to {bounds.number(bounds.STEPS_MAX)} steps"
+        )
     for learner, process in record.merged_by.items():
         if len(learner) > bounds.NAME_MAX or len(process) > bounds.NAME_MAX:
             raise ValueError(f"merged_by has a name of more than {bounds.NAME_MAX} characters: {learner[:64]!r}")
@@ -68,9 +70,7 @@ def empty_record(fragment_id: int) -> Record:
     return Record(fragment_id, 0, 0, {}, {}, 0)
 
 
-def next_record(
-    before: Record, closed: Round, epoch: int, membership: Membership, *, strangers_max: int
-) -> Record:
+def next_record(before: Record, closed: Round, epoch: int, membership: Membership, *, strangers_max: int) -> Record:
     """The record of the version that a closed round makes.
 
     A stranger is a learner that this shard knows from before its restart only. Above `strangers_max` entries those

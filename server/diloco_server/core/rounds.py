@@ -17,11 +17,13 @@ from diloco_common.settings import SyncSettings
 from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core import admission
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
+from diloco_server.core.arrivals import Call
 from diloco_server.core.cadence import LONGEST_S, CadenceRule, GraceWindow, MovingAverage, Quorum
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound, Outbox, SeedFragment
 from diloco_server.core.every import Every, Measured
 from diloco_server.core.fragment import Asking, FragmentState, HalfSeed
+from diloco_server.core.influence import Direction, Influence
 from diloco_server.core.ledger import (
     ContributionAnswered,
     ContributionDropped,
@@ -34,11 +36,9 @@ from diloco_server.core.ledger import (
     RoundOpened,
     VersionCommitted,
 )
-from diloco_server.core.influence import Direction, Influence
 from diloco_server.core.membership import LAST_S, Member, Membership
 from diloco_server.core.parts import HalfContribution, Part, PartedPayload, is_part, whole_of
 from diloco_server.core.round import Contribution, Round, total_norm
-from diloco_server.core.arrivals import Call
 from diloco_server.core.versions import Versions
 
 OVERDUE = 2
@@ -347,9 +347,7 @@ class Rounds:
         ids = collecting.missing if collecting is not None else ()
         return [member for i in ids if (member := self._membership.get(i)) is not None]
 
-    def committed(
-        self, closed: Round, fragment_id: int, directions: Mapping[str, Direction], now: float
-    ) -> None:
+    def committed(self, closed: Round, fragment_id: int, directions: Mapping[str, Direction], now: float) -> None:
         """A closed round became a version: count what is in it, and hear what it told."""
         tokens = 0
         merged, left_out = closed.parted()
@@ -503,7 +501,9 @@ class Rounds:
 
     def quorum(self, collecting: Round) -> Quorum:
         """How many contributions let this round close."""
-        found = (self._membership.get(learner_id) for learner_id in collecting.asked if learner_id not in collecting.beside)
+        found = (
+            self._membership.get(learner_id) for learner_id in collecting.asked if learner_id not in collecting.beside
+        )
         return self._influence.quorum((m for m in found if m is not None), self._sync.quorum)
 
 

@@ -225,9 +225,7 @@ class Shard:
         """
         return self.versions.next_record(fragment_id)
 
-    def committed(
-        self, record: Record, published: Published, directions: Mapping[str, Direction], now: float
-    ) -> None:
+    def committed(self, record: Record, published: Published, directions: Mapping[str, Direction], now: float) -> None:
         """The next version is durable with this record: announce it. `directions`: of what its round has taken."""
         self._outbox.now = now
         closed = self.fragments[record.fragment_id].closed

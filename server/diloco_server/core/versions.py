@@ -72,7 +72,7 @@ class Versions:
         """Further names of tied parameters, as the first learner that has some declared them in this epoch."""
         self._model_digest = run.model
         self._placed = shard
-        self._num_fragments, self._influence = num_fragments, influence
+        self._num_fragments = num_fragments
         self._membership = membership
         self._outbox = outbox
         self._as_sent: Sequence[TensorSpec] = ()  # the model as the last learner brought it, in its order
@@ -233,7 +233,6 @@ class Versions:
         owned = manifest.owned_by(self._placed.index)
         self.phases = Phases()
         self.fragments = {f.fragment_id: FragmentState.unseeded(f, self.phases) for f in owned}
-        self._influence.num_fragments = len(self.of_model)
 
     def _announce(self, state: FragmentState) -> None:
         self._outbox.tell_live(state.announcement())

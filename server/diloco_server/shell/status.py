@@ -43,8 +43,7 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "sync_every_auto": settings.sync.sync_every == "auto",
         "rules": host.driver.rules.sources,
         "learners": [
-            _learner(m, shard.influence, ledger.staleness.get(m.learner_id), now)
-            for m in shard.membership.all()
+            _learner(m, shard.influence, ledger.staleness.get(m.learner_id), now) for m in shard.membership.all()
         ],
         "fragments": [_fragment(s) for _, s in sorted(shard.fragments.items())],
         "rounds": ledger.rounds,

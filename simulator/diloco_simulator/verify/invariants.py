@@ -5,7 +5,6 @@ Each function reads what the product has, at one moment. docs/simulation.md says
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median_low
 from typing import Any
@@ -34,7 +33,7 @@ RESIDUAL_ROUNDING = 2.0**-8
 """Share of itself that an element of a residual may be off: it is kept as bfloat16."""
 SNAPSHOT_ROUNDING = 2.0**-8
 """The same of a snapshot."""
-WEIGHT_CAP = 2.0
+WEIGHT_CAP = 1.0
 """What a contribution may weigh in a merge, in medians of its round."""
 NORM_CAP = 2.02
 """How far a version may move, in norms of the longest honest contribution: a radius may be twice the median."""
@@ -148,6 +147,20 @@ def no_healthy_work_is_cut(fragment_id: int, theta: Tensor, expected: Tensor, *,
         raise Violation("no_healthy_work_is_cut", f"fragment {fragment_id}: {words}")
 
 
+def only_the_longest_is_cut(fragment_id: int, contributions: Sequence[tuple[float, int, float]]) -> None:
+    """P12: of members' contributions to a round, only the longest at equal steps counts for less than it is, and never
+    for less than the second longest. In a round of one or two, by what rounds before allow. Each by its norm, its inner
+    steps, and what is kept of it."""
+    if sum(norm > 0 for norm, _, _ in contributions) < 3:
+        return
+    for i, (norm, steps, kept) in enumerate(contributions):
+        others = [other * max(1.0, steps / its) for j, (other, its, _) in enumerate(contributions) if j != i]
+        if not norm * kept >= min(norm, max(others)) * (1 - 1e-9):
+            raise Violation(
+                "only_the_longest_is_cut", f"fragment {fragment_id}: {kept:.3g} of {norm:.3g}, beside {others}"
+            )
+
+
 def announced_versions_are_there(announced: Collection[Name], name: Name) -> None:
     """P2: a version is computed, and as durable as it will be, before anybody is told of it."""
     if name not in announced:
@@ -187,12 +200,12 @@ def values_stay_finite(fragment_id: int, theta: Tensor) -> None:
         raise Violation("values_stay_finite", f"fragment {fragment_id}: {theta.tolist()}")
 
 
-def a_minority_moves_nothing(fragment_id: int, after: Tensor, before: Tensor, honest: Sequence[float]) -> None:
+def a_minority_moves_nothing(fragment_id: int, after: Tensor, before: Tensor, at_most: float) -> None:
     """P10: where most contributions are honest, a version moves about as far as the longest of them would move it.
 
-    `honest`: of each piece, the largest norm of honest contributions.
+    `at_most`: the largest norm of honest contributions.
     """
-    moved, at_most = float(torch.linalg.vector_norm(after - before)), math.hypot(*honest)
+    moved = float(torch.linalg.vector_norm(after - before))
     if not moved <= NORM_CAP * at_most + TOLERANCE + ROUNDING * float(before.abs().max()):
         raise Violation("a_minority_moves_nothing", f"fragment {fragment_id}: by {moved:.3g}, not {at_most:.3g}")
 

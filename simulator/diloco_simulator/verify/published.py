@@ -82,28 +82,29 @@ def merged(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule:
         for c, norm in zip(ordered, norms, strict=True):
             found = c.piece_norms[list(pieces).index(piece)]
             assert math.isclose(found, norm, rel_tol=1e-4, abs_tol=1e-12), f"{c.learner_id}: norm {found}, not {norm}"
-        norms = [c.piece_norms[list(pieces).index(piece)] for c in ordered]  # as rounded
-        parts += _sum(stretches, piece, _weights(stretches, piece, rule, shares, norms))
+        norms = [c.kept * c.piece_norms[list(pieces).index(piece)] for c in ordered]  # as rounded
+        parts += _sum(stretches, piece, _weights(stretches, piece, rule, shares, norms, [c.kept for c in ordered]))
     return torch.cat([part.tensor().clone() for part in parts])
 
 
 def _weights(
-    stretches: list[list[_Stretch]], piece: Piece, rule: str, shares: list[float], norms: list[float]
-) -> list[float]:
-    if len(shares) == 1:
-        return shares
-    if "mean" in (rule, piece.rule):
-        return shares
+    stretches: list[list[_Stretch]], piece: Piece, rule: str, shares: list[float], norms: list[float],
+    kept: list[float],
+) -> list[float]:  # fmt: skip
+    """`norms`: of contributions as far as they are kept."""
+    cut = [share * part for share, part in zip(shares, kept, strict=True)]
+    if len(shares) == 1 or "mean" in (rule, piece.rule):
+        return cut
     if rule == "agreement":
         lengths = [share * norm for share, norm in zip(shares, norms, strict=True)]
         alone, pairs = sum(x * x for x in lengths), 2 * sum(x * y for x, y in itertools.combinations(lengths, 2))
-        together = sum(part.sum_squares() for part in _sum(stretches, piece, shares))
+        together = sum(part.sum_squares() for part in _sum(stretches, piece, cut))
         cosine = min(1.0, max(0.0, (together - alone) / pairs)) if pairs > 0 else 0.0
-        return [share * (1 - AGREED * cosine) for share in shares]
+        return [share * (1 - AGREED * cosine) for share in cut]
     radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
-    direction = [share / norm if norm > 0 else 0.0 for share, norm in zip(shares, norms, strict=True)]
+    direction = [share * k / norm if norm > 0 else 0.0 for share, norm, k in zip(shares, norms, kept, strict=True)]
     length = math.sqrt(sum(part.sum_squares() for part in _sum(stretches, piece, direction)))
-    return [d * (radius / length) for d in direction] if length > CANCELLED else shares
+    return [d * (radius / length) for d in direction] if length > CANCELLED else cut
 
 
 def stepped(
@@ -167,7 +168,8 @@ def _decoded(stretches: list[_Stretch], piece: Piece) -> Tensor:
 
 
 class PublishedFormula:
-    """Follows the histories of shards while they are written. Of a cluster of members, whose work nothing may cut."""
+    """Follows the histories of shards while they are written. Of a cluster of members, of whose work only what is
+    longer than all else is cut."""
 
     def __init__(self, cluster: Processes) -> None:
         self._cluster = cluster
@@ -205,9 +207,10 @@ class PublishedFormula:
         assert state.closed is not None
         assert state.values is not None
         invariants.rounds_wait_for_their_quorum(state, state.closed, self._cluster.options.quorum)
-        values, contributions = state.values, tuple(state.closed.contributions.values())
-        if state.fragment.kind == "buffer" or any(c.is_strange for c in contributions):
-            return  # of buffers, the values count nothing here; who was in quarantine counts for less for a while
+        values, contributions = state.values, tuple(state.closed.parted()[0])
+        if state.fragment.kind == "buffer":
+            return  # the values count nothing here
+        invariants.only_the_longest_is_cut(fragment_id, [(c.norm, c.steps, c.kept) for c in contributions])
         buffers = tuple(buffer.clone() for buffer in values.buffers)
         self._merging[name, fragment_id] = Before(values.theta.clone(), buffers, contributions)
 

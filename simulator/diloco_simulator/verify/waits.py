@@ -35,8 +35,8 @@ class Waits:
             waits_s += LAST_S
         for learner_id in collecting.missing:
             member = shard.membership.get(learner_id)
-            if member is not None and member.trail is not None:
-                self._step_s[learner_id] = max(self._step_s[learner_id], member.trail.step_s)
+            if member is not None and member.reports is not None:
+                self._step_s[learner_id] = max(self._step_s[learner_id], member.reports.step_s)
                 if self._is_overdue(shard, state, collecting, member):
                     waits_s = max(waits_s, min((1 + 2 * SLACK) * self._step_s[learner_id], LONGEST_S))
         fragment_id = state.fragment.fragment_id

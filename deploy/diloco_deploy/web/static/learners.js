@@ -6,8 +6,8 @@ import { pill } from "./shards.js";
 
 const EVERY_MS = 2000;
 const WHY = {
-  LATE: "late", FENCED: "fenced off", LEFT: "left before", LEASE_EXPIRED: "away", QUARANTINED: "in quarantine",
-  STALLED: "stalled", NOT_FINITE: "not finite", NORM_TOO_LARGE: "too long",
+  LATE: "late", FENCED: "fenced off", LEFT: "left before", LEASE_EXPIRED: "away",
+  STALLED: "stalled", NOT_FINITE: "not finite",
 };
 // How a cell is drawn, by the kind of its column. The columns come from the server (web/feed.py).
 const CELLS = {

@@ -175,7 +175,7 @@ function drawFaults(pen, round, x, y) {
 // Learners that went or came: a line through the lanes of the shards that said so.
 function drawMarks(pen, state, from, x, total) {
   for (const event of state.events.values()) {
-    const goes = event.kind === "evicted" || event.kind === "quarantined";
+    const goes = event.kind === "evicted" || event.kind === "left out";
     const comes = event.kind === "returned" || event.kind === "released";
     if (event.at < from || !(goes || comes)) continue;
     pen.fillStyle = pen.strokeStyle = css(goes ? "--bad" : "--good");

@@ -1,0 +1,206 @@
+"""How much a contribution counts for: no more than its round bears out, and all of it where nobody can say more."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from builders import make_contribution, one_piece
+from diloco_server.core.influence import FALLS, OPPOSED, RISES, TOLD, TWICE, Direction, Influence, Told
+from diloco_server.core.merge import SAMPLE, SAMPLES, directions, merge
+from diloco_server.core.round import Contribution, Limit
+
+BEFORE = Limit(4.0, 10)
+
+
+def sent(*lengths: float, steps: Sequence[int] = (), tokens: Sequence[int] = ()) -> list[Contribution]:
+    """Contributions of learners a, b, ... with these lengths; of 10 inner steps and 100 tokens each."""
+    made = [
+        make_contribution(name, torch.full((4,), length / 2)) for name, length in zip("abcdefgh", lengths, strict=False)
+    ]
+    return [
+        replace(c, steps=steps[i] if steps else 10, tokens=tokens[i] if tokens else 100) for i, c in enumerate(made)
+    ]
+
+
+def kept(influence: Influence, contributions: list[Contribution], before: Limit | None = None) -> list[float]:
+    """What is left of each length."""
+    bounded, _ = influence.bound(0, contributions, before)
+    return [pytest.approx(bounded[c.learner_id].kept * c.norm, rel=1e-5) for c in contributions]
+
+
+@pytest.mark.parametrize(
+    ("trust", "contributions", "before", "lengths"),
+    [
+        ("members", sent(1, 2, 30), None, [1, 2, 4]),
+        ("members", sent(1, 2, 3.9), None, [1, 2, 3.9]),
+        ("members", sent(1, 30), None, [1, 30]),  # nobody can say which is wrong
+        ("members", sent(30), None, [30]),
+        ("members", sent(1, 30), BEFORE, [1, 4 * RISES]),
+        ("members", sent(1, 1, 30), BEFORE, [1, 1, 4 * FALLS]),  # two that warm up do not silence the third
+        ("members", sent(1, 2, 30, steps=(10, 10, 5)), None, [1, 2, 4]),
+        ("members", sent(1, 2, 30, steps=(10, 10, 50)), None, [1, 2, 20]),  # five times the steps
+        ("members", sent(1, 2, 30, tokens=(100, 100, 1000)), None, [1, 2, 30]),  # most of the weight: no rule can
+        ("members", sent(0, 0, 30), None, [0, 0, 30]),  # alone with this part of the model
+        ("members", sent(0, 0, 0), None, [0, 0, 0]),
+        ("members", sent(1, 2, 3, 3.5), None, [1, 2, 3, 3.5]),
+        ("strangers", sent(1, 2, 3, 30), None, [1, 2, 2, 2]),
+        ("strangers", sent(1, 2, 30, tokens=(100, 100, 10**6)), None, [1, 2, 2]),  # weight is no way around it
+        ("strangers", sent(1, 2, 30, steps=(10, 10, 10**6)), None, [1, 2, 2]),  # nor are steps
+    ],
+)
+def test_the_longest_counts_twice_as_long_as_the_second_and_among_strangers_as_the_median(
+    trust, contributions, before, lengths
+) -> None:
+    assert kept(Influence(trust), contributions, before) == lengths
+
+
+def test_a_limit_rises_at_once_and_falls_slowly() -> None:
+    influence, limit = Influence("members"), None
+    for lengths, expected in [((1, 1, 1), 1.0), ((5, 5, 9), 5.0), ((1, 1, 1), 5 * FALLS), ((7,), 5 * FALLS)]:
+        _, limit = influence.bound(0, sent(*lengths), limit)
+        assert limit is not None
+        assert limit.length == pytest.approx(expected)
+
+
+def test_who_was_long_before_the_others_came_is_shortened_slowly() -> None:
+    influence = Influence("members")
+    assert kept(influence, sent(8)) == [8]
+    for rounds in range(1, 4):
+        assert kept(influence, sent(8, 0.1, 0.1)) == [8 * FALLS**rounds, 0.1, 0.1]
+    influence.begin("a")
+    assert kept(influence, sent(8, 0.1, 0.1)) == [0.1 * TWICE, 0.1, 0.1], "another process has no past"
+
+
+def test_one_that_is_always_three_times_as_long_is_always_cut_alike() -> None:
+    influence, limit = Influence("members"), None
+    for _ in range(1000):
+        bounded, limit = influence.bound(0, sent(1, 1, 3), limit)
+        assert [bounded[i].kept for i in "abc"] == pytest.approx([1, 1, TWICE / 3])
+
+
+@pytest.mark.parametrize("trust", ["members", "strangers"])
+def test_whatever_a_round_holds_only_what_is_too_long_is_cut(trust) -> None:
+    """Drawn: against the definition, one by one."""
+    r = random.Random(trust)
+    for _ in range(500):
+        count = r.randint(3, 8)
+        contributions = sent(
+            *[10 ** r.uniform(-3, 3) for _ in range(count)], steps=[r.randint(1, 50) for _ in range(count)]
+        )
+        bounded, _ = Influence(trust).bound(0, contributions, None)
+        for c in contributions:
+            reach = sorted(other.norm * max(1.0, c.steps / other.steps) for other in contributions)[-2] * TWICE
+            if trust == "strangers":
+                reach = sorted(other.norm for other in contributions)[(count - 1) // 2]
+            if 2 * bounded[c.learner_id].weight <= sum(b.weight for b in bounded.values()):
+                assert bounded[c.learner_id].kept == pytest.approx(min(1.0, reach / c.norm))
+            else:
+                assert bounded[c.learner_id].kept == 1.0
+
+
+@pytest.mark.parametrize(("trust", "counted"), [("members", [100, 200, 10**6]), ("strangers", [100, 200, 200])])
+def test_claims_of_members_are_believed_and_strangers_count_for_the_median(trust, counted) -> None:
+    bounded, _ = Influence(trust).bound(0, sent(1, 1, 1, tokens=(100, 200, 10**6)), None)
+    assert [c.counted for c in bounded.values()] == counted
+    assert [c.weight for c in bounded.values()] == [n * n / 10 for n in counted]
+    assert Influence(trust).claimed([100, 200, 10**6]) == sum(counted)
+
+
+def test_what_is_cut_is_merged_as_if_it_were_shorter() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(64, generator=generator) for name in "abc"}
+    cut = {"a": 1.0, "b": 0.25, "c": 1.0}
+    for rule in ("mean", "rda", "agreement"):
+        whole = [make_contribution(name, v * cut[name]) for name, v in values.items()]
+        short = [replace(make_contribution(name, v), kept=cut[name]) for name, v in values.items()]
+        merged = [torch.cat([s.tensor().clone() for s in merge(of, one_piece(64), rule)]) for of in (whole, short)]
+        torch.testing.assert_close(*merged)
+
+
+# ------------------------------------------------------------------ directions
+
+
+def pointing(*values: Tensor) -> list[Direction]:
+    contributions = [make_contribution(name, v) for name, v in zip("abcdefgh", values, strict=False)]
+    found = directions(contributions, [], values[0].numel())
+    return [found[c.learner_id] for c in contributions]
+
+
+def test_a_direction_is_the_mean_cosine_with_the_others_and_theirs_with_each_other() -> None:
+    generator = torch.Generator().manual_seed(1)
+    v = [torch.randn(50, generator=generator) for _ in range(4)]
+    unit = [x / x.norm() for x in v]
+    for i, found in enumerate(pointing(*unit)):
+        others = [unit[j] for j in range(4) if j != i]
+        assert found.cosine == pytest.approx(sum(float(unit[i] @ o) for o in others) / 3, abs=1e-5)
+        pairs = [float(a @ b) for a in others for b in others if a is not b]
+        assert found.others == pytest.approx(sum(pairs) / 6, abs=1e-5)
+
+
+def test_a_flipped_sign_has_minus_the_cosine_of_the_others() -> None:
+    x = torch.ones(8)
+    assert [round(d.cosine, 5) for d in pointing(x, x, -x)] == [0.0, 0.0, -1.0]
+    assert [round(d.others, 5) for d in pointing(x, x, -x)] == [-1.0, -1.0, 1.0]
+
+
+def test_two_say_nothing_of_each_other_and_a_large_fragment_is_sampled() -> None:
+    x = torch.ones(8)
+    assert directions([make_contribution("a", x), make_contribution("b", -x)], [], 8) == {}
+    many = torch.randn(4 * SAMPLES * SAMPLE, generator=torch.Generator().manual_seed(2))
+    for found in pointing(many, many, -many):
+        assert abs(found.cosine) in (pytest.approx(0, abs=1e-4), pytest.approx(1, rel=1e-4))
+
+
+def test_what_is_left_out_is_looked_at_and_weighs_nothing() -> None:
+    x = torch.ones(8)
+    part, beside = [make_contribution(name, x) for name in "abc"], [make_contribution("d", -x)]
+    found = directions(part, beside, 8)
+    assert found["d"] == Direction(pytest.approx(-1), pytest.approx(1))
+    assert found["a"] == Direction(pytest.approx(1), pytest.approx(1))
+
+
+def rounds(
+    influence: Influence, count: int, seed: int = 0, **cosines: float
+) -> list[tuple[tuple[str, ...], str | None]]:
+    """So many rounds in which each learner has such a cosine, and the others of each 0.2, with some noise."""
+    r, said = random.Random(seed), []
+    for _ in range(count):
+        told = {i: Direction(cosine + r.gauss(0, 0.05), 0.2 + r.gauss(0, 0.05)) for i, cosine in cosines.items()}
+        said.append(influence.hear(sent(*[1.0] * len(cosines)), told))
+    return [(back, out) for back, out in said if back or out]
+
+
+def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:
+    influence = Influence("members")
+    assert rounds(influence, TOLD - 1, a=0.2, b=0.2, c=-0.2) == [], "too few to tell"
+    assert rounds(influence, 1, a=0.2, b=0.2, c=-0.2) == [((), "c")]
+    assert influence.left_out == {"c"}
+    assert rounds(influence, 100, a=0.2, b=0.2, c=-0.2) == [], "it still does"
+    assert rounds(influence, TOLD, a=0.2, b=0.2, c=0.1) == [(("c",), None)]
+    assert influence.left_out == set()
+
+
+@pytest.mark.parametrize("cosine", [0.2, 0.0, -0.05, 0.6 * -OPPOSED * 0.2])
+def test_who_only_has_other_data_takes_part(cosine: float) -> None:
+    assert rounds(Influence("members"), 400, a=0.2, b=0.2, c=cosine) == []
+
+
+def test_where_the_others_do_not_agree_nobody_is_left_out() -> None:
+    told = Told(deque(maxlen=TOLD), deque([Direction(-0.3, 0.0)] * TOLD, maxlen=TOLD))
+    assert not told.points_away()
+    assert Told(told.kept, deque([Direction(-0.3, -0.3)] * TOLD, maxlen=TOLD)).points_away() is False
+    assert math.isclose(told.mean_cosine or 0, -0.3)
+
+
+def test_another_process_under_the_id_begins_anew() -> None:
+    influence = Influence("members", left_out={"c"})
+    influence.begin("c")
+    assert influence.left_out == set()
