@@ -85,7 +85,7 @@ class SyncSettings(Section):
     """What a learner does with its own progress when a version arrives."""
     blend_alpha: float = Field(default=0.5, ge=0, le=1)
     """alpha of "blend": theta <- alpha * theta + (1 - alpha) * new."""
-    push: Literal["float32", "bfloat16", "int8", "int4", "topk64_2bit"] | Plugin = "int8"
+    push: Literal["float32", "bfloat16", "int8", "int4"] | Plugin = "int8"
     """Encoding of contributions; `plugin:NAME` is an entry point of diloco.codec (examples/e3m0.py)."""
     pull: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"
     """Encoding of versions. All but float32 and bfloat16 send the change since the version before."""
