@@ -45,8 +45,8 @@ help: ## Show this
 install: $(INSTALLED) ## Make .venv and install the locked set (the other targets do it by themselves)
 
 # `pip check`: what is listed is complete, also for the build of torch that was found. Without a C compiler there are no
-# kernels and no inner steps of the lab in C, and torch does their work.
-$(INSTALLED): pyproject.toml $(LOCKED) $(wildcard common/diloco_common/codec/kernels/*.[ch] simulator/diloco_lab/*.[ch])
+# kernels, and torch does their work.
+$(INSTALLED): pyproject.toml $(LOCKED) $(wildcard common/diloco_common/codec/kernels/*.[ch])
 	@for python in $(PYTHONS); do \
 	  if "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1; then found=$$python; break; fi; \
 	done; \
@@ -57,7 +57,6 @@ $(INSTALLED): pyproject.toml $(LOCKED) $(wildcard common/diloco_common/codec/ker
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip --disable-pip-version-check check >/dev/null
 	-$(BIN)/python -m diloco_common.codec --build
-	-$(BIN)/python -m diloco_lab.native
 	@touch $@
 
 .PHONY: demo

@@ -189,7 +189,7 @@ PARALLEL = Spec(method="data-parallel", tokens=MIDDLE)
 DEMO = Spec(learners=3, tokens=1_000_000, layers=4, width=128, context=128, batch=8)
 ENCODINGS = [
     ("float32", "float32"), ("int8", "bfloat16"), ("int4", "bfloat16"), ("int8", "int8"), ("int8", "int4"),
-    ("int4", "int8"), ("topk64_2bit", "bfloat16"), ("topk64_2bit", "int4"),
+    ("int4", "int8"),
 ]  # fmt: skip
 CURVES = {
     "data-parallel": PARALLEL,

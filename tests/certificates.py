@@ -27,11 +27,5 @@ class Certificates:
         self.serials[who] = issued.serial
         return folder
 
-    def token(self, who: str, *, days: float = 1.0) -> str:
-        """A signed token."""
-        token, issued = self.authority.issue_token(subject_of(self.authority.run_id, who), datetime.now(UTC), days=days)
-        self.serials[who] = issued.serial
-        return token
-
     def revoke(self, serial: str) -> None:
         self.authority.registry.revoke_serial(serial, datetime.now(UTC))

@@ -85,7 +85,7 @@ class SyncSettings(Section):
     """What a learner does with its own progress when a version arrives."""
     blend_alpha: float = Field(default=0.5, ge=0, le=1)
     """alpha of "blend": theta <- alpha * theta + (1 - alpha) * new."""
-    push: Literal["float32", "bfloat16", "int8", "int4", "topk64_2bit"] | Plugin = "int8"
+    push: Literal["float32", "bfloat16", "int8", "int4"] | Plugin = "int8"
     """Encoding of contributions; `plugin:NAME` is an entry point of diloco.codec (examples/e3m0.py)."""
     pull: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"
     """Encoding of versions. All but float32 and bfloat16 send the change since the version before."""
@@ -300,15 +300,12 @@ class SecuritySettings(Section):
 
     tls: Path | None = None
     """Folder with ca.pem, cert.pem and key.pem, as `diloco certs issue` makes it. Calls are then encrypted, and both
-    sides prove who they are. For a worker whose token a proxy passes on, ca.pem alone will do."""
+    sides prove who they are. For a worker behind a proxy that ends TLS, ca.pem alone will do."""
     revoked: Path | None = None
     """The deny-list that `diloco certs revoke` writes. Shards read it, again when it changes. None: revoked.json in the
     folder `tls`, if there is one."""
-    token_key: Path | None = None
-    """token.pub of the authority. Shards then ask for tokens that `diloco token issue` signed, each for one caller."""
     token_file: Path | None = None
-    """File with the bearer token that learners send: a signed one of their own, or one that all share. A shard that has
-    this setting asks for that very token."""
+    """File with the bearer token that all share: workers send it, and a shard that has this setting asks for it."""
     audit: Path | None = None
     """Folder for the audit log of each shard: who joined, left, was refused or revoked. None: there is none."""
     insecure: bool = False

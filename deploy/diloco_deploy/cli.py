@@ -64,7 +64,7 @@ COMMANDS = (
         "certs", "trust.commands:certs", "make the certificates of a run, show them, and revoke them", TRUST
     ),
     Command(
-        "token", "trust.commands:token", "make a token that all share, or a signed one for one caller",
+        "token", "trust.commands:token", "make the token that all share",
         TRUST,
     ),
     Command(

@@ -29,12 +29,11 @@ from diloco_common.errors import NotFinite
 from diloco_common.settings import Settings, ShardSettings
 from diloco_common.wire.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader, VersionId
 from diloco_demo.training import share_at
-from diloco_lab import trace
 from diloco_lab.arms import Conditions
 from diloco_lab.shard import LockstepShard
 from diloco_lab.tasks import InnerSteps, Task
-from diloco_server.core.effects import MergeRound, Tell
-from diloco_worker.core.fragment import Contribution, Fate
+from diloco_server.core.effects import Tell
+from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 
@@ -48,8 +47,6 @@ STALLED = 50
 """Times H inner steps without a merged token after which a run ends: what its learners have is refused."""
 EPOCH = 1
 
-Note = Callable[[trace.Event], None]
-"""Hears what happens, in order."""
 Arrival = Callable[[LearnerCore], object]
 """A message from a shard. The learner takes it in at the next step boundary."""
 
@@ -102,10 +99,6 @@ class ShardRig(LockstepShard):
         super().__init__(settings, EPOCH, lambda: run.clock.now)
         self._run = run
 
-    def merging(self, merge: MergeRound) -> None:
-        weights = {self._run.learners[c.learner_id].index: c.weight for c in merge.contributions}
-        self._run.note(trace.Merge(merge.fragment_id, merge.version, weights))
-
     def tell(self, tell: Tell) -> None:
         self._run.learners[tell.learner_id].told(self, tell.directive)
 
@@ -148,7 +141,6 @@ class LearnerRig:
                 self._hand_in(rig, self._header(fragment.fragment_id, 0, 0, 0, 0, payload), payload)
             version, values, _ = self._fetch(rig, fragment.fragment_id)
             core.arrived(fragment.fragment_id, version, EPOCH, values, 0)
-            self._run.note(trace.Adopt(self.index, fragment.fragment_id, version))
 
     def die(self) -> None:
         """The process ends, with all that it held and all that is on its way."""
@@ -160,7 +152,6 @@ class LearnerRig:
     def come_back(self) -> None:
         """A new process with the same learner id, which has the global model and nothing else."""
         self._run.inner.begin(self.index)
-        self._run.note(trace.Begin(self.index))
         self.join(self._run.shards)
         self.step()
 
@@ -197,9 +188,8 @@ class LearnerRig:
         inbox, self._inbox = self._inbox, []
         for arrival in inbox:
             arrival(core)
-            self._note_carried()
+        core.take_carried()
         for contribution in core.contribute():
-            self._run.note(trace.Snapshot(self.index, contribution.fragment_id))
             self._push(contribution)
         took = self._step_time()
         for rig in self._run.shards:
@@ -210,10 +200,6 @@ class LearnerRig:
 
     def _report(self, loss: float, took: float) -> Progress:
         return Progress(self.core.inner_step, self.core.tokens, loss, took)
-
-    def _note_carried(self) -> None:
-        for contribution in self.core.take_carried():
-            self._run.note(trace.Carried(self.index, contribution.fragment_id))
 
     def _push(self, contribution: Contribution) -> None:
         fragment = self.core.manifest.fragments[contribution.fragment_id]
@@ -254,15 +240,7 @@ class LearnerRig:
 
         @torch.no_grad()
         def apply(core: LearnerCore) -> None:
-            fragment = core.fragments[committed.fragment_id]
-            since = core.inner_step - fragment.since_step
-            before = fragment.contribution.steps if fragment.contribution is not None else 0
-            applied = core.arrived(committed.fragment_id, version, EPOCH, values, merged_version)
-            self._note_carried()
-            if applied is not None:
-                merged = applied.fate in (Fate.MERGED, Fate.FORGOTTEN)
-                steps = (since - before, 0) if merged else (since, before)
-                self._run.note(trace.Apply(self.index, committed.fragment_id, version, merged, *steps))
+            core.arrived(committed.fragment_id, version, EPOCH, values, merged_version)
 
         self.after(self._run.pull_delay, lambda: self._inbox.append(apply))
 
@@ -286,16 +264,12 @@ class LearnerRig:
 class LockstepRun:
     """Shards and learners of one run, and the clock that they share."""
 
-    def __init__(
-        self, settings: Settings, task: Task, conditions: Conditions, note: Note = lambda event: None,
-        inner: Callable[[LockstepRun], InnerSteps] | None = None,
-    ) -> None:  # fmt: skip
-        """`inner`: what trains in the place of the task's own steps."""
-        self.settings, self.task, self.conditions, self.note = settings, task, conditions, note
+    def __init__(self, settings: Settings, task: Task, conditions: Conditions) -> None:
+        self.settings, self.task, self.conditions = settings, task, conditions
         self.clock = Clock()
         self.outcome = Outcome()
         self.pull_delay = max(0.0, settings.sync.overlap_steps - 1.0) + conditions.delay
-        self.inner = inner(self) if inner is not None else InnerSteps(settings, task, conditions.learners)
+        self.inner = InnerSteps(settings, task, conditions.learners)
         self.shards = [ShardRig(self, i, conditions.shards) for i in range(conditions.shards)]
         self.learners = {rig.learner_id: rig for rig in (LearnerRig(self, i) for i in range(conditions.learners))}
         self._merged, self._merged_at = 0, 0.0  # by all shards, and when that grew last

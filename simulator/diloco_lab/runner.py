@@ -24,14 +24,13 @@ from torch import nn
 from diloco_common.allocator import tune_allocator
 from diloco_common.child import end_with_parent
 from diloco_demo.tracking import check_tracker, open_tracker
-from diloco_demo.training import choose_device
-from diloco_lab import native
 from diloco_lab.arms import Arm, key_today
-from diloco_lab.batch import Pair, batches, is_plain, run_batch
 from diloco_lab.lockstep import LockstepRun
 from diloco_lab.references import classic_diloco, data_parallel
 from diloco_lab.tasks import CURVE_TOKENS, EVALUATION_TOKENS, Task, builder
 
+Pair = tuple[Arm, int]
+"""An arm and a seed."""
 Line = dict[str, Any]
 """One result."""
 DIVERGED = 1.05
@@ -53,8 +52,6 @@ def run_all(
     missing = [pair for key, pair in wanted.items() if key not in done]
     if len(missing) < len(wanted):
         say(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {path} already")
-    for why in dict.fromkeys(why for arm, _ in missing if (why := _why_torch(arm))):
-        say(f"no native inner steps, torch does them: {why}")
     path.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with path.open("a") as out:
@@ -95,16 +92,6 @@ def run(arm: Arm, seed: int) -> Line:
     return _line(arm, seed, result)
 
 
-def run_together(pairs: Sequence[Pair]) -> list[Line]:
-    """As `run` of each: in one batch, if that can be."""
-    torch.set_num_threads(1)
-    tune_allocator()
-    found = run_batch(pairs, choose_device("auto"), CURVE_POINTS) if is_plain(pairs[0][0]) else None
-    if found is None:
-        return [run(*pair) for pair in pairs]
-    return [_line(arm, seed, result) for (arm, seed), result in zip(pairs, found, strict=True)]
-
-
 def _line(arm: Arm, seed: int, result: Line) -> Line:
     diverged = (
         not math.isfinite(result["loss"])
@@ -117,16 +104,14 @@ def _line(arm: Arm, seed: int, result: Line) -> Line:
 
 def _results(pairs: Sequence[Pair], jobs: int) -> Iterator[Line]:
     """As they come: here, or in so many processes of their own, which end with this one."""
-    work = batches(pairs, choose_device("auto"), jobs)
     if jobs == 1:
-        for some in work:
-            yield from run_together(some)
+        yield from (run(*pair) for pair in pairs)
         return
     spawn = get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
         try:
-            for future in as_completed([pool.submit(run_together, some) for some in work]):
-                yield from future.result()
+            for future in as_completed([pool.submit(run, *pair) for pair in pairs]):
+                yield future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -157,31 +142,21 @@ def _track(spec: str, line: Line) -> None:
 def _train(
     arm: Arm, settings: Any, task: Task, watch: Callable[[float, Callable[[], nn.Module]], None]
 ) -> tuple[Line, nn.Module]:
-    conditions, by_torch = arm.conditions, {"stepped_by": "torch"}
+    conditions = arm.conditions
 
     def on_step(fraction: float, model: nn.Module) -> None:
         watch(fraction, lambda: model)
 
     match conditions.method:
         case "data-parallel":
-            return by_torch, data_parallel(settings, task, conditions.learners, on_step)
+            return {}, data_parallel(settings, task, conditions.learners, on_step)
         case "one-process":
-            return by_torch, data_parallel(settings, task, 1, on_step, conditions.batches)
+            return {}, data_parallel(settings, task, 1, on_step, conditions.batches)
         case "classic":
-            return by_torch, classic_diloco(settings, task, conditions.learners, on_step)
+            return {}, classic_diloco(settings, task, conditions.learners, on_step)
     lockstep = LockstepRun(settings, task, conditions)
     outcome = lockstep.run(lambda fraction: watch(fraction, lockstep.global_model))
-    return {"stepped_by": lockstep.inner.stepped_by, **asdict(outcome)}, lockstep.global_model()
-
-
-def _why_torch(arm: Arm) -> str:
-    """Why inner steps of the built-in model that C could do on this CPU are torch's; "" where they are not."""
-    could = not arm.model and arm.conditions.method != "classic"
-    if not could or (is_plain(arm) and choose_device("auto").type != "cpu"):
-        return ""
-    model = arm.seeded(0).model
-    found = native.find_for(model.context, model.width)
-    return found if isinstance(found, str) else ""
+    return asdict(outcome), lockstep.global_model()
 
 
 def _loss(line: Line) -> str:

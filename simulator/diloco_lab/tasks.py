@@ -79,7 +79,7 @@ class BuiltIn:
         gpts, train = [model for model in models if type(model) is GPT], self.settings.train
         if type(self) is not BuiltIn or len(gpts) < max(2, len(models)) or is_extension(train.optimizer):
             return None
-        return Stack.of(gpts, train)
+        return Stack(gpts, train)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return training.make_optimizer(model, self.settings.train)
@@ -161,11 +161,6 @@ class InnerSteps:
         self._done: dict[int, tuple[float, int]] = {}  # learner -> loss and tokens of its next step
         self._gone: set[int] = set()
 
-    @property
-    def stepped_by(self) -> str:
-        """Who does them: "C" or "torch"."""
-        return "torch" if self._stack is None else self._stack.stepped_by
-
     def step(self, index: int, share_of: Callable[[int], float]) -> tuple[float, int]:
         """The step of one learner: its loss and tokens. `share_of`: the share of its highest rates that one takes."""
         if index not in self._done:
@@ -202,6 +197,6 @@ class InnerSteps:
         """It is back, and its optimizer begins again."""
         self._gone.remove(index)
         if self._stack is not None:
-            self._stack.begin(slice(index, index + 1))
+            self._stack.begin(index)
         else:
             self._optimizers[index] = self._task.optimizer(self.models[index])

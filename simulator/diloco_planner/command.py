@@ -22,7 +22,7 @@ _TIME = number(quantities.seconds, 1e-4, 1e11, "a time, such as 1y, 90d or 3h")
 _STEP = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
 _HOURS = number(float, 0.001, 100_000.0, "hours, from 0.001")
 CHIPS, LEARNERS, STEP_S = 1_200_000, 8, 1.0
-_Encoding = Literal["float32", "bfloat16", "int8", "int4", "topk64_2bit"]
+_Encoding = Literal["float32", "bfloat16", "int8", "int4"]
 _LINKS = Parameter(metavar="FILE.toml", help="sites, links, failures, shards and prices (docs/planner.md)")
 _MTBI = Parameter(
     converter=_TIME, metavar="1y", help="mean time between interruptions of one chip", show_default="of --failures"

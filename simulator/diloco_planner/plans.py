@@ -37,6 +37,8 @@ class LearnerPlan:
     """Inside one that has a name no link slows anybody down."""
     is_home: bool = False
     """The shards are there."""
+    line: Timeline | None = None
+    """When it computes; None: drawn from the island and its failures."""
 
     def there_s(self, until: float) -> float:
         """Seconds since it came; 0 if it comes later."""
@@ -52,7 +54,7 @@ class LearnerPlan:
 
     def drawn(self, until: float, chance: random.Random) -> Timeline:
         """When it computes, from when it comes until then."""
-        return island_timeline(self.island, self.failures, max(1.0, self.there_s(until)), chance)
+        return self.line or island_timeline(self.island, self.failures, max(1.0, self.there_s(until)), chance)
 
 
 @dataclass(frozen=True)

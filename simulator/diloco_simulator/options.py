@@ -55,7 +55,7 @@ class Options:
     staleness_max: int
     merge: Literal["rda", "mean", "agreement"]
     on_commit: Literal["carry", "overwrite", "blend"]
-    push: Literal["float32", "bfloat16", "int8", "int4", "topk64_2bit"]
+    push: Literal["float32", "bfloat16", "int8", "int4"]
     pull: Literal["float32", "bfloat16", "int8", "int4"]
     error_feedback: bool
     budget: int

@@ -40,14 +40,12 @@ static uint16_t base[N], anchor[N], snapshot[N], residual[N];
 static uint8_t chunk[8 * N];
 
 typedef int64_t encode_function(int, int, const void *, const void *, void *, int, int64_t, float, float, float, uint8_t *);
-typedef int64_t encode_top_function(int, const void *, const void *, void *, int, int64_t, uint8_t *);
 typedef int64_t encode_plain_function(int, int, const void *, const void *, void *, int, int64_t, float, uint8_t *);
 typedef void progress_function(const uint16_t *, int, const void *, int64_t, uint16_t *);
 typedef void difference_function(const uint16_t *, const float *, const uint16_t *, const uint16_t *, int64_t, float *);
 typedef int64_t change_function(int, const float *, const uint16_t *, int64_t, float, float, float, float, uint8_t *,
                                 uint16_t *);
 typedef void decode_function(int, const uint8_t *, int64_t, int64_t, int64_t, float *);
-typedef void decode_top_function(const uint8_t *, int64_t, int64_t, int64_t, float *);
 
 static void run_blocks(int bits, float code_max, float scale_max) {
     memset(chunk, 0, sizeof chunk);
@@ -84,11 +82,5 @@ int main(int count, char **arguments) {
     ((encode_plain_function *)found("diloco_encode_plain"))(16, 4, values, plus, loss, 4, N, 0x1.fep+127f, chunk);
     print_hash("bfloat16", chunk, sizeof chunk);
     print_hash("loss", loss, sizeof loss);
-    memset(chunk, 0, sizeof chunk);
-    ((encode_top_function *)found("diloco_encode_top"))(4, values, plus, loss, 4, N, chunk);
-    print_hash("topk64_2bit", chunk, sizeof chunk);
-    print_hash("loss", loss, sizeof loss);
-    ((decode_top_function *)found("diloco_decode_top"))(chunk, N, 256, N, out);
-    print_hash("decode", out, sizeof out);
     return 0;
 }

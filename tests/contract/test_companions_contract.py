@@ -189,14 +189,6 @@ def test_finish_leaves_the_model_of_the_run_and_waits_for_no_companion(serve, av
     assert torch.equal(a.values(), b.values())
 
 
-@pytest.mark.parametrize(("push", "is_noise"), [("int8", False), ("topk64_2bit", True)])
-def test_a_learner_is_told_where_the_mean_of_momentum_is_mostly_noise(serve, averaging, caplog, push, is_noise):
-    shard = serve(settings_with(sync=SYNC | {"push": push}))
-    with caplog.at_level("WARNING"):
-        averaging(shard.address, "a")
-    assert ("averaged momentum is mostly noise" in caplog.text) == is_noise
-
-
 @pytest.mark.parametrize(
     ("make", "kind"),
     [

@@ -263,7 +263,6 @@ async def test_a_name_that_somebody_leads_to_this_machine_shows_no_more_than_to_
         ("10.0.0.7:8080", {}, True),
         ("0.0.0.0:0", {"insecure": True}, False),
         ("0.0.0.0:0", {"token_file": "token"}, False),
-        ("0.0.0.0:0", {"token_key": "token.pub"}, False),
         ("0.0.0.0:0", {"tls": "certs/shard-0"}, False),
     ],
 )

@@ -1,12 +1,11 @@
-"""Where the C comes from, of the encodings and of the lab, and what happens where it cannot be had."""
+"""Where the C of the encodings comes from, and what happens where it cannot be had."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,10 +14,6 @@ import torch
 from diloco_common.codec import library, native
 from diloco_common.codec.library import Library
 from diloco_common.codec.registry import get_codec
-from diloco_common.settings import ModelSettings, TrainSettings
-from diloco_demo.gpt import build_gpt
-from diloco_lab import native as lab
-from diloco_lab.stacked import Stack
 
 
 def torch_encodes() -> bool:
@@ -30,55 +25,35 @@ def torch_encodes() -> bool:
     return native.kernels() is None and native.origin() == "torch"
 
 
-def torch_steps() -> bool:
-    """A step of two models, whoever does it: equal ones stay equal."""
-    model = ModelSettings(layers=1, heads=1, width=8, context=8)
-    stack = Stack.of([build_gpt(model, 0), build_gpt(model, 0)], TrainSettings(batch=1))
-    before, windows = stack.theta.clone(), torch.arange(8).expand(2, 1, 8)
-    stack.step(None, windows, windows + 1, torch.ones(2))
-    assert torch.equal(*stack.theta)
-    assert not torch.equal(stack.theta, before)
-    return stack.stepped_by == "torch"
-
-
-KINDS: dict[str, tuple[ModuleType, str, Any, Callable[[], bool]]] = {
-    "encodings": (library, "KERNELS", native.find, torch_encodes),
-    "lab": (lab, "LIBRARY", lab.find, torch_steps),
-}
-"""Where its `Library` is, and under which name; what its users call; a bit of its work, and whether torch did it."""
-
-
 @dataclass(frozen=True)
 class Installation:
     """One whose C nobody has built."""
 
     of: Library
-    find: Any
-    torch_does_it: Callable[[], bool]
+    find: Any = native.find
 
     def names(self) -> set[str]:
         """Of what is built."""
         return {path.name for path in self.of.folder.glob("*.so")}
 
 
-@pytest.fixture(params=KINDS)
-def here(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installation]:
-    module, name, find, torch_does_it = KINDS[request.param]
-    of: Library = getattr(module, name)
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installation]:
+    of = library.KERNELS
     folder = tmp_path / "c"
     folder.mkdir()
     for source in of.folder.glob("*.[ch]"):
         shutil.copy(source, folder)
     copy = replace(of, folder=folder, flags=(*of.flags, "-O1"))  # it is built many times
-    monkeypatch.setattr(module, name, copy)
-    find.cache_clear()
-    yield Installation(copy, find, torch_does_it)
-    find.cache_clear()
+    monkeypatch.setattr(library, "KERNELS", copy)
+    native.find.cache_clear()
+    yield Installation(copy)
+    native.find.cache_clear()
 
 
 def test_it_is_built_once_and_stale_ones_go(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"have not been built: `{here.of.command}` does" in str(here.find())
-    assert here.torch_does_it()
+    assert torch_encodes()
     (here.of.folder / f"{here.of.prefix}-0123456789abcdef.so").touch()
     built = here.of.build()
     if isinstance(built, str):
@@ -86,7 +61,7 @@ def test_it_is_built_once_and_stale_ones_go(here: Installation, monkeypatch: pyt
     here.find.cache_clear()
     monkeypatch.setenv("CC", "no-such-compiler")
     assert not isinstance(here.find(), str)
-    assert not here.torch_does_it()
+    assert not torch_encodes()
     found = here.of.load()
     assert found[0] == built == here.of.folder / here.of.built_name(library.fitting()[0])
     assert here.names() == {here.of.built_name(one) for one in library.PORTABLE[library.platform.machine()]}
@@ -111,20 +86,20 @@ def test_what_cannot_be_built_says_why(
     monkeypatch.setenv("CC", compiler)
     assert why in str(here.of.build())
     assert not here.names()
-    assert here.torch_does_it()
+    assert torch_encodes()
 
 
 def test_it_is_switched_off_by_the_environment(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_NATIVE", "0")
     assert here.find() == "DILOCO_NATIVE is 0"
-    assert here.torch_does_it()
+    assert torch_encodes()
 
 
 def test_a_cpu_that_lacks_its_instructions_leaves_it_alone(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_cpu", lambda: "flags : fpu sse2")
     assert "no kernels for this CPU" in str(here.of.build())
     assert "no kernels for this CPU" in str(here.find())
-    assert here.torch_does_it()
+    assert torch_encodes()
 
 
 def test_a_cpu_without_avx512_takes_the_library_for_avx2(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +108,7 @@ def test_a_cpu_without_avx512_takes_the_library_for_avx2(here: Installation, mon
     monkeypatch.setattr(library, "_cpu", lambda: f"flags : {library.AVX2}")
     found = here.of.load()
     assert found[0] == here.of.folder / here.of.built_name(library.PORTABLE["x86_64"][1])
-    assert not here.torch_does_it()
+    assert not torch_encodes()
 
 
 def test_a_compiler_that_does_not_know_avx512_builds_the_library_for_avx2(
@@ -147,7 +122,7 @@ def test_a_compiler_that_does_not_know_avx512_builds_the_library_for_avx2(
     built = here.of.build()
     assert isinstance(built, Path), built
     assert here.names() == {built.name} == {here.of.built_name(library.PORTABLE["x86_64"][1])}
-    assert not here.torch_does_it()
+    assert not torch_encodes()
     best = here.of.folder / here.of.built_name(library.PORTABLE["x86_64"][0])
     best.touch()
     here.of.build()
@@ -159,11 +134,11 @@ def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(here: Installa
     for one in library.fitting():
         (here.of.folder / here.of.built_name(one)).write_bytes(b"not a library")
     assert "cannot be loaded" in str(here.find())
-    assert here.torch_does_it()
+    assert torch_encodes()
 
 
 def test_without_its_sources_nothing_is_built(here: Installation) -> None:
     for source in here.of.sources():
         source.unlink()
     assert "there is no C in" in str(here.of.build())
-    assert here.torch_does_it()
+    assert torch_encodes()

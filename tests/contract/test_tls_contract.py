@@ -14,6 +14,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from in_process import NUM_ELEMENTS, InProcessShard, contribution, refusal, settings_with
+from test_thin_link_contract import ThinLink
 
 from certificates import Certificates
 from diloco_common.codec import encode_payload, usual_chunk_elements
@@ -24,7 +25,6 @@ from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.global_model import pull_global_model
-from secret_files import secret_file
 from waiting import DEADLINE_S, until
 
 STATUS = grpc.StatusCode
@@ -80,28 +80,11 @@ def seeded(shard: InProcessShard, run: Certificates, learner_id: str = "b") -> A
     return caller
 
 
-@pytest.fixture
-def token_shard(serve: Callable[..., InProcessShard], run: Certificates) -> InProcessShard:
-    """A proxy ends TLS before it; callers prove themselves by signed tokens."""
-    run.token("learner/nobody")  # makes the key
-    key = run.authority.folder / "token.pub"
-    return serve(settings_with(security={"token_key": key, "revoked": run.deny_list}))
-
-
-@pytest.fixture(params=["certificates", "tokens"])
-def proven(request: pytest.FixtureRequest, run: Certificates) -> tuple[InProcessShard, Callable[[str], dict[str, Any]]]:
-    """A shard, and how callers prove to it who they are."""
-    if request.param == "tokens":
-        return request.getfixturevalue("token_shard"), lambda who: {"token": run.token(who)}
-    return request.getfixturevalue("shard"), lambda who: {"tls": run.issue(who)}
-
-
-def test_what_proves_one_learner_is_no_good_for_another(proven, run):
-    shard, proof = proven
-    honest = shard.caller("b", **proof("learner/b"))
+def test_what_proves_one_learner_is_no_good_for_another(shard, run):
+    honest = shard.caller("b", tls=run.issue("learner/b"))
     honest.join()
     honest.seed()
-    thief = shard.caller("b", **proof("learner/a"))
+    thief = shard.caller("b", tls=run.issue("learner/a"))
     thief.identity = honest.identity
     before = shard.state()
 
@@ -195,9 +178,8 @@ def test_one_certificate_takes_one_lease_whatever_ids_it_makes_up(serving, run):
 # ---------------------------------------------------------------- revoked
 
 
-def test_whoever_is_revoked_is_out_at_once_and_nobody_else(proven, run):
-    shard, proof = proven
-    honest, bad = (shard.caller(name, **proof(f"learner/{name}")) for name in "ba")
+def test_whoever_is_revoked_is_out_at_once_and_nobody_else(shard, run):
+    honest, bad = (shard.caller(name, tls=run.issue(f"learner/{name}")) for name in "ba")
     honest.join()
     honest.seed()
     bad.join()
@@ -397,35 +379,13 @@ def test_a_learner_with_the_certificate_of_another_does_not_dial(shard, run, tra
         train(shard.address, "b", tls=run.issue("learner/a"))
 
 
-# ---------------------------------------------------------------- signed tokens
-
-
-def test_who_has_no_token_is_unauthenticated_and_an_observer_needs_one_too(token_shard, run):
-    learner = token_shard.caller("a", token=run.token("learner/a"))
-    learner.join()
-    learner.seed()
-    assert refusal(token_shard.caller("a").join).code == "UNAUTHENTICATED"
-    token_shard.caller("", token=run.token("observer/x")).pull(encodings=["float32"])
-
-
-def test_a_learner_goes_on_with_the_next_token_in_its_file(token_shard, run, train, tmp_path):
-    file = secret_file(tmp_path / "token", run.token("learner/a"))
-    training = train(token_shard.address, "a", token=file)
-    old = run.serials["learner/a"]
-    file.write_text(run.token("learner/a"))
-
-    run.revoke(old)
-    training.until(lambda: training.connection.times_up == 2, "it dialed again")
-
-    tokens = token_shard.core.tokens_merged
-    training.until(lambda: token_shard.core.tokens_merged > tokens, "it contributes")
-
-
-def test_settings_that_prove_callers_twice_are_refused(loop, run):
-    run.token("learner/a")
-    both = {"token_key": run.authority.folder / "token.pub", "tls": run.issue("shard/0")}
-    with pytest.raises(ConfigError, match=r"security\.token_key and security\.tls exclude each other"):
-        InProcessShard(loop, settings_with(security=both))
+def test_names_are_proven_through_a_proxy_that_passes_tls_on(shard, run, train, loop):
+    proxy = ThinLink(int(shard.server.grpc_address.rpartition(":")[2]))
+    try:
+        training = train(loop.run(proxy.start()), "a", tls=run.issue("learner/a"))
+        training.until(lambda: shard.core.tokens_merged > 0, "it contributes")
+    finally:
+        loop.run(proxy.stop())
 
 
 # ---------------------------------------------------------------- audit
@@ -481,20 +441,6 @@ def _audited(folder: Path, last: str) -> list[dict[str, Any]]:
     return lines if lines and lines[-1]["what"] == last else []
 
 
-def test_the_audit_log_holds_no_secret(serve, run, tmp_path):
-    token = run.token("learner/a")
-    security = {"token_key": run.authority.folder / "token.pub", "audit": tmp_path / "audit"}
-    shard = serve(settings_with(security=security))
-    shard.caller("a", token=token).join()
-    refusal(shard.caller("b", token=token).join)
-
-    text = (tmp_path / "audit/shard-0.jsonl").read_text()
-
-    assert len(text.splitlines()) == 2
-    assert token[:40] not in text
-    assert token.partition(".")[2] not in text
-
-
 def test_a_pull_that_nobody_reads_ends_when_its_learner_is_revoked(shard, run, written):
     """Revoked in the middle of a chunk, which the network does not take."""
     wide = (TensorSpec("weight", (3, usual_chunk_elements("bfloat16"))),)
@@ -522,13 +468,11 @@ def test_a_pull_that_nobody_reads_ends_when_its_learner_is_revoked(shard, run, w
 
 
 def test_learners_behind_one_proxy_are_not_neighbours_once_they_prove_who_they_are(serve, run):
-    run.token("learner/nobody")
-    security = {"token_key": run.authority.folder / "token.pub"}
-    proven = serve(settings_with(security=security, shard={"max_learners_per_host": 1}))
+    proven = serve(settings_with(security={"tls": run.issue("shard/0")}, shard={"max_learners_per_host": 1}))
     unproven = serve(settings_with(shard={"max_learners_per_host": 1}))
 
     for learner_id in "abc":
-        proven.caller(learner_id, token=run.token(f"learner/{learner_id}")).join()
+        proven.caller(learner_id, tls=run.issue(f"learner/{learner_id}")).join()
     unproven.caller("a").join()
 
     assert len(proven.core.membership.live()) == 3

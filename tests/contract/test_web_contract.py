@@ -261,20 +261,9 @@ async def test_beyond_this_machine_it_is_served_over_tls_and_an_observers_certif
         assert (await client.get("/")).status_code == code
 
 
-def key_of_tokens(folder: Path) -> SecuritySettings:
-    return SecuritySettings(token_key=secret_file(folder / "key", TOKEN))
-
-
-def test_other_machines_get_nothing_without_consent_and_a_key_for_tokens_is_none(tmp_path):
-    for security in (SecuritySettings(), key_of_tokens(tmp_path)):
-        with pytest.raises(ConfigError, match=r"--listen = 0\.0\.0\.0:7171 is reachable from other machines"):
-            command.page_of("0.0.0.0:7171", given([NOWHERE]), security, None)
-
-
-async def test_where_the_run_has_a_key_for_tokens_the_page_asks_for_a_key(tmp_path):
-    async with served(command.page_of("127.0.0.1:0", given([NOWHERE]), key_of_tokens(tmp_path), None)) as (url, client):
-        assert "#key=" in url
-        assert (await client.get("/learners")).status_code == 401
+def test_other_machines_get_nothing_without_consent():
+    with pytest.raises(ConfigError, match=r"--listen = 0\.0\.0\.0:7171 is reachable from other machines"):
+        command.page_of("0.0.0.0:7171", given([NOWHERE]), SecuritySettings(), None)
 
 
 async def test_numbers_that_json_has_not_are_null():

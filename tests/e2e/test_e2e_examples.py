@@ -37,7 +37,7 @@ QUICK = {"own_loop.py"}
 """In `make test`; mistyped, the others are tried there too (test_e2e_journeys_*.py)."""
 RULES = "own_outer_rule.py"
 """Rules of a shard: it joins none."""
-ELSEWHERE = {RULES, "one_round.py", "centered_clip.py", "delayed_nesterov.py", "e3m0.py", "heloco.py"}
+ELSEWHERE = {RULES, "one_round.py", "centered_clip.py", "delayed_nesterov.py", "e3m0.py", "heloco.py", "topk64_2bit.py"}
 """What unit tests and numerics run."""
 NEEDS = {
     "hf_trainer.py": ["transformers", "accelerate"],

@@ -30,7 +30,7 @@ class OneTensor(nn.Module):
 
 
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite"])
-@pytest.mark.parametrize("encoding", ["int8", "int4", "bfloat16", "topk64_2bit"])
+@pytest.mark.parametrize("encoding", ["int8", "int4", "bfloat16"])
 @pytest.mark.parametrize(
     "fates", [["merged"], ["merged", "late", "refused", "dropped", "asked twice"]], ids=["good", "bad"]
 )

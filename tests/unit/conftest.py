@@ -9,16 +9,14 @@ import pytest
 
 from alone import alone
 from diloco_common.codec import library
-from diloco_lab import native
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels() -> None:
     """Whoever changes their sources tests what is new: a C compiler is the one process that may run, before the first
     test."""
-    for one in (library.KERNELS, native.LIBRARY):
-        if not isinstance(one.find(), Path):
-            one.build()
+    if not isinstance(library.KERNELS.find(), Path):
+        library.KERNELS.build()
 
 
 @pytest.fixture(autouse=True)

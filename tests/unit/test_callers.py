@@ -1,4 +1,4 @@
-"""Who calls, as a certificate or a signed token proves it, and how long that holds."""
+"""Who calls, as a certificate proves it, and how long that holds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from certificates import Certificates
-from diloco_common.errors import Expired, Revoked, Unauthenticated, WrongIdentity, WrongScope
+from diloco_common.errors import Expired, Revoked, WrongIdentity, WrongScope
 from diloco_common.trust.identity import MAY, Identity, Scope
 from diloco_common.trust.tls import proof_of
-from diloco_common.trust.tokens import read_token_key
 from diloco_server.shell.access import Callers
 
 
@@ -25,7 +24,7 @@ def pem(run: Certificates, who: str) -> bytes:
 
 
 def test_where_nothing_is_asked_for_callers_are_who_they_say(run: Certificates) -> None:
-    caller = Callers(lambda: 0.0).proven(Identity("local", "b"), pem(run, "learner/a"), None)
+    caller = Callers(lambda: 0.0).proven(Identity("local", "b"), pem(run, "learner/a"))
     assert caller == Identity("local", "b")
     caller.check_may("Join")
 
@@ -48,20 +47,7 @@ def test_a_scope_may_what_the_table_says(run: Certificates, scope: Scope) -> Non
 def test_a_call_is_of_whom_the_certificate_names(run: Certificates, who: str, claimed: str) -> None:
     callers = Callers(lambda: 0.0, needs_certificate=True)
     with pytest.raises(WrongIdentity):
-        callers.proven(Identity("local", claimed), pem(run, who), None)
-
-
-def test_a_token_proves_as_much_as_a_certificate(run: Certificates) -> None:
-    token = run.token("learner/a")
-    callers = Callers(lambda: 0.0, token_key=read_token_key(run.authority.folder / "token.pub"))
-    caller = callers.proven(Identity("local", "a"), None, f"Bearer {token}")
-    assert str(caller.proof and caller.proof.subject) == "learner/a"
-    for other in (Identity("local", "b"), Identity("other", "a")):
-        with pytest.raises(WrongIdentity):
-            callers.proven(other, None, f"Bearer {token}")
-    for wrong in (None, token, "Basic x", f"Bearer {token}x"):
-        with pytest.raises(Unauthenticated):
-            callers.proven(Identity("local", "a"), None, wrong)
+        callers.proven(Identity("local", claimed), pem(run, who))
 
 
 def test_what_has_expired_proves_nothing(run: Certificates) -> None:
@@ -69,11 +55,11 @@ def test_what_has_expired_proves_nothing(run: Certificates) -> None:
     expires = proof_of(certificate).expires
     clock = [expires - 1]
     callers = Callers(lambda: clock[0], needs_certificate=True)
-    callers.proven(Identity("local", "a"), certificate, None)
+    callers.proven(Identity("local", "a"), certificate)
 
     clock[0] = expires
     with pytest.raises(Expired, match="issue another"):
-        callers.proven(Identity("local", "a"), certificate, None)
+        callers.proven(Identity("local", "a"), certificate)
 
 
 def test_an_open_call_ends_when_its_proof_expires(run: Certificates) -> None:

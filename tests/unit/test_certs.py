@@ -65,11 +65,10 @@ def test_only_a_shard_may_serve_and_under_its_hosts(folder: Path) -> None:
 
 def test_keys_are_for_their_owner_alone(folder: Path) -> None:
     main(["certs", "issue", "learner/a"])
-    main(["token", "issue", "learner/a", "--out", "t"])
 
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*"), Path("t")]}
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
 
-    assert {modes[name] for name in ("ca.key", "key.pem", "token.key", "t", "issued.jsonl")} == {0o600}
+    assert {modes[name] for name in ("ca.key", "key.pem", "issued.jsonl")} == {0o600}
     assert {modes[name] for name in ("certs", "learner-a")} == {0o700}
     (folder / "learner-a" / "key.pem").chmod(0o644)
     with pytest.raises(SecretExposed):
@@ -102,7 +101,6 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, capsys, words: list[str
 def test_what_was_issued_is_listed_and_revoked_by_name_or_serial(folder: Path, capsys) -> None:
     main(["certs", "issue", "learner/a", "learner/b"])
     main(["certs", "issue", "learner/a"])
-    main(["token", "issue", "learner/a", "--out", "t"])
     registry = open_authority(folder).registry
     (b,) = [one.serial for one in registry.issued() if one.who == "diloco://r1/learner/b"]
 
@@ -117,11 +115,10 @@ def test_what_was_issued_is_listed_and_revoked_by_name_or_serial(folder: Path, c
         ["learner/a", "certificate", "revoked"],
         ["learner/b", "certificate", "revoked"],
         ["learner/a", "certificate", "revoked"],
-        ["learner/a", "token", "revoked"],
     ]
     revoked = read_revocations(folder / "revoked.json")
     assert {one.serial for one in revoked} == {one.serial for one in registry.issued()} | {"3aa6c68d58750627"}
-    assert len(revoked) == 5
+    assert len(revoked) == 4
 
 
 def test_keep_renews_what_is_old_revoked_or_for_other_hosts(folder: Path, capsys) -> None:
@@ -173,11 +170,10 @@ def everything_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("left", [["ca.pem", "revoked.json", "issued.jsonl"], ["token.key"]])
+@pytest.mark.parametrize("left", [["ca.pem", "revoked.json", "issued.jsonl"], ["revoked.json"]])
 def test_an_authority_whose_key_is_kept_elsewhere_is_not_made_again(folder, tmp_path, capsys, left) -> None:
     main(["certs", "issue", "learner/a"])
     main(["certs", "revoke", "learner/a"])
-    main(["token", "issue", "learner/a", "--out", "t"])
     for path in [path for path in folder.iterdir() if path.is_file()]:
         if path.name not in left:
             path.rename(tmp_path / f"away-{path.name}")
@@ -192,9 +188,6 @@ def test_an_authority_whose_key_is_kept_elsewhere_is_not_made_again(folder, tmp_
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["token", "issue", "learner/b", "--out", "certs/ca.key"], "a file of the authority"),
-        (["token", "issue", "learner/b", "--out", "notes.txt"], "exists and holds no token of this authority"),
-        (["token", "issue", "learner/b", "--out", "a.token"], "holds a token of learner/a, not of learner/b"),
         (["certs", "issue", "learner/b", "--out", "certs/learner-a"], "certificate of learner/a, not of learner/b"),
         (["certs", "issue", "learner/b", "--out", "certs"], "the folder of an authority"),
         (["certs", "issue", "learner/b", "--out", "other-copied"], "ca.pem of another authority"),
@@ -203,13 +196,11 @@ def test_an_authority_whose_key_is_kept_elsewhere_is_not_made_again(folder, tmp_
 )
 def test_what_is_of_others_is_not_overwritten(folder, tmp_path, capsys, words, said) -> None:
     main(["certs", "issue", "learner/a"])
-    main(["token", "issue", "learner/a", "--out", "a.token"])
     main(["certs", "init", "--folder", "other"])
     for name in ("other-copied", "web"):
         (tmp_path / name).mkdir()
     (tmp_path / "other-copied/ca.pem").write_bytes((tmp_path / "other/ca.pem").read_bytes())
     (tmp_path / "web/key.pem").write_text("a key")
-    (tmp_path / "notes.txt").write_text("notes")
     before = everything_in(tmp_path)
     capsys.readouterr()
 

@@ -232,7 +232,7 @@ def test_only_a_flat_float32_tensor_is_encoded_or_decoded_into(values: Tensor) -
 
 
 def test_an_unknown_encoding_is_refused_with_the_names_that_are_known() -> None:
-    with pytest.raises(UnknownEncoding, match="'int3'; choose one of float32, bfloat16, int8, int4, topk64_2bit"):
+    with pytest.raises(UnknownEncoding, match="'int3'; choose one of float32, bfloat16, int8, int4"):
         get_codec("int3")
 
 

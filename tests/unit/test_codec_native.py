@@ -14,7 +14,6 @@ from diloco_common.codec.base import BFLOAT16_MAX, Codec, Part
 from diloco_common.codec.blocks import BlockCodec
 from diloco_common.codec.plain import PlainCodec
 from diloco_common.codec.registry import get_codec
-from diloco_common.codec.topk import TopK
 from diloco_common.errors import BadEncoding, NotFinite
 from diloco_common.settings import OuterSettings
 from diloco_common.wire.manifest import Fragment
@@ -24,8 +23,8 @@ from diloco_server.core.outer import make_outer_optimizer
 SIZE = 3 * 256 + 77
 TOP = 4096
 FRAGMENT = Fragment(0, 0, one_piece(TOP))
-each_encoding = pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4", "topk64_2bit"])
-each_compressed = pytest.mark.parametrize("encoding", ["int8", "int4", "topk64_2bit"])
+each_encoding = pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+each_compressed = pytest.mark.parametrize("encoding", ["int8", "int4"])
 each_change = pytest.mark.parametrize("encoding", ["int8", "int4"])
 SIZES = pytest.mark.parametrize("size", [1, 255, 256, SIZE])
 SCALES = pytest.mark.parametrize("scale", [0.0, 2.0**-130, 1.0, 3.3e38])
@@ -47,7 +46,7 @@ def _compiled() -> None:
 @contextmanager
 def by_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        for codec in (BlockCodec, TopK, PlainCodec):
+        for codec in (BlockCodec, PlainCodec):
             patched.setattr(codec, "_native", lambda self, data: None)
         patched.setattr(base, "kernels", lambda: None)
         yield
@@ -146,15 +145,6 @@ def test_adversarial_values_become_the_same_bytes(encoding: str, values: torch.T
     in_both(get_codec(encoding), values.flip(0).contiguous(), plus=torch.full_like(values, 2.0**-149))
 
 
-@pytest.mark.parametrize("seed", range(15))
-def test_random_blocks_become_the_same_entries(seed: int) -> None:
-    """Sizes, shapes of the distribution and numbers of ties at random; the seed is the test's."""
-    generator = torch.Generator().manual_seed(seed)
-    size, power, steps = (int(torch.randint(1, most, (), generator=generator)) for most in (3 * TOP, 12, 40))
-    values = torch.randn(size, generator=generator).pow(power)
-    in_both(get_codec("topk64_2bit"), values if steps > 20 else values.mul(steps).round())
-
-
 @each_encoding
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["values", "plus"])
@@ -175,10 +165,6 @@ def test_any_range_decodes_adds_and_measures_alike(encoding: str, start: int, st
         with way():
             whole.append(torch.empty(MANY))
             codec.decode(data, whole[-1])
-            if encoding == "topk64_2bit":  # blocks of others decode whole
-                part = torch.full((stop - start,), torch.nan)
-                codec.decode_range(data, MANY, start, part)
-                assert torch.equal(part, whole[0][start:stop])
             out = before.clone()
             codec.accumulate_range(data, MANY, start, out, 0.3)
             sums.append(out)
@@ -354,7 +340,7 @@ def test_what_a_change_adds_is_the_same(encoding, scale, size, reference_of) -> 
 
 
 @pytest.mark.parametrize("rule", ["rda", "mean", "agreement"])
-@pytest.mark.parametrize("encoding", ["float32", "int8", "int4", "topk64_2bit"])
+@pytest.mark.parametrize("encoding", ["float32", "int8", "int4"])
 def test_versions_are_the_same_bytes_among_equals_and_within_rounding_otherwise(rule: str, encoding: str) -> None:
     """P3: with the kernels or without, twice the same; and from one to the other in the last bits."""
 

@@ -1,23 +1,78 @@
-"""What topk64_2bit promises beyond what all encodings do: which elements are sent, their levels, what is refused."""
+"""The example of an encoding, topk64_2bit: which elements are sent, their levels, what is refused."""
 
 from __future__ import annotations
 
+import math
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from test_codec_vectors import reference_topk, reference_topk_decode, same_bits
+from test_codec_vectors import same_bits, to_float32
 from torch import Tensor
 
 from builders import decoded, random_values
-from diloco_common.codec import decode_payload, encode_payload, get_codec
+from diloco_common.codec import Payload, decode_payload, encode_payload, registry
 from diloco_common.errors import BadEncoding
 
-NAME = "topk64_2bit"
-BLOCK = 4096
-CODEC = get_codec(NAME)
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from topk64_2bit import BLOCK, CODEC
+
+NAME = CODEC.name
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a package named it."""
+    monkeypatch.setitem(registry._CODECS, NAME, CODEC)
+
+
+def reference_topk_block(block: list[float]) -> tuple[list[float], list[int], list[int]]:
+    """Levels, indices and codes; a group's sum is exact, as the page has it."""
+    order = sorted(range(len(block)), key=lambda i: (-abs(block[i]), i))[: -(-len(block) // 64)]
+    unit = max(2.0 ** (math.frexp(block[order[0]])[1] - 1), 2.0**-126) * 2.0**-46 if any(block) else 2.0**-172
+    parts = [math.floor(abs(block[i]) / unit) for i in order]
+    best, best_sum = 1, -1.0
+    for count in range(1, len(parts) + 1):
+        high, low = float(sum(parts[:count])), float(sum(parts[count:]))
+        captured = high * high / count + low * low / max(len(parts) - count, 1)
+        if captured > best_sum:
+            best, best_sum = count, captured
+    high_mean = sum(parts[:best]) / best * unit
+    low_mean = sum(parts[best:]) / (len(parts) - best) * unit if best < len(parts) else high_mean
+    levels = [to_float32(mean) if mean >= 2.0**-126 else 0.0 for mean in (low_mean, high_mean)]
+    indices = sorted(order)
+    codes = [(math.copysign(1.0, block[i]) < 0) << 1 | (i in order[:best]) for i in indices]
+    return levels, indices, codes
+
+
+def reference_topk(values: list[float]) -> bytes:
+    blocks = [reference_topk_block(values[i : i + 4096]) for i in range(0, len(values), 4096)]
+    bits_of_indices = sum(index << 12 * i for i, index in enumerate(i for _, indices, _ in blocks for i in indices))
+    bits_of_codes = sum(code << 2 * i for i, code in enumerate(c for _, _, codes in blocks for c in codes))
+    num_kept = sum(len(codes) for _, _, codes in blocks)
+    return (
+        b"".join(struct.pack("<2f", *levels) for levels, _, _ in blocks)
+        + bits_of_indices.to_bytes(-(-12 * num_kept // 8), "little")
+        + bits_of_codes.to_bytes(-(-2 * num_kept // 8), "little")
+    )
+
+
+def reference_topk_decode(data: bytes, num_elements: int) -> list[float]:
+    num_blocks, num_kept = -(-num_elements // 4096), -(-num_elements // 64)
+    levels = struct.unpack(f"<{2 * num_blocks}f", data[: 8 * num_blocks])
+    num_index_bytes = -(-12 * num_kept // 8)
+    indices = int.from_bytes(data[8 * num_blocks : 8 * num_blocks + num_index_bytes], "little")
+    codes = int.from_bytes(data[8 * num_blocks + num_index_bytes :], "little")
+    values = [0.0] * num_elements
+    for i in range(num_kept):
+        block, index, code = i // 64, indices >> 12 * i & 0xFFF, codes >> 2 * i & 3
+        level = levels[2 * block + (code & 1)]
+        values[4096 * block + index] = -level if code & 2 else level
+    return values
 
 
 def sparse(share: float) -> Tensor:
@@ -52,7 +107,12 @@ def test_blocks_equal_the_reference_bit_for_bit(values: Tensor) -> None:
 # ------------------------------------------------------------------ refusals
 
 NUM_ELEMENTS = BLOCK + 129  # 64 and 3 entries: 16 + 101 + 17 bytes, with unused bits in both
-GOOD = encode_payload(random_values(NUM_ELEMENTS, 7), NAME)
+
+
+def good() -> Payload:
+    return encode_payload(random_values(NUM_ELEMENTS, 7), NAME)
+
+
 BAD_LEVELS = [
     (1.0, torch.nan), (torch.nan, 1.0), (1.0, torch.inf), (-1.0, 1.0), (-0.0, 1.0), (2.0, 1.0), (2.0**-127, 1.0),
     (0.0, 2.0**-149),
@@ -76,7 +136,7 @@ def with_index(entry: int, index: int) -> Callable[[bytearray], None]:
 
 
 def index_of(entry: int) -> int:
-    return int.from_bytes(GOOD.chunks[0][16:117], "little") >> 12 * entry & 0xFFF
+    return int.from_bytes(good().chunks[0][16:117], "little") >> 12 * entry & 0xFFF
 
 
 def with_bits(byte: int, bits: int) -> Callable[[bytearray], None]:
@@ -93,16 +153,16 @@ def with_bits(byte: int, bits: int) -> Callable[[bytearray], None]:
         (with_index(63, 0), "block 0 has indices that do not ascend"),
         (with_index(66, 0), "block 1 has indices that do not ascend"),
         (with_index(66, 129), "block 1 has the index 129, but 129 elements"),
-        (with_index(11, index_of(10)), "block 0 has indices that do not ascend"),
+        (lambda chunk: with_index(11, index_of(10))(chunk), "block 0 has indices that do not ascend"),
         (with_bits(133, 0x40), "block 1 has unused last bits"),
     ],
 )
 def test_a_decoder_refuses_what_no_encoder_writes(damage: Callable[[bytearray], None], says: str) -> None:
-    chunk = bytearray(GOOD.chunks[0])
+    chunk = bytearray(good().chunks[0])
     damage(chunk)
     out = torch.zeros(NUM_ELEMENTS)
     with pytest.raises(BadEncoding, match=f"chunk 0: {NAME}: {says}"):
-        decode_payload(replace(GOOD, chunks=(bytes(chunk),)), out)
+        decode_payload(replace(good(), chunks=(bytes(chunk),)), out)
     with pytest.raises(BadEncoding, match=says):
         CODEC.accumulate(torch.frombuffer(chunk, dtype=torch.uint8), out, 1.0)
     assert not out.any()

@@ -66,54 +66,7 @@ def reference_bfloat16(x: float) -> bytes:
     return struct.pack("<H", code | (0x8000 if math.copysign(1.0, x) < 0 else 0))
 
 
-def reference_topk_block(block: list[float]) -> tuple[list[float], list[int], list[int]]:
-    """Levels, indices and codes; a group's sum is exact, as the page has it."""
-    order = sorted(range(len(block)), key=lambda i: (-abs(block[i]), i))[: -(-len(block) // 64)]
-    unit = max(2.0 ** (math.frexp(block[order[0]])[1] - 1), 2.0**-126) * 2.0**-46 if any(block) else 2.0**-172
-    parts = [math.floor(abs(block[i]) / unit) for i in order]
-    best, best_sum = 1, -1.0
-    for count in range(1, len(parts) + 1):
-        high, low = float(sum(parts[:count])), float(sum(parts[count:]))
-        captured = high * high / count + low * low / max(len(parts) - count, 1)
-        if captured > best_sum:
-            best, best_sum = count, captured
-    high_mean = sum(parts[:best]) / best * unit
-    low_mean = sum(parts[best:]) / (len(parts) - best) * unit if best < len(parts) else high_mean
-    levels = [to_float32(mean) if mean >= 2.0**-126 else 0.0 for mean in (low_mean, high_mean)]
-    indices = sorted(order)
-    codes = [(math.copysign(1.0, block[i]) < 0) << 1 | (i in order[:best]) for i in indices]
-    return levels, indices, codes
-
-
-def reference_topk(values: list[float]) -> bytes:
-    blocks = [reference_topk_block(values[i : i + 4096]) for i in range(0, len(values), 4096)]
-    bits_of_indices = sum(index << 12 * i for i, index in enumerate(i for _, indices, _ in blocks for i in indices))
-    bits_of_codes = sum(code << 2 * i for i, code in enumerate(c for _, _, codes in blocks for c in codes))
-    num_kept = sum(len(codes) for _, _, codes in blocks)
-    return (
-        b"".join(struct.pack("<2f", *levels) for levels, _, _ in blocks)
-        + bits_of_indices.to_bytes(-(-12 * num_kept // 8), "little")
-        + bits_of_codes.to_bytes(-(-2 * num_kept // 8), "little")
-    )
-
-
-def reference_topk_decode(data: bytes, num_elements: int) -> list[float]:
-    num_blocks, num_kept = -(-num_elements // 4096), -(-num_elements // 64)
-    levels = struct.unpack(f"<{2 * num_blocks}f", data[: 8 * num_blocks])
-    num_index_bytes = -(-12 * num_kept // 8)
-    indices = int.from_bytes(data[8 * num_blocks : 8 * num_blocks + num_index_bytes], "little")
-    codes = int.from_bytes(data[8 * num_blocks + num_index_bytes :], "little")
-    values = [0.0] * num_elements
-    for i in range(num_kept):
-        block, index, code = i // 64, indices >> 12 * i & 0xFFF, codes >> 2 * i & 3
-        level = levels[2 * block + (code & 1)]
-        values[4096 * block + index] = -level if code & 2 else level
-    return values
-
-
 def reference_chunk(values: list[float], encoding: str) -> bytes:
-    if encoding == "topk64_2bit":
-        return reference_topk(values)
     if encoding == "float32":
         return struct.pack(f"<{len(values)}f", *values)
     if encoding == "bfloat16":
@@ -136,8 +89,6 @@ def reference_chunk(values: list[float], encoding: str) -> bytes:
 
 
 def reference_decode(data: bytes, num_elements: int, encoding: str) -> list[float]:
-    if encoding == "topk64_2bit":
-        return reference_topk_decode(data, num_elements)
     if encoding == "float32":
         return list(struct.unpack(f"<{num_elements}f", data))
     if encoding == "bfloat16":
@@ -177,23 +128,16 @@ def reference_chunks_crc32c(chunks: Sequence[bytes]) -> int:
 
 PLAIN = [0.0, 1.0, -1.0, 0.5, -3.0, 100.0, -0.37, 1e-3]
 TWO_CHUNKS = [((7 * i) % 31 - 15) / 8 for i in range(259)]
-TWO_BLOCKS = [1000 / ((37 * i) % 509 - 254.5) for i in range(4301)]
 CASES: list[tuple[str, list[float], str, tuple[str, ...]]] = [
     ("eight values", PLAIN, "", encoding_names()),
-    ("odd count", [7.0, -7.0, 2.5, 3.5, -0.5], "", ("int8", "int4", "topk64_2bit")),
-    ("all zero", [0.0, 0.0, 0.0], "", ("int8", "int4", "topk64_2bit")),
-    ("too small for a scale", [3 * SUBNORMAL, -SUBNORMAL], "", ("int8", "int4", "topk64_2bit")),
+    ("odd count", [7.0, -7.0, 2.5, 3.5, -0.5], "", ("int8", "int4")),
+    ("all zero", [0.0, 0.0, 0.0], "", ("int8", "int4")),
+    ("too small for a scale", [3 * SUBNORMAL, -SUBNORMAL], "", ("int8", "int4")),
     ("largest float32", [FLOAT32_MAX, -FLOAT32_MAX, 2.0**126], "", encoding_names()),
     ("ties to even", [1 + 2.0**-8, 1 + 3 * 2.0**-8, -(1 + 2.0**-8)], "", ("bfloat16",)),
     ("ties to even codes", [127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5], "", ("int8",)),
     ("ties to even codes", [7.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5], "", ("int4",)),
-    ("two chunks", TWO_CHUNKS, "x[i] = ((7 i) mod 31 - 15) / 8, i = 0..258", ("int8", "int4", "topk64_2bit")),
-    (
-        "ties, and a short last block",
-        TWO_BLOCKS,
-        "x[i] = 1000 / ((37 i) mod 509 - 254.5), i = 0..4300",
-        ("topk64_2bit",),
-    ),
+    ("two chunks", TWO_CHUNKS, "x[i] = ((7 i) mod 31 - 15) / 8, i = 0..258", ("int8", "int4")),
 ]
 
 
@@ -201,7 +145,7 @@ def reference_vectors() -> list[Vector]:
     vectors = []
     for name, numbers, rule, encodings in CASES:
         values = [to_float32(x) for x in numbers]
-        size = 256 if len(values) < 4096 else 8192
+        size = 256
         for encoding in encodings:
             chunks = [reference_chunk(values[i : i + size], encoding) for i in range(0, len(values), size)]
             decoded = reference_decode_all(chunks, len(values), size, encoding)

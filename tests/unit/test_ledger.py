@@ -27,7 +27,7 @@ from diloco_server.core.ledger import (
     LearnerGone,
     LearnerJoined,
     LearnerLeftOut,
-    LearnerReleased,
+    LearnerTakesPart,
     Ledger,
     QuorumReached,
     RoundClosed,
@@ -120,7 +120,7 @@ def draw(random_: random.Random) -> Fact:
             LearnerGone(learner, number, gone),
             LearnerForgotten(learner),
             LearnerLeftOut(learner, -0.2),
-            LearnerReleased(learner),
+            LearnerTakesPart(learner),
             SameLosses(learner, "d"),
             BudgetReached(tokens),
         ]
@@ -244,7 +244,7 @@ def test_an_answer_that_is_cut_off_goes_on_where_it_ended(shard: Shard) -> None:
     for number in range(1, module.ANSWER_MAX + 100):
         shard.ledger.note(RoundOpened(0, number, asked=1), float(number))
         if number % 100 == 0:
-            shard.ledger.note(LearnerReleased(str(number)), float(number))
+            shard.ledger.note(LearnerTakesPart(str(number)), float(number))
 
     heard, seq = [], 0
     for _ in range(3):

@@ -39,7 +39,6 @@ def test_bits_are_those_of_the_encodings() -> None:
         (1e8, 1000, "int8", 24),  # the defaults fit: H = 24 needs 67 Mbit/s
         (1e9, 900, "int4", 24),  # int8/bfloat16 need 1,333 Mbit/s at half of the link
         (1e9, 100, "int4", 163),  # 8.125 bits down: 10^9 x 8.125 / (0.5 x 10^8)
-        (1e9, 20, "topk64_2bit", 413),  # int4/int8 would need H = 813
     ],
 )
 def test_smaller_encodings_come_before_a_larger_h(params: float, mbit: float, push: str, every: int) -> None:

@@ -124,7 +124,7 @@ def join(
             trains a model of its own, and is a learner of its own. Without either, several processes are refused.
         frozen: "same": frozen parameters, and the packed weights of quantised layers, must be those of the other
             learners, bit for bit. "any": they may differ (a base in another dtype, or quantised); nobody looks at them.
-        residuals: where the learner keeps what encodings have lost, 2 bytes per parameter (4 with topk64_2bit): beside
+        residuals: where the learner keeps what encodings have lost, 2 bytes per parameter (4 with some plugins): beside
             the model, or in pinned "host" memory, from where they come back each time that a contribution is encoded.
             There torch rounds the bytes of each tensor up to a power of two.
         snapshots: "step": what a contribution holds is copied before `step` returns. "background": on a CPU a thread
@@ -193,8 +193,6 @@ def join(
         _wait_until_joined(learner, world, wait_s)
         if group is not None:
             learner.number(int(group.agree(str(learner.index))))
-        if averaged is not None and learner.core is not None:
-            _warn_of_noise(learner.core.policy.push_encoding, telemetry.log)
     return learner
 
 
@@ -334,15 +332,6 @@ def _say_what_it_takes(replica: Replica, chosen: SharedSet, telemetry: LearnerTe
             'residuals="host" changes nothing: memory can be pinned for CUDA devices only', device=replica.device.type
         )
     telemetry.model(replica.specs, sum(p.numel() for p in chosen.frozen.values()))
-
-
-def _warn_of_noise(push: str, log: Log) -> None:
-    """`push`: the encoding of contributions, those to companions included."""
-    if push.startswith("topk"):
-        words = (
-            "averaged momentum is mostly noise with this encoding: take another sync.push, or leave the momentum local"
-        )
-        log.warning(words, push=push)
 
 
 def _http_server(

@@ -3,7 +3,7 @@
 A platform wheel brings that of the encodings' kernels. Elsewhere `python -m diloco_common.codec --build` makes it:
 `make install` does so in a checkout, the Dockerfile in an image. There is one for each instruction set of this kind of
 machine, and the best that the CPU has is used. A name has the hash of sources, compiler flags and instruction set, so
-a stale one is never found. `diloco_lab.native` builds and finds its C by the same code.
+a stale one is never found.
 """
 
 from __future__ import annotations

@@ -107,12 +107,6 @@ class BlockLoops(Loops):
         )  # fmt: skip
 
 
-class TopLoops(Loops):
-    """Of topk64_2bit."""
-
-    suffix = "_top"
-
-
 class PlainLoops(Loops):
     """Of float32 and bfloat16. `head`: the bits of an element. `limits`: the largest magnitude."""
 
@@ -239,7 +233,7 @@ _INT, _INT64, _FLOAT, _DOUBLE = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ct
 _POINTER = ctypes.c_void_p
 _RANGE = (_INT, _POINTER, _INT64, _INT64, _INT64)  # bits, chunk, its elements, start, stop
 _SUM = (_INT, _POINTER, _INT, _INT64, _INT64)  # bits, sources, how many, start, stop
-_RANGE_TOP, _SUM_CHUNKS = (_POINTER, _INT64, _INT64, _INT64), (_POINTER, _INT, _INT64)
+_SUM_CHUNKS = _POINTER, _INT, _INT64
 _LIMITS = (_FLOAT, _FLOAT, _FLOAT)
 _ENCODED = (_INT, *[_POINTER] * 3, _INT, _INT64)  # width of values; values, plus, loss; width of these two, how many
 
@@ -255,13 +249,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "diloco_progress": (None, _POINTER, _INT, _POINTER, _INT64, _POINTER),
     "diloco_difference": (None, *[_POINTER] * 4, _INT64, _POINTER),
     "diloco_decode_change": (None, _INT, _POINTER, _POINTER, _INT64, _FLOAT, *[_POINTER] * 5),
-    "diloco_encode_top": (_INT64, *_ENCODED, _POINTER),
-    "diloco_check_top": (_INT, _POINTER, _INT64),
-    "diloco_decode_top": (None, *_RANGE_TOP, _POINTER),
-    "diloco_accumulate_top": (None, *_RANGE_TOP, _FLOAT, _POINTER),
-    "diloco_sum_squares_top": (_DOUBLE, *_RANGE_TOP),
-    "diloco_sum_top": (_DOUBLE, *_SUM_CHUNKS, _POINTER),
-    "diloco_sum_nesterov_top": (None, *_SUM_CHUNKS, _FLOAT, _FLOAT, _POINTER, _POINTER),
     "diloco_encode_plain": (_INT64, _INT, *_ENCODED, _FLOAT, _POINTER),
     "diloco_sum_squares_plain": (_DOUBLE, _INT, _POINTER, _INT64, _INT64),
     "diloco_sum_plain": (_DOUBLE, _INT, *_SUM_CHUNKS, _POINTER),

@@ -7,12 +7,11 @@ from functools import cache
 from diloco_common.codec.base import Codec
 from diloco_common.codec.blocks import Int4, Int8
 from diloco_common.codec.plain import Bfloat16, Float32
-from diloco_common.codec.topk import TopK
 from diloco_common.errors import ConfigError, UnknownEncoding
 from diloco_common.extensions import find, plugin_names
 
 GROUP = "diloco.codec"
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Bfloat16(), Int8(), Int4(), TopK())}
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Bfloat16(), Int8(), Int4())}
 
 
 def encoding_names() -> tuple[str, ...]:

@@ -43,7 +43,7 @@ _log = logging.getLogger("diloco.http")
 def check_http_is_meant(setting: str, address: str, security: SecuritySettings) -> None:
     """Refuse an address that other machines reach, unless it is protected or meant to be open. Raises ConfigError."""
     listen = parse_address(address)
-    if is_loopback(listen.host) or security.insecure or security.token_file or security.token_key or security.tls:
+    if is_loopback(listen.host) or security.insecure or security.token_file or security.tls:
         return
     raise ConfigError(
         f"{setting} = {listen} is reachable from other machines, and nothing in `security` is set: whoever reaches it "

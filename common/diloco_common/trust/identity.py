@@ -1,6 +1,6 @@
 """Who calls, and what it may do. It is the same for every transport, and known before the first payload byte.
 
-A caller says who it is. Where a certificate or a signed token proves it, its scope decides which calls it may make.
+A caller says who it is. Where a certificate proves it, its scope decides which calls it may make.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Somebody of a run, as certificates and signed tokens name it."""
+    """Somebody of a run, as certificates name it."""
 
     run_id: str
     scope: Scope
@@ -69,11 +69,11 @@ def _is_index(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a certificate, or a signed token, has proven about a caller."""
+    """What a certificate has proven about a caller."""
 
     subject: Subject
     serial: str
-    """Of the certificate or token: lower-case hexadecimal digits without leading zeros."""
+    """Of the certificate: lower-case hexadecimal digits without leading zeros."""
     expires: float
     """Seconds since 1970."""
 

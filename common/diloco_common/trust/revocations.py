@@ -1,4 +1,4 @@
-"""The deny-list: certificates and signed tokens that hold no longer, by serial.
+"""The deny-list: certificates that hold no longer, by serial.
 
     {"revoked": [{"serial": "7a01...", "who": "diloco://run/learner/a", "at": "2026-11-22 14:00 UTC"}]}
 

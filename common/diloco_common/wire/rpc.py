@@ -135,11 +135,6 @@ def _check_bearer_token(authorization: str | None, bearer_token: str) -> None:
         )
 
 
-def authorization_in(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """What a call sends to prove itself; None if nothing."""
-    return next((value for key, value in metadata if key == "authorization" and isinstance(value, str)), None)
-
-
 def certificate_of(context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
     """The certificate of a caller, in PEM, whose chain TLS has checked; None without TLS."""
     return next(iter(context.auth_context().get("x509_pem_cert", ())), None)

@@ -92,7 +92,7 @@ def validity(whose: str, until: datetime, now: datetime) -> Finding:
 
 
 SKEW_S, SKEW_MOST_S = 10.0, 60.0
-"""Of clocks: a warning, and where certificates or signed tokens depend on it, a failure."""
+"""Of clocks: a warning, and where certificates depend on it, a failure."""
 
 
 def describe(door: Door, known: Known, protocol: int) -> Sequence[Finding]:

@@ -38,7 +38,6 @@ class Encodings(NamedTuple):
 LADDER = (
     Encodings("int8", "bfloat16", "the defaults"),
     Encodings("int4", "int8", "half of the bytes; 12 pairs show no cost at 160 versions (docs/quality.md)"),
-    Encodings("topk64_2bit", "int4", "a fifth of the bytes; the loss was 13 % higher (docs/quality.md)"),
 )  # fmt: skip
 """From the careful to the last resort."""
 
@@ -101,12 +100,10 @@ class Choice:
 
 def choose(asked: Asked) -> Choice:
     """The most careful settings that links and shards carry. Raises ConfigError: shards would own nothing."""
-    careful, half, last = LADDER
+    careful, half = LADDER
     found = settle(asked, careful)
     if found.every > EVERY and (smaller := settle(asked, half)).every <= SAVES * found.every:
         found = smaller
-    if found.every > EVERY_MOST:
-        found = min(found, settle(asked, last), key=lambda choice: choice.every)
     return found
 
 

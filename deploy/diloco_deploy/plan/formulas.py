@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 BITS: Mapping[str, float] = MappingProxyType({
-    "float32": 32.0, "bfloat16": 16.0, "int8": 8.125, "int4": 4.125, "topk64_2bit": 0.234375,
+    "float32": 32.0, "bfloat16": 16.0, "int8": 8.125, "int4": 4.125,
 })  # fmt: skip
 """Bits per parameter of each encoding, with scales and indices (docs/wan.md)."""
 VALUES = ("float32", "bfloat16")

@@ -1,13 +1,12 @@
-"""The folder of a run's certificate authority: it makes certificates and signed tokens, and takes them back.
+"""The folder of a run's certificate authority: it makes certificates, and takes them back.
 
     ca.pem, ca.key        the authority, P-256, ten years
-    token.pub, token.key  Ed25519, for signed tokens; made with the first one
     issued.jsonl          what was issued, one line each
     revoked.json          the deny-list: the master copy
     learner-a/ ...        ca.pem, cert.pem and key.pem of one identity, to be copied to its machine
 
 The folder and the keys in it are for their owner alone. Nothing of others is overwritten: no authority, and no
-certificates and tokens of somebody else.
+certificates of somebody else.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -24,27 +22,25 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
-    PublicFormat,
     load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from diloco_common.errors import ConfigError, DilocoError
-from diloco_common.trust.identity import Proof, Scope, Subject
+from diloco_common.errors import ConfigError
+from diloco_common.trust.identity import Scope, Subject
 from diloco_common.trust.revocations import REVOKED, write_revocations
 from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, read_folder, serial_text, subject_of_certificate
-from diloco_common.trust.tokens import TOKEN_MAX, read_private, sign_token, verify_token
+from diloco_common.trust.tokens import read_private
 from diloco_deploy.trust.registry import ISSUED, PRIVATE, PUBLIC, Issued, Registry, write_file
 
-CA_KEY, TOKEN_KEY, TOKEN_PUBLIC = "ca.key", "token.key", "token.pub"
-_BESIDE_THE_KEY = (CA, TOKEN_KEY, TOKEN_PUBLIC, ISSUED, REVOKED)
+CA_KEY = "ca.key"
+_BESIDE_THE_KEY = (CA, ISSUED, REVOKED)
 _ELSE = "give another --out, or remove it if nobody needs it"
-CA_DAYS, CERTIFICATE_DAYS, TOKEN_DAYS = 3650, 90, 30
+CA_DAYS, CERTIFICATE_DAYS = 3650, 90
 CLOCKS_DIFFER = timedelta(hours=1)
 """A certificate begins so long before it is made: the clocks of other machines may be behind."""
 KEEP_SHARE = 1 / 3
@@ -88,16 +84,9 @@ class Authority:
             raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
         return into, issued
 
-    def issue_token(self, subject: Subject, now: datetime, *, days: float = TOKEN_DAYS) -> tuple[str, Issued]:
-        """Sign a token. Shards check it with token.pub (`security.token_key`). Raises ConfigError."""
-        key, expires = self._token_key(), int((now + timedelta(days=days)).timestamp())
-        serial = serial_text(secrets.randbits(128) | 1 << 127)
-        token = sign_token(key, Proof(subject, serial, expires))
-        return token, self.registry.note(Issued("token", subject.uri, serial, expires))
-
     def check_free(self, into: Path, subject: Subject) -> None:
         """A folder may hold a certificate of the same subject, or nothing that is written there. Raises ConfigError."""
-        if any(os.path.lexists(into / name) for name in (CA_KEY, TOKEN_KEY, ISSUED)):
+        if any(os.path.lexists(into / name) for name in (CA_KEY, ISSUED)):
             raise ConfigError(f"{into} is the folder of an authority; give a certificate a folder of its own (--out)")
         if os.path.lexists(into / CERTIFICATE):
             held = _subject_in(into / CERTIFICATE)
@@ -108,21 +97,6 @@ class Authority:
             raise ConfigError(f"{into} holds {KEY} without a certificate: nobody knows whose it is; {_ELSE}")
         if os.path.lexists(into / CA) and not _holds(into / CA, self._certificate.public_bytes(Encoding.PEM)):
             raise ConfigError(f"{into} holds {CA} of another authority; {_ELSE}")
-
-    def check_free_for_token(self, path: Path, subject: Subject) -> None:
-        """A file may hold a token of the same subject, or not be there. Raises ConfigError, SecretExposed."""
-        key = self._token_key().public_key()
-        if path.name in (CA_KEY, *_BESIDE_THE_KEY) and path.parent.resolve() == self.folder.resolve():
-            raise ConfigError(f"{path} is a file of the authority; {_ELSE}")
-        if not os.path.lexists(path):
-            return
-        try:
-            with path.open("rb") as file:
-                held = verify_token(key, file.read(TOKEN_MAX + 2).decode().strip()).subject
-        except (OSError, ValueError, DilocoError):
-            raise ConfigError(f"{path} exists and holds no token of this authority; {_ELSE}") from None
-        if held != subject:
-            raise ConfigError(f"{path} holds a token of {held}, not of {subject}; {_ELSE}")
 
     def _sign(
         self, subject: Subject, public: ec.EllipticCurvePublicKey, names: list[x509.GeneralName], now: datetime,
@@ -140,24 +114,6 @@ class Authority:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-
-    def _token_key(self) -> Ed25519PrivateKey:
-        """Made once. Raises ConfigError, SecretExposed."""
-        path = self.folder / TOKEN_KEY
-        try:
-            if not path.exists():
-                made = Ed25519PrivateKey.generate()
-                public = made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-                write_file(self.folder / TOKEN_PUBLIC, public, mode=PUBLIC)
-                write_file(path, _private_pem(made), mode=PRIVATE)
-            key = load_pem_private_key(read_private(path), None)
-        except OSError as error:
-            raise ConfigError(f"{error.filename}: {error.strerror}") from None
-        except ValueError as error:
-            raise ConfigError(f"{path}: is not a private key in PEM: {error}") from None
-        if not isinstance(key, Ed25519PrivateKey):
-            raise ConfigError(f"{path}: is not an Ed25519 key")
-        return key
 
 
 def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
@@ -212,7 +168,7 @@ def open_authority(folder: Path) -> Authority:
     return Authority(folder, str(name.value), certificate, key)
 
 
-def _private_pem(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 

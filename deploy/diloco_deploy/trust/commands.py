@@ -17,8 +17,8 @@ from diloco_common.errors import ConfigError, did_you_mean
 from diloco_common.options import Days, Flag
 from diloco_common.trust.identity import Scope, subject_of
 from diloco_common.trust.tls import shown
-from diloco_deploy.trust.authority import CA_DAYS, TOKEN_PUBLIC, is_good, make_authority, open_authority
-from diloco_deploy.trust.registry import PRIVATE, Issued, write_file
+from diloco_deploy.trust.authority import CA_DAYS, is_good, make_authority, open_authority
+from diloco_deploy.trust.registry import Issued
 from diloco_deploy.trust.tending import LOOK_S, Tending
 
 Folder = Annotated[Path, Parameter(metavar="PATH", help="of the authority")]
@@ -96,7 +96,7 @@ def listing(*, folder: Folder = CERTS) -> int:
     return 0
 
 
-@certs.command(help="put certificates and signed tokens on the deny-list")
+@certs.command(help="put certificates on the deny-list")
 def revoke(
     what: Annotated[
         str, Parameter(metavar="IDENTITY|SERIAL", help="such as learner/a, or a serial of `diloco certs list`")
@@ -180,8 +180,7 @@ def _until(issued: Issued) -> str:
 
 token = new_app(
     "token",
-    "`diloco token FILE` writes a random bearer token, which shards and workers share. `diloco token issue` signs one "
-    "for one caller.",
+    "`diloco token FILE` writes a random bearer token, which shards and workers share.",
 )
 
 
@@ -192,31 +191,6 @@ def share(file: Annotated[Path, Parameter(metavar="FILE", help="written, unless 
     if not file.is_absolute() and file.parent == Path() and (meant := did_you_mean(file.name, ("issue",))):
         raise ConfigError(f"there is no command {file}{meant} For a file, take another name")
     print(f"{file}: {'made' if make_bearer_token(file) else 'exists already'}")
-    return 0
-
-
-@token.command(name="issue", help="sign a token for one learner or observer")
-def issue_token(
-    identity: Annotated[str, Parameter(metavar="IDENTITY", help="learner/ID, shard/N, observer/NAME or admin/NAME")],
-    /,
-    *,
-    out: Annotated[Path, Parameter(metavar="FILE", help="the token, for security.token_file")],
-    days: Annotated[Days, Parameter(help="days until it expires")] = 30.0,
-    folder: Folder = CERTS,
-) -> int:
-    """Sign a token for one learner or observer. Shards check it with token.pub of the folder (security.token_key). For
-    set-ups in which a proxy ends TLS.
-    """
-    authority, now = open_authority(folder), datetime.now(UTC)
-    subject = subject_of(authority.run_id, identity)
-    authority.check_free_for_token(out, subject)
-    signed, issued = authority.issue_token(subject, now, days=days)
-    try:
-        write_file(out, signed.encode() + b"\n", mode=PRIVATE)
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
-    print(f"{out}: {subject}, serial {issued.serial}, until {_until(issued)}")
-    print(f"shards check it with security.token_key={authority.folder / TOKEN_PUBLIC}")
     return 0
 
 

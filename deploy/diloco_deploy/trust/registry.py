@@ -39,10 +39,10 @@ SERIAL_DIGITS_MIN = 12
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A certificate or a signed token that was made once."""
+    """A certificate that was made once."""
 
     kind: str
-    """certificate or token."""
+    """certificate; of a folder of before also token."""
     who: str
     """URI."""
     serial: str
@@ -113,7 +113,7 @@ class Registry:
         return self._deny([Revocation(serial, who.uri, shown(now)) for serial in serials])
 
     def revoke_serial(self, text: str, now: datetime) -> tuple[list[Revocation], list[Revocation]]:
-        """Revoke one certificate or token, also one that somebody else issued. Raises ConfigError."""
+        """Revoke one certificate, also one that somebody else issued. Raises ConfigError."""
         try:
             serial = normal_serial(text)
         except ValueError:

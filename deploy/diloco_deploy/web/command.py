@@ -70,11 +70,10 @@ def page_of(
     `tls`: folder of an observer's or admin's certificate, to ask shards with. `certificate`: folder of the one to serve
     with; in plaintext, beyond this machine needs a token or `security.insecure`. Raises ConfigError, SecretExposed.
     """
-    # Neither the run's own certificates nor its key for tokens protect this page.
-    check_http_is_meant("--listen", listen, security.model_copy(update={"tls": certificate, "token_key": None}))
+    # The run's own certificates do not protect this page.
+    check_http_is_meant("--listen", listen, security.model_copy(update={"tls": certificate}))
     credentials = Credentials(tls, read_bearer_token(security))
-    has_secret = tls is not None or credentials.token is not None or security.token_key is not None
-    asks_key = has_secret or certificate is not None
+    asks_key = tls is not None or credentials.token is not None or certificate is not None
     door = None if certificate is None else door_of(certificate, security.revoked)
     return LivePage(listen, watched, credentials, asks_key=asks_key, door=door)
 

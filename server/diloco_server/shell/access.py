@@ -1,4 +1,4 @@
-"""Who may call: what certificates and signed tokens prove, and the calls that end when a proof holds no longer.
+"""Who may call: what certificates prove, and the calls that end when a proof holds no longer.
 
 What a shard asks of its callers follows from its settings, and changes while it runs: certificates and the deny-list
 are read again when they change. Nothing here knows gRPC.
@@ -12,19 +12,16 @@ from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
 from diloco_common.errors import ConfigError, Expired, Refusal, Revoked, Unauthenticated, WrongIdentity
 from diloco_common.observe.logs import Log
 from diloco_common.settings import SecuritySettings, Settings
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject
 from diloco_common.trust.revocations import REVOKED, DenyList
 from diloco_common.trust.tls import TlsFiles, TlsFolder, proof_of, shown
-from diloco_common.trust.tokens import read_bearer_token, read_token_key, verify_token
+from diloco_common.trust.tokens import read_bearer_token
 from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_server.shell.audit import Audit
 
-BEARER = "Bearer "
 LOOK_S = 0.25
 """How often to look whether files have changed: whoever is revoked is out within a second."""
 
@@ -39,31 +36,23 @@ class _OpenCall:
 class Callers:
     """The callers of one shard. Owned by its event loop."""
 
-    def __init__(
-        self,
-        wall_clock: Callable[[], float],
-        *,
-        needs_certificate: bool = False,
-        token_key: Ed25519PublicKey | None = None,
-    ) -> None:
-        """Where neither is asked for, callers are who they say they are. `wall_clock`: seconds since 1970."""
+    def __init__(self, wall_clock: Callable[[], float], *, needs_certificate: bool = False) -> None:
+        """Without certificates, callers are who they say they are. `wall_clock`: seconds since 1970."""
         self._wall_clock = wall_clock
         self._needs_certificate = needs_certificate
-        self._token_key = token_key
         self._revoked: frozenset[str] = frozenset()
         self._open: set[_OpenCall] = set()
 
-    def proven(self, claimed: Identity, certificate: bytes | None, authorization: str | None) -> Identity:
+    def proven(self, claimed: Identity, certificate: bytes | None) -> Identity:
         """The caller with its proof, if this shard asks for one.
 
         Args:
             claimed: who the call says it is of.
             certificate: of the connection, in PEM; TLS has checked its chain.
-            authorization: what the call says under this name.
 
         Raises Unauthenticated, Expired, Revoked or WrongIdentity.
         """
-        proof = self._proof(certificate, authorization)
+        proof = self._proof(certificate)
         if proof is None:
             return claimed
         self._check(proof)
@@ -75,23 +64,16 @@ class Callers:
         # Without a learner id the caller is an observer. A learner may be one: it reads the same model either way.
         if claimed.learner_id and (subject.scope is not Scope.LEARNER or subject.name != claimed.learner_id):
             raise WrongIdentity(
-                f"{subject} calls as learner {claimed.learner_id}; use that one's certificate or token, or its own id"
+                f"{subject} calls as learner {claimed.learner_id}; use that one's certificate, or its own id"
             )
         return replace(claimed, proof=proof)
 
-    def named(self, claimed: Identity, certificate: bytes | None, authorization: str | None) -> Identity:
+    def named(self, claimed: Identity, certificate: bytes | None) -> Identity:
         """Whom to name where a call is refused: whom its proof names, even if revoked; else whom it claims to be."""
         try:
-            return replace(claimed, proof=self._proof(certificate, authorization))
+            return replace(claimed, proof=self._proof(certificate))
         except Refusal:
             return claimed
-
-    def connected(self, anybody: Identity, certificate: bytes | None) -> Identity:
-        """The caller of a call that needs no token: proven by the certificate of its connection, if there must be one.
-
-        Raises as `proven` does.
-        """
-        return self.proven(anybody, certificate, None) if self._needs_certificate else anybody
 
     @asynccontextmanager
     async def holding(self, caller: Identity) -> AsyncIterator[None]:
@@ -129,16 +111,12 @@ class Callers:
                 continue
             call.limit.reschedule(asyncio.get_running_loop().time())
 
-    def _proof(self, certificate: bytes | None, authorization: str | None) -> Proof | None:
-        if self._needs_certificate:
-            if certificate is None:  # TLS has asked for one: no caller gets here without
-                raise Unauthenticated("this shard asks for a certificate; set security.tls (tls= of join)")
-            return proof_of(certificate)
-        if self._token_key is None:
+    def _proof(self, certificate: bytes | None) -> Proof | None:
+        if not self._needs_certificate:
             return None
-        if authorization is None or not authorization.startswith(BEARER):
-            raise Unauthenticated("this shard asks for a signed token; set security.token_file (token= of join)")
-        return verify_token(self._token_key, authorization.removeprefix(BEARER))
+        if certificate is None:  # TLS has asked for one: no caller gets here without
+            raise Unauthenticated("this shard asks for a certificate; set security.tls (tls= of join)")
+        return proof_of(certificate)
 
     def _check(self, proof: Proof, *, is_over: bool = False) -> None:
         """Raises Revoked or Expired. `is_over`: one of them it is, whatever the clock says by now."""
@@ -167,9 +145,8 @@ class AccessFiles:
             _check_certificate(self._tls.files, self._itself, wall_clock)
         self.tls = None if self._tls is None else self._tls.files
         """To serve with, as read last; None: calls come in plaintext."""
-        token_key = read_token_key(security.token_key) if security.token_key else None
         self.bearer_token = read_bearer_token(security)
-        self.callers = Callers(wall_clock, needs_certificate=self._tls is not None, token_key=token_key)
+        self.callers = Callers(wall_clock, needs_certificate=self._tls is not None)
         path = security.revoked or (security.tls / REVOKED if security.tls else None)
         self._deny_list = DenyList(path, is_required=security.revoked is not None)
         self.callers.deny(self._deny_list.serials)
@@ -219,13 +196,8 @@ class AccessFiles:
 
 
 def check_consent(settings: Settings) -> None:
-    """Raises ConfigError where settings of `security` contradict each other, or plaintext needs an explicit word."""
+    """Raises ConfigError where plaintext needs an explicit word."""
     security, listen = settings.security, parse_address(settings.shard.listen)
-    if security.token_key and (security.tls or security.token_file):
-        other = "security.tls" if security.tls else "security.token_file"
-        raise ConfigError(
-            f"security.token_key and {other} exclude each other at a shard: a caller is proven by one of them"
-        )
     if security.tls is None and not security.insecure and not is_loopback(listen.host):
         raise ConfigError(
             f"shard.listen = {listen} is reachable from other machines, and calls would travel in plaintext"
@@ -236,7 +208,7 @@ def check_consent(settings: Settings) -> None:
 
 
 def _token_words(security: SecuritySettings) -> str:
-    return ", the token with them" if security.token_file or security.token_key else " and from anybody"
+    return ", the token with them" if security.token_file else " and from anybody"
 
 
 def _check_certificate(files: TlsFiles, expected: Subject, wall_clock: Callable[[], float]) -> None:

@@ -3,7 +3,7 @@
     {"time": "2026-11-22T14:00:00.123Z", "what": "Join", "outcome": "OK", "who": "diloco://run/learner/a",
      "serial": "7a01...", "peer": "ipv4:10.0.0.7"}
 
-`outcome` is OK or a stable code. `who` has a serial where a certificate or a signed token proved it; otherwise it is
+`outcome` is OK or a stable code. `who` has a serial where a certificate proved it; otherwise it is
 what the call said. `repeated`: so many more like it were left out, and this is the last of them. Payloads, tokens and
 keys are never written. Contributions that are accepted are not here: the metrics count them, and there may be hundreds
 per second.

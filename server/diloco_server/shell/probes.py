@@ -121,7 +121,7 @@ class Health:
         """The caller, while the certificate of its connection holds. A refusal ends the call."""
         anybody = Identity(self._run_id, peer=rpc.host_of(context.peer()))
         try:
-            caller = self._callers.connected(anybody, rpc.certificate_of(context))
+            caller = self._callers.proven(anybody, rpc.certificate_of(context))
             async with self._callers.holding(caller):
                 yield caller
         except Refusal as refusal:

@@ -138,16 +138,14 @@ class ParameterServer:
         except Refusal as refusal:
             self._refused(learner_id, refusal.code, str(refusal))
             if caller.proof is None:
-                metadata = context.invocation_metadata() or ()
-                shown = rpc.certificate_of(context), rpc.authorization_in(metadata)
-                caller = self._callers.named(caller, *shown)
+                caller = self._callers.named(caller, rpc.certificate_of(context))
             self._audit.note(calls[0], refusal.code, caller, why=str(refusal))
             await rpc.refuse(context, refusal)
 
     def _caller(self, context: Context) -> Identity:
         metadata, peer = context.invocation_metadata() or (), rpc.host_of(context.peer())
         claimed = rpc.identify(metadata, self._run_id, self._bearer_token, peer)
-        return self._callers.proven(claimed, rpc.certificate_of(context), rpc.authorization_in(metadata))
+        return self._callers.proven(claimed, rpc.certificate_of(context))
 
     def _one(self, method: Method, *calls: str) -> grpc.RpcMethodHandler:
         async def call(requests: Messages, context: Context) -> Any:

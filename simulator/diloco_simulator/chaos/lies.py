@@ -20,7 +20,7 @@ from diloco_common.trust.identity import Identity
 from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import Held, Progress, PullRequest, PushHeader, Range
 
-ENCODINGS = ("float32", "bfloat16", "int8", "int4", "e3m0", "topk64_2bit", "float64", "", "int8" * 40)
+ENCODINGS = ("float32", "bfloat16", "int8", "int4", "e3m0", "float64", "", "int8" * 40)
 STEPS_AHEAD = 1000
 SLOW_S = (60.0, 1e6, 1e18, 1e308)
 """Seconds that a step is said to take."""

@@ -140,11 +140,6 @@ class LearnerFragment:
         """Tokens trained on that no version holds yet, given the learner's total."""
         return tokens - self._base_tokens
 
-    @property
-    def since_step(self) -> int:
-        """The learner's count of inner steps where the work begins that no version holds."""
-        return self._base_steps
-
     def contribute(self, tokens: int, steps: int) -> Contribution:
         """A contribution to the round that asked. `tokens` and `steps`: the learner's totals now."""
         assert self.asked is not None

@@ -14,7 +14,7 @@ holds and owns of it is `core/parts.py`.
     h   elements of the fragment that the process holds
     o   elements of these that it pushes
     a   bytes of an anchor's element: 2, or 4 where float32 is pulled
-    r   bytes of a residual's element: 2, or 4 where topk64_2bit is pushed; 0 without error feedback
+    r   bytes of a residual's element: 2, or 4 where a plugin asks for it; 0 without error feedback
     s   bytes of a snapshot's element: 2, or 4 where float32 is pushed
 """
 

@@ -2,7 +2,7 @@
 
     anchor      the version applied last: 2 bytes per parameter, or 4 in a run that pulls float32
     snapshot    anchor - theta, when the contribution was taken: 2 bytes, or 4 in a run that pushes float32
-    residual    what encoders lost of contributions that were merged (error feedback): 2 bytes, or 4 with topk64_2bit
+    residual    what encoders lost of contributions that were merged (error feedback): 2 bytes (some plugins: 4)
     loss        what the encoder lost of  snapshot + residual,  the contribution under way: in the place of the residual
 
 If the contribution is merged, the loss is the next residual already. If not, the next contribution first takes the loss
