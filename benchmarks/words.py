@@ -315,9 +315,12 @@ class Trained(LockstepRun):
         )  # fmt: skip
         speeds = tuple(plan.speed for plan in cluster.plans)
         conditions = Conditions(learners=len(speeds), speeds=speeds, shards=1, noise=0.05)
-        super().__init__(settings, Task(cluster), conditions, inner=Inner)  # type: ignore[arg-type]
+        super().__init__(settings, Task(cluster), conditions)
         self.shards = [self.shard_kind(self, 0, 1)]
         self.learners = {rig.learner_id: rig for rig in map(self.learner, range(len(speeds)))}
+
+    def make_inner(self) -> Any:
+        return Inner(self)
 
     def learner(self, index: int) -> Learner:
         return Learner(self, index)

@@ -269,10 +269,14 @@ class LockstepRun:
         self.clock = Clock()
         self.outcome = Outcome()
         self.pull_delay = max(0.0, settings.sync.overlap_steps - 1.0) + conditions.delay
-        self.inner = InnerSteps(settings, task, conditions.learners)
+        self.inner = self.make_inner()
         self.shards = [ShardRig(self, i, conditions.shards) for i in range(conditions.shards)]
         self.learners = {rig.learner_id: rig for rig in (LearnerRig(self, i) for i in range(conditions.learners))}
         self._merged, self._merged_at = 0, 0.0  # by all shards, and when that grew last
+
+    def make_inner(self) -> InnerSteps:
+        """What trains the models. A benchmark may give each learner an optimizer of its own."""
+        return InnerSteps(self.settings, self.task, self.conditions.learners)
 
     @property
     def fraction(self) -> float:

@@ -126,7 +126,12 @@ def sealed(header: bytes, data: bytes) -> bytes:
 def test_a_file_of_an_earlier_release_has_norms_and_no_limit() -> None:
     def of_an_earlier_release(tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
         del metadata["record"]["limit"]
-        metadata["record"] |= {"norms": [1.0, 2.0], "norm_learners": ["ann", "ben"], "seed_norm": 3.0, "usual_norm": 0.0}
+        metadata["record"] |= {
+            "norms": [1.0, 2.0],
+            "norm_learners": ["ann", "ben"],
+            "seed_norm": 3.0,
+            "usual_norm": 0.0,
+        }
 
     header, _ = read_version(disk_with(forged(of_an_earlier_release)), NAME)
     assert header.record.limit is None
