@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 from attack import Evidence, Over, Seen, Target
-from diloco_server.core.trust.trail import STEPS_FACTOR
 from intruder import Asked, Mole
 from torch import Tensor
 
@@ -68,15 +67,12 @@ def fast_steps(target: Target, over: Over) -> Seen:
 
 
 def judge_rounds(found: Evidence) -> list[str]:
-    """Steps count as fast as those of a learner that is `STEPS_FACTOR` times as fast as the usual one; no faster.
-
-    Learners of one run may differ as much, so the shard cannot tell this one from a fast one that contributes.
-    """
+    """A round of strangers takes the steps of more than half of them, so one alone opens none."""
     if found.before is None or found.after is None:
         return []
     rounds = found.status.get("rounds", 0) - found.status_before.get("rounds", 0)
     fragments = 4
-    most = STEPS_FACTOR * (found.after.steps - found.before.steps) * fragments / SPARSE + 2 * fragments
+    most = (found.after.steps - found.before.steps) * fragments / SPARSE + 2 * fragments
     return [f"{rounds} rounds, {most:.0f} at most"] if rounds > most else []
 
 

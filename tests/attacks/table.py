@@ -67,8 +67,8 @@ _ROWS = [
     ),
     Attack(
         12, "fast steps", TOKEN, "1,000 steps more per report, 50 reports a second",
-        "steps count at most as fast as 16 honest learners step", lies.fast_steps, lies.judge_rounds, learners=TWO,
-        seconds=4.0, settings={"sync.sync_every": lies.SPARSE},
+        "among strangers rounds take the steps of more than half", lies.fast_steps, lies.judge_rounds, learners=TWO,
+        seconds=4.0, settings={"sync.sync_every": lies.SPARSE, "guard.trust": "strangers"},
     ),
     Attack(
         15, "enormous Joins", TOKEN, "200,000 held, 1 M tensors, 20,000 dims, names twice",

@@ -1,7 +1,7 @@
 """A caller with every right to call, and nothing true to say, beside a learner that trains (faults.md, hostile).
 
-Whatever is sent, the answer has a stable code, no traceback is logged, and the honest learner's work goes on. Reports
-and contributions that are lies are judged in unit/test_pace.py, other models in unit/test_shard.py.
+Whatever is sent, the answer has a stable code, no traceback is logged, and the honest learner's work goes on. How much
+lies count for is in unit/test_influence.py, other models are in unit/test_shard.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Honest:
 
     def seen(self) -> int | None:
         member = self.shard.core.membership.get("honest")
-        return member.progress.inner_step if member is not None and member.trail is not None else None
+        return member.progress.inner_step if member is not None and member.reports is not None else None
 
     def step(self) -> None:
         self.clock.now += 1.0

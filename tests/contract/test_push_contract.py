@@ -196,7 +196,6 @@ BAD_BYTES: list[tuple[str, Payload, str, str]] = [
     ("chunks in another order", changed(lambda c: [c[1], c[0], c[2]]), "BAD_CHECKSUM", "crc32c"),
     ("a scale of 0 with codes", int8_payload(scale=0.0), "BAD_ENCODING", "scale"),
     ("the code -128", int8_payload(code=-128), "BAD_ENCODING", "-128"),
-    ("a norm far above the usual", contribution(1e6 * 0.5), "NORM_TOO_LARGE", "is merged for 4 steps"),
 ]
 
 
@@ -213,7 +212,6 @@ def test_bytes_that_are_not_the_announced_contribution_are_refused(opened, paylo
         (float("nan"), "NOT_FINITE"),
         (float("inf"), "NOT_FINITE"),
         (1e30, "NOT_FINITE"),  # their squares overflow
-        (1e10, "NORM_TOO_LARGE"),
     ],
 )
 def test_values_that_nothing_could_be_merged_with_are_refused(serve, clock, bad, code):

@@ -8,16 +8,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from diloco_server.core.trust import cuts
-from diloco_server.core.trust.trail import Most, Trail
-
 from diloco_common.errors import NotFinite, Refusal, Superseded
-from diloco_common.wire.messages import Progress, PushAnswer, VersionId
+from diloco_common.wire.messages import PushAnswer, VersionId
 from diloco_server.core import rounds
 from diloco_server.core.admission import DUPLICATE
+from diloco_server.core.arrivals import Reports
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState, Phase
+from diloco_server.core.influence import Influence
 from diloco_server.core.membership import Membership
 from diloco_server.core.parts import HalfContribution
 from diloco_server.core.round import Round
@@ -438,31 +437,45 @@ def decode_onto_any_base(original: Any, self: CodecThread, fragment_id: int) -> 
 # ------------------------------------------------------------ hostile learners
 
 
-@breaks(cuts, "capped")
-def weigh_as_claimed(original: Any, weights: Any, most: Any) -> Any:
+@breaks(Influence, "bound_weights")
+def weigh_as_claimed(original: Any, self: Influence, taken: Any) -> Any:
     """A contribution weighs what its learner says that it holds."""
-    return [*weights]
+    return {c.learner_id: replace(c, counted=c.tokens) for c in taken}
 
 
-@breaks(cuts, "clipping")
-def take_any_length(original: Any, lengths: Any, most: Any) -> Any:
+@breaks(Influence, "_limits")
+def take_any_length(original: Any, self: Influence, taken: Any, before: Any, own: Any) -> Any:
     """A contribution moves the model as far as it likes."""
-    return [1.0] * len(lengths)
+    return {}, before
 
 
 @breaks(DueFragments, "among")
-def count_every_step(original: Any, self: DueFragments, live: Any, quorum: Any) -> Any:
-    """Steps make rounds due as they are reported, and those of one stranger are enough."""
-    for member in live:
-        member.trail.counted = replace(member.trail.counted, inner_step=member.progress.inner_step)
-    return original(self, live, 1)
+def let_one_stranger_open_rounds(original: Any, self: DueFragments, live: Any, merging: Any, quorum: Any) -> Any:
+    """The steps of one stranger are enough for a round."""
+    return original(self, live, merging, 1)
 
 
-@breaks(Trail, "go_on")
-def believe_step_times(original: Any, self: Trail, progress: Progress, most: Most, now: float) -> None:
+@breaks(Reports, "step_time_s")
+def believe_step_times(original: Any, self: Reports) -> float:
     """A step takes as long as its learner says."""
-    original(self, progress, most, now)
-    self.counted = replace(self.counted, step_time_s=progress.step_time_s)
+    return self.last.step_time_s
+
+
+# ------------------------------------------------------------ members
+
+
+@breaks(Influence, "_limits")
+def cut_all_to_the_shortest(original: Any, self: Influence, taken: Any, before: Any, own: Any) -> Any:
+    """What is longer than the shortest of its round is cut."""
+    _, after = original(self, taken, before, own)
+    return {c.learner_id: min(other.norm for other in taken) for c in taken}, after
+
+
+@breaks(Round, "parted")
+def merge_half_of_a_round(original: Any, self: Round) -> Any:
+    """Healthy learners are left out."""
+    part, beside = original(self)
+    return part[: len(part) // 2 + 1], [*beside, *part[len(part) // 2 + 1 :]]
 
 
 @breaks(Places, "take")

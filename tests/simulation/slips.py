@@ -64,15 +64,17 @@ def weigh_by_tokens_per_step(original: Any, self: Any) -> Any:
 
 
 @slip(merge, "shares_of", "short:1", "no_healthy_work_is_cut")
-def share_alike(original: Any, ordered: Any, most: Any) -> Any:
+def share_alike(original: Any, ordered: Any) -> Any:
     """All contributions to a round weigh the same."""
     return [1 / len(ordered)] * len(ordered)
 
 
 @slip(merge, "_rda_weights", "short:4", "no_healthy_work_is_cut")
-def take_the_longest_radius(original: Any, sources: Any, piece: Any, shares: Any, norms: Any, radius: float) -> Any:
+def take_the_longest_radius(original: Any, sources: Any, piece: Any, shares: Any, norms: Any, kept: Any) -> Any:
     """RDA is as long as its longest contribution."""
-    return original(sources, piece, shares, norms, max(norms))
+    weights = original(sources, piece, shares, norms, kept)
+    radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
+    return weights and [weight * max(norms) / radius for weight in weights]
 
 
 @slip(merge, "_rda_weights", "short:4", "no_healthy_work_is_cut")

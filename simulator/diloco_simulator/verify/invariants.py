@@ -147,6 +147,12 @@ def no_healthy_work_is_cut(fragment_id: int, theta: Tensor, expected: Tensor, *,
         raise Violation("no_healthy_work_is_cut", f"fragment {fragment_id}: {words}")
 
 
+def nobody_healthy_is_left_out(fragment_id: int, left_out: Collection[str]) -> None:
+    """P12: all members of a simulated cluster are healthy."""
+    if left_out:
+        raise Violation("nobody_healthy_is_left_out", f"fragment {fragment_id}: {', '.join(left_out)}")
+
+
 def only_the_longest_is_cut(fragment_id: int, contributions: Sequence[tuple[float, int, float]]) -> None:
     """P12: of members' contributions to a round, only the longest at equal steps counts for less than it is, and never
     for less than the second longest. In a round of one or two, by what rounds before allow. Each by its norm, its inner
