@@ -125,8 +125,9 @@ class Rig(ShardShell):
         return s.record.copy(), s.phase, values, collected, ledger.tokens_accepted, ledger.tokens_merged
 
     def assert_accounts_balance(self) -> None:
-        """Every accepted token is merged, fenced, or in an open or closing round."""
+        """Every accepted token is merged, fenced, left out, or in an open or closing round."""
         held = self.state.collected.contributions.values() if self.state.collected else ()
         ledger = self.shard.ledger
         assert ledger.tokens_in_flight == sum(c.tokens for c in held)
-        assert ledger.tokens_accepted == ledger.tokens_merged + ledger.tokens_fenced + ledger.tokens_in_flight
+        settled = ledger.tokens_merged + ledger.tokens_fenced + ledger.tokens_left_out
+        assert ledger.tokens_accepted == settled + ledger.tokens_in_flight

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from builders import make_contribution, one_piece
 from diloco_server.core.influence import FALLS, OPPOSED, RISES, TOLD, TWICE, Direction, Influence, Told
+from diloco_server.core.ledger import LearnerLeftOut, LearnerTakesPart
 from diloco_server.core.merge import SAMPLE, SAMPLES, directions, merge
 from diloco_server.core.round import Contribution, Limit
+from rig import H, Rig
 
 BEFORE = Limit(4.0, 10)
 
@@ -204,3 +206,28 @@ def test_another_process_under_the_id_begins_anew() -> None:
     influence = Influence("members", left_out={"c"})
     influence.begin("c")
     assert influence.left_out == set()
+
+
+def test_a_learner_that_is_left_out_takes_the_global_values_and_its_work_is_gone() -> None:
+    rig = Rig(outer={"lr": 0.001}).started("a", "b", "c")
+    for number in range(1, 2 * TOLD):
+        for learner_id, value in (("a", 1.0), ("b", 1.0), ("c", -1.0 if number <= TOLD + 1 else 1.0)):
+            rig.contribute(learner_id, number, value)
+        rig.step("a", "b", "c", steps=H)
+        rig.assert_accounts_balance()
+        if number == TOLD:
+            assert rig.noted(LearnerLeftOut) == [LearnerLeftOut("c", pytest.approx(-1.0))]
+            before = rig.theta
+        if number == TOLD + 1:
+            assert rig.theta == pytest.approx([before[0] - 0.001], abs=1e-5), "as if c were not there"
+            assert rig.shard.ledger.tokens_left_out == H * 10
+            assert rig.state.status("c").merged_version == number, "so it carries nothing"
+            assert rig.members["c"].merged == TOLD
+    assert rig.noted(LearnerTakesPart) == []
+    rig.contribute("a", 2 * TOLD, 1.0)
+    assert rig.state.version == 2 * TOLD - 1, "it is waited for like everybody"
+    for number in range(2 * TOLD, 3 * TOLD):
+        for learner_id in "abc":
+            rig.contribute(learner_id, number, 1.0)
+        rig.step("a", "b", "c", steps=H)
+    assert rig.noted(LearnerTakesPart) == [LearnerTakesPart("c")]

@@ -58,9 +58,9 @@ class Direction:
     """Where a contribution points, among at least three of its round."""
 
     cosine: float
-    """With the sum of the others, as far as they take part."""
+    """With the others: the mean, weighted by how much each of them counts for."""
     others: float
-    """How much these agree without it: their dot products with each other, over those of their lengths."""
+    """The same of these with each other."""
 
 
 @dataclass
@@ -193,10 +193,13 @@ class Influence:
         return self._told.get(learner_id) or Told()
 
     def hear(
-        self, bounded: Iterable[Contribution], directions: Mapping[str, Direction]
+        self, taken: Iterable[Contribution], directions: Mapping[str, Direction]
     ) -> tuple[tuple[str, ...], str | None]:
-        """A round of the model was merged. Returns who takes part again from now on, and who does not any more."""
-        for c in bounded:
+        """A round of the model has become a version. `taken`: of those that are left out as well.
+
+        Returns who takes part again from now on, and who does not any more.
+        """
+        for c in taken:
             told = self._told[c.learner_id] = self.told(c.learner_id)
             told.kept.append(c.kept)
             if c.learner_id in directions:

@@ -197,12 +197,13 @@ def shares_of(ordered: Sequence[Contribution]) -> list[float]:
 def directions(part: Sequence[Contribution], beside: Sequence[Contribution], num_elements: int) -> dict[str, Direction]:
     """Where each contribution to a fragment of so many elements points: those that take part, and those that do not.
 
-    Empty where fewer than three take part: of two, either may be the one that points away.
+    Of those beside which at least two others take part: of two alone, either may be the one that points away.
     """
     taken = [c for c in (*part, *beside) if c.norm > 0]
     shares = dict(zip((c.learner_id for c in part), shares_of(part), strict=True))
     counts = [shares.get(c.learner_id, 0.0) * c.kept for c in taken]
-    if sum(count > 0 for count in counts) < 3:
+    others = [sum(count > 0 for j, count in enumerate(counts) if j != i) for i in range(len(counts))]
+    if max(others, default=0) < 2:
         return {}
     sources, weights = [_source(c.payload) for c in taken], torch.tensor(counts)
     squares, along = torch.zeros(len(taken), dtype=torch.float64), torch.zeros(len(taken), dtype=torch.float64)
@@ -216,6 +217,7 @@ def directions(part: Sequence[Contribution], beside: Sequence[Contribution], num
     return {
         c.learner_id: _direction(i, squares.sqrt().tolist(), along.tolist(), together, counts)
         for i, c in enumerate(taken)
+        if others[i] > 1
     }
 
 

@@ -185,6 +185,8 @@ class Round:
         return fenced
 
     def _lacks(self, quorum: Quorum) -> bool:
+        if quorum == "all":
+            return len(self.contributions) < max(1, len(self.asked))
         there, asked = (len(ids) - sum(i in ids for i in self.beside) for ids in (self.contributions, self.asked))
         return there < max(1, needed(quorum, asked))
 

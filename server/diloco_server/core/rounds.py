@@ -370,11 +370,11 @@ class Rounds:
         self.every.announced_at[fragment_id] = now
         self._outbox.note(VersionCommitted(fragment_id, closed.round, len(merged), tokens, now - closed.opened_at))
         if self._versions.fragments[fragment_id].fragment.traits.is_of_model:
-            self._hear(merged, directions)
+            self._hear((*merged, *left_out), directions)
 
-    def _hear(self, merged: Sequence[Contribution], directions: Mapping[str, Direction]) -> None:
+    def _hear(self, taken: Sequence[Contribution], directions: Mapping[str, Direction]) -> None:
         cosines = {i: self._influence.told(i).mean_cosine for i in directions}
-        back, out = self._influence.hear(merged, directions)
+        back, out = self._influence.hear(taken, directions)
         for learner_id in back:
             self._outbox.note(LearnerTakesPart(learner_id))
         if out is not None:
