@@ -213,7 +213,7 @@ def test_a_learner_that_is_left_out_takes_the_global_values_and_its_work_is_gone
     for number in range(1, 2 * TOLD):
         for learner_id, value in (("a", 1.0), ("b", 1.0), ("c", -1.0 if number <= TOLD + 1 else 1.0)):
             rig.contribute(learner_id, number, value)
-        rig.step("a", "b", "c", steps=H)
+        rig.step("c", "a", "b", steps=H)
         rig.assert_accounts_balance()
         if number == TOLD:
             assert rig.noted(LearnerLeftOut) == [LearnerLeftOut("c", pytest.approx(-1.0))]
@@ -229,5 +229,5 @@ def test_a_learner_that_is_left_out_takes_the_global_values_and_its_work_is_gone
     for number in range(2 * TOLD, 3 * TOLD):
         for learner_id in "abc":
             rig.contribute(learner_id, number, 1.0)
-        rig.step("a", "b", "c", steps=H)
+        rig.step("c", "a", "b", steps=H)
     assert rig.noted(LearnerTakesPart) == [LearnerTakesPart("c")]
