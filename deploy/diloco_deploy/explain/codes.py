@@ -169,7 +169,7 @@ MACHINE = (
     _finding(
         "FILES_FEW", "The shard may open fewer files than its learners need.",
         "Raise the hard limit: `ulimit -Hn`, `LimitNOFILE=` of systemd, `--ulimit nofile=` of Docker.",
-        "`shard.max_learners`, `shard.max_connections`",
+        "`shard.max_learners`, 4 connections for each",
     ),
     _finding(
         "MEMORY_SHORT", "The machine, or its cgroup, has too little memory for the shard.",
