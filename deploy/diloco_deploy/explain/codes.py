@@ -177,8 +177,8 @@ MACHINE = (
     ),
     _finding(
         "KERNELS_MISSING", "No native kernels: merging and encoding take several times as long.",
-        "Install the wheel for this machine, or a C compiler (Debian: `gcc libc6-dev`); then build them: "
-        "`python -m diloco_common.codec --build`.",
+        "Install the wheel for this machine, or a C compiler (Debian: `gcc libc6-dev`) and then "
+        "again: `pip install --force-reinstall --no-deps .`.",
         "`python -m diloco_common.codec`",
     ),
 )  # fmt: skip
