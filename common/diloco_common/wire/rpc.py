@@ -107,7 +107,7 @@ def host_of(peer: str) -> str:
 def identify(
     metadata: Iterable[tuple[str, str | bytes]], run_id: str, bearer_token: str | None, peer: str = ""
 ) -> Identity:
-    """The caller's identity; `peer` is its address. Raises Unauthenticated, WrongRun, BadLearnerId or BadRequest."""
+    """The caller's identity; `peer` is its address. Raises Unauthenticated, WrongRun, BadRequest or BadRequest."""
     values = {key: value for key, value in metadata if isinstance(value, str)}
     if bearer_token is not None:
         _check_bearer_token(values.get("authorization"), bearer_token)
