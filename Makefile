@@ -17,7 +17,7 @@ DOCS_VENV := .venv-docs
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
 WHEELS_VENV := .venv-wheels
 WHEELS_INSTALLED := $(WHEELS_VENV)/.installed
-SOURCES := protos/diloco_protos common server worker simulator deploy tests tools benchmarks examples
+SOURCES := hatch_build.py protos/diloco_protos common server worker simulator deploy tests tools benchmarks examples
 
 # Overridable: make demo DEMO="--workers 4 --tokens 4_000_000"; make test TESTS="tests/unit -k round"
 DEMO ?= --fresh --shards 2 --workers 3 --tokens 1_500_000 --seed 0 --report runs/demo/report.json --export runs/demo/model.safetensors
@@ -46,7 +46,7 @@ install: $(INSTALLED) ## Make .venv and install the locked set (the other target
 
 # `pip check`: what is listed is complete, also for the build of torch that was found. Without a C compiler there are no
 # kernels, and torch does their work.
-$(INSTALLED): pyproject.toml $(LOCKED) $(wildcard common/diloco_common/codec/kernels/*.[ch])
+$(INSTALLED): pyproject.toml hatch_build.py $(LOCKED) $(wildcard common/diloco_common/codec/kernels/*.[ch])
 	@for python in $(PYTHONS); do \
 	  if "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1; then found=$$python; break; fi; \
 	done; \
@@ -56,7 +56,6 @@ $(INSTALLED): pyproject.toml $(LOCKED) $(wildcard common/diloco_common/codec/ker
 	$(BIN)/python $(INSTALL) torch run dev
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip --disable-pip-version-check check >/dev/null
-	-$(BIN)/python -m diloco_common.codec --build
 	@touch $@
 
 .PHONY: demo

@@ -98,7 +98,7 @@ def run(spec: Spec) -> dict[str, object]:
     torch.set_num_threads(1)
     tune_allocator()
     settings = spec.settings()
-    corpus = load_corpus("stdlib", settings.data.held_out)
+    corpus = load_corpus("stdlib")
     task = BuiltIn(settings, corpus=corpus)
     curve: list[tuple[float, float]] = []
 

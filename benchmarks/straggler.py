@@ -40,7 +40,7 @@ def run(delays_s: dict[str, float], seconds: float) -> dict[str, Any]:
             name: stack.enter_context(
                 running(
                     "diloco_demo", *SETTINGS, f"worker.shards={shard.address}", f"worker.learner_id={name}",
-                    f"worker.step_delay_s={delay_s}",
+                    f"worker.step_min_s={delay_s}",
                 )
             )
             for name, delay_s in delays_s.items()

@@ -1,7 +1,6 @@
-"""An outer optimizer, a merge rule and a cadence of your own, without a fork. Put this folder on PYTHONPATH, and:
+"""An outer optimizer and a merge rule of your own, without a fork. Put this folder on PYTHONPATH, and:
 
-diloco up --set outer.optimizer=own_outer_rule:Averaged --set sync.merge=own_outer_rule:by_length \
-    --set sync.cadence=own_outer_rule:rarer_towards_the_end
+diloco up --set outer.optimizer=own_outer_rule:Averaged --set sync.merge=own_outer_rule:by_length
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from diloco_server.core.cadence import Rest
 from diloco_server.core.outer import OuterOptimizer
 
 
@@ -29,8 +27,3 @@ def by_length(norms: Sequence[float], shares: Sequence[float], products: Callabl
     """Every learner has the same say: contributions are scaled to the shortest one."""
     shortest = min((norm for norm in norms if norm > 0), default=0.0)
     return [shortest / norm / len(norms) if norm > 0 else 0.0 for norm in norms]
-
-
-def rarer_towards_the_end(rest: Rest) -> int:
-    """H grows to twice its value while the rate falls."""
-    return round(rest.sync_every * (1 + rest.fraction))

@@ -38,7 +38,7 @@ TINY: dict[str, Any] = {
     "model.width": 32,
     "model.context": 32,
     "train.batch": 4,
-    "worker.step_delay_s": 0.02,
+    "worker.step_min_s": 0.02,
     "worker.threads": 1,
     "sync.fragments": 4,
     "sync.sync_every": 8,

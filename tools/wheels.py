@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, str(ROOT)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "DILOCO_NATIVE": "0"})
         (pure,) = Path(folder).glob("*.whl")
         for machine, sets in library.PORTABLE.items():
             compiled = {}

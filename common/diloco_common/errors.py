@@ -163,11 +163,11 @@ class IslandBroken(DilocoError):
 
 
 class CannotConnect(DilocoError):
-    """No shard answers at the address."""
+    """No shard, or no object store, answers at the address."""
 
     exit_code = EXIT_CANNOT_CONNECT
     met = CONNECTING
-    do = "Start the shards, or correct the address."
+    do = "Start the shards, or correct the address; of an object store also the credentials."
     look = "`diloco doctor --shards HOST:PORT` on the caller's machine"
 
 
@@ -206,17 +206,10 @@ class ForeignCertificate(HandshakeFailed):
     look = "`ca.pem` on both sides: they must be equal"
 
 
-class CertificateExpired(HandshakeFailed):
-    """A certificate is too old, or this machine's clock is wrong."""
+class CertificateNotValid(HandshakeFailed):
+    """A certificate is too old, or begins later, or this machine's clock is wrong."""
 
-    do = "Issue another: no restart is needed. Or set the clock."
-    look = "`date -u` on both machines"
-
-
-class CertificateNotYetValid(HandshakeFailed):
-    """A certificate begins later, so a clock is wrong."""
-
-    do = "Set the clock."
+    do = "Set the clock, or issue another: no restart is needed."
     look = "`date -u` on both machines"
 
 
@@ -227,10 +220,10 @@ class WrongHost(HandshakeFailed):
     look = "the names in the message"
 
 
-class TlsNeeded(HandshakeFailed):
-    """The port speaks TLS, and this caller plaintext."""
+class TlsMismatch(HandshakeFailed):
+    """One side speaks TLS, and the other plaintext."""
 
-    do = "Set `security.tls` (`tls=` of join) to a folder of `diloco certs issue`."
+    do = "Set `security.tls` (`tls=` of join) on both sides, to a folder of `diloco certs issue`, or on neither."
     look = "`security.tls` on both sides"
 
 
@@ -241,56 +234,13 @@ class NotAShard(HandshakeFailed):
     look = "`serving` in the shard's log"
 
 
-class TlsNotSpoken(HandshakeFailed):
-    """The port speaks plaintext, and this caller TLS."""
-
-    do = "Give the shard a certificate, or leave the caller's `security.tls` (`tls=` of join) out."
-    look = "`security.tls` on both sides"
-
-
-class CheckpointDamaged(DataError):
-    """The manifest or a file is damaged."""
+class BadCheckpoint(DataError):
+    """A checkpoint is damaged, lacks fragments, is made of parts of different runs, models or times, or has this name
+    already: it is never changed."""
 
     met = CHECKPOINTS
-    do = "Take another checkpoint."
+    do = "Name the parts of one whole checkpoint, or another name; or take another checkpoint."
     look = "`diloco checkpoint verify`"
-
-
-class CheckpointIncomplete(DataError):
-    """Fragments are missing."""
-
-    met = CHECKPOINTS
-    do = "Name the parts, or the data folders, of all shards."
-
-
-class CheckpointExists(DataError):
-    """The name is taken. A checkpoint is never changed."""
-
-    met = CHECKPOINTS
-    do = "Give another name."
-
-
-class CheckpointsDiffer(DataError):
-    """The parts are of different runs, models or times."""
-
-    met = CHECKPOINTS
-    do = "Name the parts of one checkpoint."
-
-
-class MissingExtra(ConfigError):
-    """URLs need a library that is not installed."""
-
-    met = CHECKPOINTS
-    do = "`pip install 'decoupled-diloco[object-store]'`"
-
-
-class ObjectStoreFailed(CannotConnect):
-    """The object store refuses or does not answer."""
-
-    code = "OBJECT_STORE"
-    met = CHECKPOINTS
-    do = "Correct URL, credentials or endpoint."
-    look = "the store's own words in the message"
 
 
 class WrongFolder(DataError):
@@ -427,14 +377,6 @@ class WrongRun(Refusal):
 
     do = "Correct the run's id, or the addresses."
     look = "`run.id` on both sides, `worker.shards`"
-
-
-class BadLearnerId(Refusal):
-    """The learner id is not 1 to 64 of `A-Z a-z 0-9 . _ -`."""
-
-    status = "INVALID_ARGUMENT"
-    do = "Choose another id."
-    look = "`worker.learner_id` (`learner_id=` of join)"
 
 
 class ManifestMismatch(Refusal):

@@ -3,7 +3,6 @@
 group            what it gives
 diloco.outer     a subclass of diloco_server.core.outer.OuterOptimizer
 diloco.merge     a function, diloco_server.core.merge.MergeRule
-diloco.cadence   a function, diloco_server.core.cadence.CadenceRule
 diloco.inner     a function of model and TrainSettings that returns a torch optimizer
 diloco.codec     an instance of diloco_common.codec.Codec; by entry point alone, as its name travels
 """

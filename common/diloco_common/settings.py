@@ -39,8 +39,10 @@ Extension = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:\w+$")]
 Plugin = Annotated[str, Field(pattern=r"^plugin:\w+$")]
 
 
-FIRST_EVERY = 24
-"""H that "auto" begins with."""
+FIRST_EVERY, EVERY_LEAST, EVERY_MOST = 24, 6, 500
+"""H that "auto" begins with, and the least and the most that it chooses: what quality was measured for, and more."""
+BLEND_ALPHA = 0.5
+"""alpha of "blend", as published: theta <- alpha * theta + (1 - alpha) * new."""
 
 
 class SyncSettings(Section):
@@ -51,10 +53,6 @@ class SyncSettings(Section):
     sync_every: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = 24
     """H: inner steps between two rounds of a fragment. "auto": each shard chooses the smallest H that its links, the
     steps of its learners and its own merging can sustain with room to spare. It measures them (docs/wan.md)."""
-    sync_every_min: int = Field(default=6, ge=1, le=2**31)
-    """The least that "auto" chooses."""
-    sync_every_max: int = Field(default=500, ge=1, le=2**31)
-    """The most that "auto" chooses."""
     quorum: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     """K: contributions that let a round close; "all" waits for every live learner."""
     grace: Annotated[float, Field(ge=0)] | Literal["adaptive"] = "adaptive"
@@ -63,8 +61,6 @@ class SyncSettings(Section):
     patience: float = Field(default=0.1, gt=0, le=1)
     """With carry: a round waits for whoever is expected at most this share of the H steps later than the usual learner,
     or `overlap_steps` if that is more. No learner stands still meanwhile; the next version comes later by so much."""
-    grace_gamma: float = Field(default=0.8, gt=0, le=1)
-    """With overwrite and blend: share of the slack used by the adaptive grace window."""
     overlap_steps: int = Field(default=2, ge=0)
     """tau: a round should be over within this many inner steps."""
     staleness_max: int = Field(default=8, ge=0)
@@ -73,18 +69,11 @@ class SyncSettings(Section):
     """The weighted mean, radial-directional averaging, or "agreement": a mean that is shorter where they agree,
     and better than the mean with AdamW (docs/quality.md). Or one of others: `mypkg.mymod:rule`, or `plugin:NAME`, an
     entry point of diloco.merge (examples/centered_clip.py)."""
-    cadence: Literal["steps"] | Extension = "steps"
-    """When a fragment is due again: H inner steps after its last round, or as a rule of others says:
-    `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of diloco.cadence."""
     companions_every: int = Field(default=1, ge=1, le=1000)
-    """Where learners average their inner momentum (`join(companions=)`, `train.average_momentum`): a fragment of it is
-    due so many times as rarely as one of the model."""
-    buffers_every: int = Field(default=1, ge=1, le=1000)
-    """The same for buffers of the model, such as the statistics of BatchNorm."""
+    """What goes along with the parameters is due so many times as rarely as they are: inner momentum that learners
+    average (`join(companions=)`, `train.average_momentum`), and buffers, such as the statistics of BatchNorm."""
     on_commit: Literal["carry", "overwrite", "blend"] = "carry"
     """What a learner does with its own progress when a version arrives."""
-    blend_alpha: float = Field(default=0.5, ge=0, le=1)
-    """alpha of "blend": theta <- alpha * theta + (1 - alpha) * new."""
     push: Literal["float32", "bfloat16", "int8", "int4"] | Plugin = "int8"
     """Encoding of contributions; `plugin:NAME` is an entry point of diloco.codec (examples/e3m0.py)."""
     pull: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"
@@ -92,18 +81,10 @@ class SyncSettings(Section):
     error_feedback: bool = True
     """Add the loss of the push encoding to the next contribution."""
 
-    @model_validator(mode="after")
-    def _least_is_not_above_most(self) -> Self:
-        if self.sync_every_min > self.sync_every_max:
-            raise ValueError(f"sync_every_min ({self.sync_every_min}) is above sync_every_max ({self.sync_every_max})")
-        return self
-
     @property
     def first_every(self) -> int:
         """H as it is given, or what "auto" begins with, before anything is measured."""
-        if self.sync_every == "auto":
-            return min(max(FIRST_EVERY, self.sync_every_min), self.sync_every_max)
-        return self.sync_every
+        return FIRST_EVERY if self.sync_every == "auto" else self.sync_every
 
 
 class OuterSettings(Section):
@@ -115,11 +96,6 @@ class OuterSettings(Section):
     """eta."""
     momentum: float = Field(default=0.5, ge=0, lt=1)
     """mu of all but adam. The published 0.9 was still behind after 80 versions (docs/quality.md)."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.99, ge=0, lt=1)
-    """Of adam."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Of adam."""
     average: float = Field(default=0.0, ge=0, le=0.999)
     """Shards keep an average of the versions (docs/checkpoints.md): what it keeps of itself with each version, such as
     0.97. It may change at any restart. 0: they keep none."""
@@ -175,11 +151,6 @@ class ShardSettings(Section):
     bytes_in_max: int = Field(default=4 << 30, ge=1 << 20)
     """Payload bytes that open pushes may have announced, all together. Further pushes are answered BUSY. Held beside
     it: what rounds have accepted, at most one contribution per learner and fragment."""
-    bytes_out_max: int = Field(default=256 << 20, ge=1 << 20)
-    """Payload bytes that may wait in buffers for pulls to take them, all together. Further chunks wait in line."""
-    max_connections: int = Field(default=0, ge=0)
-    """gRPC connections that may be open at once; a learner has 3. Further ones are closed at once. 0: 4 times
-    `max_learners`, but never more than the limit on open files leaves."""
     data_dir: Path | None = None
     """Folder for the versions of this shard alone; none: versions stay in memory, and a restart begins anew."""
     durability: Literal["version", "interval"] = "version"
@@ -229,11 +200,8 @@ class WorkerSettings(Section):
     track: str = Field(default="", pattern=r"^((tensorboard|wandb|csv):.+)?$")
     """Where the curves of the built-in training go: `tensorboard:DIR`, `wandb:PROJECT` (offline unless WANDB_MODE says
     otherwise) or `csv:FILE`. Empty: nowhere."""
-    step_delay_s: float = Field(default=0.0, ge=0)
-    """Sleep added to every inner step. Makes a straggler for experiments."""
     step_min_s: float = Field(default=0.0, ge=0)
-    """An inner step takes at least this long: it sleeps for the rest. So a learner gets no faster when others leave it
-    more of the machine."""
+    """An inner step takes at least this long: it sleeps for the rest. Makes a straggler for experiments."""
 
 
 class ModelSettings(Section):
@@ -266,11 +234,9 @@ class TrainSettings(Section):
     """Of Muon, at its highest. An update has the root mean square that one of AdamW has at this rate."""
     schedule: Literal["cosine", "wsd", "linear"] = "linear"
     """How rates go down after the warm-up, by global progress. "wsd" (warm-up, stable, decay) stays at the highest, and
-    falls in a line over the last `decay` of the budget."""
+    falls in a line over the last half of the budget."""
     lr_final: float = Field(default=0.0, ge=0, le=1)
     """The schedule ends at this share of the highest rates."""
-    decay: float = Field(default=0.5, gt=0, le=1)
-    """Of wsd: the share of the token budget over which rates fall."""
     warmup: float = Field(default=0.05, ge=0, le=1)
     """Share of the token budget over which rates rise. Where AdamW is the only one, 0.2 to 0.4 was better in short runs
     (docs/quality.md)."""
@@ -290,9 +256,8 @@ class TrainSettings(Section):
 
 class DataSettings(Section):
     source: str = "stdlib"
-    """"stdlib" (the source of the running Python's standard library), or a file or folder of text."""
-    held_out: float = Field(default=0.05, gt=0, lt=1)
-    """Share of the files that are kept for evaluation. A hash of their names selects them."""
+    """"stdlib" (the source of the running Python's standard library), or a file or folder of text. A twentieth of the
+    files is kept for evaluation; a hash of their names selects them."""
 
 
 class SecuritySettings(Section):
@@ -324,8 +289,6 @@ class ClusterSettings(Section):
     hung_s: float = Field(default=60.0, ge=0)
     """`diloco up` kills a shard or worker that has answered nothing for so many seconds, or that says itself that it
     hangs (`worker.hung_s`); 0: never."""
-    worker_cpus: float = Field(default=1.0, gt=0)
-    """CPU cores that each worker asks Ray for (`up --on ray`)."""
     worker_gpus: float = Field(default=0.0, ge=0)
     """GPUs that each worker asks Ray for; a worker sees only those that it got."""
     page: str = "127.0.0.1:7171"

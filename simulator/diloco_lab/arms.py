@@ -159,10 +159,23 @@ class Arm:
         return make_arm(f"{self.name} {path}={value}", {**content, "lab": lab}, self.model)
 
 
+GONE = {
+    "sync.sync_every_min": 6, "sync.sync_every_max": 500, "sync.grace_gamma": 0.8, "sync.cadence": "steps",
+    "sync.buffers_every": 1, "sync.blend_alpha": 0.5, "outer.beta1": 0.9, "outer.beta2": 0.99, "outer.eps": 1e-8,
+    "train.decay": 0.5, "data.held_out": 0.05,
+}  # fmt: skip
+"""Settings of results on record that there are no more, with what they are today."""
+
+
 def key_today(line: Mapping[str, Any]) -> str:
     """The key of a result on record. Settings that are younger than it count with their defaults, which change nothing.
-    Raises KeyError and ValidationError if it is of settings that are gone."""
-    settings = Settings.model_validate(line["settings"]).model_dump(mode="json")
+    Settings that are gone count for nothing where they had what is a constant now. Raises KeyError and ValidationError
+    if it is of others."""
+    known = {
+        name: {key: value for key, value in section.items() if GONE.get(f"{name}.{key}", GONE) != value}
+        for name, section in line["settings"].items()
+    }
+    settings = Settings.model_validate(known).model_dump(mode="json")
     learnt = {key: settings[key] for key in LEARNT_FROM}
     conditions = Conditions.model_validate(line["lab"]).model_dump(mode="json")
     return _digest({"settings": learnt, "lab": conditions, "model": line["model"], "rules": line["rules"]})

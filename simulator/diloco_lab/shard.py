@@ -22,7 +22,6 @@ from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.shard import Shard
 from diloco_server.shell.driver import EffectDriver, Job
-from diloco_server.shell.rules import find_rules
 from diloco_server.storage.version_file import StoredVersion
 
 T = TypeVar("T")
@@ -33,7 +32,7 @@ class LockstepShard:
 
     def __init__(self, settings: Settings, epoch: int, clock: Clock) -> None:
         self.settings = settings
-        self.shard = Shard(settings, epoch, find_rules(settings).cadence)
+        self.shard = Shard(settings, epoch)
         self.clock = self.stopwatch = clock
         self.driver = EffectDriver(self.shard, self, self)
 

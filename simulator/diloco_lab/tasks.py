@@ -139,12 +139,12 @@ def half_of(corpus: Corpus, half: int) -> Tensor:
 
 def corpus_of(settings: Settings) -> Corpus:
     """Read once."""
-    return _corpus(settings.data.source, settings.data.held_out)
+    return _corpus(settings.data.source)
 
 
 @cache
-def _corpus(source: str, held_out: float) -> Corpus:
-    return load_corpus(source, held_out)
+def _corpus(source: str) -> Corpus:
+    return load_corpus(source)
 
 
 class InnerSteps:

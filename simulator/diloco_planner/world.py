@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from diloco_common.codec import num_payload_bytes
 from diloco_common.errors import Refusal
-from diloco_common.settings import LeaseSettings, RunSettings, Settings, ShardSettings
+from diloco_common.settings import BLEND_ALPHA, LeaseSettings, RunSettings, Settings, ShardSettings
 from diloco_common.wire.messages import (
     Collect,
     Committed,
@@ -303,7 +303,7 @@ class Learner:
         self.line = plan.drawn(world.until, chance)
         sync = world.settings.sync
         self._policy = LearnerPolicy(
-            sync.first_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
+            sync.first_every, sync.push, sync.pull, sync.on_commit, BLEND_ALPHA, sync.error_feedback
         )
         self._process = 0
         self._begun_step = self._end_step = 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -15,6 +18,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from tools.lock import pins_in
+
+from diloco_common.codec import library
 
 PACKAGES = {
     f"diloco_{name}"
@@ -105,3 +110,24 @@ def test_the_lowest_runtime_allowed_is_the_generators(project, repository, requi
     (ours,) = (r for r in requirements(project) if r.name == requirement)
     (lowest,) = (Version(s.version) for s in ours.specifier if s.operator == ">=")
     assert lowest == generator
+
+
+@pytest.mark.parametrize("compiler", ["cc", "no-such-compiler"])
+def test_a_build_compiles_the_kernels_or_says_why_not(repository, tmp_path, compiler):
+    """As `pip install .` builds."""
+    if not (library.fitting() and shutil.which("cc")):
+        pytest.skip("there is no C compiler, or no vector instruction set that we know")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(repository)]
+    environment = {**os.environ, "CC": compiler}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    (path,) = tmp_path.iterdir()
+    with zipfile.ZipFile(path) as archive:
+        compiled = {name.rpartition("/")[2] for name in archive.namelist() if name.endswith(".so")}
+    if compiler == "cc":
+        assert library.KERNELS.built_name(library.fitting()[0]) in compiled
+        assert "-none-linux_" in path.name
+    else:
+        assert not compiled
+        assert path.name.endswith("py3-none-any.whl")
+        words = "no native kernels, torch does their work: there is no C compiler (no-such-compiler)"
+        assert f"{said.stdout}{said.stderr}".count(words) == 1

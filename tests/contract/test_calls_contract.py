@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, refusal, settings_with
 
 from diloco_common.codec import Payload, decode_payload
-from diloco_common.errors import BadLearnerId, ConfigError, InUse
+from diloco_common.errors import BadRequest, ConfigError, InUse
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import TensorSpec
@@ -163,7 +163,7 @@ RAW_IDS = {
 @pytest.mark.parametrize("learner_id", BAD_IDS.values(), ids=BAD_IDS)
 def test_a_learner_id_that_is_not_plain_is_refused_and_shown_nowhere(shard, written, learner_id):
     found = refusal(lambda: shard.caller(learner_id).join())
-    assert (found.status, found.code) == (STATUS.INVALID_ARGUMENT, "BAD_LEARNER_ID")
+    assert (found.status, found.code) == (STATUS.INVALID_ARGUMENT, "BAD_REQUEST")
     assert "1 to 64 of" in found.words
     assert len(found.words) < 200
     assert shard.core.membership.all() == []
@@ -174,7 +174,7 @@ def test_a_learner_id_that_is_not_plain_is_refused_and_shown_nowhere(shard, writ
 
 @pytest.mark.parametrize("learner_id", (BAD_IDS | RAW_IDS).values(), ids=BAD_IDS | RAW_IDS)
 def test_identify_refuses_ids_that_grpc_might_let_through(learner_id):
-    with pytest.raises(BadLearnerId) as refused:
+    with pytest.raises(BadRequest) as refused:
         rpc.identify([("diloco-run", "local"), ("diloco-learner", learner_id)], "local", None)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 400

@@ -18,7 +18,7 @@ from training import tiny_model
 
 import diloco_worker
 from certificates import Certificates
-from diloco_common.errors import CannotConnect, HandshakeFailed, NotAShard, TlsNotSpoken
+from diloco_common.errors import CannotConnect, HandshakeFailed, NotAShard, TlsMismatch
 from diloco_common.trust.identity import Identity
 from diloco_common.trust.tls import read_folder
 from diloco_common.wire.handshake import find_cause
@@ -157,20 +157,20 @@ CAUSES: dict[str, tuple[Where, Folder, str, list[str]]] = {
     "nor in plaintext": (at_plaintext, nothing, "", []),
     "no certificate": (at_the_shard, without_pair, "NO_CERTIFICATE", ["asks for a certificate"]),
     "no certificate, at another server": (at_a_server(), without_pair, "NO_CERTIFICATE", []),
-    "too old": (at_the_shard, issued(**OLD), "CERTIFICATE_EXPIRED",
+    "too old": (at_the_shard, issued(**OLD), "CERTIFICATE_NOT_VALID",
                 ["diloco certs issue learner/a", "this machine's clock"]),
-    "not valid yet": (at_the_shard, issued(**EARLY), "CERTIFICATE_NOT_YET_VALID",
+    "not valid yet": (at_the_shard, issued(**EARLY), "CERTIFICATE_NOT_VALID",
                       ["set the clock", "this machine's clock"]),
-    "the shard's is too old": (at_a_server(**OLD), issued(), "CERTIFICATE_EXPIRED", ["diloco certs issue shard/N"]),
-    "nor is the shard's": (at_a_server(**EARLY), issued(), "CERTIFICATE_NOT_YET_VALID", ["set the clock"]),
+    "the shard's is too old": (at_a_server(**OLD), issued(), "CERTIFICATE_NOT_VALID", ["diloco certs issue shard/N"]),
+    "nor is the shard's": (at_a_server(**EARLY), issued(), "CERTIFICATE_NOT_VALID", ["set the clock"]),
     "a pair of others": (at_the_shard, foreign(*PAIR), "FOREIGN_CERTIFICATE", [r"ca\.pem|whole folder"]),
     "an authority of others": (at_the_shard, foreign("ca.pem"), "FOREIGN_CERTIFICATE", [r"ca\.pem|whole folder"]),
     "all of others": (at_the_shard, foreign("ca.pem", *PAIR), "FOREIGN_CERTIFICATE", [r"ca\.pem|whole folder"]),
     "only the shard refuses": (at_the_shard, foreign(*PAIR, trusts_both=True), "FOREIGN_CERTIFICATE",
                                ["does not take the certificate"]),
     "another host": (under_another_name, issued(), "WRONG_HOST", ["ps-0", "--host 127.0.0.2"]),
-    "plaintext on a TLS port": (at_the_shard, nothing, "TLS_NEEDED", [r"security\.tls"]),
-    "TLS on a plaintext port": (at_plaintext, issued(), "TLS_NOT_SPOKEN", []),
+    "plaintext on a TLS port": (at_the_shard, nothing, "TLS_MISMATCH", [r"security\.tls"]),
+    "TLS on a plaintext port": (at_plaintext, issued(), "TLS_MISMATCH", []),
     "nobody there is no matter of TLS": (at_nobody, issued(), "", []),
     "nor without it": (at_nobody, nothing, "", []),
 }  # fmt: skip
@@ -198,15 +198,15 @@ def test_the_http_port_of_a_shard_says_where_the_shard_listens(serve):
 def test_joining_ends_with_a_cause_that_waiting_does_not_mend(shard, written):
     with pytest.raises(HandshakeFailed) as ended:
         diloco_worker.join(shard.address, tiny_model(), learner_id="a", wait_s=20)
-    assert (ended.value.code, ended.value.exit_code) == ("TLS_NEEDED", 5)
-    assert "code=TLS_NEEDED" in written.getvalue(), "it was said before it was believed"
+    assert (ended.value.code, ended.value.exit_code) == ("TLS_MISMATCH", 5)
+    assert "code=TLS_MISMATCH" in written.getvalue(), "it was said before it was believed"
 
 
 def test_joining_waits_for_a_renewal(shard, run, train, written):
     folder = run.issue("learner/a", begins=timedelta(days=-3))
     with pytest.raises(CannotConnect):
         diloco_worker.join(shard.address, tiny_model(), learner_id="a", tls=folder, wait_s=3.0)
-    assert "code=CERTIFICATE_EXPIRED" in written.getvalue()
+    assert "code=CERTIFICATE_NOT_VALID" in written.getvalue()
 
     run.issue("learner/a")
     train(shard.address, "a", tls=folder).step()
@@ -215,7 +215,7 @@ def test_joining_waits_for_a_renewal(shard, run, train, written):
 
 
 def test_an_observer_is_told_the_cause(serve, run):
-    with pytest.raises(TlsNotSpoken):
+    with pytest.raises(TlsMismatch):
         pull_global_model([serve().address], tls=run.issue("observer/x"), wait_s=4.0)
 
 
@@ -224,14 +224,14 @@ def test_the_cause_is_looked_for_at_the_first_failure_and_then_seldom(shard, loo
 
     def look(address: str, *_: object) -> HandshakeFailed:
         looks.append(address)
-        return TlsNotSpoken("so it is")
+        return TlsMismatch("so it is")
 
     monkeypatch.setattr("diloco_worker.shell.grpc_transport.find_cause", look)
 
     async def dial_again_and_again() -> None:
         transport = GrpcTransport(shard.address, Credentials())
         for _ in range(20):
-            with pytest.raises(TlsNotSpoken):
+            with pytest.raises(TlsMismatch):
                 await transport.join(Identity("local", "a"), JoinRequest(PROTOCOL, "p"), 5.0)
         await transport.close(0.0)
 

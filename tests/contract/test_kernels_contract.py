@@ -44,7 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installati
     folder.mkdir()
     for source in of.folder.glob("*.[ch]"):
         shutil.copy(source, folder)
-    copy = replace(of, folder=folder, flags=(*of.flags, "-O1"))  # it is built many times
+    copy = replace(of, folder=folder, out=folder, flags=(*of.flags, "-O1"))  # it is built many times
     monkeypatch.setattr(library, "KERNELS", copy)
     native.find.cache_clear()
     yield Installation(copy)
@@ -52,7 +52,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installati
 
 
 def test_it_is_built_once_and_stale_ones_go(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert f"have not been built: `{here.of.command}` does" in str(here.find())
+    assert "have not been built: `pip install" in str(here.find())
     assert torch_encodes()
     (here.of.folder / f"{here.of.prefix}-0123456789abcdef.so").touch()
     built = here.of.build()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from moto.server import ThreadedMotoServer
 
-from diloco_common.errors import CheckpointExists
+from diloco_common.errors import BadCheckpoint
 from diloco_deploy.checkpoint import objects
 from diloco_deploy.cli import main
 from diloco_server.storage.checkpoint import MANIFEST
@@ -97,7 +97,7 @@ def test_a_second_copy_to_the_same_place_is_refused(url, checkpoint, capsys) -> 
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 0
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 3
     assert "is a checkpoint already, and none is ever changed" in capsys.readouterr().err
-    with pytest.raises(CheckpointExists):  # whoever comes at the same time: the store itself refuses
+    with pytest.raises(BadCheckpoint):  # whoever comes at the same time: the store itself refuses
         objects.ObjectFolder(url).put_new(MANIFEST, b"another")
     assert main(["checkpoint", "verify", url]) == 0
 
@@ -146,5 +146,5 @@ def test_a_store_that_does_not_answer_or_has_no_such_bucket_is_told(
     sign_in(s3, monkeypatch)
     assert main(["checkpoint", "copy", str(checkpoint), "s3://nobody/here"]) == 5
     said = capsys.readouterr().err
-    assert said.endswith("[OBJECT_STORE]\n")
+    assert said.endswith("[CANNOT_CONNECT]\n")
     assert said.count("\n") == 1

@@ -217,7 +217,7 @@ JOIN: list[Row] = [
     ("run: wrong characters", lambda h: h.join(run="my run"), "WRONG_CALL", "run="),
     ("run: empty", lambda h: h.join(run=""), "WRONG_CALL", "run="),
     ("run: a number", lambda h: h.join(run=5), "WRONG_CALL", "run="),
-    ("learner_id: wrong characters", lambda h: h.join(learner_id="my learner"), "BAD_LEARNER_ID", "my learner"),
+    ("learner_id: wrong characters", lambda h: h.join(learner_id="my learner"), "BAD_REQUEST", "my learner"),
     ("learner_id: a number", lambda h: h.join(learner_id=3), "WRONG_CALL", "learner_id="),
     ("tls: no such folder", lambda h: h.join(tls="/no/such/folder"), "BAD_CONFIG", "/no/such/folder"),
     ("tls: True", lambda h: h.join(tls=True), "WRONG_CALL", "tls="),

@@ -97,7 +97,7 @@ def test_a_killed_worker_is_evicted_and_comes_back_where_its_checkpoint_was(clus
     ann.start()
     back = until(lambda: status_when_training(ann), "ann to train again")
 
-    steps_most = (time.monotonic() - started) / TINY["worker.step_delay_s"]
+    steps_most = (time.monotonic() - started) / TINY["worker.step_min_s"]
     steps = back["inner_step"] - saved["inner_step"]
     assert 0 <= steps <= steps_most, "it went on from its checkpoint"
     later = until(lambda: checkpoint_beyond(cluster, "ann", saved["inner_step"]), "a newer checkpoint of ann's")

@@ -20,7 +20,7 @@ def test_rounds_do_not_wait_for_the_slow_and_its_tokens_still_arrive(tmp_path: P
     }  # fmt: skip
     with LocalCluster(tmp_path / "run", settings) as cluster:
         for name, step_s in (("slow", SLOW_STEP_S), ("hanging", HANGING_STEP_S)):
-            cluster.add_worker(name, {"worker.step_delay_s": step_s})
+            cluster.add_worker(name, {"worker.step_min_s": step_s})
         cluster.start(shards=1, workers=["ann"], verbose=True)
         (shard,) = cluster.shards
         for name in ("slow", "hanging"):

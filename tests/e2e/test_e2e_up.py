@@ -22,7 +22,7 @@ from processes import TINY, environment, http_get, run_module, sets, until
 
 BUDGET = 60_000
 WORKERS = ["worker-0", "worker-1"]
-CALM = {"train.lr": 0.005, "lease.lease_s": 30, "worker.step_delay_s": 0.01}
+CALM = {"train.lr": 0.005, "lease.lease_s": 30, "worker.step_min_s": 0.01}
 """Nobody dies here but by a signal: a worker that gets no core for a while keeps its lease."""
 CONTRIBUTION_BYTES = 1.1
 """Per parameter, at most: int8 codes and a scale per block."""
@@ -148,7 +148,7 @@ def test_the_exported_model_is_the_reported_one_in_plain_torch(finished: Finishe
     settings = Settings.model_validate(finished.report["settings"])
     model = build_gpt(settings.model, seed=1)
     missing, unexpected = model.load_state_dict(load_file(finished.run.folder / "model.safetensors"), strict=True)
-    held_out = load_corpus(settings.data.source, settings.data.held_out).held_out
+    held_out = load_corpus(settings.data.source).held_out
 
     loss = evaluate(model, held_out, settings.model.context)
 

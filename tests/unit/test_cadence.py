@@ -14,10 +14,7 @@ from diloco_common.wire.messages import Progress
 from diloco_server.core.arrivals import Reports
 from diloco_server.core.cadence import (
     GraceWindow,
-    Rest,
-    every_h_steps,
     first_interval,
-    interval,
     is_due,
 )
 from diloco_server.core.membership import Member
@@ -64,24 +61,10 @@ def test_who_has_not_reported_neither_makes_due_nor_is_waited_for() -> None:
     assert is_due([silent, member("a", 4)], {}, 4, "all")
 
 
-def test_a_rule_of_others_says_when_a_fragment_is_due_again_and_its_first_round_is_spread_likewise() -> None:
-    rest = Rest(fragment_id=2, num_fragments=4, version=0, fraction=0.5, sync_every=8)
-    assert interval(every_h_steps, rest, never=False) == 8
-    assert interval(lambda rest: round(rest.sync_every * (1 + rest.fraction)), rest, never=False) == 12
-    assert interval(lambda rest: 12, rest, never=True) == 9
-
-
-@pytest.mark.parametrize("nonsense", [0, -3, 2.5, None])
-def test_a_rule_that_gives_nonsense_is_named(nonsense: object) -> None:
-    rest = Rest(fragment_id=0, num_fragments=1, version=1, fraction=0.0, sync_every=8)
-    with pytest.raises(ValueError, match=r"sync\.cadence"):
-        interval(lambda _: nonsense, rest, never=False)  # type: ignore[arg-type,return-value]
-
-
 # ------------------------------------------------------------------ the grace window
 
 
-EQ_3 = {"grace": "adaptive", "grace_gamma": 0.5, "overlap_steps": 2, "on_commit": "overwrite"}
+EQ_3 = {"grace": "adaptive", "overlap_steps": 2, "on_commit": "overwrite"}
 
 
 def make_window(to_quorum: Sequence[float] = (), to_publish: Sequence[float] = (), **sync: Any) -> GraceWindow:
@@ -96,11 +79,11 @@ def make_window(to_quorum: Sequence[float] = (), to_publish: Sequence[float] = (
 @pytest.mark.parametrize(
     ("to_quorum", "to_publish", "step_time_s", "seconds"),
     [
-        ([], [], 1.0, 1.0),  # 0.5 * 2
-        ([1.0], [0.5], 1.0, 0.25),  # 0.5 * (2 - 1.5)
+        ([0.0], [1.0], 1.0, 0.8),  # 0.8 * (2 - 1)
+        ([1.0], [0.5], 1.0, 0.4),  # 0.8 * (2 - 1.5)
         ([3.0], [1.0], 1.0, 0.0),  # no slack left
         ([], [], 0.0, 0.0),  # nobody has told its step time
-        ([1.0, 2.0], [0.5], 1.0, 0.2),  # average 1.0 + 0.1 * (2.0 - 1.0)
+        ([1.0, 2.0], [0.5], 1.0, 0.32),  # average 1.0 + 0.1 * (2.0 - 1.0)
     ],
 )
 def test_the_window_is_a_share_of_the_slack_that_the_overlap_leaves(
@@ -124,7 +107,7 @@ def test_where_learners_carry_a_round_waits_a_share_of_its_cadence(sync, step_ti
 
 
 def test_the_window_is_no_longer_than_a_step() -> None:
-    assert make_window(overlap_steps=10, grace_gamma=1.0).seconds(2.0, 24) == 2.0
+    assert make_window(overlap_steps=10).seconds(2.0, 24) == 2.0
 
 
 @pytest.mark.parametrize("grace", [0.0, 1.5])

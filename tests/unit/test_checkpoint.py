@@ -13,8 +13,7 @@ import google_crc32c
 import pytest
 
 from diloco_common.errors import (
-    CheckpointDamaged,
-    CheckpointIncomplete,
+    BadCheckpoint,
     ConfigError,
     VersionDamaged,
 )
@@ -144,7 +143,7 @@ def test_a_version_with_a_damaged_header_is_passed_over_in_words(cluster: Path) 
 def test_a_shard_that_lacks_a_fragment_makes_no_part(cluster: Path) -> None:
     for path in (cluster / "shard-1").glob(f"fragment-{MODEL.owned_by(1)[1].fragment_id:04d}-*"):
         path.unlink()
-    with pytest.raises(CheckpointIncomplete, match="1 of 6 fragments"):
+    with pytest.raises(BadCheckpoint, match="1 of 6 fragments"):
         take_checkpoint([cluster / "shard-1"], cluster / "c", whole=False)
 
 
@@ -182,10 +181,10 @@ def test_no_byte_of_a_manifest_may_change(contents: Contents, cluster: Path) -> 
     assert text == encode_manifest(contents)
     assert decode_manifest(text, "c") == contents
     for offset in range(len(text)):
-        with pytest.raises(CheckpointDamaged):
+        with pytest.raises(BadCheckpoint):
             decode_manifest(text[:offset] + bytes([text[offset] ^ 1]) + text[offset + 1 :], "c")
         if offset % 97 == 0:
-            with pytest.raises(CheckpointDamaged):
+            with pytest.raises(BadCheckpoint):
                 decode_manifest(text[:offset], "c")
 
 
@@ -225,13 +224,13 @@ def another_name(body: Any) -> None:
 def test_a_manifest_that_nobody_makes_is_refused_in_one_line(contents, cluster, change) -> None:
     """Bad input: from elsewhere, so a right checksum says nothing, and its names are not paths."""
     assert forged(contents, lambda _: None) == encode_manifest(contents)
-    with pytest.raises(CheckpointDamaged, match=r"^c is damaged: [^\n]*$"):
+    with pytest.raises(BadCheckpoint, match=r"^c is damaged: [^\n]*$"):
         decode_manifest(forged(contents, change), "c")
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"[" * 200_000])
 def test_what_is_no_manifest_is_refused(text: bytes) -> None:
-    with pytest.raises(CheckpointDamaged, match=r"^c is damaged: "):
+    with pytest.raises(BadCheckpoint, match=r"^c is damaged: "):
         decode_manifest(text, "c")
 
 

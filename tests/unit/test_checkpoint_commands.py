@@ -139,7 +139,7 @@ def test_damage_is_named_and_ends_with_exit_code_3(run_folder: Path, capsys: pyt
 
     assert main(["checkpoint", "verify", str(checkpoint)]) == 3
     said = capsys.readouterr().err
-    assert said.count("CHECKPOINT_DAMAGED") == 1
+    assert said.count("BAD_CHECKPOINT") == 1
     assert path.name in said
     new = run_folder.parent / "new"
     assert main(["restore", str(checkpoint), "--shards", "2", "--folder", str(new)]) == 3
@@ -154,17 +154,17 @@ def test_damage_is_named_and_ends_with_exit_code_3(run_folder: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "exit_code", "code"),
     [
-        (["checkpoint", "{run}", "--name", "one"], 3, "CHECKPOINT_EXISTS"),
+        (["checkpoint", "{run}", "--name", "one"], 3, "BAD_CHECKPOINT"),
         (["checkpoint", "{run}", "--name", "../up"], 2, "BAD_CONFIG"),
         (["checkpoint", "{run}/checkpoints"], 3, "NO_CHECKPOINT"),
         (["checkpoint", "verify", "{run}/shard-0"], 3, "NO_CHECKPOINT"),
         (["checkpoint", "copy", "{run}/checkpoints/one", "ftp://host/path"], 2, "BAD_CONFIG"),
         (["restore", "{run}/checkpoints/one", "--shards", "9", "--folder", "{run}/new"], 2, "BAD_CONFIG"),
         (["restore", "{run}/checkpoints/one", "--shards", "2", "--folder", "{run}"], 2, "BAD_CONFIG"),
-        (["restore", "{run}/shard-0", "--shards", "2", "--folder", "{run}/new"], 3, "CHECKPOINT_INCOMPLETE"),
-        (["export", "{run}/shard-1", "--out", "{run}/m.safetensors"], 3, "CHECKPOINT_INCOMPLETE"),
+        (["restore", "{run}/shard-0", "--shards", "2", "--folder", "{run}/new"], 3, "BAD_CHECKPOINT"),
+        (["export", "{run}/shard-1", "--out", "{run}/m.safetensors"], 3, "BAD_CHECKPOINT"),
         (["export", "{run}", "--out", "/dev/null/m.safetensors"], 3, "BAD_DATA"),
-        (["restore", "{run}", "{run}", "--shards", "2", "--folder", "{run}/new"], 3, "CHECKPOINTS_DIFFER"),
+        (["restore", "{run}", "{run}", "--shards", "2", "--folder", "{run}/new"], 3, "BAD_CHECKPOINT"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(run_folder, capsys, words, exit_code, code) -> None:
@@ -185,7 +185,7 @@ def test_without_the_extra_a_url_is_refused_with_its_name(monkeypatch, capsys) -
     assert main(["checkpoint", "verify", "s3://bucket/path"]) == 2
     said = capsys.readouterr().err
     assert "pip install 'decoupled-diloco[object-store]'" in said
-    assert said.endswith("[MISSING_EXTRA]\n")
+    assert said.endswith("[BAD_CONFIG]\n")
 
 
 def test_a_run_goes_on_with_another_number_of_shards_bit_for_bit(run_folder, monkeypatch, capsys) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from diloco_common.errors import (
-    CertificateExpired,
+    CertificateNotValid,
     DilocoError,
     ForeignCertificate,
     LeaseExpired,
@@ -132,7 +132,7 @@ def test_of_a_shard_that_was_up_few_words_are_objections(
 # ------------------------------------------------------------------ handshakes
 
 
-FOREIGN, NONE, EXPIRED = ForeignCertificate("of another"), NoCertificate("asks for one"), CertificateExpired("too old")
+FOREIGN, NONE, EXPIRED = ForeignCertificate("of another"), NoCertificate("asks for one"), CertificateNotValid("too old")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
-from builders import make_settings
-from diloco_common.settings import SyncSettings
+from diloco_common.settings import EVERY_LEAST, EVERY_MOST, SyncSettings
 from diloco_server.core.arrivals import Arrivals
 from diloco_server.core.every import ASKED, QUIET, Every, Measured, carried, following
 from diloco_server.core.ledger import EveryChanged
@@ -41,12 +39,12 @@ def test_the_smallest_h_leaves_room(measured: Measured, every: int) -> None:
         (24, 2, 0.03, True, 48),  # late, whatever the reason
         (24, 2, 0.02, True, 18),  # a quarter less, at most
         (24, 2, 0.0, False, 24),
-        (7, 1, 0.0, True, 6),  # as the user bounds it
+        (7, 1, 0.0, True, 6),  # the least
         (400, 900, 0.5, False, 500),
     ],
 )
 def test_h_follows_slowly_and_within_bounds(every: int, carries: int, late: float, may_fall: bool, then: int) -> None:
-    assert following(every, carries, late, AUTO.sync_every_min, AUTO.sync_every_max, may_fall=may_fall) == then
+    assert following(every, carries, late, EVERY_LEAST, EVERY_MOST, may_fall=may_fall) == then
 
 
 def look(every: Every, carries_s: float, late: int = 0, fragments: int = 4) -> str:
@@ -89,14 +87,8 @@ def test_a_number_stays() -> None:
     assert every.steps == 12
 
 
-@pytest.mark.parametrize(("bounds", "first"), [({}, 24), ({"sync_every_max": 10}, 10), ({"sync_every_min": 30}, 30)])
-def test_auto_begins_within_its_bounds(bounds: dict[str, int], first: int) -> None:
-    assert SyncSettings(sync_every="auto", **bounds).first_every == first
-
-
-def test_bounds_that_exclude_everything_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"sync_every_min \(7\) is above"):
-        make_settings(sync={"sync_every_min": 7, "sync_every_max": 6})
+def test_auto_begins_with_the_usual_h() -> None:
+    assert SyncSettings(sync_every="auto").first_every == 24
 
 
 def test_a_version_takes_no_longer_because_it_waited_in_line() -> None:
@@ -113,7 +105,7 @@ class Pair(Rig):
     """Two learners with steps of a second."""
 
     def __init__(self, **sync: Any) -> None:
-        sync = {"sync_every": "auto", "sync_every_max": 48, "quorum": 1, "grace": "adaptive"} | sync
+        sync = {"sync_every": "auto", "quorum": 1, "grace": "adaptive"} | sync
         super().__init__(sync=sync, lease={"lease_s": 1e6, "heartbeat_s": 1.0})
         self.join("a", "b")
         self.seed("a")
@@ -135,20 +127,20 @@ class Pair(Rig):
 
 
 def test_h_rises_where_contributions_come_late_and_falls_where_none_does() -> None:
-    pair = Pair(sync_every_min=12)
+    pair = Pair()
     policy = pair.shard.join_answer().policy
-    pair.rounds(4 * ASKED)
-    assert pair.shard.rounds.every.steps == 12
+    pair.rounds(7 * ASKED)
+    assert pair.shard.rounds.every.steps == EVERY_LEAST
     began = pair.steps["a"]
     pair.rounds(20)
-    assert pair.steps["a"] - began <= 20 * 12, "rounds are due by the new H"
+    assert pair.steps["a"] - began <= 20 * EVERY_LEAST, "rounds are due by the new H"
     assert pair.shard.join_answer().policy == policy, "all shards tell learners the same, and each finds its own H"
     pair.rounds(2 * ASKED, b_is_late=True)
-    assert pair.shard.rounds.every.steps == 48
+    assert pair.shard.rounds.every.steps > 10 * EVERY_LEAST
 
 
 def test_lateness_of_one_that_is_gone_says_nothing_of_h() -> None:
-    pair = Pair(sync_every_min=24)
+    pair = Pair()
     pair.rounds(1)
     for _ in range(8 * ASKED):
         while pair.state.round is None:
@@ -157,5 +149,5 @@ def test_lateness_of_one_that_is_gone_says_nothing_of_h() -> None:
         pair.contribute("a", pair.state.round.round)
         pair.advance(30.0)
     changes = pair.noted(EveryChanged)
-    assert [c.every for c in changes] == [48, 36, 27, 24], "it rises once, before b is idle"
+    assert [c.every for c in changes] == [48, 36, 27, 21], "it rises once, before b is idle"
     assert all(x.every == y.before for x, y in pairwise(changes))

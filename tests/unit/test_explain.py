@@ -84,9 +84,9 @@ def test_every_entry_says_what_it_means_and_what_to_do(entry) -> None:
     assert not re.search(r"\]\([^)]*\)", plain_text(entry.means + entry.do + entry.look)), "a link of Markdown is left"
 
 
-@pytest.mark.parametrize("spelling", ["TLS_NEEDED", "tls_needed", "tls-needed", "[TLS_NEEDED]"])
+@pytest.mark.parametrize("spelling", ["TLS_MISMATCH", "tls_mismatch", "tls-mismatch", "[TLS_MISMATCH]"])
 def test_a_code_is_found_in_any_spelling(spelling: str) -> None:
-    assert find(spelling).code == "TLS_NEEDED"
+    assert find(spelling).code == "TLS_MISMATCH"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,6 @@ def test_a_rule_that_gives_nonsense_is_named() -> None:
         ({"outer": {"optimizer": "own_outer_rule:by_length"}}, "no subclass"),
         ({"outer": {"optimizer": "plugin:nothing"}}, "install it"),
         ({"sync": {"merge": "math:pi"}}, "no function"),
-        ({"sync": {"cadence": "own_outer_rule:by_length"}}, "does not work"),
     ],
 )
 def test_a_rule_that_is_not_there_or_no_rule_is_refused_when_a_shard_starts(sections, says) -> None:

@@ -189,10 +189,9 @@ def test_large_chunks_are_for_who_has_shown_that_it_reads() -> None:
         ({}, 1024, 4096, 1024 - KEPT),
         ({}, 256, 4096, 16),
         ({"max_learners": 10}, 1024, 40, 40),
-        ({"max_connections": 100}, 1024, 100, 100),
-        ({"max_connections": 100_000}, 20_000, 100_000, 20_000 - KEPT),
+        ({"max_learners": 25_000}, 20_000, 100_000, 20_000 - KEPT),
     ],
-    ids=["as a rule", "just enough", "few", "hardly any", "few learners", "by hand", "more by hand than there are"],
+    ids=["as a rule", "just enough", "few", "hardly any", "few learners", "more than there are"],
 )
 def test_connections_leave_files_for_the_shard(shard: dict[str, int], files: int, wanted: int, allowed: int) -> None:
     settings = make_settings(shard=shard).shard

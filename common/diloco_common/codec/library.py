@@ -1,9 +1,8 @@
 """Libraries of C: built once, and looked for beside their sources.
 
-A platform wheel brings that of the encodings' kernels. Elsewhere `python -m diloco_common.codec --build` makes it:
-`make install` does so in a checkout, the Dockerfile in an image. There is one for each instruction set of this kind of
-machine, and the best that the CPU has is used. A name has the hash of sources, compiler flags and instruction set, so
-a stale one is never found.
+A wheel brings that of the encodings' kernels: `pip install .` compiles it where there is a C compiler (hatch_build.py),
+and published wheels have it. There is one for each instruction set of this kind of machine, and the best that the CPU
+has is used. A name has the hash of sources, compiler flags and instruction set, so a stale one is never found.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class Library:
     """All C of a folder, as one file for each instruction set."""
 
     folder: Path
-    """Of the sources, and of what is made of them."""
+    """Of the sources."""
     prefix: str
     """Of the files that are made: `prefix-HASH.so`."""
     flags: tuple[str, ...]
     """For the compiler, on every machine."""
-    command: str
-    """What a person types to build it."""
+    out: Path
+    """Where what is made of them lies."""
 
     def load(self) -> tuple[Path, ctypes.CDLL] | str:
         """The best one for this CPU, or why there is none that can be used."""
@@ -70,19 +69,21 @@ class Library:
             return "DILOCO_NATIVE is 0"
         if not (sets := fitting()):
             return f"there are no kernels for this CPU ({platform.machine()})"
-        paths = [self.folder / self.built_name(one) for one in sets]
-        why = f"they have not been built: `{self.command}` does, where there is a C compiler"
+        paths = [self.out / self.built_name(one) for one in sets]
+        why = "they have not been built: `pip install --force-reinstall --no-deps .` does, where there is a C compiler"
         return next((path for path in paths if path.exists()), why)
 
     def build(self) -> Path | str:
         """Compile it for all machines like this one that this compiler can, or say why not. Those of other sources
         go."""
+        if os.environ.get("DILOCO_NATIVE", "1") == "0":
+            return "DILOCO_NATIVE is 0"
         if not fitting():
             return f"there are no kernels for this CPU ({platform.machine()})"
         if not self.sources():
             return f"there is no C in {self.folder}"
         compiler, failed = shlex.split(os.environ.get("CC", "cc")), ""
-        paths = {self.folder / self.built_name(one): one for one in PORTABLE[platform.machine()]}
+        paths = {self.out / self.built_name(one): one for one in PORTABLE[platform.machine()]}
         made = 0
         try:
             for path, one in paths.items():
@@ -95,10 +96,10 @@ class Library:
         except FileNotFoundError:
             return f"there is no C compiler ({shlex.join(compiler)})"
         except OSError as error:
-            return f"{self.folder} cannot be written to: {error}"
+            return f"{self.out} cannot be written to: {error}"
         if not made:
             return failed
-        for stale in set(self.folder.glob(f"{self.prefix}-*.so")) - paths.keys():
+        for stale in set(self.out.glob(f"{self.prefix}-*.so")) - paths.keys():
             stale.unlink(missing_ok=True)
         return self.find()
 
@@ -126,7 +127,7 @@ KERNELS = Library(
     Path(__file__).with_name("kernels"),
     "kernels",
     ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
-    "python -m diloco_common.codec --build",
+    Path(__file__).with_name("kernels"),
 )
 """Of the encodings."""
 

@@ -2,7 +2,7 @@
 
 `library.py` finds and builds them. Nothing depends on them: without them, with DILOCO_NATIVE=0, or on another device,
 the torch code runs. Encodings are the same bytes then; norms and merged sums are rounded in another order, so versions
-may differ in their last bits. `python -m diloco_common.codec` says which it is; with `--build` it first builds them.
+may differ in their last bits. `python -m diloco_common.codec` says which it is.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from diloco_common.errors import BadLearnerId, ConfigError, WrongScope
+from diloco_common.errors import BadRequest, ConfigError, WrongScope
 
 _NAME = r"[A-Za-z0-9._-]{1,64}"
 _LEARNER_ID = re.compile(rf"{_NAME}\Z")
@@ -124,6 +124,6 @@ class Identity:
 
 
 def check_learner_id(learner_id: str) -> None:
-    """Raises BadLearnerId."""
+    """Raises BadRequest."""
     if not _LEARNER_ID.match(learner_id):
-        raise BadLearnerId(f"learner id {learner_id[:64]!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+        raise BadRequest(f"learner id {learner_id[:64]!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")

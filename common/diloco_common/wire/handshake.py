@@ -17,15 +17,13 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from diloco_common.errors import (
-    CertificateExpired,
-    CertificateNotYetValid,
+    CertificateNotValid,
     ConfigError,
     ForeignCertificate,
     HandshakeFailed,
     NoCertificate,
     NotAShard,
-    TlsNeeded,
-    TlsNotSpoken,
+    TlsMismatch,
     WrongHost,
 )
 from diloco_common.trust.tls import CERTIFICATE, KEY, TlsFiles, shown
@@ -62,7 +60,7 @@ def _plaintext_cause(address: str, dial_s: float) -> HandshakeFailed | None:
             pass
     except ssl.SSLError:
         return _http_cause(address, dial_s)
-    return TlsNeeded(
+    return TlsMismatch(
         f"{address} speaks TLS, and this caller plaintext; set security.tls (tls= of join) to the folder that "
         "`diloco certs issue` made for it"
     )
@@ -96,12 +94,12 @@ def _own_cause(files: TlsFiles, now: datetime) -> HandshakeFailed | None:
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     whose = f"the certificate in {files.folder}"
     if now >= ends:
-        return CertificateExpired(
+        return CertificateNotValid(
             f"{whose} expired at {shown(ends)}; renew it with `diloco certs issue {files.subject}` (it is read again "
             f"without a restart). If that is in the future, this machine's clock is wrong: it says {shown(now)}"
         )
     if now < begins:
-        return CertificateNotYetValid(
+        return CertificateNotValid(
             f"{whose} is valid from {shown(begins)}, and this machine's clock says {shown(now)}; set the clock"
         )
     if not any(_has_signed(ca, certificate) for ca in x509.load_pem_x509_certificates(files.ca)):
@@ -131,7 +129,7 @@ def _tls_cause(address: str, files: TlsFiles, dial_s: float) -> HandshakeFailed 
         return _shards_certificate(address, files, error, dial_s)
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
-            return TlsNotSpoken(
+            return TlsMismatch(
                 f"{address} speaks plaintext, and this caller TLS; give the shard a certificate (security.tls), or "
                 "leave security.tls (tls= of join) out here"
             )
@@ -168,13 +166,13 @@ def _shards_certificate(
     found, now = certificate_at(address, dial_s), datetime.now(UTC)
     if error.verify_code == EXPIRED:
         when = shown(found.not_valid_after_utc) if found else "some time ago"
-        return CertificateExpired(
+        return CertificateNotValid(
             f"the certificate of {address} expired at {when}; renew it there (`diloco certs issue shard/N`; it is read "
             f"again without a restart). If that is in the future, this machine's clock is wrong: it says {shown(now)}"
         )
     if error.verify_code == NOT_YET_VALID:
         when = shown(found.not_valid_before_utc) if found else "later"
-        return CertificateNotYetValid(
+        return CertificateNotValid(
             f"the certificate of {address} is valid from {when}, and this machine's clock says {shown(now)}; "
             "set the clock"
         )

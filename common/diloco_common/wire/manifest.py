@@ -65,7 +65,7 @@ class Traits:
 TRAITS: dict[Kind, Traits] = {
     "parameter": Traits(is_of_model=True, norms_tell=True, feeds_back=True),
     "momentum": Traits(is_exported=False, every="companions_every"),
-    "buffer": Traits(every="buffers_every", encoding="float32", is_whole=True),
+    "buffer": Traits(every="companions_every", encoding="float32", is_whole=True),
 }
 
 

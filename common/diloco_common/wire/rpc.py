@@ -60,7 +60,7 @@ BULK_CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 4_000), *_k
 """For a channel for pushes or pulls. On a thin link, a ping waits for seconds behind the data. The two of them and the
 control channel together dial an unreachable shard about once per second."""
 HANDSHAKE_MS = 3_000
-"""A connection takes one of `shard.max_connections` from its first byte, and gRPC cannot bound those of one host. Three
+"""A connection takes one of the shard's places from its first byte, and gRPC cannot bound those of one host. Three
 seconds are many round trips of any link that a learner can train over."""
 PENDING_CALLS_MAX = 3_000
 """Calls that wait until the event loop takes them. Each may hold 64 KiB of a message: 200 MB together."""
@@ -107,7 +107,7 @@ def host_of(peer: str) -> str:
 def identify(
     metadata: Iterable[tuple[str, str | bytes]], run_id: str, bearer_token: str | None, peer: str = ""
 ) -> Identity:
-    """The caller's identity; `peer` is its address. Raises Unauthenticated, WrongRun, BadLearnerId or BadRequest."""
+    """The caller's identity; `peer` is its address. Raises Unauthenticated, WrongRun, BadRequest or BadRequest."""
     values = {key: value for key, value in metadata if isinstance(value, str)}
     if bearer_token is not None:
         _check_bearer_token(values.get("authorization"), bearer_token)

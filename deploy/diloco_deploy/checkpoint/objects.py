@@ -14,7 +14,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from diloco_common.errors import CheckpointExists, ConfigError, MissingExtra, ObjectStoreFailed
+from diloco_common.errors import BadCheckpoint, CannotConnect, ConfigError
 from diloco_server.storage.checkpoint import MANIFEST, CheckpointFile, Contents, check_listed, encode_manifest
 from diloco_server.storage.filesystem import Files, OldFile
 from diloco_server.storage.version_file import check_version
@@ -36,23 +36,23 @@ class ObjectFolder:
     """The objects under a URL, as `Files` of `storage.filesystem`."""
 
     def __init__(self, url: str) -> None:
-        """Raises MissingExtra, ConfigError for a wrong URL, and ObjectStoreFailed."""
+        """Raises ConfigError, ConfigError for a wrong URL, and CannotConnect."""
         self.url = url.rstrip("/")
         self._obstore = _load()
         self.store = _open(self._obstore, self.url)
 
     def names(self) -> Sequence[str]:
-        """Raises ObjectStoreFailed."""
+        """Raises CannotConnect."""
         return sorted(self.sizes())
 
     def sizes(self) -> dict[str, int]:
-        """Name -> bytes. Raises ObjectStoreFailed."""
+        """Name -> bytes. Raises CannotConnect."""
         with self._told():
             found = [meta for chunk in self._obstore.list(self.store) for meta in chunk]
         return {meta["path"]: meta["size"] for meta in found if "/" not in meta["path"]}
 
     def open(self, name: str) -> OldFile:
-        """Raises FileNotFoundError and ObjectStoreFailed."""
+        """Raises FileNotFoundError and CannotConnect."""
         with self._told():
             try:
                 size = self._obstore.head(self.store, name)["size"]
@@ -61,32 +61,32 @@ class ObjectFolder:
         return _OldObject(self, name, size)
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """Bytes of an object. Raises ObjectStoreFailed."""
+        """Bytes of an object. Raises CannotConnect."""
         with self._told():
             return bytes(self._obstore.get_range(self.store, name, start=start, end=end))
 
     def put(self, name: str, blocks: Iterator[bytes]) -> None:
-        """Write an object, whole or not at all. Replaces any object of that name. Raises ObjectStoreFailed."""
+        """Write an object, whole or not at all. Replaces any object of that name. Raises CannotConnect."""
         with self._told():
             self._obstore.put(self.store, name, blocks, chunk_size=PART_BYTES, max_concurrency=4)
 
     def put_new(self, name: str, content: bytes) -> None:
-        """Write a new object. Raises CheckpointExists if it exists already, and ObjectStoreFailed."""
+        """Write a new object. Raises BadCheckpoint if it exists already, and CannotConnect."""
         with self._told():
             try:
                 self._obstore.put(self.store, name, content, mode="create", use_multipart=False)
             except self._obstore.exceptions.AlreadyExistsError:
                 raise self.exists() from None
 
-    def exists(self) -> CheckpointExists:
-        return CheckpointExists(f"{self.url} is a checkpoint already, and none is ever changed: give another URL")
+    def exists(self) -> BadCheckpoint:
+        return BadCheckpoint(f"{self.url} is a checkpoint already, and none is ever changed: give another URL")
 
     @contextmanager
     def _told(self) -> Iterator[None]:
         try:
             yield
         except self._obstore.exceptions.BaseError as error:
-            raise ObjectStoreFailed(
+            raise CannotConnect(
                 f"{self.url}: {str(error).splitlines()[0]}. Check the URL, the credentials and the endpoint in the "
                 "environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL)"
             ) from None
@@ -119,14 +119,14 @@ class _OldObject:
 def copy_checkpoint(source: Files, contents: Contents, url: str) -> None:
     """Copy a checkpoint with intact files. After an interruption, call it again.
 
-    Raises VersionDamaged, CheckpointExists if there is something else at `url`, ObjectStoreFailed, and ConfigError.
+    Raises VersionDamaged, BadCheckpoint if there is something else at `url`, CannotConnect, and ConfigError.
     """
     target = ObjectFolder(url)
     there, listed = target.names(), {file.name for file in contents.files}
     if MANIFEST in there:
         raise target.exists()
     if strangers := sorted(set(there) - listed):
-        raise CheckpointExists(f"{url} is not empty ({strangers[0]} is there): give another URL")
+        raise BadCheckpoint(f"{url} is not empty ({strangers[0]} is there): give another URL")
     for file in contents.files:
         check_version(source, file.name)
         check_listed(source, file, contents)
@@ -134,7 +134,7 @@ def copy_checkpoint(source: Files, contents: Contents, url: str) -> None:
     sizes = target.sizes()
     for file in contents.files:
         if sizes.get(file.name) != file.num_bytes:
-            raise ObjectStoreFailed(f"{url}: {file.name} has {sizes.get(file.name)} bytes there, not {file.num_bytes}")
+            raise CannotConnect(f"{url}: {file.name} has {sizes.get(file.name)} bytes there, not {file.num_bytes}")
     target.put_new(MANIFEST, encode_manifest(contents))
 
 
@@ -153,7 +153,7 @@ def _load() -> ModuleType:
     try:
         import obstore
     except ModuleNotFoundError:
-        raise MissingExtra(
+        raise ConfigError(
             "URLs of checkpoints need obstore, which is not installed: pip install 'decoupled-diloco[object-store]'"
         ) from None
     module: ModuleType = obstore

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_common.errors import CheckpointIncomplete, CheckpointsDiffer, NoCheckpoint, VersionDamaged
+from diloco_common.errors import BadCheckpoint, NoCheckpoint, VersionDamaged
 from diloco_common.settings_loader import load_saved
 from diloco_deploy.checkpoint.objects import ObjectFolder, is_url
 from diloco_server.storage.checkpoint import (
@@ -58,7 +58,7 @@ class Whole:
 def open_whole(names: Sequence[str], *, model_only: bool = False) -> Whole:
     """Open the named sources. `model_only`: averaged momentum may be missing.
 
-    Raises NoCheckpoint, CheckpointsDiffer, CheckpointIncomplete (fragments missing), ...
+    Raises NoCheckpoint, BadCheckpoint, BadCheckpoint (fragments missing), ...
     """
     named = [(name, open_sources(name)) for name in names]
     sources = tuple(source for _, found in named for source in found)
@@ -67,7 +67,7 @@ def open_whole(names: Sequence[str], *, model_only: bool = False) -> Whole:
     homes = {f.fragment_id: f.shard_index for f in (manifest.exported_fragments if model_only else manifest.fragments)}
     if missing := [i for i in contents.missing if i in homes]:
         shards = sorted({homes[i] for i in missing})
-        raise CheckpointIncomplete(
+        raise BadCheckpoint(
             f"{len(missing)} of {len(homes)} fragments are missing in {', '.join(names)}: those of shards "
             f"{', '.join(map(str, shards))} of {contents.num_shards}. Name the parts of all shards"
         )
@@ -75,7 +75,7 @@ def open_whole(names: Sequence[str], *, model_only: bool = False) -> Whole:
 
 
 def join(parts: Sequence[tuple[str, Contents]]) -> Contents:
-    """The checkpoint that these parts form. Each part has the name that the user gave. Raises CheckpointsDiffer.
+    """The checkpoint that these parts form. Each part has the name that the user gave. Raises BadCheckpoint.
 
     Fragments of a run are at most one version apart, unless a shard was away or writes by interval. So parts that are
     further apart belong to two checkpoints, unless they have the same name, as the regular checkpoints of shards do.
@@ -84,7 +84,7 @@ def join(parts: Sequence[tuple[str, Contents]]) -> Contents:
     old, new = min(parts, key=lambda part: part[1].versions[1]), max(parts, key=lambda part: part[1].versions[0])
     before, after = old[1].versions[1], new[1].versions[0]
     if after - before > 1 and len({Path(name).name for name, _ in parts}) > 1:
-        raise CheckpointsDiffer(
+        raise BadCheckpoint(
             f"{old[0]} ends at version {before} and {new[0]} begins at {after}, so they belong to two checkpoints: "
             "name the parts of one. If a shard was away, join them first: diloco checkpoint PART PART ... --name NAME"
         )
@@ -92,7 +92,7 @@ def join(parts: Sequence[tuple[str, Contents]]) -> Contents:
 
 
 def open_sources(name: str) -> list[Source]:
-    """Open a named checkpoint, or the named data folders. Raises NoCheckpoint, CheckpointDamaged, OSError."""
+    """Open a named checkpoint, or the named data folders. Raises NoCheckpoint, BadCheckpoint, OSError."""
     if is_url(name):
         files = ObjectFolder(name)
         return [Source(name, files, read_manifest(files, name))]
@@ -107,7 +107,7 @@ def open_sources(name: str) -> list[Source]:
 
 
 def open_checkpoint(name: str) -> Source:
-    """A checkpoint in a folder or at a URL. Raises NoCheckpoint, CheckpointDamaged and OSError."""
+    """A checkpoint in a folder or at a URL. Raises NoCheckpoint, BadCheckpoint and OSError."""
     if is_url(name):
         return open_sources(name)[0]
     if not Path(name).is_dir():
@@ -170,4 +170,4 @@ def _newest_of(disk: _HeldDisk, fragment_id: int) -> tuple[Header, CheckpointFil
                 return describe(disk, name)
             except VersionDamaged:
                 continue  # or the file has gone; then older ones have, too, and there is a newer one
-    raise CheckpointIncomplete(f"fragment {fragment_id} has no intact version in {disk.folder}")
+    raise BadCheckpoint(f"fragment {fragment_id} has no intact version in {disk.folder}")

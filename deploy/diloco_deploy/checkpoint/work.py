@@ -166,7 +166,7 @@ def verify(checkpoints: Sequence[str], *, as_json: bool) -> int:
     if as_json:
         _print_json({**_facts(contents), "damage": damage, "took_s": round(took_s, 4)})
     for line in damage:
-        print(f"diloco: {line} [CHECKPOINT_DAMAGED]", file=sys.stderr)
+        print(f"diloco: {line} [BAD_CHECKPOINT]", file=sys.stderr)
     if not damage and not as_json:
         rate = units.size(contents.num_bytes / max(took_s, 1e-9))
         print(f"intact: {_words(contents)}, every byte checked in {took_s:.2f} s ({rate}/s)")

@@ -25,7 +25,7 @@ CODES = {entry.code: entry for entry in ENTRIES}
 
 def explain(
     code: Annotated[
-        str, Parameter(metavar="CODE", help="such as TLS_NEEDED, in any spelling", show_default=False)
+        str, Parameter(metavar="CODE", help="such as TLS_MISMATCH, in any spelling", show_default=False)
     ] = "",
     /,
     *,
@@ -47,7 +47,7 @@ def of_kind(*kinds: Kind) -> list[Entry]:
 
 
 def find(code: str) -> Entry:
-    """The entry of a code, in any spelling: late, cannot-connect, [TLS_NEEDED]. Raises ConfigError with suggestions."""
+    """The entry of a code, in any spelling: late, [TLS_MISMATCH]. Raises ConfigError with suggestions."""
     wanted = _plain(code)
     by_plain = {_plain(known): entry for known, entry in CODES.items()}
     if (entry := by_plain.get(wanted)) is not None:

@@ -169,7 +169,7 @@ MACHINE = (
     _finding(
         "FILES_FEW", "The shard may open fewer files than its learners need.",
         "Raise the hard limit: `ulimit -Hn`, `LimitNOFILE=` of systemd, `--ulimit nofile=` of Docker.",
-        "`shard.max_learners`, `shard.max_connections`",
+        "`shard.max_learners`, 4 connections for each",
     ),
     _finding(
         "MEMORY_SHORT", "The machine, or its cgroup, has too little memory for the shard.",
@@ -177,8 +177,8 @@ MACHINE = (
     ),
     _finding(
         "KERNELS_MISSING", "No native kernels: merging and encoding take several times as long.",
-        "Install the wheel for this machine, or a C compiler (Debian: `gcc libc6-dev`); then build them: "
-        "`python -m diloco_common.codec --build`.",
+        "Install the wheel for this machine, or a C compiler (Debian: `gcc libc6-dev`) and then "
+        "again: `pip install --force-reinstall --no-deps .`.",
         "`python -m diloco_common.codec`",
     ),
 )  # fmt: skip

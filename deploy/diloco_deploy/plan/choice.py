@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from diloco_common.errors import ConfigError
+from diloco_common.settings import EVERY_MOST, SyncSettings
 from diloco_common.wire.bounds import FRAGMENTS_MAX
 from diloco_deploy import units
 from diloco_deploy.plan import formulas
@@ -15,16 +16,16 @@ from diloco_planner.plans import Link
 
 LINK_SHARE = 0.5
 """Of a link, or of a core, or of a disk, that the run may take on average: the rest is for bursts and repeats."""
-EVERY, EVERY_MEASURED, EVERY_MOST = 24, 48, 500
-"""H: the default, the largest whose quality was measured, and the largest that is proposed."""
-FRAGMENTS, FRAGMENTS_MOST = 24, 256
+DEFAULTS = SyncSettings()
+EVERY, EVERY_MEASURED = DEFAULTS.first_every, 48
+"""H: the default, and the largest whose quality was measured. None above that of "auto" is proposed."""
+FRAGMENTS, FRAGMENTS_MOST = DEFAULTS.fragments, 256
 """P: the default, and the most where each of many shards has to own one."""
 SAVES = 0.9
 """Smaller encodings are worth it where H shrinks to so much of it."""
 FULL = 0.9
 """Of a shard's machine, that given ones may be busy."""
-PATIENCE, OVERLAP = 0.1, 2
-"""Defaults of `sync.patience` and `sync.overlap_steps`."""
+PATIENCE, OVERLAP = DEFAULTS.patience, DEFAULTS.overlap_steps
 
 
 class Encodings(NamedTuple):

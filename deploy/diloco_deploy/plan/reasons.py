@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from diloco_common.settings import EVERY_MOST
 from diloco_deploy import units
-from diloco_deploy.plan.choice import EVERY_MEASURED, EVERY_MOST, Asked, Choice, link_words
+from diloco_deploy.plan.choice import EVERY_MEASURED, Asked, Choice, link_words
 from diloco_deploy.plan.together import NAMED, asked_of, every_of
 from diloco_deploy.plan.ways import ROOM, Task, Way
 from diloco_planner.described import Site

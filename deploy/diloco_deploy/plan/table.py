@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from diloco_common.settings import SyncSettings
+from diloco_common.settings import EVERY_LEAST, EVERY_MOST
 from diloco_deploy import units
 from diloco_deploy.plan import formulas
 from diloco_deploy.plan.choice import OVERLAP, Asked, Choice, Encodings, bit_rate, calls_of, written_of
@@ -80,8 +80,7 @@ def auto_every(asked: Asked, choice: Choice) -> int:
         shard_s=merged_bytes / asked.merge,
         round_s=_fragment_s(asked, choice),
     ))  # fmt: skip
-    bounds = SyncSettings()
-    return min(max(carries, bounds.sync_every_min), bounds.sync_every_max)
+    return min(max(carries, EVERY_LEAST), EVERY_MOST)
 
 
 def _fragment_s(asked: Asked, choice: Choice) -> float:

@@ -13,8 +13,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from diloco_common.settings import EVERY_MOST
 from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import EVERY_MOST, INSIDE, LADDER, Asked, Choice, choose, settle
+from diloco_deploy.plan.choice import INSIDE, LADDER, Asked, Choice, choose, settle
 from diloco_deploy.plan.formulas import BITS
 from diloco_planner import money
 from diloco_planner.described import Described, Site

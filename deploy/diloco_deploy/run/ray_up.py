@@ -84,7 +84,9 @@ class _RayRun:
 
     def run(self) -> int:
         cluster = self._settings.cluster
-        a_worker = {"CPU": cluster.worker_cpus} | ({"GPU": cluster.worker_gpus} if cluster.worker_gpus else {})
+        a_worker = {"CPU": max(1.0, self._settings.worker.threads)}
+        if cluster.worker_gpus:
+            a_worker["GPU"] = cluster.worker_gpus
         if not (
             self._place("shard", cluster.shards, {"CPU": 1.0}) and self._place("worker", cluster.workers, a_worker)
         ):

@@ -124,7 +124,7 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
     if worker.track:
         check_tracker(worker.track)
     device = training.choose_device(worker.device)
-    corpus = load_corpus(settings.data.source, settings.data.held_out)
+    corpus = load_corpus(settings.data.source)
     model = build_gpt(settings.model, run.seed).to(device)
     optimizer = training.make_optimizer(model, settings.train)
     checkpoint = worker.folder / "checkpoint.safetensors" if worker.folder else None
@@ -166,7 +166,7 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
     try:
         training.train(
             learner, model, optimizer, stream, settings.train,
-            budget=learner.tokens_budget, progress=progress, step_delay_s=worker.step_delay_s,
+            budget=learner.tokens_budget, progress=progress,
             step_min_s=worker.step_min_s, saver=saver,
             on_step=lambda step: [watch(step) for watch in watchers],
         )  # fmt: skip
@@ -195,7 +195,7 @@ def _evaluate(settings: Settings, outputs: _Outputs) -> None:
         bearer_token=settings.security.token_file,
     )
     _check_is_built_in(found.tensors, settings)
-    held_out = load_corpus(settings.data.source, settings.data.held_out).held_out
+    held_out = load_corpus(settings.data.source).held_out
     model = build_gpt(settings.model, settings.run.seed)  # bit for bit what the first worker seeded
 
     def judged(before: float) -> float:

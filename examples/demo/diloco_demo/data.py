@@ -51,7 +51,10 @@ class Corpus:
     """Files that were read."""
 
 
-def load_corpus(source: str, held_out: float) -> Corpus:
+HELD_OUT = 0.05
+
+
+def load_corpus(source: str, held_out: float = HELD_OUT) -> Corpus:
     """Read `stdlib`, a file, or every file below a folder except hidden ones, text or binary.
 
     `held_out` is the share of the files kept from training (or of the regions, if there are too few files). Unreadable

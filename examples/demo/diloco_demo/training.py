@@ -123,7 +123,6 @@ def train(
     *,
     budget: int,
     progress: TrainingProgress | None = None,
-    step_delay_s: float = 0.0,
     step_min_s: float = 0.0,
     saver: Saver | None = None,
     on_step: Callable[[InnerStep], object] | None = None,
@@ -133,7 +132,7 @@ def train(
     """Take inner steps until the synchroniser is done. Returns the learner's progress.
 
     `budget` is run.tokens (0: no end, see schedule.py). `progress` is that of a checkpoint; the stream continues at its
-    position. Every step sleeps for `step_delay_s` seconds, or longer, so that it takes at least `step_min_s`. `saver`
+    position. Every step sleeps until it has taken at least `step_min_s`. `saver`
     may save after every step, and saves once more at the end.
     """
     progress = progress or TrainingProgress(data_position=stream.position)
@@ -146,7 +145,7 @@ def train(
         )  # fmt: skip
         inputs, targets = (part.to(device, non_blocking=True) for part in stream.next_batch())
         loss = _inner_step(model, optimizer, inputs, targets, share, settings.clip)
-        rest_s = max(step_delay_s, step_min_s - (clock() - began))
+        rest_s = step_min_s - (clock() - began)
         if rest_s > 0:
             sleep(rest_s)
         began = clock()
@@ -161,9 +160,13 @@ def train(
     return progress
 
 
+DECAY = 0.5
+"""Of "wsd": rates fall in the last half of the budget."""
+
+
 def scheduled(fraction: float, train: TrainSettings) -> float:
     """The share at this progress, as the settings say."""
-    return share(train.schedule, fraction, train.warmup, train.lr_final, train.decay)
+    return share(train.schedule, fraction, train.warmup, train.lr_final, DECAY)
 
 
 def share_at(*, fraction: float, inner_step: int, budget: int, train: TrainSettings) -> float:

@@ -4,7 +4,7 @@ A fragment is due when at least K live learners took H inner steps since its las
 learner. An absolute clock would stop with the fastest learner. No clock
 at all would let a fast network drive H towards 1, which ruins learning.
 
-Other kinds keep a cadence of their own: every so many times as many steps (`Traits.every`).
+Other kinds than the model are due every so many times as many steps (`Traits.every`).
 
 The first time, a fragment is due after ceil((t + 1) * H / P) steps, where t is its turn (`manifest.turn`). That spreads
 the fragments evenly over H and keeps the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round
@@ -30,7 +30,7 @@ Both are at most a minute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,41 +39,6 @@ from diloco_common.wire.manifest import turn
 from diloco_server.core.membership import Member
 
 Quorum = int | Literal["all"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """A fragment between two rounds: what a cadence rule may look at."""
-
-    fragment_id: int
-    """Its number among the fragments of its kind: of the model, of momentum, or of buffers."""
-    num_fragments: int
-    """So many of these there are."""
-    version: int
-    fraction: float
-    """Of the token budget, as far as this fragment has merged it, in [0, 1]; 0 in a run without end."""
-    sync_every: int
-    """H of the settings, or what "auto" makes it now."""
-
-
-CadenceRule = Callable[[Rest], int]
-"""Gives the inner steps from one round of a fragment to the next, at least 1. It is asked often, and may decide by
-nothing but the rest: shards forget everything else when they restart."""
-
-
-def every_h_steps(rest: Rest) -> int:
-    """Ours."""
-    return rest.sync_every
-
-
-def interval(rule: CadenceRule, rest: Rest, *, never: bool, times: int = 1) -> int:
-    """Inner steps until the next round, `never`: the first one. `times`: so many times what the rule gives. Raises
-    ValueError for a rule that gives nonsense."""
-    steps = rule(rest)
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"sync.cadence gave {steps!r} inner steps for {rest}; it has to be a whole number from 1")
-    steps *= times
-    return first_interval(rest.fragment_id, rest.num_fragments, steps) if never else steps
 
 
 def first_interval(fragment_id: int, num_fragments: int, sync_every: int) -> int:
@@ -102,6 +67,8 @@ def is_due(live: Iterable[Member], base_steps: Mapping[str, int], interval: int,
     return ready > 0 and ready >= needed(quorum, members)
 
 
+GAMMA = 0.8
+"""Of Eq. 3: the rest of the slack is left for what the averages do not know."""
 LONGEST = 2.5
 LONGEST_S = 60.0
 """No adaptive window is longer, whatever step times learners report."""
@@ -139,7 +106,7 @@ class GraceWindow:
             return min(LONGEST * patience * step_time_s, LONGEST_S)
         spent = (self.to_quorum.value or 0.0) + (self.to_publish.value or 0.0)
         slack = settings.overlap_steps * step_time_s - spent
-        return min(max(settings.grace_gamma * slack, 0.0), step_time_s, LONGEST_S)
+        return min(max(GAMMA * slack, 0.0), step_time_s, LONGEST_S)
 
     @staticmethod
     def patience_s(window_s: float) -> float:

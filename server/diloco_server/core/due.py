@@ -1,4 +1,4 @@
-"""Which fragments of a shard are due. The cadence rule decides for the model; other kinds may be due more rarely.
+"""Which fragments of a shard are due. H decides for the model; other kinds may be due more rarely.
 
 Out of turn, a fragment is due where a learner leaves that has trained since it contributed last.
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diloco_common.settings import SyncSettings
 from diloco_common.wire.manifest import Fragment
-from diloco_server.core.cadence import CadenceRule, Quorum, Rest, interval, is_due, needed
+from diloco_server.core.cadence import Quorum, first_interval, is_due, needed
 from diloco_server.core.every import Every
 from diloco_server.core.fragment import FragmentState, Phase, Phases
 from diloco_server.core.membership import Member
@@ -32,9 +32,8 @@ to a third slower are in every round."""
 class DueFragments:
     """Decided anew only where something has changed: most ticks find all as the last one did."""
 
-    def __init__(self, sync: SyncSettings, every: Every, rule: CadenceRule, versions: Versions) -> None:
+    def __init__(self, sync: SyncSettings, every: Every, versions: Versions) -> None:
         self._sync, self._every = sync, every
-        self._rule = rule
         self._versions = versions
         self._found: object = None  # what `among` last decided by
         self._put_off: list[int] = []
@@ -180,10 +179,11 @@ class DueFragments:
         """Inner steps from its last round to the next."""
         versions, fragment = self._versions, state.fragment
         assert versions.manifest is not None
+        steps = self._every.steps * fragment.traits.times(self._sync)
+        if state.rounds_opened or state.version:
+            return steps
         number, total = versions.manifest.place(fragment)
-        rest = Rest(number, total, state.version, versions.budget.fraction(state), self._every.steps)
-        never = state.rounds_opened == 0 and state.version == 0
-        return interval(self._rule, rest, never=never, times=fragment.traits.times(self._sync))
+        return first_interval(number, total, steps)
 
     # ------------------------------------------------------------ decisions
 

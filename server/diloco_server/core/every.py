@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diloco_common.settings import SyncSettings
+from diloco_common.settings import EVERY_LEAST, EVERY_MOST, SyncSettings
 
 ROOM, PULL_ROOM = 0.5, 0.75
 """Of H steps: what a part of the way may take."""
@@ -71,7 +71,6 @@ class Every:
         self.announced_at: dict[int, float] = {}
         """Fragment -> when its latest version was."""
         self._is_auto = sync.sync_every == "auto"
-        self._least, self._most = sync.sync_every_min, sync.sync_every_max
         self._rounds = self._asked = self._late = 0  # since it was looked at last
         self._settles = True  # these rounds were opened before H was what it is
         self._quiet, self._patience, self._fell = 0, QUIET, False
@@ -97,7 +96,7 @@ class Every:
         self._rounds = self._asked = self._late = 0
         self._quiet = self._quiet + 1 if carries <= before * (1 - STEP) and late <= LATE / 2 else 0
         may_fall = self._quiet >= self._patience
-        self.steps = following(before, carries, late, self._least, self._most, may_fall=may_fall)
+        self.steps = following(before, carries, late, EVERY_LEAST, EVERY_MOST, may_fall=may_fall)
         if self.steps == before:
             return ""
         self._settles, self._quiet = True, 0

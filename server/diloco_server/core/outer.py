@@ -109,6 +109,10 @@ class TakeMean(OuterOptimizer):
         theta.sub_(gradient)
 
 
+ADAM_BETAS, ADAM_EPS = (0.9, 0.99), 1e-8
+"""As FedOpt has them (arXiv 2003.00295), with the eps of torch."""
+
+
 class Adam(OuterOptimizer):
     """Adam with bias correction (arXiv 1412.6980), as torch.optim.Adam."""
 
@@ -116,11 +120,11 @@ class Adam(OuterOptimizer):
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         first, second = buffers
-        s = self.settings
-        first.lerp_(gradient, 1 - s.beta1)
-        second.mul_(s.beta2).addcmul_(gradient, gradient, value=1 - s.beta2)
-        corrected = torch.sqrt(second, out=gradient).div_((1 - s.beta2**outer_step) ** 0.5).add_(s.eps)
-        theta.addcdiv_(first, corrected, value=-s.lr / (1 - s.beta1**outer_step))
+        beta1, beta2 = ADAM_BETAS
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        corrected = torch.sqrt(second, out=gradient).div_((1 - beta2**outer_step) ** 0.5).add_(ADAM_EPS)
+        theta.addcdiv_(first, corrected, value=-self.settings.lr / (1 - beta1**outer_step))
 
 
 def _kept_as(dtype: torch.dtype, mu: float) -> torch.dtype:

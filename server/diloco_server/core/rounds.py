@@ -18,7 +18,7 @@ from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeade
 from diloco_server.core import admission
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
 from diloco_server.core.arrivals import Call
-from diloco_server.core.cadence import LONGEST_S, CadenceRule, GraceWindow, MovingAverage, Quorum
+from diloco_server.core.cadence import LONGEST_S, GraceWindow, MovingAverage, Quorum
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound, Outbox, SeedFragment
 from diloco_server.core.every import Every, Measured
@@ -56,14 +56,14 @@ class Rounds:
 
     def __init__(
         self, sync: SyncSettings, lease_s: float, influence: Influence, membership: Membership, versions: Versions,
-        outbox: Outbox, cadence: CadenceRule,
+        outbox: Outbox,
     ) -> None:  # fmt: skip
         self.grace = GraceWindow(sync)
         self.every = Every(sync)
         self._open_s = MovingAverage()  # of rounds, until their version was announced
         self._influence = influence
         self._sync = sync
-        self._due = DueFragments(sync, self.every, cadence, versions)
+        self._due = DueFragments(sync, self.every, versions)
         self._lease_s = lease_s
         self._membership = membership
         self._versions = versions

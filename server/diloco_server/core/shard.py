@@ -25,7 +25,7 @@ from diloco_common.errors import (
     Superseded,
     VersionGone,
 )
-from diloco_common.settings import Settings
+from diloco_common.settings import BLEND_ALPHA, Settings
 from diloco_common.wire.manifest import Manifest, TensorSpec
 from diloco_common.wire.messages import (
     Drain,
@@ -44,7 +44,6 @@ from diloco_common.wire.messages import (
     VersionId,
 )
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.cadence import CadenceRule, every_h_steps
 from diloco_server.core.effects import Effect, Outbox
 from diloco_server.core.fragment import FragmentState, Restored, status_of
 from diloco_server.core.influence import Direction, Influence
@@ -59,7 +58,7 @@ from diloco_server.core.versions import Versions
 class Shard:
     """Decides for the fragments of one shard. Not thread-safe: one owner calls it."""
 
-    def __init__(self, settings: Settings, epoch: int, cadence: CadenceRule = every_h_steps) -> None:
+    def __init__(self, settings: Settings, epoch: int) -> None:
         self.settings = settings
         self.epoch = epoch
         self.membership = Membership(settings.lease, settings.shard.max_learners)
@@ -72,7 +71,7 @@ class Shard:
             settings.run, settings.shard, settings.sync.fragments, epoch, self.influence, self.membership, self._outbox
         )
         self.rounds = Rounds(
-            settings.sync, settings.lease.lease_s, self.influence, self.membership, self.versions, self._outbox, cadence
+            settings.sync, settings.lease.lease_s, self.influence, self.membership, self.versions, self._outbox
         )
 
     def take_effects(self) -> list[Effect]:
@@ -346,7 +345,7 @@ class Shard:
             num_fragments=sync.fragments,
             manifest_digest="" if self.manifest is None else self.manifest.digest,
             policy=LearnerPolicy(  # with H of the settings: learners refuse shards that differ in it
-                sync.first_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
+                sync.first_every, sync.push, sync.pull, sync.on_commit, BLEND_ALPHA, sync.error_feedback
             ),
             fragments=tuple(state.status(learner_id) for _, state in sorted(self.fragments.items())),
             pulse=self.pulse(),

@@ -35,10 +35,6 @@ class Budget:
         """Of what a seed says was merged before. No more than there are; a run may have gone a little beyond."""
         return min(tokens_merged, self.tokens) if self.tokens > 0 else tokens_merged
 
-    def fraction(self, state: FragmentState) -> float:
-        """Of the budget, merged into this fragment; 0 in a run without end."""
-        return min(1.0, state.tokens_merged / self.tokens) if self.tokens > 0 else 0.0
-
     def is_reached(self, state: FragmentState) -> bool:
         """Whether the fragment has merged all the tokens that the run asks for."""
         return 0 < self.tokens <= state.tokens_merged

@@ -44,7 +44,6 @@ from diloco_server.core.shard import Shard
 from diloco_server.shell.control_streams import ControlStream, ControlStreams
 from diloco_server.shell.driver import EffectDriver, Job
 from diloco_server.shell.keeper import Checkpointer, Keeper, recover
-from diloco_server.shell.rules import find_rules
 from diloco_server.shell.telemetry import ShardTelemetry
 from diloco_server.storage.store import Store
 from diloco_server.storage.version_file import StoredVersion
@@ -77,7 +76,7 @@ class ShardHost:
         `tick_s`: how often time passes for the core.
         """
         self.settings = settings
-        self.shard = Shard(settings, store.epoch, find_rules(settings).cadence)
+        self.shard = Shard(settings, store.epoch)
         self.clock: Clock = clock or AwakeClock(settings.lease.heartbeat_s, world.clock)
         self.stopwatch = world.clock
         self.started_at = self.clock()

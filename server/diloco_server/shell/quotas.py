@@ -243,8 +243,8 @@ def files_max() -> int:
 
 
 def connections_wanted(settings: ShardSettings) -> int:
-    """gRPC connections that the settings ask for."""
-    return settings.max_connections or CONNECTIONS_PER_LEARNER * settings.max_learners
+    """gRPC connections that so many learners take."""
+    return CONNECTIONS_PER_LEARNER * settings.max_learners
 
 
 def connections_allowed(settings: ShardSettings, files: int) -> int:

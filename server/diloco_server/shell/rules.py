@@ -1,4 +1,4 @@
-"""The outer optimizer, the merge rule, the cadence and the codecs of a shard, where the settings name one of others."""
+"""The outer optimizer, the merge rule and the codecs of a shard, where the settings name one of others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from diloco_common.errors import ConfigError, UnknownEncoding
 from diloco_common.extensions import find, is_extension
 from diloco_common.settings import OuterSettings, Settings, SyncSettings
 from diloco_common.wire.bounds import RULES_MAX
-from diloco_server.core.cadence import CadenceRule, Rest, every_h_steps, interval
 from diloco_server.core.merge import MergeRule
 from diloco_server.core.outer import OuterOptimizer
 
@@ -26,15 +25,14 @@ class Rules:
     merge: str | MergeRule
     outer: Callable[[OuterSettings], OuterOptimizer] | None = None
     """None: one of ours."""
-    cadence: CadenceRule = every_h_steps
     sources: dict[str, str] = field(default_factory=dict)
     """Setting -> name and digest of the source of a rule or codec of others."""
     words: str = ""
-    """Merge rule, outer optimizer and cadence. Learners take part where all shards of a run say the same."""
+    """Merge rule and outer optimizer. Learners take part where all shards of a run say the same."""
 
 
 _GROUPS = {
-    "sync.merge": "diloco.merge", "outer.optimizer": "diloco.outer", "sync.cadence": "diloco.cadence",
+    "sync.merge": "diloco.merge", "outer.optimizer": "diloco.outer",
     "sync.push": "diloco.codec", "sync.pull": "diloco.codec",
 }  # fmt: skip
 """Setting -> where what it names is found."""
@@ -43,27 +41,24 @@ _GROUPS = {
 def find_rules(settings: Settings) -> Rules:
     """Import what is not ours. Raises ConfigError."""
     sync = settings.sync
-    by_name = {"sync.merge": sync.merge, "outer.optimizer": settings.outer.optimizer, "sync.cadence": sync.cadence}
+    by_name = {"sync.merge": sync.merge, "outer.optimizer": settings.outer.optimizer}
     found, sources = dict[str, Any](), dict[str, str]()
     for setting, name in (by_name | {"sync.push": sync.push, "sync.pull": sync.pull}).items():
         if is_extension(name):
             extension = find(_GROUPS[setting], name)
             found[setting], sources[setting] = extension.thing, f"{name} {extension.source}"
-    for setting, rule in (("sync.merge", "merge.MergeRule"), ("sync.cadence", "cadence.CadenceRule")):
-        if setting in found and not callable(found[setting]):
-            raise ConfigError(f"{setting} {by_name[setting]} is no function (diloco_server.core.{rule})")
-    outer, cadence = found.get("outer.optimizer"), found.get("sync.cadence", every_h_steps)
+    if not callable(found.get("sync.merge", find_rules)):
+        raise ConfigError(f"sync.merge {sync.merge} is no function (diloco_server.core.merge.MergeRule)")
+    outer = found.get("outer.optimizer")
     if outer is not None and not (isinstance(outer, type) and issubclass(outer, OuterOptimizer)):
         name = by_name["outer.optimizer"]
         raise ConfigError(f"outer.optimizer {name} is no subclass of diloco_server.core.outer.OuterOptimizer")
     if outer is not None:
         _try_outer(outer, settings)
-    if cadence is not every_h_steps:
-        _try_cadence(cadence, settings)
     words = ", ".join(f"{setting} {sources.get(setting, name)}" for setting, name in by_name.items())
     if len(words) > RULES_MAX:
         words = f"rules with the digest {hashlib.sha256(words.encode()).hexdigest()[:16]}"
-    return Rules(found.get("sync.merge", sync.merge), outer, cadence, sources, words)
+    return Rules(found.get("sync.merge", sync.merge), outer, sources, words)
 
 
 def _try_outer(rule: type[OuterOptimizer], settings: Settings) -> None:
@@ -76,16 +71,6 @@ def _try_outer(rule: type[OuterOptimizer], settings: Settings) -> None:
         raise ConfigError(f"{name} does not work: {error}") from error
     if optimizer.buffer_dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"{name} keeps buffers in {optimizer.buffer_dtype}; say torch.float32 or torch.bfloat16")
-
-
-def _try_cadence(cadence: CadenceRule, settings: Settings) -> None:
-    """Ask a rule of others before there is anything to lose. Raises ConfigError."""
-    for fraction in (0.0, 0.5, 1.0):
-        rest = Rest(0, settings.sync.fragments, 1, fraction, settings.sync.first_every)
-        try:
-            interval(cadence, rest, never=False)
-        except Exception as error:  # whatever the user's function raises
-            raise ConfigError(f"sync.cadence {settings.sync.cadence} does not work: {error}") from error
 
 
 def check_codecs(sync: SyncSettings, sources: Mapping[str, str], decodes: Sequence[str]) -> None:

@@ -48,6 +48,8 @@ from diloco_server.shell.rules import check_codecs
 from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
 
 PULLS_AT_ONCE, HOST_PULLS_AT_ONCE = 4, 4
+BYTES_OUT_MAX = 256 << 20
+"""Payload bytes that may wait in buffers for pulls to take them, all together. Further chunks wait in line."""
 """Pulls of one learner, and of callers without a lease from one host; more are answered BUSY. One is enough; others may
 be left for a while from connections that broke."""
 PULL_S = 900.0
@@ -90,7 +92,7 @@ class Service:
         self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](HOST_PULLS_AT_ONCE)
         self._rank_pulls = Ranks("pulls", max(PULLS_AT_ONCE, limits.max_pushes // 2))
         self._takers = Takers()
-        self._outgoing = Outgoing(limits.bytes_out_max)
+        self._outgoing = Outgoing(BYTES_OUT_MAX)
         self._observers = Places[object](  # pulls whose bytes are made for them alone
             HOST_OBSERVERS_AT_ONCE, OBSERVERS_AT_ONCE, "pulls in an encoding of their own are open; try again soon"
         )

@@ -210,7 +210,7 @@ class Outgoing:
     """Bytes that were handed to the transport and that nobody has taken yet. Whoever does not fit waits in line."""
 
     def __init__(self, most: int) -> None:
-        self._bytes = Bytes("shard.bytes_out_max", most)
+        self._bytes = Bytes("bytes that pulls have not taken", most)
         self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property

