@@ -1,4 +1,4 @@
-"""The seam to accelerators: no make of a device is asked for by name, with a torch that has `torch.accelerator` or not."""
+"""The seam to accelerators: no file names a make of device, with a torch that has `torch.accelerator` or not."""
 
 from __future__ import annotations
 

@@ -1,0 +1,141 @@
+"""Proves and measures a learner on an accelerator: `make gpu` (docs/gpu.md).
+
+    python benchmarks/gpu --device cuda --minutes 8 --out runs/gpu
+    python benchmarks/gpu --device cpu --minutes 1 --out g            # the rehearsal
+    python benchmarks/gpu --only cost                                 # one step
+
+Each step is a process of its own, which is killed with all that it started when its time is over (plan.py). A case that
+fails or hangs ends its process, as an error of a device spoils what comes after; the next process goes on behind it.
+Exit code 1 if a row failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SOURCES = ("protos", "common", "server", "worker", "simulator", "deploy", "examples/demo", "benchmarks")
+sys.path[:0] = [str(HERE), *(str(ROOT / folder) for folder in (*SOURCES, "tests", "tests/contract"))]
+
+from plan import STEPS, bounds  # noqa: E402
+from report import FAIL, NOT_HERE, NotHere, Record, Row, cut_off, page, results, rows_of, table  # noqa: E402
+
+FAILED = 3
+"""Exit code of a process that ends because a case failed."""
+PAGE = ROOT / "docs/gpu.md"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="cuda, cpu, or as torch names another accelerator")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for everything (default: 8; 1 or more)")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="FOLDER", help="JSON and logs")
+    parser.add_argument("--only", choices=STEPS, metavar="STEP", help=f"one of {', '.join(STEPS)}: all time is its own")
+    parser.add_argument("--page", action="store_true", help="write docs/gpu.md anew, and do nothing else")
+    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--ends-at", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.minutes < 1:
+        parser.error("--minutes: 1 or more")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.step:
+        return run_cases(args)
+    is_card = args.device != "cpu"
+    if not args.page:
+        run_steps(args)
+        print(table(args.out))
+    if is_card and results(args.out):
+        PAGE.write_text(page(args.out), encoding="utf-8")
+    elif args.page:
+        PAGE.write_text(page(None), encoding="utf-8")
+    return int(any(row.result == FAIL for found in results(args.out).values() for row in rows_of(found)))
+
+
+def run_steps(args: argparse.Namespace) -> None:
+    for old in args.out.glob("*.json"):
+        old.unlink()
+    limits = bounds(args.minutes) if args.only is None else {args.only: 60 * args.minutes}
+    for name, seconds in limits.items():
+        began = time.monotonic()
+        if STEPS[name].needs_card and args.device == "cpu":
+            Record(args.out / f"{name}.json", name, [], {}).end(name, [Row("all of it", "", NOT_HERE)], 0.0)
+            continue
+        run_step(name, args, time.time() + seconds)
+        print(f"gpu: {name}: {time.monotonic() - began:.1f} of {seconds:.0f} s", flush=True)
+
+
+def run_step(name: str, args: argparse.Namespace, ends_at: float) -> None:
+    """Until all cases have run, or the time is over."""
+    own = [f"--device={args.device}", f"--minutes={args.minutes}", f"--out={args.out}"]
+    command = [sys.executable, str(HERE), *own, f"--step={name}", f"--ends-at={ends_at}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **STEPS[name].environment}
+    code = FAILED
+    with (args.out / f"{name}.log").open("wb") as log:
+        while code != 0 and time.time() < ends_at - 1:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+            try:
+                code = process.wait(max(0.0, ends_at - time.time()))
+            except subprocess.TimeoutExpired:
+                code = 0
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its shards, too
+            process.wait()
+    if time.time() >= ends_at:
+        cut_off(args.out / f"{name}.json")
+
+
+def run_cases(args: argparse.Namespace) -> int:
+    """In the process of a step."""
+    from place import Place
+
+    step = STEPS[args.step]
+    place = Place.of(args.device, step.seed, args.ends_at)
+    cases = import_module(step.module).CASES
+    record = Record(args.out / f"{args.step}.json", args.step, cases, machine(place))
+    for case in record.left():
+        faulthandler.dump_traceback_later(step.case_s, exit=True)
+        began = time.monotonic()
+        try:
+            rows = cases[case](place)
+        except NotHere as error:
+            rows = [Row(case, result=NOT_HERE, figure=str(error))]
+        except Exception as error:
+            traceback.print_exc()
+            rows = [Row(case, result=FAIL, figure=f"{type(error).__name__}: {error}".splitlines()[0][:200])]
+        faulthandler.cancel_dump_traceback_later()
+        record.end(case, rows, time.monotonic() - began)
+        if any(row.result == FAIL for row in rows):
+            os._exit(FAILED)  # threads of a case that failed must not hold it up
+    return 0
+
+
+def machine(place: Any) -> dict[str, Any]:
+    import torch
+
+    packed = ROOT / ".gpu/COMMIT"  # where git is not
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = packed.read_text().strip() if packed.exists() else git.stdout.strip()
+    return {
+        "card": place.card(), "torch": torch.__version__, "Python": platform.python_version(),
+        "cores": os.cpu_count(), "date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
