@@ -105,6 +105,7 @@ def run_cases(args: argparse.Namespace) -> int:
     from place import Place
 
     step = STEPS[args.step]
+    os.environ.update(WHAT_WORKS_ON=args.device, WHAT_WORKS_SEED=str(step.seed))  # tests/contract/what_works
     place = Place.of(args.device, step.seed, args.ends_at)
     cases = import_module(step.module).CASES
     record = Record(args.out / f"{args.step}.json", args.step, cases, machine(place))

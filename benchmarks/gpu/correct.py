@@ -14,18 +14,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from in_process import InProcessShard, LoopThread, settings_with
 from place import Place, adamw, train_step
 from report import PASS, NotHere, Row
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from what_works.rows import Rows
-from what_works.script import RATE, Ground, Script, loop
+from what_works.script import RATE, Ground, Script, loop, loss_of, small
 
 import diloco_worker
 from builders import make_settings
@@ -33,11 +31,8 @@ from diloco_common.codec import Payload, decode_payload, encode_payload, encodin
 from diloco_server.core.trust.trust import Trust
 from diloco_worker.global_model import pull_global_model
 from lockstep import Lockstep
-from optimizers import OnMasters
 
 CASES: dict[str, Callable[[Place], list[Row]]] = {}
-HALF_IS_OFF = 4e-3
-"""What 16 bits round."""
 CODED = 3 * 256 * 1024 + 77
 """Elements: several slices, blocks and an odd end."""
 
@@ -76,7 +71,8 @@ def ground(**settings: Any) -> Iterator[Ground]:
 
     def start(**sync: int) -> str:
         exact = {"push": "float32", "pull": "float32", "fragments": 2, **settings, **sync}
-        shards = [settings_with(sync=exact, shard={"index": i, "count": 2}) for i in range(2)]
+        outer = {"average": 0.9}  # nobody who does not ask for it sees it
+        shards = [settings_with(sync=exact, outer=outer, shard={"index": i, "count": 2}) for i in range(2)]
         started.extend(InProcessShard(thread, settings).start() for settings in shards)
         return ",".join(shard.address for shard in started)
 
@@ -114,18 +110,13 @@ for _encoding in encoding_names():
     case(f"equal values are equal bytes: {_encoding}")(partial(check_bytes, _encoding))
 
 
-def small(place: Place, dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(place.seed)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).to(place.device, dtype)
-
-
 def check_same_run(dtype: torch.dtype, place: Place) -> None:
     """Carry, snapshots, residuals: two learners train by the same numbers on CPU and device, and hold the same bits."""
 
     def run(device: torch.device) -> list[Tensor]:
         coded = {"push": "int8", "pull": "bfloat16", "fragments": 2, "sync_every": 2, "overlap_steps": 1}
         cluster, drawn = Lockstep(make_settings(sync=coded), num_shards=2), torch.Generator().manual_seed(place.seed)
-        models = {name: small(Place(device, 0, 0.0), dtype) for name in "ab"}
+        models = {name: small().to(device, dtype) for name in "ab"}
         for name, model in models.items():
             cluster.join(name, model)
         for _ in range(12):
@@ -154,78 +145,56 @@ for _dtype in (torch.float32, torch.bfloat16, torch.float16):
 
 # ------------------------------------------------------------ training scripts
 
-
-def data(place: Place) -> tuple[Tensor, Tensor]:
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(place.seed + 1))
-    return x.to(place.device), x[:, :2].sin().to(place.device)
-
-
-def loss_on(place: Place, model: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> Callable[[], Tensor]:
-    x, y = data(place)
-    x = x.to(dtype)
-    return lambda: (model(x).float() - y).square().mean()
-
-
-def with_optimizer(make: Callable[..., torch.optim.Optimizer], place: Place) -> Script:
-    model = small(place)
-    return Script(model, loop(model, make(model.parameters()), loss_on(place, model)))
-
-
-def in_half(dtype: torch.dtype, place: Place) -> Script:
-    model = small(place, dtype)
-    optimizer = torch.optim.Rprop(model.parameters(), lr=0.03)  # steps that are seen in so few bits
-    return Script(model, loop(model, optimizer, loss_on(place, model, dtype)), exact=HALF_IS_OFF)
+WORK: dict[str, tuple[str, ...]] = {
+    # A module of what_works -> lines of docs/what-works.md.
+    "precision": (
+        "parameters in float32", "parameters in bfloat16", "parameters in float16", "autocast",
+        "GradScaler, with steps that it leaves out",
+    ),
+    "optimizers": (
+        "AdamW", "AdamW(fused=True)", "AdamW(foreach=True)", "Muon for matrices, AdamW for the rest",
+        "gradients accumulated, and clipped", "float32 masters beside bfloat16 weights, with masters=",
+    ),
+    "layouts": ("channels_last",),
+    "models": ("BatchNorm and others with running statistics",),
+    "values": (
+        "an average that is swapped in to evaluate, and back (p.data.copy_)",
+        "learner.values(ema), learner.global_values() and learner.global_values(average=True)",
+    ),
+    "loaders": ("DataLoader with spawned workers",),
+    "wrappers": ("DistributedDataParallel with island=", "fully_shard (FSDP2) with island="),
+}  # fmt: skip
 
 
-script("parameters in float32")(partial(with_optimizer, partial(torch.optim.SGD, lr=RATE)))
-script("parameters in bfloat16")(partial(in_half, torch.bfloat16))
-script("parameters in float16")(partial(in_half, torch.float16))
-script("AdamW(fused=True)")(partial(with_optimizer, partial(torch.optim.AdamW, lr=RATE, fused=True)))
-script("AdamW(foreach=True)")(partial(with_optimizer, partial(torch.optim.AdamW, lr=RATE, foreach=True)))
+def of_what_works(module: str, line: str, place: Place) -> None:
+    try:
+        cases = import_module(f"what_works.{module}").CASES
+    except ImportError as error:
+        raise NotHere(f"torch {torch.__version__}: {error}") from None
+    if line.startswith("Muon") and not hasattr(torch.optim, "Muon"):
+        raise NotHere(f"torch {torch.__version__} has none")
+    with ground() as here:
+        cases[line](here)
 
 
-@script("autocast in bfloat16")
-def autocast(place: Place) -> Script:
-    model = small(place)
-    plain = loss_on(place, model)
-
-    def loss() -> Tensor:
-        with torch.autocast(place.device.type, torch.bfloat16):
-            return plain()
-
-    return Script(model, loop(model, loss=loss))
+for _module, _lines in WORK.items():
+    for _line in _lines:
+        case(_line)(partial(of_what_works, _module, _line))
 
 
-@script("autocast in float16 with GradScaler, and steps that it leaves out")
-def scaled(place: Place) -> Script:
-    model = small(place)
-    optimizer, plain = torch.optim.SGD(model.parameters(), lr=RATE), loss_on(place, model)
-    scaler = torch.amp.GradScaler(place.device.type, init_scale=2.0**10)
-
-    def once(spoil: bool) -> Tensor:
-        optimizer.zero_grad()
-        with torch.autocast(place.device.type, torch.float16 if place.is_card else torch.bfloat16):
-            loss = plain()
-        scaler.scale(loss).backward()
-        if spoil:
-            next(model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
-        scaler.step(optimizer)
-        scaler.update()
-        return loss
-
-    return Script(model, lambda: (once(spoil=True), once(spoil=False))[1])
+def stepping(model: nn.Module, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Callable[[], Tensor]:
+    return loop(model, make(model.parameters(), lr=RATE))
 
 
 def compiled(mode: str, place: Place) -> Script:
     place.need_card("a card: on a CPU, compiling takes longer than the whole rehearsal")
-    model = small(place)
+    model = small()
     fast = torch.compile(model, mode=mode)
 
     def loss() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return plain()
+        return loss_of(fast)
 
-    plain = loss_on(place, fast)
     return Script(model, loop(model, torch.optim.AdamW(model.parameters(), lr=RATE), loss))
 
 
@@ -236,11 +205,11 @@ script("torch.compile(mode='reduce-overhead')")(partial(compiled, "reduce-overhe
 def captured(place: Place, model: nn.Module, mode: str) -> Callable[[], Tensor]:
     """A whole training step as one CUDA graph, with capturable=True. Replays it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, capturable=True)
-    plain, side = loss_on(place, model), place.module.Stream()
+    side = place.module.Stream()
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        loss = plain()
+        loss = loss_of(model)
         loss.backward()
         optimizer.step()
         return loss
@@ -271,14 +240,14 @@ def need_graphs(place: Place) -> None:
 @script("a whole step as one CUDA graph, captured before join")
 def graph_before(place: Place) -> Script:
     need_graphs(place)
-    model = small(place)
+    model = small()
     return Script(model, captured(place, model, "global"))
 
 
 @script('a whole step as one CUDA graph, captured after join with "thread_local"')
 def graph_after(place: Place) -> Script:
     need_graphs(place)
-    model, made = small(place), list[Callable[[], Tensor]]()
+    model, made = small(), list[Callable[[], Tensor]]()
     return Script(model, lambda: made[0](), joined=lambda learner: made.append(captured(place, model, "thread_local")))
 
 
@@ -289,118 +258,16 @@ def eight_bits(place: Place) -> Script:
             make = getattr(__import__(package, fromlist=[name]), name)
         except ImportError:
             continue
-        return with_optimizer(partial(make, lr=RATE), place)
+        model = small()
+        return Script(model, stepping(model, make))
     raise NotHere("neither is installed")
-
-
-@script("Muon for matrices, AdamW for the rest")
-def muon(place: Place) -> Script:
-    if not hasattr(torch.optim, "Muon"):
-        raise NotHere(f"torch {torch.__version__} has no Muon")
-    model = small(place)
-    both = [
-        torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=RATE),
-        torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=RATE),
-    ]
-    plain = loss_on(place, model)
-
-    def step() -> Tensor:
-        loss = plain()
-        loss.backward()
-        for optimizer in both:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    return Script(model, step)
-
-
-@script("gradients accumulated, and clipped")
-def accumulated(place: Place) -> Script:
-    model, (x, y) = small(place), data(place)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-
-    def step() -> Tensor:
-        for half in (slice(0, 4), slice(4, 8)):
-            loss = (model(x[half]) - y[half]).square().mean() / 2
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return Script(model, step)
-
-
-@script("channels_last")
-def channels_last(place: Place) -> Script:
-    torch.manual_seed(place.seed)
-    model = nn.Sequential(nn.Conv2d(2, 2, 2), nn.Flatten()).to(place.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    images, (_, y) = torch.randn(8, 2, 2, 2).to(place.device), data(place)
-    return Script(model, loop(model, loss=lambda: (model(images) - y).square().mean()))
-
-
-@script("BatchNorm, whose buffers are synchronised")
-def statistics(place: Place) -> Script:
-    model = small(place).insert(1, nn.BatchNorm1d(6).to(place.device))  # type: ignore[operator]
-    return Script(model, loop(model, loss=loss_on(place, model)), is_whole=True)
-
-
-@script("float32 masters beside bfloat16 weights, with masters=")
-def masters(place: Place) -> Script:
-    model = small(place, torch.bfloat16)
-    optimizer = OnMasters(model.parameters(), partial(torch.optim.AdamW, lr=0.03))
-    plain = loss_on(place, model, torch.bfloat16)
-
-    def step() -> Tensor:
-        model.zero_grad()
-        loss = plain()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    pairs = list(zip(model.parameters(), optimizer.copies, strict=True))
-    return Script(model, step, {"masters": pairs}, exact=HALF_IS_OFF)
-
-
-@script("an average that is swapped in between steps, and back")
-def swapped(place: Place) -> Script:
-    model = small(place)
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    usual, plain = loop(model, loss=loss_on(place, model)), loss_on(place, model)
-
-    def step() -> Tensor:
-        loss = usual()
-        ema.update_parameters(model)
-        return loss
-
-    def evaluate(learner: diloco_worker.Learner) -> None:
-        for block in (learner.values(ema), learner.global_values()):
-            with block, torch.no_grad():
-                plain()
-
-    return Script(model, step, between=evaluate)
-
-
-@script("a pinned loader with workers")
-def loader(place: Place) -> Script:
-    model = small(place)
-    fed = iter(torch.utils.data.DataLoader(
-        Rows(), batch_size=4, num_workers=1, multiprocessing_context="spawn", pin_memory=place.is_card
-    ))  # fmt: skip
-
-    def loss() -> Tensor:
-        x = next(fed).to(place.device, non_blocking=True)
-        return (model(x) - x[:, :2].sin()).square().mean()
-
-    return Script(model, loop(model, loss=loss))
 
 
 @script("a step on a side stream of the script's own")
 def side_stream(place: Place) -> Script:
     place.need_card()
-    model, stream = small(place), place.module.Stream()
-    usual = loop(model, torch.optim.AdamW(model.parameters(), lr=RATE), loss_on(place, model))
+    model, stream = small(), place.module.Stream()
+    usual = stepping(model)
 
     def step() -> Tensor:
         stream.wait_stream(place.module.current_stream())
@@ -410,41 +277,6 @@ def side_stream(place: Place) -> Script:
         return loss
 
     return Script(model, step)
-
-
-@contextmanager
-def one_rank(place: Place) -> Iterator[None]:
-    backend = "nccl" if place.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@case("DistributedDataParallel with one rank")
-def ddp(place: Place) -> None:
-    with one_rank(place):
-        model = nn.parallel.DistributedDataParallel(small(place))
-        trains(
-            Script(model, loop(model, loss=loss_on(place, model)), {"island": dist.group.WORLD},
-                   plain=partial(small, place))
-        )  # fmt: skip
-
-
-@case("fully_shard (FSDP2) with one rank")
-def fsdp2(place: Place) -> None:
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:
-        raise NotHere(f"torch {torch.__version__} has it elsewhere") from None
-    with one_rank(place):
-        mesh = dist.device_mesh.init_device_mesh(place.device.type, (1,))
-        model = fully_shard(small(place), mesh=mesh)
-        trains(
-            Script(model, loop(model, loss=loss_on(place, model)), {"island": dist.group.WORLD},
-                   plain=partial(small, place))
-        )  # fmt: skip
 
 
 # ------------------------------------------------------------ real processes, default encodings

@@ -18,16 +18,16 @@ from statistics import median
 from typing import Any
 
 import torch
+from cost import SIZES, SMALL
+from place import Place, adamw, train_step
+from report import MEASURED, Row, judged
 from torch import Tensor
 
-from cost import SIZES, SMALL
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.base import BLOCK_ELEMENTS
 from diloco_common.codec.blocks import BlockCodec
 from diloco_common.codec.payload import ChunkWriter
 from diloco_common.codec.registry import get_codec
-from place import Place, adamw, train_step
-from report import MEASURED, Row, judged
 
 TURN = 8
 WORTH_S, WORTH_CORES = 0.005, 0.5
@@ -143,7 +143,9 @@ def verdict(encoding: str, usual: float, step_s: dict[str, list[float]], cpu_s: 
         way for way in ("whole chunks", "on the host")
         if (now[0] - median(step_s[way])) / usual > WORTH_S or median(cpu_s[way]) < WORTH_CORES * now[1]
     ]  # fmt: skip
-    return Row(f"{encoding}: worth adopting", "0.5 % of a step, or half the cores", MEASURED, ", ".join(worth) or "none")
+    return Row(
+        f"{encoding}: worth adopting", "0.5 % of a step, or half the cores", MEASURED, ", ".join(worth) or "none"
+    )
 
 
 CASES = {

@@ -30,8 +30,8 @@ STEPS: dict[str, Step] = {
     ),
     "cost": Step("cost", 12.0, 180.0),
     "encode": Step("encode", 6.0, 60.0),
-    "doctor": Step("health", 7.0, 25.0),
-    "quality": Step("quality", 8.0, 120.0),
+    "doctor": Step("health", 6.0, 75.0),
+    "quality": Step("quality", 9.0, 70.0),
 }
 
 

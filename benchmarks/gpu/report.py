@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from plan import STEPS
 
-PASS, FAIL, NOT_HERE, NOT_REACHED, CUT_OFF, MEASURED = "pass", "FAIL", "not here", "not reached", "cut off", "measured"
+PASS, FAIL, MEASURED = "pass", "FAIL", "measured"
+NOT_HERE, NOT_REACHED, CUT_OFF = "not here", "not reached", "cut off"
 PAGE_HEAD = """# On a GPU
 
 `make gpu` proves and measures a learner on an accelerator, in eight minutes and in one process tree, with no network.
@@ -30,22 +31,33 @@ its version of Python, and says the line that installs them there and runs every
 
 """
 NEVER = "**It has not run on a card yet.** What follows is what it will show.\n\n"
-STEPS_ARE = """- **correct**: two shards and three learners on one card. Every row is a training script that must hold what a version
-  has brought; equal values are equal bytes on CPU and device. Again with another seed, and with
+STEPS_ARE = """- **correct**: two shards and three learners on one card. A row is a training script that must hold what a version has
+  brought; equal values are equal bytes on CPU and device. Again with another seed, and with
   `CUDA_LAUNCH_BLOCKING=1`: a race is an error that moves.
 - **cost**: GPTs of 124 M and 1 B parameters in bfloat16 autocast, with and without a learner in turns of 24 steps.
 - **encode**: encoding on the device or on the host, beside real steps.
 - **doctor**: `diloco doctor --device`: the same work twice, bit for bit; bandwidth, pinned copies, free memory.
-- **quality**: a byte GPT of 10 M parameters; data-parallel, H = 12 and H = 24 with the same tokens. Not tuned at this size.
+- **quality**: a byte GPT of 10 M parameters; data-parallel, H = 12 and H = 24 with the same tokens. Not tuned
+  at this size.
 
 """
 UNTESTED = """
 ## What nobody has tried
 
-XPU, ROCm, NPU and MPS. Workers ask for no make by name (`worker/diloco_worker/core/device.py`): `torch.accelerator` from
-torch 2.6 on, before that the module of the device. Not known is whether MPS and NPU have `record_stream` and pinned
-memory, which residuals in host memory need. Peak memory is read from `torch.accelerator` where it counts it, else from
-the module of the device.
+XPU, ROCm, NPU and MPS. Workers ask for no make by name (`worker/diloco_worker/core/device.py`): `torch.accelerator`
+from torch 2.6 on, before that the module of the device. Not known is whether MPS and NPU have `record_stream`, and pinned
+memory, which `residuals="host"` needs.
+
+With everything in host memory, a learner should take 0.1 bytes per parameter of a device. No option does that yet: the
+anchors stay there (2 bytes), and residuals may go (`residuals="host"`).
+
+A whole step that is captured as one CUDA graph: versions are applied between replays, in place, to the storage that the
+graph reads and writes, and snapshots are taken there. So it works by design, and two rows will show it. A capture in
+torch's usual mode ("global") is spoilt by any thread that allocates meanwhile, such as a learner's: capture before
+`join`, or with `capture_error_mode="thread_local"`.
+
+Encoding is on the device already: torch computes the codes there, and 1 or half a byte crosses. What is not known is
+whether slices of 256 Ki elements, which suit the caches of a CPU, launch too many small kernels. The step **encode** says.
 """
 
 
@@ -149,8 +161,3 @@ def page(folder: Path | None) -> str:
             cells = [row.name, row.goal, row.result, *(other.get(row.name, "") for other in others), row.figure]
             parts.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n")
     return "".join(parts) + UNTESTED
-
-
-def once(make: Callable[[], Row]) -> Callable[[Any], list[Row]]:
-    """A case of one row that needs to know nothing."""
-    return lambda place: [make()]
