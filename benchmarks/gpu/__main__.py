@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.0, help="for everything (default: 8; 1 or more)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="FOLDER", help="JSON and logs")
     parser.add_argument("--only", choices=STEPS, metavar="STEP", help=f"one of {', '.join(STEPS)}: all time is its own")
-    parser.add_argument("--page", action="store_true", help="write docs/gpu.md anew, and do nothing else")
+    parser.add_argument("--page", action="store_true", help="only write docs/gpu.md, from the JSON in --out")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--ends-at", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -54,15 +54,19 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.step:
         return run_cases(args)
-    is_card = args.device != "cpu"
-    if not args.page:
-        run_steps(args)
-        print(table(args.out))
-    if is_card and results(args.out):
-        PAGE.write_text(page(args.out), encoding="utf-8")
-    elif args.page:
-        PAGE.write_text(page(None), encoding="utf-8")
-    return int(any(row.result == FAIL for found in results(args.out).values() for row in rows_of(found)))
+    if args.page:
+        write_page(args.out)
+        return 0
+    run_steps(args)
+    print(table(args.out))
+    found = results(args.out)
+    if args.device != "cpu" and any(of["machine"] for of in found.values()):  # a card was there
+        write_page(args.out)
+    return int(any(row.result == FAIL for of in found.values() for row in rows_of(of)))
+
+
+def write_page(folder: Path) -> None:
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), folder), encoding="utf-8")
 
 
 def run_steps(args: argparse.Namespace) -> None:
@@ -79,13 +83,14 @@ def run_steps(args: argparse.Namespace) -> None:
 
 
 def run_step(name: str, args: argparse.Namespace, ends_at: float) -> None:
-    """Until all cases have run, or the time is over."""
+    """Until all cases have run, or the time is over, or a process ends that has begun none."""
     own = [f"--device={args.device}", f"--minutes={args.minutes}", f"--out={args.out}"]
     command = [sys.executable, str(HERE), *own, f"--step={name}", f"--ends-at={ends_at}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **STEPS[name].environment}
-    code = FAILED
+    path, code, known, before = args.out / f"{name}.json", FAILED, b"", b"-"
     with (args.out / f"{name}.log").open("wb") as log:
-        while code != 0 and time.time() < ends_at - 1:
+        while code != 0 and time.time() < ends_at and known != before:
+            before = known
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
@@ -96,8 +101,12 @@ def run_step(name: str, args: argparse.Namespace, ends_at: float) -> None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its shards, too
             process.wait()
+            known = path.read_bytes() if path.exists() else b""
     if time.time() >= ends_at:
-        cut_off(args.out / f"{name}.json")
+        cut_off(path)
+    if not known:
+        why = f"no case was begun in its time; {name}.log says why"
+        Record(path, name, [], {}).end(name, [Row(name, result=FAIL, figure=why)], 0.0)
 
 
 def run_cases(args: argparse.Namespace) -> int:

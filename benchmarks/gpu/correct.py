@@ -192,7 +192,7 @@ def compiled(mode: str, place: Place) -> Script:
     fast = torch.compile(model, mode=mode)
 
     def loss() -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         return loss_of(fast)
 
     return Script(model, loop(model, torch.optim.AdamW(model.parameters(), lr=RATE), loss))
@@ -210,7 +210,7 @@ def captured(place: Place, model: nn.Module, mode: str) -> Callable[[], Tensor]:
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(model)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return loss
 

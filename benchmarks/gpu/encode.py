@@ -4,8 +4,8 @@
     whole chunks    the same on the device, 4 Mi elements at a time: a sixteenth of the launches
     on the host     2 bytes cross, and the kernels in C encode there
 
-All of them encode snapshot + residual, and leave the loss. The bytes are those of the wire format. A way is adopted if a
-real step gains more than 0.5 %, or the host's cores fall by half.
+All of them encode snapshot + residual, and leave the loss. The bytes are those of the wire format. A way is adopted if
+a real step gains more than 0.5 %, or the host's cores fall by half.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -122,7 +123,7 @@ def beside_steps(encoding: str, share: float, place: Place) -> list[Row]:
                     job.result()
                 place.wait()
                 if not is_first:
-                    step_s[way] += [place.between_s(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+                    step_s[way] += [place.between_s(a, b) for a, b in pairwise(marks)]
             is_first = False
     if not step_s["none"]:
         return [Row(f"{encoding} beside steps", "", MEASURED, "no time for more than the turns to warm up")]

@@ -21,7 +21,7 @@ from diloco_demo.gpt import GPT, evaluate
 from diloco_worker.global_model import pull_global_model
 from light_learners import running_shards
 
-LEARNERS, RATE, WARM_UP = 4, 2e-3, 0.1
+LEARNERS, RATE, WARM_UP, FIRST = 4, 2e-3, 0.1, 12
 
 
 class Training:
@@ -67,6 +67,8 @@ def data_parallel(place: Place) -> list[Row]:
 
 
 def learners(every: int, place: Place) -> list[Row]:
+    if every != FIRST:
+        place.need_card("a card: the case before has rehearsed it")
     with running_shards(2, f"sync.sync_every={every}", f"sync.quorum={LEARNERS}") as shards, ExitStack() as joined:
         addresses = [shard.address for shard in shards]
         all_of: list[tuple[Training, Any]] = []
