@@ -22,15 +22,15 @@ class Step(NamedTuple):
 
 
 STEPS: dict[str, Step] = {
-    "correct": Step("correct", 24.0, 45.0, case_s=20.0),
+    "correct": Step("correct", 24.0, 60.0, case_s=20.0),
     # A race is an error that moves, or goes when kernels no longer overlap with the host.
     "correct-seed": Step("correct", 1.0, 20.0, case_s=10.0, seed=1, needs_card=True),
     "correct-blocking": Step(
-        "correct", 1.0, 25.0, case_s=10.0, environment={"CUDA_LAUNCH_BLOCKING": "1"}, needs_card=True
+        "correct", 1.0, 20.0, case_s=10.0, environment={"CUDA_LAUNCH_BLOCKING": "1"}, needs_card=True
     ),
     "cost": Step("cost", 12.0, 180.0),
     "encode": Step("encode", 6.0, 60.0),
-    "doctor": Step("health", 6.0, 75.0),
+    "doctor": Step("health", 6.0, 65.0),
     "quality": Step("quality", 9.0, 70.0),
 }
 
