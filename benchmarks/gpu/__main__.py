@@ -139,11 +139,11 @@ def machine(place: Any) -> dict[str, Any]:
     import torch
 
     packed = ROOT / ".gpu/COMMIT"  # where git is not
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    commit = packed.read_text().strip() if packed.exists() else git.stdout.strip()
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = packed.read_text() if packed.exists() else subprocess.check_output(git, cwd=ROOT, text=True)
     return {
         "card": place.card(), "torch": torch.__version__, "Python": platform.python_version(),
-        "cores": os.cpu_count(), "date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit,
+        "cores": os.cpu_count(), "date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit.strip(),
     }  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def settle(learner: Any, until_s: float = 3.0) -> None:
     ends, before = time.monotonic() + until_s, dict[str, float]()
     while time.monotonic() < ends and (now := counted(learner)) != before:
         before = now
-        learner.poll(0.3)
+        learner.poll(0.5)
 
 
 def measure(size: Size, residuals: str, place: Place, until: float) -> tuple[Turns, Turns, dict[str, Any]]:

@@ -22,11 +22,11 @@ class Step(NamedTuple):
 
 
 STEPS: dict[str, Step] = {
-    "correct": Step("correct", 24.0, 60.0, case_s=20.0),
+    "correct": Step("correct", 24.0, 60.0, case_s=30.0),
     # A race is an error that moves, or goes when kernels no longer overlap with the host.
-    "correct-seed": Step("correct", 1.0, 20.0, case_s=10.0, seed=1, needs_card=True),
+    "correct-seed": Step("correct", 1.0, 20.0, case_s=15.0, seed=1, needs_card=True),
     "correct-blocking": Step(
-        "correct", 1.0, 20.0, case_s=10.0, environment={"CUDA_LAUNCH_BLOCKING": "1"}, needs_card=True
+        "correct", 1.0, 20.0, case_s=15.0, environment={"CUDA_LAUNCH_BLOCKING": "1"}, needs_card=True
     ),
     "cost": Step("cost", 12.0, 180.0),
     "encode": Step("encode", 6.0, 60.0),
