@@ -138,13 +138,20 @@ def run_cases(args: argparse.Namespace) -> int:
 def machine(place: Any) -> dict[str, Any]:
     import torch
 
-    packed = ROOT / ".gpu/COMMIT"  # where git is not
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = packed.read_text() if packed.exists() else subprocess.check_output(git, cwd=ROOT, text=True)
     return {
         "card": place.card(), "torch": torch.__version__, "Python": platform.python_version(),
-        "cores": os.cpu_count(), "date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit.strip(),
+        "cores": os.cpu_count(), "date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit(),
     }  # fmt: skip
+
+
+def commit() -> str:
+    """Of this repository; where git is not, as pack.py has written it down."""
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        packed = ROOT / ".gpu/COMMIT"
+        return packed.read_text().strip() if packed.exists() else "unknown"
 
 
 if __name__ == "__main__":
