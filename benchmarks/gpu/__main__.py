@@ -32,7 +32,7 @@ SOURCES = ("protos", "common", "server", "worker", "simulator", "deploy", "examp
 sys.path[:0] = [str(HERE), *(str(ROOT / folder) for folder in (*SOURCES, "tests", "tests/contract"))]
 
 from plan import STEPS, bounds  # noqa: E402
-from report import FAIL, NOT_HERE, NotHere, Record, Row, cut_off, page, results, rows_of, table  # noqa: E402
+from report import CUT_OFF, FAIL, NOT_HERE, NotHere, Record, Row, cut_off, page, results, rows_of, table  # noqa: E402
 
 FAILED = 3
 """Exit code of a process that ends because a case failed."""
@@ -73,13 +73,14 @@ def run_steps(args: argparse.Namespace) -> None:
     for old in args.out.glob("*.json"):
         old.unlink()
     limits = bounds(args.minutes) if args.only is None else {args.only: 60 * args.minutes}
+    ends_at = time.time()
     for name, seconds in limits.items():
-        began = time.monotonic()
+        began, ends_at = time.monotonic(), ends_at + seconds  # what a step leaves over, the next one may take
         if STEPS[name].needs_card and args.device == "cpu":
             Record(args.out / f"{name}.json", name, [], {}).end(name, [Row("all of it", "", NOT_HERE)], 0.0)
             continue
-        run_step(name, args, time.time() + seconds)
-        print(f"gpu: {name}: {time.monotonic() - began:.1f} of {seconds:.0f} s", flush=True)
+        run_step(name, args, ends_at)
+        print(f"gpu: {name}: {time.monotonic() - began:.1f} s of {seconds:.0f} and what was left over", flush=True)
 
 
 def run_step(name: str, args: argparse.Namespace, ends_at: float) -> None:
@@ -102,11 +103,12 @@ def run_step(name: str, args: argparse.Namespace, ends_at: float) -> None:
                 os.killpg(process.pid, signal.SIGKILL)  # its shards, too
             process.wait()
             known = path.read_bytes() if path.exists() else b""
-    if time.time() >= ends_at:
+    is_over = time.time() >= ends_at
+    if is_over:
         cut_off(path)
     if not known:
-        why = f"no case was begun in its time; {name}.log says why"
-        Record(path, name, [], {}).end(name, [Row(name, result=FAIL, figure=why)], 0.0)
+        row = Row(name, "", CUT_OFF if is_over else FAIL, f"no case was begun; {name}.log says why")
+        Record(path, name, [], {}).end(name, [row], 0.0)
 
 
 def run_cases(args: argparse.Namespace) -> int:
