@@ -138,6 +138,7 @@ check-format: $(INSTALLED)
 check-types: $(INSTALLED)
 	$(BIN)/mypy --strict
 	$(BIN)/mypy --strict benchmarks/*.py tools/*.py
+	MYPYPATH=benchmarks/gpu:tests:tests/contract $(BIN)/mypy --strict --follow-imports=silent benchmarks/gpu
 
 check-proto: $(PROTO_INSTALLED)
 	$(PROTO_VENV)/bin/python tools/protos.py --check
@@ -220,6 +221,12 @@ BENCHMARKS := $(addprefix benchmarks/,outer_round.py step_cost.py shard_memory.p
 .PHONY: bench
 bench: $(INSTALLED) ## Run the benchmarks of a round, a step, a shard, a straggler, a recovery (docs/performance.md)
 	@missed=0; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script" || missed=1; done; exit $$missed
+
+GPU ?=
+
+.PHONY: gpu
+gpu: $(INSTALLED) ## Prove and measure a learner on the card of this machine, in eight minutes (docs/gpu.md)
+	$(BIN)/python benchmarks/gpu $(GPU)
 
 .PHONY: quality
 quality: $(INSTALLED) ## Run what is missing of docs/quality.md, and rebuild it: hours on two cores, may be stopped at any time

@@ -228,7 +228,7 @@ class Lockstep:
         had, anchor = learner.versions.get(fragment_id, (None, None))
         change = shell.shard.change_since(fragment_id, None if had is None else VersionId(shell.shard.epoch, had))
         payload, base = (payload, None) if change is None else (change, anchor)
-        values, _ = decode_version(payload, base)
+        values, _ = decode_version(payload, base, learner.replica.device)
         learner.versions[fragment_id] = version, values
         learner.pulled[payload.header.encoding] += 1
         merged = shell.shard.fragments[fragment_id].status(learner.learner_id).merged_version

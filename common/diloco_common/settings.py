@@ -190,7 +190,7 @@ class WorkerSettings(Section):
     """Seconds without the end of an inner step after which a worker that trains counts as hung: /healthz answers 503,
     and `diloco up`, systemd and Kubernetes start it again. Longer than any compilation or evaluation; 0: never."""
     device: str = "auto"
-    """"auto", "cpu", "cuda" or "cuda:N"."""
+    """"auto": an accelerator if there is one. Else as torch names it: "cpu", "cuda", "cuda:1", "xpu"."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0: torch decides."""
     folder: Path | None = None

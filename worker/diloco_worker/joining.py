@@ -29,7 +29,7 @@ from diloco_common.wire.addresses import write_address
 from diloco_common.wire.manifest import model_digest
 from diloco_worker.core import ranks
 from diloco_worker.core.connection import Caller
-from diloco_worker.core.layout import in_pinned_memory
+from diloco_worker.core.device import in_pinned_memory, is_accelerator
 from diloco_worker.core.ranks import Island, Rank
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import Models, Patterns, SharedSet, as_module
@@ -325,11 +325,11 @@ def _say_what_it_takes(replica: Replica, chosen: SharedSet, telemetry: LearnerTe
         log.warning("no native kernels: encoding takes several times as long", why=why)
     elif is_on_cpu:
         log.event("kernels", origin=native.origin())
-    if residuals == "host" and replica.device.type == "cuda":
+    if residuals == "host" and is_accelerator(replica.device):
         replica.stow = in_pinned_memory
     elif residuals == "host":
         log.warning(
-            'residuals="host" changes nothing: memory can be pinned for CUDA devices only', device=replica.device.type
+            'residuals="host" changes nothing: memory is pinned for an accelerator only', device=replica.device.type
         )
     telemetry.model(replica.specs, sum(p.numel() for p in chosen.frozen.values()))
 

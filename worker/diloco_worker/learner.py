@@ -37,6 +37,7 @@ from diloco_common.wire.messages import FrozenTensor, Progress
 from diloco_worker.core.acts import Act, LastRounds, PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.agreement import Diverging
 from diloco_worker.core.connection import Caller
+from diloco_worker.core.device import on_its_way
 from diloco_worker.core.events import Answered, Failed
 from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
@@ -75,8 +76,6 @@ SETTLE_S = 5.0
 """Seconds that pushes under way have to be answered when the learner ends."""
 HURRY_S = 0.5
 """The same, where somebody waits at the keyboard."""
-LOSS_EVERY_S = 0.5
-"""On an accelerator the loss is read this often: reading waits for the device."""
 
 
 class Background(Protocol):
@@ -111,7 +110,7 @@ class Learner(LearnerView):
         self._clock = context.world.clock
         self._began = self._step_ended = self._clock()
         self._loss: float | None = None
-        self._loss_read = 0.0
+        self._loss_coming: tuple[Tensor, Callable[[], bool]] | None = None
         self._finishing = Finishing(boundary, connections, context.council)
         self._leaving = Leaving(boundary, connections, context.council)
         self._watch = watch
@@ -188,7 +187,7 @@ class Learner(LearnerView):
         step_s = began - self._step_ended
         self._step_ended = began
         self.step_time_s += (STEP_TIME_ALPHA if self.step_time_s else 1.0) * (step_s - self.step_time_s)
-        self._read_loss(loss, began)
+        self._read_loss(loss)
         self._boundary.stepped(amount)
         acts = self._cross(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         core = self._core
@@ -506,14 +505,16 @@ class Learner(LearnerView):
             self.telemetry.state = "stopped"
             raise error
 
-    def _read_loss(self, loss: Tensor | float | None, now: float) -> None:
-        if isinstance(loss, Tensor):
-            if loss.device.type != "cpu" and now - self._loss_read < LOSS_EVERY_S:
-                return
-            self._loss_read = now
-            self._loss = float(loss.detach())
-        elif loss is not None:
-            self._loss = float(loss)
+    def _read_loss(self, loss: Tensor | float | None) -> None:
+        """From an accelerator it comes a step or more later: nothing waits for the device."""
+        if not isinstance(loss, Tensor):
+            self._loss = self._loss if loss is None else float(loss)
+            return
+        if self._loss_coming is None:
+            self._loss_coming = on_its_way(loss.detach())
+        value, is_there = self._loss_coming
+        if is_there():
+            self._loss, self._loss_coming = float(value), None
 
 
 def make_learner(

@@ -44,6 +44,8 @@ class Patient:
     """Parameters of the whole model; None: not known."""
     step_s: float = 1.0
     learners: int = 8
+    device: str | None = None
+    """A device of this machine, as torch names it; None: none is looked at."""
 
 
 def examine(patient: Patient, *, as_json: bool = False) -> int:
@@ -76,6 +78,10 @@ def look(patient: Patient) -> Iterator[Found]:
         yield from _ways(patient, ends_at)
     checks = _of_machine(patient) if patient.is_shard else [_kernels()]
     yield from run_checks(checks, time.monotonic, ends_at)
+    if patient.device is not None:
+        from diloco_deploy.doctor import device
+
+        yield from run_checks(device.checks(patient.device), time.monotonic, time.monotonic() + 2 * device.SOAK_S)
 
 
 def _ways(patient: Patient, ends_at: float) -> Iterator[Found]:
@@ -195,6 +201,10 @@ def doctor(
         Path | None, Parameter(metavar="PATH", help="look at the shards of the cluster that `diloco up` runs there")
     ] = None,
     shard: Annotated[Flag, Parameter(help="look at this machine: is it fit to run the shard of the settings?")] = False,
+    device: Annotated[
+        str | None,
+        Parameter(metavar="cuda", help="a device of this machine: does it compute the same bits twice? (a minute)"),
+    ] = None,
     run: Annotated[str | None, setting("run.id", "ID", "id of the run")] = None,
     tls: Annotated[str | None, setting("security.tls", "FOLDER", "certificate of the caller")] = None,
     token_file: Annotated[str | None, setting("security.token_file", "FILE", "bearer token of the caller")] = None,
@@ -211,7 +221,8 @@ def doctor(
 ) -> int:
     """Say what is wrong, with a code for `diloco explain`, and what to do. On a learner's machine: the way to the
     shards, from the name to the bandwidth, and which settings the link allows. With --shard: disk, files, memory and
-    kernels. It changes nothing, and ends within 20 s. Exit code 1 if something fails.
+    kernels. It changes nothing, and ends within 20 s. With --device: a minute in which a card does the same work again
+    and again, and every bit is compared. Exit code 1 if something fails.
     """
     if folder is not None:
         if shards is not None:
@@ -223,10 +234,10 @@ def doctor(
         "shard.data_dir": data_dir,
     }  # fmt: skip
     settings = settings_from(options, flags)
-    addresses = () if shard and shards is None else settings.worker.shards
-    if not addresses and not shard:
+    addresses = () if (shard or device) and shards is None else settings.worker.shards
+    if not addresses and not shard and not device:
         raise ConfigError(
             "what should be looked at? Name the shards (--shards ps-0:50051,ps-1:50051), or the --folder of "
-            "`diloco up`, or say --shard: this machine"
+            "`diloco up`, or say --shard: this machine, or --device cuda"
         )
-    return examine(Patient(settings, addresses, shard, params, step_time, learners), as_json=json)
+    return examine(Patient(settings, addresses, shard, params, step_time, learners, device), as_json=json)

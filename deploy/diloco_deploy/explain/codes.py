@@ -181,6 +181,17 @@ MACHINE = (
         "again: `pip install --force-reinstall --no-deps .`.",
         "`python -m diloco_common.codec`",
     ),
+    _finding(
+        "DEVICE_MISSING", "torch cannot use the device that was named.",
+        "Look whether this build of torch is for it, and whether the driver sees it (`nvidia-smi`).",
+    ),
+    _finding(
+        "DEVICE_FULL", "Hardly any memory of the device is free.", "End what else runs there (`nvidia-smi` lists it).",
+    ),
+    _finding(
+        "DEVICE_WRONG", "The device came to other bits from the same numbers: it must not train.",
+        "Take it out of the run, reset it, and ask again. If it stays so, have it replaced.",
+    ),
 )  # fmt: skip
 
 OF_DOCTOR = (

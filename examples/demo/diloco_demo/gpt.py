@@ -140,7 +140,7 @@ def evaluate(
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     done = 0
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
         for some in torch.split(starts, batch):
             text = held_out[some[:, None] + torch.arange(context + 1)].long().to(device)
             total += model.loss(text[:, :-1], text[:, 1:]).double() * len(some)

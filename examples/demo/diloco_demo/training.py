@@ -207,28 +207,24 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Opt
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that worker.device names; "auto" takes CUDA where there is one. Raises ConfigError."""
+    """The device that worker.device names; "auto" takes an accelerator where there is one. Raises ConfigError."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        module = getattr(torch, "accelerator", torch.cuda)  # of torch 2.6 and later
+        found = module.current_accelerator() if hasattr(module, "current_accelerator") else torch.device("cuda")
+        return found if module.is_available() else torch.device("cpu")
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type == "cpu":
-        return device
-    if device.type != "cuda":
-        raise ConfigError(f'worker.device {name!r} is not one of "auto", "cpu", "cuda", "cuda:N"')
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device.index or 0) >= found:
-        raise ConfigError(f'worker.device is {name!r} but torch sees {found} CUDA devices here: use "auto" or "cpu"')
-    return device
+        return torch.zeros(1, device=name).to("cpu").to(name).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        why = str(error).splitlines()[0]
+        message = f'worker.device is {name!r}, which torch cannot use here ({why}): use "auto" or "cpu"'
+        raise ConfigError(message) from None
 
 
 def _inner_step(
     model: GPT, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, share: float, clip: float
 ) -> Tensor:
     """Forward, backward, clip, step. Returns the detached loss; does not wait for the device."""
-    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=inputs.device.type == "cuda"):
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=inputs.device.type != "cpu"):
         loss = model.loss(inputs, targets)
     loss.backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(model.parameters(), clip)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from what_works.script import RATE, Cases, Script, Y, loop, small, usual
+from what_works.script import DEVICE, RATE, Cases, Script, Y, loop, small, usual
 
 CASES = Cases()
 
@@ -22,7 +22,7 @@ class Own(nn.Module):
 
 
 def drawn(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
 
 
 CASES.script("contiguous")(lambda: usual(small()))
@@ -79,7 +79,7 @@ CASES.joins("parameters that overlap in part", overlapping)
 @CASES.script("channels_last")
 def channels_last() -> Script:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 2, 2), nn.Flatten()).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = nn.Sequential(nn.Conv2d(2, 2, 2), nn.Flatten()).to(DEVICE, memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = drawn(8, 2, 2, 2)
     return Script(model, loop(model, loss=lambda: (model(images) - Y).square().mean()))
 

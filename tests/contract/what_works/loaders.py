@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from diloco_worker import Learner
 from what_works.rows import Rows, Stream, square
-from what_works.script import RATE, Cases, Ground, Script, loop, small, usual
+from what_works.script import DEVICE, RATE, Cases, Ground, Script, loop, small, usual
 
 CASES = Cases()
 
@@ -35,7 +35,7 @@ def fed(make: Callable[[], DataLoader[Tensor]], *, after: bool) -> Script:
             batches.append(iter(make()))
 
     def step() -> Tensor:
-        x = next(batches[0])
+        x = next(batches[0]).to(DEVICE, non_blocking=True)
         return loop(model, optimizer, lambda: (model(x) - x[:, :2].sin()).square().mean())()
 
     return Script(model, step, joined=joined)
@@ -74,7 +74,12 @@ def persistent() -> Script:
 
 @CASES.script("DataLoader with spawned workers")
 def spawned() -> Script:
-    return fed(lambda: DataLoader(Rows(), batch_size=8, num_workers=1, multiprocessing_context="spawn"), after=True)
+    return fed(
+        lambda: DataLoader(
+            Rows(), batch_size=8, num_workers=1, multiprocessing_context="spawn", pin_memory=DEVICE.type != "cpu"
+        ),
+        after=True,
+    )
 
 
 @CASES.script("DataLoader with workers by forkserver")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from what_works.script import RATE, Cases, Ground, Script, X, Y, loop, loss_of, small, usual
+from what_works.script import DEVICE, RATE, Cases, Ground, Script, X, Y, loop, loss_of, small, usual
 
 CASES = Cases()
 
@@ -84,7 +84,7 @@ def norms() -> Script:
 
 @CASES.script("BatchNorm and others with running statistics")
 def statistics() -> Script:
-    return usual(small().insert(1, nn.BatchNorm1d(6)), is_whole=True)
+    return usual(small().insert(1, nn.BatchNorm1d(6).to(DEVICE)), is_whole=True)
 
 
 class Queued(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from what_works.script import Cases, Script, loop, loss_of, small, usual
+from what_works.script import DEVICE, Cases, Script, loop, loss_of, small, usual
 
 CASES = Cases()
 HALF_IS_OFF = 4e-3
@@ -43,7 +43,7 @@ def autocast() -> Script:
     model = small()
 
     def loss() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             return loss_of(model)
 
     return Script(model, loop(model, loss=loss))
@@ -53,7 +53,7 @@ def autocast() -> Script:
 def scaled() -> Script:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10)
 
     def once(spoil: bool) -> Tensor:
         optimizer.zero_grad()

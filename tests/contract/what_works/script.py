@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -90,7 +91,7 @@ class Ground:
         found = self.pulled()
         assert found.keys() >= final.keys()
         for name, theta in final.items():
-            assert torch.equal(theta, found[name].to(theta.dtype)), name
+            assert torch.equal(theta.cpu(), found[name].to(theta.dtype)), name
         if script.is_whole:
             as_module(partners[0].model).load_state_dict(found, strict=True)
 
@@ -223,14 +224,17 @@ def whole(theta: Tensor) -> Tensor:
 # ---------------------------------------------------------------- what most scripts have
 
 
-X = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+DEVICE = torch.device(os.environ.get("WHAT_WORKS_ON", "cpu"))
+"""Where scripts train; `make gpu` names a card."""
+SEED = int(os.environ.get("WHAT_WORKS_SEED", "0"))
+X = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(SEED + 1)).to(DEVICE)
 Y = X[:, :2].sin()
 RATE = 0.02
 
 
-def small(seed: int = 0) -> nn.Module:
+def small(seed: int = SEED) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).to(DEVICE)
 
 
 def loss_of(model: Callable[..., Tensor]) -> Tensor:

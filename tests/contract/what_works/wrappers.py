@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from what_works.script import RATE, Cases, Ground, Script, loop, loss_of, small, usual
+from what_works.script import DEVICE, RATE, Cases, Ground, Script, loop, loss_of, small, usual
 
 CASES = Cases()
 
@@ -26,7 +26,8 @@ CASES = Cases()
 @contextmanager
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "nccl" if DEVICE.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -98,7 +99,7 @@ def ddp(ground: Ground) -> None:
 @CASES("fully_shard (FSDP2) with island=")
 def fsdp2(ground: Ground) -> None:
     with one_rank():
-        model = fully_shard(small(), mesh=init_device_mesh("cpu", (1,)))
+        model = fully_shard(small(), mesh=init_device_mesh(DEVICE.type, (1,)))
         ground.trains(usual(model, options={"island": dist.group.WORLD}, plain=small))
 
 

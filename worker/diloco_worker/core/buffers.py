@@ -37,6 +37,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from diloco_common.errors import ModelChanged, UnsupportedModel
 from diloco_common.wire.manifest import MEAN, VARIANCE, Dtype, Fragment, Piece, Rule, TensorSpec
 from diloco_worker.core import layout, names
+from diloco_worker.core.device import used_here
 
 INTEGER_MAX = 2**24
 """float32 holds every integer up to this."""
@@ -100,7 +101,7 @@ class Buffers:
 
     def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
         """buffers <- values, in place. Integers are whole again. `trains_on`: what training keeps for itself stays."""
-        layout.used_here(values)
+        used_here(values)
         for piece, buffer in self._of(fragment):
             if trains_on and buffer.is_statistic:
                 continue

@@ -18,6 +18,7 @@ from torch import Tensor
 from diloco_common.codec.base import as_held
 from diloco_common.wire.manifest import Fragment, Piece
 from diloco_worker.core import layout
+from diloco_worker.core.device import used_here
 from diloco_worker.core.parameters import Parameters
 
 FindCopies = Callable[[str], Sequence[Tensor]]
@@ -40,7 +41,7 @@ class Copied(Parameters):
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
         """Where no copy says more of it, the anchor counts as theta holds it."""
-        layout.used_here(anchor)
+        used_here(anchor)
         for piece, theta, copies in self._pieces(fragment):
             since = anchor[piece.bounds]
             held, master = as_held(since, theta.dtype), _master(copies)
@@ -58,7 +59,7 @@ class Copied(Parameters):
 
     def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
         """And to all copies, each rounded once."""
-        layout.used_here(difference)
+        used_here(difference)
         for piece, theta, copies in self._pieces(fragment):
             moved = difference[piece.bounds]
             _put(piece, theta, _finest(piece, theta, copies).float() + moved)
@@ -66,13 +67,13 @@ class Copied(Parameters):
                 _put(piece, copy, _flat(piece, copy).float() + moved)
 
     def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
-        layout.used_here(values)
+        used_here(values)
         for piece, theta, copies in self._pieces(fragment):
             for tensor in (theta, *copies):
                 _put(piece, tensor, values[piece.bounds])
 
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
-        layout.used_here(values)
+        used_here(values)
         for piece, theta, copies in self._pieces(fragment):
             new = values[piece.bounds].float()
             _put(piece, theta, _finest(piece, theta, copies).float().lerp(new, 1 - alpha))

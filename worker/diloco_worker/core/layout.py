@@ -2,13 +2,13 @@
 
 A learner with `channels_last` weights and one without must agree on which element is which. So a piece of a tensor that
 is not contiguous is seen as a few boxes, views with the tensor's own strides, in the order of their elements. A
-contiguous tensor stays one flat view. And on a device, threads and streams must know when values are there.
+contiguous tensor stays one flat view.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -104,32 +104,6 @@ def refuse_several_devices(parameters: Mapping[str, Tensor]) -> None:
             f"the shared parameters are on several devices ({where}): put those that are trained on one of them, or "
             "make each of the parts a learner's model of its own"
         )
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Until what this thread has computed there is there for every thread and stream."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def in_pinned_memory(values: Tensor) -> Tensor:
-    """A copy in pages of the host that stay in memory, from where a device reads fastest. Waits until it is there."""
-    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
-
-
-def queued_until(values: Tensor) -> Callable[[], None] | None:
-    """A call that waits until the work queued so far is in `values`; None: it is there already."""
-    if not values.is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(values.device))
-    return event.synchronize
-
-
-def used_here(values: Tensor) -> None:
-    """Another thread has allocated them, perhaps for another stream: keep the memory until this one is done with it."""
-    if values.is_cuda:
-        values.record_stream(torch.cuda.current_stream(values.device))
 
 
 def _boxes(tensor: Tensor, start: int, stop: int, at: int) -> Iterator[tuple[int, Tensor]]:

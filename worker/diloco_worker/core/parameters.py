@@ -19,6 +19,7 @@ from diloco_common.codec.base import as_held, progress_since, rounds
 from diloco_common.errors import ModelChanged
 from diloco_common.wire.manifest import Fragment, Piece
 from diloco_worker.core import layout
+from diloco_worker.core.device import used_here
 
 
 class Parameters:
@@ -49,7 +50,7 @@ class Parameters:
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
         """out <- anchor - theta, in the dtype of `out`. The anchor counts as theta holds it: what was rounded away is
         nothing that was trained."""
-        layout.used_here(anchor)
+        used_here(anchor)
         _clear_gaps(fragment, out)
         flat: list[tuple[int, Tensor]] = []
         for piece, theta in self.views(fragment):
@@ -73,14 +74,14 @@ class Parameters:
 
     def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
         """theta <- values, rounded to the dtype of each tensor. `trains_on`: what training keeps for itself stays."""
-        layout.used_here(values)
+        used_here(values)
         with self._bounded(fragment):
             for piece, theta in self.views(fragment):
                 theta.copy_(_like(theta, values[piece.bounds]))
 
     def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
         """theta <- theta + difference, computed in float32. `steps`: so many inner steps ago it would have been due."""
-        layout.used_here(difference)
+        used_here(difference)
         with self._bounded(fragment):
             for piece, theta in self.views(fragment):
                 theta.add_(_like(theta, difference[piece.bounds]), alpha=self._kept(piece, steps))
@@ -91,7 +92,7 @@ class Parameters:
 
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
         """theta <- alpha * theta + (1 - alpha) * values, computed in float32."""
-        layout.used_here(values)
+        used_here(values)
         with self._bounded(fragment):
             for piece, theta in self.views(fragment):
                 new = _like(theta, values[piece.bounds]).float()

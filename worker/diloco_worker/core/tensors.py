@@ -47,7 +47,7 @@ from diloco_common.codec import Payload, decode_payload, encode_payload, get_cod
 from diloco_common.codec.base import Reference, refuse_non_finite, subtract
 from diloco_common.codec.memory import slices_of
 from diloco_common.wire.messages import LearnerPolicy
-from diloco_worker.core.layout import queued_until, wait_for_device
+from diloco_worker.core.device import queued_until, wait_for_device
 from diloco_worker.core.parts import LocalFragment
 from diloco_worker.core.replica import Replica
 

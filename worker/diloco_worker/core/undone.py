@@ -30,7 +30,7 @@ from torch import Tensor
 
 from diloco_common.errors import VersionUndone
 from diloco_common.wire.manifest import Fragment
-from diloco_worker.core import layout
+from diloco_worker.core import device, layout
 
 ROWS = 4
 """Tensors of a fragment that are watched at once; with another version, others of them."""
@@ -141,13 +141,7 @@ class Laid:
         self._watched = None
         if watched.steps < STEPS_LEAST:
             return
-        values = torch.stack(watched.seen).flatten(2).float()
-        are_there: Callable[[], bool] = lambda: True  # noqa: E731
-        if values.is_cuda:
-            values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            are_there = event.query
+        values, are_there = device.on_its_way(torch.stack(watched.seen).flatten(2).float())
         self._samples.append(Samples(watched.fragment_id, values, are_there))
 
     def _count(self, fragment_id: int, is_gone: bool) -> None:

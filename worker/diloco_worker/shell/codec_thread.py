@@ -21,9 +21,9 @@ from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.ports import World
 from diloco_common.wire.messages import Held, PullHeader
+from diloco_worker.core.device import wait_for_device
 from diloco_worker.core.events import Arrived
 from diloco_worker.core.fragment import Contribution
-from diloco_worker.core.layout import wait_for_device
 from diloco_worker.core.parts import LocalFragment
 from diloco_worker.core.tensors import Difference, FragmentTensors
 from diloco_worker.shell.telemetry import LearnerTelemetry

@@ -1,0 +1,76 @@
+"""`make gpu`: bounds that add up, files that tell what a run knew when it was cut off, and the page of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def gpu(repository: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/gpu/report.py."""
+    monkeypatch.syspath_prepend(str(repository / "benchmarks/gpu"))
+    import report
+
+    return report
+
+
+@pytest.mark.parametrize("minutes", [1.0, 2.5, 8.0, 15.0])
+def test_the_bounds_of_the_steps_add_up_to_no_more_than_the_minutes(gpu: ModuleType, minutes: float) -> None:
+    from plan import STEPS, bounds
+
+    found = bounds(minutes)
+    assert list(found) == list(STEPS)
+    assert min(found.values()) > 0
+    assert 0.95 * 60 * minutes < sum(found.values()) <= 60 * minutes
+
+
+def test_a_run_that_is_cut_off_has_told_what_it_knew(gpu: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    cases = ["first", "dies", "cut", "later"]
+
+    record = gpu.Record(path, "cost", cases, {"card": "H100"})
+    left = record.left()
+    record.end(next(left), [gpu.judged("speed", ">= 99 %", True, "99.5 %")], 1.0)
+    next(left)  # the process dies in it
+    again = gpu.Record(path, "cost", cases, {"card": "H100"}).left()
+    assert next(again) == "cut"  # the next process goes on behind it
+    gpu.cut_off(path)
+
+    assert [(row.name, row.result) for row in gpu.rows_of(json.loads(path.read_text()))] == [
+        ("speed", "pass"), ("dies", "FAIL"), ("cut", "cut off"), ("later", "not reached"),
+    ]  # fmt: skip
+    assert "dies" in gpu.table(tmp_path)
+
+
+def test_the_page_keeps_its_words_and_shows_each_row_with_its_goal(gpu: ModuleType, tmp_path: Path) -> None:
+    before = f"# On a GPU\n\nWords.\n\n{gpu.MARK}\n| old | results |\n"
+    assert gpu.page(before, tmp_path) == f"# On a GPU\n\nWords.\n\n{gpu.MARK}\n{gpu.NEVER}"
+
+    machine = {"card": "H100", "date": "2026-11-28", "commit": "abc1234"}
+    for step, result in (("correct", "pass"), ("correct-seed", "FAIL"), ("cost", "measured")):
+        record = gpu.Record(tmp_path / f"{step}.json", step, ["a"], machine)
+        record.end("a", [gpu.Row("a row", "equal | or better", result, "figures")], 1.0)
+    page = gpu.page(before, tmp_path)
+    assert "Words." in page
+    assert "old" not in page
+    assert "Last run: card H100, date 2026-11-28, commit abc1234." in page
+    assert "| a row | equal / or better | pass | FAIL | figures |" in page  # with another seed, in the same line
+    assert "| a row | equal / or better | measured | figures |" in page
+
+
+def test_the_page_of_today_has_its_mark(gpu: ModuleType, repository: Path) -> None:
+    assert gpu.MARK in (repository / "docs/gpu.md").read_text(encoding="utf-8")
+
+
+def test_what_is_packed_has_hashes_and_leaves_torch_alone(gpu: ModuleType) -> None:
+    import pack
+
+    found = pack.pinned()
+    names = {line.partition("==")[0] for line in found.splitlines() if "==" in line}
+    assert {"grpcio", "protobuf", "pydantic", "starlette", "psutil"} <= names
+    assert not {"torch", "numpy", "sympy", "matplotlib"} & names
+    assert found.count("--hash=sha256:") >= len(names)
