@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -16,7 +15,6 @@ import diloco_worker
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_address
-from diloco_deploy.checkpoint.pull import adapter_name
 from diloco_deploy.cli import main
 
 EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
@@ -60,7 +58,11 @@ def addresses(serve) -> str:
 def test_the_model_is_written_under_all_of_its_names(addresses, tmp_path, capsys):
     model = trained(addresses, nn.Sequential(Tied(), nn.Linear(3, 2)))
     out = tmp_path / "out"
-    assert main(["pull", "--shards", addresses, "--out", str(out)]) == 0
+    command = ["pull", "--shards", addresses, "--out", str(out)]
+    assert main(command) == 3
+    assert "0.base.bias, 0.base.weight, which the run does not have" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*command, "--partial"]) == 0
 
     found = load_file(out / "model.safetensors")
     expected = {name: p for name, p in model.state_dict().items() if not name.startswith("0.base")}
@@ -102,27 +104,6 @@ def test_what_the_run_does_not_train_comes_from_the_folder_of_the_model(addresse
     assert torch.equal(found["head.weight"], model.wte.weight.detach().bfloat16())
     assert torch.equal(found["scale"], begun["scale"])
     model.load_state_dict({name: values.float() for name, values in found.items()})  # strict: all names are there
-
-
-def test_an_adapter_is_written_as_one(addresses, tmp_path):
-    config, out = tmp_path / "config", tmp_path / "out"
-    config.mkdir()
-    (config / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    trained(addresses, nn.ModuleDict({"lora_A": nn.ModuleDict({"default": nn.Linear(4, 2)})}))
-    assert main(["pull", "--shards", addresses, "--out", str(out), "--base", str(config)]) == 0
-    assert load_file(out / "adapter_model.safetensors").keys() == {"lora_A.weight", "lora_A.bias"}
-
-
-@pytest.mark.parametrize(
-    ("name", "in_file"),
-    [
-        ("base_model.model.h.0.c_attn.lora_A.default.weight", "base_model.model.h.0.c_attn.lora_A.weight"),
-        ("base_model.model.wte.lora_embedding_A.default", "base_model.model.wte.lora_embedding_A"),
-        ("base_model.model.score.modules_to_save.default.weight", "base_model.model.score.weight"),
-    ],
-)
-def test_names_of_an_adapter_are_those_of_its_file(name, in_file):
-    assert adapter_name(name) == in_file
 
 
 def test_another_run_is_one_line(addresses, tmp_path, capsys):

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from diloco_common.errors import BadRequest
-from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.manifest import TensorSpec, Tie
 
 if TYPE_CHECKING:
     from diloco_common.codec import PayloadHeader  # imports torch, and whoever reads messages need not
@@ -172,14 +172,6 @@ class FrozenTensor:
     name: str
     form: str
     crc32c: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Tie:
-    """Another name of a tied parameter."""
-
-    name: str
-    of: str
 
 
 @dataclass(frozen=True, slots=True)

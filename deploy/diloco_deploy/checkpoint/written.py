@@ -1,0 +1,303 @@
+"""What `pull` and `export` write: a model that its own library loads as what was trained, or nothing.
+
+The run has the names of the module that joined. Which names a loader takes, `--base` says:
+
+    an adapter's folder       the file that PEFT has written there
+    a model of transformers   the library: it makes the model, reads the base into it, writes it, and reads it again
+    another folder            its safetensors
+    none                      the state_dict of the model that joined, as learners have declared it
+
+A loader takes a file with the names and the shapes of one that it has taken before.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diloco_common.errors import ConfigError, DataError
+from diloco_deploy.checkpoint.options import Writing
+from diloco_worker.core.names import canonical
+from diloco_worker.export import write_model
+from diloco_worker.global_model import GlobalModel
+
+MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+"""Endings of files that hold weights, or say which do: these are not copied."""
+SHOWN = 5
+"""Names in a message."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """What takes the model."""
+
+    name: str
+    wants: Mapping[str, Tensor]
+    """Every name -> the values of the base; tied ones share their memory."""
+    lacks: Collection[str]
+    """What of it the base does not have."""
+    save: Callable[[dict[str, Tensor], Collection[str], Path], None]
+    """Writes these, and what it wants but for the names that are left out, into a folder."""
+
+
+def write(found: GlobalModel, how: Writing) -> Path:
+    """Write the model. Returns the file with its weights.
+
+    Raises ConfigError for options that do not fit, and DataError where a tensor of the run has no place with the
+    loader, or the loader wants one that neither the run nor the base has. `out` is then as it was.
+    """
+    base, alone = how.base, how.out.suffix == ".safetensors"
+    if alone and base is not None:
+        raise ConfigError(f"--out {how.out}: give a folder, as configuration and tokenizer come along with --base")
+    dtype, adapter = getattr(torch, how.dtype), base is not None and (base / "adapter_config.json").exists()
+    tensors = {name: t if name in found.buffers else t.to(dtype) for name, t in found.tensors.items()}
+    keys = found.keys if base is None else {name: name for name in tensors} | found.keys
+    if base is not None and adapter:
+        loader, (keys, tensors) = _of_files(base, [base / ADAPTER]), _prompts(base, keys, tensors)
+    elif base is not None and (kind := _class_of(base)):
+        loader = _of_transformers(kind, base, dtype)
+    elif base is not None and (files := _safetensors(base)):
+        loader = _of_files(base, files)
+    else:
+        loader = _of_learners(keys, tensors, how.strip)
+    places = _places(keys, loader.wants, how.strip, adapter)
+    left_out = _check(loader, places, tensors, how.partial)
+    values = {key: tensors[name] for key, name in places.items() if key not in left_out}
+    into = how.out.parent if alone else how.out
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".pull-", dir=into) as name:
+            folder = Path(name)
+            for path in base.iterdir() if base is not None else ():
+                if path.is_file() and not path.name.endswith(WEIGHTS):
+                    shutil.copyfile(path, folder / path.name)
+            loader.save(values, left_out, folder)
+            written = [path.replace(how.out if alone else into / path.name) for path in folder.iterdir()]
+    except OSError as error:
+        raise DataError(f"{error.filename or into}: {error.strerror or error}") from None
+    return next(path for path in written if path.suffix == ".safetensors")
+
+
+# ------------------------------------------------------------------ which tensor is which
+
+
+def _places(keys: Mapping[str, str], wants: Collection[str], strip: str, is_adapter: bool) -> dict[str, str]:
+    """Wanted name -> the tensor of the run that belongs there.
+
+    A model may sit in another module, or be a part of the one that the loader knows. So each tensor votes for what has
+    to be taken off in front, or put there, to give it a place. PEFT leaves out the name of the adapter, too.
+    """
+    tails: defaultdict[str, list[str]] = defaultdict(list)
+    for name in wants:
+        for prefix in _prefixes(name):
+            tails[name.removeprefix(prefix)].append(prefix)
+    votes: Counter[tuple[str, str, str]] = Counter()
+    mine = {key: key.removeprefix(strip) for key, name in keys.items() if name and key.startswith(strip)}
+    for key in mine.values():
+        for adapter in key.split(".") if is_adapter else ("",):
+            short = _without(adapter, key)
+            votes.update((off, "", adapter) for off in _prefixes(short) if short.removeprefix(off) in wants)
+            votes.update(("", put, adapter) for put in tails[short] if put)
+    best = [way for way, count in votes.items() if count == max(votes.values())]
+    if not best:
+        return {}
+    best = [way for way in best if not (way[0] or way[1])] or best
+    if len(best) > 1:
+        several = " and ".join(sorted({repr(strip + way[0]) for way in best}))
+        raise DataError(f"this model is in the run several times, under {several}: name one, such as --strip PREFIX")
+    off, put, adapter = best[0]
+    placed = {key: put + _without(adapter, key).removeprefix(off) for key in mine.values()}
+    return {placed[rest]: keys[key] for key, rest in mine.items() if placed[rest] in wants}
+
+
+def _prefixes(name: str) -> Iterable[str]:
+    """Every part of a name that ends with a dot, and none."""
+    return ["", *(name[: i + 1] for i, letter in enumerate(name) if letter == ".")]
+
+
+def _without(adapter: str, key: str) -> str:
+    """As PEFT writes it."""
+    if not adapter:
+        return key
+    short = ".".join(part for part in key.split(".") if part not in (adapter, "modules_to_save"))
+    return short.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
+def _check(
+    loader: Loader, places: Mapping[str, str], tensors: Mapping[str, Tensor], is_partial: bool
+) -> frozenset[str]:
+    """Every tensor of the run has its place, and every place its tensor. Returns the names that are left out.
+
+    Raises DataError, unless it is to be a part.
+    """
+    same = canonical(loader.wants)
+    odd = {key for key, name in places.items() if loader.wants[key].shape != tensors[name].shape}
+    has = {same[key] for key in places.keys() - odd}
+    lost = sorted(tensors.keys() - {name for key, name in places.items() if key not in odd})
+    lacking = sorted(key for key in {*loader.lacks, *odd} if same[key] not in has)
+    words = []
+    if lost:
+        words.append(f"{loader.name} has no place for {_shown(lost)}, of {len(tensors)} tensors of the run")
+    if lacking:
+        words.append(f"{loader.name} wants {_shown(lacking)}, which the run does not have")
+    if words and not is_partial:
+        raise DataError(
+            f"{'; '.join(words)}. Give as --base the folder of the very model that was trained, as its library saves "
+            "it; --strip PREFIX, if that is a part of what joined; --partial, to do without these"
+        )
+    for line in words:
+        print(f"--partial: {line}", file=sys.stderr)
+    return frozenset(lacking)
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+# ------------------------------------------------------------------ who loads it
+
+
+def _of_learners(keys: Mapping[str, str], tensors: Mapping[str, Tensor], strip: str) -> Loader:
+    nothing = torch.empty(0, device="meta")
+    mine = {key.removeprefix(strip): name for key, name in keys.items() if key.startswith(strip)}
+    wants = {key: tensors.get(name, nothing) for key, name in mine.items()}
+    return Loader(
+        "the state_dict of the model", wants, {key for key, name in mine.items() if not name}, _save_as(MODEL)
+    )
+
+
+def _of_files(base: Path, files: Iterable[Path]) -> Loader:
+    """Raises DataError."""
+    wants: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                wants |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path}: cannot be read: {error}; its library writes it (save_pretrained)") from None
+    names = {path.name for path in files}
+    name = names.pop() if len(names) == 1 else MODEL
+
+    def save(values: dict[str, Tensor], left_out: Collection[str], folder: Path) -> None:
+        _save_as(name)(wants | values, left_out, folder)
+
+    return Loader(f"the model of --base {base}", wants, (), save)
+
+
+def _save_as(name: str) -> Callable[[dict[str, Tensor], Collection[str], Path], None]:
+    def save(values: dict[str, Tensor], left_out: Collection[str], folder: Path) -> None:
+        # safetensors wants memory of its own for each
+        write_model(folder / name, {key: t.clone() for key, t in values.items() if key not in left_out})
+
+    return save
+
+
+def _safetensors(base: Path) -> list[Path]:
+    """The files of its weights, one or those that an index lists."""
+    index = base / f"{MODEL}.index.json"
+    if (base / MODEL).exists() or not index.exists():
+        return [base / MODEL] if (base / MODEL).exists() else sorted(base.glob("*.safetensors"))
+    return [base / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def _prompts(base: Path, keys: dict[str, str], tensors: dict[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """With what a prompt encoder gives, which PEFT saves, in the place of its parameters."""
+    encoders: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key in keys:
+        before, found, after = key.partition("prompt_encoder.")
+        if found:
+            encoders[before][after.partition(".")[2]] = tensors[keys[key]]
+    for before, state in encoders.items():
+        prompts = state["embedding.weight"]
+        if len(state) > 1:
+            from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig
+
+            with _library("PEFT", base), torch.no_grad():
+                config = PeftConfig.from_pretrained(str(base))
+                config.inference_mode = False
+                kind: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+                encoder = kind(config).eval()
+                encoder.load_state_dict(state)
+                prompts = encoder(torch.arange(len(prompts))[None])[0]
+        of = {name for key, name in keys.items() if key.startswith(f"{before}prompt_encoder.")}
+        keys = {key: name for key, name in keys.items() if name not in of} | {
+            f"{before}prompt_embeddings": f"{before}prompt_embeddings"
+        }
+        tensors = {name: t for name, t in tensors.items() if name not in of} | {f"{before}prompt_embeddings": prompts}
+    return keys, tensors
+
+
+def _class_of(base: Path) -> Any:
+    """The class of transformers that config.json names, if it does. Raises ConfigError and DataError."""
+    try:
+        config = json.loads((base / "config.json").read_text())
+        named = config.get("architectures")
+    except FileNotFoundError:
+        return None
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{base / 'config.json'}: {error}") from None
+    if not named:
+        return None
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            f"--base {base} is a model of transformers, which is not installed here: pip install 'decoupled-diloco[hf]'"
+        ) from None
+    return getattr(transformers, named[0], None)
+
+
+def _of_transformers(kind: Any, base: Path, dtype: torch.dtype) -> Loader:
+    """Raises DataError."""
+    with _library("transformers", base):
+        if _safetensors(base) or list(base.glob("pytorch_model*.bin")):
+            model, info = kind.from_pretrained(base, dtype=dtype, output_loading_info=True, local_files_only=True)
+            lacks = info["missing_keys"]
+        else:
+            with torch.device("meta"):
+                model = kind(kind.config_class.from_pretrained(base))
+            model.to_empty(device="cpu").to(dtype).tie_weights()
+            lacks = model.state_dict().keys()
+    wants = model.state_dict()
+
+    def save(values: dict[str, Tensor], left_out: Collection[str], folder: Path) -> None:
+        for key, value in values.items():
+            wants[key].copy_(value)
+        written = {key: value for key, value in wants.items() if key not in left_out}
+        with _library("transformers", base):
+            model.save_pretrained(folder, state_dict=dict(written), max_shard_size="1000TB")
+            loaded = kind.from_pretrained(folder, local_files_only=True).state_dict()
+        expected = written | values
+        if wrong := sorted(k for k, v in expected.items() if not torch.equal(loaded[k], v.to(loaded[k].dtype))):
+            raise DataError(
+                f"{_shown(wrong)}: transformers would load other values than were trained, so nothing was written. If "
+                "the model of --base ties what the run trained apart, change that in its config.json"
+            )
+
+    return Loader(f"the model of --base {base}", wants, lacks, save)
+
+
+@contextmanager
+def _library(name: str, folder: Path) -> Iterator[None]:
+    """Quiet, and what it raises is one line. Raises DataError."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except Exception as error:  # of any kind
+        raise DataError(f"{folder}: {name} does not take it: {str(error).strip().splitlines()[0]}") from error
