@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ from diloco_worker.global_model import GlobalModel
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 """Endings of files that hold weights, or say which do: these are not copied."""
+PEFT = "base_model.model."
+"""How names of a PeftModel begin. Those of `model.add_adapter` do not, but in the file they do."""
 SHOWN = 5
 """Names in a message."""
 
@@ -97,35 +99,27 @@ def write(found: GlobalModel, how: Writing) -> Path:
 def _places(keys: Mapping[str, str], wants: Collection[str], strip: str, is_adapter: bool) -> dict[str, str]:
     """Wanted name -> the tensor of the run that belongs there.
 
-    A model may sit in another module, or be a part of the one that the loader knows. So each tensor votes for what has
-    to be taken off in front, or put there, to give it a place. PEFT leaves out the name of the adapter, too.
+    A model may sit in another module, whose names come before its own. In PEFT's file each name begins as that of a
+    PeftModel, and is without the adapter's. Of all ways, the one is taken that gives most tensors a place. Raises
+    DataError if there are several.
     """
-    tails: defaultdict[str, list[str]] = defaultdict(list)
-    for name in wants:
-        for prefix in _prefixes(name):
-            tails[name.removeprefix(prefix)].append(prefix)
-    votes: Counter[tuple[str, str, str]] = Counter()
-    mine = {key: key.removeprefix(strip) for key, name in keys.items() if name and key.startswith(strip)}
-    for key in mine.values():
-        for adapter in key.split(".") if is_adapter else ("",):
+    mine = {key.removeprefix(strip): name for key, name in keys.items() if name and key.startswith(strip)}
+    ways = {("", "", "")}
+    for key in mine:
+        for adapter in ("", *key.split(".")) if is_adapter else ("",):
             short = _without(adapter, key)
-            votes.update((off, "", adapter) for off in _prefixes(short) if short.removeprefix(off) in wants)
-            votes.update(("", put, adapter) for put in tails[short] if put)
-    best = [way for way, count in votes.items() if count == max(votes.values())]
-    if not best:
-        return {}
-    best = [way for way in best if not (way[0] or way[1])] or best
-    if len(best) > 1:
+            for off in ["", *(short[: i + 1] for i, letter in enumerate(short) if letter == ".")]:
+                ways |= {(off, put, adapter) for put in ("", PEFT) if put + short.removeprefix(off) in wants}
+    found: dict[tuple[str, str, str], dict[str, str]] = {}
+    for off, put, adapter in sorted(ways):
+        placed = {put + _without(adapter, key).removeprefix(off): name for key, name in mine.items()}
+        found[off, put, adapter] = {key: name for key, name in placed.items() if key in wants}
+    most = max(map(len, found.values()))
+    best = [way for way, placed in found.items() if len(placed) == most]
+    if any(found[way] != found[best[0]] for way in best):
         several = " and ".join(sorted({repr(strip + way[0]) for way in best}))
         raise DataError(f"this model is in the run several times, under {several}: name one, such as --strip PREFIX")
-    off, put, adapter = best[0]
-    placed = {key: put + _without(adapter, key).removeprefix(off) for key in mine.values()}
-    return {placed[rest]: keys[key] for key, rest in mine.items() if placed[rest] in wants}
-
-
-def _prefixes(name: str) -> Iterable[str]:
-    """Every part of a name that ends with a dot, and none."""
-    return ["", *(name[: i + 1] for i, letter in enumerate(name) if letter == ".")]
+    return found[best[0]]
 
 
 def _without(adapter: str, key: str) -> str:
@@ -144,11 +138,15 @@ def _check(
     Raises DataError, unless it is to be a part.
     """
     same = canonical(loader.wants)
-    odd = {key for key, name in places.items() if loader.wants[key].shape != tensors[name].shape}
+    shapes = {key: (list(tensors[name].shape), list(loader.wants[key].shape)) for key, name in places.items()}
+    odd = {key for key, (mine, wanted) in shapes.items() if mine != wanted}
     has = {same[key] for key in places.keys() - odd}
     lost = sorted(tensors.keys() - {name for key, name in places.items() if key not in odd})
     lacking = sorted(key for key in {*loader.lacks, *odd} if same[key] not in has)
     words = []
+    if odd:
+        facts = [f"{key} {shapes[key][1]}, not {shapes[key][0]}" for key in sorted(odd)]
+        words.append(f"{loader.name} has other shapes: {_shown(facts)}")
     if lost:
         words.append(f"{loader.name} has no place for {_shown(lost)}, of {len(tensors)} tensors of the run")
     if lacking:
@@ -187,7 +185,9 @@ def _of_files(base: Path, files: Iterable[Path]) -> Loader:
             with safe_open(path, framework="pt") as file:
                 wants |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         except (SafetensorError, OSError) as error:
-            raise DataError(f"{path}: cannot be read: {error}; its library writes it (save_pretrained)") from None
+            raise DataError(
+                f"{path}: cannot be read: {error}. It says which names are loaded: have it saved (save_pretrained)"
+            ) from None
     names = {path.name for path in files}
     name = names.pop() if len(names) == 1 else MODEL
 
@@ -215,28 +215,28 @@ def _safetensors(base: Path) -> list[Path]:
 
 def _prompts(base: Path, keys: dict[str, str], tensors: dict[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
     """With what a prompt encoder gives, which PEFT saves, in the place of its parameters."""
-    encoders: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-    for key in keys:
+    encoders: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for key, name in keys.items():
         before, found, after = key.partition("prompt_encoder.")
         if found:
-            encoders[before][after.partition(".")[2]] = tensors[keys[key]]
-    for before, state in encoders.items():
-        prompts = state["embedding.weight"]
+            encoders[before + "prompt_embeddings"][after.partition(".")[2]] = name
+    for prompts, names in encoders.items():
+        if "" in names.values():
+            continue  # a part of it is frozen, and nobody has it here
+        state = {leaf: tensors[name] for leaf, name in names.items()}
+        values = state["embedding.weight"]
         if len(state) > 1:
-            from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig
-
             with _library("PEFT", base), torch.no_grad():
+                from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig
+
                 config = PeftConfig.from_pretrained(str(base))
                 config.inference_mode = False
                 kind: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
                 encoder = kind(config).eval()
                 encoder.load_state_dict(state)
-                prompts = encoder(torch.arange(len(prompts))[None])[0]
-        of = {name for key, name in keys.items() if key.startswith(f"{before}prompt_encoder.")}
-        keys = {key: name for key, name in keys.items() if name not in of} | {
-            f"{before}prompt_embeddings": f"{before}prompt_embeddings"
-        }
-        tensors = {name: t for name, t in tensors.items() if name not in of} | {f"{before}prompt_embeddings": prompts}
+                values = encoder(torch.arange(len(values))[None])[0]
+        keys = {key: name for key, name in keys.items() if name not in names.values()} | {prompts: prompts}
+        tensors = {name: t for name, t in tensors.items() if name not in names.values()} | {prompts: values}
     return keys, tensors
 
 
