@@ -74,7 +74,8 @@ def keys_of(tensors: Collection[str], ties: Iterable[Tie]) -> dict[str, str]:
     """The keys of a state_dict, as `Tie` says them."""
     ties = list(ties)
     absent = {tie.of for tie in ties if not tie.name}
-    return {name: name for name in tensors if name not in absent} | {tie.name: tie.of for tie in ties if tie.name}
+    told = {tie.name: tie.of for tie in ties if tie.name and (tie.of in tensors or not tie.of)}
+    return {name: name for name in tensors if name not in absent} | told
 
 
 async def _pull_all(

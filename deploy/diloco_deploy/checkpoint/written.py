@@ -16,12 +16,12 @@ import json
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,6 +41,8 @@ PEFT = "base_model.model."
 SHOWN = 5
 """Names in a message."""
 
+Save: TypeAlias = Callable[[dict[str, Tensor], Collection[str], Path], None]
+
 
 @dataclass(frozen=True)
 class Loader:
@@ -51,33 +53,40 @@ class Loader:
     """Every name -> the values of the base; tied ones share their memory."""
     lacks: Collection[str]
     """What of it the base does not have."""
-    save: Callable[[dict[str, Tensor], Collection[str], Path], None]
+    save: Save
     """Writes these, and what it wants but for the names that are left out, into a folder."""
+
+
+def check(how: Writing) -> None:
+    """Before anything is pulled. Raises ConfigError and DataError."""
+    if how.base is not None and how.out.suffix == ".safetensors":
+        raise ConfigError(f"--out {how.out}: give a folder, as configuration and tokenizer come along with --base")
+    if how.base is not None and not how.base.is_dir():
+        raise DataError(f"--base {how.base}: no such folder; give the one of the model that was trained")
 
 
 def write(found: GlobalModel, how: Writing) -> Path:
     """Write the model. Returns the file with its weights.
 
-    Raises ConfigError for options that do not fit, and DataError where a tensor of the run has no place with the
-    loader, or the loader wants one that neither the run nor the base has. `out` is then as it was.
+    Raises DataError where a tensor of the run has no place with the loader, or the loader wants one that neither the
+    run nor the base has. `out` is then as it was.
     """
-    base, alone = how.base, how.out.suffix == ".safetensors"
-    if alone and base is not None:
-        raise ConfigError(f"--out {how.out}: give a folder, as configuration and tokenizer come along with --base")
-    dtype, adapter = getattr(torch, how.dtype), base is not None and (base / "adapter_config.json").exists()
+    base, dtype, strip = how.base, getattr(torch, how.dtype), how.strip and how.strip.rstrip(".") + "."
     tensors = {name: t if name in found.buffers else t.to(dtype) for name, t in found.tensors.items()}
     keys = found.keys if base is None else {name: name for name in tensors} | found.keys
-    if base is not None and adapter:
+    is_adapter = base is not None and (base / "adapter_config.json").exists()
+    if base is not None and is_adapter:
         loader, (keys, tensors) = _of_files(base, [base / ADAPTER]), _prompts(base, keys, tensors)
     elif base is not None and (kind := _class_of(base)):
         loader = _of_transformers(kind, base, dtype)
     elif base is not None and (files := _safetensors(base)):
         loader = _of_files(base, files)
     else:
-        loader = _of_learners(keys, tensors, how.strip)
-    places = _places(keys, loader.wants, how.strip, adapter)
+        loader = _of_learners(keys, tensors, strip)
+    places = _places(keys, loader.wants, strip, is_adapter)
     left_out = _check(loader, places, tensors, how.partial)
     values = {key: tensors[name] for key, name in places.items() if key not in left_out}
+    alone = how.out.suffix == ".safetensors"
     into = how.out.parent if alone else how.out
     try:
         into.mkdir(parents=True, exist_ok=True)
@@ -130,27 +139,22 @@ def _without(adapter: str, key: str) -> str:
     return short.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
-def _check(
-    loader: Loader, places: Mapping[str, str], tensors: Mapping[str, Tensor], is_partial: bool
-) -> frozenset[str]:
+def _check(loader: Loader, places: Mapping[str, str], tensors: Mapping[str, Tensor], is_partial: bool) -> set[str]:
     """Every tensor of the run has its place, and every place its tensor. Returns the names that are left out.
 
     Raises DataError, unless it is to be a part.
     """
     same = canonical(loader.wants)
-    shapes = {key: (list(tensors[name].shape), list(loader.wants[key].shape)) for key, name in places.items()}
-    odd = {key for key, (mine, wanted) in shapes.items() if mine != wanted}
-    has = {same[key] for key in places.keys() - odd}
-    lost = sorted(tensors.keys() - {name for key, name in places.items() if key not in odd})
-    lacking = sorted(key for key in {*loader.lacks, *odd} if same[key] not in has)
-    words = []
-    if odd:
-        facts = [f"{key} {shapes[key][1]}, not {shapes[key][0]}" for key in sorted(odd)]
-        words.append(f"{loader.name} has other shapes: {_shown(facts)}")
-    if lost:
-        words.append(f"{loader.name} has no place for {_shown(lost)}, of {len(tensors)} tensors of the run")
-    if lacking:
-        words.append(f"{loader.name} wants {_shown(lacking)}, which the run does not have")
+    odd = [key for key, name in places.items() if loader.wants[key].shape != tensors[name].shape]
+    shapes = [f"{key} {list(loader.wants[key].shape)}, not {list(tensors[places[key]].shape)}" for key in odd]
+    lost = tensors.keys() - places.values()
+    has = {same[key] for key in places}
+    lacking = {key for key in loader.lacks if same[key] not in has}
+    facts = {
+        "has other shapes: {}": shapes, f"has no place for {{}}, of {len(tensors)} tensors of the run": lost,
+        "wants {}, which the run does not have": lacking,
+    }  # fmt: skip
+    words = [f"{loader.name} {says.format(_shown(sorted(names)))}" for says, names in facts.items() if names]
     if words and not is_partial:
         raise DataError(
             f"{'; '.join(words)}. Give as --base the folder of the very model that was trained, as its library saves "
@@ -158,7 +162,7 @@ def _check(
         )
     for line in words:
         print(f"--partial: {line}", file=sys.stderr)
-    return frozenset(lacking)
+    return lacking.union(odd)
 
 
 def _shown(names: list[str]) -> str:
@@ -172,12 +176,11 @@ def _of_learners(keys: Mapping[str, str], tensors: Mapping[str, Tensor], strip: 
     nothing = torch.empty(0, device="meta")
     mine = {key.removeprefix(strip): name for key, name in keys.items() if key.startswith(strip)}
     wants = {key: tensors.get(name, nothing) for key, name in mine.items()}
-    return Loader(
-        "the state_dict of the model", wants, {key for key, name in mine.items() if not name}, _save_as(MODEL)
-    )
+    lacks = {key for key, name in mine.items() if not name}
+    return Loader("the state_dict of the model", wants, lacks, _saving(MODEL, {}))
 
 
-def _of_files(base: Path, files: Iterable[Path]) -> Loader:
+def _of_files(base: Path, files: Sequence[Path]) -> Loader:
     """Raises DataError."""
     wants: dict[str, Tensor] = {}
     for path in files:
@@ -188,19 +191,14 @@ def _of_files(base: Path, files: Iterable[Path]) -> Loader:
             raise DataError(
                 f"{path}: cannot be read: {error}. It says which names are loaded: have it saved (save_pretrained)"
             ) from None
-    names = {path.name for path in files}
-    name = names.pop() if len(names) == 1 else MODEL
-
-    def save(values: dict[str, Tensor], left_out: Collection[str], folder: Path) -> None:
-        _save_as(name)(wants | values, left_out, folder)
-
-    return Loader(f"the model of --base {base}", wants, (), save)
+    name = files[0].name if len(files) == 1 else MODEL
+    return Loader(f"the model of --base {base}", wants, (), _saving(name, wants))
 
 
-def _save_as(name: str) -> Callable[[dict[str, Tensor], Collection[str], Path], None]:
+def _saving(name: str, base: Mapping[str, Tensor]) -> Save:
     def save(values: dict[str, Tensor], left_out: Collection[str], folder: Path) -> None:
         # safetensors wants memory of its own for each
-        write_model(folder / name, {key: t.clone() for key, t in values.items() if key not in left_out})
+        write_model(folder / name, {k: t.clone() for k, t in {**base, **values}.items() if k not in left_out})
 
     return save
 
@@ -234,7 +232,7 @@ def _prompts(base: Path, keys: dict[str, str], tensors: dict[str, Tensor]) -> tu
                 kind: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
                 encoder = kind(config).eval()
                 encoder.load_state_dict(state)
-                values = encoder(torch.arange(len(values))[None])[0]
+                values = encoder(torch.arange(len(values))[None])[0].to(values.dtype)
         keys = {key: name for key, name in keys.items() if name not in names.values()} | {prompts: prompts}
         tensors = {name: t for name, t in tensors.items() if name not in names.values()} | {prompts: values}
     return keys, tensors
@@ -280,6 +278,8 @@ def _of_transformers(kind: Any, base: Path, dtype: torch.dtype) -> Loader:
         with _library("transformers", base):
             model.save_pretrained(folder, state_dict=dict(written), max_shard_size="1000TB")
             loaded = kind.from_pretrained(folder, local_files_only=True).state_dict()
+            for path in folder.glob("*.safetensors"):  # safetensors (0.8) makes them for their owner alone
+                path.chmod((folder / "config.json").stat().st_mode)
         expected = written | values
         if wrong := sorted(k for k, v in expected.items() if not torch.equal(loaded[k], v.to(loaded[k].dtype))):
             raise DataError(
@@ -293,11 +293,11 @@ def _of_transformers(kind: Any, base: Path, dtype: torch.dtype) -> Loader:
 @contextmanager
 def _library(name: str, folder: Path) -> Iterator[None]:
     """Quiet, and what it raises is one line. Raises DataError."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         yield
     except Exception as error:  # of any kind
         raise DataError(f"{folder}: {name} does not take it: {str(error).strip().splitlines()[0]}") from error
