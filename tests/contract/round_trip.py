@@ -87,8 +87,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 ADAPTERS = (
-    "lora", "dora", "lora with biases", "lora with a head", "loha", "ia3", "vera", "ln", "tokens", "prompt", "prefix",
-    "projected prefix", "p-tuning", "add_adapter",
+    "lora", "dora", "pissa", "adalora", "lokr", "oft", "lora with biases", "lora with a head", "loha", "ia3", "vera",
+    "ln", "tokens", "prompt", "prefix", "projected prefix", "p-tuning", "add_adapter",
 )  # fmt: skip
 WRAPPERS = ("none", "none", "none", "module", "module", "nested", "nested", "dict", "list", "with a loss", "two")
 FROZEN = ("nothing", "nothing", "embeddings", "half")
@@ -167,6 +167,10 @@ def adapted(drawn: Draw) -> Any:
         "lora with a head": lambda: peft.LoraConfig(
             r=2, target_modules=some, modules_to_save=[linear[-1].rpartition(".")[2]]
         ),
+        "pissa": lambda: peft.LoraConfig(r=2, target_modules=some, init_lora_weights="pissa"),
+        "adalora": lambda: peft.AdaLoraConfig(init_r=2, target_modules=some, total_step=100),
+        "lokr": lambda: peft.LoKrConfig(r=2, target_modules=some),
+        "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=some),
         "loha": lambda: peft.LoHaConfig(r=2, target_modules=some),
         "ia3": lambda: peft.IA3Config(target_modules=some, feedforward_modules=[]),
         "vera": lambda: peft.VeraConfig(r=2, target_modules=some[:1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from diloco_common.command import new_app
 from diloco_common.errors import ConfigError, NoCheckpoint
 from diloco_common.options import Json, number
 from diloco_deploy.checkpoint.options import Writing
+from diloco_deploy.run.folder import shards_in
 
 _SOURCES = "the folder of `diloco up`, data folders of shards, checkpoints, or URLs of checkpoints"
 
@@ -137,6 +139,13 @@ def pull(
     """
     if (shards is None) == (folder is None):
         raise ConfigError("give --shards or --folder, one of them: diloco pull --folder runs/local --out model")
-    from diloco_deploy.checkpoint.work import pull
+    if folder is not None:
+        here = shards_in(folder)
+        shards, run, tls = ",".join(here.addresses), run or here.run, tls or here.tls
+    from diloco_deploy.checkpoint.work import write_out
+    from diloco_worker.global_model import pull_global_model
+    from diloco_worker.shell.credentials import addresses_of
 
-    return pull(shards, folder, how, run=run, tls=tls, token_file=token_file, average=average, wait_s=wait)
+    run, of = run or "local", "average up to " if average else ""
+    get = partial(pull_global_model, addresses_of(shards or ""), run=run, tls=tls, wait_s=wait, average=average)
+    return write_out(partial(get, bearer_token=token_file), how, of)

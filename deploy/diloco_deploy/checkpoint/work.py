@@ -25,12 +25,10 @@ from diloco_deploy.checkpoint.objects import copy_checkpoint
 from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.checkpoint.sources import Whole, data_folders, join, open_checkpoint, open_whole, shard_folders
 from diloco_deploy.checkpoint.written import check, write
-from diloco_deploy.run.folder import shards_in
 from diloco_server.storage.checkpoint import Contents, find_damage, joined, total_tokens
 from diloco_server.storage.folders import FOLDER, place, restore, take_checkpoint
 from diloco_worker.export import empty_tensors, lay_out
-from diloco_worker.global_model import GlobalModel, buffers_of, keys_of, pull_global_model
-from diloco_worker.shell.credentials import addresses_of
+from diloco_worker.global_model import GlobalModel, buffers_of, keys_of
 
 
 def model_in(whole: Whole) -> GlobalModel:
@@ -202,36 +200,20 @@ def restore_into(folder: Path, sources: Sequence[str], shards: int) -> int:
 
 @_disk_errors()
 def export(sources: Sequence[str], how: Writing) -> int:
-    return _write(lambda: model_in(open_whole(sources, model_only=True)), how)
+    return write_out(lambda: model_in(open_whole(sources, model_only=True)), how)
 
 
-def pull(
-    shards: str | None, folder: Path | None, how: Writing, *, run: str | None, tls: Path | None,
-    token_file: Path | None, average: bool, wait_s: float,
-) -> int:  # fmt: skip
-    """Exactly one of `shards` and `folder` is given."""
-    if folder is not None:
-        here = shards_in(folder)
-        shards, run, tls = ",".join(here.addresses), run or here.run, tls or here.tls
-    addresses = addresses_of(shards or "")
-    return _write(
-        lambda: pull_global_model(
-            addresses, run=run or "local", tls=tls, bearer_token=token_file, wait_s=wait_s, average=average
-        ),
-        how,
-        "average up to " if average else "",
-    )
-
-
-def _write(get: Callable[[], GlobalModel], how: Writing, of: str = "") -> int:
+def write_out(get: Callable[[], GlobalModel], how: Writing, of: str = "") -> int:
+    """`of`: what the versions are, if not the newest."""
     check(how)
     began, found = time.perf_counter(), get()
-    file = write(found, how)
+    file, of_base = write(found, how)
     trained = sum(t.numel() for name, t in found.tensors.items() if name not in found.buffers)
     print(
         f"{file}: {units.count(trained)} parameters as {how.dtype}, {of}{_versions(found.versions.values())} of "
         f"{len(found.versions)} fragments, {units.count(found.tokens_merged)} tokens merged, "
-        f"{units.size(file.stat().st_size)}, in {time.perf_counter() - began:.2f} s"
+        f"{f'{of_base} tensors of --base, ' if of_base else ''}{units.size(file.stat().st_size)}, "
+        f"in {time.perf_counter() - began:.2f} s"
     )
     return EXIT_OK
 

@@ -40,6 +40,7 @@ PEFT = "base_model.model."
 """How names of a PeftModel begin. Those of `model.add_adapter` do not, but in the file they do."""
 SHOWN = 5
 """Names in a message."""
+OR_ELSE = "save the model of a learner, after `finish`"
 
 Save: TypeAlias = Callable[[dict[str, Tensor], Collection[str], Path], None]
 
@@ -65,8 +66,8 @@ def check(how: Writing) -> None:
         raise DataError(f"--base {how.base}: no such folder; give the one of the model that was trained")
 
 
-def write(found: GlobalModel, how: Writing) -> Path:
-    """Write the model. Returns the file with its weights.
+def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
+    """Write the model. Returns the file with its weights, and how many of these are of the base.
 
     Raises DataError where a tensor of the run has no place with the loader, or the loader wants one that neither the
     run nor the base has. `out` is then as it was.
@@ -99,7 +100,8 @@ def write(found: GlobalModel, how: Writing) -> Path:
             written = [path.replace(how.out if alone else into / path.name) for path in folder.iterdir()]
     except OSError as error:
         raise DataError(f"{error.filename or into}: {error.strerror or error}") from None
-    return next(path for path in written if path.suffix == ".safetensors")
+    file = next(path for path in written if path.suffix == ".safetensors")
+    return file, len(loader.wants.keys() - places.keys() - left_out)
 
 
 # ------------------------------------------------------------------ which tensor is which
@@ -158,7 +160,7 @@ def _check(loader: Loader, places: Mapping[str, str], tensors: Mapping[str, Tens
     if words and not is_partial:
         raise DataError(
             f"{'; '.join(words)}. Give as --base the folder of the very model that was trained, as its library saves "
-            "it; --strip PREFIX, if that is a part of what joined; --partial, to do without these"
+            f"it; --strip PREFIX, if that is a part of what joined; --partial, to do without these; or {OR_ELSE}"
         )
     for line in words:
         print(f"--partial: {line}", file=sys.stderr)
@@ -300,4 +302,5 @@ def _library(name: str, folder: Path) -> Iterator[None]:
         logging.disable_progress_bar()
         yield
     except Exception as error:  # of any kind
-        raise DataError(f"{folder}: {name} does not take it: {str(error).strip().splitlines()[0]}") from error
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise DataError(f"{folder}: {name} cannot write it ({why}); {OR_ELSE}") from error
