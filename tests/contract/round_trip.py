@@ -92,7 +92,19 @@ ADAPTERS = (
 )  # fmt: skip
 WRAPPERS = ("none", "none", "none", "module", "module", "nested", "nested", "dict", "list", "with a loss", "two")
 FROZEN = ("nothing", "nothing", "embeddings", "half")
-FORMATS = ("safetensors", "safetensors", "sharded", "sharded", "bin", "bin", "config", "file", "none", "headless")
+FORMATS = (
+    "safetensors",
+    "safetensors",
+    "sharded",
+    "sharded",
+    "bin",
+    "bin",
+    "config",
+    "file",
+    "none",
+    "headless",
+    "another",
+)
 
 
 @dataclass(frozen=True)
@@ -264,7 +276,7 @@ def train(drawn: Draw, address: str) -> tuple[Any, torch.Tensor]:
 
 def make_base(drawn: Draw, folder: Path) -> None:
     """The folder that the user began with."""
-    model = adapted(drawn)
+    model = family(drawn, seed=5) if drawn.base == "another" else adapted(drawn)
     if drawn.adapter != "none":
         model.save_pretrained(folder)
         if drawn.name != "default" and (folder / drawn.name).is_dir():

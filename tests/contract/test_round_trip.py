@@ -27,6 +27,8 @@ LLAMA = replace(GPT2, family="LlamaForCausalLM")
         ("a configuration alone", replace(GPT2, base="config"), "equal"),
         ("a configuration, and a frozen half", replace(GPT2, base="config", frozen="half"), "refused"),
         ("a base without the head", replace(LLAMA, base="headless"), "refused"),
+        ("another base", replace(GPT2, base="another"), "equal"),
+        ("another base, of which a half is needed", replace(GPT2, base="another", frozen="half"), "refused"),
         ("experts", replace(GPT2, family="MixtralForCausalLM", wrapper="module"), "equal"),
         ("more experts", replace(GPT2, family="Qwen3MoeForCausalLM", frozen="half"), "equal"),
         ("a pair", replace(GPT2, family="T5ForConditionalGeneration", wrapper="list"), "equal"),

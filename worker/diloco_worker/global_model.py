@@ -16,7 +16,7 @@ from diloco_common.errors import Busy, CannotConnect, ConfigError, HandshakeFail
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.manifest import Fragment, Manifest, Tie, cut
-from diloco_common.wire.messages import AVERAGE, PROTOCOL, JoinAnswer, JoinRequest, PullRequest
+from diloco_common.wire.messages import AVERAGE, PROTOCOL, FrozenTensor, JoinAnswer, JoinRequest, PullRequest
 from diloco_worker.export import empty_tensors, lay_out
 from diloco_worker.shell.credentials import Credentials
 from diloco_worker.shell.grpc_transport import GrpcTransport
@@ -41,6 +41,8 @@ class GlobalModel:
     keys: dict[str, str]
     """What the model's own state_dict holds: key -> name in `tensors`, or "" for what the run does not hold (frozen,
     private, extra state). As far as learners have told; else the names in `tensors`."""
+    frozen: tuple[FrozenTensor, ...] = ()
+    """What learners hold fixed, as far as the shards know."""
 
 
 def pull_global_model(
@@ -106,7 +108,8 @@ async def _pull_all(
                 versions[fragment.fragment_id] = version
         tokens_merged = max(answer.pulse.tokens_merged for answer in answers.values())
         ties = max((answer.ties for answer in answers.values()), key=len)  # a shard that is new has heard of none
-        return GlobalModel(tensors, buffers_of(manifest), versions, tokens_merged, keys_of(tensors, ties))
+        first = max(answers.values(), key=lambda answer: len(answer.frozen))
+        return GlobalModel(tensors, buffers_of(manifest), versions, tokens_merged, keys_of(tensors, ties), first.frozen)
     finally:
         for transport in transports.values():
             await transport.close(0.0)

@@ -137,6 +137,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "ties": Limit(TIES_MAX, 0, "entries"),
         "index": _U32,
         "rules": Limit(RULES_MAX, 0, "characters"),
+        "frozen": Limit(FROZEN_MAX, 0, "entries"),
     },
     "LearnerPolicy": {
         "sync_every": Limit(2**31, 1),

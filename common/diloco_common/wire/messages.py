@@ -209,6 +209,7 @@ class JoinAnswer:
     ties: tuple[Tie, ...] = ()
     index: int = 0
     rules: str = ""
+    frozen: tuple[FrozenTensor, ...] = ()
 
 
 AVERAGE = "average"

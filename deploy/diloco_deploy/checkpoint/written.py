@@ -28,10 +28,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diloco_common.errors import ConfigError, DataError
+from diloco_common.wire.messages import FrozenTensor
 from diloco_deploy.checkpoint.options import Writing
 from diloco_worker.core.names import canonical
 from diloco_worker.export import write_model
 from diloco_worker.global_model import GlobalModel
+from diloco_worker.shell.frozen_tensors import checksum
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
@@ -85,8 +87,11 @@ def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
     else:
         loader = _of_learners(keys, tensors, strip)
     places = _places(keys, loader.wants, strip, is_adapter)
-    left_out = _check(loader, places, tensors, how.partial)
-    values = {key: tensors[name] for key, name in places.items() if key not in left_out}
+    frozen = {tensor.name: tensor for tensor in found.frozen}
+    other = [name for name, key in places.items() if key in frozen and _differs(frozen[key], loader.wants[name])]
+    places = {name: keys[key] for name, key in places.items() if keys[key]}
+    left_out = _check(loader, places, other, tensors, how.partial)
+    values = {name: tensors[of] for name, of in places.items() if name not in left_out}
     alone = how.out.suffix == ".safetensors"
     into = how.out.parent if alone else how.out
     try:
@@ -101,32 +106,34 @@ def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
     except OSError as error:
         raise DataError(f"{error.filename or into}: {error.strerror or error}") from None
     file = next(path for path in written if path.suffix == ".safetensors")
-    return file, len(loader.wants.keys() - places.keys() - left_out)
+    return file, len(loader.wants.keys() - values.keys() - left_out)
 
 
 # ------------------------------------------------------------------ which tensor is which
 
 
 def _places(keys: Mapping[str, str], wants: Collection[str], strip: str, is_adapter: bool) -> dict[str, str]:
-    """Wanted name -> the tensor of the run that belongs there.
+    """Wanted name -> the key of what the learners have there.
 
     A model may sit in another module, whose names come before its own. In PEFT's file each name begins as that of a
     PeftModel, and is without the adapter's. Of all ways, the one is taken that gives most tensors a place. Raises
     DataError if there are several.
     """
-    mine = {key.removeprefix(strip): name for key, name in keys.items() if name and key.startswith(strip)}
+    mine = {
+        key.removeprefix(strip): key for key in sorted(keys, key=lambda key: keys[key] != "") if key.startswith(strip)
+    }
     ways = {("", "", "")}
-    for key in mine:
+    for key in (key for key, of in mine.items() if keys[of]):
         for adapter in ("", *key.split(".")) if is_adapter else ("",):
             short = _without(adapter, key)
             for off in ["", *(short[: i + 1] for i, letter in enumerate(short) if letter == ".")]:
                 ways |= {(off, put, adapter) for put in ("", PEFT) if put + short.removeprefix(off) in wants}
     found: dict[tuple[str, str, str], dict[str, str]] = {}
     for off, put, adapter in sorted(ways):
-        placed = {put + _without(adapter, key).removeprefix(off): name for key, name in mine.items()}
-        found[off, put, adapter] = {key: name for key, name in placed.items() if key in wants}
-    most = max(map(len, found.values()))
-    best = [way for way, placed in found.items() if len(placed) == most]
+        placed = {put + _without(adapter, key).removeprefix(off): of for key, of in mine.items()}
+        found[off, put, adapter] = {key: of for key, of in placed.items() if key in wants}
+    counts = {way: sum(keys[of] != "" for of in placed.values()) for way, placed in found.items()}
+    best = [way for way, count in counts.items() if count == max(counts.values())]
     if any(found[way] != found[best[0]] for way in best):
         several = " and ".join(sorted({repr(strip + way[0]) for way in best}))
         raise DataError(f"this model is in the run several times, under {several}: name one, such as --strip PREFIX")
@@ -141,7 +148,18 @@ def _without(adapter: str, key: str) -> str:
     return short.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
-def _check(loader: Loader, places: Mapping[str, str], tensors: Mapping[str, Tensor], is_partial: bool) -> set[str]:
+def _differs(frozen: FrozenTensor, values: Tensor) -> bool:
+    """Whether learners hold other values than the base, as far as can be told: not, where these were rounded."""
+    dtype = getattr(torch, frozen.form.partition(" ")[0], None)
+    if frozen.crc32c is None or values.is_meta or not isinstance(dtype, torch.dtype):
+        return False
+    is_exact = values.dtype == dtype or (values.dtype == torch.float32 and dtype.itemsize < 4)
+    return is_exact and checksum(values.to(dtype)) != frozen.crc32c
+
+
+def _check(
+    loader: Loader, places: Mapping[str, str], other: list[str], tensors: Mapping[str, Tensor], is_partial: bool
+) -> set[str]:
     """Every tensor of the run has its place, and every place its tensor. Returns the names that are left out.
 
     Raises DataError, unless it is to be a part.
@@ -153,7 +171,10 @@ def _check(loader: Loader, places: Mapping[str, str], tensors: Mapping[str, Tens
     has = {same[key] for key in places}
     lacking = {key for key in loader.lacks if same[key] not in has}
     facts = {
-        "has other shapes: {}": shapes, f"has no place for {{}}, of {len(tensors)} tensors of the run": lost,
+        "has other shapes: {}": shapes,
+        "has other values than the learners: {}": other,
+        f"has no place for {{}}, of {len(tensors)} tensors of the run": lost,
+       
         "wants {}, which the run does not have": lacking,
     }  # fmt: skip
     words = [f"{loader.name} {says.format(_shown(sorted(names)))}" for says, names in facts.items() if names]

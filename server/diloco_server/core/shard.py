@@ -358,6 +358,7 @@ class Shard:
             ties=self.manifest.ties if self.manifest is not None and tensors else (),
             index=index,
             rules=rules,
+            frozen=self.versions.frozen.declared if tensors else (),
         )
 
     def pull_header(self, learner_id: str, fragment_id: int, record: Record | None = None) -> PullHeader:
