@@ -24,7 +24,7 @@ def base() -> GPT2LMHeadModel:
 
 def main(shards: str, folder: Path) -> None:
     model = get_peft_model(base(), LoraConfig(target_modules=["c_attn", "c_fc"], r=4, fan_in_fan_out=True))
-    model.save_pretrained(folder)  # for `diloco pull`: how PEFT calls what is trained
+    model.peft_config["default"].save_pretrained(folder)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     windows = torch.stack([window["input_ids"] for window in bytes_of_this_repository()])
 

@@ -34,6 +34,7 @@ LLAMA = replace(GPT2, family="LlamaForCausalLM")
         ("a pair", replace(GPT2, family="T5ForConditionalGeneration", wrapper="list"), "equal"),
         ("BatchNorm", replace(GPT2, family="ResNetForImageClassification", wrapper="module"), "equal"),
         ("an adapter called mine", replace(LLAMA, adapter="lora", name="mine", wrapper="module"), "equal"),
+        ("a configuration of LoRA", replace(LLAMA, adapter="lora with a head", name="mine", base="config"), "equal"),
         ("magnitudes", replace(LLAMA, adapter="dora", name="mine"), "equal"),
         ("modules_to_save", replace(LLAMA, adapter="lora with a head", name="mine"), "equal"),
         ("biases", replace(GPT2, adapter="lora with biases"), "equal"),
@@ -41,7 +42,7 @@ LLAMA = replace(GPT2, family="LlamaForCausalLM")
         ("prompts", replace(LLAMA, adapter="prompt"), "equal"),
         ("a projected prefix", replace(LLAMA, adapter="projected prefix", name="mine", wrapper="module"), "equal"),
         ("p-tuning", replace(LLAMA, adapter="p-tuning"), "equal"),
-        ("no file of the adapter", replace(LLAMA, adapter="lora", base="config"), "refused"),
+        ("no file of the adapter", replace(LLAMA, adapter="ia3", base="config"), "refused"),
         ("an adapter without a base", replace(LLAMA, adapter="lora", base="none"), "refused"),
     ],
 )  # fmt: skip

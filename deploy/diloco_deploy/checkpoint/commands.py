@@ -107,6 +107,7 @@ def export(
     how: Writing,
 ) -> int:
     """Write the model as its own library loads it, or refuse."""
+    how.check()
     from diloco_deploy.checkpoint.work import export
 
     return export(sources, how)
@@ -139,6 +140,7 @@ def pull(
     """
     if (shards is None) == (folder is None):
         raise ConfigError("give --shards or --folder, one of them: diloco pull --folder runs/local --out model")
+    how.check()
     if folder is not None:
         here = shards_in(folder)
         shards, run, tls = ",".join(here.addresses), run or here.run, tls or here.tls

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from diloco_common.errors import ConfigError, DataError
 from diloco_common.options import Dtype, Flag
 
 
@@ -30,3 +31,10 @@ class Writing:
     ] = ""
     partial: Annotated[Flag, Parameter(negative=(), help="leave out what has no place, or is not there")] = False
     dtype: Annotated[Dtype, Parameter(help="of the parameters")] = "float32"
+
+    def check(self) -> None:
+        """Before anything is pulled. Raises ConfigError and DataError."""
+        if self.base is not None and self.out.suffix == ".safetensors":
+            raise ConfigError(f"--out {self.out}: give a folder, as configuration and tokenizer come with --base")
+        if self.base is not None and not self.base.is_dir():
+            raise DataError(f"--base {self.base}: no such folder; give the one of the model that was trained")

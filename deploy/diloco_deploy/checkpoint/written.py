@@ -2,12 +2,13 @@
 
 The run has the names of the module that joined. Which names a loader takes, `--base` says:
 
-    an adapter's folder       the file that PEFT has written there
+    an adapter's folder       the file that PEFT has written there; of LoRA, its configuration is enough
     a model of transformers   the library: it makes the model, reads the base into it, writes it, and reads it again
     another folder            its safetensors
     none                      the state_dict of the model that joined, as learners have declared it
 
-A loader takes a file with the names and the shapes of one that it has taken before.
+A loader takes a file with the names and the shapes of one that it has taken before. What of the base stays is compared
+with the checksums of what learners hold fixed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -60,26 +62,18 @@ class Loader:
     """Writes these, and what it wants but for the names that are left out, into a folder."""
 
 
-def check(how: Writing) -> None:
-    """Before anything is pulled. Raises ConfigError and DataError."""
-    if how.base is not None and how.out.suffix == ".safetensors":
-        raise ConfigError(f"--out {how.out}: give a folder, as configuration and tokenizer come along with --base")
-    if how.base is not None and not how.base.is_dir():
-        raise DataError(f"--base {how.base}: no such folder; give the one of the model that was trained")
-
-
 def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
     """Write the model. Returns the file with its weights, and how many of these are of the base.
 
     Raises DataError where a tensor of the run has no place with the loader, or the loader wants one that neither the
-    run nor the base has. `out` is then as it was.
+    run nor the base has, or the base is another one. `out` is then as it was.
     """
     base, dtype, strip = how.base, getattr(torch, how.dtype), how.strip and how.strip.rstrip(".") + "."
     tensors = {name: t if name in found.buffers else t.to(dtype) for name, t in found.tensors.items()}
     keys = found.keys if base is None else {name: name for name in tensors} | found.keys
     is_adapter = base is not None and (base / "adapter_config.json").exists()
     if base is not None and is_adapter:
-        loader, (keys, tensors) = _of_files(base, [base / ADAPTER]), _prompts(base, keys, tensors)
+        loader, (keys, tensors) = _of_adapter(base, keys, tensors, strip), _prompts(base, keys, tensors)
     elif base is not None and (kind := _class_of(base)):
         loader = _of_transformers(kind, base, dtype)
     elif base is not None and (files := _safetensors(base)):
@@ -119,9 +113,8 @@ def _places(keys: Mapping[str, str], wants: Collection[str], strip: str, is_adap
     PeftModel, and is without the adapter's. Of all ways, the one is taken that gives most tensors a place. Raises
     DataError if there are several.
     """
-    mine = {
-        key.removeprefix(strip): key for key in sorted(keys, key=lambda key: keys[key] != "") if key.startswith(strip)
-    }
+    in_order = sorted(keys, key=lambda key: keys[key] != "")  # what is shared wins
+    mine = {key.removeprefix(strip): key for key in in_order if key.startswith(strip)}
     ways = {("", "", "")}
     for key in (key for key, of in mine.items() if keys[of]):
         for adapter in ("", *key.split(".")) if is_adapter else ("",):
@@ -132,9 +125,10 @@ def _places(keys: Mapping[str, str], wants: Collection[str], strip: str, is_adap
     for off, put, adapter in sorted(ways):
         placed = {put + _without(adapter, key).removeprefix(off): of for key, of in mine.items()}
         found[off, put, adapter] = {key: of for key, of in placed.items() if key in wants}
-    counts = {way: sum(keys[of] != "" for of in placed.values()) for way, placed in found.items()}
-    best = [way for way, count in counts.items() if count == max(counts.values())]
-    if any(found[way] != found[best[0]] for way in best):
+    shared = {way: {key: of for key, of in placed.items() if keys[of]} for way, placed in found.items()}
+    most = max(map(len, shared.values()))
+    best = [way for way, placed in shared.items() if len(placed) == most]
+    if any(shared[way] != shared[best[0]] for way in best):
         several = " and ".join(sorted({repr(strip + way[0]) for way in best}))
         raise DataError(f"this model is in the run several times, under {several}: name one, such as --strip PREFIX")
     return found[best[0]]
@@ -174,7 +168,7 @@ def _check(
         "has other shapes: {}": shapes,
         "has other values than the learners: {}": other,
         f"has no place for {{}}, of {len(tensors)} tensors of the run": lost,
-       
+
         "wants {}, which the run does not have": lacking,
     }  # fmt: skip
     words = [f"{loader.name} {says.format(_shown(sorted(names)))}" for says, names in facts.items() if names]
@@ -216,6 +210,19 @@ def _of_files(base: Path, files: Sequence[Path]) -> Loader:
             ) from None
     name = files[0].name if len(files) == 1 else MODEL
     return Loader(f"the model of --base {base}", wants, (), _saving(name, wants))
+
+
+def _of_adapter(base: Path, keys: Mapping[str, str], tensors: Mapping[str, Tensor], strip: str) -> Loader:
+    """PEFT's file; where there is a configuration alone, what is known for sure of LoRA. Raises DataError."""
+    mine = {key.removeprefix(strip): tensors[name] for key, name in keys.items() if name and key.startswith(strip)}
+    parts = [key.split(".") for key in mine]
+    adapters = [{b for a, b in pairwise(p) if a.startswith("lora_") or a == "modules_to_save"} for p in parts]
+    names = set[str]().union(*adapters)
+    if (base / ADAPTER).exists() or len(names) != 1 or not all(adapters) or not all(k.startswith(PEFT) for k in mine):
+        return _of_files(base, [base / ADAPTER])
+    adapter = names.pop()
+    wants = {_without(adapter, key): tensor for key, tensor in mine.items()}
+    return Loader(f"the adapter of --base {base}", wants, (), _saving(ADAPTER, {}))
 
 
 def _saving(name: str, base: Mapping[str, Tensor]) -> Save:
