@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import io
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -361,7 +362,8 @@ def run(drawn: Draw, loop: LoopThread) -> tuple[str, str]:
             if code:
                 helps = code == 3 and any(word in words for word in ("--partial", "--strip", "save_pretrained"))
                 return ("refused" if helps else "silent"), words
-            if " wants " in words or (" has no place for " in words and drawn.flags != "--strip"):
+            left_out = re.findall(r"(?:no place for|wants) (.*?)(?: and \d+ more)?,? (?:of|which)", words)
+            if any(name.startswith(strip(drawn)) for names in left_out for name in names.split(", ")):
                 return "partial", words  # as was asked for, and said
             try:
                 loaded = load(drawn, out, flags)
