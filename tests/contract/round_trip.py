@@ -362,8 +362,8 @@ def run(drawn: Draw, loop: LoopThread) -> tuple[str, str]:
             if code:
                 helps = code == 3 and any(word in words for word in ("--partial", "--strip", "save_pretrained"))
                 return ("refused" if helps else "silent"), words
-            left_out = re.findall(r"(?:no place for|wants) (.*?)(?: and \d+ more)?,? (?:of|which)", words)
-            if any(name.startswith(strip(drawn)) for names in left_out for name in names.split(", ")):
+            lost = [names.split(", ") for names in re.findall(r"no place for (.*?)(?: and \d+ more)?, of", words)]
+            if " wants " in words or any(name.startswith(strip(drawn)) for names in lost for name in names):
                 return "partial", words  # as was asked for, and said
             try:
                 loaded = load(drawn, out, flags)
