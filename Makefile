@@ -123,6 +123,12 @@ ZOO ?= --json runs/zoo/result.json
 zoo: $(INSTALLED) ## Train seventeen ordinary programs as learners that die and come back, and alone (a quarter of an hour)
 	$(BIN)/python tests/zoo/run.py $(ZOO)
 
+ROUND_TRIPS ?= --draws 200 --seed 7
+
+.PHONY: round-trips
+round-trips: $(INSTALLED) ## Train, pull and load 200 models of transformers and PEFT, drawn at random (a quarter of an hour)
+	$(BIN)/python tests/contract/round_trip.py $(ROUND_TRIPS)
+
 .PHONY: chaos
 chaos: $(INSTALLED) ## Kill and freeze the processes of a cluster for a minute; nothing may be lost
 	$(BIN)/diloco chaos $(CHAOS)

@@ -33,6 +33,7 @@ STEPS: dict[str, tuple[str, str]] = {
     "chaos": ("make chaos", r"^(\d+ violations|no violations)$"),
     "honest": ("make honest", r"^(\d+ of \d+ kinds .*)"),
     "zoo": ("make zoo", r"^(\d+ of \d+ programs .*)"),
+    "trips": ("make round-trips", r"^(\d+ draws: .*)"),
     "slurm": ("make e2e-slurm", PYTEST),
     "ray": ("make e2e-ray", PYTEST),
     "compose": ("make e2e-compose", PYTEST),

@@ -57,7 +57,7 @@ COMMANDS = (
         "write the model as one safetensors file with its own parameter names", MODEL,
     ),
     Command(
-        "pull", "checkpoint.pull:pull", "write the global model of a running cluster, for from_pretrained",
+        "pull", "checkpoint.commands:pull", "write the global model of a running cluster, for from_pretrained",
         MODEL,
     ),
     Command(

@@ -18,8 +18,10 @@ from training import Training, tiny_model
 import diloco_worker
 from diloco_common.errors import ManifestMismatch, UnsupportedModel
 from diloco_demo.muon import MuonWithAdamW
+from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.checkpoint.sources import open_whole
-from diloco_deploy.checkpoint.work import export_model, restore_into
+from diloco_deploy.checkpoint.work import model_in, restore_into
+from diloco_deploy.checkpoint.written import write
 from diloco_server.storage.checkpoint import decode_manifest, encode_manifest, total_tokens
 from diloco_worker.core.momentum import Companion
 from diloco_worker.core.replica import Replica
@@ -166,7 +168,7 @@ def _check_files(folder: Path, model: torch.nn.Module, tokens: int) -> None:
         for file in whole.contents.files
     )
     assert total_tokens(replace(whole.contents, files=behind)) == total_tokens(whole.contents) == tokens
-    export_model(whole, folder / "model.safetensors", "float32")
+    write(model_in(whole), Writing(folder / "model.safetensors"))
     assert load_file(folder / "model.safetensors").keys() == dict(model.named_parameters()).keys()
     restore_into(folder / "two", [str(folder)], 2)
     split = open_whole([str(folder / "two" / f"shard-{i}") for i in range(2)]).contents.manifest

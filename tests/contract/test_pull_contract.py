@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ import diloco_worker
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_address
-from diloco_deploy.checkpoint.pull import adapter_name
 from diloco_deploy.cli import main
+from diloco_worker.core.shared_set import as_module
 
 EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
 
@@ -35,12 +35,12 @@ class Tied(nn.Module):
         self.register_buffer("scale", torch.tensor([2.0]))
 
 
-def trained(shards: str, model: nn.Module) -> nn.Module:
+def trained(shards: str, model: Any) -> Any:
     """It joined, trained a little, and holds the final model."""
     with diloco_worker.join(shards, model, learner_id="a", wait_s=20) as learner:
         while not learner.done:
             with torch.no_grad():
-                for parameter in model.parameters():
+                for parameter in as_module(model).parameters():
                     if parameter.requires_grad:
                         parameter.add_(0.01 * torch.randn_like(parameter))
             learner.step(tokens=8)
@@ -60,7 +60,11 @@ def addresses(serve) -> str:
 def test_the_model_is_written_under_all_of_its_names(addresses, tmp_path, capsys):
     model = trained(addresses, nn.Sequential(Tied(), nn.Linear(3, 2)))
     out = tmp_path / "out"
-    assert main(["pull", "--shards", addresses, "--out", str(out)]) == 0
+    command = ["pull", "--shards", addresses, "--out", str(out)]
+    assert main(command) == 3
+    assert "0.base.bias, 0.base.weight, which the run does not have" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*command, "--partial"]) == 0
 
     found = load_file(out / "model.safetensors")
     expected = {name: p for name, p in model.state_dict().items() if not name.startswith("0.base")}
@@ -104,25 +108,136 @@ def test_what_the_run_does_not_train_comes_from_the_folder_of_the_model(addresse
     model.load_state_dict({name: values.float() for name, values in found.items()})  # strict: all names are there
 
 
-def test_an_adapter_is_written_as_one(addresses, tmp_path):
-    config, out = tmp_path / "config", tmp_path / "out"
-    config.mkdir()
-    (config / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    trained(addresses, nn.ModuleDict({"lora_A": nn.ModuleDict({"default": nn.Linear(4, 2)})}))
-    assert main(["pull", "--shards", addresses, "--out", str(out), "--base", str(config)]) == 0
-    assert load_file(out / "adapter_model.safetensors").keys() == {"lora_A.weight", "lora_A.bias"}
+class Counting(nn.Linear):
+    """Keeps a count beside its tensors."""
+
+    def get_extra_state(self) -> object:
+        return {"steps": 3}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+class Renaming(nn.Module):
+    """Its checkpoints have other names than its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"net.{name}": values for name, values in self.inner.state_dict().items()}
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.load_state_dict({name.removeprefix("net."): t for name, t in state.items()}, **kwargs)
+
+
+class Around(nn.Module):
+    """As a LightningModule keeps a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def partly_frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[1].requires_grad_(False)
+    return model
 
 
 @pytest.mark.parametrize(
-    ("name", "in_file"),
+    ("make", "flags", "loads", "lacks"),
     [
-        ("base_model.model.h.0.c_attn.lora_A.default.weight", "base_model.model.h.0.c_attn.lora_A.weight"),
-        ("base_model.model.wte.lora_embedding_A.default", "base_model.model.wte.lora_embedding_A"),
-        ("base_model.model.score.modules_to_save.default.weight", "base_model.model.score.weight"),
+        pytest.param(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), [], None, "", id="buffers"),
+        pytest.param(partly_frozen, [], None, "1.bias, 1.weight", id="frozen"),
+        pytest.param(lambda: Counting(3, 2), [], None, "_extra_state", id="extra state"),
+        pytest.param(Renaming, [], None, "", id="state_dict with other names"),
+        pytest.param(lambda: torch.compile(nn.Linear(3, 2)), [], lambda m: m._orig_mod, "", id="compiled"),
+        pytest.param(
+            lambda: Around(torch.compile(nn.Linear(3, 2))), [], lambda m: Around(m.model._orig_mod), "", id="inside"
+        ),
+        pytest.param(lambda: Around(nn.Linear(3, 2)), ["--strip", "model."], lambda m: m.model, "", id="a part"),
+        pytest.param(
+            lambda: Around(partly_frozen()), ["--strip", "model."], None, "1.bias, 1.weight", id="a frozen part"
+        ),
     ],
 )
-def test_names_of_an_adapter_are_those_of_its_file(name, in_file):
-    assert adapter_name(name) == in_file
+def test_without_a_base_the_file_has_what_a_strict_load_asks_for(
+    addresses, tmp_path, capsys, make, flags, loads, lacks
+):
+    model = trained(addresses, make())
+    command = ["pull", "--shards", addresses, "--out", str(tmp_path / "out.safetensors"), *flags]
+    assert main(command) == (3 if lacks else 0)
+    if lacks:
+        assert f"the state_dict of the model wants {lacks}, which the run does not have" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+        return
+    (loads or (lambda m: m))(model).load_state_dict(load_file(tmp_path / "out.safetensors"), strict=True)
+
+
+BASE = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
+"""What a linear layer began with."""
+
+
+@pytest.mark.parametrize(
+    ("made", "base", "flags", "says"),
+    [
+        pytest.param(nn.Linear(3, 2), BASE, [], "", id="as it is"),
+        pytest.param(Around(nn.Linear(3, 2)), BASE, [], "", id="in a module"),
+        pytest.param(Around(Around(nn.Linear(3, 2))), BASE, [], "", id="in two"),
+        pytest.param({"policy": nn.Linear(3, 2)}, BASE, [], "", id="in a dict"),
+        pytest.param([nn.Linear(3, 2)], BASE, [], "", id="in a list"),
+        pytest.param(nn.Linear(3, 2), BASE | {"scale": torch.zeros(1)}, [], "", id="more in the base"),
+        pytest.param(
+            {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)},
+            BASE,
+            ["--partial"],
+            "several times, under 'a.' and 'b.'",
+            id="two",
+        ),
+        pytest.param(
+            {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}, BASE, ["--strip", "b."], "has no place for a.bias", id="one"
+        ),
+        pytest.param(
+            {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}, BASE, ["--strip", "b.", "--partial"], "", id="one of two"
+        ),
+        pytest.param(
+            nn.Linear(3, 2), {"bias": BASE["bias"]}, [], "has no place for weight, of 2 tensors", id="less in the base"
+        ),
+        pytest.param(
+            nn.Linear(3, 2), BASE | {"weight": torch.zeros(2, 4)}, [], "weight [2, 4], not [2, 3]", id="shapes"
+        ),
+    ],
+)
+def test_every_tensor_finds_its_place_in_the_base_or_is_named(addresses, tmp_path, capsys, made, base, flags, says):
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base/net.safetensors")
+    linear = list(as_module(trained(addresses, made)).modules())[-1]
+    command = ["pull", "--shards", addresses, "--out", str(tmp_path / "out"), "--base", str(tmp_path / "base"), *flags]
+    assert main(command) == (3 if says else 0)
+    if says:
+        assert says in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        return
+    found = load_file(tmp_path / "out/net.safetensors")
+    assert found.keys() == base.keys()
+    assert torch.equal(found["weight"], linear.weight)
+
+
+def test_shards_that_start_again_and_files_know_the_names(serve, tmp_path):
+    kept = settings_with(run={"tokens": 80}, sync=EXACT, shard={"data_dir": tmp_path / "data"})
+    shard = serve(kept)
+    model = trained(shard.address, Tied())
+    shard.stop()
+    again = serve(kept)
+    assert main(["pull", "--shards", again.address, "--out", str(tmp_path / "pulled"), "--partial"]) == 0
+    out = tmp_path / "exported.safetensors"
+    assert main(["export", str(tmp_path / "data"), "--out", str(out)]) == 3
+    assert main(["export", str(tmp_path / "data"), "--out", str(out), "--partial"]) == 0
+    for found in (load_file(tmp_path / "pulled/model.safetensors"), load_file(out)):
+        assert found.keys() == {"head.weight", "wte.weight", "scale"}
+        assert torch.equal(found["wte.weight"], model.wte.weight)
 
 
 def test_another_run_is_one_line(addresses, tmp_path, capsys):

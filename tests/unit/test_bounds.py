@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from diloco_common.errors import WORDS_MAX, BadRequest, Busy, plain, refusal_from
 from diloco_common.wire import bounds, protobuf
 from diloco_common.wire.bounds import LIMITS, Limit
+from diloco_common.wire.manifest import Tie
 from diloco_common.wire.messages import (
     Evicted,
     FragmentStatus,
@@ -23,7 +24,6 @@ from diloco_common.wire.messages import (
     Held,
     LearnerPolicy,
     Pulse,
-    Tie,
 )
 from diloco_protos import parameter_server_pb2 as pb
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,8 @@ from diloco_common.codec import decode_payload
 from diloco_common.errors import Busy, CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.manifest import Fragment, Manifest, cut
-from diloco_common.wire.messages import AVERAGE, PROTOCOL, JoinAnswer, JoinRequest, PullRequest
+from diloco_common.wire.manifest import Fragment, Manifest, Tie, cut
+from diloco_common.wire.messages import AVERAGE, PROTOCOL, FrozenTensor, JoinAnswer, JoinRequest, PullRequest
 from diloco_worker.export import empty_tensors, lay_out
 from diloco_worker.shell.credentials import Credentials
 from diloco_worker.shell.grpc_transport import GrpcTransport
@@ -38,8 +38,11 @@ class GlobalModel:
     versions: dict[int, int]
     """Fragment -> version."""
     tokens_merged: int
-    ties: dict[str, str]
-    """Further name of a tied tensor -> its name in `tensors`."""
+    keys: dict[str, str]
+    """What the model's own state_dict holds: key -> name in `tensors`, or "" for what the run does not hold (frozen,
+    private, extra state). As far as learners have told; else the names in `tensors`."""
+    frozen: tuple[FrozenTensor, ...] = ()
+    """What learners hold fixed, as far as the shards know."""
 
 
 def pull_global_model(
@@ -63,6 +66,18 @@ def pull_global_model(
     transports = {address: GrpcTransport(address, credentials, waits_for_shard=True) for address in shards}
     with ThreadPoolExecutor(1, "diloco-pull") as thread:  # a notebook has a running event loop in this one
         return thread.submit(asyncio.run, _pull_all(transports, Identity(run), wait_s, average)).result()
+
+
+def buffers_of(manifest: Manifest) -> frozenset[str]:
+    return frozenset(spec.name for spec in manifest.exported if spec.kind == "buffer")
+
+
+def keys_of(tensors: Collection[str], ties: Iterable[Tie]) -> dict[str, str]:
+    """The keys of a state_dict, as `Tie` says them."""
+    ties = list(ties)
+    absent = {tie.of for tie in ties if not tie.name}
+    told = {tie.name: tie.of for tie in ties if tie.name and (tie.of in tensors or not tie.of)}
+    return {name: name for name in tensors if name not in absent} | told
 
 
 async def _pull_all(
@@ -92,9 +107,9 @@ async def _pull_all(
                     raise _unreachable(address, error) from None
                 versions[fragment.fragment_id] = version
         tokens_merged = max(answer.pulse.tokens_merged for answer in answers.values())
-        ties = {tie.name: tie.of for answer in answers.values() for tie in answer.ties if tie.name not in tensors}
-        buffers = frozenset(spec.name for spec in manifest.exported if spec.kind == "buffer")
-        return GlobalModel(tensors, buffers, versions, tokens_merged, ties)
+        ties = max((answer.ties for answer in answers.values()), key=len)  # a shard that is new has heard of none
+        first = max(answers.values(), key=lambda answer: len(answer.frozen))
+        return GlobalModel(tensors, buffers_of(manifest), versions, tokens_merged, keys_of(tensors, ties), first.frozen)
     finally:
         for transport in transports.values():
             await transport.close(0.0)

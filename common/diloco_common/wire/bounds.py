@@ -22,7 +22,7 @@ DIMENSIONS_MAX = 8
 FROZEN_MAX = 8192
 """Frozen tensors that are compared; a learner with more declares several as one. A shard looks at them within 50 ms."""
 TIES_MAX = 4096
-"""Further names of tied parameters; a learner with more leaves the rest out."""
+"""Keys of a state_dict; a learner with more leaves the rest out."""
 JOIN_ENTRIES_MAX = TENSORS_MAX + FROZEN_MAX + TIES_MAX + FRAGMENTS_MAX + 128
 """Of all fields of a Join together; counted before they are parsed."""
 JOIN_ENTRY_BYTES_MAX = 8 << 10
@@ -117,7 +117,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "index": _U32,
         "age_s": Limit(AGE_MAX_S),
     },
-    "Tie": {"name": Limit(TENSOR_NAME_MAX, 1, "characters"), "of": Limit(TENSOR_NAME_MAX, 1, "characters")},
+    "Tie": {"name": Limit(TENSOR_NAME_MAX, 0, "characters"), "of": Limit(TENSOR_NAME_MAX, 0, "characters")},
     "FrozenTensor": {
         "name": Limit(TENSOR_NAME_MAX, 0, "characters"),
         "form": Limit(TENSOR_NAME_MAX, 0, "characters"),
@@ -137,6 +137,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "ties": Limit(TIES_MAX, 0, "entries"),
         "index": _U32,
         "rules": Limit(RULES_MAX, 0, "characters"),
+        "frozen": Limit(FROZEN_MAX, 0, "entries"),
     },
     "LearnerPolicy": {
         "sync_every": Limit(2**31, 1),

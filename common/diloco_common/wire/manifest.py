@@ -121,6 +121,15 @@ class TensorSpec(NamedTuple):
         return [self.name, list(self.shape), self.rule == "mean", *([True] if self.kind == "momentum" else [])]
 
 
+class Tie(NamedTuple):
+    """Where the state_dict of the model differs from the tensors: a key that is not just the name of one."""
+
+    name: str
+    """The key; "": none is called like `of`."""
+    of: str
+    """Name of the tensor that it holds; "": one that is not shared."""
+
+
 BUFFER_RULES: tuple[Rule, ...] = ("mean", "variance", "most", "one")
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
@@ -202,6 +211,8 @@ class Manifest:
     fragments: tuple[Fragment, ...]
     """By id: those of the model, then those of momentum, then those of buffers."""
     num_shards: int
+    ties: tuple[Tie, ...] = field(default=(), compare=False)
+    """As a learner has declared them. Nothing is decided by them."""
 
     def owned_by(self, shard_index: int) -> tuple[Fragment, ...]:
         return tuple(f for f in self.fragments if f.shard_index == shard_index)

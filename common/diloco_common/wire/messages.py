@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from diloco_common.errors import BadRequest
-from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.manifest import TensorSpec, Tie
 
 if TYPE_CHECKING:
     from diloco_common.codec import PayloadHeader  # imports torch, and whoever reads messages need not
@@ -175,14 +175,6 @@ class FrozenTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
-    """Another name of a tied parameter."""
-
-    name: str
-    of: str
-
-
-@dataclass(frozen=True, slots=True)
 class JoinRequest:
     """A process asks for a lease. An observer asks for a description of the run, without a lease."""
 
@@ -217,6 +209,7 @@ class JoinAnswer:
     ties: tuple[Tie, ...] = ()
     index: int = 0
     rules: str = ""
+    frozen: tuple[FrozenTensor, ...] = ()
 
 
 AVERAGE = "average"

@@ -1,15 +1,19 @@
-"""`diloco checkpoint`, `restore` and `export`: their options. `work.py` takes torch, and is imported when they run."""
+"""`diloco checkpoint`, `restore`, `export` and `pull`: their options. What takes torch is imported when they run."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from diloco_common import quantities
 from diloco_common.command import new_app
-from diloco_common.errors import NoCheckpoint
-from diloco_common.options import Dtype, Json
+from diloco_common.errors import ConfigError, NoCheckpoint
+from diloco_common.options import Json, number
+from diloco_deploy.checkpoint.options import Writing
+from diloco_deploy.run.folder import shards_in
 
 _SOURCES = "the folder of `diloco up`, data folders of shards, checkpoints, or URLs of checkpoints"
 
@@ -100,10 +104,50 @@ def export(
     sources: Annotated[list[str], Parameter(metavar="SOURCE", help=_SOURCES)],
     /,
     *,
-    out: Annotated[Path, Parameter(metavar="FILE.safetensors", help="written; replaced if it is there")],
-    dtype: Annotated[Dtype, Parameter(help="of the parameters")] = "float32",
+    how: Writing,
 ) -> int:
-    """Write the model as one safetensors file. Plain torch can load it."""
+    """Write the model as its own library loads it, or refuse."""
+    how.check()
     from diloco_deploy.checkpoint.work import export
 
-    return export(sources, out, dtype)
+    return export(sources, how)
+
+
+_SECONDS = number(quantities.seconds, 0.0, 86_400.0, "seconds, from 0 to 86400, such as 5s")
+
+
+def pull(
+    *,
+    how: Writing,
+    shards: Annotated[str | None, Parameter(metavar="HOST:PORT,...", help="addresses of all shards")] = None,
+    folder: Annotated[
+        Path | None, Parameter(metavar="PATH", help="instead: folder of the cluster that `diloco up` runs")
+    ] = None,
+    average: Annotated[
+        bool, Parameter(negative=(), help="the average of the versions, where the run keeps one (outer.average)")
+    ] = False,
+    run: Annotated[
+        str | None, Parameter(metavar="ID", help="id of the run", show_default="that of the folder, or local")
+    ] = None,
+    tls: Annotated[Path | None, Parameter(metavar="FOLDER", help="an observer's or learner's certificate")] = None,
+    token_file: Annotated[
+        Path | None, Parameter(metavar="FILE", help="file with a bearer token, if the shards ask")
+    ] = None,
+    wait: Annotated[float, Parameter(converter=_SECONDS, metavar="5s", help="how long to wait for shards")] = 5.0,
+) -> int:
+    """Pull the latest version of every fragment from the shards, without joining, and write the model as its own
+    library loads it, or refuse.
+    """
+    if (shards is None) == (folder is None):
+        raise ConfigError("give --shards or --folder, one of them: diloco pull --folder runs/local --out model")
+    how.check()
+    if folder is not None:
+        here = shards_in(folder)
+        shards, run, tls = ",".join(here.addresses), run or here.run, tls or here.tls
+    from diloco_deploy.checkpoint.work import write_out
+    from diloco_worker.global_model import pull_global_model
+    from diloco_worker.shell.credentials import addresses_of
+
+    run, of = run or "local", "average up to " if average else ""
+    get = partial(pull_global_model, addresses_of(shards or ""), run=run, tls=tls, wait_s=wait, average=average)
+    return write_out(partial(get, bearer_token=token_file), how, of)

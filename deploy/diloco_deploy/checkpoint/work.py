@@ -1,4 +1,4 @@
-"""What `diloco checkpoint`, `restore` and `export` do, and what they print."""
+"""What `diloco checkpoint`, `restore`, `export` and `pull` do, and what they print."""
 
 from __future__ import annotations
 
@@ -7,39 +7,41 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from diloco_common.command import QuietConsole
 from diloco_common.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, NoCheckpoint
 from diloco_common.settings import Settings
+from diloco_common.wire.manifest import Tie
 from diloco_deploy import units
 from diloco_deploy.checkpoint.objects import copy_checkpoint
+from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.checkpoint.sources import Whole, data_folders, join, open_checkpoint, open_whole, shard_folders
+from diloco_deploy.checkpoint.written import write
 from diloco_server.storage.checkpoint import Contents, find_damage, joined, total_tokens
 from diloco_server.storage.folders import FOLDER, place, restore, take_checkpoint
-from diloco_worker.export import empty_tensors, lay_out, write_model
+from diloco_worker.export import empty_tensors, lay_out
+from diloco_worker.global_model import GlobalModel, buffers_of, keys_of
 
 
-def export_model(whole: Whole, out: Path, dtype: str) -> None:
-    """Write every parameter in its own shape as `dtype`, and every buffer as it is. Replaces any file `out`.
-
-    Raises VersionDamaged, DataError if `out` cannot be written, and OSError.
-    """
+def model_in(whole: Whole) -> GlobalModel:
+    """The model that was saved. Raises VersionDamaged and OSError."""
     manifest = whole.contents.manifest
-    tensors = empty_tensors(manifest, getattr(torch, dtype))
+    tensors, versions, ties = empty_tensors(manifest), dict[int, int](), tuple[Tie, ...]()
     fragments = {fragment.fragment_id: fragment for fragment in manifest.exported_fragments}
-    for _, stored in whole.read():
-        if stored.record.fragment_id in fragments:
-            lay_out(stored.values.theta, fragments[stored.record.fragment_id], tensors)
-    write_model(out, tensors)
+    for header, stored in whole.read():
+        ties = max(ties, header.manifest.ties, key=len)
+        if (fragment := fragments.get(stored.record.fragment_id)) is not None:
+            lay_out(stored.values.theta, fragment, tensors)
+            versions[fragment.fragment_id] = stored.record.version
+    return GlobalModel(tensors, buffers_of(manifest), versions, total_tokens(whole.contents), keys_of(tensors, ties))
 
 
 @dataclass(frozen=True)
@@ -197,14 +199,21 @@ def restore_into(folder: Path, sources: Sequence[str], shards: int) -> int:
 
 
 @_disk_errors()
-def export(sources: Sequence[str], out: Path, dtype: str) -> int:
-    began = time.perf_counter()
-    whole = open_whole(sources, model_only=True)
-    export_model(whole, out, dtype)
-    took_s = time.perf_counter() - began
-    size = units.size(out.stat().st_size)
-    parameters = units.count(whole.contents.manifest.num_elements)
-    print(f"{out}: {parameters} parameters as {dtype}, {size}, in {took_s:.2f} s")
+def export(sources: Sequence[str], how: Writing) -> int:
+    return write_out(lambda: model_in(open_whole(sources, model_only=True)), how)
+
+
+def write_out(get: Callable[[], GlobalModel], how: Writing, of: str = "") -> int:
+    """`of`: what the versions are, if not the newest."""
+    began, found = time.perf_counter(), get()
+    file, of_base = write(found, how)
+    trained = sum(t.numel() for name, t in found.tensors.items() if name not in found.buffers)
+    print(
+        f"{file}: {units.count(trained)} parameters as {how.dtype}, {of}{_versions(found.versions.values())} of "
+        f"{len(found.versions)} fragments, {units.count(found.tokens_merged)} tokens merged, "
+        f"{f'{of_base} tensors of --base, ' if of_base else ''}{units.size(file.stat().st_size)}, "
+        f"in {time.perf_counter() - began:.2f} s"
+    )
     return EXIT_OK
 
 
@@ -219,12 +228,16 @@ def _facts(contents: Contents) -> dict[str, Any]:
 
 
 def _words(contents: Contents) -> str:
-    low, high = contents.versions
-    versions = f"version {low}" if low == high else f"versions {low} to {high}"
     total = len(contents.files) + len(contents.missing)
     shards = ", ".join(map(str, sorted({file.shard_index for file in contents.files})))
     part = f" (a part: shards {shards} of {contents.num_shards})" if contents.missing else ""
-    return f"{len(contents.files)} of {total} fragments{part}, {versions}, {units.size(contents.num_bytes)}"
+    versions, size = _versions(contents.versions), units.size(contents.num_bytes)
+    return f"{len(contents.files)} of {total} fragments{part}, {versions}, {size}"
+
+
+def _versions(versions: Collection[int]) -> str:
+    low, high = min(versions), max(versions)
+    return f"version {low}" if low == high else f"versions {low} to {high}"
 
 
 def _settings_of(contents: Contents) -> str:

@@ -71,6 +71,10 @@ class Frozen:
         self._tensors: dict[str, FrozenTensor] = {}
         self._declared_by = ""
 
+    @property
+    def declared(self) -> tuple[FrozenTensor, ...]:
+        return tuple(self._tensors.values())
+
     def forget(self) -> None:
         """The next learner to come declares them anew."""
         self._tensors = {}

@@ -26,7 +26,7 @@ from diloco_common.errors import (
     VersionGone,
 )
 from diloco_common.settings import BLEND_ALPHA, Settings
-from diloco_common.wire.manifest import Manifest, TensorSpec
+from diloco_common.wire.manifest import Manifest, TensorSpec, Tie
 from diloco_common.wire.messages import (
     Drain,
     Evicted,
@@ -40,7 +40,6 @@ from diloco_common.wire.messages import (
     PushAnswer,
     PushHeader,
     Stop,
-    Tie,
     VersionId,
 )
 from diloco_server.core.arithmetic import Published, Values
@@ -84,7 +83,7 @@ class Shard:
         frozen: Sequence[FrozenTensor] = (), ties: Sequence[Tie] = (), index: int | None = None, age_s: float = 0.0,
     ) -> Member:  # fmt: skip
         """Grant a lease; the one before it ends. `held`: the versions that the learner has. `frozen`: what it holds
-        fixed, if that must agree. `ties`: further names of its tied parameters. `index`: the number that it had
+        fixed, if that must agree. `ties`: the keys of its state_dict. `index`: the number that it had
         before. `age_s`: of its process.
 
         Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or Busy.
@@ -105,7 +104,7 @@ class Shard:
             self.influence.begin(learner_id)
         member = membership.join(learner_id, process_id, now, index, age_s)
         versions.frozen.adopt(learner_id, frozen)
-        versions.ties = versions.ties or tuple(ties)
+        versions.tell_keys(ties)
         membership.replace(member, versions.forget_others(learner_id, process_id))
         self._outbox.note(LearnerJoined(learner_id, member.generation, returned=old is not None))
         for state in versions.look_for_losses(learner_id, held):
@@ -350,9 +349,10 @@ class Shard:
             fragments=tuple(state.status(learner_id) for _, state in sorted(self.fragments.items())),
             pulse=self.pulse(),
             tensors=tensors,
-            ties=self.versions.ties if tensors else (),
+            ties=self.manifest.ties if self.manifest is not None and tensors else (),
             index=index,
             rules=rules,
+            frozen=self.versions.frozen.declared if tensors else (),
         )
 
     def pull_header(self, learner_id: str, fragment_id: int, record: Record | None = None) -> PullHeader:

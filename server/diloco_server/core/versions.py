@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from diloco_common.errors import ManifestMismatch, UnknownFragment
 from diloco_common.settings import RunSettings, ShardSettings
-from diloco_common.wire.manifest import Manifest, TensorSpec, cut, differences
-from diloco_common.wire.messages import FrozenTensor, Held, Stop, Tie
+from diloco_common.wire.manifest import Manifest, TensorSpec, Tie, cut, differences
+from diloco_common.wire.messages import FrozenTensor, Held, Stop
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.effects import Outbox
 from diloco_server.core.fragment import FragmentState, Phases, Restored
@@ -64,8 +64,8 @@ class Versions:
         self.done = False
         """The token budget is reached. Stays so."""
         self.frozen = Frozen()
-        self.ties: tuple[Tie, ...] = ()
-        """Further names of tied parameters, as the first learner that has some declared them in this epoch."""
+        self._knows_keys = False
+        """Whether a learner has declared them in this epoch; else they are those of the versions that were kept."""
         self._model_digest = run.model
         self._placed = shard
         self._num_fragments = num_fragments
@@ -93,6 +93,13 @@ class Versions:
             self._adopt(cut(tensors, self._num_fragments, self._placed.count))
         except ValueError as error:
             raise ManifestMismatch(f"the model cannot be cut: {error}") from error
+
+    def tell_keys(self, ties: Sequence[Tie]) -> None:
+        """What the first learner of this epoch says of its state_dict."""
+        assert self.manifest is not None, "a model is adopted first"
+        if not self._knows_keys and self.manifest.ties != tuple(ties):
+            self.manifest = replace(self.manifest, ties=tuple(ties))
+        self._knows_keys = True
 
     def check_frozen(self, frozen: Sequence[FrozenTensor]) -> None:
         """What is frozen belongs to the learners that hold leases, and to the versions that were made in this epoch.

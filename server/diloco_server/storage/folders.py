@@ -207,6 +207,8 @@ def restore(versions: Iterable[tuple[Header, StoredVersion]], manifest: Manifest
         for header, stored in versions:
             index = homes[stored.record.fragment_id]
             origin = replace(header.origin, num_shards=manifest.num_shards, shard_index=index)
+            if manifest.ties != header.manifest.ties:
+                manifest = replace(manifest, ties=header.manifest.ties)
             name = version_name(stored.record.fragment_id, stored.record.version)
             with contextlib.closing(disks[index].create(name)) as file:
                 write_version(file, stored, origin, manifest, None)

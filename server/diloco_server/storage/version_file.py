@@ -20,7 +20,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -36,7 +36,7 @@ from diloco_common.codec.change import ANCHOR
 from diloco_common.codec.frames import NewFrame
 from diloco_common.errors import BadRequest, DataError, VersionDamaged, plain
 from diloco_common.settings import Settings
-from diloco_common.wire.manifest import Manifest, check_tensors, cut, spec_of
+from diloco_common.wire.manifest import Manifest, Tie, check_tensors, cut, spec_of
 from diloco_server.core.arithmetic import Values
 from diloco_server.core.record import Record, check_record
 from diloco_server.storage.filesystem import Files, NewFile, OldFile
@@ -191,6 +191,7 @@ class _ManifestText:
         last = self._last  # threads that write at once may each compute it
         if last is None or last[0] is not manifest:
             facts = {"digest": manifest.digest, "tensors": [t.as_json() for t in manifest.tensors]}
+            facts |= {"ties": manifest.ties} if manifest.ties else {}
             self._last = last = manifest, _json(_json(facts)).encode()
         return last[1]
 
@@ -354,7 +355,7 @@ def _read_manifest(text: str, num_fragments: int, num_shards: int) -> tuple[Mani
     model = _MODEL.validate_json(text, strict=True)
     specs = [spec_of(entries) for entries in model.tensors]
     check_tensors(specs)
-    return cut(specs, num_fragments, num_shards), model.digest
+    return replace(cut(specs, num_fragments, num_shards), ties=model.ties), model.digest
 
 
 @dataclass(frozen=True)
@@ -364,6 +365,7 @@ class _Model:
     digest: str
     tensors: list[list[Any]]
     """As `spec_of` reads them."""
+    ties: tuple[Tie, ...] = ()
 
 
 _ORIGIN, _RECORD, _MODEL = TypeAdapter(Origin), TypeAdapter(Record), TypeAdapter(_Model)

@@ -49,6 +49,16 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     return _by_name((path, module._buffers) for path, module in modules(model))
 
 
+def saved(model: nn.Module) -> dict[str, object]:
+    """What the model's own `state_dict` holds, extra state included, under the names of `modules`."""
+    try:
+        state = dict(model.state_dict())
+    except Exception:  # whatever a method of the user's raises: then names are all that is known
+        return {}
+    wrapped = [f"{join(path, inside)}." for path, module in model.named_modules() if (inside := _inside(module))]
+    return {_without(wrapped, key): value for key, value in state.items() if isinstance(key, str)}
+
+
 def canonical(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Every name -> the smallest of the names of its tensor; sorted by name."""
     smallest: dict[object, str] = {}
@@ -80,12 +90,22 @@ def join(path: str, leaf: str) -> str:
     return f"{path}.{leaf}" if path else leaf
 
 
+def _inside(module: nn.Module) -> str | None:
+    return next((WRAPPERS[name] for name in type_names(module) if name in WRAPPERS), None)
+
+
 def _modules(module: nn.Module, path: str, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
     yield path, module
-    inside = next((WRAPPERS[name] for name in type_names(module) if name in WRAPPERS), None)
+    inside = _inside(module)
     for name, child in module._modules.items():
         if child is not None and child not in above:  # some keep their parent as a submodule
             yield from _modules(child, path if name == inside else join(path, name), (*above, module))
+
+
+def _without(wrapped: Iterable[str], key: str) -> str:
+    for path in sorted((path for path in wrapped if key.startswith(path)), key=len, reverse=True):
+        key = path[: path.rfind(".", 0, -1) + 1] + key.removeprefix(path)
+    return key
 
 
 def _by_name(owners: Iterable[tuple[str, Mapping[str, T | None]]]) -> dict[str, T]:

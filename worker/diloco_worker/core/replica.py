@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from diloco_common.errors import UnsupportedModel
 from diloco_common.wire.bounds import TIES_MAX
-from diloco_common.wire.manifest import Fragment, Kind, TensorSpec
-from diloco_common.wire.messages import Tie
+from diloco_common.wire.manifest import Fragment, Kind, TensorSpec, Tie
 from diloco_worker.core import layout, momentum, names
 from diloco_worker.core.buffers import Buffers
 from diloco_worker.core.copies import Copied, FindCopies
@@ -66,8 +65,8 @@ class Replica:
             lambda name: self.parameters.theta(name), lambda name: self.parameters.tensors[name].data_ptr()
         )
         """Whether versions stay in the model."""
-        self.ties = tuple(Tie(name, of) for name, of in chosen.ties.items())[:TIES_MAX]
-        """The further names of those that are tied."""
+        self.ties = tuple(Tie(key, of) for key, of in chosen.saved())[:TIES_MAX]
+        """Where the model's state_dict differs from what is shared."""
         self.device = next(p.device for p in (*self._holding.tensors.values(), *parameters.values()) if p.numel())
         self.stow: Callable[[Tensor], Tensor] | None = None
         """Where a residual lies between contributions: gives a copy there. None: where it was computed."""

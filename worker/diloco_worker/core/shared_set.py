@@ -20,10 +20,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from diloco_common.errors import UnsupportedModel, WrongCall, did_you_mean, shown
+from diloco_common.wire.bounds import TENSOR_NAME_MAX
 from diloco_worker.core import names
 from diloco_worker.core.buffers import buffers_of
 
@@ -73,6 +74,21 @@ class SharedSet:
         """Every further name of a shared parameter that is tied -> its name in `shared`; of a buffer, too."""
         self.ties |= self.buffers.ties
         self._refuse_what_nobody_shares()
+
+    def saved(self) -> list[tuple[str, str]]:
+        """Where the model's own state_dict differs from what is shared, first what is there: a key and the name of its
+        tensor; a key and "", if that is not shared; "" and a name that is no key."""
+        shared: dict[str, Tensor] = {**self.shared, **{n: buffer.tensor for n, buffer in self.buffers.shared.items()}}
+        of = {names.identity(tensor): name for name, tensor in shared.items()}
+        keys = {
+            key: of.get(names.identity(value) if isinstance(value, Tensor) else None, key if key in shared else "")
+            for key, value in names.saved(self.model).items()
+            if len(key) <= TENSOR_NAME_MAX
+        }
+        found = [(key, name) for key, name in keys.items() if key != name] if keys else [*self.ties.items()]
+        return sorted(found, key=lambda pair: not pair[1]) + [
+            ("", name) for name in shared if keys and name not in keys
+        ]
 
     def _named(self, shared: Patterns | None, by_name: Mapping[str, nn.Parameter]) -> set[str]:
         if shared is None:

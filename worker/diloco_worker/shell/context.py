@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco_common.ports import Transport, World
-from diloco_common.wire.manifest import TensorSpec
-from diloco_common.wire.messages import FrozenTensor, Tie
+from diloco_common.wire.manifest import TensorSpec, Tie
+from diloco_common.wire.messages import FrozenTensor
 from diloco_worker.core.connection import Caller
 from diloco_worker.shell.codec_thread import CodecThread
 from diloco_worker.shell.council import Council, Inbox

@@ -36,13 +36,14 @@ def _frozen(name: str, tensor: Tensor) -> FrozenTensor:
     form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     is_in_parts = hasattr(tensor, "full_tensor")  # a DTensor: this process holds some of its rows
     has_bytes = tensor.layout is torch.strided and not (is_in_parts or tensor.is_meta or tensor.is_quantized)
-    return FrozenTensor(name, form, _crc32c(tensor.detach(), 0) if has_bytes else None)
+    return FrozenTensor(name, form, checksum(tensor.detach()) if has_bytes else None)
 
 
-def _crc32c(tensor: Tensor, crc32c: int) -> int:
+def checksum(tensor: Tensor, crc32c: int = 0) -> int:
+    """CRC-32C of its bytes, row by row, after others with this one."""
     if hasattr(tensor, "__tensor_flatten__"):  # made of other tensors, as the quantised ones of torchao
         for part in tensor.__tensor_flatten__()[0]:
-            crc32c = _crc32c(getattr(tensor, part), crc32c)
+            crc32c = checksum(getattr(tensor, part), crc32c)
         return crc32c
     for chunk in _chunks(tensor):
         whole = chunk.contiguous().cpu()
