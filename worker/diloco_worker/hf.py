@@ -147,14 +147,14 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
                 "max_steps reached before the run has ended: the others go on", steps=state.global_step,
                 tokens_merged=learner.tokens_merged, tokens_budget=learner.tokens_budget,
             )  # fmt: skip
-        learner.finish()
+        is_global = learner.finish().is_global
         atexit.unregister(learner.close)
         folder = self._save_to or Path(args.output_dir) / "global"
         parts: tuple[Any, ...] = kwargs["model"], kwargs.get("processing_class")
         for part in parts:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
-        learner.telemetry.log.event("global model saved", folder=folder)
+        learner.telemetry.log.event(f"{'global model' if is_global else 'model of this learner'} saved", folder=folder)
 
     # ------------------------------------------------------------ helpers
 

@@ -132,10 +132,11 @@ class DilocoCallback(Callback):  # type: ignore[misc]
                 "the Trainer ends before the run: the others go on", steps=trainer.global_step,
                 tokens_merged=learner.tokens_merged, tokens_budget=learner.tokens_budget,
             )  # fmt: skip
-        learner.finish()
+        is_global = learner.finish().is_global
         if self._save_to is not None:
             trainer.save_checkpoint(self._save_to, weights_only=True)
-            learner.telemetry.log.event("global model saved", file=self._save_to)
+            what = "global model" if is_global else "model of this learner"
+            learner.telemetry.log.event(f"{what} saved", file=self._save_to)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Leave the run."""

@@ -209,12 +209,11 @@ class DueFragments:
         if steps == NEVER:
             return False
         there = [m for m in live if m.takes_part(fragment_id)]
-        if state.fragment.traits.is_of_model:
-            if any(m.wants_last(fragment_id) for m in there):
-                return True
-            if self._versions.budget.rest_is_trained(state, there):
-                self._last.add(fragment_id)
-                return True
+        if any(m.wants_last(fragment_id) for m in there):
+            return True
+        if state.fragment.traits.is_of_model and self._versions.budget.rest_is_trained(state, there):
+            self._last.add(fragment_id)
+            return True
         return is_due([m for m in there if not m.is_idle] or there, state.base_steps, steps, quorum)
 
 

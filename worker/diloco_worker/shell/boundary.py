@@ -167,6 +167,10 @@ class StepBoundary:
             core.unmerged, core.tokens_unmerged,
         )  # fmt: skip
 
+    def trained_here(self) -> tuple[int, int]:
+        """Inner steps and tokens of this process."""
+        return self._core.inner_step - self._start.inner_step, self._core.tokens - self._start.tokens
+
     def trained(self) -> tuple[int, int]:
         """Inner steps and tokens of everything that the model holds. Raises as `Council.trained`."""
         figures = self.figures()

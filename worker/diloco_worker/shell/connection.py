@@ -300,6 +300,7 @@ class Connection:
             while True:
                 self._has_progress.clear()  # first: a step that ends meanwhile is reported next time
                 await stream.report(replace(self._progress, away=self.others_away(), last_rounds=self._last_rounds))
+                self.pusher.say_what_fails()
                 await asyncio.sleep(REPORT_EVERY_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.state.heartbeat_s - REPORT_EVERY_S):
@@ -333,6 +334,7 @@ class Connection:
 
     def _came_up(self) -> None:
         self.is_up, self._down_since = True, None
+        self.pusher.begin_anew()
         self.times_up += 1
         self.why_down = None
         self._dialing.is_up()
