@@ -173,7 +173,7 @@ def join(
     index = taken(run, caller.learner_id)
     learner = make_learner(
         replica, addresses, caller, partial(GrpcTransport, credentials=credentials), world, network, telemetry,
-        Start() if saved is None else Start(saved.inner_step, saved.tokens, resumed=True),
+        Start() if saved is None else Start(saved.inner_step, saved.tokens, saved.tokens_merged, resumed=True),
         index=saved.index if index is None and saved is not None else index,
         frozen=frozen_tensors.declare(chosen) if frozen == "same" else (),
         watch=None if replica.is_spread else ModelWatch(chosen, averaged),

@@ -376,7 +376,8 @@ class Learner(LearnerView):
         """
         self._home.check(self.learner_id)
         caller = self.telemetry.caller
-        return LearnerState(caller.run_id, caller.learner_id, self.index, *self._boundary.trained()).as_dict()
+        merged = self.tokens_merged
+        return LearnerState(caller.run_id, caller.learner_id, self.index, *self._boundary.trained(), merged).as_dict()
 
     def status(self) -> dict[str, Any]:
         """JSON of this learner, as at /status. In any thread."""
@@ -581,7 +582,7 @@ def make_learner(
     council = council or Council()
     telemetry.holds_all = council.is_alone
     telemetry.born(start.inner_step, start.tokens)
-    codec = CodecThread(replica.device, world, telemetry)
+    codec = CodecThread(replica.device, world, telemetry, start.tokens_seen)
     context = ConnectionContext(
         caller, tuple(replica.specs), dial, world, council, codec, telemetry, frozen=tuple(frozen), ties=replica.ties,
         index=index,

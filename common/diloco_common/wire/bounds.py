@@ -116,6 +116,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "ties": Limit(TIES_MAX, 0, "entries"),
         "index": _U32,
         "age_s": Limit(AGE_MAX_S),
+        "tokens_seen": _TOKENS_MERGED,
     },
     "Tie": {"name": Limit(TENSOR_NAME_MAX, 1, "characters"), "of": Limit(TENSOR_NAME_MAX, 1, "characters")},
     "FrozenTensor": {

@@ -93,6 +93,13 @@ WORDS = (
         "Please file an issue with the traceback.", "the message", exit_code=1,
     ),
     Entry(
+        "VERSIONS_LOST", Kind.DATA,
+        "A shard came back with earlier versions than a learner has seen, or with none. To one that has none, whoever "
+        "has seen the newest version brings its values.",
+        "Set `shard.data_dir`. Nothing else: training goes on.", "the disk of the shard; `versions lost` in its log",
+        is_logged=True,
+    ),
+    Entry(
         "STORAGE", Kind.DATA,
         "The disk refuses a version: nothing is announced until it works. `/readyz` says `storage`.",
         "[DilocoVersionNotDurable](runbook.md#dilocoversionnotdurable)", "the system's own words in the log",

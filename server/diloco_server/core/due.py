@@ -55,6 +55,7 @@ class DueFragments:
         found = (
             [(m.generation, m.counted, m.is_idle, m.progress.last_rounds) for m in live],
             self._versions.done,
+            [*self._versions.closing],
             quorum,
         )
         if self._phases is not self._versions.phases:
@@ -200,6 +201,7 @@ class DueFragments:
             trained = (tokens - self._tokens[rows]).clamp(min=0).sum(dim=1)
             near = [self._versions.fragments[self._ids[rows[i]]] for i in _where(trained >= self._left[rows])]
             self._last |= {s.fragment.fragment_id for s in near if self._versions.budget.rest_is_trained(s, members)}
+        self._last |= {p for p in self._versions.closing if self._intervals[self._rows[p]] != NEVER}
         return due | self._last
 
     def _is_due(self, state: FragmentState, live: Sequence[Member], quorum: Quorum) -> bool:
@@ -209,7 +211,7 @@ class DueFragments:
         if steps == NEVER:
             return False
         there = [m for m in live if m.takes_part(fragment_id)]
-        if any(m.wants_last(fragment_id) for m in there):
+        if any(m.wants_last(fragment_id) for m in there) or fragment_id in self._versions.closing:
             return True
         if state.fragment.traits.is_of_model and self._versions.budget.rest_is_trained(state, there):
             self._last.add(fragment_id)

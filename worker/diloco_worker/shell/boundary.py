@@ -39,6 +39,8 @@ class Start:
     """Where the count of inner steps goes on."""
     tokens: int = 0
     """Where the count of tokens goes on."""
+    tokens_seen: int = 0
+    """Merged into the versions that an earlier process had seen."""
     resumed: bool = False
     """The model holds values of this run, of a checkpoint."""
 
