@@ -97,6 +97,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         if getattr(model, "main_input_name", "") == "input_ids" and args.include_num_input_tokens_seen in ("no", False):
             args.include_num_input_tokens_seen = "all"
         self._tokens_seen = state.num_input_tokens_seen
+        learner.compared.has(kwargs["optimizer"])
         self._follow_run(args, state, kwargs["optimizer"])
         budget = learner.tokens_budget
         log.event(

@@ -42,11 +42,13 @@ from diloco_worker.core.events import Answered, Failed
 from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
+from diloco_worker.core.undone import FINDING
 from diloco_worker.following import Amount, Following
 from diloco_worker.shell import home
 from diloco_worker.shell.arguments import check_loss, check_seconds, counted
 from diloco_worker.shell.boundary import Start, StepBoundary
 from diloco_worker.shell.codec_thread import CodecThread
+from diloco_worker.shell.compared import Compared
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.council import Council
@@ -122,6 +124,8 @@ class Learner(LearnerView):
         self._diverging = Diverging(len(list(connections)))
         self._following: Following | None = None
         self._notice: Notice | None = None
+        self.compared = Compared(None)
+        """What its optimizers train, with what is shared."""
         self.pull_average: Callable[[], Mapping[str, Tensor]] | None = None
         """Waits for the average of the versions, by name; None: this learner is several processes."""
         self._is_leaving = False
@@ -178,7 +182,6 @@ class Learner(LearnerView):
             WrongCall: `loss` is no number; the model holds other values, inside a block of `global_values` or `values`;
                 or another thread is inside a call of this learner.
             ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
-            VersionUndone: the optimizer takes back every version (see `masters` of `join`).
             NotFinite: the model holds NaN, and round after round has refused it.
             LearnerEnded: the learner has left the run.
             ChildOfLearner: this process was forked from the learner's.
@@ -187,7 +190,8 @@ class Learner(LearnerView):
         self._others.check()
         if self._watch is not None:
             self._watch.check()
-        self._boundary.replica.laid.check()
+        if self._boundary.replica.laid.check():
+            self.telemetry.log.warning(FINDING, code=VersionUndone.code)
         amount, is_samples = counted(tokens, samples)
         check_loss(loss)
         began = self._clock()
@@ -197,6 +201,7 @@ class Learner(LearnerView):
         self._read_loss(loss, began)
         self._boundary.stepped(amount)
         self._warn_of_no_tokens()
+        self.compared.stepped(self.telemetry.log)
         acts = self._cross(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         core = self._core
         progress = Progress(core.inner_step, core.tokens, self._loss, self.step_time_s, counts_samples=is_samples)
@@ -226,6 +231,7 @@ class Learner(LearnerView):
                 "gets no versions: join(masters=optimizer)"
             )
         self._following = following
+        self.compared.has(optimizer)
         return following
 
     @one_thread
@@ -568,6 +574,7 @@ def make_learner(
     replica: Replica, addresses: Sequence[str], caller: Caller, dial: Callable[[str], Transport], world: World,
     background: Background, telemetry: LearnerTelemetry, start: Start, *, index: int | None = None,
     frozen: Sequence[FrozenTensor] = (), watch: ModelWatch | None = None, council: Council | None = None,
+    after_version: Callable[[], object] | None = None,
 ) -> Learner:  # fmt: skip
     """A learner in some world, with its parts. Nothing is dialed before `start`.
 
@@ -578,6 +585,7 @@ def make_learner(
         frozen: what must be the same in all learners.
         watch: looks whether the model is still the one that joined; None: nobody can replace it.
         council: the processes that are this learner; None: this one alone.
+        after_version: called when versions were written to the model.
     """
     council = council or Council()
     telemetry.holds_all = council.is_alone
@@ -588,6 +596,6 @@ def make_learner(
         index=index,
     )  # fmt: skip
     connections = Connections(addresses, Progress(start.inner_step, start.tokens), context)
-    boundary = StepBoundary(replica, addresses, council, lambda: connections.pulse, world, start)
+    boundary = StepBoundary(replica, addresses, council, lambda: connections.pulse, world, start, after_version)
     telemetry.figures = boundary.figures
     return Learner(boundary, connections, background, context, watch)

@@ -102,6 +102,8 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         assert self.learner is not None
         learner = self.learner
         self._steps, self._amount = trainer.global_step, 0
+        for optimizer in trainer.optimizers:
+            learner.compared.has(optimizer)
         if trainer.lr_scheduler_configs:
             learner.telemetry.log.warning("the rate follows the steps of this Trainer, not the run")
             return

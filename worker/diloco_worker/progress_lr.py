@@ -73,6 +73,8 @@ class ProgressLR(LRScheduler):
             raise ConfigError(f"ProgressLR: {shape!r} is none of {', '.join(SHAPES)}")
         if not (0 <= warmup <= 1 and 0 <= final <= 1):
             raise ConfigError(f"ProgressLR: warmup={warmup} and final={final} are shares, from 0 to 1")
+        if (compared := getattr(learner, "compared", None)) is not None:
+            compared.has(optimizer)
         self._learner = learner
         self._shape: Shape = shape
         self._warmup, self._final = warmup, final

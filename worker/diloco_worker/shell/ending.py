@@ -120,6 +120,7 @@ class Finishing(Ending):
         assert self._boundary.core is not None
         for fragment in self._boundary.core.exported:
             fragment.tensors.restore()
+        self._boundary.written()
 
     def missing(self) -> Mapping[str, str]:
         """The versions that have not come, and the shards that do not say whether there are some."""
