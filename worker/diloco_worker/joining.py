@@ -93,8 +93,8 @@ def join(
             statistics of BatchNorm, for example). The optimizer stays local. Of a list of modules the names begin with
             "0.", "1.", ..., of a dict with its keys ("actor.").
         run: id of the run, as the shards have it.
-        learner_id: unique in the run; if empty it is the certificate's, or that of `state`, or made from host name and
-            process id.
+        learner_id: unique in the run; if empty it is the certificate's, or that of `state`, or made from host name,
+            process id and something drawn.
         tls: folder that `diloco certs issue learner/ID` made: calls are encrypted, and prove who makes them. It is read
             again when it changes. None: plaintext.
         token: bearer token, where the shards ask for one; a Path is a file that holds it, and is read again.
@@ -165,7 +165,8 @@ def join(
     check_either("snapshots", snapshots, ("step", "background"))
     credentials = Credentials(None if tls is None else Path(tls), token)
     saved = read_state(state, run)
-    name = credentials.learner_id(learner_id or (saved.learner_id if saved is not None else ""), run)
+    wanted = learner_id or (saved.learner_id if saved is not None else "")
+    name = credentials.learner_id(wanted, run)
     home.check_may_join(run, name)
     module = as_module(model)
     _check_ranks(module, island)

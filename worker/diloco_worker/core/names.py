@@ -81,8 +81,8 @@ def join(path: str, leaf: str) -> str:
 
 
 class _Scripted(nn.Module):
-    """The buffers of a TorchScript module, which are found in another way there. Libraries generate such modules (e3nn),
-    and what they train is beside them."""
+    """The buffers of a TorchScript module, which are found in another way there. Libraries generate such modules, as
+    e3nn does, and what they train is beside them."""
 
     def __init__(self, script: nn.Module) -> None:
         super().__init__()
