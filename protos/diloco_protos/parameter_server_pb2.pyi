@@ -7,20 +7,22 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Tensor(_message.Message):
-    __slots__ = ("name", "shape", "mean_merge", "companion", "buffer", "dtype")
+    __slots__ = ("name", "shape", "mean_merge", "companion", "buffer", "dtype", "prefix")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     MEAN_MERGE_FIELD_NUMBER: _ClassVar[int]
     COMPANION_FIELD_NUMBER: _ClassVar[int]
     BUFFER_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     mean_merge: bool
     companion: bool
     buffer: str
     dtype: str
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., mean_merge: bool = ..., companion: bool = ..., buffer: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+    prefix: int
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., mean_merge: bool = ..., companion: bool = ..., buffer: _Optional[str] = ..., dtype: _Optional[str] = ..., prefix: _Optional[int] = ...) -> None: ...
 
 class FrozenTensor(_message.Message):
     __slots__ = ("name", "form", "crc32c")

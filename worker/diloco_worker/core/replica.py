@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.errors import UnsupportedModel
-from diloco_common.wire.bounds import TIES_MAX
+from diloco_common.wire.bounds import TENSORS_MAX, TIES_MAX
 from diloco_common.wire.manifest import Fragment, Kind, TensorSpec
 from diloco_common.wire.messages import Tie
 from diloco_worker.core import layout, momentum, names
@@ -57,6 +57,11 @@ class Replica:
         layout.refuse_several_devices(parameters)
         layout.refuse_overlaps(chosen.all, parameters)
         self.specs = [*specs.values(), *beside, *(buffer.spec for buffer in chosen.buffers.shared.values())]
+        if len(self.specs) > TENSORS_MAX:
+            raise UnsupportedModel(
+                f"the model has {len(self.specs)} tensors that are shared, and a shard takes {TENSORS_MAX}: hold those "
+                "of many experts or layers as one (torch.stack), freeze some, or keep some with each learner (private=)"
+            )
         self._holding = seat.holding(parameters, self.specs)
         self._sharded = [m for _, m in names.modules(chosen.model) if hasattr(m, "reshard") and hasattr(m, "unshard")]
         self.of_kind: dict[Kind, Parameters | Buffers] = {"momentum": momenta, "buffer": chosen.buffers}
