@@ -685,6 +685,12 @@ def _with_words(kind: type[E], message: str) -> E:
     return error
 
 
+def one_line(error: DilocoError, name: str) -> str:
+    """The error as people see it: `name: message [CODE]`, with the code after the last line."""
+    lines = str(error).splitlines() or ["failed"]
+    return "\n".join(f"{name}: {line}" for line in lines) + f" [{error.code}]"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The nearest of the known words, as the end of a message; empty if none is near."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -22,8 +22,7 @@ from torch import nn
 from training import Training, state_of, tiny_model
 
 import diloco_worker
-from diloco_common.command import one_line
-from diloco_common.errors import DilocoError
+from diloco_common.errors import DilocoError, one_line
 from diloco_worker import ProgressLR, digest_of, init_island, take_number
 
 try:

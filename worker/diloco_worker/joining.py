@@ -168,6 +168,8 @@ def join(
     wanted = learner_id or (saved.learner_id if saved is not None else "")
     name = credentials.learner_id(wanted, run)
     home.check_may_join(run, name)
+    if not wanted:
+        home.close_earlier(run, name)
     module = as_module(model)
     _check_ranks(module, island)
     chosen = SharedSet(module, shared, private)
@@ -198,7 +200,7 @@ def join(
         pull = partial(pull_global_model, addresses, run=run, tls=folder, bearer_token=token, average=True)
         learner.pull_average = lambda: pull().tensors
     learner.compared = compared
-    home.joined(run, caller.learner_id)
+    home.joined(run, caller.learner_id, learner)
     learner.listen()
     with _closed_if_it_fails(learner, name):
         learner.start()

@@ -31,6 +31,10 @@ except ImportError:  # pragma: no cover
     raise ImportError("diloco_worker.lightning needs Lightning: pip install lightning") from None
 
 
+AVERAGING = "WeightAveraging"
+"""Of Lightning's callbacks, that which EMA and SWA derive from. By name: older releases have none."""
+
+
 def counted_in(batch: Any) -> Counted:
     """The first tensor in a batch says: its elements are tokens if they are whole numbers; else its rows are samples.
 
@@ -92,8 +96,17 @@ class DilocoCallback(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Join. Raises what `join` raises."""
+        others = [callback for callback in trainer.callbacks if callback is not self]
+        # First of all: others put values of their own into the module at the end, and would be taken for training.
+        trainer.callbacks = [self, *others]
+        averaging = next((one for one in others if any(k.__name__ == AVERAGING for k in type(one).__mro__)), None)
         state = self._saved.get("learner") if self.learner is None else self.learner.state_dict()
         self.learner = join(self._shards, module, state=state, **self._options)
+        if averaging is not None:
+            self.learner.telemetry.log.warning(
+                "this callback puts an average of this learner alone into the module at the end: save_to has the "
+                "global model; the run can keep an average of all (outer.average)", callback=type(averaging).__name__,
+            )  # fmt: skip
         # The order of the data comes from it, before training starts: workers of a loader draw at once.
         torch.manual_seed(self.learner.seed + self.learner.inner_step)
 

@@ -201,6 +201,11 @@ def _averaged(mean_merge: Collection[str] | None, chosen: SharedSet) -> set[str]
 
 
 def _check(name: str, parameter: Tensor) -> None:
+    if parameter.is_inference():
+        raise UnsupportedModel(
+            f"{name} was made under torch.inference_mode(), so nothing can be written to it: make or load the model "
+            "outside of that"
+        )
     if parameter.dtype not in _DTYPES:
         raise UnsupportedModel(
             f"{name} is {parameter.dtype}; trainable parameters must be float32, bfloat16 or float16"
