@@ -117,7 +117,7 @@ def test_the_line_that_mends_it_does() -> None:
     with pytest.raises(OptimizerDiffers, match=r"join\(private=\['q_net_target.\*'\]\)"):
         Compared(*target())
     Compared(*target_is_private())
-    with pytest.raises(OptimizerDiffers, match=r"trains 2 tensors \(\(3, 6\), \(3,\)\) .*join\(\[model, loss\]\)"):
+    with pytest.raises(OptimizerDiffers, match=r"shape \(3, 6\), \(3,\); join\(\[model, loss\]\)"):
         Compared(*head_in_the_loss())
     Compared(*head_is_joined())
 
@@ -138,6 +138,7 @@ def test_of_an_optimizer_that_is_seen_later_it_is_said_once_after_some_steps(
         for _ in range(3 * LOOK_AT_STEP):
             compared.stepped(Log("cat"))
     assert caplog.text.count("OPTIMIZER_DIFFERS") == is_said
+    assert is_said is any(line in caplog.text for line in ("join(private=['q_net_target.*'])", "join([model, loss])"))
 
 
 def test_what_another_optimizer_trains_is_no_difference(caplog: pytest.LogCaptureFixture) -> None:

@@ -42,7 +42,7 @@ from diloco_worker.core.events import Answered, Failed
 from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
-from diloco_worker.core.undone import FINDING
+from diloco_worker.core.undone import CLAMPS, COPIES, FINDING
 from diloco_worker.following import Amount, Following
 from diloco_worker.shell import home
 from diloco_worker.shell.arguments import check_loss, check_seconds, counted
@@ -191,7 +191,7 @@ class Learner(LearnerView):
         if self._watch is not None:
             self._watch.check()
         if self._boundary.replica.laid.check():
-            self.telemetry.log.warning(FINDING, code=VersionUndone.code)
+            self.telemetry.log.warning(FINDING, code=VersionUndone.code, do=f"{COPIES}; {CLAMPS}")
         amount, is_samples = counted(tokens, samples)
         check_loss(loss)
         began = self._clock()

@@ -33,21 +33,17 @@ class Differences:
 
     def __str__(self) -> str:
         """What is different, and what to do."""
-        return "; ".join(self._words())
+        return "; ".join(f"{words}: {which}; {do}" for words, which, do in self.said())
 
-    def _words(self) -> Iterator[str]:
+    def said(self) -> Iterator[tuple[str, str, str]]:
+        """Of each: what is different, which tensors, and what to do."""
         if self.untrained:
-            yield (
-                f"{_some(self.untrained)}: shared, and in no optimizer (a target network, a teacher?), so what is "
-                f"merged of it is not what was trained: join(private={[*self.patterns]}) keeps it local; if it is the "
-                "same in all learners for ever, requires_grad_(False) before join"
-            )
+            do = f"join(private={[*self.patterns]}) keeps it local, or freeze it before join, if it never changes"
+            yield "shared, and in no optimizer: a target network, a teacher?", _some(self.untrained), do
         if self.unshared:
-            count, shapes = len(self.unshared), _some([str(shape) for shape in self.unshared])
-            yield (
-                f"the optimizer trains {count} tensor{'s' * (count > 1)} ({shapes}) that the model has not (a head in "
-                "the loss?), so every learner keeps its own: join([model, loss]) shares what is in both"
-            )
+            shapes = _some([str(shape) for shape in self.unshared])
+            do = "join([model, loss]) shares what is in both; else every learner keeps its own"
+            yield "in the optimizer, and not in the model: a head in the loss?", f"tensors of shape {shapes}", do
 
 
 def differences(chosen: SharedSet, optimizers: Iterable[Any], others: Collection[str] = ()) -> Differences:

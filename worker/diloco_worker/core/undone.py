@@ -49,12 +49,9 @@ SHARE_LEAST, SHARE_MOST = 0.35, 1.5
 LIKENESS_LEAST = 0.7
 OUTSTANDING = 2.0
 IN_A_ROW = 3
-FINDING = (
-    "versions are gone after inner steps, one after the other. If the optimizer steps on a copy of the weights "
-    "(float32 masters, Lookahead, schedule-free) and writes it over the parameters, nothing that others train reaches "
-    "this learner: say at `join` where the copies are, masters=optimizer or masters={name: tensor}. If the loop clamps "
-    "or projects the parameters after each step, do it when a version lands, too: join(after_version=f)"
-)
+FINDING = "inner steps take versions back, one after the other: nothing that others train stays here"
+COPIES = "if the optimizer steps on a copy of the weights (float32 masters, Lookahead): join(masters=optimizer)"
+CLAMPS = "if the loop clamps or projects the parameters: join(after_version=f)"
 REST = 40
 """Inner steps without a watch after a version that stayed: an optimizer that takes versions back does so with all."""
 

@@ -46,8 +46,8 @@ class Compared:
         self._steps_left -= 1
         if self._steps_left:
             return
-        if self._optimizers and (found := self._found()):
-            log.warning(str(found), code=OptimizerDiffers.code)
+        for words, which, do in self._found().said() if self._optimizers else ():
+            log.warning(words, code=OptimizerDiffers.code, tensors=which, do=do)
         self._chosen = None
         self._optimizers.clear()
 
