@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diloco_server.core.trust.trust import Trust
 from in_process import InProcessShard, LoopThread, settings_with
 from place import Place, adamw, train_step
 from report import PASS, NotHere, Row
@@ -28,7 +29,6 @@ from what_works.script import RATE, Ground, Script, loop, loss_of, small
 import diloco_worker
 from builders import make_settings
 from diloco_common.codec import Payload, decode_payload, encode_payload, encoding_names
-from diloco_server.core.trust.trust import Trust
 from diloco_worker.global_model import pull_global_model
 from lockstep import Lockstep
 

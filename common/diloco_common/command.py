@@ -28,7 +28,7 @@ from cyclopts.exceptions import (
 )
 from rich.console import Console
 
-from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DilocoError, did_you_mean
+from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DilocoError, did_you_mean, one_line
 
 OPTIONS = Parameter(negative=(), allow_repeating=True)
 """Of all options: no second name with --no-, and the last one of several wins, so scripts may add theirs."""
@@ -44,6 +44,7 @@ class QuietConsole(Console):
 
 def new_app(name: str, about: str, **more: Any) -> App:
     """A program, or a command that has commands of its own."""
+    _open_what_is_closed()
     is_seen = sys.stdout.isatty()
     width = None if is_seen or "COLUMNS" in os.environ else _PLAIN_WIDTH
     app = App(
@@ -55,6 +56,14 @@ def new_app(name: str, about: str, **more: Any) -> App:
     )  # fmt: skip
     app["--help"].help, app["--version"].help = "show this", "show the version"
     return app
+
+
+def _open_what_is_closed() -> None:
+    """Python has None for a standard stream that is closed, as some supervisors start their processes. What is said
+    there is lost, and nothing else."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as the process
 
 
 def version() -> str:
@@ -153,12 +162,6 @@ def run_command(command: Callable[[], int | None], *, name: str) -> int:
             raise
         return EXIT_OK
     return EXIT_OK if code is None else code
-
-
-def one_line(error: DilocoError, name: str) -> str:
-    """The error as people see it: `name: message [CODE]`, with the code after the last line."""
-    lines = str(error).splitlines() or ["failed"]
-    return "\n".join(f"{name}: {line}" for line in lines) + f" [{error.code}]"
 
 
 def _stdout_is_broken() -> bool:

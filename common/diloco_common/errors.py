@@ -100,11 +100,21 @@ class ModelChanged(DilocoError):
 
 
 class VersionUndone(DilocoError):
-    """The optimizer writes its own copy of the weights over every version."""
+    """Steps take versions back: the optimizer writes its own copy of the weights over them, or the loop clamps."""
 
     exit_code = EXIT_USAGE
-    do = "Say where the copies are: `join(masters=...)`."
+    is_logged = True
+    do = "Say where the copies are: `join(masters=...)`. For a loop that clamps: `join(after_version=...)`."
     look = "[own loop](bring-your-loop.md#optimizers-with-weights-of-their-own)"
+
+
+class OptimizerDiffers(UnsupportedModel):
+    """The optimizer trains something else than what is shared: a target network, a head in the loss."""
+
+    exit_code = EXIT_USAGE
+    is_logged = True
+    do = "`private=` what no optimizer trains, and join what it trains: `join([model, loss])`."
+    look = "[own loop](bring-your-loop.md#what-the-optimizer-trains)"
 
 
 class LearnerEnded(DilocoError):
@@ -588,6 +598,12 @@ def _with_words(kind: type[E], message: str) -> E:
     error = kind.__new__(kind)
     Exception.__init__(error, plain(message))
     return error
+
+
+def one_line(error: DilocoError, name: str) -> str:
+    """The error as people see it: `name: message [CODE]`, with the code after the last line."""
+    lines = str(error).splitlines() or ["failed"]
+    return "\n".join(f"{name}: {line}" for line in lines) + f" [{error.code}]"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

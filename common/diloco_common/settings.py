@@ -183,7 +183,7 @@ class WorkerSettings(Section):
     shards: tuple[str, ...] = ()
     """Addresses of all shards, host:port, in any order. `@FILE` is the address file of a shard that may move."""
     learner_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
-    """Unique in the run; empty: made from the host name and the process id."""
+    """Unique in the run; empty: that of the checkpoint, or made from host name, process id and something drawn."""
     http: str = "127.0.0.1:0"
     """Address of /metrics, /healthz, /readyz and /status."""
     hung_s: float = Field(default=1800.0, ge=0)

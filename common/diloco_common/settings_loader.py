@@ -9,6 +9,7 @@ then not read, so a child uses exactly what its parent decided.
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 import types
@@ -120,7 +121,7 @@ def _finish(
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except UnicodeDecodeError:
@@ -182,7 +183,7 @@ def _from_environ(environ: Mapping[str, str], problems: list[str]) -> dict[str, 
     for variable in sorted(v for v in environ if v.startswith(ENV_PREFIX)):
         name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
         if name in _FIELDS and variable == _variable(name):
-            given[name] = Given(from_text(name, environ[variable]), variable)
+            given[name] = Given(from_text(name, environ[variable].strip()), variable)
         else:
             hint = _did_you_mean(variable.upper(), [_variable(field) for field in _FIELDS])
             problems.append(f"the environment variable {variable} is not a setting{hint}")
@@ -222,6 +223,8 @@ def _read_quantity(name: str, value: object) -> object:
     if not isinstance(value, str):
         return value
     kinds = set(_kinds(_FIELDS[name].annotation))
+    if Path in kinds:
+        return os.path.expanduser(value)  # no shell has done so in a file, nor after `--set section.key=`
     if name in ("sync.push", "sync.pull"):
         return quantities.dtype(value)
     parse: Callable[[str], float]

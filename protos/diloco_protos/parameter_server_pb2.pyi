@@ -7,20 +7,22 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Tensor(_message.Message):
-    __slots__ = ("name", "shape", "mean_merge", "companion", "buffer", "dtype")
+    __slots__ = ("name", "shape", "mean_merge", "companion", "buffer", "dtype", "prefix")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     MEAN_MERGE_FIELD_NUMBER: _ClassVar[int]
     COMPANION_FIELD_NUMBER: _ClassVar[int]
     BUFFER_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     mean_merge: bool
     companion: bool
     buffer: str
     dtype: str
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., mean_merge: bool = ..., companion: bool = ..., buffer: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+    prefix: int
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., mean_merge: bool = ..., companion: bool = ..., buffer: _Optional[str] = ..., dtype: _Optional[str] = ..., prefix: _Optional[int] = ...) -> None: ...
 
 class FrozenTensor(_message.Message):
     __slots__ = ("name", "form", "crc32c")
@@ -41,7 +43,7 @@ class Tie(_message.Message):
     def __init__(self, name: _Optional[str] = ..., of: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held", "frozen", "ties", "index", "take_number", "age_s")
+    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held", "frozen", "ties", "index", "take_number", "age_s", "tokens_seen")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +55,7 @@ class JoinRequest(_message.Message):
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TAKE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_SEEN_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     process_id: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
@@ -64,7 +67,8 @@ class JoinRequest(_message.Message):
     index: int
     take_number: bool
     age_s: float
-    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., take_number: bool = ..., age_s: _Optional[float] = ...) -> None: ...
+    tokens_seen: int
+    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., take_number: bool = ..., age_s: _Optional[float] = ..., tokens_seen: _Optional[int] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("fragment_id", "epoch", "version")

@@ -119,7 +119,7 @@ def train(
             "local": sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters()),
         }
         if checkpoint is None:
-            said["is_whole"] = learner.finish()
+            said["is_whole"] = bool(learner.finish())
             said["final"] = whole(model).tolist()
             said["buffers"] = [buffer.tolist() for buffer in model.buffers()]
         else:

@@ -97,6 +97,71 @@ def test_what_is_pulled_and_finished_with_loads_strictly_and_is_the_same_everywh
     assert torch.allclose(pulled["norm.running_var"], var, rtol=0.3, atol=0.1), "and no mean of variances"
 
 
+class Codebook(nn.Module):
+    """Vectors that follow the data, as VQ keeps them: a buffer, not a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("embedding", torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.embedding.lerp_(x.detach()[:3], 0.1)
+        return self.first(x)
+
+
+class Normalizer(nn.Module):
+    """The mean of what came, and how much that was, as agents keep it of what they observe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.mean += (x.detach().mean(0) - self.mean) / self.count
+        return self.first(x)
+
+
+@pytest.mark.parametrize("ends_by", ["budget", "finish"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        Codebook,
+        Normalizer,
+    ],
+    ids=["batch norm", "codebook", "normalizer"],
+)
+def test_buffers_are_those_of_the_end(serve, layers, ends_by: str) -> None:
+    """Though they are sent so seldom that no ordinary round has asked for them."""
+    sync = EXACT | {"buffers_every": 1000}
+    shard = serve(settings_with(run={"tokens": 0 if ends_by == "finish" else 6400}, sync=sync))
+    torch.manual_seed(0)
+    model = layers()
+    learner = diloco_worker.join(shard.address, model, wait_s=20.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seen: dict[str, Tensor] = {}
+
+    def is_over() -> bool:
+        model(torch.randn(64, 4) + 3.0).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.update({name: buffer.clone() for name, buffer in model.named_buffers()})
+        learner.step(samples=64)
+        return learner.done or (ends_by == "finish" and learner.inner_step == 100)
+
+    until(is_over, "the end")
+    assert learner.finish()
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            assert float((buffer - seen[name]).norm()) < 0.5 * float(seen[name].norm()), name
+    buffers = [f.version for f in shard.core.fragments.values() if f.fragment.kind == "buffer"]
+    assert buffers == [1] * len(buffers)
+
+
 def activations(run: Run) -> tuple[Tensor, Tensor]:
     """Mean and variance [6] of what enters the normalization, over 40 batches of the run's own data."""
     with torch.no_grad():

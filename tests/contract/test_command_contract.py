@@ -85,3 +85,12 @@ def test_a_reader_that_leaves_ends_a_command_quietly(body: str) -> None:
         process.stdin.flush()
         assert process.stderr.read() == ""
         assert process.wait(timeout=200) == 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("module", "name"), [("diloco_deploy", "diloco"), ("diloco_server", "diloco-server")])
+def test_a_command_may_begin_with_closed_streams(module: str, name: str, closed: str) -> None:
+    """As supervisors start some."""
+    command = f'exec "$0" -m {module} --version {closed}'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from in_process import settings_with
+from in_process import InProcessShard, settings_with
 from training import EXACT, Training, global_values, tiny_model
 
 import diloco_worker
@@ -66,6 +66,76 @@ def test_who_finishes_before_the_budget_is_reached_gets_the_latest_versions(serv
     assert torch.equal(a.values(), global_values(shard))
 
 
+def test_finish_hands_over_what_no_round_has_asked_for(serve, train):
+    """Less than one H: without a last round the untrained model would come back."""
+    shard = serve(settings_with(sync=EXACT | {"sync_every": 500}))
+    a = train(shard.address, "a")
+    for _ in range(40):
+        a.step()
+    trained = a.values()
+    finished = a.learner.finish()
+    assert (bool(finished), finished.work, finished.tokens, finished.tokens_unmerged) == (True, "all", 320, 0)
+    assert torch.allclose(a.values(), trained, atol=1e-6)
+    assert torch.equal(a.values(), global_values(shard))
+
+
+def no_tokens(a: Training, shard: InProcessShard) -> None:
+    for _ in range(5):
+        a.step(8, counted=0)
+
+
+def never_in_time(a: Training, shard: InProcessShard) -> None:
+    shard.stop()
+    until(lambda: not a.connection.is_up, "the loss is noticed")
+    a.step()
+
+
+def some_in_time(a: Training, shard: InProcessShard) -> None:
+    a.until(lambda: shard.version() >= 2, "versions")
+    never_in_time(a, shard)
+
+
+def after_the_budget(a: Training, shard: InProcessShard) -> None:
+    a.until(lambda: a.learner.done, "the budget is merged")
+
+
+LOST = [
+    (no_tokens, 1_000_000, "none", False, "every step said tokens=0"),
+    (never_in_time, 1_000_000, "none", False, "no answer from"),
+    (some_in_time, 1_000_000, "partly", False, "no answer from"),
+    (after_the_budget, 100, "all", True, ""),
+]
+
+
+@pytest.mark.parametrize(("trained", "budget", "work", "is_global", "why"), LOST)
+def test_what_is_in_no_version_is_kept_and_said(serve, train, written, trained, budget, work, is_global, why):
+    sync = EXACT | {"sync_every": 500 if trained is never_in_time else 2}
+    shard = serve(settings_with(run={"tokens": budget}, sync=sync))
+    a = train(shard.address, "a")
+    before = a.values()
+    trained(a, shard)
+    local = a.values()
+
+    finished = a.learner.finish(wait_s=0.3)
+
+    assert (bool(finished), finished.work, finished.is_global) == (work == "all", work, is_global)
+    assert why in finished.why
+    assert ("code=NOT_MERGED" in written.getvalue()) is (work != "all")
+    assert torch.equal(a.values(), local) is not is_global
+    assert not torch.equal(local, before)
+    assert a.learner.finish() is finished
+    assert a.learner.finish(regardless=True).is_global
+    assert not torch.equal(a.values(), local)
+
+
+def test_the_first_steps_without_tokens_are_said_once(serve, train, written):
+    a, b = train(serve().address, "a"), train(serve().address, "b")
+    for step in range(6):
+        a.step(8, counted=0)
+        b.step(8, counted=8 * (step > 1))
+    assert written.getvalue().count("code=NO_TOKENS") == 1
+
+
 def test_finish_says_which_shard_is_away_and_gives_what_there_is(serve, train, written):
     shard = serve(settings_with(sync=EXACT | {"fragments": 4}))
     a = train(shard.address, "a")
@@ -74,9 +144,9 @@ def test_finish_says_which_shard_is_away_and_gives_what_there_is(serve, train, w
     until(lambda: not a.connection.is_up, "the loss is noticed")
     before = a.values()
 
-    assert not a.learner.finish(wait_s=0.3)
+    assert not a.learner.finish(wait_s=0.3, regardless=True)
 
-    assert f'not everything is of the last version why="no answer from {shard.address}"' in written.getvalue()
+    assert f'why="no answer from {shard.address}"' in written.getvalue()
     fragments = [(f.fragment, f.tensors.values()) for f in a.learner.core.fragments.values()]
     tensors = {name: torch.empty_like(p) for name, p in a.model.named_parameters()}
     for fragment, values in fragments:
@@ -94,7 +164,7 @@ def test_finish_does_not_wait_for_shards_that_are_gone(serve, train, written, mo
     a.until(lambda: shard.version() >= 2, "versions")
     shard.stop()
     assert not a.learner.finish()
-    assert f'not everything is of the last version why="no answer from {shard.address}"' in written.getvalue()
+    assert f'why="no answer from {shard.address}"' in written.getvalue()
 
 
 def test_finish_waits_for_a_shard_that_starts_again(serve, train):

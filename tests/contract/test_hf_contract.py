@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import settings_with
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from diloco_worker.global_model import pull_global_model
 
@@ -140,6 +141,40 @@ def test_tokens_are_counted_whatever_a_trainer_calls_not_counting(serve, tmp_pat
     training.args.include_num_input_tokens_seen = off
     training.train()
     assert training.diloco.learner.tokens == 2 * TOKENS_PER_STEP
+
+
+def by_lambda(optimizer: torch.optim.Optimizer) -> Any:
+    return LambdaLR(optimizer, lambda step: 0.5)
+
+
+def own_kind(optimizer: torch.optim.Optimizer) -> Any:
+    return StepLR(optimizer, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("make", "more", "rates_are", "said"),
+    [
+        (by_lambda, {}, lambda rate: rate == pytest.approx(0.5e-2), "the rate follows the run schedule=LambdaLR"),
+        (own_kind, {}, lambda rate: rate == pytest.approx(1e-2), "the rate follows the steps of this Trainer"),
+        (
+            None,
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.9e-2, "power": 2.0}},
+            lambda rate: 0.9e-2 <= rate <= 1e-2, "the rate follows the run schedule=LambdaLR",
+        ),
+    ],
+    ids=["lambda", "of another kind", "with arguments"],
+)  # fmt: skip
+def test_a_schedule_of_the_users_own_is_kept(serve, tmp_path, written, make, more, rates_are, said):
+    shard = serve(settings_with(run={"tokens": 3200}, sync={"quorum": 1}))
+    training = trainer(shard.address, tmp_path, **{"lr_scheduler_type": "linear", "max_steps": 400} | more)
+    if make is not None:
+        training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-2)
+        training.lr_scheduler = make(training.optimizer)
+    training.train()
+    rates = [line["learning_rate"] for line in training.state.log_history if "learning_rate" in line]
+    assert rates
+    assert all(map(rates_are, rates))
+    assert said in written.getvalue()
 
 
 def test_the_rate_follows_the_run_and_not_the_steps_of_the_trainer(serve, tmp_path):

@@ -40,12 +40,13 @@ class Sine(lightning.LightningModule):
         return (self.net(rows) - rows[:, :2].sin()).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
 def fit(
     address: str, folder: Path, *, loaders: int = 0, resume: Path | None = None, save: Path | None = None,
-    callback: dict[str, Any] | None = None, others: tuple[Any, ...] = (), **arguments: Any,
+    callback: dict[str, Any] | None = None, others: tuple[Any, ...] = (), first: tuple[Any, ...] = (),
+    **arguments: Any,
 ) -> tuple[DilocoCallback, Sine]:  # fmt: skip
     """Train, and save a checkpoint at the end."""
     given = {
@@ -60,7 +61,7 @@ def fit(
                 trainer.save_checkpoint(save)
 
     module = Sine()
-    trainer = lightning.Trainer(callbacks=[diloco, Saves(), *others], **given | arguments)
+    trainer = lightning.Trainer(callbacks=[*first, diloco, Saves(), *others], **given | arguments)
     data = torch.utils.data.DataLoader(ROWS, batch_size=BATCH, shuffle=True, num_workers=loaders)
     trainer.fit(module, data, ckpt_path=resume)
     return diloco, module
@@ -144,3 +145,36 @@ def test_sigterm_hands_over_what_was_trained(serve, tmp_path, capsys):
     assert "a has left the run after 11 steps; all of it is merged" in capsys.readouterr().err
     assert shard.version() == 1
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning puts the learner's back, which then does as this
+
+
+class Average(lightning.pytorch.callbacks.EMAWeightAveraging):
+    pass
+
+
+@pytest.mark.parametrize("place", ["first", "others"])
+def test_an_average_of_lightning_is_never_taken_for_training(serve, tmp_path, written, place):
+    shard = serve(settings_with(sync=EXACT | {"sync_every": 4}))
+    callback = {"save_to": tmp_path / "global.ckpt", "learner_id": "a"}
+    fit(shard.address, tmp_path, callback=callback, max_steps=10, **{place: (Average(decay=0.99),)})
+    found = pull_global_model([shard.address]).tensors
+    saved = torch.load(tmp_path / "global.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(saved[name], values) for name, values in found.items())
+    assert "this callback puts an average of this learner alone" in written.getvalue()
+
+
+class Unfreezes(lightning.pytorch.callbacks.BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net[0])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[0], optimizer)
+
+
+def test_layers_that_are_unfrozen_into_a_new_group_follow_the_run(serve, tmp_path):
+    shard = serve(settings_with(run={"tokens": 100_000}, sync=EXACT))
+    diloco, _ = fit(
+        shard.address, tmp_path, callback={"shared": "all", "learner_id": "a"}, max_steps=40, others=(Unfreezes(),)
+    )
+    (schedule,) = diloco._schedules
+    assert len(schedule.get_last_lr()) == 2

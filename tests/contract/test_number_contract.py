@@ -13,6 +13,7 @@ from training import tiny_model
 import diloco_worker
 from diloco_common.errors import CannotConnect, ConfigError, WrongRun
 from diloco_worker import number
+from diloco_worker.shell.credentials import DRAWN
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def test_the_default_learner_id_is_the_same_for_both(serve):
     diloco_worker.take_number(address, learner_id="another", wait_s=20)
     assert diloco_worker.take_number(address, wait_s=20) == 1
     with diloco_worker.join(address, tiny_model(), wait_s=20) as learner:
-        assert (learner.index, learner.learner_id) == (1, f"{socket.gethostname()[:40]}-{os.getpid()}")
+        assert (learner.index, learner.learner_id) == (1, f"{socket.gethostname()[:40]}-{os.getpid()}-{DRAWN}")
 
 
 def test_a_number_is_asked_for_until_shard_0_answers(serve):

@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import diloco_worker
 from diloco_common.errors import ConfigError, InUse
 from diloco_common.observe import http
 from diloco_common.wire.addresses import bind_socket, bound_address, who_listens
@@ -141,3 +143,29 @@ def test_systemd_hears_from_a_process_for_as_long_as_it_makes_progress(tmp_path:
 )
 def test_where_nobody_listens_nothing_is_said(environ: dict[str, str]) -> None:
     asyncio.run(asyncio.wait_for(http.feed_watchdog(lambda: True, environ), 5.0))
+
+
+def test_importing_and_joining_leave_the_random_numbers_of_the_script_alone(serve) -> None:
+    code = (
+        "import random, torch\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "random.seed(1)\n"
+        "before = random.getstate(), torch.get_rng_state()\n"
+        "import diloco_worker\n"
+        f"diloco_worker.join('{serve().address}', model, wait_s=30).close()\n"
+        "assert random.getstate() == before[0]\n"
+        "assert torch.equal(torch.get_rng_state(), before[1])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_cell_that_is_run_again_takes_the_place_of_what_it_has_joined(serve) -> None:
+    """Of a notebook, without a name: the learner that it made before leaves, and is nobody else's doing."""
+    shard = serve()
+    first = diloco_worker.join(shard.address, nn.Linear(2, 2), wait_s=20)
+    again = diloco_worker.join(shard.address, nn.Linear(2, 2), wait_s=20)
+    with again:
+        assert first.state == "stopped"
+        assert again.learner_id == first.learner_id
+        again.step(tokens=1)

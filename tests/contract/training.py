@@ -48,13 +48,14 @@ class Training:
         options.setdefault("wait_s", 20.0)
         self.learner = diloco_worker.join(shards, self.model, learner_id=learner_id, **options)
 
-    def step(self, tokens: int = 8) -> None:
+    def step(self, tokens: int = 8, counted: int | None = None) -> None:
+        """`counted`: what it says of its tokens."""
         x = torch.randn(tokens, 4, generator=self.generator)
         loss = (self.model(x) - x[:, :2].sin()).square().mean()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.learner.step(tokens=tokens, loss=loss)
+        self.learner.step(tokens=tokens if counted is None else counted, loss=loss)
 
     def until(self, true: Callable[[], Any], what: str) -> None:
         """Train until something is true."""

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from google.protobuf.message import Message
 from diloco_common.errors import WORDS_MAX, BadRequest, Busy, plain, refusal_from
 from diloco_common.wire import bounds, protobuf
 from diloco_common.wire.bounds import LIMITS, Limit
-from diloco_common.wire.manifest import Tie
+from diloco_common.wire.manifest import TensorSpec, Tie
 from diloco_common.wire.messages import (
     Evicted,
     FragmentStatus,
@@ -34,6 +35,7 @@ BY_OTHER_MEANS = {
     "Evicted.message",
     "Tensor.buffer",  # known ones alone are taken
     "Tensor.dtype",
+    "Tensor.prefix",  # as long as the name before
     "PushResponse.message",
     # serves no learner: the shard counts the bytes itself, and only the doctor prints what comes back
     "ProbeRequest.zeros",
@@ -249,7 +251,7 @@ def test_a_model_is_bounded_as_a_whole_and_counted_before_it_is_read() -> None:
     protobuf.tensors_from_pb([HALF, HALF])
     with pytest.raises(BadRequest, match=r"more than 2\^42 elements"):
         protobuf.tensors_from_pb([HALF, HALF, pb.Tensor(name="b", shape=[1])])
-    with pytest.raises(BadRequest, match=r"JoinRequest\.tensors has 32769 entries"):
+    with pytest.raises(BadRequest, match=r"JoinRequest\.tensors has 65537 entries"):
         next(protobuf.tensors_in_turns([pb.Tensor(name="w", shape=[1])] * (bounds.TENSORS_MAX + 1)))
 
 
@@ -306,6 +308,38 @@ def test_the_largest_model_with_the_longest_list_is_parsed() -> None:
     data = pb.JoinRequest(tensors=tensors).SerializeToString()
     message = protobuf.parse(pb.JoinRequest, data)
     assert sum(map(len, protobuf.tensors_in_turns(message.tensors))) == bounds.TENSORS_MAX
+
+
+def adapters(count: int) -> list[TensorSpec]:
+    """Named as PEFT names them."""
+    path = "base_model.model.model.layers.{}.mlp.experts.{}.{}_proj.lora_{}.default.weight"
+    names = (
+        path.format(layer, expert, leaf, half)
+        for layer in range(96) for expert in range(128) for leaf in ("down", "gate", "up") for half in "AB"
+    )  # fmt: skip
+    return [TensorSpec(name, (2,)) for name in sorted(islice(names, count))]
+
+
+@pytest.mark.parametrize("count", [1, 2000, 46_080, bounds.TENSORS_MAX])
+def test_the_names_of_a_large_adapter_fit_a_join(count: int) -> None:
+    specs = adapters(count)
+    data = pb.JoinRequest(tensors=protobuf.tensors_to_pb(specs)).SerializeToString()
+    message = protobuf.parse(pb.JoinRequest, data)
+    assert protobuf.tensors_from_pb(message.tensors) == specs
+    assert any(tensor.prefix for tensor in message.tensors) is (count > 20_000)
+
+
+@pytest.mark.parametrize("prefixes", [[1], [0, 3], [0, 2, 5]])
+def test_a_name_cannot_begin_with_more_than_the_one_before(prefixes: list[int]) -> None:
+    with pytest.raises(BadRequest, match=r"Tensor\.prefix is \d; the name before has"):
+        protobuf.tensors_from_pb([pb.Tensor(name="ab", shape=[1], prefix=n) for n in prefixes])
+
+
+def test_names_that_short_messages_make_long_are_bounded_together() -> None:
+    first = pb.Tensor(name="x" * bounds.TENSOR_NAME_MAX, shape=[1])
+    more = [pb.Tensor(name="y", shape=[1], prefix=bounds.TENSOR_NAME_MAX - 1)] * (bounds.TENSORS_MAX - 1)
+    with pytest.raises(BadRequest, match=r"more than 2\^24 characters together"):
+        protobuf.tensors_from_pb([first, *more])
 
 
 # ---------------------------------------------------------------- words

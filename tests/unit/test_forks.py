@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,7 +86,9 @@ def test_a_spawned_child_that_runs_the_script_again_is_refused(alone: pytest.Mon
 
 def test_the_mark_names_the_learners_of_this_process(alone: pytest.MonkeyPatch) -> None:
     alone.setattr(children, "_here", [])
-    for act, name in ((children.joined, "a"), (children.joined, "b"), (children.left, "a"), (children.left, "a")):
+    learner = io.BytesIO()  # it can be closed
+    joined = partial(children.joined, learner=learner)
+    for act, name in ((joined, "a"), (joined, "b"), (children.left, "a"), (children.left, "a")):
         act("r", name)
     assert os.environ[children.MARK] == f"{os.getpid()} r/b"
     children.left("r", "b")

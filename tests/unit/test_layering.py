@@ -103,6 +103,7 @@ RULES = {
         "diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE - {"datetime"} | NETWORK
     ),
     "diloco_worker.joining": allow("diloco_worker", "diloco_common", never=NETWORK),
+    "diloco_worker.shell.credentials": allow("diloco_worker", "diloco_common", never=NETWORK),  # draws a name
     "diloco_worker.number": allow("diloco_worker", "diloco_common", never=NETWORK),
     "diloco_worker.core": core("diloco_worker"),
     "diloco_simulator": allow("diloco_simulator", "diloco_common", "diloco_server", "diloco_worker", never=PRODUCTION),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, SequentialLR
 
 from diloco_worker.progress_lr import WARMUP_FLOOR, WARMUP_STEPS, ProgressLR, Shape, share
 
@@ -70,3 +72,59 @@ def test_it_goes_on_from_its_state_in_another_process() -> None:
     resumed.load_state_dict(saved)
     assert rates(again, resumed, 0) == pytest.approx([1.0, 10.0]), "also in the first step"
     assert rates(again, resumed, 1) == pytest.approx([1.0, 10.0])
+
+
+# ------------------------------------------------------------------ beside others
+
+
+def by_hand(optimizer: torch.optim.Optimizer, run: Run) -> list[LRScheduler]:
+    warm = LinearLR(optimizer, 0.5, 1.0, total_iters=10)
+    return [warm, ProgressLR(optimizer, run, "constant", warmup=0.0)]
+
+
+def by_hand_the_other_way(optimizer: torch.optim.Optimizer, run: Run) -> list[LRScheduler]:
+    schedule = ProgressLR(optimizer, run, "constant", warmup=0.0)
+    return [LinearLR(optimizer, 0.5, 1.0, total_iters=10), schedule]
+
+
+def chained(optimizer: torch.optim.Optimizer, run: Run) -> list[LRScheduler]:
+    return [ChainedScheduler(by_hand(optimizer, run), optimizer)]
+
+
+def in_sequence(optimizer: torch.optim.Optimizer, run: Run) -> list[LRScheduler]:
+    return [SequentialLR(optimizer, by_hand(optimizer, run), milestones=[10])]
+
+
+@pytest.mark.parametrize("make", [by_hand, by_hand_the_other_way, chained, in_sequence])
+def test_a_warm_up_of_another_scheduler_ends_at_the_rate(make: Callable[..., list[LRScheduler]]) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    schedules = make(optimizer, Run())
+    seen = []
+    for _ in range(10 + 2 * WARMUP_STEPS):
+        optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert max(seen) == pytest.approx(1.0)
+    assert seen[-1] == pytest.approx(1.0)
+
+
+def test_a_rate_that_the_loop_halves_stays_halved_also_after_a_restart() -> None:
+    run = Run(fraction=0.5)
+    optimizer, schedule = scheduler(run, shape="linear", warmup=0.0, final=0.0)
+    rates(optimizer, schedule, WARMUP_STEPS)
+    optimizer.param_groups[0]["lr"] /= 2
+    assert rates(optimizer, schedule, 1) == pytest.approx([0.25, 5.0])
+    run.fraction = 0.75
+    assert rates(optimizer, schedule, 1) == pytest.approx([0.125, 2.5])
+    again, resumed = scheduler(run, shape="linear", warmup=0.0, final=0.0)
+    resumed.load_state_dict(schedule.state_dict())
+    assert rates(again, resumed, 1) == pytest.approx([0.125, 2.5])
+
+
+def test_a_group_that_is_added_later_follows_with_its_own_rate() -> None:
+    run = Run(fraction=0.5)
+    optimizer, schedule = scheduler(run, shape="linear", warmup=0.0, final=0.0)
+    rates(optimizer, schedule, WARMUP_STEPS)
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters(), "lr": 4.0})
+    assert rates(optimizer, schedule, 1) == pytest.approx([0.5, 5.0, 2.0])

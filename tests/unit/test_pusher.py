@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from diloco_common.codec import Payload
+from diloco_common.errors import Busy, DilocoError, Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import PUSHES_AT_ONCE, Collect, LearnerPolicy, Outcome, PushAnswer, PushHeader
@@ -19,7 +20,7 @@ from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
-from diloco_worker.shell.pusher import Pusher
+from diloco_worker.shell.pusher import FAILING_S, Pusher
 from parts import CALLER, Parts, joined
 from waiting import until_async
 
@@ -34,9 +35,12 @@ class Shard:
     def __init__(self) -> None:
         self.pushed: list[tuple[Identity, PushHeader]] = []
         self.may_answer = asyncio.Event()
+        self.fails_with: DilocoError | None = None
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
         self.pushed.append((caller, header))
+        if self.fails_with is not None and header.fragment_id == 0:
+            raise self.fails_with
         await self.may_answer.wait()
         return PushAnswer(Outcome.ACCEPTED)
 
@@ -46,7 +50,8 @@ class Rig:
 
     def __init__(self) -> None:
         self.shard = Shard()
-        self.context = Parts(encodes_at_once=True).context()
+        parts = Parts(encodes_at_once=True)
+        self.clock, self.context = parts.clock, parts.context()
         model = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(FRAGMENTS))
         replica = Replica(model)
         self.core = LearnerCore(replica, cut(replica.specs, FRAGMENTS, 1), POLICY)
@@ -109,6 +114,35 @@ async def test_a_shard_cannot_have_forgotten_values_that_were_never_sent(value: 
     await rig.pusher.settle(10.0)
     assert len(rig.shard.pushed) == FRAGMENTS
     assert {contribution.pushes.may_have_arrived for contribution in taken} == {may_have_arrived}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unavailable("unknown: Received http2 header with status: 413"),
+        Unavailable("deadline_exceeded: Deadline Exceeded"),
+        Busy("6 uploads are under way"),
+    ],
+)
+async def test_pushes_that_fail_are_said_after_a_minute_and_then_now_and_then(
+    error: DilocoError, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig()
+    rig.shard.fails_with = error
+    rig.shard.may_answer.set()
+    rig.pushes()
+    await until_async(lambda: rig.pusher.failing, "one has failed, and the others are answered")
+    for seconds, times in ((0.0, 0), (FAILING_S + 1, 1), (1.0, 1), (FAILING_S, 2)):
+        rig.clock.now += seconds
+        rig.pusher.say_what_fails()
+        assert caplog.text.count("PUSHES_FAIL") == times
+    assert str(error) in caplog.text
+    rig.shard.fails_with = None
+    await until_async(lambda: rig.pusher.failing is None, "it gets through")
+    rig.clock.now += 2 * FAILING_S
+    rig.pusher.say_what_fails()
+    assert caplog.text.count("PUSHES_FAIL") == 2
+    await rig.pusher.settle(10.0)
 
 
 async def test_a_seed_is_offered_under_the_lease_that_it_was_asked_under() -> None:

@@ -170,3 +170,24 @@ def test_a_command_may_have_defaults_of_its_own_which_lose_to_everything_that_is
     ours = {"train.batch": Given(4, "ours"), "sync.quorum": Given(2, "ours"), "sync.sync_every": Given(8, "ours")}
     settings = load(write(tmp_path, "[sync]\nquorum = 3\n"), {"DILOCO_SYNC__SYNC_EVERY": "5"}, defaults=ours).settings
     assert (settings.train.batch, settings.sync.quorum, settings.sync.sync_every) == (4, 3, 5)
+
+
+@pytest.mark.parametrize("given", ["file", "--set", "environment"])
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = write(tmp_path, '[shard]\ndata_dir = "~/x"\n') if given == "file" else None
+    environ = {"DILOCO_SHARD__DATA_DIR": "~/x"} if given == "environment" else {}
+    loaded = load(file, environ, ["shard.data_dir=~/x"] if given == "--set" else [])
+    assert loaded.settings.shard.data_dir == tmp_path / "x"
+
+
+def test_a_file_may_begin_with_a_mark_and_end_its_lines_as_windows_does(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[run]\r\ntokens = 7\r\n")
+    assert load(path, {}).settings.run.tokens == 7
+
+
+@pytest.mark.parametrize(("text", "quorum"), [("2\r", 2), ("all\r", "all"), (" 2 ", 2)])
+def test_what_is_around_a_variable_is_not_part_of_it(text: str, quorum: object) -> None:
+    """As of a file of variables that has the line ends of Windows."""
+    assert load(None, {"DILOCO_SYNC__QUORUM": text}).settings.sync.quorum == quorum

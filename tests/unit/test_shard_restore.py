@@ -6,6 +6,7 @@ keeps them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -181,6 +182,142 @@ def test_a_fragment_that_came_back_with_nothing_is_a_loss_too() -> None:
     new.come("cat", held=(3, 1))
     new.come("dan")
     assert new.lost == [VersionsLost(0, 3, 0, 2, "ann"), VersionsLost(0, 3, 0, 3, "ben")]
+
+
+# ------------------------------------------------------------------ whose values an empty shard takes
+
+
+class Anew(Life):
+    """A shard that came back with nothing; "new" has never seen a version, the others have trained."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+    def arrives(self, name: str, seen: int = 0, held: tuple[int, int] | None = (3, 2)) -> None:
+        self.take_told(name)
+        told = [Held(0, *held)] if held else []
+        self.steps[name] = self.steps.get(name, 0) + 1
+        self.shard.attend(self.join(name, process_id=name, held=told, tokens_seen=seen))
+        self.advance()
+
+    def brings(self, name: str, value: float, seen: int = 0) -> Outcome:
+        return self.seed(name, value, tokens_merged=seen).outcome
+
+    def is_asked(self, name: str) -> bool:
+        (status,) = self.shard.join_answer(name).fragments
+        return not status.seeded
+
+
+def newcomer_first(rig: Anew) -> None:
+    rig.arrives("new", held=None)
+    rig.brings("new", 9.0)
+    rig.arrives("old", 40)
+    assert not rig.told_of("old", Committed)
+    rig.brings("old", 1.0, 40)
+
+
+def newcomer_has_trained_a_little(rig: Anew) -> None:
+    rig.arrives("new", held=None)
+    rig.brings("new", 9.0)
+    rig.step("new")
+    assert rig.contribute("new", 1, 9.0, steps=1, tokens=TOKENS).outcome is Outcome.ACCEPTED
+    rig.step("new")
+    rig.arrives("old", 40)
+    rig.brings("old", 1.0, 40)
+
+
+def trained_first(rig: Anew) -> None:
+    rig.arrives("old", 40)
+    rig.brings("old", 1.0, 40)
+    rig.arrives("new", held=None)
+    assert not rig.is_asked("new")
+
+
+def the_newest_comes_last(rig: Anew) -> None:
+    rig.arrives("less", 30)
+    rig.brings("less", 3.0, 30)
+    rig.arrives("old", 40)
+    rig.brings("old", 1.0, 40)
+    rig.arrives("as much", 40)
+    assert not rig.is_asked("as much")
+
+
+def two_are_asked_at_once(rig: Anew) -> None:
+    rig.arrives("new", held=None)
+    rig.brings("new", 9.0)
+    rig.arrives("less", 30)
+    rig.arrives("old", 40)
+    rig.brings("old", 1.0, 40)
+    assert not rig.is_asked("less")
+    assert rig.brings("less", 3.0, 30) is Outcome.DUPLICATE
+
+
+def of_a_checkpoint_of_the_loop(rig: Anew) -> None:
+    rig.arrives("new", held=None)
+    rig.brings("new", 9.0)
+    rig.arrives("old", 40, held=None)
+    rig.brings("old", 1.0, 40)
+
+
+@pytest.mark.parametrize(
+    "comes",
+    [
+        newcomer_first, newcomer_has_trained_a_little, trained_first, the_newest_comes_last, two_are_asked_at_once,
+        of_a_checkpoint_of_the_loop,
+    ],
+)  # fmt: skip
+def test_an_empty_shard_takes_the_values_of_whoever_has_seen_the_newest_version(comes: Callable[[Anew], None]) -> None:
+    rig = Anew()
+    comes(rig)
+    assert (rig.theta, rig.shard.tokens_merged) == ([1.0], 40)
+    rig.assert_accounts_balance()
+    names = [said for name in rig.members for said in rig.told_of(name, Committed)]
+    assert names[-1] == Committed(0, *reversed(rig.identity))
+
+
+def too_late(rig: Anew) -> None:
+    rig.arrives("new", held=None)
+    rig.brings("new", 9.0)
+    rig.now += rig.settings.lease.lease_s + 1
+
+
+def of_this_line(rig: Anew) -> None:
+    rig.arrives("old", held=None)
+    rig.brings("old", 9.0)
+    rig.arrives("old", 40, held=(4, 0))
+
+
+@pytest.mark.parametrize("comes", [too_late, of_this_line])
+def test_a_line_that_has_begun_stays(comes: Callable[[Anew], None]) -> None:
+    rig = Anew()
+    comes(rig)
+    if comes is too_late:
+        rig.arrives("old", 40)
+    assert not rig.is_asked("old")
+    assert rig.brings("old", 1.0, 40) is Outcome.DUPLICATE
+    assert rig.theta == [9.0]
+
+
+def test_whoever_was_to_bring_values_and_is_gone_holds_nobody_up() -> None:
+    rig = Anew()
+    rig.arrives("new", held=None)
+    rig.brings("new", 9.0)
+    rig.arrives("old", 40)
+    rig.shard.leave(rig.members["old"])
+    rig.now += rig.settings.lease.lease_s + 1
+    rig.arrives("old", 40)
+    assert rig.told_of("old", Committed) == [Committed(0, 0, 4)]
+
+
+def test_values_that_cannot_be_made_durable_leave_the_line_that_there_is() -> None:
+    rig = Anew()
+    rig.arrives("new", held=None)
+    rig.brings("new", 9.0)
+    rig.arrives("old", 40)
+    rig.holds_jobs = True
+    rig.brings("old", 1.0, 40)
+    rig.shard.fail_seed(0)
+    assert (rig.theta, rig.identity) == ([9.0], (4, 0))
 
 
 def test_what_this_epoch_has_made_is_no_loss() -> None:

@@ -187,7 +187,7 @@ BEYOND: dict[str, Callable[[Any, Any], object]] = {
     "multiple of 256": lambda t, m: m.update(chunk_elements=300),
     "num_fragments must be 1 to 4096": lambda t, m: m["origin"].update(num_fragments=2**40),
     "Tensor.shape has 9 entries": lambda t, m: m["manifest"].update(tensors=[["w", [1] * 9, False]]),
-    "JoinRequest.tensors has 32769 entries": lambda t, m: m["manifest"].update(tensors=[["w", [1], False]] * 32769),
+    "JoinRequest.tensors has 65537 entries": lambda t, m: m["manifest"].update(tensors=[["w", [1], False]] * 65537),
     "the tensors have 8796093022208 elements": lambda t, m: m["manifest"].update(
         tensors=[["a", [2**42], False], ["b", [2**42], False]]
     ),

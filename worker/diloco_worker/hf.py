@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from diloco_common.errors import ConfigError, WrongCall
 from diloco_worker.joining import join
 from diloco_worker.learner import Learner
-from diloco_worker.progress_lr import Shape, share
 from diloco_worker.shell.arguments import check_callback
 
 try:
@@ -32,14 +32,6 @@ except ImportError:  # pragma: no cover
 
 STATE = "diloco.json"
 """Beside the Trainer's own files in each of its checkpoints."""
-SHAPES: dict[str, Shape] = {
-    "cosine": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "warmup_stable_decay": "wsd",
-}
-"""Schedules of the Trainer that can follow the run instead of its steps."""
 
 
 class DilocoCallback(TrainerCallback):  # type: ignore[misc]
@@ -62,10 +54,10 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._options = options
         self._loss: float | None = None
         self._tokens_seen = 0
-        self._rates: list[float] = []
-        """Of each group of the optimizer, where they follow the run."""
-        self._shape: Shape = "constant"
-        self._warmup = 0.0
+        self._schedule: LambdaLR | None = None
+        """The Trainer's, where it can follow the run."""
+        self._rise = 0
+        """The steps over which it begins to rise."""
 
     # ------------------------------------------------------------ called by the Trainer
 
@@ -97,7 +89,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         if getattr(model, "main_input_name", "") == "input_ids" and args.include_num_input_tokens_seen in ("no", False):
             args.include_num_input_tokens_seen = "all"
         self._tokens_seen = state.num_input_tokens_seen
-        self._follow_run(args, state, kwargs["optimizer"])
+        learner.compared.has(kwargs["optimizer"])
+        self._follow_run(state, kwargs["lr_scheduler"])
         budget = learner.tokens_budget
         log.event(
             "training ends" if budget else "training ends: the run has no budget, so max_steps alone decides",
@@ -106,13 +99,14 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the rate by the progress of the run."""
-        if self.learner is None or not self._rates:
+        if self.learner is None or self._schedule is None:
             return
-        part = share(self._shape, self.learner.fraction, self._warmup, final=0.0)
-        rates = [rate * part for rate in self._rates]
-        for group, rate in zip(kwargs["optimizer"].param_groups, rates, strict=True):
+        at = max(round(self.learner.fraction * state.max_steps), min(state.global_step, self._rise))
+        schedule = self._schedule
+        rates = [base * part(at) for base, part in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        for group, rate in zip(kwargs["optimizer"].param_groups, rates, strict=False):  # some may be added later
             group["lr"] = rate
-        kwargs["lr_scheduler"]._last_lr = rates  # what the Trainer logs
+        schedule._last_lr = rates  # what the Trainer logs
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Tell the learner. Raises what `Learner.step` raises."""
@@ -147,14 +141,14 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
                 "max_steps reached before the run has ended: the others go on", steps=state.global_step,
                 tokens_merged=learner.tokens_merged, tokens_budget=learner.tokens_budget,
             )  # fmt: skip
-        learner.finish()
+        is_global = learner.finish().is_global
         atexit.unregister(learner.close)
         folder = self._save_to or Path(args.output_dir) / "global"
         parts: tuple[Any, ...] = kwargs["model"], kwargs.get("processing_class")
         for part in parts:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
-        learner.telemetry.log.event("global model saved", folder=folder)
+        learner.telemetry.log.event(f"{'global model' if is_global else 'model of this learner'} saved", folder=folder)
 
     # ------------------------------------------------------------ helpers
 
@@ -164,18 +158,27 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
             raise WrongCall("this DilocoCallback has joined no run: give it to the Trainer before train()")
         return self.learner
 
-    def _follow_run(self, args: Any, state: Any, optimizer: Any) -> None:
-        """The Trainer's schedule counts its own steps up to max_steps, which says nothing of how far the run is."""
+    def _follow_run(self, state: Any, schedule: Any) -> None:
+        """A schedule counts the Trainer's own steps up to max_steps, which says nothing of how far the run is. Where it
+        is a function of a step, it is asked for the one that is as far in max_steps as the run is.
+
+        It begins to rise with the steps of this process: until something is merged, the run is nowhere.
+        """
         assert self.learner is not None
-        shape = SHAPES.get(str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)))
-        if not self.learner.tokens_budget or shape is None:
-            self.learner.telemetry.log.warning(
-                "the rate follows the steps of this Trainer, not the run", schedule=args.lr_scheduler_type,
+        log, schedule = self.learner.telemetry.log, getattr(schedule, "scheduler", schedule)
+        name = type(schedule).__name__
+        if not self.learner.tokens_budget or not isinstance(schedule, LambdaLR):
+            log.warning(
+                "the rate follows the steps of this Trainer, not the run", schedule=name,
                 budget=self.learner.tokens_budget,
             )  # fmt: skip
             return
-        self._shape, self._warmup = shape, args.get_warmup_steps(state.max_steps) / max(1, state.max_steps)
-        self._rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        parts = schedule.lr_lambdas
+        self._schedule = schedule
+        self._rise = next(
+            (at for at in range(state.max_steps) if all(part(at + 1) <= part(at) for part in parts)), state.max_steps
+        )
+        log.event("the rate follows the run", schedule=name, warmup_steps=self._rise)
 
 
 def _order_data(loader: Any, seed: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -37,9 +37,10 @@ from diloco_worker.global_model import pull_global_model
 from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
 from diloco_worker.number import taken
 from diloco_worker.shell import exits, frozen_tensors, home
-from diloco_worker.shell.arguments import check_either, check_how, check_who, check_word
+from diloco_worker.shell.arguments import check_either, check_function, check_how, check_who, check_word
 from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.companions import Companions
+from diloco_worker.shell.compared import Compared
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.credentials import Credentials, addresses_of
 from diloco_worker.shell.ending import Patience
@@ -67,6 +68,8 @@ def join(
     mean_merge: Collection[str] | None = None,
     companions: Optimizer | Sequence[Optimizer] | None = None,
     masters: Masters | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    after_version: Callable[[], object] | None = None,
     state: Mapping[str, Any] | None = None,
     http: str | None = None,
     address_file: str | Path | None = None,
@@ -90,8 +93,8 @@ def join(
             statistics of BatchNorm, for example). The optimizer stays local. Of a list of modules the names begin with
             "0.", "1.", ..., of a dict with its keys ("actor.").
         run: id of the run, as the shards have it.
-        learner_id: unique in the run; if empty it is the certificate's, or that of `state`, or made from host name and
-            process id.
+        learner_id: unique in the run; if empty it is the certificate's, or that of `state`, or made from host name,
+            process id and something drawn.
         tls: folder that `diloco certs issue learner/ID` made: calls are encrypted, and prove who makes them. It is read
             again when it changes. None: plaintext.
         token: bearer token, where the shards ask for one; a Path is a file that holds it, and is read again.
@@ -110,6 +113,13 @@ def join(
             there, too: float32 masters beside 16 bits, `z` of schedule-free, the slow weights of Lookahead. Give the
             optimizer, or several, whose state has them under a known name; or a dict of names and tensors, a list of
             pairs (parameter, tensor), or a function of a name. None: it steps on the parameters, as torch's do.
+        optimizer: what steps on this model, one or all of them: refused where they train something else than what is
+            shared (a target network that requires gradients, a head that lives in the loss). None: that is looked at
+            in the first steps, as far as the learner gets to see an optimizer (`follow`, `ProgressLR`, callbacks), and
+            said.
+        after_version: for loops that clamp or project the parameters after each step: a function without arguments that
+            does so. It is called whenever global values were written to the model, also by `finish` and in
+            `global_values`, under `torch.no_grad()`. Means of values in a set, and the outer step, may lie outside.
         state: what `learner.state_dict()` gave in an earlier process, from the checkpoint that model and optimizer were
             loaded from. The learner goes on as the same one, with its counts. One shard that answers is enough:
             training goes on from the values that the model holds where a shard is away, and what it adds is contributed
@@ -136,7 +146,8 @@ def join(
     Raises:
         ConfigError: an address or `state` is none, the shards are not of one run, or certificate or `state` of another.
         WrongCall: an argument is not what is asked for above.
-        UnsupportedModel: the momentum of an optimizer cannot be averaged, or an island asks for it.
+        UnsupportedModel: the momentum of an optimizer cannot be averaged, or an island asks for it; or `optimizer`
+            trains something else than what is shared.
         UnsupportedModel: the model cannot be synchronised (FSDP1 and DeepSpeed are refused, for example);
             the message says why, and what to do. Of several processes, rank 0 says it, and the others in short.
         CannotConnect: not all shards answered within `wait_s`.
@@ -148,16 +159,21 @@ def join(
     addresses = addresses_of(shards)
     check_who(run, learner_id, tls, token)
     check_how(wait_s, mean_merge, history, address_file, http)
+    check_function("after_version", after_version)
     check_either("frozen", frozen, ("same", "any"))
     check_either("residuals", residuals, ("device", "host"))
     check_either("snapshots", snapshots, ("step", "background"))
     credentials = Credentials(None if tls is None else Path(tls), token)
     saved = read_state(state, run)
-    name = credentials.learner_id(learner_id or (saved.learner_id if saved is not None else ""), run)
+    wanted = learner_id or (saved.learner_id if saved is not None else "")
+    name = credentials.learner_id(wanted, run)
     home.check_may_join(run, name)
+    if not wanted:
+        home.close_earlier(run, name)
     module = as_module(model)
     _check_ranks(module, island)
     chosen = SharedSet(module, shared, private)
+    compared = Compared(None if masters is not None else chosen, optimizer)
     group = IslandGroup(island) if ranks.is_together(island) else None
     if group is not None:
         name = group.agree_on(name, saved)
@@ -173,17 +189,18 @@ def join(
     index = taken(run, caller.learner_id)
     learner = make_learner(
         replica, addresses, caller, partial(GrpcTransport, credentials=credentials), world, network, telemetry,
-        Start() if saved is None else Start(saved.inner_step, saved.tokens, resumed=True),
+        Start() if saved is None else Start(saved.inner_step, saved.tokens, saved.tokens_merged, resumed=True),
         index=saved.index if index is None and saved is not None else index,
         frozen=frozen_tensors.declare(chosen) if frozen == "same" else (),
         watch=None if replica.is_spread else ModelWatch(chosen, averaged),
-        council=None if group is None else group.council(),
+        council=None if group is None else group.council(), after_version=after_version,
     )  # fmt: skip
     if group is None:
         folder = None if tls is None else Path(tls)
         pull = partial(pull_global_model, addresses, run=run, tls=folder, bearer_token=token, average=True)
         learner.pull_average = lambda: pull().tensors
-    home.joined(run, caller.learner_id)
+    learner.compared = compared
+    home.joined(run, caller.learner_id, learner)
     learner.listen()
     with _closed_if_it_fails(learner, name):
         learner.start()

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
@@ -42,15 +43,17 @@ from diloco_worker.core.events import Answered, Failed
 from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
+from diloco_worker.core.undone import CLAMPS, COPIES, FINDING
 from diloco_worker.following import Amount, Following
 from diloco_worker.shell import home
 from diloco_worker.shell.arguments import check_loss, check_seconds, counted
 from diloco_worker.shell.boundary import Start, StepBoundary
 from diloco_worker.shell.codec_thread import CodecThread
+from diloco_worker.shell.compared import Compared
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.council import Council
-from diloco_worker.shell.ending import LEAVE_S, Ending, Finishing, Leaving, Patience
+from diloco_worker.shell.ending import LEAVE_S, Ending, Finished, Finishing, Leaving, Patience
 from diloco_worker.shell.exits import Notice, as_exit, as_one_line
 from diloco_worker.shell.home import OneThread, one_thread
 from diloco_worker.shell.masters import is_schedule_free
@@ -76,6 +79,8 @@ SETTLE_S = 5.0
 """Seconds that pushes under way have to be answered when the learner ends."""
 HURRY_S = 0.5
 """The same, where somebody waits at the keyboard."""
+NO_TOKENS_STEPS = 3
+"""So many steps without a token are no accident."""
 
 
 class Background(Protocol):
@@ -118,11 +123,16 @@ class Learner(LearnerView):
         self._diverging = Diverging(len(list(connections)))
         self._following: Following | None = None
         self._notice: Notice | None = None
+        self.compared = Compared(None)
+        """What its optimizers train, with what is shared."""
         self.pull_average: Callable[[], Mapping[str, Tensor]] | None = None
         """Waits for the average of the versions, by name; None: this learner is several processes."""
         self._is_leaving = False
-        self._is_whole: bool | None = None
-        """Whether `finish` got everything, or `leave` handed everything over; None: neither was called."""
+        self._says_no_tokens = True  # whether all steps of this process did
+        self._finished: Finished | None = None
+        """What `finish` has returned."""
+        self._has_left: bool | None = None
+        """What `leave` has returned."""
         self._steps_told = boundary.figures().inner_step
 
     # ------------------------------------------------------------ joining
@@ -171,7 +181,6 @@ class Learner(LearnerView):
             WrongCall: `loss` is no number; the model holds other values, inside a block of `global_values` or `values`;
                 or another thread is inside a call of this learner.
             ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
-            VersionUndone: the optimizer takes back every version (see `masters` of `join`).
             NotFinite: the model holds NaN, and round after round has refused it.
             LearnerEnded: the learner has left the run.
             ChildOfLearner: this process was forked from the learner's.
@@ -180,7 +189,8 @@ class Learner(LearnerView):
         self._others.check()
         if self._watch is not None:
             self._watch.check()
-        self._boundary.replica.laid.check()
+        if self._boundary.replica.laid.check():
+            self.telemetry.log.warning(FINDING, code=VersionUndone.code, do=f"{COPIES}; {CLAMPS}")
         amount, is_samples = counted(tokens, samples)
         check_loss(loss)
         began = self._clock()
@@ -189,6 +199,8 @@ class Learner(LearnerView):
         self.step_time_s += (STEP_TIME_ALPHA if self.step_time_s else 1.0) * (step_s - self.step_time_s)
         self._read_loss(loss)
         self._boundary.stepped(amount)
+        self._warn_of_no_tokens()
+        self.compared.stepped(self.telemetry.log)
         acts = self._cross(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         core = self._core
         progress = Progress(core.inner_step, core.tokens, self._loss, self.step_time_s, counts_samples=is_samples)
@@ -218,6 +230,7 @@ class Learner(LearnerView):
                 "gets no versions: join(masters=optimizer)"
             )
         self._following = following
+        self.compared.has(optimizer)
         return following
 
     @one_thread
@@ -277,23 +290,51 @@ class Learner(LearnerView):
         self._others.for_good(values)
 
     @one_thread
-    def finish(self, wait_s: float | None = None) -> bool:
+    def finish(self, wait_s: float | None = None, *, regardless: bool = False) -> Finished:
         """End the training of this learner, and leave the global model in the user's module.
 
         Waits for the last version of every fragment, says what it waits for, and puts these in the place of all local
         values; then leaves the run. In a run that has reached its budget they are final, and all learners have the
-        same. Otherwise they are the latest; what this learner has trained since its last contribution is in none.
+        same. Otherwise this learner first hands over what it has trained, as `leave` does, and they are the latest.
         Values are those that the run sends (`sync.pull`, bfloat16 by default); `diloco pull` writes them in float32.
-        Frozen and private tensors stay as they are. Repeating it changes nothing.
+        Frozen and private tensors stay as they are.
 
-        Returns whether all versions came within `wait_s` seconds; None: 60, but a shard at which nobody has listened
-        for 10 is not waited for. Of those that did not come, the learner takes the version that it had, and the log
-        names them. Raises ModelChanged, and what `step` raises.
+        Where the run is not over and some of this learner's work is in no version, the model keeps what was trained,
+        and a warning says why. `regardless`: the global values all the same; also in a second call, which otherwise
+        changes nothing.
+
+        Returns what became of the work of this process: true if versions hold all of it, and the last ones came within
+        `wait_s` seconds; None: 25 for the work, 60 for the versions, but a shard at which nobody has listened for 10 is
+        not waited for. Of versions that did not come, the learner takes the one that it had, and the log names them.
+        Raises ModelChanged, and what `step` raises.
         """
         check_seconds("wait_s", wait_s)
-        if self._is_whole is None:
-            self._end(self._finishing, self._finishing.look, wait_s)
-        return bool(self._is_whole)
+        if self._finished is None:
+            missing = self._end(self._finishing, partial(self.hand_over, how=self._finishing), wait_s)
+            self._finished = self._finishing.outcome(missing, regardless=regardless)
+            if self._finished.is_global:
+                self._finishing.write()
+            self._say_finished(self._finished)
+            self.close()
+        elif regardless and not self._finished.is_global:
+            self._finishing.write()
+            self._finished = replace(self._finished, is_global=True)
+        return self._finished
+
+    def _say_finished(self, finished: Finished) -> None:
+        log, lost = self.telemetry.log, f"{finished.tokens_unmerged} of {finished.tokens}"
+        if not finished.is_global:
+            log.warning(
+                "not all that was trained here is in the run: the model keeps it, and learner.finish(regardless=True) "
+                "puts the global values in its place", code="NOT_MERGED", tokens_unmerged=lost, why=finished.why,
+            )  # fmt: skip
+        elif finished.work != "all":
+            log.warning(
+                "the model holds the global values, and not all that was trained here is in them", code="NOT_MERGED",
+                tokens_unmerged=lost, why=finished.why,
+            )  # fmt: skip
+        elif finished.why:
+            log.warning("not everything is of the last version", why=finished.why)
 
     @one_thread
     def leave(self, wait_s: float | None = None) -> bool:
@@ -308,10 +349,16 @@ class Learner(LearnerView):
         its round closes. Raises ModelChanged, and what `step` raises.
         """
         check_seconds("wait_s", wait_s)
-        if self._is_whole is not None:
-            return self._is_whole
+        if self._finished is not None:
+            return bool(self._finished)
+        if self._has_left is not None:
+            return self._has_left
         before = self._boundary.figures().tokens_unmerged
         missing = self._end(self._leaving, self.hand_over, wait_s)
+        self._has_left = not missing
+        if missing:
+            self.telemetry.log.warning("not everything that was trained is in a version", why=missing)
+        self.close()
         if self._boundary.is_leave_asked:
             share = 1 - self._boundary.figures().tokens_unmerged / before if before else 1.0
             merged = (
@@ -320,11 +367,11 @@ class Learner(LearnerView):
             raise as_exit(f"{self.learner_id} has left the run after {self.inner_step} steps; {merged}")
         return not missing
 
-    def hand_over(self, waited_s: float, wait_s: float | None) -> tuple[bool, str]:
-        """After a `poll`: ask for the rounds that are missing. As `Leaving.look`."""
-        if self.core is not None:
+    def hand_over(self, waited_s: float, wait_s: float | None, how: Ending | None = None) -> tuple[bool, str]:
+        """After a `poll`: ask for the rounds that are missing. As `Ending.look`."""
+        if self.core is not None and not self._boundary.shards.have_stopped:
             self._post([LastRounds(self.core.last_rounds)])
-        return self._leaving.look(waited_s, wait_s)
+        return (how or self._leaving).look(waited_s, wait_s)
 
     def state_dict(self) -> dict[str, Any]:
         """What `join(state=...)` goes on from: counters, and who this learner is. Plain values, for any checkpoint.
@@ -334,7 +381,8 @@ class Learner(LearnerView):
         """
         self._home.check(self.learner_id)
         caller = self.telemetry.caller
-        return LearnerState(caller.run_id, caller.learner_id, self.index, *self._boundary.trained()).as_dict()
+        merged = self.tokens_merged
+        return LearnerState(caller.run_id, caller.learner_id, self.index, *self._boundary.trained(), merged).as_dict()
 
     def status(self) -> dict[str, Any]:
         """JSON of this learner, as at /status. In any thread."""
@@ -405,6 +453,18 @@ class Learner(LearnerView):
 
     # ------------------------------------------------------------ helpers
 
+    def _warn_of_no_tokens(self) -> None:
+        """A count that is always 0 means that nothing is ever merged: once, after some steps."""
+        if not self._says_no_tokens:
+            return
+        steps, tokens = self._boundary.trained_here()
+        self._says_no_tokens = not tokens and steps < NO_TOKENS_STEPS
+        if not tokens and not self._says_no_tokens:
+            self.telemetry.log.warning(
+                "every step so far said that it had no tokens: nothing of it is merged; count those of the batch",
+                code="NO_TOKENS", steps=steps,
+            )  # fmt: skip
+
     def _heed(self) -> None:
         """If SIGTERM has come: hand over, and end the process."""
         if self._boundary.is_leave_asked and not self._is_leaving:
@@ -413,19 +473,13 @@ class Learner(LearnerView):
             self.leave()
 
     def _end(self, how: Ending, look: Callable[[float, float | None], tuple[bool, str]], wait_s: float | None) -> str:
-        """Wait as long as `look` says, and close. Returns what is missing, in words."""
+        """Wait as long as `look` says. Returns what is missing, in words."""
         self._check_not_ended()
         self._others.check()
         self._is_leaving |= how is self._leaving
         if self._watch is not None:
             self._watch.check_in_place()
-        missing = self._wait(how.waits, look, wait_s)
-        self._is_whole = not missing
-        how.write()
-        if missing:
-            self.telemetry.log.warning(how.lacks, why=missing)
-        self.close()
-        return missing
+        return self._wait(how.waits, look, wait_s)
 
     def _wait(self, what: str, look: Callable[[float, float | None], tuple[bool, str]], wait_s: float | None) -> str:
         """Until `look` says so (`Ending.look`). Returns what is missing, in words."""
@@ -521,6 +575,7 @@ def make_learner(
     replica: Replica, addresses: Sequence[str], caller: Caller, dial: Callable[[str], Transport], world: World,
     background: Background, telemetry: LearnerTelemetry, start: Start, *, index: int | None = None,
     frozen: Sequence[FrozenTensor] = (), watch: ModelWatch | None = None, council: Council | None = None,
+    after_version: Callable[[], object] | None = None,
 ) -> Learner:  # fmt: skip
     """A learner in some world, with its parts. Nothing is dialed before `start`.
 
@@ -531,16 +586,17 @@ def make_learner(
         frozen: what must be the same in all learners.
         watch: looks whether the model is still the one that joined; None: nobody can replace it.
         council: the processes that are this learner; None: this one alone.
+        after_version: called when versions were written to the model.
     """
     council = council or Council()
     telemetry.holds_all = council.is_alone
     telemetry.born(start.inner_step, start.tokens)
-    codec = CodecThread(replica.device, world, telemetry)
+    codec = CodecThread(replica.device, world, telemetry, start.tokens_seen)
     context = ConnectionContext(
         caller, tuple(replica.specs), dial, world, council, codec, telemetry, frozen=tuple(frozen), ties=replica.ties,
         index=index,
     )  # fmt: skip
     connections = Connections(addresses, Progress(start.inner_step, start.tokens), context)
-    boundary = StepBoundary(replica, addresses, council, lambda: connections.pulse, world, start)
+    boundary = StepBoundary(replica, addresses, council, lambda: connections.pulse, world, start, after_version)
     telemetry.figures = boundary.figures
     return Learner(boundary, connections, background, context, watch)

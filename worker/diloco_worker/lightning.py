@@ -31,6 +31,10 @@ except ImportError:  # pragma: no cover
     raise ImportError("diloco_worker.lightning needs Lightning: pip install lightning") from None
 
 
+AVERAGING = "WeightAveraging"
+"""Of Lightning's callbacks, that which EMA and SWA derive from. By name: older releases have none."""
+
+
 def counted_in(batch: Any) -> Counted:
     """The first tensor in a batch says: its elements are tokens if they are whole numbers; else its rows are samples.
 
@@ -92,8 +96,17 @@ class DilocoCallback(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Join. Raises what `join` raises."""
+        others = [callback for callback in trainer.callbacks if callback is not self]
+        # First of all: others put values of their own into the module at the end, and would be taken for training.
+        trainer.callbacks = [self, *others]
+        averaging = next((one for one in others if any(k.__name__ == AVERAGING for k in type(one).__mro__)), None)
         state = self._saved.get("learner") if self.learner is None else self.learner.state_dict()
         self.learner = join(self._shards, module, state=state, **self._options)
+        if averaging is not None:
+            self.learner.telemetry.log.warning(
+                "this callback puts an average of this learner alone into the module at the end: save_to has the "
+                "global model; the run can keep an average of all (outer.average)", callback=type(averaging).__name__,
+            )  # fmt: skip
         # The order of the data comes from it, before training starts: workers of a loader draw at once.
         torch.manual_seed(self.learner.seed + self.learner.inner_step)
 
@@ -102,6 +115,8 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         assert self.learner is not None
         learner = self.learner
         self._steps, self._amount = trainer.global_step, 0
+        for optimizer in trainer.optimizers:
+            learner.compared.has(optimizer)
         if trainer.lr_scheduler_configs:
             learner.telemetry.log.warning("the rate follows the steps of this Trainer, not the run")
             return
@@ -132,10 +147,11 @@ class DilocoCallback(Callback):  # type: ignore[misc]
                 "the Trainer ends before the run: the others go on", steps=trainer.global_step,
                 tokens_merged=learner.tokens_merged, tokens_budget=learner.tokens_budget,
             )  # fmt: skip
-        learner.finish()
+        is_global = learner.finish().is_global
         if self._save_to is not None:
             trainer.save_checkpoint(self._save_to, weights_only=True)
-            learner.telemetry.log.event("global model saved", file=self._save_to)
+            what = "global model" if is_global else "model of this learner"
+            learner.telemetry.log.event(f"{what} saved", file=self._save_to)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Leave the run."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -53,7 +54,8 @@ def share(shape: Shape, fraction: float, warmup: float, final: float, decay: flo
 
 
 class ProgressLR(LRScheduler):
-    """Sets the rate by the global progress of the run, at each `step()`: once per inner step, as others of torch.
+    """Sets the rate by the global progress of the run, at each `step()`: once per inner step, as others of torch. What
+    others in a chain have made of the rate stays, and groups that are added later follow, too.
 
     A run without a budget has no progress: the rate stays. Each process begins with a rise over 20 steps, for the
     optimizer has no moments yet; where it is resumed, `load_state_dict` goes on instead.
@@ -73,24 +75,51 @@ class ProgressLR(LRScheduler):
             raise ConfigError(f"ProgressLR: {shape!r} is none of {', '.join(SHAPES)}")
         if not (0 <= warmup <= 1 and 0 <= final <= 1):
             raise ConfigError(f"ProgressLR: warmup={warmup} and final={final} are shares, from 0 to 1")
+        if (compared := getattr(learner, "compared", None)) is not None:
+            compared.has(optimizer)
         self._learner = learner
         self._shape: Shape = shape
         self._warmup, self._final = warmup, final
+        self._by_others: list[float] = []
+        self._set: list[float | Any] = []
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Any]:
         """Of each group of the optimizer."""
+        self._look_at_others()
+        return self._rates()
+
+    def _rates(self) -> list[float | Any]:
         rise = min(1.0, (self.last_epoch + 1) / WARMUP_STEPS)
         part = share(self._shape, self._learner.fraction, self._warmup, self._final)
-        return [base * rise * (part if self._learner.tokens_budget else 1.0) for base in self.base_lrs]
+        now = rise * (part if self._learner.tokens_budget else 1.0)
+        self._set = [base * now * others for base, others in zip(self.base_lrs, self._by_others, strict=True)]
+        return list(self._set)
+
+    def _look_at_others(self) -> None:
+        """Groups that were added since, and what others in a chain have made of the rates."""
+        groups = self.optimizer.param_groups
+        for group in groups[len(self.base_lrs) :]:
+            self.base_lrs.append(group.setdefault("initial_lr", group["lr"]))
+        self._by_others += [1.0] * (len(groups) - len(self._by_others))
+        for i, group in enumerate(groups):
+            rate = group["lr"]
+            if isinstance(rate, Tensor):  # reading it would wait for the device
+                continue
+            if i >= len(self._set):  # nothing of it is ours yet
+                self._by_others[i] = rate / self.base_lrs[i] if self.base_lrs[i] else 1.0
+            elif self.last_epoch == 0:  # its turn in a SequentialLR begins
+                self._by_others[i] = 1.0
+            elif rate != self._set[i] and self._set[i]:
+                self._by_others[i] *= rate / self._set[i]
 
     def state_dict(self) -> dict[str, Any]:
         """Without the learner, which has a state of its own."""
-        return {key: value for key, value in super().state_dict().items() if key != "_learner"}
+        return {key: value for key, value in super().state_dict().items() if key not in ("_learner", "_set")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on where the other left off: the next step has the rate of now, and not that of a first step."""
         super().load_state_dict(state_dict)
-        self._last_lr = self.get_lr()
+        self._last_lr = self._rates()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = rate

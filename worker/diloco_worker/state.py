@@ -6,7 +6,7 @@ A training loop keeps it beside the model and the optimizer, in its own checkpoi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from numbers import Integral
 from types import NoneType
 from typing import Any
@@ -25,6 +25,8 @@ class LearnerState:
     inner_step: int
     tokens: int
     """Tokens trained on."""
+    tokens_merged: int = 0
+    """By the run, as far as this learner had heard. It tells whose values are worth more where a shard has none."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for torch.save, JSON and the like."""
@@ -35,14 +37,15 @@ def _what_is_wrong(saved: object) -> str:
     """Why this is no state; empty if it is one."""
     if not isinstance(saved, Mapping):
         return f"it is a {type(saved).__name__}"
-    if missing := sorted({f.name for f in fields(LearnerState)} - saved.keys()):
+    if missing := sorted({f.name for f in fields(LearnerState) if f.default is MISSING} - saved.keys()):
         return f"it has no {', '.join(missing)}"
     for name, kinds in (
         ("run", str), ("learner_id", str), ("index", (Integral, NoneType)), ("inner_step", Integral),
-        ("tokens", Integral),
+        ("tokens", Integral), ("tokens_merged", Integral),
     ):  # fmt: skip
-        if not isinstance(saved[name], kinds) or (kinds is Integral and saved[name] < 0):
-            return f"its {name} is {saved[name]!r}"
+        value = saved.get(name, 0)
+        if not isinstance(value, kinds) or (isinstance(value, int) and value < 0):
+            return f"its {name} is {value!r}"
     return ""
 
 
@@ -68,4 +71,4 @@ def read_state(state: Mapping[str, Any] | None, run: str) -> LearnerState | None
         )
     if state["run"] != run:
         raise ConfigError(f"state= is of run {state['run']!r}, and this is run {run!r}: leave it out, or give run=")
-    return LearnerState(**{f.name: state[f.name] for f in fields(LearnerState)})
+    return LearnerState(**{f.name: state[f.name] for f in fields(LearnerState) if f.name in state})

@@ -15,8 +15,10 @@ from typing import Any
 from diloco_common.errors import BadRequest
 
 FRAGMENTS_MAX = 4096
-TENSORS_MAX = 2**15
-"""Tensors of a model. One with 64 experts in each of 90 layers, three tensors each, has half of it."""
+TENSORS_MAX = 2**16
+"""Tensors of a model. An adapter for 128 experts in each of 60 layers, three times two tensors each, has 46,080."""
+TENSOR_NAMES_MAX = 16 << 20
+"""Characters of all their names together, once what they have in common is written out."""
 TENSOR_NAME_MAX = 512
 DIMENSIONS_MAX = 8
 FROZEN_MAX = 8192
@@ -116,6 +118,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "ties": Limit(TIES_MAX, 0, "entries"),
         "index": _U32,
         "age_s": Limit(AGE_MAX_S),
+        "tokens_seen": _TOKENS_MERGED,
     },
     "Tie": {"name": Limit(TENSOR_NAME_MAX, 0, "characters"), "of": Limit(TENSOR_NAME_MAX, 0, "characters")},
     "FrozenTensor": {

@@ -189,6 +189,7 @@ class JoinRequest:
     index: int | None = None
     take_number: bool = False
     age_s: float = 0.0
+    tokens_seen: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,8 +192,9 @@ _WORKER: _Fields = {
     **_COMMON, "learner_id": TEXT, "state": TEXT, "inner_step": COUNT, "tokens": COUNT, "unit": TEXT, "loss": LOSS,
     "tokens_per_s": AMOUNT, "step_time_s": AMOUNT, "sync_stall_s": AMOUNT, "sync_stall_max_s": AMOUNT, "hung": FLAG,
     "contributions": COUNTS, "tokens_carried": COUNT, "tokens_unmerged": COUNT,
+    "versions_undone": COUNT,
     "shards": [{"address": TEXT, "index": COUNT, "connected": FLAG, "generation": COUNT, "epoch": COUNT, "code": TEXT,
-                "why": TEXT, "reconnects": COUNT}],
+                "why": TEXT, "reconnects": COUNT, "pushes_fail_s": AMOUNT, "pushes_fail_why": TEXT}],
 }  # fmt: skip
 _NEEDED = {"id": (_LEARNER, _FRAGMENT), "state": (_LEARNER,), "version": (_FRAGMENT,)}
 

@@ -22,6 +22,8 @@ from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
 Presence = Literal["alive", "away", "dead", "starting", "left", "unknown"]
 """alive: it answers, or others hear it. away: expected, and neither answers nor is heard. dead: its process is known to
 have ended. starting: its process is not up yet. left: it said goodbye, or did its work. unknown: nobody was asked."""
+FAILING_S = 60.0
+"""As long as a learner waits with saying it itself."""
 _ROLES: dict[bool, Role] = {True: "worker", False: "shard"}
 _OF_PROCESSES: dict[str, Presence] = {"died": "dead", "lost": "dead", "ended": "left"}
 
@@ -75,7 +77,7 @@ class Roll:
     """Shards first."""
     cluster: Cluster
     problems: tuple[Problem, ...]
-    """What a person would want to know of those who are missing, shards first."""
+    """What a person would want to know of those who are missing, shards first, and of those who train in vain."""
 
     @property
     def workers_expected(self) -> int:
@@ -102,8 +104,8 @@ def roll_call(
         for one, member in zip(found, cluster.members.values(), strict=True)
     )
     count = sum(one.role == "shard" for one in present)
-    problems = (_problem(one, count, call.recorded.get(one.name)) for one in present if one.is_missing)
-    return Roll(present, cluster, tuple(problems))
+    missing = (_problem(one, count, call.recorded.get(one.name)) for one in present if one.is_missing)
+    return Roll(present, cluster, (*missing, *(found for one in present for found in _failing_pushes(one))))
 
 
 def _member(one: Present) -> Member:
@@ -137,6 +139,19 @@ def _problem(one: Present, shards: int, recorded: MemberRecord | None) -> Proble
         f"{one.name} is {state}{because}: {share} model is away and gets no new versions; learners train on and lose "
     )
     return Problem("SHARD_AWAY", one.name, f"{words}nothing; {again}")
+
+
+def _failing_pushes(one: Present) -> Iterator[Problem]:
+    """Shards that a learner hears, and to which none of its work gets through."""
+    for shard in (one.status or {}).get("shards", ()):
+        failing_s = float(shard.get("pushes_fail_s") or 0.0)
+        if one.role == "worker" and one.answered and failing_s >= FAILING_S:
+            words = (
+                f"{one.name}: no push gets through to {shard.get('address')} for {units.clock(failing_s)} "
+                f"({shard.get('pushes_fail_why')}): nothing that it trains is merged there; look for a proxy's limit, "
+                "or the MTU, on the way"
+            )
+            yield Problem("PUSHES_FAIL", one.name, words)
 
 
 def _again(one: Present, recorded: MemberRecord | None) -> str:

@@ -73,8 +73,31 @@ WORDS = (
         "Start it again.", "the log of the worker", exit_code=7,
     ),
     Entry(
+        "NO_TOKENS", Kind.COMMAND, "Every step of a learner said `tokens=0`: nothing of it is ever merged.",
+        "Count the tokens of the batch: `batch.numel()`, or where a mask is true.", "`learner.step(tokens=...)`",
+        is_logged=True,
+    ),
+    Entry(
+        "PUSHES_FAIL", Kind.CONNECTING,
+        "The shard answers small messages, and for a minute no push got through: nothing of the learner is merged.",
+        "Raise the limit of the proxy on the way (`client_max_body_size` of nginx), or lower the MTU.",
+        "the status in the message; `diloco doctor` on the learner's machine", is_logged=True,
+    ),
+    Entry(
+        "NOT_MERGED", Kind.COMMAND, "A learner has finished, and some of what it trained is in no version.",
+        "Mend what the message says. `learner.finish(regardless=True)` puts the global values into the model.",
+        is_logged=True,
+    ),
+    Entry(
         "UNEXPECTED", Kind.COMMAND, "Something that should not happen.",
         "Please file an issue with the traceback.", "the message", exit_code=1,
+    ),
+    Entry(
+        "VERSIONS_LOST", Kind.DATA,
+        "A shard came back with earlier versions than a learner has seen, or with none. To one that has none, whoever "
+        "has seen the newest version brings its values.",
+        "Set `shard.data_dir`. Nothing else: training goes on.", "the disk of the shard; `versions lost` in its log",
+        is_logged=True,
     ),
     Entry(
         "STORAGE", Kind.DATA,

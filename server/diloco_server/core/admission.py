@@ -15,6 +15,7 @@ from collections.abc import Collection
 
 from diloco_common.codec import check_header
 from diloco_common.errors import (
+    Busy,
     ContributionConflict,
     ManifestMismatch,
     NotFinite,
@@ -47,8 +48,10 @@ def by_header(
     """
     check_epoch(header, state, epoch)
     if header.is_seed:
-        if state.seeded or state.computing:
+        if (state.seeded or state.computing) and learner_id not in state.may_bring:
             return DUPLICATE
+        if state.computing:
+            raise Busy(f"fragment {header.fragment_id}: a version is being made; bring your values in a moment")
         check_sizes(header, state, SEED_ENCODINGS)
         half_seed = state.half_seed_of(learner_id, quiet_since) if is_part(header) else None
         return _by_other_parts(header, None if half_seed is None else half_seed.parts)

@@ -55,6 +55,7 @@ class DueFragments:
             [(m.generation, m.reported, m.is_idle, m.progress.last_rounds) for m in live],
             [m.generation for m in merging],
             self._versions.done,
+            [*self._versions.closing],
             quorum,
         )
         if self._phases is not self._versions.phases:
@@ -202,6 +203,7 @@ class DueFragments:
             trained = (tokens - self._tokens[rows]).clamp(min=0).sum(dim=1)
             near = [self._versions.fragments[self._ids[rows[i]]] for i in _where(trained >= self._left[rows])]
             self._last |= {s.fragment.fragment_id for s in near if self._versions.budget.rest_is_trained(s, members)}
+        self._last |= {p for p in self._versions.closing if self._intervals[self._rows[p]] != NEVER}
         return due | self._last
 
     def _is_due(self, state: FragmentState, live: Sequence[Member], quorum: Quorum) -> bool:
@@ -211,12 +213,11 @@ class DueFragments:
         if steps == NEVER:
             return False
         there = [m for m in live if m.takes_part(fragment_id)]
-        if state.fragment.traits.is_of_model:
-            if any(m.wants_last(fragment_id) for m in there):
-                return True
-            if self._versions.budget.rest_is_trained(state, there):
-                self._last.add(fragment_id)
-                return True
+        if any(m.wants_last(fragment_id) for m in there) or fragment_id in self._versions.closing:
+            return True
+        if state.fragment.traits.is_of_model and self._versions.budget.rest_is_trained(state, there):
+            self._last.add(fragment_id)
+            return True
         return is_due([m for m in there if not m.is_idle] or there, state.base_steps, steps, quorum)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -143,6 +144,14 @@ class FragmentState:
     """Of buffers: what learners contributed last, for the rounds that they are not in."""
     half_seed: HalfSeed | None = None
     """While UNSEEDED: what has come of version 0, if somebody brings it in parts."""
+    seeded_at: float = -math.inf
+    """When somebody brought values in this epoch."""
+    seen: int = 0
+    """Tokens merged into the newest version that whoever brought them had seen."""
+    may_bring: dict[str, int] = field(default_factory=dict)
+    """Learner -> the same. It has seen more than went into this line, which begins anew with what it brings."""
+    replaced: Record | None = None
+    """While SEEDING: of the line that ends with it; None: there is none."""
     values: Values | None = None
     """Ahead of the announced version while MERGING."""
     published: Published | None = None
@@ -167,23 +176,36 @@ class FragmentState:
         self.values, self.published = restored.values, restored.published
         self._enter(Phase.RESTING)
 
-    def begin_seed(self, tokens_merged: int) -> None:
-        """UNSEEDED -> SEEDING: the bytes of version 0 go to the compute thread."""
-        assert self.phase is Phase.UNSEEDED
-        self.record = replace(self.record, tokens_merged=tokens_merged)
-        self.half_seed = None
+    def begin_seed(self, learner_id: str, tokens_merged: int, now: float) -> None:
+        """UNSEEDED -> SEEDING: the bytes of version 0 go to the compute thread.
+
+        RESTING, COLLECTING -> SEEDING: those of the next version, in the place of all that there was.
+        """
+        assert self.phase is Phase.UNSEEDED or (self.seeded and not self.computing and learner_id in self.may_bring)
+        record = empty_record(self.fragment.fragment_id)
+        if self.seeded:
+            self.replaced, version = self.record, self.version + 1
+            record = replace(record, version=version, forgotten_version=version)
+        self.record = replace(record, tokens_merged=tokens_merged)
+        self.half_seed, self.collected = None, None
+        self.seeded_at, self.seen = now, self.may_bring.pop(learner_id, tokens_merged)
         self._enter(Phase.SEEDING)
 
     def fail_seed(self) -> None:
-        """SEEDING -> UNSEEDED: the seed could not be used."""
+        """SEEDING -> UNSEEDED, or RESTING as before: the seed could not be used."""
         assert self.phase is Phase.SEEDING
-        self.record = empty_record(self.fragment.fragment_id)
-        self._enter(Phase.UNSEEDED)
+        self.record = self.replaced or empty_record(self.fragment.fragment_id)
+        self._enter(Phase.UNSEEDED if self.replaced is None else Phase.RESTING)
+        self.replaced = None
 
     def seed(self, record: Record, values: Values, published: Published) -> None:
-        """SEEDING -> RESTING: version 0 is durable."""
+        """SEEDING -> RESTING: version 0 is durable, or the first one of a line that replaces another."""
         assert self.phase is Phase.SEEDING
         self.record, self.values, self.published = record.copy(), values, published
+        self.replaced, self.before = None, None
+        self.kept.clear()
+        self.declined.clear()
+        self.may_bring = {i: seen for i, seen in self.may_bring.items() if seen > self.seen}
         self._enter(Phase.RESTING)
 
     def open_round(self, asking: Asking, steps: Mapping[str, int], beside: Collection[str], now: float) -> Round:
@@ -316,7 +338,7 @@ class FragmentState:
 
     def status(self, learner_id: str) -> FragmentStatus:
         """All that one learner is told of the fragment, at one moment."""
-        return status_of(self.record, learner_id, seeded=self.seeded)
+        return status_of(self.record, learner_id, seeded=self.seeded and learner_id not in self.may_bring)
 
     def named(self, want: VersionId) -> tuple[Record, Published] | None:
         if self.published is not None and want == self.version_id:
@@ -334,6 +356,11 @@ class FragmentState:
         if self.recovered is None:  # the fragment begins anew, at version 0
             return theirs.version > 0
         return theirs.version > self.recovered.version and theirs.epoch >= self.recovered.epoch
+
+    def knows_less(self, tokens_seen: int, since: float) -> bool:
+        """Whether what there is began with nothing in this epoch, after that time, and somebody has seen more."""
+        has_begun = self.phase is not Phase.UNSEEDED and self.recovered is None and self.seeded_at >= since
+        return has_begun and tokens_seen > max(self.seen, self.tokens_merged)
 
     def held(self, learner_id: str, round_number: int) -> Contribution | None:
         """What the learner has contributed to this round, while that is open or being merged."""

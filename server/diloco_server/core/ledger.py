@@ -105,6 +105,18 @@ class VersionsLost:
 
 
 @dataclass(frozen=True, slots=True)
+class ValuesReplaced:
+    """A line that began with nothing ends: a learner that had seen more has brought its values."""
+
+    fragment_id: int
+    version: int
+    """The last one of that line."""
+    tokens_merged: int
+    """Into it."""
+    learner_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerJoined:
     learner_id: str
     generation: int
@@ -180,6 +192,7 @@ Fact = (
     | RoundClosed
     | VersionCommitted
     | VersionsLost
+    | ValuesReplaced
     | LearnerJoined
     | LearnerGone
     | LearnerForgotten
@@ -216,6 +229,9 @@ def told_of(fact: Fact) -> Told | None:
             return Told("version committed", _shown(fact), "debug")
         case VersionsLost():
             return Told("versions lost", _shown(fact), "error")
+        case ValuesReplaced():
+            words = "values replaced: this learner has seen more than they held"
+            return Told(words, _shown(fact), "warning")
         case LearnerJoined():
             return Told("returned" if fact.returned else "joined", _shown(fact, "returned"))
         case LearnerGone():
@@ -245,7 +261,8 @@ def _shown(fact: Fact, *left_out: str) -> dict[str, Any]:
 
 
 NEWS = (
-    VersionsLost, LearnerJoined, LearnerGone, LearnerLeftOut, LearnerTakesPart, SameLosses, EveryChanged, BudgetReached,
+    VersionsLost, ValuesReplaced, LearnerJoined, LearnerGone, LearnerLeftOut, LearnerTakesPart, SameLosses,
+    EveryChanged, BudgetReached,
 )  # fmt: skip
 """Facts that are among the events of /status and /rounds; others are in the log alone."""
 

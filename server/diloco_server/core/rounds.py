@@ -34,6 +34,7 @@ from diloco_server.core.ledger import (
     QuorumReached,
     RoundClosed,
     RoundOpened,
+    ValuesReplaced,
     VersionCommitted,
 )
 from diloco_server.core.membership import LAST_S, Member, Membership
@@ -119,7 +120,7 @@ class Rounds:
         except Refusal as refusal:
             return self.reject(member, header, refusal)
         if header.is_seed:
-            state.begin_seed(self._versions.budget.believed(tokens_merged))
+            self._seed(state, member, tokens_merged)
             self._outbox.add(SeedFragment(header.fragment_id, payload))
         else:
             self._accept(state, Contribution.of(member, header, payload, piece_norms), now)
@@ -127,6 +128,15 @@ class Rounds:
             member.takes_last(header.fragment_id)  # what an older report asks for is in this one
         self._count(member, header, ACCEPTED)
         return ACCEPTED
+
+    def _seed(self, state: FragmentState, member: Member, tokens_merged: int) -> None:
+        """Values that a learner brings, in the place of a line that knew less, if there is one."""
+        if state.seeded:
+            fact = ValuesReplaced(state.fragment.fragment_id, state.version, state.tokens_merged, member.learner_id)
+            self._outbox.note(fact)
+        for contribution in () if state.round is None else state.round.contributions.values():
+            self._drop(contribution)
+        state.begin_seed(member.learner_id, self._versions.budget.believed(tokens_merged), self._now)
 
     def _call(self, header: PushHeader) -> Call | None:
         """What a push answers, if that is what was asked for last."""
@@ -257,6 +267,7 @@ class Rounds:
     def _lose_parts(self, member: Member) -> None:
         """What its ranks have begun is over."""
         for state in self._versions.fragments.values():
+            state.may_bring.pop(member.learner_id, None)
             if state.pulled.pop(member.learner_id, None) is not None:
                 state.drop_unwanted()
             state.drop_half_seed(member.learner_id)

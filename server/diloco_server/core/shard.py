@@ -81,10 +81,11 @@ class Shard:
     def join(
         self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held] = (),
         frozen: Sequence[FrozenTensor] = (), ties: Sequence[Tie] = (), index: int | None = None, age_s: float = 0.0,
+        tokens_seen: int = 0,
     ) -> Member:  # fmt: skip
         """Grant a lease; the one before it ends. `held`: the versions that the learner has. `frozen`: what it holds
         fixed, if that must agree. `ties`: the keys of its state_dict. `index`: the number that it had
-        before. `age_s`: of its process.
+        before. `age_s`: of its process. `tokens_seen`: merged into the newest version that it has seen.
 
         Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or Busy.
         """
@@ -109,6 +110,8 @@ class Shard:
         self._outbox.note(LearnerJoined(learner_id, member.generation, returned=old is not None))
         for state in versions.look_for_losses(learner_id, held):
             self.rounds.ask_missing(state)
+        if all(theirs.epoch != self.epoch for theirs in held):
+            versions.look_for_more(learner_id, tokens_seen, now - self.settings.lease.lease_s)
         return member
 
     def take_number(self, learner_id: str, now: float) -> int:
@@ -137,7 +140,7 @@ class Shard:
         """A control stream begins: tell it everything that it could have missed. Repeats are harmless."""
         self._outbox.tell(member, self.pulse())
         for state in self.fragments.values():
-            if state.seeded:
+            if state.seeded and member.learner_id not in state.may_bring:
                 self._outbox.tell(member, state.announcement())
             if state.round and member.learner_id in state.round.awaited:
                 self._outbox.tell(member, state.request())
@@ -241,6 +244,7 @@ class Shard:
         """Let time pass: leases end, rounds open and close. Call often, and after every event."""
         self._outbox.now = now
         self._expire(now)
+        self.versions.end_without()
         self.rounds.tick(now, may_open=not self.draining)
 
     def drain(self) -> None:

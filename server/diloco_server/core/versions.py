@@ -62,7 +62,11 @@ class Versions:
         self.phases = Phases()
         self.budget = Budget(run.tokens, influence)
         self.done = False
-        """The token budget is reached. Stays so."""
+        """The token budget is reached, and so is the last version of all kinds. Stays so."""
+        self.closing: dict[int, int] = {}
+        """Once the model has its budget: buffers, each with the version that is to be their last. Its round is opened
+        after that of the model, so it holds what learners have counted until then."""
+        self._is_closing = False
         self.frozen = Frozen()
         self._knows_keys = False
         """Whether a learner has declared them in this epoch; else they are those of the versions that were kept."""
@@ -156,6 +160,12 @@ class Versions:
         self._forget_replaced(state)
         self._announce(state)
 
+    def end_without(self) -> None:
+        """If the model has its budget: nobody is left that could bring what is to come."""
+        if self.closing and not self._membership.live():
+            self.closing.clear()
+            self._check_budget()
+
     # ------------------------------------------------------------ who is in a version
 
     def forget(self, learner_id: str) -> None:
@@ -201,6 +211,13 @@ class Versions:
                 renamed.append(state)
         return renamed
 
+    def look_for_more(self, learner_id: str, tokens_seen: int, since: float) -> None:
+        """Where a fragment began with nothing, and got values after `since`, a learner that has seen more brings its
+        own. Until then it hears of no version: it would lose what it knows."""
+        for state in self.fragments.values():
+            if state.knows_less(tokens_seen, since):
+                state.may_bring[learner_id] = tokens_seen
+
     # ------------------------------------------------------------ questions
 
     @property
@@ -238,7 +255,8 @@ class Versions:
         self.fragments = {f.fragment_id: FragmentState.unseeded(f, self.phases) for f in owned}
 
     def _announce(self, state: FragmentState) -> None:
-        self._outbox.tell_live(state.announcement())
+        told = [m for m in self._membership.live() if m.learner_id not in state.may_bring]
+        self._outbox.tell_all(told, state.announcement())
         if not state.fragment.traits.is_of_model or self.budget.is_reached(state):  # else the run cannot be over
             self._check_budget()
 
@@ -246,8 +264,16 @@ class Versions:
         states = self.of_model
         if self.done or not states or not all(s.seeded and self.budget.is_reached(s) for s in states):
             return
+        if not self._is_closing:
+            self._is_closing = True
+            whole = (s for s in self.fragments.values() if s.fragment.traits.is_whole and s.seeded)
+            self.closing = {s.fragment.fragment_id: s.version + (1 if s.collected is None else 2) for s in whole}
+        self.closing = {i: last for i, last in self.closing.items() if self.fragments[i].version < last}
+        if self.closing and self._membership.live():
+            return
         if any(s.computing for s in self.fragments.values()):
             return  # a version of another kind: learners take the last ones of buffers, too, and all the same
+        self.closing.clear()
         self.done = True
         self._outbox.note(BudgetReached(self.tokens_merged))
         self._outbox.tell_live(Stop())

@@ -238,7 +238,7 @@ class ShardHost:
         """Grant a lease. Raises Draining, ManifestMismatch, FrozenMismatch, Superseded or Busy."""
         member = self.shard.join(
             learner_id, request.process_id, request.tensors, self.clock(), request.held, request.frozen, request.ties,
-            request.index, request.age_s,
+            request.index, request.age_s, request.tokens_seen,
         )  # fmt: skip
         self.advance()
         return self.shard.join_answer(learner_id, member.generation, index=member.index, rules=self.driver.rules.words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -72,10 +73,10 @@ def sparse_adam() -> Script:
     )
 
 
-@CASES.script("LBFGS and others with a closure")
+@CASES.script('LBFGS with line_search_fn="strong_wolfe", and others with a closure')
 def lbfgs() -> Script:
     model = small()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=1, max_eval=2, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -287,7 +288,59 @@ def masters() -> Script:
 def masters_unsaid(ground: Ground) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)).bfloat16()  # of fewer, no tensor is watched
-    ground.is_undone(Script(model, with_masters(model, OnMasters(model.parameters(), MASTER))))
+    assert ground.is_undone(Script(model, with_masters(model, OnMasters(model.parameters(), MASTER))))
+
+
+class WithTarget(nn.Module):
+    """As agents of libraries have one: it requires gradients, and gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small()
+        self.target = copy.deepcopy(self.net)
+
+
+@CASES.script('a target network that requires gradients, with private=["target.*"]')
+def target() -> Script:
+    model = WithTarget()
+    optimizer = torch.optim.SGD(model.net.parameters(), lr=RATE)
+    train = loop(model.net, optimizer)
+
+    def step() -> Tensor:
+        loss = train()
+        model.target.load_state_dict(model.net.state_dict())
+        return loss
+
+    return Script(model, step, {"private": ["target.*"], "optimizer": optimizer})
+
+
+@CASES("a target network that is shared, with optimizer=")
+def target_unsaid(ground: Ground) -> None:
+    model = WithTarget()
+    optimizer = torch.optim.SGD(model.net.parameters(), lr=RATE)
+    ground.trains(Script(model, loop(model.net, optimizer), {"optimizer": optimizer}))
+
+
+@CASES.script("a head that lives in the loss")
+def head_in_loss() -> Script:
+    both = nn.ModuleList([small(), nn.Linear(2, 1)])
+    optimizer = torch.optim.SGD(both.parameters(), lr=RATE)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(lambda x: both[1](both[0](x)).expand(-1, 2))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Script([both[0], both[1]], step, {"optimizer": optimizer})
+
+
+@CASES("a head that lives in the loss and is not joined, with optimizer=")
+def head_unsaid(ground: Ground) -> None:
+    model, loss = small(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=RATE)
+    ground.trains(Script(model, loop(model, optimizer), {"optimizer": optimizer}))
 
 
 @CASES.script("Lookahead, with masters=")

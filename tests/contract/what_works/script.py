@@ -132,8 +132,8 @@ class Ground:
             pass
         assert not off, f"what the version must have brought is not in the model; it is off by {off}"
 
-    def is_undone(self, script: Script) -> None:
-        """Versions come every few steps, and the script takes them back. Returns if nobody notices."""
+    def is_undone(self, script: Script) -> bool:
+        """Versions come every few steps, and the script takes them back. Whether anybody notices."""
         self.shards = self.start(sync_every=12)
         partners = [Partner(copy.deepcopy(script.model), {}) for _ in range(2)]
         with self.learner(script.model, "script", **script.options) as learner, ExitStack() as joined:
@@ -146,6 +146,7 @@ class Ground:
                 for one in (learner, *(partner.learner for partner in partners)):
                     assert one is not None
                     one.poll(0.01)
+            return bool(learner.status()["versions_undone"])
 
     @contextmanager
     def learner(self, model: Models, learner_id: str, **options: Any) -> Iterator[Learner]:

@@ -169,14 +169,17 @@ def clamped() -> Script:
     model = small()
     usual_step = loop(model)
 
-    def step() -> Tensor:
-        loss = usual_step()
+    def clamp() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.clamp_(-2, 2)
+
+    def step() -> Tensor:
+        loss = usual_step()
+        clamp()
         return loss
 
-    return Script(model, step)
+    return Script(model, step, {"after_version": clamp})
 
 
 @CASES.script('layers that are frozen and unfrozen, with shared="all"')

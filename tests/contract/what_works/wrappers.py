@@ -66,6 +66,23 @@ def scripted() -> Script:
     return Script(model, loop(torch.jit.script(model)), plain=small)
 
 
+class Fixed(nn.Module):
+    """Without parameters; in a file of its own, as TorchScript reads its source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+        self.act = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x) * self.scale
+
+
+@CASES.script("modules of TorchScript without parameters")
+def generated() -> Script:
+    return usual(nn.Sequential(small(), torch.jit.script(Fixed())), plain=lambda: nn.Sequential(small(), Fixed()))
+
+
 CASES.joins("what torch.jit.script returned, or torch.jit.load", lambda: torch.jit.script(small()))
 CASES.script("torch.fx and torch.export")(lambda: usual(torch.fx.symbolic_trace(small())))
 

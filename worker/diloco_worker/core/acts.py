@@ -115,3 +115,5 @@ class Figures:
     """Contributions under way whose fate is not known."""
     tokens_unmerged: float = 0.0
     """As in `LearnerCore`."""
+    versions_undone: int = 0
+    """Versions that inner steps seem to have taken back."""

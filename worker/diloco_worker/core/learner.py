@@ -66,9 +66,9 @@ class LearnerCore:
 
     @property
     def last_rounds(self) -> frozenset[int]:
-        """The fragments of the model that a learner that leaves wants a round of: no version has all of its work, and
-        no contribution is under way whose fate might change that."""
-        begun = (f for f in self.of_model if f.is_adopted and f.contribution is None)
+        """The fragments that a learner that ends wants a round of: no version has all of its work, and no contribution
+        is under way whose fate might change that. Momentum goes with its learner."""
+        begun = (f for f in self.exported if f.is_adopted and f.contribution is None)
         return frozenset(f.fragment.fragment_id for f in begun if f.tokens_since(self.tokens) > 0)
 
     # ------------------------------------------------------------ at a step boundary

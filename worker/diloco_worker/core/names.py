@@ -94,7 +94,26 @@ def _inside(module: nn.Module) -> str | None:
     return next((WRAPPERS[name] for name in type_names(module) if name in WRAPPERS), None)
 
 
+class _Scripted(nn.Module):
+    """The buffers of a TorchScript module, which are found in another way there. Libraries generate such modules, as
+    e3nn does, and what they train is beside them."""
+
+    def __init__(self, script: nn.Module) -> None:
+        super().__init__()
+        for leaf, buffer in script._buffers.items():
+            self.register_buffer(leaf, buffer)
+        for name, child in script._modules.items():
+            self.add_module(name, child)
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether it is of TorchScript."""
+    return "torch.jit._script.ScriptModule" in type_names(module)
+
+
 def _modules(module: nn.Module, path: str, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+    if is_scripted(module) and next(module.parameters(), None) is None:
+        module = _Scripted(module)
     yield path, module
     inside = _inside(module)
     for name, child in module._modules.items():

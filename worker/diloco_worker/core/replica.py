@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.errors import UnsupportedModel
-from diloco_common.wire.bounds import TIES_MAX
+from diloco_common.wire.bounds import TENSORS_MAX, TIES_MAX
 from diloco_common.wire.manifest import Fragment, Kind, TensorSpec, Tie
 from diloco_worker.core import layout, momentum, names
 from diloco_worker.core.buffers import Buffers
@@ -56,6 +56,11 @@ class Replica:
         layout.refuse_several_devices(parameters)
         layout.refuse_overlaps(chosen.all, parameters)
         self.specs = [*specs.values(), *beside, *(buffer.spec for buffer in chosen.buffers.shared.values())]
+        if len(self.specs) > TENSORS_MAX:
+            raise UnsupportedModel(
+                f"the model has {len(self.specs)} tensors that are shared, and a shard takes {TENSORS_MAX}: hold those "
+                "of many experts or layers as one (torch.stack), freeze some, or keep some with each learner (private=)"
+            )
         self._holding = seat.holding(parameters, self.specs)
         self._sharded = [m for _, m in names.modules(chosen.model) if hasattr(m, "reshard") and hasattr(m, "unshard")]
         self.of_kind: dict[Kind, Parameters | Buffers] = {"momentum": momenta, "buffer": chosen.buffers}
@@ -195,6 +200,11 @@ def _averaged(mean_merge: Collection[str] | None, chosen: SharedSet) -> set[str]
 
 
 def _check(name: str, parameter: Tensor) -> None:
+    if parameter.is_inference():
+        raise UnsupportedModel(
+            f"{name} was made under torch.inference_mode(), so nothing can be written to it: make or load the model "
+            "outside of that"
+        )
     if parameter.dtype not in _DTYPES:
         raise UnsupportedModel(
             f"{name} is {parameter.dtype}; trainable parameters must be float32, bfloat16 or float16"

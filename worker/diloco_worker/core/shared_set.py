@@ -138,9 +138,9 @@ def matching(argument: str, patterns: Patterns, known: Iterable[str]) -> set[str
 
 
 def _refuse_scripted(model: nn.Module) -> None:
-    """TorchScript keeps tensors where nobody can look at them in place. Raises UnsupportedModel."""
+    """TorchScript keeps parameters where nobody can look at them in place. Raises UnsupportedModel."""
     for path, module in names.modules(model):
-        if "torch.jit._script.ScriptModule" in names.type_names(module):
+        if names.is_scripted(module):
             raise UnsupportedModel(
                 f"{path or 'the model'} is of TorchScript: join the module that it was made of by torch.jit.script, "
                 "whose parameters are the same, and train the script"

@@ -13,6 +13,8 @@ in them, and s, what a step has changed, one of the steps has undone the version
 
 Elements are taken by rows, so many of one tensor, as an optimizer may have copies of some tensors only. A version is
 gone where most of the rows that it has changed say so, and only `IN_A_ROW` of them, one after the other, are believed.
+Even then it is a guess: a loop that keeps its parameters in a set takes back what of a version lies outside. So it is
+said and counted, and ends nobody.
 How the constants were measured: decision 128 (docs/decisions.md).
 
 Nothing waits for a device: the rows are read when they are on the CPU, a step or more later.
@@ -28,7 +30,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diloco_common.errors import VersionUndone
 from diloco_common.wire.manifest import Fragment
 from diloco_worker.core import device, layout
 
@@ -48,6 +49,9 @@ SHARE_LEAST, SHARE_MOST = 0.35, 1.5
 LIKENESS_LEAST = 0.7
 OUTSTANDING = 2.0
 IN_A_ROW = 3
+FINDING = "inner steps take versions back, one after the other: nothing that others train stays here"
+COPIES = "if the optimizer steps on a copy of the weights (float32 masters, Lookahead): join(masters=optimizer)"
+CLAMPS = "if the loop clamps or projects the parameters: join(after_version=f)"
 REST = 40
 """Inner steps without a watch after a version that stayed: an optimizer that takes versions back does so with all."""
 
@@ -107,6 +111,8 @@ class Laid:
         self._turn = 0
         self._rest = 0  # inner steps until the next version is watched
         self._in_a_row = 0
+        self.undone = 0
+        """Versions that were gone after inner steps; 0 until so many were, one after the other, that it is believed."""
         self._of_fragment: dict[int, int] = {}
 
     @contextmanager
@@ -125,8 +131,16 @@ class Laid:
         watched.look()
         self._watched = watched
 
-    def check(self) -> None:
-        """After every inner step, before versions are applied. Raises VersionUndone."""
+    def settled(self) -> None:
+        """The loop has changed the model since: what is there now is the version."""
+        if self._watched is not None and not self._watched.steps:
+            self._watched.seen.pop()
+            self._watched.look()
+
+    def check(self) -> bool:
+        """After every inner step, before versions are applied. Whether it turns out now that steps take versions
+        back."""
+        before = self.undone
         self._rest -= 1
         if self._watched is not None:
             self._watched.look()
@@ -135,6 +149,7 @@ class Laid:
         while self._samples and self._samples[0].are_there():
             sample = self._samples.pop(0)
             self._count(sample.fragment_id, is_gone(sample.values))
+        return before < IN_A_ROW <= self.undone
 
     def _end(self, watched: Watched) -> None:
         """What was seen of a version goes to the CPU."""
@@ -148,13 +163,11 @@ class Laid:
         self._in_a_row = self._in_a_row + 1 if is_gone else 0
         self._rest = 0 if is_gone else REST
         of_fragment = self._of_fragment[fragment_id] = self._of_fragment.get(fragment_id, 0) + 1 if is_gone else 0
-        if max(self._in_a_row, of_fragment) >= IN_A_ROW:
-            raise VersionUndone(
-                f"{IN_A_ROW} versions, one after the other, were gone after inner steps: the optimizer steps on a copy "
-                "of the weights (float32 masters, Lookahead, schedule-free) and writes it over the parameters. Say at "
-                "`join` where the copies are, masters=optimizer or masters={name: tensor}, so that they get versions, "
-                "too. This learner ends"
-            )
+        in_a_row = max(self._in_a_row, of_fragment)
+        if in_a_row == IN_A_ROW > self.undone:
+            self.undone = IN_A_ROW
+        elif is_gone and self.undone:
+            self.undone += 1
 
     def _places(self, fragment: Fragment) -> list[Place]:
         """In some of the tensors of the fragment, in turn."""

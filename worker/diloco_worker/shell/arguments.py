@@ -65,6 +65,12 @@ def check_word(argument: str, word: object, known: Collection[str | None]) -> No
     _take(isinstance(word, str | None) and word in known, argument, word, f"it takes {choices}")
 
 
+def check_function(argument: str, function: object) -> None:
+    """Raises WrongCall."""
+    what_to_do = "give a function without arguments, such as lambda: clamp(model)"
+    _take(function is None or callable(function), argument, function, what_to_do)
+
+
 def check_either(argument: str, word: object, known: Collection[str]) -> None:
     """Raises ConfigError."""
     if word not in known:

@@ -39,6 +39,8 @@ class Start:
     """Where the count of inner steps goes on."""
     tokens: int = 0
     """Where the count of tokens goes on."""
+    tokens_seen: int = 0
+    """Merged into the versions that an earlier process had seen."""
     resumed: bool = False
     """The model holds values of this run, of a checkpoint."""
 
@@ -48,9 +50,10 @@ class StepBoundary:
 
     def __init__(
         self, replica: Replica, addresses: Sequence[str], council: Council, pulse: Callable[[], Pulse], world: World,
-        start: Start,
+        start: Start, after_version: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """`pulse`: the state of the run, over all learners, as this process hears it."""
+        """`pulse`: the state of the run, over all learners, as this process hears it. `after_version`: called when
+        versions were written to the model."""
         self.core: LearnerCore | None = None
         """None until the first shard tells how the model is cut."""
         self.shards = Shards(len(addresses))
@@ -65,6 +68,7 @@ class StepBoundary:
         self._clock = world.clock
         self._cpu_clock = world.cpu_clock
         self._start = start
+        self._after_version = after_version
         self._empty_since: dict[int, tuple[int, float]] = {}  # fragment -> epoch of its shard, and since when
         self._acts: list[Act] = []
 
@@ -164,8 +168,12 @@ class StepBoundary:
         core = self.core
         return Figures(
             core.inner_step, core.tokens, dict(core.contributions), core.tokens_carried / len(core.of_model),
-            core.unmerged, core.tokens_unmerged,
+            core.unmerged, core.tokens_unmerged, self.replica.laid.undone,
         )  # fmt: skip
+
+    def trained_here(self) -> tuple[int, int]:
+        """Inner steps and tokens of this process."""
+        return self._core.inner_step - self._start.inner_step, self._core.tokens - self._start.tokens
 
     def trained(self) -> tuple[int, int]:
         """Inner steps and tokens of everything that the model holds. Raises as `Council.trained`."""
@@ -237,6 +245,13 @@ class StepBoundary:
         return max(0.0, SEED_HOLD_S - (self._clock() - since))
 
     @torch.no_grad()
+    def written(self) -> None:
+        """Values that no inner step has led to are in the model: the loop puts them into the set that it keeps."""
+        if self._after_version is not None:
+            self._after_version()
+            self.replica.laid.settled()
+
+    @torch.no_grad()
     def _apply(self, event: Arrived) -> None:
         began, cpu_began = self._clock(), self._cpu_clock()
         fragment = self._core.fragments[event.fragment_id]
@@ -247,6 +262,7 @@ class StepBoundary:
             event.forgotten_version,
         )  # fmt: skip
         if applied is not None:
+            self.written()
             seconds, cpu_seconds = self._clock() - began, self._cpu_clock() - cpu_began
             since = self._core.tokens - fragment.tokens_since(self._core.tokens)
             self._acts.append(

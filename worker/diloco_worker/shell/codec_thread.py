@@ -48,7 +48,10 @@ class HeldVersion:
 class CodecThread:
     """One per learner. Its methods return at once; what they give is ready later."""
 
-    def __init__(self, device: torch.device, world: World, telemetry: LearnerTelemetry) -> None:
+    def __init__(
+        self, device: torch.device, world: World, telemetry: LearnerTelemetry, tokens_seen: int = 0
+    ) -> None:  # fmt: skip
+        """`tokens_seen`: merged into the versions that an earlier process of this learner had seen."""
         self._device = device
         self._clock = world.clock
         self._cpu_clock = world.cpu_clock
@@ -57,6 +60,7 @@ class CodecThread:
         self._tensors: Mapping[int, FragmentTensors] = {}
         self._payloads: dict[Contribution, Future[Payload]] = {}  # the training thread adds, the network thread drops
         self._held: dict[int, HeldVersion] = {}
+        self._tokens_seen = tokens_seen
         self._is_closed = False
         self._give_back = world.give_back
         self._has_encoded_seed = False  # of the codec thread alone
@@ -128,9 +132,13 @@ class CodecThread:
         return None if held is None or held.values is None else (held.epoch, held.version)
 
     def tokens_merged(self, fragment_id: int) -> int:
-        """Tokens merged into the version that is held; 0 if none is."""
+        """Tokens merged into the version that is held; if none is, into those that an earlier process had seen."""
         held = self._held.get(fragment_id)
-        return 0 if held is None else held.tokens_merged
+        return self._tokens_seen if held is None else held.tokens_merged
+
+    def tokens_seen(self, fragment_ids: Collection[int]) -> int:
+        """Tokens merged into the newest version of these fragments that this learner has seen; 0: it has seen none."""
+        return max((self._held[i].tokens_merged for i in fragment_ids if i in self._held), default=self._tokens_seen)
 
     async def decode(self, header: PullHeader, payload: Payload) -> Arrived:
         """A version that was pulled. Raises a Refusal of the bytes."""

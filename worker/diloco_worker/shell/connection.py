@@ -228,6 +228,7 @@ class Connection:
                 lease = Lease(answer.epoch, answer.generation)
                 await self._transport.leave(self._c.caller.under(lease), GOODBYE_S)
             raise
+        self._say_what_is_lost(joined)
         self._take_lease(joined)
         self._c.inbox.put(joined)
         self._c.telemetry.log.event(
@@ -243,12 +244,30 @@ class Connection:
                 PROTOCOL, self._c.caller.process_id, self._c.tensors, offered_names(),
                 held=self._c.codec.held(state.fragment_ids), frozen=self._c.frozen,
                 ties=self._c.ties, index=self._c.index if state.index is None else state.index,
-                age_s=asked - self._born,
+                age_s=asked - self._born, tokens_seen=self._c.codec.tokens_seen(state.fragment_ids),
             )  # fmt: skip
             answer = await self._transport.join(self._c.caller.identity, request, CALL_S)
             if clock() - asked < SLOW_S:
                 break
         return answer
+
+    def _say_what_is_lost(self, joined: Joined) -> None:
+        """Of versions that this learner has seen."""
+        now = {status.fragment_id: status for status in joined.fragments}
+        held = [h for h in self._c.codec.held(self.state.fragment_ids) if h.fragment_id in now]
+        lost = [h for h in held if h.version and not now[h.fragment_id].seeded]
+        if lost:
+            self._c.telemetry.log.warning(
+                "the shard has lost its versions: this learner brings what it has", code="VERSIONS_LOST",
+                shard=self.address, fragments=len(lost), version=max(h.version for h in lost),
+            )  # fmt: skip
+        older = [h for h in held if now[h.fragment_id].seeded and now[h.fragment_id].version < h.version]
+        if older:
+            self._c.telemetry.log.warning(
+                "the shard goes on from earlier versions than this learner has seen: what was merged since is lost",
+                code="VERSIONS_LOST", shard=self.address, fragments=len(older),
+                version=min(now[h.fragment_id].version for h in older), seen=max(h.version for h in older),
+            )  # fmt: skip
 
     def _take_lease(self, joined: Joined) -> None:
         mine = self.state.fragment_ids
@@ -300,6 +319,7 @@ class Connection:
             while True:
                 self._has_progress.clear()  # first: a step that ends meanwhile is reported next time
                 await stream.report(replace(self._progress, away=self.others_away(), last_rounds=self._last_rounds))
+                self.pusher.say_what_fails()
                 await asyncio.sleep(REPORT_EVERY_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.state.heartbeat_s - REPORT_EVERY_S):
@@ -333,6 +353,7 @@ class Connection:
 
     def _came_up(self) -> None:
         self.is_up, self._down_since = True, None
+        self.pusher.begin_anew()
         self.times_up += 1
         self.why_down = None
         self._dialing.is_up()

@@ -74,6 +74,8 @@ class Connections:
                 "connected": c.is_up,
                 "code": None if c.why_down is None else c.why_down.code,
                 "why": "" if c.why_down is None else str(c.why_down),
+                "pushes_fail_s": 0.0 if (failing := c.pusher.failing) is None else round(failing.for_s, 1),
+                "pushes_fail_why": "" if failing is None else failing.why,
                 "generation": c.state.lease.generation,
                 "epoch": c.state.epoch,
                 "reconnects": max(0, c.times_up - 1),
@@ -83,12 +85,19 @@ class Connections:
 
     @property
     def objections(self) -> str:
-        """What shards have against this learner, in words; empty: nothing."""
-        return "; ".join(
+        """What shards have against this learner, or keeps its pushes from them, in words; empty: nothing."""
+        found = [
             f"{c.address}: {c.why_down} [{c.why_down.code}]"
             for c in self._connections
             if c.why_down is not None and not isinstance(c.why_down, Unavailable)
-        )
+        ]
+        return "; ".join([*found, *filter(None, [self.failing_pushes])])
+
+    @property
+    def failing_pushes(self) -> str:
+        """Where the bytes of this learner do not get through, and why not; empty: nowhere."""
+        found = ((c, failing) for c in self._connections if c.is_up and (failing := c.pusher.failing) is not None)
+        return "; ".join(f"no push gets through to {c.address} for {f.for_s:.0f} s: {f.why}" for c, f in found)
 
     def _num_gone(self) -> int:
         return sum(connection.is_gone for connection in self._connections)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,11 @@ from diloco_common.wire.addresses import parse_address, read_address
 
 FILE_MARK = "@"
 MISSING: Stamp = (None,)
+
+
+DRAWN = secrets.token_hex(3)
+"""In the name of a learner that nobody has named, the same for all that this process joins: containers may have one
+host name and one process id."""
 
 
 class Credentials:
@@ -61,12 +67,12 @@ class Credentials:
         return self._token
 
     def learner_id(self, wanted: str, run_id: str) -> str:
-        """Under which id to join: the certificate's, if there is one; else what is wanted; else host name and process
-        id. Raises ConfigError if the certificate says otherwise, and BadRequest."""
+        """Under which id to join: the certificate's, if there is one; else what is wanted; else host name, process id
+        and what was drawn. Raises ConfigError if the certificate says otherwise, and BadRequest."""
         files = self.tls()
         subject = None if files is None else files.subject
         if files is None or subject is None:
-            name = wanted or f"{socket.gethostname()[:40]}-{os.getpid()}"
+            name = wanted or f"{socket.gethostname()[:40]}-{os.getpid()}-{DRAWN}"
             check_learner_id(name)
             return name
         if subject != Subject(run_id, Scope.LEARNER, wanted or subject.name):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -13,14 +16,37 @@ from diloco_worker.shell.boundary import StepBoundary
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.council import Council
 
-CONTRIBUTIONS_S = 5.0
-"""The rounds that hold work of this learner have so many seconds to become versions."""
 FINISH_S = 60.0
 """For the last versions; what is waited for is a pull of each fragment, at most."""
 LEAVE_S = 25.0
 """For what was trained since the last contributions. Clouds give 30 seconds of warning, or more."""
 FIRST_S = 1.5
 """What takes longer than this is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What became of what a learner has trained, as `finish` leaves it. True if the run has all of it, and the model
+    the last versions."""
+
+    work: Literal["all", "partly", "none"]
+    """How much of it versions hold. In a run that has reached its budget, what came too late for it counts for nothing:
+    "all" then means that some was merged."""
+    tokens: int
+    """Trained on by this process."""
+    tokens_unmerged: int
+    """Of these, averaged over fragments, those that are in no version; what came too late for the budget, too."""
+    is_global: bool
+    """Whether the model holds the values of the run now. Else it holds what was trained."""
+    why: str
+    """What is missing, in words; empty: nothing."""
+
+    def __bool__(self) -> bool:
+        return self.work == "all" and not self.why
+
+    def __int__(self) -> int:
+        """For scripts that count it, as the bool that it was."""
+        return int(bool(self))
 
 
 class Ending:
@@ -30,8 +56,6 @@ class Ending:
     """At most, where nobody says for how long to wait."""
     waits: str
     """What is waited for, in words."""
-    lacks: str
-    """What is wrong where something is missing."""
 
     def __init__(self, boundary: StepBoundary, connections: Connections, council: Council) -> None:
         self._boundary = boundary
@@ -46,7 +70,7 @@ class Ending:
         missing = self.missing()
         gone = {c.address for c in self._connections if c.is_gone} if wait_s is None else set()
         is_late = waited_s >= (self.usual_s if wait_s is None else wait_s)
-        is_over = not self.is_busy and (is_late or not (missing.keys() - gone or self.is_settling(waited_s)))
+        is_over = not self.is_busy and (is_late or not missing.keys() - gone)
         said = self._council.agree(f"{is_over:d}{'; '.join(missing.values())}")
         return said[0] == "1", said[1:]
 
@@ -54,33 +78,41 @@ class Ending:
         """Address of a shard -> what has not come from it, or gone to it, in words."""
         raise NotImplementedError
 
-    def write(self) -> None:
-        """Leave in the model what belongs there at this end."""
-
     @property
     def is_busy(self) -> bool:
         """Whether this is no moment to end."""
         return False
 
-    def is_settling(self, waited_s: float) -> bool:
-        """Whether something is to be waited for although nothing is missing."""
-        return False
+    def unmerged(self) -> dict[str, str]:
+        """Work that no version has, as far as a shard would still make one; as `missing`."""
+        core, shards = self._boundary.core, self._boundary.shards
+        if core is None:
+            return {}  # nothing was trained
+        found = Counter(f.fragment.shard_index for f in core.exported if f.tokens_since(core.tokens) > 0)
+        address = {c.state.shard_index: c.address for c in self._connections}
+        held = {address.get(i, f"shard {i}"): n for i, n in found.items() if not shards.has_stopped(i)}
+        return {shard: f"work on {n} fragments of {shard}" for shard, n in held.items()}
 
 
 class Finishing(Ending):
     """The end of a run: the last version of every fragment of the model, and then it holds nothing but those.
 
     A shard that has reached the budget makes no versions any more, and what it announced last is final. Where training
-    ends earlier, the versions count that were announced when `finish` was called: others go on, and would announce for
-    ever. Work of this learner that is on its way gets some seconds to be in them.
+    ends earlier, this learner hands over what it has trained, as one that leaves. The versions count that were
+    announced when `finish` was called: others go on, and would announce for ever.
     """
 
     usual_s = FINISH_S
-    waits, lacks = "waiting for the last versions", "not everything is of the last version"
+    waits = "waiting for the last versions"
 
     def __init__(self, boundary: StepBoundary, connections: Connections, council: Council) -> None:
         super().__init__(boundary, connections, council)
         self._wanted: dict[int, tuple[int, int]] = {}  # fragment -> epoch and version, as announced first
+        self._hands_over = True  # whether to wait for rounds still
+
+    def look(self, waited_s: float, wait_s: float | None) -> tuple[bool, str]:
+        self._hands_over = waited_s < LEAVE_S or wait_s is not None
+        return super().look(waited_s, wait_s)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -88,6 +120,7 @@ class Finishing(Ending):
         assert self._boundary.core is not None
         for fragment in self._boundary.core.exported:
             fragment.tensors.restore()
+        self._boundary.written()
 
     def missing(self) -> Mapping[str, str]:
         """The versions that have not come, and the shards that do not say whether there are some."""
@@ -108,18 +141,28 @@ class Finishing(Ending):
                 wanted = self._wanted[i] = announced
             if wanted is None or fragment.epoch != wanted[0] or fragment.version < wanted[1]:
                 late[connection.address] = late.get(connection.address, 0) + 1
-        return away | {shard: f"the last version of {n} fragments of {shard}" for shard, n in late.items()}
+        versions = {shard: f"the last version of {n} fragments of {shard}" for shard, n in late.items()}
+        return (self.unmerged() if self._hands_over else {}) | versions | away
 
-    def is_settling(self, waited_s: float) -> bool:
-        return self._has_contributions and waited_s < CONTRIBUTIONS_S
-
-    @property
-    def _has_contributions(self) -> bool:
-        """Whether work of this learner is on its way into a version of the model."""
-        core = self._boundary.core
-        if core is None or self._boundary.shards.have_stopped:
-            return False
-        return any(fragment.contribution is not None for fragment in core.of_model)
+    def outcome(self, missing: str, *, regardless: bool) -> Finished:
+        """What to say at the end, and whether the global values go into the model."""
+        core, shards = self._boundary.core, self._boundary.shards
+        assert core is not None
+        steps, tokens = self._boundary.trained_here()
+        unmerged = core.tokens_unmerged
+        due = [f for f in core.of_model if not shards.has_stopped(f.fragment.shard_index)]
+        work: Literal["all", "partly", "none"] = "all"
+        if any(f.tokens_since(core.tokens) > 0 for f in due):
+            work = "partly"
+        if steps and unmerged >= tokens:
+            work = "none"
+        why = [missing or "; ".join(self.unmerged().values()), self._connections.failing_pushes]
+        if steps and not tokens:
+            why.insert(0, "every step said tokens=0")
+        elif work == "none" and shards.have_stopped:
+            why.insert(0, "no round came before the run had its budget")
+        is_global = regardless or work == "all" or shards.have_stopped
+        return Finished(work, tokens, math.ceil(unmerged), is_global, "; ".join(filter(None, why)))
 
     @property
     def is_busy(self) -> bool:
@@ -137,17 +180,9 @@ class Leaving(Ending):
 
     usual_s = LEAVE_S
     waits = "waiting until what was trained is merged"
-    lacks = "not everything that was trained is in a version"
 
     def missing(self) -> Mapping[str, str]:
-        """Work that no version has, as far as a shard would still make one."""
-        core, shards = self._boundary.core, self._boundary.shards
-        if core is None:
-            return {}  # nothing was trained
-        unmerged = Counter(f.fragment.shard_index for f in core.of_model if f.tokens_since(core.tokens) > 0)
-        address = {c.state.shard_index: c.address for c in self._connections}
-        held = {address.get(i, f"shard {i}"): n for i, n in unmerged.items() if not shards.has_stopped(i)}
-        return {shard: f"work on {n} fragments of {shard}" for shard, n in held.items()}
+        return self.unmerged()
 
 
 class Patience:

@@ -23,8 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from diloco_common.command import one_line
-from diloco_common.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, DilocoError
+from diloco_common.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, DilocoError, one_line
 from diloco_worker.shell.home import Home
 
 OURS = ("diloco_worker", "diloco_common")

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from diloco_common import forks
 from diloco_common.errors import ChildOfLearner, WrongCall
@@ -47,8 +48,15 @@ class Home:
             )
 
 
+class Closable(Protocol):
+    def close(self) -> None:
+        """Leave the run."""
+
+
 _first_join: Home | None = None
 _here: list[str] = []
+_learners: WeakValueDictionary[str, Closable] = WeakValueDictionary()
+"""By the same names."""
 
 
 def check_may_join(run: str, learner_id: str) -> None:
@@ -72,10 +80,17 @@ def check_may_join(run: str, learner_id: str) -> None:
     _first_join = _first_join or Home()
 
 
-def joined(run: str, learner_id: str) -> None:
+def joined(run: str, learner_id: str, learner: Closable) -> None:
     """This process is this learner from now on."""
     _here.append(f"{run}/{learner_id}")
+    _learners[f"{run}/{learner_id}"] = learner
     _mark()
+
+
+def close_earlier(run: str, learner_id: str) -> None:
+    """A learner that this process has joined under this name, and not closed: the cell of a notebook was run again."""
+    if (name := f"{run}/{learner_id}") in _here and (earlier := _learners.get(name)) is not None:
+        earlier.close()
 
 
 def left(run: str, learner_id: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from diloco_common.codec import Payload, PayloadHeader, usual_chunk_elements
@@ -17,8 +19,20 @@ from diloco_worker.core.events import Answered, Failed
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.shell.context import ConnectionContext
 
+FAILING_S = 60.0
+"""Pushes that fail for so long, while the control stream holds, are said."""
 SEEDS_AT_ONCE = 2
 """Seeds encoded and pushed at once; a shard refuses more than a few of all learners together."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailingPushes:
+    """Bytes do not get through, whatever else does: a proxy's limit, the MTU of a path."""
+
+    for_s: float
+    """Since the first attempt began."""
+    why: str
+    """Of the last one that failed."""
 
 
 class Pusher:
@@ -32,6 +46,8 @@ class Pusher:
         self._on_hold: set[asyncio.Task[None]] = set()  # those of seeds that others may bring first
         self._pushing = asyncio.Semaphore(PUSHES_AT_ONCE)
         self._seeding = asyncio.Semaphore(SEEDS_AT_ONCE)
+        self._failing: dict[int, tuple[float, str]] = {}  # fragment -> since when, and why the last time
+        self._said_at = -math.inf
         self.refused: Callable[[DilocoError], None] = lambda error: None
         """Called when the shard refuses a seed: without it, all would wait."""
 
@@ -55,6 +71,26 @@ class Pusher:
         """Give pushes that are under way time to be answered. A seed on hold is not one of them."""
         if under_way := self._pushes - self._on_hold:
             await asyncio.wait(under_way, timeout=timeout_s)
+
+    @property
+    def failing(self) -> FailingPushes | None:
+        """The fragment that was last answered longest ago, of those whose last attempt failed. In any thread."""
+        oldest = min(self._failing.copy().values(), default=None)
+        return None if oldest is None else FailingPushes(self._c.world.clock() - oldest[0], oldest[1])
+
+    def begin_anew(self) -> None:
+        """The shard is there again: what failed before says nothing of the way."""
+        self._failing.clear()
+
+    def say_what_fails(self) -> None:
+        """Now and then, if pushes have been failing for long. Call it while the control stream is up."""
+        failing, now = self.failing, self._c.world.clock()
+        if failing is not None and failing.for_s >= FAILING_S <= now - self._said_at:
+            self._said_at = now
+            self._c.telemetry.log.warning(
+                "no push gets through: nothing that is trained here is merged", code="PUSHES_FAIL",
+                shard=self._state.address, for_s=round(failing.for_s), why=failing.why,
+            )  # fmt: skip
 
     def cancel(self) -> None:
         """Give all pushes up."""
@@ -146,7 +182,7 @@ class Pusher:
 
         A contribution may have been accepted even so; only a version tells, and a round that still wants it asks again.
         """
-        telemetry, attempt = self._c.telemetry, 0
+        telemetry, attempt, began = self._c.telemetry, 0, self._c.world.clock()
         while lease == self._state.lease:
             try:
                 answer = await self._push_once(header, payload, lease)
@@ -155,9 +191,13 @@ class Pusher:
                     telemetry.log.warning("push refused", fragment=header.fragment_id, code=error.code, why=error)
                     return None
                 telemetry.pushed("failed", 0)
+                since, _ = self._failing.get(header.fragment_id, (began, ""))
+                self._failing[header.fragment_id] = since, str(error)
                 await asyncio.sleep(backoff_s(attempt, self._c.world.random.random()))
                 attempt += 1
                 continue
+            if answer is not None:
+                self._failing.pop(header.fragment_id, None)
             if answer is None or lease != self._state.lease:  # a later contribution may have the same round
                 return None
             if answer.outcome is Outcome.REJECTED:

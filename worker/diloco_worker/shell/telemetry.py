@@ -94,6 +94,7 @@ class LearnerTelemetry:
             },
             "tokens_carried": int(figures.tokens_carried),
             "tokens_unmerged": int(figures.tokens_unmerged),
+            "versions_undone": figures.versions_undone,
             "bytes_pushed": self.bytes_pushed,
             "bytes_pulled": self.bytes_pulled,
         }

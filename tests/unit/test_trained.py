@@ -1,0 +1,153 @@
+"""What optimizers train beside what is shared: a table of programs, and the line that mends each."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_common.errors import OptimizerDiffers, WrongCall
+from diloco_common.observe.logs import Log
+from diloco_worker.core.shared_set import SharedSet
+from diloco_worker.core.trained import Differences, differences
+from diloco_worker.shell.compared import LOOK_AT_STEP, Compared
+
+
+class Agent(nn.Module):
+    """As those of libraries: the target requires gradients, and gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        self.q_net_target = copy.deepcopy(self.q_net)
+
+
+def of(*modules: nn.Module | nn.Parameter) -> torch.optim.Optimizer:
+    found = [p for m in modules for p in (m.parameters() if isinstance(m, nn.Module) else [m])]
+    return torch.optim.SGD([p for p in found if p.requires_grad], lr=0.1)
+
+
+def plain() -> tuple[Any, list[Any]]:
+    model = nn.Linear(2, 2)
+    return SharedSet(model), [of(model)]
+
+
+def target() -> tuple[Any, list[Any]]:
+    agent = Agent()
+    return SharedSet(agent), [of(agent.q_net)]
+
+
+def target_is_private() -> tuple[Any, list[Any]]:
+    agent = Agent()
+    return SharedSet(agent, private=["q_net_target.*"]), [of(agent.q_net)]
+
+
+def target_is_frozen() -> tuple[Any, list[Any]]:
+    agent = Agent()
+    agent.q_net_target.requires_grad_(False)
+    return SharedSet(agent), [of(agent.q_net)]
+
+
+def head_in_the_loss() -> tuple[Any, list[Any]]:
+    model, loss = nn.Linear(2, 2), nn.Linear(6, 3)
+    return SharedSet(model), [of(model, loss)]
+
+
+def head_is_joined() -> tuple[Any, list[Any]]:
+    model, loss = nn.Linear(2, 2), nn.Linear(6, 3)
+    return SharedSet([model, loss]), [of(model, loss)]
+
+
+def two_optimizers() -> tuple[Any, list[Any]]:
+    nets = {"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}
+    return SharedSet(nets), [of(net) for net in nets.values()]
+
+
+def one_of_two() -> tuple[Any, list[Any]]:
+    nets = {"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}
+    return SharedSet(nets), [of(nets["actor"])]
+
+
+def tied() -> tuple[Any, list[Any]]:
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    return SharedSet(model), [of(model["head"])]
+
+
+def unfrozen_later() -> tuple[Any, list[Any]]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    return SharedSet(model, "all"), [of(model)]
+
+
+def one_scalar_left_out() -> tuple[Any, list[Any]]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return SharedSet(model), [of(model[0], model[1].weight)]
+
+
+NONE = Differences()
+CASES = [
+    (plain, NONE),
+    (target, ("q_net_target.*",)),
+    (target_is_private, NONE),
+    (target_is_frozen, NONE),
+    (head_in_the_loss, ((3, 6), (3,))),
+    (head_is_joined, NONE),
+    (two_optimizers, NONE),
+    (one_of_two, ("critic.*",)),
+    (tied, NONE),
+    (unfrozen_later, NONE),
+    (one_scalar_left_out, ("1.bias",)),
+]
+
+
+@pytest.mark.parametrize(("program", "expected"), CASES)
+def test_both_differences_are_found(program: Callable[[], tuple[Any, list[Any]]], expected: Any) -> None:
+    found = differences(*program())
+    assert (found.patterns or found.unshared or NONE) == expected
+    assert bool(found) is (expected is not NONE)
+
+
+def test_the_line_that_mends_it_does() -> None:
+    with pytest.raises(OptimizerDiffers, match=r"join\(private=\['q_net_target.\*'\]\)"):
+        Compared(*target())
+    Compared(*target_is_private())
+    with pytest.raises(OptimizerDiffers, match=r"shape \(3, 6\), \(3,\); join\(\[model, loss\]\)"):
+        Compared(*head_in_the_loss())
+    Compared(*head_is_joined())
+
+
+def test_what_is_no_optimizer_is_a_wrong_call() -> None:
+    with pytest.raises(WrongCall, match="optimizer="):
+        Compared(SharedSet(nn.Linear(2, 2)), optimizer="adam")
+
+
+@pytest.mark.parametrize(("program", "is_said"), [(target, True), (head_in_the_loss, True), (plain, False)])
+def test_of_an_optimizer_that_is_seen_later_it_is_said_once_after_some_steps(
+    program: Callable[[], tuple[Any, list[Any]]], is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen, (optimizer,) = program()
+    compared = Compared(chosen)
+    compared.has(optimizer)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3 * LOOK_AT_STEP):
+            compared.stepped(Log("cat"))
+    assert caplog.text.count("OPTIMIZER_DIFFERS") == is_said
+    assert is_said is any(line in caplog.text for line in ("join(private=['q_net_target.*'])", "join([model, loss])"))
+
+
+def test_what_another_optimizer_trains_is_no_difference(caplog: pytest.LogCaptureFixture) -> None:
+    """`follow` sees one of them; the others' parameters have gradients."""
+    chosen, (optimizer,) = one_of_two()
+    for parameter in chosen.shared.values():
+        parameter.grad = torch.zeros_like(parameter)
+    compared = Compared(chosen)
+    compared.has(optimizer)
+    for _ in range(LOOK_AT_STEP):
+        compared.stepped(Log("cat"))
+    assert not caplog.text
