@@ -14,8 +14,8 @@ CONCEPTS = REPOSITORY / "docs/concepts.md"
 GLOSSARY = REPOSITORY / "deploy/diloco_deploy/web/static/glossary.json"
 OF_THE_PAGE = {
     "state": "Training: it has a lease everywhere. Stalled: it is there, but ends no step. Cut off: at a shard that "
-    "answers it has no lease. Left out: it points away from the others, so nothing of it is merged. Away: no lease anywhere. Left: it said "
-    "goodbye.",
+    "answers it has no lease. Left out: it points away from the others, so nothing of it is merged. Away: no lease "
+    "anywhere. Left: it said goodbye.",
     "fate": "What became of the contributions that shards asked it for. Those that missed their round are not lost "
     "while the learner lives: it carries their work into the next one.",
 }
