@@ -74,7 +74,7 @@ def test_a_join_written_by_hand_is_understood(serve):
 
 
 def test_connections_that_say_nothing_do_not_stay(serve):
-    """Each takes one of `shard.max_connections`: with 10 s for a handshake, few hosts kept everybody out."""
+    """Each takes a place: with 10 s for a handshake, few hosts kept everybody out."""
     with connect(serve()) as connection:
         connection.settimeout(8)
         while connection.recv(65536):
