@@ -35,6 +35,7 @@ LLAMA = replace(GPT2, family="LlamaForCausalLM")
         ("BatchNorm", replace(GPT2, family="ResNetForImageClassification", wrapper="module"), "equal"),
         ("an adapter called mine", replace(LLAMA, adapter="lora", name="mine", wrapper="module"), "equal"),
         ("a configuration of LoRA", replace(LLAMA, adapter="lora with a head", name="mine", base="config"), "equal"),
+        ("half a LoRA", replace(LLAMA, adapter="lora", base="config", frozen="half"), "refused"),
         ("magnitudes", replace(LLAMA, adapter="dora", name="mine"), "equal"),
         ("modules_to_save", replace(LLAMA, adapter="lora with a head", name="mine"), "equal"),
         ("biases", replace(GPT2, adapter="lora with biases"), "equal"),

@@ -218,7 +218,14 @@ def _of_adapter(base: Path, keys: Mapping[str, str], tensors: Mapping[str, Tenso
     parts = [key.split(".") for key in mine]
     adapters = [{b for a, b in pairwise(p) if a.startswith("lora_") or a == "modules_to_save"} for p in parts]
     names = set[str]().union(*adapters)
-    if (base / ADAPTER).exists() or len(names) != 1 or not all(adapters) or not all(k.startswith(PEFT) for k in mine):
+    frozen = any("lora_" in key or ".modules_to_save." in key for key, name in keys.items() if not name)
+    if (
+        frozen
+        or (base / ADAPTER).exists()
+        or len(names) != 1
+        or not all(adapters)
+        or not all(k.startswith(PEFT) for k in mine)
+    ):
         return _of_files(base, [base / ADAPTER])
     adapter = names.pop()
     wants = {_without(adapter, key): tensor for key, tensor in mine.items()}
