@@ -238,14 +238,32 @@ def test_learners_with_the_same_batches_are_named_by_the_shard(serve, train, wri
 # ------------------------------------------------------------------ a model that is not what it was
 
 
-def test_a_model_that_is_not_finite_ends_the_learner_after_some_rounds(serve, train):
+def test_a_model_that_is_not_finite_takes_the_global_values_and_trains_on(serve, train, written):
     shard = serve(settings_with(sync={"quorum": 1}))
     a, b = train(shard.address, "a"), train(shard.address, "b", seed=1)
     a.until(lambda: shard.version() >= 1, "a version")
     with torch.no_grad():
         a.model[0].weight.fill_(float("nan"))
 
+    def mended() -> bool:
+        a.step()
+        b.step()
+        return bool(torch.isfinite(a.model[0].weight).all())
+
+    until(mended, "the values of the run")
+    assert "values were not finite" in written.getvalue()
+    merged = a.learner.core.contributions["merged"]
+    until(lambda: a.step() or b.step() or a.learner.core.contributions["merged"] > merged, "it contributes again")
+
+
+def test_a_model_that_is_not_finite_again_and_again_ends_the_learner(serve, train):
+    shard = serve(settings_with(sync={"quorum": 1}))
+    a, b = train(shard.address, "a"), train(shard.address, "b", seed=1)
+    a.until(lambda: shard.version() >= 1, "a version")
+
     def forever() -> bool:
+        with torch.no_grad():
+            a.model[0].weight.fill_(float("nan"))
         a.step()
         b.step()
         return False

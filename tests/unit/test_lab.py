@@ -71,7 +71,7 @@ def build(settings: Settings, non_iid: float) -> Line:
 class Wild(Line):
     """It diverges in its first step."""
 
-    rate = 1e5  # so that none of its contributions is taken
+    rate = 1e25  # so that none of its contributions is finite
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=self.rate)

@@ -32,7 +32,15 @@ from typing import Any, NoReturn, Protocol, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, UnsupportedModel, VersionUndone, WrongCall
+from diloco_common.errors import (
+    ConfigError,
+    DilocoError,
+    LearnerEnded,
+    NotFinite,
+    UnsupportedModel,
+    VersionUndone,
+    WrongCall,
+)
 from diloco_common.ports import Transport, World
 from diloco_common.wire.messages import FrozenTensor, Progress
 from diloco_worker.core.acts import Act, LastRounds, PushContribution, StepEnded, VersionApplied
@@ -121,6 +129,7 @@ class Learner(LearnerView):
         self._watch = watch
         self._others = OtherValues(boundary.replica, self._settle)
         self._diverging = Diverging(len(list(connections)))
+        self._is_alone = context.council.is_alone
         self._following: Following | None = None
         self._notice: Notice | None = None
         self.compared = Compared(None)
@@ -181,7 +190,7 @@ class Learner(LearnerView):
             WrongCall: `loss` is no number; the model holds other values, inside a block of `global_values` or `values`;
                 or another thread is inside a call of this learner.
             ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
-            NotFinite: the model holds NaN, and round after round has refused it.
+            NotFinite: the model holds NaN again and again, although it took the global values.
             LearnerEnded: the learner has left the run.
             ChildOfLearner: this process was forked from the learner's.
         """
@@ -555,9 +564,30 @@ class Learner(LearnerView):
                     error = act.error
         if acts:
             self._background.post(tuple(acts))
+        if isinstance(error, NotFinite) and self._begin_anew():
+            return
         if error is not None:
             self.telemetry.state = "stopped"
             raise error
+
+    def _begin_anew(self) -> bool:
+        """The values of the model are not finite: take the global ones, with fresh moments. Returns whether it has.
+
+        The ranks of an island would have to do so at the same step, so there it is the end.
+        """
+        if not self._is_alone or not self._diverging.begin_anew():
+            return False
+        self._settle()
+        self._finishing.write()
+        optimizers = [*self.compared.optimizers.values()]
+        for optimizer in optimizers:
+            optimizer.state.clear()
+        moments = "fresh moments" if optimizers else "moments as they are: give join(optimizer=) for fresh ones"
+        self.telemetry.log.warning(
+            f"values were not finite: it goes on with those of the run, and {moments}", code=NotFinite.code,
+            times=self._diverging.times_anew,
+        )  # fmt: skip
+        return True
 
     def _read_loss(self, loss: Tensor | float | None) -> None:
         """From an accelerator it comes a step or more later: nothing waits for the device."""

@@ -9,10 +9,10 @@ most twice as long as the second longest, and among strangers (`guard.trust`) fo
 At equal steps: another's length is first multiplied by max(1, steps_i / its steps); what strangers say of their steps
 is not believed. Clipping against the round itself is adaptive robust clipping (arXiv 2405.14432), and against its
 median what a run among strangers used (arXiv 2603.08163). Ordinary learners are not cut at all, so a merge is the
-published formula, bit for bit. What is cut off is gone: it is not told and not carried, as a remainder that came back would wind
-up. In a round of one or two nobody can say who is right: a contribution may be `RISES` times as long as before, once
-rounds of three have said how long that is. Nor can anybody where one has more than half of the weight of a round: that
-one is not cut.
+published formula, bit for bit. What is cut off is gone: it is not told and not carried, as a remainder that came back
+would wind up. In a round of one or two nobody can say who is right: a contribution may be `RISES` times as long as
+before, once rounds of three have said how long that is. Nor can anybody where one has more than half of the weight of a
+round: that one is not cut.
 
 A length says nothing about direction. Whoever points away from the others nearly as much as these agree without it,
 beyond chance, is left out as long as that lasts. It is asked like everybody, and takes the global values as if it were

@@ -18,7 +18,10 @@ from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_worker.core.events import Joined
 
 REFUSALS_MAX = 5
-"""Rounds in a row that refuse a fragment of this learner because it is not finite. The last one ends the learner."""
+"""Rounds in a row that refuse a fragment of this learner because it is not finite. After the last one it begins anew
+with the global values."""
+ANEW_MAX = 3
+"""So many times. Then it ends: something in its data or rates does it again and again."""
 
 
 class Agreement:
@@ -171,7 +174,7 @@ class Objections:
 
 
 class Diverging:
-    """When a learner whose values are NaN or infinite gives up: once round after round has refused them.
+    """When a learner whose values are NaN or infinite begins anew, and when it gives up.
 
     Nothing mends such values: every version is added to them, and the optimizer's moments are mostly not finite either.
     A process that went on would train in vain, and nobody would notice. NaN is in all fragments within a step. One
@@ -180,6 +183,8 @@ class Diverging:
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
+        self.times_anew = 0
+        """It took the global values because its own were not finite. Grows."""
         self._full: dict[int, int] = {}
         """Fragment -> its shard, where there were too many refusals in a row."""
         self._refused: defaultdict[int, set[int]] = defaultdict(set)
@@ -189,8 +194,7 @@ class Diverging:
     def answered(
         self, fragment_id: int, shard_index: int, round_number: int, answer: PushAnswer
     ) -> NotFinite | None:  # fmt: skip
-        """A push has its outcome. Returns the error that ends the learner, if that was one refusal too many for most of
-        the shards."""
+        """A push has its outcome. Returns what is wrong, if that was one refusal too many for most of the shards."""
         refused = self._refused[fragment_id]
         if answer.outcome is Outcome.REJECTED and answer.code == NotFinite.code:
             refused.add(round_number)
@@ -205,6 +209,15 @@ class Diverging:
             "ends. Start it again with a new optimizer, and without state=: it begins with the values of the run. "
             "If it happens again, lower its rate, or clip its gradients"
         )
+
+    def begin_anew(self) -> bool:
+        """The model takes the global values. Returns False where that was done so often that it does not help."""
+        if self.times_anew >= ANEW_MAX:
+            return False
+        self.times_anew += 1
+        self._full.clear()
+        self._refused.clear()
+        return True
 
     def merged(self, fragment_id: int) -> None:
         """A contribution is in a version. Where there are several ranks, they do not hear that a push is accepted."""

@@ -21,7 +21,8 @@ class Compared:
         """`chosen`: what is shared; None: optimizers step on copies, and nothing is compared. `optimizer`: all that
         train it; None: not known yet. Raises WrongCall and OptimizerDiffers."""
         self._chosen = chosen
-        self._optimizers: dict[int, Any] = {}
+        self.optimizers: dict[int, Any] = {}
+        """Those that are known to train the model, by their identity."""
         self._with_gradient: set[str] = set()  # so some optimizer trains it, perhaps one that nobody has shown
         self._steps_left = LOOK_AT_STEP
         if optimizer is None:
@@ -36,7 +37,7 @@ class Compared:
 
     def has(self, optimizer: Any) -> None:
         """This is one of those that train it."""
-        self._optimizers[id(optimizer)] = optimizer
+        self.optimizers[id(optimizer)] = optimizer
 
     def stepped(self, log: Log) -> None:
         """An inner step has ended. Says what is different, once."""
@@ -46,12 +47,11 @@ class Compared:
         self._steps_left -= 1
         if self._steps_left:
             return
-        for words, which, do in self._found().said() if self._optimizers else ():
+        for words, which, do in self._found().said() if self.optimizers else ():
             log.warning(words, code=OptimizerDiffers.code, tensors=which, do=do)
         self._chosen = None
-        self._optimizers.clear()
 
     def _found(self) -> Differences:
         if self._chosen is None:
             return Differences()
-        return differences(self._chosen, self._optimizers.values(), self._with_gradient)
+        return differences(self._chosen, self.optimizers.values(), self._with_gradient)
