@@ -76,7 +76,7 @@ class Writing:
         assert self.shard.membership.get("ann") is None
 
     def committed(self) -> Shard:
-        self.shard.committed(self.record, PUBLISHED, {}, self.now)
+        self.shard.committed(self.record, PUBLISHED, self.now)
         return self.shard
 
     def restarted(self) -> Shard:

@@ -358,8 +358,8 @@ class Rounds:
         ids = collecting.missing if collecting is not None else ()
         return [member for i in ids if (member := self._membership.get(i)) is not None]
 
-    def committed(self, closed: Round, fragment_id: int, directions: Mapping[str, Direction], now: float) -> None:
-        """A closed round became a version: count what is in it, and hear what it told."""
+    def committed(self, closed: Round, fragment_id: int, now: float) -> None:
+        """A closed round became a version: count what is in it."""
         tokens = 0
         merged, left_out = closed.parted()
         for contribution in (*merged, *left_out):
@@ -380,12 +380,11 @@ class Rounds:
         self._open_s.add(now - closed.opened_at)
         self.every.announced_at[fragment_id] = now
         self._outbox.note(VersionCommitted(fragment_id, closed.round, len(merged), tokens, now - closed.opened_at))
-        if self._versions.fragments[fragment_id].fragment.traits.is_of_model:
-            self._hear((*merged, *left_out), directions)
 
-    def _hear(self, taken: Sequence[Contribution], directions: Mapping[str, Direction]) -> None:
+    def hear(self, closed: Round, directions: Mapping[str, Direction]) -> None:
+        """Where the contributions to a closed round of the model point."""
         cosines = {i: self._influence.told(i).mean_cosine for i in directions}
-        back, out = self._influence.hear(taken, directions)
+        back, out = self._influence.hear(closed.contributions.values(), directions)
         for learner_id in back:
             self._outbox.note(LearnerTakesPart(learner_id))
         if out is not None:

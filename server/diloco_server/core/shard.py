@@ -226,12 +226,18 @@ class Shard:
         """
         return self.versions.next_record(fragment_id)
 
-    def committed(self, record: Record, published: Published, directions: Mapping[str, Direction], now: float) -> None:
-        """The next version is durable with this record: announce it. `directions`: of what its round has taken."""
+    def hear(self, fragment_id: int, directions: Mapping[str, Direction]) -> None:
+        """Where the contributions to the version of the model that is being made point."""
+        closed = self.fragments[fragment_id].closed
+        assert closed is not None
+        self.rounds.hear(closed, directions)
+
+    def committed(self, record: Record, published: Published, now: float) -> None:
+        """The next version is durable with this record: announce it."""
         self._outbox.now = now
         closed = self.fragments[record.fragment_id].closed
         assert closed is not None
-        self.rounds.committed(closed, record.fragment_id, directions, now)
+        self.rounds.committed(closed, record.fragment_id, now)
         self.versions.committed(record, published)
 
     def pulled(self, member: Member, fragment_id: int, version: int, now: float) -> None:

@@ -145,7 +145,9 @@ class EffectDriver:
             self._witness.merged(merged_s)
             record = self._shard.next_record(effect.fragment_id)
             await self._shell.keep(self._version(record, values, published))
-        self._shard.committed(record, published, found, self._shell.clock())
+        if state.fragment.traits.is_of_model:
+            self._shard.hear(record.fragment_id, found)
+        self._shard.committed(record, published, self._shell.clock())
         self._witness.announcing(state)
 
     def _version(self, record: Record, values: Values, published: Published) -> StoredVersion:
