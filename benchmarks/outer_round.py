@@ -293,9 +293,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything. Returns the figures for `--json`."""
     tensors = tensors_of(int(args.params))
     parameters = sum(t.num_elements for t in tensors)
-    # A round is one inner step, so that all fragments are due at once. Shards do not believe steps that follow too fast
-    # upon a report (`core/trust/trail.py`), so there are no heartbeats: each would have the next step wait for
-    # another one.
+    # A round is one inner step, so that all fragments are due at once. There are no heartbeats between the reports.
     settings = [
         f"sync.fragments={args.fragments}", "sync.sync_every=1", "sync.quorum=all",
         f"sync.push={args.push}", f"sync.pull={args.pull}", f"shard.count={args.shards}",

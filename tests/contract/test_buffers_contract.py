@@ -137,7 +137,7 @@ class Normalizer(nn.Module):
 )
 def test_buffers_are_those_of_the_end(serve, layers, ends_by: str) -> None:
     """Though they are sent so seldom that no ordinary round has asked for them."""
-    sync = EXACT | {"buffers_every": 1000}
+    sync = EXACT | {"companions_every": 1000}
     shard = serve(settings_with(run={"tokens": 0 if ends_by == "finish" else 6400}, sync=sync))
     torch.manual_seed(0)
     model = layers()

@@ -13,7 +13,7 @@ from diloco_common.wire.manifest import Piece
 from diloco_server.core.merge import merge
 from diloco_server.core.outer import OUR_RULES, SLICE, make_outer_optimizer
 
-RATES = {"lr": 0.7, "momentum": 0.9, "beta1": 0.8, "beta2": 0.95, "eps": 1e-8}
+RATES = {"lr": 0.7, "momentum": 0.9}
 
 
 @pytest.mark.parametrize("num_elements", [1, 1000, SLICE + 7], ids=["one", "some", "over-a-slice"])
@@ -23,7 +23,7 @@ RATES = {"lr": 0.7, "momentum": 0.9, "beta1": 0.8, "beta2": 0.95, "eps": 1e-8}
         ("nesterov", 0.9, lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)),
         ("sgd", 0.9, lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)),
         ("sgd", 0.0, lambda p: torch.optim.SGD(p, lr=0.7)),
-        ("adam", 0.9, lambda p: torch.optim.Adam(p, lr=0.7, betas=(0.8, 0.95), eps=1e-8)),
+        ("adam", 0.9, lambda p: torch.optim.Adam(p, lr=0.7, betas=(0.9, 0.99), eps=1e-8)),
     ],
     ids=["nesterov", "sgd-momentum", "sgd", "adam"],
 )

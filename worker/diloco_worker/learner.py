@@ -550,6 +550,7 @@ class Learner(LearnerView):
         """
         self.telemetry.record(acts)
         error: DilocoError | None = None
+        diverged: DilocoError | None = None
         for act in acts:
             match act:
                 case PushContribution():
@@ -557,15 +558,16 @@ class Learner(LearnerView):
                     self._codec.begin(act.contribution, fragment.encoding(self._core.policy.push_encoding))
                 case Answered():
                     shard_index = self._core.manifest.fragments[act.fragment_id].shard_index
-                    error = error or self._diverging.answered(act.fragment_id, shard_index, act.round, act.answer)
+                    answered = self._diverging.answered(act.fragment_id, shard_index, act.round, act.answer)
+                    diverged = diverged or answered
                 case VersionApplied(fate=Fate.MERGED):
                     self._diverging.merged(act.fragment_id)
                 case Failed():
                     error = act.error
         if acts:
             self._background.post(tuple(acts))
-        if isinstance(error, NotFinite) and self._begin_anew():
-            return
+        if error is None and diverged is not None and not self._begin_anew():
+            error = diverged
         if error is not None:
             self.telemetry.state = "stopped"
             raise error
