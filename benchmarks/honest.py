@@ -133,7 +133,8 @@ def _rows(r: random.Random, tokens: int, count: int) -> int:
     """Of a batch: up to so many times as many as another's."""
     if tokens == 1:
         return ROWS
-    return max(1, round(tokens ** r.random() * (1 if tokens > 64 else ROWS / 4)))
+    most: float = tokens ** r.random() * (1 if tokens > 64 else ROWS / 4)
+    return max(1, round(most))
 
 
 # ------------------------------------------------------------------ what it costs
@@ -143,7 +144,7 @@ def no_guard(train: Callable[[], float]) -> float:
     """Call with nothing bounded."""
     kept = Influence.bound, Influence.hear
     Influence.bound = lambda self, fragment_id, taken, before: (self.bound_weights(taken), None)  # type: ignore[method-assign]
-    Influence.hear = lambda self, bounded, directions: ((), None)  # type: ignore[method-assign]
+    Influence.hear = lambda self, taken, directions: ((), None)  # type: ignore[method-assign]
     try:
         return train()
     finally:

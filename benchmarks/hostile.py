@@ -52,8 +52,8 @@ def times(factor: float) -> Values:
 
 def noise(factor: float) -> Values:
     def draw(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
-        drawn = torch.randn(own.shape, generator=torch.Generator().manual_seed(int(1e6 * float(own.norm()))))
-        return drawn.mul_(factor * own.norm() / drawn.norm())
+        drawn: Tensor = torch.randn(own.shape, generator=torch.Generator().manual_seed(int(1e6 * float(own.norm()))))
+        return drawn.mul_(factor * float(own.norm()) / float(drawn.norm()))
 
     return draw
 
@@ -73,8 +73,9 @@ def just_under(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
     mean = torch.stack([*others]).mean(0)
     own_way = memory.setdefault("way", torch.randn(own.shape, generator=torch.Generator().manual_seed(1)))
     agree = 0.5 * float(torch.stack([other / other.norm() for other in others]).mean(0).norm()) ** 2
-    away = own_way / own_way.norm() - agree * mean / mean.norm()
-    return away * (sorted(float(other.norm()) for other in others)[len(others) // 2] / away.norm())
+    away: Tensor = own_way / own_way.norm() - agree * mean / mean.norm()
+    usual = sorted(float(other.norm()) for other in others)[len(others) // 2]
+    return away * (usual / float(away.norm()))
 
 
 def alie(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:

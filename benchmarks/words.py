@@ -159,7 +159,7 @@ def make_optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
             return torch.optim.Adagrad(parameters, lr=lr)
         case "muon":
             assert isinstance(model, Words)
-            matrices = [model.hidden.weight, model.middle.weight]
+            matrices: list[nn.Parameter] = [model.hidden.weight, model.middle.weight]  # type: ignore[list-item]
             rest = [p for p in parameters if all(p is not m for m in matrices)]
             return MuonWithAdamW(
                 [(m, 1) for m in matrices], [{"params": rest, "weight_decay": 0.0}], lr=lr, momentum=0.95,

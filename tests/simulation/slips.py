@@ -69,7 +69,7 @@ def share_alike(original: Any, ordered: Any) -> Any:
     return [1 / len(ordered)] * len(ordered)
 
 
-@slip(merge, "_rda_weights", "short:4", "no_healthy_work_is_cut")
+@slip(merge, "_rda_weights", "short:3", "no_healthy_work_is_cut")
 def take_the_longest_radius(original: Any, sources: Any, piece: Any, shares: Any, norms: Any, kept: Any) -> Any:
     """RDA is as long as its longest contribution."""
     weights = original(sources, piece, shares, norms, kept)
@@ -77,7 +77,7 @@ def take_the_longest_radius(original: Any, sources: Any, piece: Any, shares: Any
     return weights and [weight * max(norms) / radius for weight in weights]
 
 
-@slip(merge, "_rda_weights", "short:4", "no_healthy_work_is_cut")
+@slip(merge, "_rda_weights", "short:3", "no_healthy_work_is_cut")
 def fall_back_to_the_mean(original: Any, *args: Any) -> Any:
     """Directions are always taken to cancel."""
     return None
@@ -125,7 +125,7 @@ def step_companions_as_the_model(original: Any, self: Any, fragment: Any) -> Any
 # ------------------------------------------------------------ rounds and leases
 
 
-@slip(Round, "look", "short:15", "no_round_stands_still")
+@slip(Round, "look", "short:35", "no_round_stands_still")
 def restart_the_grace_window(original: Any, self: Round, quorum: Any, now: float) -> None:
     """Whenever a round is looked at, its grace begins anew."""
     self.quorum_at = None
@@ -163,7 +163,7 @@ def fence_who_says_goodbye(original: Any, self: Any, member: Any) -> Any:
     return self.lose(member, "LEFT")
 
 
-@slip(Round, "lose", "short:12", "accounting")
+@slip(Round, "lose", "short:0", "accounting")
 def lose_what_lost_its_quorum(original: Any, self: Round, learner_id: str, quorum: Any) -> Any:
     """A round that falls below its quorum drops what it has."""
     fenced = original(self, learner_id, quorum)

@@ -140,7 +140,8 @@ class Influence:
         for learner_id, most in limits.items():
             c = bounded[learner_id]
             bounded[learner_id] = replace(c, kept=min(1.0, most / c.norm))
-            own[learner_id] = Limit(min(c.norm, most), self._steps(c))
+            if not self._strangers:
+                own[learner_id] = Limit(min(c.norm, most), c.steps)
         return bounded, after
 
     def bound_weights(self, taken: Sequence[Contribution]) -> dict[str, Contribution]:
@@ -166,11 +167,14 @@ class Influence:
         rank = (len(taken) + 1) // 2 if self._strangers else len(taken) - 1
         at_equal_steps = norms * (taken_in[:, None] / taken_in).clamp(min=1.0)
         reach = at_equal_steps.kthvalue(rank, dim=1).values.tolist()
-        half, times = sum(c.weight for c in taken) / 2, 1.0 if self._strangers else TWICE
-        limits = {
-            c.learner_id: max(times * most, FALLS * known[c.learner_id]) if c.weight <= half else math.inf
-            for c, most in zip(taken, reach, strict=True)
-        }
+        if self._strangers:
+            limits = {c.learner_id: most for c, most in zip(taken, reach, strict=True)}
+        else:
+            half = sum(c.weight for c in taken) / 2
+            limits = {
+                c.learner_id: max(TWICE * most, FALLS * known[c.learner_id]) if c.weight <= half else math.inf
+                for c, most in zip(taken, reach, strict=True)
+            }
         usual = int(taken_in.kthvalue(rank).indices)
         told = Limit(reach[usual], self._steps(taken[usual]))
         fallen = told if before is None else Limit(FALLS * before.length, before.steps)
