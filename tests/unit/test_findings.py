@@ -152,6 +152,21 @@ def test_every_view_finds_it_with_the_same_code(recorded: Recorded) -> None:
     assert f"! {found}" in watch.wrong(NOW + HOLD_S)
 
 
+@pytest.mark.parametrize("asked", ["shard-0", "ps-0:8080"])
+def test_who_cannot_be_asked_for_an_expired_certificate_is_not_just_away(asked: str) -> None:
+    said = Recorded("", "", ()).statuses()
+    del said["shard-0"]
+    roll = roll_call({"shard-1": "b:1", asked: "ps-0:8080"}, said, None, NOW, {asked: "its certificate has expired"})
+    (found,) = roll.problems
+    assert (found.code, found.member) == ("EXPIRED", "shard-0")
+    assert "diloco certs issue" in found.do
+
+    feed = Feed(NOW)
+    feed.expect(["shard-0"])
+    feed.silent("shard-0", "its certificate has expired", NOW, "EXPIRED")
+    assert [one["code"] for one in feed.since(0, NOW)["findings"]] == ["EXPIRED"]
+
+
 def test_nothing_is_found_where_all_is_well() -> None:
     assert called(Recorded("", "", ())).problems == ()
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from diloco_common.errors import Expired
 from diloco_common.wire.addresses import Role
 from diloco_deploy import units
 from diloco_deploy.cluster.findings import Finding, findings, natural
@@ -74,9 +75,13 @@ class Roll:
 
 
 def roll_call(
-    asked: Mapping[str, str], answers: Mapping[str, Status], record: ClusterRecord | None, now: float
-) -> Roll:
-    """All members. `asked`: name (or address, where no name is known) -> address; `answers`: by the same names."""
+    asked: Mapping[str, str], answers: Mapping[str, Status], record: ClusterRecord | None, now: float,
+    over: Mapping[str, str] | None = None,
+) -> Roll:  # fmt: skip
+    """All members. `asked`: name (or address, where no name is known) -> address; `answers`: by the same names.
+
+    `over`: why somebody cannot be asked for a certificate that has expired.
+    """
     call = _Call(asked, answers, record, now)
     found = [*call.shards(), *call.workers()]
     named = {present.name for present in found}
@@ -85,6 +90,12 @@ def roll_call(
         for name, address in call.silent.items()
         if name not in named and not any(address in present.why for present in found)
     ]
+    for name, why in (over or {}).items():
+        at = asked[name]
+        found = [
+            replace(one, why=f"{at}: {why}", code=Expired.code) if name == one.name or f"at {at}" in one.why else one
+            for one in found
+        ]
     found.sort(key=lambda present: (present.role, natural(present.name)))
     cluster = Cluster({f"{one.role} {one.name}": _member(one, call.recorded.get(one.name)) for one in found})
     present = tuple(

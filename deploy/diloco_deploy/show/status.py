@@ -113,13 +113,17 @@ class Where:
 
 
 def look(where: Where, asker: Asker = IN_PLAINTEXT) -> Roll:
-    """Ask every address once: who is there, and who ought to be. Raises CannotConnect: nobody answered."""
+    """Ask every address once: who is there, and who ought to be. Raises CannotConnect: nobody answered.
+
+    Whoever cannot be asked for a certificate that has expired is there.
+    """
     addresses = where.addresses()
-    answers = fetch_all(addresses, ANSWER_WITHIN_S, asker)
-    if not answers:
+    over: dict[str, str] = {}
+    answers = fetch_all(addresses, ANSWER_WITHIN_S, asker, over)
+    if not answers and not over:
         at = ", ".join(addresses.values())
         raise CannotConnect(f"nobody answers at {at}; if no cluster is running, start one with `diloco up`")
-    return roll_call(addresses, answers, where.record(), time.time())
+    return roll_call(addresses, answers, where.record(), time.time(), over)
 
 
 def snapshot_of(roll: Roll) -> Snapshot:
