@@ -56,6 +56,12 @@ def test_join_answers_the_lease_the_cut_and_the_policy(serve, clock):
     assert not answer.tensors
 
 
+def test_a_proxy_of_the_environment_catches_no_call_to_this_machine(shard, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert shard.caller("a").join().generation == 1
+
+
 @pytest.mark.parametrize(
     ("join", "status", "code", "words"),
     [

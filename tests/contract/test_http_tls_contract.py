@@ -21,6 +21,8 @@ from diloco_common.observe.http import HttpServer
 from diloco_common.observe.http_connections import CONNECTIONS_MAX, HEALTH_MAX
 from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.trust.tls import TlsFiles, TlsFolder, read_folder
+from diloco_deploy.cluster.asking import Asker, NoAnswer, fetch_all
+from diloco_deploy.cluster.asking import ask as ask_shard
 from waiting import DEADLINE_S
 
 
@@ -56,6 +58,17 @@ async def ask(address: str, path: str, run: Certificates, own: Path | None = Non
         context.load_cert_chain(own / "cert.pem", own / "key.pem")
     async with httpx.AsyncClient(verify=context, trust_env=False, timeout=DEADLINE_S) as browser:
         return await browser.get(f"https://{address}{path}")
+
+
+async def test_whoever_asks_hears_that_a_certificate_has_expired(run):
+    observer = Asker(run.issue("observer/me"))
+    over: dict[str, str] = {}
+    async with serving(run.issue("shard/0", begins=timedelta(days=-3))) as address:
+        assert await asyncio.to_thread(fetch_all, {"shard-0": address}, DEADLINE_S, observer, over) == {}
+        with pytest.raises(NoAnswer) as silence:
+            await asyncio.to_thread(ask_shard, observer, address, 0, 0)
+    assert over == {"shard-0": "its certificate, or the authority's, has expired"}
+    assert silence.value.code == "EXPIRED"
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_the_record_says_who_died_and_since_when(process: str, presence: str, si
 def test_nobody_is_told_to_start_what_starts_by_itself(process: str | None, then: str) -> None:
     known = None if process is None else record(shard_0=process, shard_1="up")
     roll = called(shard(1), known=known, silent=("shard-0",))
-    assert roll.problems[0].words.endswith(f"lose nothing; {then}")
+    assert str(roll.problems[0]).endswith(f"lose nothing; {then} [SHARD_AWAY]")
     assert presences(roll)["shard-1"] == "alive"
     assert presences(roll)["shard-0"] != "alive", "although its record says up"
 

@@ -63,14 +63,11 @@ def test_people_read_samples_where_workers_count_them() -> None:
     assert "samples/s" in line(found, 200)
 
 
-FULL = "storage: [Errno 28] No space left on device"
-
-
-def said(uptime_s: float, *events: tuple[str, str, float], reason: str = "serving") -> dict[str, Any]:
+def said(uptime_s: float, *events: tuple[str, str, float]) -> dict[str, Any]:
     """Events: what, who, and how long ago."""
     codes = {"evicted": "LEASE_EXPIRED"}
     told = [{"ago_s": ago_s, "event": what, "learner": who, "code": codes.get(what)} for what, who, ago_s in events]
-    return shard(0, uptime_s=uptime_s, reason=reason, events=told)
+    return shard(0, uptime_s=uptime_s, events=told)
 
 
 @pytest.mark.parametrize(
@@ -93,17 +90,6 @@ def said(uptime_s: float, *events: tuple[str, str, float], reason: str = "servin
                 (20.0, said(5.0, ("joined", "ann", 0.0)), ["shard-0: ann joined"]),
             ],
             id="an answer that comes late tells nothing again, and the next process tells anew",
-        ),
-        pytest.param(
-            [
-                (1.0, said(1.0), []),
-                (2.0, said(2.0, reason=FULL), [
-                    "shard-0: the disk takes no versions, and the run waits for it: [Errno 28] No space left on device "
-                    "(STORAGE)"]),
-                (3.0, said(3.0, reason=FULL), []),
-                (4.0, said(4.0), ["shard-0: the disk takes versions again"]),
-            ],
-            id="a disk that takes no versions, and its end",
         ),
     ],
 )  # fmt: skip

@@ -33,6 +33,19 @@ def verdict(finding: Finding) -> tuple[str, str]:
     return finding.state.value, finding.code
 
 
+@pytest.mark.parametrize(
+    ("why", "code"),
+    [
+        ("unimplemented: Method not found!", "CLOCK_UNKNOWN"),
+        ("unimplemented: Received http2 header with status: 404", "PUSHES_FAIL"),
+        ("unknown: Received http2 header with status: 413", "PUSHES_FAIL"),
+        ("internal: Received RST_STREAM with error code 2", "PUSHES_FAIL"),
+    ],
+)
+def test_bytes_that_a_proxy_refuses_are_no_old_shard(why: str, code: str) -> None:
+    assert shards.no_bytes("ps-0:50051", why).code == code
+
+
 def test_every_code_that_the_doctor_says_is_explained(repository: Path) -> None:
     said = {
         code

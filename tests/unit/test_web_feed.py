@@ -73,7 +73,7 @@ def test_a_shard_that_dies_stays_with_the_time_and_what_it_said_last():
     assert row["why_not"] == "connection refused"
     assert [(o["shard"], o["began"], o["ended"]) for o in state["outages"]] == [("shard-1", NOW + 5, None)]
     assert state["headlines"]["here"]["level"] == "bad"
-    assert "shard-1 does not answer" in state["headlines"]["here"]["words"]
+    assert "shard-1 is away for 0:09 (connection refused)" in state["headlines"]["here"]["words"]
     assert "What shard-1 kept is not known until it answers." in state["headlines"]["lost"]["words"]
     assert row_of(feed, "ann")["state"] == "training"  # by the shard that answers
 
@@ -144,7 +144,6 @@ LATE = [learner("ann", missed={"LATE": 3}), learner("bob", missed={"LATE": 4, "F
         ({"fragments": [{"id": 0, "version": 40}, COMPANION]}, "shards.0.version_min", 40),
         ({"fragments": [{"id": 0, "version": 40}, COMPANION]}, "shards.0.fragments", [0, 1]),
         # Shards that learners miss are missed though nobody gave their address.
-        ({"learners": [learner(away=MISSES)]}, "run.unreached", {1: 12.0}),
         ({"learners": [learner(away=MISSES)]}, "headlines.here.words", "learners do not reach shard-1"),
         # Late work is not lost, and lost versions are. Late contributions are those of the rows.
         ({}, "headlines.lost.title", "Nothing lost"),

@@ -17,6 +17,7 @@ from diloco_common.codec import encoding_names
 from diloco_common.errors import refusal_from
 from diloco_common.trust.identity import Identity, check_learner_id
 from diloco_common.trust.tls import TlsFiles
+from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_common.wire.bounds import PARTS_MAX
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -153,8 +154,10 @@ def _decimal(values: Mapping[str, str], key: str) -> int:
 def channel(address: str, files: TlsFiles | None, options: list[tuple[str, int]]) -> grpc.aio.Channel:
     """To one shard, for a caller that trusts ca.pem of these files, and shows their certificate if there is one.
 
-    Without files it is plaintext.
+    Without files it is plaintext. A proxy of the environment (`http_proxy`) is for other machines, never for this one.
     """
+    if is_loopback(parse_address(address).host):
+        options = [*options, ("grpc.enable_http_proxy", 0)]
     if files is None:
         return grpc.aio.insecure_channel(address, options=options)
     key, chain = files.pair or (None, None)

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, Expired
 from diloco_common.trust.tls import CA, CERTIFICATE, KEY, read_folder
 from diloco_deploy.cluster import reading
 
 _THREADS_MAX = 16
+HAS_EXPIRED = 10
+"""X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL, which `ssl` has no name for."""
 OK = 200
 ASK_S = 3.0
 
@@ -40,14 +42,33 @@ IN_PLAINTEXT = Asker()
 def fetch_status(address: str, timeout_s: float, asker: Asker = IN_PLAINTEXT) -> dict[str, Any] | None:
     """The /status of the process at host:port; None if no valid answer came in time."""
     try:
-        code, body = asker.get(address, timeout_s)
-        return reading.read_status(body) if code == OK else None
+        return _status(address, timeout_s, asker)
     except (OSError, ValueError):
         return None
 
 
-def fetch_all(addresses: Mapping[str, str], timeout_s: float, asker: Asker = IN_PLAINTEXT) -> dict[str, dict[str, Any]]:
-    """Ask every address (name -> host:port) at once. Returns the answers that came within `timeout_s`."""
+def _status(address: str, timeout_s: float, asker: Asker) -> dict[str, Any] | None:
+    """Raises OSError, Unreadable."""
+    code, body = asker.get(address, timeout_s)
+    return reading.read_status(body) if code == OK else None
+
+
+def expired(error: Exception) -> str:
+    """Why a TLS connection failed, if it was for a certificate that has expired; else nothing."""
+    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == HAS_EXPIRED:
+        return "its certificate, or the authority's, has expired"
+    if isinstance(error, ssl.SSLError) and (error.reason or "").endswith("CERTIFICATE_EXPIRED"):
+        return "it says that our certificate has expired"
+    return ""
+
+
+def fetch_all(
+    addresses: Mapping[str, str], timeout_s: float, asker: Asker = IN_PLAINTEXT, over: dict[str, str] | None = None
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Ask every address (name -> host:port) at once. Returns the answers that came within `timeout_s`.
+
+    `over` gets why of those that cannot be asked for a certificate that has expired.
+    """
     todo = list(addresses.items())
     found: dict[str, dict[str, Any]] = {}
     lock = threading.Lock()
@@ -60,7 +81,12 @@ def fetch_all(addresses: Mapping[str, str], timeout_s: float, asker: Asker = IN_
                     return
                 name, address = todo.pop(0)
             left = deadline - time.monotonic()
-            status = fetch_status(address, left, asker) if left > 0 else None
+            try:
+                status = _status(address, left, asker) if left > 0 else None
+            except (OSError, ValueError) as error:
+                status = None
+                if over is not None and (why := expired(error)):
+                    over[name] = why
             if status is not None:
                 with lock:
                     found[name] = status
@@ -89,6 +115,9 @@ class Answered(NamedTuple):
 class NoAnswer(Exception):
     """A shard did not answer, or not as a shard does; the words say how."""
 
+    code = ""
+    """Stable, where one is known: EXPIRED."""
+
 
 def ask(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = ASK_S) -> Answered:
     """The status of a shard and its rounds after a number. Raises NoAnswer."""
@@ -111,8 +140,11 @@ def _get(asker: Asker, address: str, path: str, timeout_s: float) -> bytes:
     try:
         code, body = asker.get(address, timeout_s, path)
     except (OSError, ValueError) as error:
+        over = expired(error)
         said = error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
-        raise NoAnswer(f"{address}: {'no answer in time' if isinstance(error, TimeoutError) else said}") from None
+        silence = NoAnswer(f"{address}: {over or ('no answer in time' if isinstance(error, TimeoutError) else said)}")
+        silence.code = Expired.code if over else ""
+        raise silence from None
     if code != OK:
         raise NoAnswer(f"{address} answers {code}")
     return body

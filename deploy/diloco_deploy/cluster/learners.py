@@ -40,6 +40,8 @@ class Learner:
     """Shards that answer, and where it has no lease."""
     said: Status = field(default_factory=dict)
     """The entry in the status of the shard that heard of it last: that one knows best how far it is."""
+    told: list[Status] = field(default_factory=list)
+    """Its entries in the statuses of the shards that answer."""
     staleness: int | None = None
     """Of its last accepted contribution, in versions: the worst of all shards."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -111,6 +113,7 @@ def put_together(shards: Iterable[Member], known: Mapping[str, Learner]) -> dict
             _add(found.setdefault(learner_id, Learner(learner_id)), said, shard.heard_at or 0.0)
             if shard.answers:
                 states.setdefault(learner_id, {})[shard.label] = _state_at(said)
+                found[learner_id].told.append(said)
     for shard in shards:
         for learner_id, (counts, missed) in shard.past_learners.items():
             if learner_id not in found:  # it has not come back to a shard that started again

@@ -37,6 +37,12 @@ class Member:
     """For its last answer, by a clock that is never set."""
     why_not: str = "not asked yet"
     """Why it does not answer; empty: it does."""
+    why_code: str = ""
+    """The same as a code, where one is known: EXPIRED."""
+    since: float | None = None
+    """Since when it is gone, by the clock of the model; None: nobody knows."""
+    again: str = ""
+    """Who starts it again; empty: a person does."""
     starts: int = 0
     """Processes that have answered, before the present one."""
     listing: Status = field(default_factory=dict)
@@ -67,7 +73,7 @@ class Member:
 
     def heard(self, status: Status, now: float, asked_at: float = 0.0) -> None:
         """It has answered."""
-        self.status, self.heard_at, self.asked_at, self.why_not = status, now, asked_at, ""
+        self.status, self.heard_at, self.asked_at, self.why_not, self.why_code = status, now, asked_at, "", ""
         self._note()
 
     def begins_anew(self) -> None:

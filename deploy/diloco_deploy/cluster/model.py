@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diloco_common.wire.addresses import Role
+from diloco_deploy import units
 from diloco_deploy.cluster.learners import Learner, forget_most, put_together
 from diloco_deploy.cluster.members import Member, Status
 
@@ -80,10 +81,10 @@ class Cluster:
         self._before_change_of(name)
         self.members[name].begins_anew()
 
-    def process(self, name: str, state: str, why: str = "") -> None:
+    def process(self, name: str, state: str, why: str = "", code: str = "") -> None:
         """The process of a member is up, or is not. A member that has left is not expected; what it did counts."""
         member = self.members[name]
-        member.process, member.why_not = state, why
+        member.process, member.why_not, member.why_code = state, why, code
         self._unread.add(name)
 
     def heard(self, name: str, status: Status, now: float, asked_at: float = 0.0) -> None:
@@ -103,7 +104,7 @@ class Cluster:
     def state_of(self, member: Member, now: float) -> str:
         """One word for a member: the state of its process first, then its state at the shards, then its own."""
         if member.process != "up":
-            return member.process
+            return member.process + (f" {units.clock(now - member.since)}" if member.since is not None else "")
         if not member.status:
             return "starting"
         if member.heard_at is not None and now - member.heard_at > SILENT_AFTER_S:

@@ -153,7 +153,7 @@ def _clean(value: Any, depth: int) -> Any:
 
 # ------------------------------------------------------------------ /status
 
-TEXT, FLAG, COUNT, AMOUNT, LOSS, COUNTS = "text", "flag", "count", "amount", "loss", "counts"
+TEXT, FLAG, COUNT, AMOUNT, LOSS, COUNTS, NAMES = "text", "flag", "count", "amount", "loss", "counts", "names"
 _IS: dict[str, Callable[[Any], bool]] = {
     TEXT: lambda v: isinstance(v, str),
     FLAG: lambda v: isinstance(v, bool),
@@ -161,6 +161,7 @@ _IS: dict[str, Callable[[Any], bool]] = {
     AMOUNT: lambda v: type(v) in (int, float) and 0 <= v <= NUMBER_MAX,
     LOSS: lambda v: type(v) in (int, float) and abs(v) <= 1e30,
     COUNTS: lambda v: isinstance(v, dict) and all(type(n) is int and n >= 0 for n in v.values()),
+    NAMES: lambda v: isinstance(v, list) and all(isinstance(one, str) for one in v),
 }
 
 _Fields = Mapping[str, Any]
@@ -173,20 +174,23 @@ _COMMON: _Fields = {
 _AWAY: _Fields = {"address": TEXT, "index": COUNT, "for_s": AMOUNT}
 _LEARNER: _Fields = {
     "id": TEXT, "generation": COUNT, "state": TEXT, "inner_step": COUNT, "tokens": COUNT, "unit": TEXT, "loss": LOSS,
-    "step_time_s": AMOUNT, "silent_s": AMOUNT, "asked": COUNT, "contributed": COUNT, "merged": COUNT,
+    "step_time_s": AMOUNT, "silent_s": AMOUNT, "last_step_s": AMOUNT, "evicted_for": TEXT,
+    "asked": COUNT, "contributed": COUNT, "merged": COUNT,
     "tokens_merged": COUNT, "missed": COUNTS, "staleness": COUNT, "left_out": FLAG, "kept": AMOUNT, "cosine": LOSS,
     "away": [_AWAY],
 }  # fmt: skip
 _FRAGMENT: _Fields = {
     "id": COUNT, "companion": FLAG, "seeded": FLAG, "version": COUNT, "epoch": COUNT, "elements": COUNT,
-    "round": COUNT, "round_open": FLAG, "contributions": COUNT, "tokens_merged": AMOUNT,
+    "round": COUNT, "round_open": FLAG, "open_s": AMOUNT, "contributions": COUNT, "missing": NAMES,
+    "tokens_merged": AMOUNT,
 }  # fmt: skip
 _SHARD: _Fields = {
     **_COMMON, "index": COUNT, "count": COUNT, "epoch": COUNT, "ready": FLAG, "reason": TEXT, "grpc": TEXT,
     "done": FLAG, "data_dir": TEXT, "grace_s": AMOUNT, "learners": [_LEARNER], "fragments": [_FRAGMENT],
     "rounds": COUNT, "participants_mean": AMOUNT, "duplicates": COUNT, "late": COUNT, "rejected": COUNTS,
     "evictions": COUNT, "evictions_by_code": COUNTS, "bytes_saved": COUNT, "disk_free_bytes": COUNT,
-    "memory_bytes": COUNT, "versions_lost": COUNT, "sync_every": COUNT, "sync_every_auto": FLAG,
+    "memory_bytes": COUNT, "overdue_after_s": AMOUNT, "quorum": COUNT, "package": TEXT, "certificate_s": LOSS,
+    "versions_lost": COUNT, "sync_every": COUNT, "sync_every_auto": FLAG,
 }  # fmt: skip
 _WORKER: _Fields = {
     **_COMMON, "learner_id": TEXT, "state": TEXT, "inner_step": COUNT, "tokens": COUNT, "unit": TEXT, "loss": LOSS,

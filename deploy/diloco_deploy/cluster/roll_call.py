@@ -6,14 +6,15 @@ not reach. So one shard that answers is enough to miss another one.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from diloco_common.errors import Expired
 from diloco_common.wire.addresses import Role
 from diloco_deploy import units
+from diloco_deploy.cluster.findings import Finding, findings, natural
 from diloco_deploy.cluster.learners import WITH_LEASE, put_together
 from diloco_deploy.cluster.members import Member, Status
 from diloco_deploy.cluster.model import Cluster
@@ -22,8 +23,6 @@ from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
 Presence = Literal["alive", "away", "dead", "starting", "left", "unknown"]
 """alive: it answers, or others hear it. away: expected, and neither answers nor is heard. dead: its process is known to
 have ended. starting: its process is not up yet. left: it said goodbye, or did its work. unknown: nobody was asked."""
-FAILING_S = 60.0
-"""As long as a learner waits with saying it itself."""
 _ROLES: dict[bool, Role] = {True: "worker", False: "shard"}
 _OF_PROCESSES: dict[str, Presence] = {"died": "dead", "lost": "dead", "ended": "left"}
 
@@ -41,6 +40,8 @@ class Present:
     """How long it has been away or dead; None: it is not, or nobody knows."""
     why: str = ""
     """Who says so, in words; empty: it answered itself."""
+    code: str = ""
+    """Of why it does not answer, where one is known."""
     answered: bool = False
     """Whether it answered itself."""
     restarts: int = 0
@@ -59,25 +60,13 @@ class Present:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Something that a person would want to know."""
-
-    code: str
-    """As in docs/errors.md."""
-    member: str
-    words: str
-    """What it is, what it means, what to do."""
-
-
-@dataclass(frozen=True)
 class Roll:
     """Who was called, and what all of them together are."""
 
     present: tuple[Present, ...]
     """Shards first."""
     cluster: Cluster
-    problems: tuple[Problem, ...]
-    """What a person would want to know of those who are missing, shards first, and of those who train in vain."""
+    problems: tuple[Finding, ...]
 
     @property
     def workers_expected(self) -> int:
@@ -86,9 +75,13 @@ class Roll:
 
 
 def roll_call(
-    asked: Mapping[str, str], answers: Mapping[str, Status], record: ClusterRecord | None, now: float
-) -> Roll:
-    """All members. `asked`: name (or address, where no name is known) -> address; `answers`: by the same names."""
+    asked: Mapping[str, str], answers: Mapping[str, Status], record: ClusterRecord | None, now: float,
+    over: Mapping[str, str] | None = None,
+) -> Roll:  # fmt: skip
+    """All members. `asked`: name (or address, where no name is known) -> address; `answers`: by the same names.
+
+    `over`: why somebody cannot be asked for a certificate that has expired.
+    """
     call = _Call(asked, answers, record, now)
     found = [*call.shards(), *call.workers()]
     named = {present.name for present in found}
@@ -97,61 +90,32 @@ def roll_call(
         for name, address in call.silent.items()
         if name not in named and not any(address in present.why for present in found)
     ]
-    found.sort(key=lambda present: (present.role, _natural(present.name)))
-    cluster = Cluster({f"{one.role} {one.name}": _member(one) for one in found})
+    for name, why in (over or {}).items():
+        at = asked[name]
+        found = [
+            replace(one, why=f"{at}: {why}", code=Expired.code) if name == one.name or f"at {at}" in one.why else one
+            for one in found
+        ]
+    found.sort(key=lambda present: (present.role, natural(present.name)))
+    cluster = Cluster({f"{one.role} {one.name}": _member(one, call.recorded.get(one.name)) for one in found})
     present = tuple(
         replace(one, state=cluster.state_of(member, 0.0) if one.presence == "alive" else one.state or one.presence)
         for one, member in zip(found, cluster.members.values(), strict=True)
     )
-    count = sum(one.role == "shard" for one in present)
-    missing = (_problem(one, count, call.recorded.get(one.name)) for one in present if one.is_missing)
-    return Roll(present, cluster, (*missing, *(found for one in present for found in _failing_pushes(one))))
+    return Roll(present, cluster, tuple(findings(cluster, 0.0)))
 
 
-def _member(one: Present) -> Member:
-    """As the tables show it."""
+def _member(one: Present, recorded: MemberRecord | None) -> Member:
+    """By a clock that is 0 now."""
     if one.presence != "alive":
-        return Member(one.name, one.role, one.word, one.status or {})
+        since = None if one.since_s is None else -one.since_s
+        return Member(
+            one.name, one.role, one.state or one.presence, one.status or {}, why_not=one.why, since=since,
+            why_code=one.code, again=_again(one, recorded),
+        )  # fmt: skip
     if one.status is None:  # learners reach it; we did not ask it
         return Member(one.name, one.role, "heard")
     return Member(one.name, one.role, "up", one.status)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """worker-2 before worker-10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _problem(one: Present, shards: int, recorded: MemberRecord | None) -> Problem:
-    age = f" for {units.clock(one.since_s)}" if one.since_s is not None else ""
-    state = {"dead": f"dead{age}", "starting": "starting", "unknown": "unknown"}.get(one.presence, f"away{age}")
-    because = f" ({one.why})" if one.why else ""
-    again = _again(one, recorded)
-    if one.role == "worker":
-        words = f"{one.name} is {state}{because}: the others train on; {again}"
-        return Problem("WORKER_AWAY", one.name, words)
-    if one.presence == "unknown":
-        words = f"{one.name} was not asked, and nobody speaks of it: add its address to --http"
-        return Problem("SHARD_UNKNOWN", one.name, words)
-    part = {1: "the whole", 2: "half of the", 3: "a third of the", 4: "a quarter of the"}
-    share = part.get(shards, f"a {shards}th part of the")
-    words = (
-        f"{one.name} is {state}{because}: {share} model is away and gets no new versions; learners train on and lose "
-    )
-    return Problem("SHARD_AWAY", one.name, f"{words}nothing; {again}")
-
-
-def _failing_pushes(one: Present) -> Iterator[Problem]:
-    """Shards that a learner hears, and to which none of its work gets through."""
-    for shard in (one.status or {}).get("shards", ()):
-        failing_s = float(shard.get("pushes_fail_s") or 0.0)
-        if one.role == "worker" and one.answered and failing_s >= FAILING_S:
-            words = (
-                f"{one.name}: no push gets through to {shard.get('address')} for {units.clock(failing_s)} "
-                f"({shard.get('pushes_fail_why')}): nothing that it trains is merged there; look for a proxy's limit, "
-                "or the MTU, on the way"
-            )
-            yield Problem("PUSHES_FAIL", one.name, words)
 
 
 def _again(one: Present, recorded: MemberRecord | None) -> str:
@@ -162,7 +126,7 @@ def _again(one: Present, recorded: MemberRecord | None) -> str:
         return f"`diloco up` has given it up: look at `diloco logs {one.name}`"
     if recorded is not None:
         return "if `diloco up` still runs, it starts it again"
-    return "start it again" + (" with its data folder" if one.role == "shard" else ", and it goes on")
+    return ""
 
 
 class _Call:
@@ -197,7 +161,7 @@ class _Call:
             only = unnamed[0] if len(unnamed) == len(missing) == 1 and index in missing else ""
             if address := self.silent.get(name) or only:
                 presence: Presence = "away" if one.presence in ("alive", "unknown") else one.presence
-                state = one.state or ("no answer" if presence == "away" else "")
+                state = "no answer" if presence == "away" else one.state
                 said = f"nobody answers at {address}" + (f"; {one.why}" if one.why else "")
                 one = replace(one, presence=presence, state=state, why=said)
             yield one

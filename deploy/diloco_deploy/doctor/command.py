@@ -20,10 +20,23 @@ from diloco_common.command import version
 from diloco_common.errors import ConfigError, plain
 from diloco_common.options import NO_SETTINGS, Flag, Json, SettingsOptions, number, setting, settings_from
 from diloco_common.settings import Settings
-from diloco_deploy.doctor.checks import TOTAL_S, Check, Door, Finding, Found, Known, State, run_checks, warning
+from diloco_deploy.doctor.checks import (
+    TOTAL_S,
+    Check,
+    Door,
+    Finding,
+    Found,
+    Known,
+    State,
+    failure,
+    ok,
+    run_checks,
+    warning,
+)
 from diloco_deploy.run.folder import shards_in
 
 if TYPE_CHECKING:
+    from diloco_deploy.cluster.roll_call import Roll
     from diloco_deploy.doctor.machine import Shard
 
 MARKS = {State.OK: "ok", State.WARNING: "WARNING", State.FAILURE: "FAILURE", State.SKIPPED: "skipped"}
@@ -44,6 +57,8 @@ class Patient:
     """Parameters of the whole model; None: not known."""
     step_s: float = 1.0
     learners: int = 8
+    folder: Path | None = None
+    """Of a cluster of `diloco up`: what `diloco status` finds is said, too."""
     device: str | None = None
     """A device of this machine, as torch names it; None: none is looked at."""
 
@@ -76,6 +91,8 @@ def look(patient: Patient) -> Iterator[Found]:
     ends_at = time.monotonic() + TOTAL_S
     if patient.shards:
         yield from _ways(patient, ends_at)
+    if patient.folder is not None:
+        yield from run_checks([Check("cluster", "", 4.0, partial(_cluster, patient.folder))], time.monotonic, ends_at)
     checks = _of_machine(patient) if patient.is_shard else [_kernels()]
     yield from run_checks(checks, time.monotonic, ends_at)
     if patient.device is not None:
@@ -125,6 +142,21 @@ def _walked(door: Door, known: Known, ends_at: float) -> Iterator[Found]:
         Check("version", a, 1.0, partial(shards.version, door, known, ours), ("run",)),
     ]
     return run_checks(checks, time.monotonic, ends_at)
+
+
+def _cluster(folder: Path) -> list[Finding]:
+    """What `diloco status` says of it. Raises CannotConnect."""
+    from diloco_deploy.cluster.asking import Asker
+    from diloco_deploy.show.status import Where, look
+    from diloco_deploy.trust.own import OwnCertificates
+
+    return of_roll(look(Where(folder), Asker(OwnCertificates.observer_in(folder))))
+
+
+def of_roll(roll: Roll) -> list[Finding]:
+    """The same findings as those of `diloco status`."""
+    found = [failure(one.code, one.words, one.do) for one in roll.problems]
+    return found or [ok(f"{len(roll.present)} members, and nothing is wrong with them")]
 
 
 def _of_machine(patient: Patient) -> list[Check]:
@@ -240,4 +272,4 @@ def doctor(
             "what should be looked at? Name the shards (--shards ps-0:50051,ps-1:50051), or the --folder of "
             "`diloco up`, or say --shard: this machine, or --device cuda"
         )
-    return examine(Patient(settings, addresses, shard, params, step_time, learners, device), as_json=json)
+    return examine(Patient(settings, addresses, shard, params, step_time, learners, folder, device), as_json=json)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
-from diloco_common.errors import HandshakeFailed, NotSeeded
+from diloco_common.errors import HandshakeFailed, NotSeeded, Unavailable
 from diloco_common.trust.tls import TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
 from diloco_common.wire.handshake import certificate_at, find_cause
@@ -134,13 +134,20 @@ def measure(door: Door, known: Known) -> Finding:
     """The clock of the shard; its version is kept for `version`, the way up for `link`. Raises its Refusal."""
     try:
         measured = calls.measure(door)
-    except calls.NoShard:
-        return warning("CLOCK_UNKNOWN", f"{door.address} is of a version before `diloco doctor`")
+    except (calls.NoShard, Unavailable) as error:
+        return no_bytes(door.address, str(error))
     except calls.Silence:
         return failure("NO_ANSWER", f"{door.address} does not answer a probe")
     known.measured[door.address] = measured
     proven = door.files is not None or door.token is not None
     return clock(door.address, measured.skew_s + known.round_trip_s.get(door.address, 0.0) / 2, proven=proven)
+
+
+def no_bytes(address: str, why: str) -> Finding:
+    """A probe sends bytes, as a push does, and a shard answered small messages before."""
+    if why.startswith("unimplemented") and "http2 header" not in why:
+        return warning("CLOCK_UNKNOWN", f"{address} is of a version before `diloco doctor`")
+    return failure("PUSHES_FAIL", f"bytes do not get through to {address}, though small messages do ({why})")
 
 
 def version(door: Door, known: Known, ours: str) -> Sequence[Finding]:

@@ -73,6 +73,29 @@ WORDS = (
         "Start it again.", "the log of the worker", exit_code=7,
     ),
     Entry(
+        "NO_PROGRESS", Kind.COMMAND,
+        "In `diloco status`: a round is open ten times as long as usual, or too few learners are here for one. The "
+        "message says who is missing, and why.",
+        "Mend what is said of those that are missing, or lower `sync.quorum`.",
+        "[DilocoRoundOverdue](runbook.md#dilocoroundoverdue)", exit_code=7,
+    ),
+    Entry(
+        "CUT_OFF", Kind.COMMAND,
+        "In `diloco status`: a learner has a lease at some shards only. Its work on the other fragments waits.",
+        "Look at the way to those shards: `diloco doctor` on its machine.", "the log of the learner", exit_code=7,
+    ),
+    Entry(
+        "LEFT_OUT", Kind.COMMAND,
+        "In `diloco status`: what a learner contributes points away from the others. It is not merged meanwhile.",
+        "Compare its data, its labels and its learning rate with those of the others.",
+        "[DilocoLearnerLeftOut](runbook.md#dilocolearnerleftout)", exit_code=7,
+    ),
+    Entry(
+        "SHORTENED", Kind.COMMAND,
+        "In `diloco status`: the contributions of a learner are far longer than those of others, and are cut.",
+        "Lower its learning rate, or compare its batches with theirs.", "`kept` in the shards' `/status`", exit_code=7,
+    ),
+    Entry(
         "NO_TOKENS", Kind.COMMAND, "Every step of a learner said `tokens=0`: nothing of it is ever merged.",
         "Count the tokens of the batch: `batch.numel()`, or where a mask is true.", "`learner.step(tokens=...)`",
         is_logged=True,
@@ -274,7 +297,7 @@ EXITS = (
     _exit(4, "in use: another process has the port, the data folder or the learner id", "End it, or choose another."),
     _exit(5, "cannot connect", "`diloco doctor --shards HOST:PORT` names the cause."),
     _exit(6, "refused by a shard", "See the code of the message."),
-    _exit(7, "`diloco status --strict`: somebody who is expected is not there", "Do what it says of each."),
+    _exit(7, "`diloco status --strict`: something is wrong", "Do what it says of each."),
     _exit(130, "interrupted", NOTHING),
     _exit(143, "ended by SIGTERM, once what a learner had trained was handed over", NOTHING),
 )

@@ -16,12 +16,15 @@ from pathlib import Path
 from diloco_common.errors import CannotConnect, ConfigError
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import Role, write_json
+from diloco_deploy.cluster.findings import findings
 from diloco_deploy.cluster.members import Status
 from diloco_deploy.cluster.model import Cluster, Pace
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord, read_record
 from diloco_deploy.show.terminal import Snapshot
 
 _LOSSES_MAX = 512
+HOLD_S = 3.0
+"""A finding that is over sooner is not told."""
 _SAME_EVENT_WITHIN_S = 1.0
 _EVENTS_KEPT_S = 600.0
 
@@ -47,7 +50,8 @@ class Watch:
         self._losses: list[float] = []
         self._pace = Pace()
         self._seen: list[_Seen] = []
-        self._disks: dict[str, str] = {}  # shard -> why its disk refuses versions
+        self._wrong_since: dict[tuple[str, str], float] = {}  # code and member of a finding -> since when
+        self._told: set[tuple[str, str]] = set()
 
     def expect(self, name: str, role: Role) -> None:
         """A member exists from now on. A known member has started a new process."""
@@ -64,7 +68,21 @@ class Watch:
         self.cluster.heard(name, status, now)
         if status.get("role") == "shard":
             self._pace.heard(now, self.cluster.tokens_merged or 0)
-        return self._disk_refuses(name, status) + self._new_events(name, status, now)
+        return self._new_events(name, status, now)
+
+    def wrong(self, now: float) -> list[str]:
+        """Findings that have begun, once they have lasted, and those that are over, as lines for people.
+
+        Whose process is down is left out: its supervisor tells of that.
+        """
+        down = {member.name for member in self.cluster.members.values() if member.process != "up"}
+        found = {(f.code, f.member): f for f in findings(self.cluster, now) if f.member not in down}
+        over = [f"{member or 'cluster'}: {code} is over" for code, member in self._told - found.keys()]
+        self._told &= found.keys()
+        self._wrong_since = {key: self._wrong_since.get(key, now) for key in found}
+        begun = [key for key, since in self._wrong_since.items() if now - since >= HOLD_S and key not in self._told]
+        self._told.update(begun)
+        return sorted(over) + [f"! {found[key]}" for key in begun]
 
     def sample_loss(self) -> None:
         """Add the present training loss to its course. Call this at a steady pace."""
@@ -79,17 +97,6 @@ class Watch:
         """The present state of the cluster."""
         left_s = self._pace.left_s(self.cluster.tokens_budget)
         return Snapshot(self.cluster, now - self._started_at, now, tuple(self._losses), left_s, self.doing)
-
-    def _disk_refuses(self, name: str, status: Status) -> list[str]:
-        """Says each reason once. The run stands still until the disk takes versions again."""
-        reason = str(status.get("reason") or "")
-        why = reason.removeprefix("storage: ") if reason.startswith("storage: ") else ""
-        if why == self._disks.get(name, ""):
-            return []
-        self._disks[name] = why
-        if not why:
-            return [f"{name}: the disk takes versions again"]
-        return [f"{name}: the disk takes no versions, and the run waits for it: {why} (STORAGE)"]
 
     def _new_events(self, name: str, status: Status, now: float) -> list[str]:
         lines = []

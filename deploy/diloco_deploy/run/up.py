@@ -358,6 +358,9 @@ class LocalRun:
             self._hanging.heard(name, now, is_hung=bool(status.get("hung")))
             for event in self._watch.heard(name, status, now):
                 self._display.tell(event)
+        if self._members.are_training:
+            for words in self._watch.wrong(now):
+                self._display.tell(words)
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_EVERY_S
             self._watch.sample_loss()

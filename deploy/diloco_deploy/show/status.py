@@ -24,9 +24,10 @@ from diloco_common.trust.tokens import read_bearer_token
 from diloco_common.wire.addresses import split_addresses
 from diloco_deploy import units
 from diloco_deploy.cluster.asking import IN_PLAINTEXT, Asker, fetch_all
+from diloco_deploy.cluster.findings import Finding
 from diloco_deploy.cluster.model import Totals
 from diloco_deploy.cluster.record import ClusterRecord, addresses_in, read_record
-from diloco_deploy.cluster.roll_call import Present, Problem, Roll, roll_call
+from diloco_deploy.cluster.roll_call import Present, Roll, roll_call
 from diloco_deploy.run.folder import is_owned, shown
 from diloco_deploy.show.terminal import Snapshot, legend, line, tables
 from diloco_deploy.trust.own import OwnCertificates
@@ -34,7 +35,7 @@ from diloco_deploy.trust.own import OwnCertificates
 SCHEMA = 1
 """Of ClusterStatus. Grows when a field changes its meaning."""
 EXIT_DEGRADED = 7
-"""With --strict: somebody who is expected is not there."""
+"""With --strict: there is a finding."""
 ANSWER_WITHIN_S = 1.2
 """Deadline for all processes together. If nobody answers, the command ends within two seconds."""
 WATCH_EVERY_S = 2.0
@@ -58,7 +59,7 @@ class ClusterStatus(BaseModel):
     complete: bool
     """Everybody who is expected is there."""
     expected: ExpectedStatus
-    problems: list[Problem] = Field(default_factory=list)
+    problems: list[Finding] = Field(default_factory=list)
     totals: Totals
     versions: dict[str, int]
     """Fragment -> version, of the shards that answered."""
@@ -70,7 +71,7 @@ class ClusterStatus(BaseModel):
         shards = sum(one.role == "shard" for one in roll.present)
         return cls(
             run=next((str(one.status["run"]) for one in roll.present if one.status and one.status.get("run")), None),
-            complete=not roll.problems,
+            complete=not any(one.is_missing for one in roll.present),
             expected=ExpectedStatus(shards=shards or None, workers=roll.workers_expected),
             problems=list(roll.problems),
             totals=roll.cluster.totals(),
@@ -80,7 +81,7 @@ class ClusterStatus(BaseModel):
 
     def exit_code(self, *, strict: bool) -> int:
         """Of `diloco status`."""
-        return EXIT_DEGRADED if strict and not self.complete else EXIT_OK
+        return EXIT_DEGRADED if strict and self.problems else EXIT_OK
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,17 @@ class Where:
 
 
 def look(where: Where, asker: Asker = IN_PLAINTEXT) -> Roll:
-    """Ask every address once: who is there, and who ought to be. Raises CannotConnect: nobody answered."""
+    """Ask every address once: who is there, and who ought to be. Raises CannotConnect: nobody answered.
+
+    Whoever cannot be asked for a certificate that has expired is there.
+    """
     addresses = where.addresses()
-    answers = fetch_all(addresses, ANSWER_WITHIN_S, asker)
-    if not answers:
+    over: dict[str, str] = {}
+    answers = fetch_all(addresses, ANSWER_WITHIN_S, asker, over)
+    if not answers and not over:
         at = ", ".join(addresses.values())
         raise CannotConnect(f"nobody answers at {at}; if no cluster is running, start one with `diloco up`")
-    return roll_call(addresses, answers, where.record(), time.time())
+    return roll_call(addresses, answers, where.record(), time.time(), over)
 
 
 def snapshot_of(roll: Roll) -> Snapshot:
@@ -180,8 +185,8 @@ def _glances(where: Where, asker: Asker, wait: Callable[[float], None]) -> Itera
 def _one_line(glance: _Glance) -> str:
     if glance.silence:
         return glance.silence
-    missing = [f"{one.name} {one.word}" for one in glance.roll.present if one.is_missing]
-    return line(snapshot_of(glance.roll), 200) + ("  MISSING " + ", ".join(missing) if missing else "")
+    wrong = [f"{one.member} {one.code}".strip() for one in glance.roll.problems]
+    return line(snapshot_of(glance.roll), 200) + ("  ! " + ", ".join(wrong) if wrong else "")
 
 
 def _screen(glance: _Glance, width: int) -> RenderableType:
@@ -196,7 +201,7 @@ def page(roll: Roll, width: int) -> RenderableType:
     """The tables, what the words mean, and what is wrong."""
     snapshot = snapshot_of(roll)
     parts: list[RenderableType] = [tables(snapshot, width), Text(legend(snapshot), style="dim")]
-    parts += [Text(f"! {problem.words} [{problem.code}]", style="red") for problem in roll.problems]
+    parts += [Text(f"! {problem}", style="red") for problem in roll.problems]
     return Group(*parts)
 
 
@@ -214,14 +219,14 @@ def status(
     token_file: Annotated[
         str | None, Parameter(metavar="FILE", help="with --http: send this token, so that other machines show all")
     ] = None,
-    strict: Annotated[Flag, Parameter(help="exit code 7 unless everybody who is expected is there")] = False,
+    strict: Annotated[Flag, Parameter(help="exit code 7 if anything is wrong")] = False,
     watch: Annotated[Flag, Parameter(help="show it again every 2 s, until Ctrl-C")] = False,
     json: Json = False,
 ) -> int:
     """Show a running cluster: shards and workers, those that are away or dead too, and what that means.
 
     Any one shard is enough to ask: it knows how many there are, and hears from its learners which they do not reach.
-    Exit code 0 if somebody answers, 5 if nobody does; with --strict, 7 if somebody who is expected is missing.
+    Exit code 0 if somebody answers, 5 if nobody does; with --strict, 7 if anything is wrong.
     """
     settings = settings_from(SettingsOptions(config), {"cluster.folder": folder, "security.token_file": token_file})
     where, bearer_token = settings.cluster.folder, read_bearer_token(settings.security)

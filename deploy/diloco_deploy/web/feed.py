@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any, NamedTuple
 
+from diloco_deploy.cluster.findings import findings
 from diloco_deploy.cluster.learners import STATES, Learner
 from diloco_deploy.cluster.members import Member, Status
 from diloco_deploy.cluster.model import Cluster, Pace
@@ -18,6 +20,7 @@ from diloco_deploy.web.drawn import SPANS_S, Course, DrawnRounds, Events, Point
 from diloco_deploy.web.headlines import WORDS, headlines
 
 OUTAGES_MAX = 128
+FINDINGS_SHOWN = 20
 PAGE = 50
 """Learners that are shown at once."""
 _COUNTERS = ("rounds", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled")
@@ -94,15 +97,15 @@ class Feed:
         if rounds is not None:
             self._heard_rounds(shard, rounds, seq, now)
 
-    def silent(self, name: str, why: str, now: float) -> None:
-        """A shard did not answer; `why` in words."""
+    def silent(self, name: str, why: str, now: float, code: str = "") -> None:
+        """A shard did not answer; `why` in words, and as a code where one is known."""
         shard, seq = self._cluster.members[name], self._next()
         if shard.answers:
             self._outages.append(Outage(seq, shard.label, now))
             self._traced.pop(name, None)  # once it answers, it tells all of its rounds again, also those cut here
             self._rounds.cut(seq, shard.label, shard.heard_at or now)
             self._events.say(seq, now, "shard away", "bad", f"{shard.label} does not answer: {why}", shard.label)
-        self._cluster.process(name, "away", why)
+        self._cluster.process(name, "away", why, code)
         if self._silent_since is None and not any(one.answers for one in self._cluster.shards):
             self._silent_since = now
 
@@ -128,6 +131,7 @@ class Feed:
             seq = 0
         is_whole, points = self._course.since(seq)
         run, totals, states = self._run(), self._totals(), Counter(one.state for one in self._learners)
+        wrong = findings(self._cluster, now, silent_after_s=inf)  # `silent` says so
         shards = self._cluster.shards
         return {
             "seq": self._seq,
@@ -137,9 +141,11 @@ class Feed:
             "headlines": headlines(
                 states=states, answering=sum(shard.answers for shard in shards),
                 heard=sum(bool(shard.status) for shard in shards),
-                shards_away=[shard.label for shard in shards if not shard.answers],
+                shards_away=[shard.label for shard in shards if not shard.answers], wrong=wrong,
                 run=run, totals=totals, points=self._course.points, trends=self._course.trends(SPANS_S),
             ),
+            "findings": [asdict(one) for one in wrong[:FINDINGS_SHOWN]],
+            "findings_more": max(0, len(wrong) - FINDINGS_SHOWN),
             "totals": {**totals, "learners": dict(states)},
             "shards": [self._shard_row(shard) for shard in shards],
             "glance": "".join(WORDS[one.state].letter for _, one in sorted(self._cluster.learners.items())),
@@ -203,24 +209,9 @@ class Feed:
             "tokens_budget": budget or None,
             "done": bool(answered) and all(shard.get("done") for shard in answered),
             "shards_of_run": max((int(shard.get("count", 0)) for shard in answered), default=None),
-            "unreached": self._unreached(answered),
             "silent_since": self._silent_since,
             "left_s": self._pace.left_s(budget) if self._silent_since is None else None,
         }
-
-    def _unreached(self, answered: Iterable[Member]) -> dict[int, float]:
-        """Shards that this page does not ask, and that learners say they do not reach: number -> for how many seconds.
-
-        What is said of a shard that this page asks is left out: it knows better by itself.
-        """
-        asked = {shard.get("index") for shard in answered} | {None}
-        found: dict[int, float] = {}
-        for shard in self._cluster.shards:
-            for said in shard.get("learners", ()) if shard.answers else ():
-                for away in said.get("away") or ():
-                    if (index := away.get("index")) not in asked:
-                        found[int(index)] = max(float(away.get("for_s") or 0.0), found.get(int(index), 0.0))
-        return found
 
     def _totals(self) -> dict[str, Any]:
         refused: Counter[str] = sum((shard.refused for shard in self._cluster.shards), Counter())

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from diloco_deploy.cluster.findings import GONE, OF_SHARDS, STANDS, Finding
 from diloco_deploy.cluster.learners import HERE
 from diloco_deploy.web.drawn import Point, Trend
 
@@ -40,31 +41,34 @@ WORDS = {
 
 
 def headlines(
-    *, states: Counter[str], answering: int, heard: int, shards_away: Sequence[str], run: Mapping[str, Any],
-    totals: Mapping[str, Any], points: Sequence[Point], trends: Sequence[Trend],
+    *, states: Counter[str], answering: int, heard: int, shards_away: Sequence[str], wrong: Sequence[Finding],
+    run: Mapping[str, Any], totals: Mapping[str, Any], points: Sequence[Point], trends: Sequence[Trend],
 ) -> dict[str, Any]:  # fmt: skip
     """JSON of the three. Each has a level ("good", "info", "bad"), a title and a sentence.
 
-    `states`: learners by state. `answering`, `heard`: shards that answer, and that ever did. `trends`: of the
-    spans of the course, shortest first.
+    `states`: learners by state. `answering`, `heard`: shards that answer, and that ever did. `wrong`: the findings,
+    which the page lists below. `trends`: of the spans of the course, shortest first.
     """
     if not answering:
         words = "No shard has answered yet." if not heard else "No shard answers; this is from before."
         unknown = {"level": "bad", "title": "Not known", "words": words}
-        return {"learning": unknown, "here": _here(states, answering, shards_away, run), "lost": dict(unknown)}
+        return {"learning": unknown, "here": _here(states, answering, shards_away, wrong, run), "lost": dict(unknown)}
     return {
-        "learning": _learning(states, run, points, trends),
-        "here": _here(states, answering, shards_away, run),
+        "learning": _learning(states, wrong, run, points, trends),
+        "here": _here(states, answering, shards_away, wrong, run),
         "lost": _lost(totals, shards_away),
     }
 
 
 def _learning(
-    states: Counter[str], run: Mapping[str, Any], points: Sequence[Point], trends: Sequence[Trend]
-) -> dict[str, str]:
+    states: Counter[str], wrong: Sequence[Finding], run: Mapping[str, Any], points: Sequence[Point],
+    trends: Sequence[Trend],
+) -> dict[str, str]:  # fmt: skip
     loss = next((point.loss for point in reversed(points) if point.loss is not None), None)
     if run["done"]:
         return _said("good", "Done", "The token budget is reached.")
+    if stands := [one for one in wrong if one.code in STANDS]:
+        return _said("bad", "Stands still", f"{stands[0].words} [{stands[0].code}]")
     if not _here_count(states):
         return _said("bad", "Nobody trains", "No learner holds a lease at a shard that answers.")
     if loss is None:
@@ -85,28 +89,23 @@ def _span(trend: Trend) -> str:
     return f"{trend.over_s:.0f} s" if trend.over_s < 90 else f"{trend.over_s / 60:.0f} min"
 
 
-def _here(states: Counter[str], answering: int, shards_away: Sequence[str], run: Mapping[str, Any]) -> dict[str, str]:
+def _here(
+    states: Counter[str], answering: int, shards_away: Sequence[str], wrong: Sequence[Finding], run: Mapping[str, Any]
+) -> dict[str, str]:  # fmt: skip
     here, left = _here_count(states), states["left"]
     known = states.total() - left
     unasked = max(0, (run["shards_of_run"] or 0) - answering - len(shards_away))
-    parts = []
-    if shards_away:
-        parts.append(f"{_some(shards_away)} {'does' if len(shards_away) == 1 else 'do'} not answer")
-    if unasked:
-        parts.append(f"{unasked} of the run's shards {'is' if unasked == 1 else 'are'} not asked by this page")
-    parts += [f"learners do not reach shard-{index}" for index in run["unreached"]]
-    for state in ("unknown", "away", "awaited", "left_out", "stalled", "partly"):
-        if states[state]:
-            parts.append(f"{_learners(states[state])} {WORDS[state].sentence}")
+    gone = [one for one in wrong if one.code in GONE]
+    parts = [one.words for one in gone if one.code in OF_SHARDS]
+    troubled = ("unknown", "away", "awaited", "left_out", "stalled", "partly")
+    parts += [f"{_learners(states[state])} {WORDS[state].sentence}" for state in troubled if states[state]]
     if left:
         parts.append(f"{left} said goodbye")
     title = f"{here} of {known} learners, {answering} of {answering + len(shards_away) + unasked} shards"
     if not parts:
         return _said("good" if here else "info", title, "Everybody is here." if here else "No learner has come yet.")
-    is_bad = bool(shards_away or run["unreached"] or states["away"] or states["unknown"] or states["left_out"])
-    is_good = not is_bad and here == known and not unasked and not states["stalled"] and not states["partly"]
-    level = "bad" if is_bad else "good" if is_good else "info"
-    return _said(level, title, "; ".join(parts).capitalize() + "." if not shards_away else "; ".join(parts) + ".")
+    level = "bad" if gone or states["unknown"] else "good" if here == known == states["training"] else "info"
+    return _said(level, title, "; ".join(parts) + ".")
 
 
 def _lost(totals: Mapping[str, Any], shards_away: Sequence[str]) -> dict[str, str]:

@@ -241,7 +241,7 @@ class LivePage:
                     self._feed.heard(name, said.status, said.rounds, time.time(), said.asked_at)
                     took_s = time.perf_counter() - began
                 except NoAnswer as error:
-                    self._feed.silent(name, str(error), time.time())
+                    self._feed.silent(name, str(error), time.time(), error.code)
                 except Exception as error:  # whatever it was: ask again
                     self._feed.silent(name, f"its answer makes no sense: {plain(repr(error))[:200]}", time.time())
             await asyncio.sleep(max(EVERY_S, REST * took_s))

@@ -48,6 +48,9 @@ SLACK = 0.1
 """Of a step."""
 
 
+TIMES_USUAL, AT_LEAST_S, FIRST_S = 10.0, 10.0, 60.0
+"""An open round is overdue after so many times as long as the usual one, and after these seconds; the third: while no
+round has told what is usual."""
 ASKS_AT_ONCE = 1 << 13
 """So many learners are asked by one tick, over all rounds that it opens: the event loop must hear others meanwhile."""
 
@@ -69,6 +72,12 @@ class Rounds:
         self._membership = membership
         self._versions = versions
         self._outbox = outbox
+
+    @property
+    def overdue_after_s(self) -> float:
+        """How long a round may be open before people are told."""
+        usual_s = self._open_s.value
+        return FIRST_S if usual_s is None else max(TIMES_USUAL * usual_s, AT_LEAST_S)
 
     @property
     def _now(self) -> float:
@@ -377,7 +386,7 @@ class Rounds:
                 member.merged += 1
                 member.tokens_merged += counted
         self.grace.to_publish.add(now - closed.closed_at)
-        self._open_s.add(now - closed.opened_at)
+        self._open_s.add(min(now - closed.opened_at, self.overdue_after_s))  # else a standstill would be the usual
         self.every.announced_at[fragment_id] = now
         self._outbox.note(VersionCommitted(fragment_id, closed.round, len(merged), tokens, now - closed.opened_at))
 

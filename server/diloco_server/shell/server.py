@@ -88,7 +88,7 @@ class ShardServer:
         self._http = HttpServer(
             settings.shard.http,
             registry=metrics.registry,
-            status=lambda: shard_status(self.host, self.grpc_address),
+            status=lambda: shard_status(self.host, self.grpc_address) | self._of_process(),
             ready=self.host.ready,
             bearer_token=self._access.bearer_token,
             door=self._door(metrics),
@@ -161,6 +161,12 @@ class ShardServer:
 
         metrics.certificates.follow(files)
         return TlsDoor(files, access.callers.holds)
+
+    def _of_process(self) -> dict[str, Any]:
+        """What /status says of this process beside its shard; seconds until its certificate expires."""
+        tls = self._access.tls
+        ends = None if tls is None or tls.certificate is None else tls.certificate.not_valid_after_utc.timestamp()
+        return {"package": _package(), "certificate_s": None if ends is None else round(ends - time.time())}
 
     def _rounds(self, asked: Mapping[str, str]) -> dict[str, Any]:
         """The answer of /rounds?epoch=E&after=N. Raises ValueError where these are no numbers."""

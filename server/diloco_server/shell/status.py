@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from diloco_server.core.fragment import FragmentState
@@ -13,6 +14,8 @@ from diloco_server.core.ledger import Event, TracedRound, told_of
 from diloco_server.core.membership import Member
 from diloco_server.shell.host import ShardHost
 
+MISSING_SHOWN = 8
+"""Of those that an overdue round waits for."""
 EVENTS_SHOWN = 50
 """The last ones, at /status; /rounds has more."""
 
@@ -39,13 +42,15 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "data_dir": str(settings.shard.data_dir) if settings.shard.data_dir else None,
         "unwritten": host.keeper.unwritten,
         "grace_s": shard.rounds.grace_s(),
+        "overdue_after_s": round(shard.rounds.overdue_after_s, 3),
+        "quorum": None if settings.sync.quorum == "all" else settings.sync.quorum,
         "sync_every": shard.rounds.every.steps,
         "sync_every_auto": settings.sync.sync_every == "auto",
         "rules": host.driver.rules.sources,
         "learners": [
             _learner(m, shard.influence, ledger.staleness.get(m.learner_id), now) for m in shard.membership.all()
         ],
-        "fragments": [_fragment(s) for _, s in sorted(shard.fragments.items())],
+        "fragments": [_fragment(s, now, shard.rounds.overdue_after_s) for _, s in sorted(shard.fragments.items())],
         "rounds": ledger.rounds,
         "participants_mean": ledger.participants_mean,
         "duplicates": ledger.duplicates,
@@ -104,6 +109,8 @@ def _learner(member: Member, influence: Influence, staleness: int | None, now: f
         "loss": progress.loss,
         "step_time_s": progress.step_time_s,
         "silent_s": round(now - member.last_heard, 3),
+        "last_step_s": round(now - member.last_step_at, 3),
+        "evicted_for": member.evicted_for,
         "asked": member.asked,
         "contributed": member.contributed,
         "merged": member.merged,
@@ -117,7 +124,9 @@ def _learner(member: Member, influence: Influence, staleness: int | None, now: f
     }
 
 
-def _fragment(state: FragmentState) -> dict[str, Any]:
+def _fragment(state: FragmentState, now: float, overdue_after_s: float) -> dict[str, Any]:
+    """Whom an open round waits for is told once it is overdue."""
+    open_s = now - state.round.opened_at if state.round else 0.0
     return {
         "id": state.fragment.fragment_id,
         "companion": not state.fragment.traits.is_of_model,
@@ -127,7 +136,9 @@ def _fragment(state: FragmentState) -> dict[str, Any]:
         "elements": state.fragment.num_elements,
         "round": state.round.round if state.round else None,
         "round_open": state.round is not None,
+        "open_s": round(open_s, 3),
         "contributions": len(state.round.contributions) if state.round else 0,
+        "missing": [*islice(state.round.awaited, MISSING_SHOWN)] if state.round and open_s > overdue_after_s else [],
         "tokens_merged": state.tokens_merged,
     }
 

@@ -128,6 +128,7 @@ class ShardTelemetry:
         opened_at = [s.round.opened_at for s in shard.fragments.values() if s.round is not None]
         rounds.open.set(len(opened_at))
         rounds.oldest.set(now - min(opened_at, default=now))
+        rounds.overdue_after.set(shard.rounds.overdue_after_s)
         rounds.grace.set(shard.rounds.grace_s())
         self._sample_ledger()
         live = shard.membership.live()

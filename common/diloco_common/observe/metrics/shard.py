@@ -156,6 +156,10 @@ class Rounds:
         self.oldest = declare.gauge(
             "diloco_shard_oldest_round_seconds", "Age of the oldest open round; 0 if none is open."
         )
+        self.overdue_after = declare.gauge(
+            "diloco_shard_overdue_after_seconds",
+            "An open round that is older is overdue: ten times the usual time until its version, and at least 10 s.",
+        )
         self.grace = declare.gauge("diloco_shard_grace_seconds", "Grace window of the newest round.")
         self.quorum_seconds = declare.histogram(
             "diloco_shard_quorum_seconds", "From opening a round to its quorum.", SECONDS

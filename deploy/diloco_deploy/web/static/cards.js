@@ -19,6 +19,22 @@ export function showCards(state) {
   document.title = `${headlines.learning.title} · ${run.id ?? "diloco"}`;
   showProgress(state, run, totals);
   showBanner(state.last);
+  showFindings(state.last);
+}
+
+let told = "";
+
+function showFindings({ findings, findings_more: more }) {
+  const list = $("findings");
+  const now = JSON.stringify(findings) + more;
+  if (now === told) return;
+  told = now;
+  list.hidden = !findings.length;
+  const rows = findings.map((one) =>
+    make("li", {}, make("span", { text: `${one.words}. ` }), make("b", { text: `${one.do}. ` }), make("code", { text: one.code })),
+  );
+  if (more) rows.push(make("li", { text: `and ${more} more` }));
+  list.replaceChildren(...rows);
 }
 
 function showProgress(state, run, totals) {

@@ -8,8 +8,7 @@ export function showShards(state) {
   const rows = shards.map((shard) => row(shard, now));
   const unasked = (run.shards_of_run ?? 0) - shards.length;
   if (unasked > 0) {
-    const away = Object.entries(run.unreached).map(([index, s]) => `; learners do not reach shard-${index} for ${seconds(s)}`);
-    const words = `${unasked} more of this run: this page was not given the address${away.join("")}`;
+    const words = `${unasked} more of this run: this page was not given the address`;
     rows.push(make("tr", {}, make("td", { colspan: 9, class: "quiet", text: words })));
   }
   $("shards").querySelector("tbody").replaceChildren(...rows);

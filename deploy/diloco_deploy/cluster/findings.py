@@ -1,0 +1,330 @@
+"""What is wrong in a cluster: one list, from the model and the time. Pure.
+
+`diloco status`, its JSON and `--strict`, the live page, `diloco doctor` and `diloco up` show these findings, and make
+none of their own about a running cluster. Each has a code that `diloco explain` knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from diloco_common.errors import Draining, Expired, Revoked, Stalled, Unavailable, VersionUndone
+from diloco_deploy import units
+from diloco_deploy.cluster.learners import Learner
+from diloco_deploy.cluster.members import Member, Status
+from diloco_deploy.cluster.model import SILENT_AFTER_S, Cluster
+
+FAILING_S = 60.0
+"""As long as a learner waits with saying it itself."""
+SHORT = 0.5
+"""Of the length of contributions: who keeps less is told."""
+ENDS_SOON_S = 14 * 86_400.0
+"""Of a certificate, as the alert has it."""
+BYTES_PER_PARAMETER = 10
+"""Of one version with its outer optimizer, at most."""
+NO_TOKENS_STEPS = 10
+NAMES_SHOWN = 4
+STANDS = frozenset({"STORAGE", "NO_PROGRESS"})
+"""Codes with which the run makes no versions, or not all."""
+GONE = frozenset({"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY", "LEFT_OUT", Revoked.code, Expired.code})
+"""Codes with which somebody is not there who is expected."""
+OF_SHARDS = frozenset({"SHARD_AWAY", "SHARD_UNKNOWN", Expired.code})
+"""Of these, those of shards."""
+_HERE = ("up", "heard")
+_DONE = ("ended", "left")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a person would want to know. The fields are those of `problems` in `diloco status --json`."""
+
+    code: str
+    """As in docs/errors.md."""
+    member: str
+    """Whom it concerns."""
+    words: str
+    """What it is, what it means, and why."""
+    do: str
+    """What to do now."""
+    since_s: float | None = None
+    """For how long; None: nobody knows."""
+
+    def __str__(self) -> str:
+        return f"{self.words}; {self.do} [{self.code}]"
+
+
+def findings(cluster: Cluster, now: float, silent_after_s: float = SILENT_AFTER_S) -> list[Finding]:
+    """Those of shards first, then those of learners. `now`: by the clock of the model.
+
+    `silent_after_s`: whoever is up and has not answered for so long is away; infinite, where that is said otherwise.
+    """
+    found = [one for shard in cluster.shards for one in _of_shard(cluster, shard, now, silent_after_s)]
+    found += _unasked(cluster)
+    found += _packages(cluster)
+    members = {member.name: member for member in cluster.workers}
+    for name in sorted({*members, *cluster.learners}, key=natural):
+        found += _of_learner(name, members.get(name), cluster.learners.get(name), now, silent_after_s)
+    return found
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """worker-2 before worker-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+# ------------------------------------------------------------ shards
+
+
+def _of_shard(cluster: Cluster, shard: Member, now: float, silent_after_s: float) -> Iterator[Finding]:
+    if shard.process == "not asked":
+        yield Finding(
+            "SHARD_UNKNOWN", shard.label, f"{shard.label} was not asked, and nobody speaks of it",
+            "add its address to --http",
+        )  # fmt: skip
+    elif shard.process not in (*_HERE, *_DONE) or _silent_s(shard, now) > silent_after_s:
+        yield _shard_away(cluster, shard, now)
+    elif shard.status:
+        yield from _not_ready(shard)
+        yield from _no_progress(cluster, shard)
+        yield from _certificate(shard)
+        yield from _disk(shard)
+
+
+def _silent_s(member: Member, now: float) -> float:
+    """For how long a process that is up has answered nothing."""
+    return 0.0 if member.heard_at is None or not member.answers else now - member.heard_at
+
+
+def _shard_away(cluster: Cluster, shard: Member, now: float) -> Finding:
+    since_s = _away_s(shard, now)
+    if shard.why_code == Expired.code:
+        words = f"the certificate of {shard.label} has expired{_for(since_s)}: nobody can call it ({shard.why_not})"
+        return Finding(Expired.code, shard.label, words, "issue another: `diloco certs issue`", since_s)
+    part = {1: "the whole", 2: "half of the", 3: "a third of the", 4: "a quarter of the"}
+    share = part.get(count := _count(cluster), f"a {count}th part of the")
+    words = (
+        f"{shard.label} is {_standing(shard)}{_for(since_s)}{_because(shard)}: {share} model is away and gets no new "
+        "versions; learners train on and lose nothing"
+    )
+    return Finding("SHARD_AWAY", shard.label, words, shard.again or "start it again with its data folder", since_s)
+
+
+def _not_ready(shard: Member) -> Iterator[Finding]:
+    if shard.get("ready", True):
+        return
+    reason = str(shard.get("reason", ""))
+    kind, _, why = reason.partition(": ")
+    if kind == "storage":
+        words = f"{shard.label}: the disk takes no versions, and the run waits for it: {why}"
+        do = "make room, or bring its data folder back: it goes on by itself"
+        yield Finding("STORAGE", shard.label, words, do)
+    elif kind == "recovering":
+        yield Finding("RECOVERING", shard.label, f"{shard.label} reads its data folder, and serves nobody yet", "wait")
+    elif kind == "draining":
+        yield Finding(Draining.code, shard.label, f"{shard.label} is shutting down", "start it again once it has ended")
+    else:
+        yield Finding("UNEXPECTED", shard.label, f"{shard.label} is not ready: {reason}", "start it again")
+
+
+def _no_progress(cluster: Cluster, shard: Member) -> Iterator[Finding]:
+    """Rounds that are open for far longer than usual, or none that can be opened."""
+    limit_s, quorum = shard.get("overdue_after_s"), shard.get("quorum")
+    if limit_s is None or shard.get("done") or any(not f.get("seeded", True) for f in shard.get("fragments", ())):
+        return
+    overdue = [f for f in shard.get("fragments", ()) if float(f.get("open_s") or 0.0) > limit_s]
+    absent = _absent(cluster, shard)
+    needs = f", and a round needs {quorum} (sync.quorum)" if quorum else ""
+    do = "mend what is said of those that are missing" + (", or lower the quorum" if quorum and quorum > 1 else "")
+    if overdue:
+        oldest = max(overdue, key=lambda f: float(f["open_s"]))
+        waits = {str(name): "has not contributed" for name in oldest.get("missing") or ()} | absent
+        words = (
+            f"{shard.label}: {len(overdue)} rounds are overdue; that of fragment {oldest['id']} for version "
+            f"{oldest.get('round')} is open{_for(float(oldest['open_s']))} (usual: below {units.clock(limit_s)}). It "
+            f"has {oldest.get('contributions', 0)} contributions{needs}; missing: {_names(waits)}"
+        )
+        yield Finding("NO_PROGRESS", shard.label, words, do, float(oldest["open_s"]))
+        return
+    able = sum(one.get("state") == "alive" and not one.get("left_out") for one in shard.get("learners", ()))
+    if quorum and able < quorum and float(shard.get("uptime_s", 0.0)) > limit_s:
+        words = f"{shard.label}: no round can close: {able} learners can contribute{needs}; missing: {_names(absent)}"
+        yield Finding("NO_PROGRESS", shard.label, words, do)
+
+
+def _absent(cluster: Cluster, shard: Member) -> dict[str, str]:
+    """Learners that the shard knows and that contribute nothing to its rounds, and why."""
+    found = {}
+    for said in shard.get("learners", ()):
+        name, state = str(said["id"]), str(said.get("state"))
+        if state == "evicted":
+            found[name] = "revoked" if said.get("evicted_for") == Revoked.code else "away"
+        elif state == "stalled":
+            found[name] = "stalled"
+        elif said.get("left_out"):
+            found[name] = "left out"
+        elif (learner := cluster.learners.get(name)) is not None and learner.state == "stalled":
+            found[name] = "stalled"
+    return found
+
+
+def _certificate(shard: Member) -> Iterator[Finding]:
+    left_s = shard.get("certificate_s")
+    if left_s is None or left_s > ENDS_SOON_S:
+        return
+    do = "renew it (`diloco certs issue`): no restart is needed"
+    if left_s <= 0:
+        words = f"the certificate of {shard.label} expired {units.clock(-left_s)} ago: nobody can call it"
+        yield Finding(Expired.code, shard.label, words, do, -left_s)
+    else:
+        days, hours = divmod(int(left_s // 3600), 24)
+        words = f"the certificate of {shard.label} expires in {days} d {hours} h, and nothing has renewed it"
+        yield Finding("CERTIFICATE_ENDS_SOON", shard.label, words, do)
+
+
+def _disk(shard: Member) -> Iterator[Finding]:
+    free = shard.get("disk_free_bytes")
+    wanted = BYTES_PER_PARAMETER * sum(int(f.get("elements") or 0) for f in shard.get("fragments", ()))
+    if free is not None and shard.get("data_dir") and free < wanted:
+        words = f"{shard.label}: {units.size(free)} of its disk are free; one more version of each fragment may not fit"
+        yield Finding("DISK_SMALL", shard.label, words, "free some space, or use a larger volume")
+
+
+def _unasked(cluster: Cluster) -> Iterator[Finding]:
+    """Shards of the run that are no members here: known from what shards and their learners say."""
+    members = cluster.shards
+    known = {shard.get("index") for shard in members} | {None} | {_index(shard.label) for shard in members}
+    missed: dict[int, float] = {}
+    for shard in members:
+        for said in shard.get("learners", ()) if shard.answers else ():
+            for away in said.get("away") or ():
+                if (index := away.get("index")) not in known:
+                    missed[int(index)] = max(float(away.get("for_s") or 0.0), missed.get(int(index), 0.0))
+    for index, since_s in sorted(missed.items()):
+        words = f"learners do not reach shard-{index}{_for(since_s)}"
+        yield Finding("SHARD_AWAY", f"shard-{index}", words, "start it again with its data folder", since_s)
+    count = _count(cluster) - len(members) - len(missed)
+    if count > 0:
+        words = f"{count} of the run's shards {'is' if count == 1 else 'are'} not asked"
+        yield Finding("SHARD_UNKNOWN", "", words, "give all addresses (--http)")
+
+
+def _index(name: str) -> int | None:
+    found = re.fullmatch(r"shard-(\d+)", name)
+    return int(found[1]) if found else None
+
+
+def _count(cluster: Cluster) -> int:
+    """Shards of the run."""
+    return max([int(shard.get("count", 0)) for shard in cluster.shards] + [len(cluster.shards)])
+
+
+def _packages(cluster: Cluster) -> Iterator[Finding]:
+    packages = {m.label: str(m.get("package")) for m in cluster.members.values() if m.answers and m.get("package")}
+    if len(set(packages.values())) > 1:
+        each = ", ".join(f"{name} {package}" for name, package in packages.items())
+        yield Finding("PACKAGES_DIFFER", "", f"members run different versions: {each}", "install equal versions")
+
+
+# ------------------------------------------------------------ learners
+
+
+def _of_learner(
+    name: str, member: Member | None, learner: Learner | None, now: float, silent_after_s: float
+) -> Iterator[Finding]:
+    told = learner.told if learner is not None else []
+    if any(one.get("evicted_for") == Revoked.code and one.get("state") == "evicted" for one in told):
+        words = f"{name} is revoked: no shard lets it in, and the others train on"
+        yield Finding(Revoked.code, name, words, "give it a new identity, or remove it", _least(told, "silent_s"))
+        return
+    if member is not None and member.process not in (*_HERE, *_DONE):
+        yield _worker_away(name, member, _away_s(member, now))
+    elif member is not None and (silent_s := _silent_s(member, now)) > silent_after_s:
+        yield _worker_away(name, member, silent_s)
+    elif learner is not None and (member is None or member.process == "up") and learner.state == "away":
+        yield _worker_away(name, Member(name, "worker", "away", why_not=learner.who_says), now - learner.heard_at)
+    elif learner is not None and learner.is_here:
+        yield from _of_standing(name, learner)
+    if member is not None and member.answers:
+        yield from _own_words(name, member)
+
+
+def _worker_away(name: str, member: Member, since_s: float | None) -> Finding:
+    words = f"{name} is {_standing(member)}{_for(since_s)}{_because(member)}: the others train on"
+    return Finding("WORKER_AWAY", name, words, member.again or "start it again, and it goes on", since_s)
+
+
+def _of_standing(name: str, learner: Learner) -> Iterator[Finding]:
+    """Of one that has a lease, by what shards say."""
+    if learner.state == "stalled":
+        since_s = _least(learner.told, "last_step_s")
+        words = f"{name} is stalled: it is heard, and has ended no inner step{_for(since_s)}; nobody waits for it"
+        yield Finding(Stalled.code, name, words, "find what its loop waits for: data, a lock, or a device", since_s)
+    if learner.state == "partly":
+        words = f"{name} is cut off from {', '.join(learner.away_at)}: its work on that part of the model waits"
+        yield Finding("CUT_OFF", name, words, f"look at the way: `diloco doctor` on the machine of {name}")
+    if any(one.get("left_out") for one in learner.told):
+        cosine = min((float(one["cosine"]) for one in learner.told if one.get("cosine") is not None), default=None)
+        how = "" if cosine is None else f" (cosine {cosine:.2f})"
+        words = f"{name} is left out: what it contributes points away from the others{how}; it follows their values"
+        do = "compare its data, its labels and its learning rate with theirs; it comes back by itself"
+        yield Finding("LEFT_OUT", name, words, do)
+        return
+    kept = min((float(one["kept"]) for one in learner.told if one.get("kept") is not None), default=1.0)
+    if kept < SHORT:
+        words = f"{name} is shortened: of the length of its contributions {kept:.0%} count, as they are far longer"
+        yield Finding("SHORTENED", name, words, "lower its learning rate, or compare its batches with the others'")
+    if learner.inner_step >= NO_TOKENS_STEPS and not learner.tokens:
+        words = f"{name} has taken {learner.inner_step} steps, and every one said tokens=0: nothing of it is merged"
+        yield Finding("NO_TOKENS", name, words, "count the tokens of the batch: `learner.step(tokens=...)`")
+
+
+def _own_words(name: str, worker: Member) -> Iterator[Finding]:
+    """What a worker says of the way to its shards, and of its steps."""
+    for shard in worker.get("shards", ()):
+        failing_s = float(shard.get("pushes_fail_s") or 0.0)
+        if failing_s >= FAILING_S:
+            words = (
+                f"{name}: no push gets through to {shard.get('address')}{_for(failing_s)} "
+                f"({shard.get('pushes_fail_why')}): nothing that it trains is merged there"
+            )
+            do = "look for a proxy's limit (413: `client_max_body_size`), or the MTU, on the way"
+            yield Finding("PUSHES_FAIL", name, words, do, failing_s)
+        code = str(shard.get("code") or "")
+        if code and code != Unavailable.code and not shard.get("connected"):
+            words = f"{name} has no lease at {shard.get('address')}: {shard.get('why')}"
+            yield Finding(code, name, words, f"`diloco explain {code}`")
+    if undone := int(worker.get("versions_undone", 0)):
+        words = f"{name}: steps took back {undone} versions: the model is written to from a copy"
+        yield Finding(VersionUndone.code, name, words, f"`diloco explain {VersionUndone.code}`")
+
+
+# ------------------------------------------------------------ in words
+
+
+def _standing(member: Member) -> str:
+    return {"died": "dead", "lost": "dead", "starting": "starting"}.get(member.process, "away")
+
+
+def _away_s(member: Member, now: float) -> float | None:
+    since = member.since if member.since is not None else member.heard_at
+    return None if since is None else max(0.0, now - since)
+
+
+def _because(member: Member) -> str:
+    return f" ({member.why_not})" if member.why_not and member.why_not != "not asked yet" else ""
+
+
+def _for(seconds: float | None) -> str:
+    return "" if seconds is None else f" for {units.clock(seconds)}"
+
+
+def _least(told: list[Status], key: str) -> float | None:
+    return min((float(one[key]) for one in told if one.get(key) is not None), default=None)
+
+
+def _names(why: dict[str, str]) -> str:
+    shown = [f"{name} ({words})" for name, words in [*why.items()][:NAMES_SHOWN]]
+    more = len(why) - len(shown)
+    return (", ".join(shown) or "nobody that it knows") + (f" and {more} more" if more > 0 else "")
