@@ -288,7 +288,7 @@ def keep_what_an_epoch_announced(original: Any, self: ConnectionState, joined: A
     return is_another
 
 
-@slip(CouncilLog, "_joined", "short:5", "well_again_after_faults")
+@slip(CouncilLog, "_joined", missed="rare: no schedule of 220 finds it since draws have changed; one of before did")
 def keep_pulls_of_the_epoch_before(original: Any, self: Any, joined: Any) -> Any:
     """A shard's new epoch drops nothing that ranks were pulling."""
     return None
