@@ -190,6 +190,12 @@ def test_every_view_of_a_history_says_the_same(history, bob, refused, evicted) -
         printed = json.loads(ClusterStatus.of(roll).model_dump_json())  # --json
         members = {one["name"]: one["state"] for one in printed["members"]}
 
+        found = {(one.code, one.member) for one in roll.problems}
+        assert found == {(one["code"], one["member"]) for one in state["findings"]}
+        assert found == {(one["code"], one["member"]) for one in printed["problems"]}
+        word = {"away": "REVOKED" if "REVOKED" in evicted else "WORKER_AWAY", "partly": "CUT_OFF"}.get(bob)
+        assert {code for code, member in found if member == "bob"} == ({word} if word else set())
+
         learners = set(rows)
         assert {"ann": "training", "bob": bob} == {name: rows[name]["state"] for name in learners}
         assert {"ann": "training", "bob": bob} == {name: members[name] for name in learners}
