@@ -145,6 +145,27 @@ def test_a_loop_that_sigterm_has_broken_before_its_next_step_hands_over_too(serv
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_step_that_is_too_long_to_wait_for_is_broken_off(serve, train, capsys, monkeypatch):
+    monkeypatch.setattr(learner, "LEAVE_LEAST_S", 0.1)
+    shard = serve(settings_with(sync=EXACT))
+    a = train(shard.address, "a")
+    for _ in range(7):
+        a.step()
+
+    def long_step() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(DEADLINE_S)
+        pytest.fail("the step went on")
+
+    with pytest.raises(SystemExit) as ended, a.learner:
+        long_step()
+    assert ended.value.code == 143
+    assert merged(shard, "a") == 7 * 8 * 2
+    said = capsys.readouterr().err
+    assert "diloco: SIGTERM; the step takes too long, and is broken off\n" in said
+    assert said.endswith("a has left the run after 7 steps; all of it is merged\n")
+
+
 def test_an_error_without_the_notice_hands_nothing_over(serve, train):
     shard = serve(settings_with(sync=EXACT))
     a = train(shard.address, "a")

@@ -190,6 +190,12 @@ def test_every_view_of_a_history_says_the_same(history, bob, refused, evicted) -
         printed = json.loads(ClusterStatus.of(roll).model_dump_json())  # --json
         members = {one["name"]: one["state"] for one in printed["members"]}
 
+        found = {(one.code, one.member) for one in roll.problems}
+        assert found == {(one["code"], one["member"]) for one in state["findings"]}
+        assert found == {(one["code"], one["member"]) for one in printed["problems"]}
+        word = {"away": "REVOKED" if "REVOKED" in evicted else "WORKER_AWAY", "partly": "CUT_OFF"}.get(bob)
+        assert {code for code, member in found if member == "bob"} == ({word} if word else set())
+
         learners = set(rows)
         assert {"ann": "training", "bob": bob} == {name: rows[name]["state"] for name in learners}
         assert {"ann": "training", "bob": bob} == {name: members[name] for name in learners}
@@ -214,6 +220,38 @@ def test_every_view_of_a_history_says_the_same(history, bob, refused, evicted) -
         again = feed.since(0, NOW + 1)
         assert (again["shards"][0]["starts"], again["totals"]["rounds"]) == (2, before + 1), "it has started again"
         assert sum(evicted.values()) == state["totals"]["evictions"] == printed["totals"]["evictions"]
+
+    asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
+
+
+def test_a_round_that_stays_open_is_found_by_every_view_and_the_alert() -> None:
+    async def play() -> None:
+        run = Run()
+        await run.begin()
+        shard, (ann, _), (bob, _) = run.shards[0], run.ann, run.bob
+        for step in range(2, 90):  # both go on, and only ann contributes
+            shard.now += 1.0
+            shard.steps(ann, step)
+            shard.steps(bob, step)
+            if step == 2:
+                assert await shard.push(ann, 1) is Outcome.ACCEPTED
+            shard.host.advance()
+        try:
+            said = shard.status()
+            (found, *_) = roll_call({"shard-0": "host:1"}, {"shard-0": said}, None, NOW).problems
+            feed = Feed(NOW)
+            feed.expect(["shard-0"])
+            feed.heard("shard-0", said, None, NOW, 0.0)
+            assert (found.code, found.member) == ("NO_PROGRESS", "shard-0")
+            assert "missing: bob (has not contributed)" in found.words
+            assert found.code in {one["code"] for one in feed.since(0, NOW)["findings"]}
+            oldest, overdue = (
+                shard.series(f"diloco_shard_{name}_seconds")[""] for name in ("oldest_round", "overdue_after")
+            )
+            assert oldest == found.since_s > overdue
+        finally:
+            for one in run.shards:
+                one.host.close()
 
     asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
 

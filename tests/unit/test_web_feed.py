@@ -209,6 +209,15 @@ def test_only_what_is_new_is_sent_again():
     assert feed.since(10**9, NOW)["whole"], "a number of another life"
 
 
+def test_a_round_that_is_open_is_drawn_however_old_it_is():
+    feed = feed_of("shard-0")
+    open_one = {"quorum_s": None, "closed_s": None, "announced_s": None}
+    feed.heard("shard-0", shard(), traced(1, 1, **open_one), NOW)
+    for second in (0, 600, 1200):
+        feed.heard("shard-0", shard(), traced(2 + second, 100 + second), NOW + second)
+    assert [row[2] for row in feed.since(0, NOW + 1200)["rounds"]] == [1, 700, 1300]
+
+
 def test_two_hundred_learners_that_join_at_once_are_one_event():
     feed = feed_of()
     told = [{"event": "joined", "learner": f"l-{i:03}", "ago_s": 1.0} for i in range(200)]

@@ -362,6 +362,8 @@ class Learner(LearnerView):
             return bool(self._finished)
         if self._has_left is not None:
             return self._has_left
+        if self._notice is not None:
+            self._notice.heed()
         before = self._boundary.figures().tokens_unmerged
         missing = self._end(self._leaving, self.hand_over, wait_s)
         self._has_left = not missing
@@ -403,7 +405,15 @@ class Learner(LearnerView):
 
     def listen(self) -> None:
         """From now on SIGTERM is the notice to leave, unless somebody handles it already."""
-        self._notice = Notice(self._boundary.ask_leave)
+        self._notice = Notice(self._boundary.ask_leave, self._patience_s)
+
+    def _patience_s(self) -> float | None:
+        """For how many seconds a notice waits for the step to end: as long as it usually takes, if what is left of the
+        warning allows it. None: for ever, as the ranks of an island end a step together."""
+        if not self._boundary.is_alone:
+            return None
+        left_s = self.telemetry.step_left_s
+        return LEAVE_LEAST_S + (left_s if left_s < LEAVE_S - 2 * LEAVE_LEAST_S else 0.0)
 
     @property
     def hung_s(self) -> float:

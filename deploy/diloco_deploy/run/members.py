@@ -58,6 +58,7 @@ class Watch:
         if name in self.cluster.members:
             self.cluster.begins_anew(name)
         self.cluster.expect(name, role)
+        self.cluster.members[name].again = "`diloco up` starts it again once it has ended, or hangs (cluster.hung_s)"
 
     def process(self, name: str, state: str) -> None:
         """The state of a member's process has changed. One that has left is not expected; what it did still counts."""

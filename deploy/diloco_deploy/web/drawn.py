@@ -113,6 +113,11 @@ class DrawnRound:
     cut_s: float | None = None
     """When its shard fell silent, if it had not become a version by then: nobody knows how it went on."""
 
+    @property
+    def is_open(self) -> bool:
+        """It may still become a version: it is drawn, however old it is."""
+        return self.facts["announced_s"] is None and self.cut_s is None
+
     def row(self) -> list[Any]:
         """JSON: what a picture needs, without names. `static/rounds.js` reads it."""
         f = self.facts
@@ -138,10 +143,13 @@ class DrawnRounds:
             opened_at = old.opened_at
         self._rounds[key] = DrawnRound(seq, shard, opened_at, facts)
         self._rounds.move_to_end(key)
-        while len(self._rounds) > ROUNDS_MAX or next(iter(self._rounds.values())).opened_at < now - KEPT_S:
+        while len(self._rounds) > ROUNDS_MAX:
             self._rounds.popitem(last=False)
-            if not self._rounds:
-                return
+        for old_key, drawn in list(self._rounds.items()):
+            if drawn.opened_at >= now - KEPT_S:
+                break
+            if not drawn.is_open:
+                del self._rounds[old_key]
 
     def cut(self, seq: int, shard: str, at: float) -> None:
         """A shard has not been heard since: what it had under way is not known to go on."""

@@ -87,6 +87,11 @@ class StepBoundary:
         self._is_stop_asked = True
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other rank steps with this process."""
+        return self._council.is_alone
+
+    @property
     def is_leave_asked(self) -> bool:
         """Whether to hand over what is trained, and go."""
         return self._council.leaves(is_asked=self.leave_asked_at is not None)

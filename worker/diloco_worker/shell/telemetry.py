@@ -107,6 +107,11 @@ class LearnerTelemetry:
             return True, self.state
         return not 0 < self.hung_s < idle_s, f"no inner step has ended for {idle_s:.0f} s"
 
+    @property
+    def step_left_s(self) -> float:
+        """What is left of the present step, if it takes as long as others do. In any thread, and in signal handlers."""
+        return max(0.0, self._progress_at + self._step_time_s - self._clock())
+
     # ------------------------------------------------------------ in the training thread
 
     def trains(self) -> None:

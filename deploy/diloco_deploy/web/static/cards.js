@@ -31,7 +31,7 @@ function showFindings({ findings, findings_more: more }) {
   told = now;
   list.hidden = !findings.length;
   const rows = findings.map((one) =>
-    make("li", {}, make("span", { text: `${one.words}. ` }), make("b", { text: `${one.do}. ` }), make("code", { text: one.code })),
+    make("li", {}, make("span", { text: `${one.words}; ` }), make("b", { text: `${one.do} ` }), make("code", { text: one.code })),
   );
   if (more) rows.push(make("li", { text: `and ${more} more` }));
   list.replaceChildren(...rows);

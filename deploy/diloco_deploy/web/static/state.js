@@ -25,8 +25,11 @@ export function merge(state, message) {
     const round = roundOf(row);
     state.rounds.set(`${round.shard}/${round.fragment}/${round.round}/${round.opened}`, round);
   }
-  for (const [key, round] of state.rounds) {
-    if (round.opened < message.now - ROUNDS_KEPT_S) state.rounds.delete(key);
+  const newest = new Map([...state.rounds.values()].map((round) => [`${round.shard}/${round.fragment}`, round]));
+  for (const [key, round] of state.rounds) { // in the order in which they changed first
+    const isLast = newest.get(`${round.shard}/${round.fragment}`) === round;
+    const isOpen = isLast && round.announced === null && round.cut === null; // it is drawn, however old it is
+    if (!isOpen && round.opened < message.now - ROUNDS_KEPT_S) state.rounds.delete(key);
   }
   for (const event of message.events) state.events.set(event.id, event);
   const oldest = [...state.events.values()].sort((a, b) => a.at - b.at);
