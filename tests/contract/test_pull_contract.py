@@ -75,7 +75,7 @@ def test_the_model_is_written_under_all_of_its_names(addresses, tmp_path, capsys
     assert "of 3 fragments" in said, "one of them is of the buffer"
 
 
-def test_shards_and_run_are_those_of_the_folder_of_a_cluster(addresses, tmp_path):
+def test_shards_and_run_are_those_of_the_folder_of_a_cluster(addresses, tmp_path, capsys):
     model, cluster = trained(addresses, nn.Linear(3, 2)), tmp_path / "cluster"
     (cluster / "run").mkdir(parents=True)
     save(Settings(), cluster / "settings.json")
@@ -85,7 +85,10 @@ def test_shards_and_run_are_those_of_the_folder_of_a_cluster(addresses, tmp_path
 
     assert main(["pull", "--folder", str(cluster), "--out", str(tmp_path)]) == 0
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], model.weight)
-    assert main(["doctor", "--folder", str(cluster)]) == 0
+    main(["doctor", "--folder", str(cluster)])
+    assert "all 2 shards of the run were reached" in capsys.readouterr().out, (
+        "these have no HTTP to ask about the cluster"
+    )
 
 
 def test_what_the_run_does_not_train_comes_from_the_folder_of_the_model(addresses, tmp_path):

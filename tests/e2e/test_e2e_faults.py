@@ -104,7 +104,9 @@ def test_a_killed_worker_is_evicted_and_comes_back_where_its_checkpoint_was(clus
     assert later["tokens"] == later["inner_step"] * TOKENS_PER_STEP
     assert later["data_position"] == later["inner_step"] * BATCH, "no text was read twice or left out"
     for shard, before in zip(cluster.shards, gone, strict=True):
-        assert cluster.learner("ann", shard)["generation"] > before["generation"]
+        until(
+            lambda s=shard, b=before: cluster.learner("ann", s)["generation"] > b["generation"], "a lease at each shard"
+        )
     until(lambda: is_above(merged(cluster, "ann"), [g["merged"] for g in gone]), "ann's contributions to be merged")
 
 

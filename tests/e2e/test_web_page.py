@@ -90,7 +90,7 @@ def test_a_person_sees_who_dies_and_who_returns(url, browser, cluster):
         cluster.workers["ann"].kill()
         cluster.shards[1].kill()
         visit.sees(ann, "away", "since")
-        visit.sees("#here", "1 of 2 learners, 1 of 2 shards", "shard-1 does not answer")
+        visit.sees("#here", "1 of 2 learners, 1 of 2 shards", "shard-1 is away")
         visit.sees("#shards tbody", "away", "since", "connection refused")
         visit.sees("#events", "ann fell silent; its lease ended", "shard-1 does not answer")
 
