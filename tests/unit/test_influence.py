@@ -81,6 +81,16 @@ def test_who_was_long_before_the_others_came_is_shortened_slowly() -> None:
     assert kept(influence, sent(8, 0.1, 0.1)) == [0.1 * TWICE, 0.1, 0.1], "another process has no past"
 
 
+def test_a_round_of_two_raises_what_a_learner_may_send_no_more_than_twice() -> None:
+    influence, limit = Influence("members"), None
+    for _ in range(3):
+        _, limit = influence.bound(0, sent(1, 1, 1), limit)
+    for number in range(3):
+        bounded, limit = influence.bound(0, sent(1, 1000), limit)
+        assert bounded["b"].kept * bounded["b"].norm == pytest.approx(RISES * TWICE**number)
+    assert kept(influence, sent(1, 1000, 1), limit) == [1, FALLS * TWICE**3, 1]
+
+
 def test_one_that_is_always_three_times_as_long_is_always_cut_alike() -> None:
     influence, limit = Influence("members"), None
     for _ in range(1000):
@@ -231,3 +241,39 @@ def test_a_learner_that_is_left_out_takes_the_global_values_and_its_work_is_gone
             rig.contribute(learner_id, number, 1.0)
         rig.step("c", "a", "b", steps=H)
     assert rig.noted(LearnerTakesPart) == [LearnerTakesPart("c")]
+
+
+def test_whoever_nobody_can_judge_any_more_takes_part_again() -> None:
+    rig = Rig(outer={"lr": 0.001}, sync={"quorum": 1}).started("a", "b", "c")
+    rig.shard.influence.left_out.add("c")
+    rig.shard.leave(rig.members["b"])
+    rig.step("a", "c", steps=H)
+    assert rig.shard.influence.left_out == set()
+    assert rig.noted(LearnerTakesPart) == [LearnerTakesPart("c")]
+
+
+def test_a_round_in_which_only_those_left_out_remain_is_given_up() -> None:
+    rig = Rig(outer={"lr": 0.001})
+    rig.join("a", "b", "c")
+    rig.seed("a")
+    rig.shard.influence.left_out.add("c")
+    rig.step("c", "a", "b", steps=H)
+    rig.contribute("c", 1, -1.0)
+    for gone in "ab":
+        rig.shard.leave(rig.members[gone])
+    rig.advance()
+    assert rig.state.version == 0
+    assert rig.shard.ledger.tokens_fenced == H * 10
+    rig.assert_accounts_balance()
+
+
+@pytest.mark.parametrize("times", [100, 1000])
+def test_directions_are_right_beside_one_with_nearly_all_of_the_weight(times: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randn(4096, generator=generator)
+    values = [0.5 * common + torch.randn(4096, generator=generator) for _ in range(4)]
+    heavy = [make_contribution(n, v, tokens=times if n == "a" else 1) for n, v in zip("abcd", values, strict=True)]
+    found = directions(heavy, [], 4096)
+    expected = directions([make_contribution(n, v) for n, v in zip("abcd", values, strict=True)], [], 4096)
+    assert found["a"].cosine == pytest.approx(expected["a"].cosine, abs=1e-3)
+    assert found["a"].others == pytest.approx(expected["a"].others, abs=1e-3)

@@ -212,7 +212,11 @@ class FragmentState:
         """RESTING -> COLLECTING: these learners are asked for a contribution to the next version. `steps`: what all
         live ones have reported. `beside`: whose is not merged."""
         assert self.phase is Phase.RESTING
-        self.collected = Round(self.version + 1, now, asking.generations.copy(), beside=frozenset(beside))
+        asked = asking.generations
+        left_out = frozenset(asked.keys() & beside)
+        self.collected = Round(
+            self.version + 1, now, asked.copy(), beside=left_out if len(left_out) < len(asked) else frozenset()
+        )
         self.collected.usual_at = asking.usual_at(self.fragment.num_elements)
         self.call = Call(self.collected.round, asking.boundaries)
         self.rounds_opened += 1

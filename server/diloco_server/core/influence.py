@@ -80,8 +80,8 @@ class Told:
         return self.is_full and _sure([d.others for d in self.directions]) and _sure(self._against())
 
     def is_back(self) -> bool:
-        """The same of one that is left out: whether it does not point away any more."""
-        return self.is_full and fmean(self._against()) <= 0
+        """Whether one that is left out no longer points away, or the others no longer agree."""
+        return self.is_full and (fmean(self._against()) <= 0 or not _sure([d.others for d in self.directions]))
 
     def _against(self) -> list[float]:
         return [-d.cosine - OPPOSED * d.others for d in self.directions]
@@ -120,8 +120,17 @@ class Influence:
         return max(quorum, sum(m.may_answer for m in asked) // 2 + 1)
 
     def merging(self, live: Sequence[Member]) -> list[Member]:
-        """Those that rounds are opened and closed for. Where all are left out, all of them."""
-        return [m for m in live if m.learner_id not in self.left_out] or [*live]
+        """Those that rounds are opened and closed for."""
+        return [m for m in live if m.learner_id not in self.left_out]
+
+    def unjudged(self, live: Sequence[Member]) -> tuple[str, ...]:
+        """Those left out that nobody can judge any more, as fewer than two others are here. They take part again."""
+        if not self.left_out or len(self.merging(live)) > 1:
+            return ()
+        back = tuple(sorted(self.left_out))
+        self.left_out.clear()
+        self._listen_anew()
+        return back
 
     def claimed(self, tokens: Collection[int]) -> int:
         """What learners say they have trained, together."""
@@ -140,8 +149,10 @@ class Influence:
         for learner_id, most in limits.items():
             c = bounded[learner_id]
             bounded[learner_id] = replace(c, kept=min(1.0, most / c.norm))
+            # Where nobody can say, what counts may be longer than what is remembered: or it would grow without end.
+            remembered = most * TWICE / RISES if len(limits) < 3 else most
             if not self._strangers:
-                own[learner_id] = Limit(min(c.norm, most), c.steps)
+                own[learner_id] = Limit(min(c.norm, remembered), c.steps)
         return bounded, after
 
     def bound_weights(self, taken: Sequence[Contribution]) -> dict[str, Contribution]:
@@ -165,8 +176,9 @@ class Influence:
         norms = torch.tensor([c.norm for c in taken], dtype=torch.float64)
         taken_in = torch.tensor([*steps.values()], dtype=torch.float64)
         rank = (len(taken) + 1) // 2 if self._strangers else len(taken) - 1
-        at_equal_steps = norms * (taken_in[:, None] / taken_in).clamp(min=1.0)
-        reach = at_equal_steps.kthvalue(rank, dim=1).values.tolist()
+        different, which = torch.unique(taken_in, return_inverse=True)  # few, where contributions are a thousand
+        at_equal_steps = norms * (different[:, None] / taken_in).clamp(min=1.0)
+        reach = at_equal_steps.kthvalue(rank, dim=1).values[which].tolist()
         if self._strangers:
             limits = {c.learner_id: most for c, most in zip(taken, reach, strict=True)}
         else:
@@ -199,7 +211,7 @@ class Influence:
     def hear(
         self, taken: Iterable[Contribution], directions: Mapping[str, Direction]
     ) -> tuple[tuple[str, ...], str | None]:
-        """A round of the model has become a version. `taken`: of those that are left out as well.
+        """A round of the model has become a version. `taken`: including those that are left out.
 
         Returns who takes part again from now on, and who does not any more.
         """
@@ -215,9 +227,13 @@ class Influence:
         if out is not None:
             self.left_out.add(out)
         if out is not None or back:
-            for told in self._told.values():
-                told.directions.clear()
+            self._listen_anew()
         return back, out
+
+    def _listen_anew(self) -> None:
+        """Other learners are merged from now on, so directions are other ones."""
+        for told in self._told.values():
+            told.directions.clear()
 
 
 def _sure(values: Sequence[float]) -> bool:

@@ -201,38 +201,35 @@ def directions(part: Sequence[Contribution], beside: Sequence[Contribution], num
     """
     taken = [c for c in (*part, *beside) if c.norm > 0]
     shares = dict(zip((c.learner_id for c in part), shares_of(part), strict=True))
-    counts = [shares.get(c.learner_id, 0.0) * c.kept for c in taken]
-    others = [sum(count > 0 for j, count in enumerate(counts) if j != i) for i in range(len(counts))]
-    if max(others, default=0) < 2:
+    weights = torch.tensor([shares.get(c.learner_id, 0.0) * c.kept for c in taken], dtype=torch.float64)
+    others = (weights > 0).sum() - (weights > 0).long()
+    if not (others > 1).any():
         return {}
-    sources, weights = [_source(c.payload) for c in taken], torch.tensor(counts)
-    squares, along = torch.zeros(len(taken), dtype=torch.float64), torch.zeros(len(taken), dtype=torch.float64)
+    sources = [_source(c.payload) for c in taken]
+    squares, along = torch.zeros_like(weights), torch.zeros_like(weights)
     together = 0.0
     for bounds in _sampled(num_elements):
-        for _, values in _rows(sources, bounds):
+        for _, rows in _rows(sources, bounds):
+            values = (
+                rows.double()
+            )  # where one has nearly all of the weight, float32 would leave only noise of the others
             total = weights @ values
             squares += values.square().sum(1)
             along += values @ total
             together += float(total.square().sum())
-    return {
-        c.learner_id: _direction(i, squares.sqrt().tolist(), along.tolist(), together, counts)
-        for i, c in enumerate(taken)
-        if others[i] > 1
-    }
+    lengths = squares.sqrt()
+    own = weights * lengths
+    rest = (together - 2 * weights * along + own.square()).clamp(min=0.0)  # the square of the sum of the others
+    sum_of_others, alone = own.sum() - own, own.square().sum() - own.square()
+    cosines = _ratio(along - weights * squares, lengths * sum_of_others)
+    agreeing = _ratio(rest - alone, sum_of_others.square() - alone)
+    found = zip(taken, others.tolist(), cosines.tolist(), agreeing.tolist(), strict=True)
+    return {c.learner_id: Direction(cosine, agree) for c, count, cosine, agree in found if count > 1}
 
 
-def _direction(
-    i: int, lengths: Sequence[float], along: Sequence[float], together: float, counts: Sequence[float]
-) -> Direction:
-    """Of one of vectors with these lengths: `along`, their dot products with the sum of all, and `together`, of that
-    with itself, where each counts for so much of itself."""
-    own = counts[i] * lengths[i]
-    rest = max(0.0, together - 2 * counts[i] * along[i] + own * own)  # the square of the sum of the others
-    others = [count * length for j, (count, length) in enumerate(zip(counts, lengths, strict=True)) if j != i]
-    alone = sum(x * x for x in others)
-    pairs = sum(others) ** 2 - alone
-    dot, size = along[i] - counts[i] * lengths[i] ** 2, lengths[i] * sum(others)
-    return Direction(dot / size if size > 0 else 0.0, (rest - alone) / pairs if pairs > 0 else 0.0)
+def _ratio(dots: Tensor, sizes: Tensor) -> Tensor:
+    """In [-1, 1]; 0 where there is nothing to compare with."""
+    return torch.where(sizes > 0, dots / sizes.clamp(min=FLOAT32_TINY), 0.0).clamp(-1.0, 1.0)
 
 
 def _sampled(num_elements: int) -> Iterator[slice]:
@@ -309,7 +306,10 @@ def _rda_weights(
 def _dot_products(sources: Sequence[_Source], piece: Piece, kept: Sequence[float]) -> Tensor:
     """Of each contribution to a piece with each, as far as they are `kept`: float64 (M, M). Reads them once; holds
     12 M DOT_SLICE bytes."""
-    products, parts = torch.zeros(len(sources), len(sources), dtype=torch.float64), torch.tensor(kept)
+    products, parts = (
+        torch.zeros(len(sources), len(sources), dtype=torch.float64),
+        torch.tensor(kept, dtype=torch.float64),
+    )
     for _, values in _rows(sources, piece.bounds):
         doubles = values.double()
         products += doubles @ doubles.T

@@ -185,16 +185,23 @@ class Round:
         return fenced
 
     def _lacks(self, quorum: Quorum) -> bool:
+        there, needs = self._progress(quorum)
+        return there < needs
+
+    def _progress(self, quorum: Quorum) -> tuple[int, int]:
+        """Contributions that count for the quorum, and how many it takes. Whoever waits for all waits for all."""
         if quorum == "all":
-            return len(self.contributions) < max(1, len(self.asked))
+            return len(self.contributions), max(1, len(self.asked))
         there, asked = (len(ids) - sum(i in ids for i in self.beside) for ids in (self.contributions, self.asked))
-        return there < max(1, needed(quorum, asked))
+        return there, max(1, needed(quorum, asked))
 
     def parted(self) -> tuple[list[Contribution], list[Contribution]]:
-        """What takes part, by learner, and what is beside it. Where nothing takes part, all does."""
+        """What takes part, by learner, and what is beside it."""
         ordered = [self.contributions[i] for i in sorted(self.contributions)]
-        part = [c for c in ordered if c.learner_id not in self.beside]
-        return (part, [c for c in ordered if c.learner_id in self.beside]) if part else (ordered, [])
+        return (
+            [c for c in ordered if c.learner_id not in self.beside],
+            [c for c in ordered if c.learner_id in self.beside],
+        )
 
     def verdict(self, quorum: Quorum, waits_until: float, now: float) -> tuple[CloseReason | None, str]:
         """Why the round closes now, or None; and the same in words. With its quorum it waits until a time."""
@@ -204,7 +211,7 @@ class Round:
             reason = CloseReason.LEASE if self.lost else CloseReason.ALL
             return reason, str(reason)
         if self.quorum_at is None:
-            return None, f"{len(self.contributions)}/{needed(quorum, len(self.asked))} contributions"
+            return None, "{}/{} contributions".format(*self._progress(quorum))
         left_s = waits_until - now
         if left_s > 0:
             return None, f"{left_s:.3f} s of grace left"
@@ -219,7 +226,8 @@ class Round:
 
     @property
     def is_void(self) -> bool:
-        return not self.contributions and not self.awaited
+        """Nothing of it will be merged, and nobody is expected any more."""
+        return not self.awaited and self.contributions.keys() <= self.beside
 
 
 def total_norm(norms: Sequence[float]) -> float:

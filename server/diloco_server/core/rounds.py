@@ -372,19 +372,19 @@ class Rounds:
         tokens = 0
         merged, left_out = closed.parted()
         for contribution in (*merged, *left_out):
-            counted = self._tokens(fragment_id, contribution.tokens)
+            claimed = self._tokens(fragment_id, contribution.tokens)  # the account is of what was accepted
             member = self._membership.get(contribution.learner_id)
             if member is not None:
                 self._note_merged(member, contribution)
                 if not member.is_leaving:
                     member.trains_on(fragment_id)
-            if contribution.learner_id in closed.beside and left_out:
-                self._outbox.note(ContributionLeftOut(contribution.learner_id, fragment_id, counted))
+            if contribution.learner_id in closed.beside:
+                self._outbox.note(ContributionLeftOut(contribution.learner_id, fragment_id, claimed))
                 continue
-            tokens += counted
+            tokens += claimed
             if member is not None:
                 member.merged += 1
-                member.tokens_merged += counted
+                member.tokens_merged += claimed
         self.grace.to_publish.add(now - closed.closed_at)
         self._open_s.add(min(now - closed.opened_at, self.overdue_after_s))  # else a standstill would be the usual
         self.every.announced_at[fragment_id] = now
@@ -392,8 +392,13 @@ class Rounds:
 
     def hear(self, closed: Round, directions: Mapping[str, Direction]) -> None:
         """Where the contributions to a closed round of the model point."""
-        cosines = {i: self._influence.told(i).mean_cosine for i in directions}
-        back, out = self._influence.hear(closed.contributions.values(), directions)
+        known = {
+            i: c
+            for i, c in closed.contributions.items()
+            if (m := self._membership.get(i)) is not None and c.generation >= m.first_generation
+        }  # of another process under the same id this says nothing
+        cosines = {i: self._influence.told(i).mean_cosine for i in known}
+        back, out = self._influence.hear(known.values(), {i: directions[i] for i in directions.keys() & known.keys()})
         for learner_id in back:
             self._outbox.note(LearnerTakesPart(learner_id))
         if out is not None:
@@ -402,6 +407,8 @@ class Rounds:
     def _open_due(self, now: float) -> None:
         """Learners that are left out count for nothing here: neither for when a round is due, nor for its quorum."""
         live = [m for m in self._membership.live() if m.first_step is not None]
+        for learner_id in self._influence.unjudged(live):
+            self._outbox.note(LearnerTakesPart(learner_id))
         for state in self._collecting():
             if state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
                 self._ask_again(state, live, now)
@@ -469,6 +476,8 @@ class Rounds:
     def _close_if_ready(self, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
         is_over = self._versions.done and not state.fragment.traits.is_of_model
         if collecting.is_void or is_over:
+            for contribution in collecting.contributions.values() if collecting.is_void else ():
+                self._drop(contribution)
             state.abandon_round(is_over=is_over)
             return
         why, _ = collecting.verdict(self.quorum(collecting), waits_until, now)

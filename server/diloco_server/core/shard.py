@@ -226,8 +226,9 @@ class Shard:
         """
         return self.versions.next_record(fragment_id)
 
-    def hear(self, fragment_id: int, directions: Mapping[str, Direction]) -> None:
+    def hear(self, fragment_id: int, directions: Mapping[str, Direction], now: float) -> None:
         """Where the contributions to the version of the model that is being made point."""
+        self._outbox.now = now
         closed = self.fragments[fragment_id].closed
         assert closed is not None
         self.rounds.hear(closed, directions)

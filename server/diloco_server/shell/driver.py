@@ -146,7 +146,7 @@ class EffectDriver:
             record = self._shard.next_record(effect.fragment_id)
             await self._shell.keep(self._version(record, values, published))
         if state.fragment.traits.is_of_model:
-            self._shard.hear(record.fragment_id, found)
+            self._shard.hear(record.fragment_id, found, self._shell.clock())
         self._shard.committed(record, published, self._shell.clock())
         self._witness.announcing(state)
 
