@@ -60,7 +60,7 @@ def test_every_invariant_holds_in_every_short_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(20, 23), pytest.param(range(20, 60), marks=pytest.mark.gate)], ids=["quick", "more"]
+    "seeds", [range(24, 27), pytest.param(range(20, 60), marks=pytest.mark.gate)], ids=["quick", "more"]
 )
 def test_a_learner_that_its_shard_forgot_counts_nothing_twice(seeds: range) -> None:
     counts = (run_schedule(schedules.forgetful(seed)).counts for seed in seeds)

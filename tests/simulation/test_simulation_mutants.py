@@ -78,7 +78,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
 KEPT = {
     "count_the_snapshot_twice": 2, "forget_what_was_merged": 2, "fence_nobody": 6, "stop_whoever_joins_again": 3,
     "keep_what_a_shard_forgot": 2, "add_changes_to_anything": 108, "push_to_any_epoch": 3,
-    "forget_without_a_trace": 21, "rename_before_sync": 133, "accept_damaged_files": 43, "forget_what_is_held": 14,
+    "forget_without_a_trace": 24, "rename_before_sync": 133, "accept_damaged_files": 43, "forget_what_is_held": 14,
     "accept_late": 7, "wait_for_the_dead": 6, "ignore_merged_version": 6, "wait_for_the_overdue_in_every_round": 35,
     "take_any_refusal_for_that_of_this_one": 6, "let_everybody_speak": 3, "reuse_an_epoch": 8,
     "count_open_pushes_for_ever": 6, "answer_refusals_as_if_taken": 6, "decode_onto_any_base": 16,
