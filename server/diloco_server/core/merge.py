@@ -210,9 +210,7 @@ def directions(part: Sequence[Contribution], beside: Sequence[Contribution], num
     together = 0.0
     for bounds in _sampled(num_elements):
         for _, rows in _rows(sources, bounds):
-            values = (
-                rows.double()
-            )  # where one has nearly all of the weight, float32 would leave only noise of the others
+            values = rows.double()  # beside one with nearly all of the weight float32 would leave noise of the others
             total = weights @ values
             squares += values.square().sum(1)
             along += values @ total
@@ -306,10 +304,8 @@ def _rda_weights(
 def _dot_products(sources: Sequence[_Source], piece: Piece, kept: Sequence[float]) -> Tensor:
     """Of each contribution to a piece with each, as far as they are `kept`: float64 (M, M). Reads them once; holds
     12 M DOT_SLICE bytes."""
-    products, parts = (
-        torch.zeros(len(sources), len(sources), dtype=torch.float64),
-        torch.tensor(kept, dtype=torch.float64),
-    )
+    parts = torch.tensor(kept, dtype=torch.float64)
+    products = torch.zeros(len(sources), len(sources), dtype=torch.float64)
     for _, values in _rows(sources, piece.bounds):
         doubles = values.double()
         products += doubles @ doubles.T
