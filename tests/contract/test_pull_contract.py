@@ -206,7 +206,7 @@ BASE = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
             {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}, BASE, ["--strip", "b.", "--partial"], "", id="one of two"
         ),
         pytest.param(
-            nn.Linear(3, 2), {"bias": BASE["bias"]}, [], "has no place for weight, of 2 tensors", id="less in the base"
+            nn.Linear(3, 2), {"bias": BASE["bias"]}, [], "has no place for weight, of the run", id="less in the base"
         ),
         pytest.param(
             nn.Linear(3, 2), BASE | {"weight": torch.zeros(2, 4)}, [], "weight [2, 4], not [2, 3]", id="shapes"
