@@ -46,7 +46,7 @@ class Sine(lightning.LightningModule):
 def fit(
     address: str, folder: Path, *, loaders: int = 0, resume: Path | None = None, save: Path | None = None,
     callback: dict[str, Any] | None = None, others: tuple[Any, ...] = (), first: tuple[Any, ...] = (),
-    **arguments: Any,
+    module: Sine | None = None, **arguments: Any,
 ) -> tuple[DilocoCallback, Sine]:  # fmt: skip
     """Train, and save a checkpoint at the end."""
     given = {
@@ -60,7 +60,7 @@ def fit(
             if save is not None and trainer.global_step == trainer.max_steps:
                 trainer.save_checkpoint(save)
 
-    module = Sine()
+    module = module or Sine()
     trainer = lightning.Trainer(callbacks=[*first, diloco, Saves(), *others], **given | arguments)
     data = torch.utils.data.DataLoader(ROWS, batch_size=BATCH, shuffle=True, num_workers=loaders)
     trainer.fit(module, data, ckpt_path=resume)
@@ -178,3 +178,27 @@ def test_layers_that_are_unfrozen_into_a_new_group_follow_the_run(serve, tmp_pat
     )
     (schedule,) = diloco._schedules
     assert len(schedule.get_last_lr()) == 2
+
+
+class Scheduled(Sine):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        own = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4) * (1 - step / 1e5))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": own, "interval": self.interval}}
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_schedule_of_the_modules_own_follows_the_run_where_it_counts_steps(serve, tmp_path, written, interval):
+    shard = serve(settings_with(run={"tokens": 40 * BATCH}, sync=EXACT))
+    made = Scheduled()
+    made.interval = interval
+    _, module = fit(
+        shard.address, tmp_path, callback={"samples": len, "learner_id": "a"}, max_steps=100_000, module=made
+    )
+    assert module.rates[0] == 0.025
+    assert ("the rate follows the run" in written.getvalue()) is (interval == "step")
+    assert ("the rate follows the steps of this Trainer, not the run" in written.getvalue()) is (interval != "step")
+    if interval == "step":
+        assert module.rates[-1] < 0.1 * (1 - len(module.rates) / 1e5), (
+            "it is further down than this Trainer's steps are"
+        )

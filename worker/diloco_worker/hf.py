@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from diloco_common.errors import ConfigError, WrongCall
 from diloco_worker.joining import join
 from diloco_worker.learner import Learner
+from diloco_worker.progress_lr import Followed, followed
 from diloco_worker.shell.arguments import check_callback
 
 try:
@@ -54,10 +54,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._options = options
         self._loss: float | None = None
         self._tokens_seen = 0
-        self._schedule: LambdaLR | None = None
+        self._schedule: Followed | None = None
         """The Trainer's, where it can follow the run."""
-        self._rise = 0
-        """The steps over which it begins to rise."""
 
     # ------------------------------------------------------------ called by the Trainer
 
@@ -90,7 +88,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
             args.include_num_input_tokens_seen = "all"
         self._tokens_seen = state.num_input_tokens_seen
         learner.compared.has(kwargs["optimizer"])
-        self._follow_run(state, kwargs["lr_scheduler"])
+        schedule = kwargs["lr_scheduler"]
+        self._schedule = followed(getattr(schedule, "scheduler", schedule), learner, state.max_steps)
         budget = learner.tokens_budget
         log.event(
             "training ends" if budget else "training ends: the run has no budget, so max_steps alone decides",
@@ -99,14 +98,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the rate by the progress of the run."""
-        if self.learner is None or self._schedule is None:
-            return
-        at = max(round(self.learner.fraction * state.max_steps), min(state.global_step, self._rise))
-        schedule = self._schedule
-        rates = [base * part(at) for base, part in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-        for group, rate in zip(kwargs["optimizer"].param_groups, rates, strict=False):  # some may be added later
-            group["lr"] = rate
-        schedule._last_lr = rates  # what the Trainer logs
+        if self._schedule is not None:
+            self._schedule.set(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Tell the learner. Raises what `Learner.step` raises."""
@@ -157,28 +150,6 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         if self.learner is None:
             raise WrongCall("this DilocoCallback has joined no run: give it to the Trainer before train()")
         return self.learner
-
-    def _follow_run(self, state: Any, schedule: Any) -> None:
-        """A schedule counts the Trainer's own steps up to max_steps, which says nothing of how far the run is. Where it
-        is a function of a step, it is asked for the one that is as far in max_steps as the run is.
-
-        It begins to rise with the steps of this process: until something is merged, the run is nowhere.
-        """
-        assert self.learner is not None
-        log, schedule = self.learner.telemetry.log, getattr(schedule, "scheduler", schedule)
-        name = type(schedule).__name__
-        if not self.learner.tokens_budget or not isinstance(schedule, LambdaLR):
-            log.warning(
-                "the rate follows the steps of this Trainer, not the run", schedule=name,
-                budget=self.learner.tokens_budget,
-            )  # fmt: skip
-            return
-        parts = schedule.lr_lambdas
-        self._schedule = schedule
-        self._rise = next(
-            (at for at in range(state.max_steps) if all(part(at + 1) <= part(at) for part in parts)), state.max_steps
-        )
-        log.event("the rate follows the run", schedule=name, warmup_steps=self._rise)
 
 
 def _order_data(loader: Any, seed: int) -> bool:

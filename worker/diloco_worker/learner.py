@@ -62,7 +62,7 @@ from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.council import Council
 from diloco_worker.shell.ending import LEAVE_S, Ending, Finished, Finishing, Leaving, Patience
-from diloco_worker.shell.exits import Notice, as_exit, as_one_line
+from diloco_worker.shell.exits import Notice, as_exit, as_one_line, say_as_before
 from diloco_worker.shell.home import OneThread, one_thread
 from diloco_worker.shell.masters import is_schedule_free
 from diloco_worker.shell.other_values import OtherValues, Values, write
@@ -325,6 +325,7 @@ class Learner(LearnerView):
                 self._finishing.write()
             self._say_finished(self._finished)
             self.close()
+            say_as_before()
         elif regardless and not self._finished.is_global:
             self._finishing.write()
             self._finished = replace(self._finished, is_global=True)

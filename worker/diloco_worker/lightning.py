@@ -13,6 +13,7 @@ the budget, puts the global model into the module, and saves it. The learner's s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from diloco_common.errors import ConfigError, WrongCall
 from diloco_worker.joining import join
 from diloco_worker.learner import Learner
-from diloco_worker.progress_lr import SHAPES, ProgressLR, Shape
+from diloco_worker.progress_lr import SHAPES, Followed, ProgressLR, Shape, followed
 from diloco_worker.shell.arguments import Counted, check_callback, check_word, counted
 
 try:
@@ -93,6 +94,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         self._steps = 0
         self._saved: dict[str, Any] = {}
         self._schedules: list[ProgressLR] = []
+        self._followed: list[Followed] = []
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Join. Raises what `join` raises."""
@@ -117,12 +119,19 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         self._steps, self._amount = trainer.global_step, 0
         for optimizer in trainer.optimizers:
             learner.compared.has(optimizer)
-        if trainer.lr_scheduler_configs:
-            learner.telemetry.log.warning("the rate follows the steps of this Trainer, not the run")
+        if configs := trainer.lr_scheduler_configs:
+            steps = [trainer.estimated_stepping_batches if own.interval == "step" else inf for own in configs]
+            made = [followed(own.scheduler, learner, of) for own, of in zip(configs, steps, strict=True)]
+            self._followed = [one for one in made if one is not None]
             return
         self._schedules = [ProgressLR(o, learner, self._rate, warmup=self._warmup) for o in trainer.optimizers]
         for schedule, saved in zip(self._schedules, self._saved.get("schedules", ()), strict=False):
             schedule.load_state_dict(saved)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Set the rate of the module's own schedules by the progress of the run."""
+        for schedule in self._followed:
+            schedule.set(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Tell the learner, if the optimizer has stepped. Raises what `Learner.step` raises."""

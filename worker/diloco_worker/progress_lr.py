@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from diloco_common.errors import ConfigError, WrongCall, shown
 
@@ -123,3 +123,35 @@ class ProgressLR(LRScheduler):
         self._last_lr = self._rates()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = rate
+
+
+class Followed:
+    """A schedule of the user's own that is a function of a step: it is asked for the one that is as far in `steps` as
+    the run is. It begins to rise with the steps of this process: until something is merged, the run is nowhere."""
+
+    def __init__(self, schedule: LambdaLR, learner: Progress, steps: int) -> None:
+        self._schedule, self._learner, self._steps = schedule, learner, steps
+        parts = schedule.lr_lambdas
+        self.rise = next((at for at in range(steps) if all(part(at + 1) <= part(at) for part in parts)), steps)
+        """Steps until the rate falls."""
+
+    def set(self, step: int) -> None:
+        """Before step number `step` of this process, from 0."""
+        at, schedule = max(round(self._learner.fraction * self._steps), min(step, self.rise)), self._schedule
+        rates = [base * part(at) for base, part in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=False):  # some may be added later
+            group["lr"] = rate
+        schedule._last_lr = rates  # what a Trainer logs
+
+
+def followed(schedule: Any, learner: Any, steps: float) -> Followed | None:
+    """`steps`: how many the schedule is made for; inf: without end. None, and a warning: it cannot follow the run."""
+    log, name = learner.telemetry.log, type(schedule).__name__
+    if not learner.tokens_budget or not isinstance(schedule, LambdaLR) or not 0 < steps < math.inf:
+        log.warning(
+            "the rate follows the steps of this Trainer, not the run", schedule=name, budget=learner.tokens_budget
+        )
+        return None
+    made = Followed(schedule, learner, int(steps))
+    log.event("the rate follows the run", schedule=name, warmup_steps=made.rise)
+    return made

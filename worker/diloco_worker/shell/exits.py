@@ -119,8 +119,8 @@ def as_one_line(what: str) -> BaseException:
 
 
 def say_in_one_line() -> None:
-    """From now on. Whatever was to be done with other errors, is."""
-    if getattr(sys.excepthook, "says_in_one_line", False):
+    """Until `say_as_before`. Whatever was to be done with other errors, is."""
+    if hasattr(sys.excepthook, "before"):
         return
     before = sys.excepthook
 
@@ -131,8 +131,13 @@ def say_in_one_line() -> None:
         where = _where(trace)
         print(one_line(error, f"diloco ({where})" if where else "diloco"), file=sys.stderr, flush=True)
 
-    say.says_in_one_line = True  # type: ignore[attr-defined]
+    say.before = before  # type: ignore[attr-defined]
     sys.excepthook = say
+
+
+def say_as_before() -> None:
+    """A learner has finished. Who has put another hook over ours, keeps it."""
+    sys.excepthook = getattr(sys.excepthook, "before", sys.excepthook)
 
 
 def _where(trace: TracebackType | None) -> str:
