@@ -363,7 +363,8 @@ def run(drawn: Draw, loop: LoopThread) -> tuple[str, str]:
                 helps = code == 3 and any(word in words for word in ("--partial", "--strip", "save_pretrained"))
                 return ("refused" if helps else "silent"), words
             lost = [names.split(", ") for names in re.findall(r"no place for (.*?)(?: and \d+ more)?, of", words)]
-            if " wants " in words or any(name.startswith(strip(drawn)) for names in lost for name in names):
+            is_less = " wants " in words or " other values " in words
+            if is_less or any(name.startswith(strip(drawn)) for names in lost for name in names):
                 return "partial", words  # as was asked for, and said
             try:
                 loaded = load(drawn, out, flags)

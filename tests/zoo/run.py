@@ -56,7 +56,10 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := set(given.only) - {program.name for program in ZOO}:
         parser.error(f"no such program: {', '.join(sorted(unknown))}")
-    chosen = [program for program in ZOO if not given.only or program.name in given.only]
+    chosen = [program for program in ZOO if program.name in (given.only or [one.name for one in ZOO if one.is_here])]
+    for program in ZOO:
+        if not program.is_here:
+            print(f"{program.name} is left out: pip install {program.needs}", file=sys.stderr)
     settings = dict(one.split("=", 1) for one in given.set)
     preload(chosen)
     found = (

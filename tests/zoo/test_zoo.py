@@ -35,6 +35,8 @@ def test_programs_become_learners_by_a_few_lines() -> None:
     [pytest.param(one, id=one.name, marks=[pytest.mark.gate] * (one.name not in SHORT)) for one in ZOO],
 )
 def test_a_program_trains_as_a_learner(program: Program, tmp_path: Path) -> None:
+    if not program.is_here:
+        pytest.skip(f"NOT RUN: pip install {program.needs}")
     by_itself(program, tmp_path / "alone", 1, steps=2)
 
     found = keep(program, tmp_path / "run", steps=STEPS, learners=2, shards=1, kills=False, pace_s=0.0, settings=QUICK)

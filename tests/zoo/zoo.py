@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,16 @@ class Program:
     """Some of its tensors are not shared: `diloco pull` needs `--base`."""
     splits: bool = False
     """It can be given unequal data."""
+    needs: str = ""
+    """What it takes to install, beyond what the tests have: `pip install` of this."""
 
     @property
     def path(self) -> Path:
         return PROGRAMS / f"{self.name}.py"
+
+    @property
+    def is_here(self) -> bool:
+        return not self.needs or find_spec(self.needs.replace("-", "_")) is not None
 
     @property
     def lines(self) -> list[str]:
@@ -97,6 +104,12 @@ ZOO = (
     Program("compiled", "torch.compile", 800, 64),
     Program("hf_trainer", "Trainer of Hugging Face, loader workers", 500, 16, per_sample=32),
     Program("lightning_trainer", "Trainer of Lightning, loader workers", 600, 64),
+    Program("trl_sft", "SFTTrainer, completions alone count", 300, 32, per_sample=8, needs="trl"),
+    Program("sentence_head", "a classifier in the loss: `join` has the loss", 600, 32, needs="sentence-transformers"),
+    Program("sb3_dqn", "DQN; the target network is private", 5000, 64, based=True, needs="stable-baselines3"),
+    Program("x_transformer", "rotary positions, wrapped twice", 400, 16, per_sample=32, needs="x-transformers"),
+    Program("diffusion", "UNet and scheduler of diffusers", 300, 16, needs="diffusers"),
+    Program("gcn", "two graph convolutions, full batches", 400, 60, needs="torch-geometric"),
 )
 
 

@@ -117,7 +117,7 @@ class Writing:
     strip: Annotated[
         str, Parameter(metavar="PREFIX", help="write the part of what joined that is there", show_default="found")
     ] = ""
-    partial: Annotated[Flag, Parameter(negative=(), help="leave out what has no place, or is not there")] = False
+    partial: Annotated[Flag, Parameter(negative=(), help="leave out what has no place, or differs")] = False
     dtype: Annotated[Dtype, Parameter(help="of the parameters")] = "float32"
 
     def check(self) -> None:

@@ -143,6 +143,8 @@ def _check(loader: Loader, values: Mapping[str, Tensor], other: set[str], lost: 
     Raises DataError, unless it is to be a part.
     """
     same, wants = canonical(loader.wants), loader.wants
+    differing = {same[want] for want in other}
+    other = {want for want in wants if same[want] in differing}
     odd = {want for want, t in values.items() if wants[want].shape != t.shape}
     has = {same[want] for want in values}
     lacking = {want for want in loader.lacks if same[want] not in has}
@@ -160,7 +162,7 @@ def _check(loader: Loader, values: Mapping[str, Tensor], other: set[str], lost: 
         )
     for line in words:
         print(f"--partial: {line}", file=sys.stderr)
-    return lacking | odd
+    return lacking | odd | other
 
 
 def _shown(names: set[str]) -> str:
