@@ -76,7 +76,9 @@ def test_a_copy_is_verified_restored_and_exported_from_its_url(url, checkpoint, 
     copied = objects.ObjectFolder(url)
     assert copied.sizes() == {path.name: path.stat().st_size for path in checkpoint.iterdir()}
     for path in checkpoint.iterdir():
-        assert copied.read(path.name, 0, path.stat().st_size) == path.read_bytes()
+        found = bytearray(path.stat().st_size)
+        assert copied.open(path.name).read_into(memoryview(found), 0) == len(found)
+        assert found == path.read_bytes()
     assert main(["checkpoint", "verify", url]) == 0
     new = tmp_path / "new"
     assert main(["restore", url, "--shards", "2", "--folder", str(new)]) == 0

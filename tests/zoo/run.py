@@ -39,11 +39,11 @@ def row(program: Program, found: Found) -> str:
 
 
 def write(page: Path, rows: list[str]) -> None:
-    text = page.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    page.write_text(
-        f"{before}{BEGIN}\n\n{HEAD}\n" + "\n".join(rows) + f"\n\n{END}{rest.split(END)[1]}", encoding="utf-8"
-    )
+    """Rows of other programs stay as they are. New ones come last."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    table, after = rest.split(END)
+    here = {row.split(" |")[0]: row for row in (*table.split(HEAD)[1].split("\n"), *rows) if row}
+    page.write_text(f"{before}{BEGIN}\n\n{HEAD}\n" + "\n".join(here.values()) + f"\n\n{END}{after}", encoding="utf-8")
 
 
 def main() -> int:

@@ -8,8 +8,8 @@ checkpoint ever changes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -55,15 +55,9 @@ class ObjectFolder:
         """Raises FileNotFoundError and CannotConnect."""
         with self._told():
             try:
-                size = self._obstore.head(self.store, name)["size"]
+                return _OldObject(self._obstore.open_reader(self.store, name, buffer_size=BLOCK_BYTES), self._told)
             except (FileNotFoundError, self._obstore.exceptions.NotFoundError):
                 raise FileNotFoundError(2, "No such object", name) from None
-        return _OldObject(self, name, size)
-
-    def read(self, name: str, start: int, end: int) -> bytes:
-        """Bytes of an object. Raises CannotConnect."""
-        with self._told():
-            return bytes(self._obstore.get_range(self.store, name, start=start, end=end))
 
     def put(self, name: str, blocks: Iterator[bytes]) -> None:
         """Write an object, whole or not at all. Replaces any object of that name. Raises CannotConnect."""
@@ -93,27 +87,22 @@ class ObjectFolder:
 
 
 class _OldObject:
-    """Reads blocks and keeps the last one, because a version is read from front to end in small slices."""
+    """A version is read from front to end in small slices: obstore reads blocks, and keeps the last one."""
 
-    def __init__(self, folder: ObjectFolder, name: str, size: int) -> None:
-        self.size = size
-        self._folder, self._name = folder, name
-        self._start, self._block = 0, b""
+    def __init__(self, reader: Any, told: Callable[[], AbstractContextManager[None]]) -> None:
+        self.size: int = reader.size
+        self._reader, self._told = reader, told
 
     def read_into(self, out: memoryview, offset: int) -> int:
-        done = 0
-        while done < len(out) and offset + done < self.size:
-            at = offset + done
-            if not self._start <= at < self._start + len(self._block):
-                self._start = at
-                self._block = self._folder.read(self._name, at, min(at + BLOCK_BYTES, self.size))
-            part = self._block[at - self._start : at - self._start + len(out) - done]
-            out[done : done + len(part)] = part
-            done += len(part)
-        return done
+        with self._told():
+            if self._reader.tell() != offset:  # seeking throws the block away
+                self._reader.seek(offset)
+            found = bytes(self._reader.read(min(len(out), max(0, self.size - offset))))
+        out[: len(found)] = found
+        return len(found)
 
     def close(self) -> None:
-        self._block = b""
+        self._reader.close()
 
 
 def copy_checkpoint(source: Files, contents: Contents, url: str) -> None:

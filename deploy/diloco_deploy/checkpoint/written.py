@@ -40,7 +40,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".
 """Endings of files that hold weights, or say which do: these are not copied."""
 PEFT = "base_model.model."
 """How names begin in PEFT's file. In a model with `add_adapter` they do not."""
-OR_ELSE = "save the model of a learner (save_pretrained), after `finish`"
+OR_ELSE = "save the model of a learner, after `finish`"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def _check(loader: Loader, values: Mapping[str, Tensor], other: set[str], lost: 
     if words and not is_partial:
         raise DataError(
             f"{'; '.join(words)}. Give as --base the folder of the very model that was trained, as its library saves "
-            f"it; --strip PREFIX, if that is a part of what joined; --partial, to do without these; or {OR_ELSE}"
+            "it (save_pretrained, or safetensors.torch.save_model); --strip PREFIX, if that is a part of what joined; "
+            f"--partial, to do without these; or {OR_ELSE}"
         )
     for line in words:
         print(f"--partial: {line}", file=sys.stderr)
