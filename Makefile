@@ -120,7 +120,7 @@ honest: $(INSTALLED) ## Compare every merge of honest learners with the publishe
 ZOO ?= --json runs/zoo/result.json
 
 .PHONY: zoo
-zoo: $(INSTALLED) ## Train seventeen ordinary programs as learners that die and come back, and alone (a quarter of an hour)
+zoo: $(INSTALLED) ## Train ordinary programs as learners that die and come back, and alone (a quarter of an hour)
 	$(BIN)/python tests/zoo/run.py $(ZOO)
 
 ROUND_TRIPS ?= --draws 200 --seed 7

@@ -88,6 +88,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ResNetForImageClassification": (
         "picture", _PICTURE | {"depths": [1, 1], "hidden_sizes": [8, 16], "embedding_size": 8, "layer_type": "basic"},
     ),
+    **dict.fromkeys(
+        (
+            "FalconForCausalLM", "Phi3ForCausalLM", "StableLmForCausalLM", "GraniteForCausalLM", "MambaForCausalLM",
+            "Olmo2ForCausalLM", "CohereForCausalLM", "DebertaV2ForMaskedLM", "GptOssForCausalLM", "PhimoeForCausalLM",
+            "GraniteMoeForCausalLM", "HeliumForCausalLM",
+        ),
+        ("text", _MOE),
+    ),
+    **dict.fromkeys(("LlamaForSequenceClassification", "DebertaV2ForSequenceClassification"), ("class", {})),
+    **dict.fromkeys(("PegasusForConditionalGeneration", "BlenderbotForConditionalGeneration"), ("pair", _PAIR)),
+    "DeiTForImageClassification": ("picture", _PICTURE),
     "SwinForImageClassification": (
         "picture", _PICTURE | {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
     ),
@@ -95,8 +106,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 ADAPTERS = (
     "lora", "dora", "pissa", "adalora", "lokr", "oft", "lora with biases", "lora with a head", "loha", "ia3", "vera",
     "ln", "tokens", "prompt", "prefix", "projected prefix", "p-tuning", "add_adapter",
+    *sorted(kind.value for kind in peft.PEFT_TYPE_TO_CONFIG_MAPPING),  # with the defaults of each
 )  # fmt: skip
-WRAPPERS = ("none", "none", "none", "module", "module", "nested", "nested", "dict", "list", "with a loss", "two")
+WRAPPERS = (
+    "none", "none", "none", "module", "module", "nested", "nested", "dict", "list", "with a loss", "two", "compiled",
+    "parallel",
+)  # fmt: skip
 FROZEN = ("nothing", "nothing", "embeddings", "half")
 FORMATS = (
     "safetensors",
@@ -202,7 +217,7 @@ def adapted(drawn: Draw) -> Any:
         "prefix": lambda: peft.PrefixTuningConfig(**prompt),
         "projected prefix": lambda: peft.PrefixTuningConfig(prefix_projection=True, encoder_hidden_size=8, **prompt),
         "p-tuning": lambda: peft.PromptEncoderConfig(encoder_hidden_size=8, **prompt),
-    }[drawn.adapter]()
+    }.get(drawn.adapter, lambda: peft.PEFT_TYPE_TO_CONFIG_MAPPING[drawn.adapter](target_modules=some))()
     torch.manual_seed(1)
     if drawn.adapter == "add_adapter":
         model.add_adapter(config, adapter_name=drawn.name)
@@ -223,6 +238,7 @@ def joined(drawn: Draw, model: nn.Module) -> Any:
         "none": lambda: model, "module": lambda: Wrapper(model), "nested": lambda: Wrapper(Wrapper(model)),
         "dict": lambda: {"policy": model}, "list": lambda: [model], "with a loss": lambda: WithLoss(model),
         "two": lambda: {"actor": model, "critic": family(drawn, seed=3)},
+        "compiled": lambda: torch.compile(model), "parallel": lambda: nn.DataParallel(model),
     }[drawn.wrapper]()  # fmt: skip
 
 
@@ -311,7 +327,7 @@ def load(drawn: Draw, out: Path, flags: list[str]) -> Any:
     weights = next(out.glob("*.safetensors"))
     if drawn.base == "none":
         model = adapted(drawn)
-        whole = model if "--strip" in flags else as_module(joined(drawn, model))
+        whole = model if "--strip" in flags or not strip(drawn) else as_module(joined(drawn, model))
         whole.load_state_dict(load_file(weights), strict=True)
         return model
     if drawn.base == "file":
@@ -393,8 +409,11 @@ def differences(mine: nn.Module, loaded: nn.Module, *, rounded: bool) -> list[st
 
 
 def strip(drawn: Draw) -> str:
-    return {"none": "", "module": "model.", "nested": "model.model.", "dict": "policy.", "list": "0.",
-            "with a loss": "model.", "two": "actor."}[drawn.wrapper]  # fmt: skip
+    inside = {
+        "module": "model.", "nested": "model.model.", "dict": "policy.", "list": "0.", "with a loss": "model.",
+        "two": "actor.",
+    }  # fmt: skip
+    return inside.get(drawn.wrapper, "")
 
 
 def draws(count: int, seed: int, tell: Callable[[str], None] = lambda line: None) -> Counter[str]:
