@@ -18,7 +18,7 @@ from training import Training, tiny_model
 import diloco_worker
 from diloco_common.errors import ManifestMismatch, UnsupportedModel
 from diloco_demo.muon import MuonWithAdamW
-from diloco_deploy.checkpoint.commands import Writing
+from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.checkpoint.sources import open_whole
 from diloco_deploy.checkpoint.work import model_in, restore_into
 from diloco_deploy.checkpoint.written import write

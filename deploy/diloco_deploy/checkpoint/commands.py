@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +10,9 @@ from cyclopts import Parameter
 
 from diloco_common import quantities
 from diloco_common.command import new_app
-from diloco_common.errors import ConfigError, DataError, NoCheckpoint
-from diloco_common.options import Dtype, Flag, Json, number
+from diloco_common.errors import ConfigError, NoCheckpoint
+from diloco_common.options import Json, number
+from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.run.folder import shards_in
 
 _SOURCES = "the folder of `diloco up`, data folders of shards, checkpoints, or URLs of checkpoints"
@@ -98,34 +98,6 @@ def restore(
     from diloco_deploy.checkpoint.work import restore_into
 
     return restore_into(folder, sources, shards)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class Writing:
-    """How `diloco export` and `diloco pull` write a model."""
-
-    out: Annotated[Path, Parameter(metavar="OUT", help="folder, or FILE.safetensors; what is there is replaced")]
-    base: Annotated[
-        Path | None,
-        Parameter(
-            metavar="DIR",
-            help="folder of the model, or of the adapter, that was trained, as its library saves it: what the run does "
-            "not train comes from there",
-        ),
-    ] = None
-    strip: Annotated[
-        str, Parameter(metavar="PREFIX", help="write the part of what joined that is there", show_default="found")
-    ] = ""
-    partial: Annotated[Flag, Parameter(negative=(), help="leave out what has no place, or differs")] = False
-    dtype: Annotated[Dtype, Parameter(help="of the parameters")] = "float32"
-
-    def check(self) -> None:
-        """Before anything is pulled. Raises ConfigError and DataError."""
-        if self.base is not None and self.out.suffix == ".safetensors":
-            raise ConfigError(f"--out {self.out}: give a folder, as configuration and tokenizer come with --base")
-        if self.base is not None and not self.base.is_dir():
-            raise DataError(f"--base {self.base}: no such folder; give the one of the model that was trained")
 
 
 def export(

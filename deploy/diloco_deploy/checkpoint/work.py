@@ -21,8 +21,8 @@ from diloco_common.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, NoC
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Tie
 from diloco_deploy import units
-from diloco_deploy.checkpoint.commands import Writing
 from diloco_deploy.checkpoint.objects import copy_checkpoint
+from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.checkpoint.sources import Whole, data_folders, join, open_checkpoint, open_whole, shard_folders
 from diloco_deploy.checkpoint.written import write
 from diloco_server.storage.checkpoint import Contents, find_damage, joined, total_tokens
