@@ -3,9 +3,11 @@
     python benchmarks/hostile.py                    # both tables; exits 1 where a promise is broken
     python benchmarks/hostile.py --page             # and write benchmarks/results/hostile.md and docs/quality.md
 
-Whole runs in lockstep (`words.py`): production cores in virtual time. A member is sick for four fifths of the run and
+Whole runs in the lab: production cores in virtual time, a small GPT over bytes, H = 12, 40 versions, int4 up and int8
+down. All learners train for as long, and lower their rates to zero. A member is sick for four fifths of the run and
 does not know it. A stranger is cunning: it sees what the others have sent to the round. Each figure is the loss over
-that of the healthy others alone, so 1.00 means that the sick one costs no more than its absence.
+that of the healthy others alone, so 1.00 means that the sick one costs no more than its absence. It is the mean over
+seeds, which differ by 0.3 %.
 """
 
 from __future__ import annotations
@@ -20,19 +22,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload, encode_payload
-from diloco_common.settings import GuardSettings
+from diloco_common.settings import Settings
 from diloco_common.wire.messages import PushHeader
-from diloco_lab.lockstep import TICK, ShardRig
-from words import Cluster, Learner, Plan, Trained
+from diloco_lab.arms import load_arm
+from diloco_lab.lockstep import TICK, LearnerRig, LockstepRun, ShardRig
+from diloco_lab.tasks import EVALUATION_TOKENS, BuiltIn, Stream
+from diloco_server.core.ledger import Fact, LearnerLeftOut
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "quality.md"
-RECORD = Path(__file__).resolve().parent / "results" / "hostile.md"
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "quality.md"
+RECORD = HERE / "results" / "hostile.md"
+RATES = {"muon": "four_h12", "adamw": "adamw_h12_agreement"}
+"""Arms of `benchmarks/frequency`, whose rates were tuned."""
 STEPS = 480.0
 """40 versions."""
 MOST = {"muon": 1.01, "adamw": 1.015}
@@ -105,7 +113,14 @@ CUNNING: dict[str, Values] = {
     "sign flipped, x 500": times(-500.0),
     "2^40 tokens, one direction": just_under,
 }
-MERGES = ("mean", "agreement", "rda")
+Text = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Inputs and targets of a batch -> what a learner with a text of its own reads."""
+READS: dict[str, Text] = {
+    "healthy, reads the same backwards": lambda inputs, targets: (targets.flip(-1), inputs.flip(-1)),
+    "healthy, reads another alphabet": lambda inputs, targets: ((inputs + 128) % 256, (targets + 128) % 256),
+}
+TOLD = ("nothing", *READS, *list(SICK)[4:])
+"""Cases whose directions are shown."""
 
 
 @dataclass(frozen=True)
@@ -117,32 +132,36 @@ class Case:
     sick: int = 0
     what: str = ""
     """"": all are healthy."""
+    seed: int = 0
+
+    @property
+    def those_sick(self) -> set[str]:
+        return {f"worker-{i}" for i in range(self.learners - self.sick, self.learners)}
 
 
-class Sick(Learner):
+class Sick(LearnerRig):
     """Trains like the others, and sends something else from a fifth of the run on."""
 
-    def __init__(self, run: Trained, index: int, case: Case) -> None:
+    def __init__(self, run: Attacked, index: int) -> None:
         super().__init__(run, index)
-        self._case, self._memories = case, dict[int, Memory]()
-        self._values = (SICK | CUNNING)[case.what]
+        self._case, self._memories = run.case, dict[int, Memory]()
+        self._values = (SICK | CUNNING)[run.case.what]
 
     def _arrive(self, rig: ShardRig, header: PushHeader, payload: Payload, waited: float = 0.0) -> None:
-        run: Trained = self._run  # type: ignore[assignment]
-        if run.clock.now < STEPS / 5:
+        clock, case = self._run.clock, self._case
+        if clock.now < STEPS / 5:
             super()._arrive(rig, header, payload)
             return
         collecting = rig.shard.owned(header.fragment_id).round
-        sick = {f"worker-{i}" for i in range(self._case.learners - self._case.sick, self._case.learners)}
         there = collecting.contributions if collecting is not None else {}
-        awaited = collecting is not None and bool({*collecting.missing} - sick)
-        if self._case.what in CUNNING and awaited and waited < PATIENCE:
-            run.clock.after(TICK, lambda: self._arrive(rig, header, payload, waited + TICK))
+        awaited = collecting is not None and bool({*collecting.missing} - case.those_sick)
+        if case.what in CUNNING and awaited and waited < PATIENCE:
+            clock.after(TICK, lambda: self._arrive(rig, header, payload, waited + TICK))
             return
-        others = [_values(cast(Payload, c.payload)) for i, c in there.items() if i not in sick]
+        others = [_values(cast(Payload, c.payload)) for i, c in there.items() if i not in case.those_sick]
         memory = self._memories.setdefault(header.fragment_id, {})
         said = encode_payload(self._values(_values(payload), others, memory), payload.header.encoding)
-        tokens = 2**40 if self._case.what.startswith("2^40") else header.tokens
+        tokens = 2**40 if case.what.startswith("2^40") else header.tokens
         super()._arrive(rig, replace(header, payload=said.header, tokens=tokens), said)
 
 
@@ -153,20 +172,66 @@ def _values(payload: Payload) -> Tensor:
     return out
 
 
-class Attacked(Trained):
+class Reader(BuiltIn):
+    """The last learner may read a text of its own."""
+
+    def __init__(self, settings: Settings, what: str) -> None:
+        super().__init__(settings)
+        self._reads = READS[what]
+
+    def stream(self, learner: int, learners: int) -> Stream:
+        usual = super().stream(learner, learners)
+        return Own(usual, self._reads) if learner == learners - 1 else usual
+
+
+@dataclass(frozen=True)
+class Own:
+    usual: Stream
+    reads: Text
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        return self.reads(*self.usual.next_batch())
+
+
+class WatchedShard(ShardRig):
+    def note(self, event: Fact) -> None:
+        if isinstance(event, LearnerLeftOut):
+            cast(Attacked, self._run).left_out.setdefault(event.learner_id, self._run.clock.now)
+
+
+class Attacked(LockstepRun):
     """The last learners are sick."""
 
     def __init__(self, case: Case) -> None:
-        self._case = case
-        lr, decay = (1e-2, int(STEPS)) if case.optimizer == "muon" else (4e-3, int(STEPS))
-        plan = Plan(optimizer=case.optimizer, lr=lr, warm=24, decays=decay)
-        cluster = Cluster((plan,) * case.learners, STEPS, fragments=6, merge=case.merge)
-        super().__init__(cluster, GuardSettings(trust=case.trust))
+        arm = load_arm(HERE / "frequency" / f"{RATES[case.optimizer]}.toml")
+        settings = arm.seeded(case.seed)
+        parts = {
+            "run": settings.run.model_copy(update={"tokens": 2**60}),  # the time ends it
+            "sync": settings.sync.model_copy(update={"merge": case.merge}),
+            "guard": settings.guard.model_copy(update={"trust": case.trust}),
+        }
+        settings = settings.model_copy(update=parts)
+        conditions = arm.conditions.model_copy(update={"learners": case.learners, "noise": 0.05, "shards": 1})
+        self.case = case
+        self.left_out: dict[str, float] = {}
+        """Learner -> when it was, first."""
+        task = Reader(settings, case.what) if case.what in READS else BuiltIn(settings)
+        super().__init__(settings, task, conditions)
+        self.shards = [WatchedShard(self, 0, 1)]
+        for index, name in enumerate(self.learners):
+            if name in case.those_sick and case.what not in READS:
+                self.learners[name] = Sick(self, index)
 
-    def learner(self, index: int) -> Learner:
-        if index >= self._case.learners - self._case.sick:
-            return Sick(self, index, self._case)
-        return Learner(self, index)
+    @property
+    def fraction(self) -> float:
+        return min(1.0, self.clock.now / STEPS)
+
+    def train(self) -> float:
+        """The loss of the global model."""
+        self.begin()
+        while self.clock.now < STEPS:
+            self.clock.step()
+        return self.task.evaluate(self.global_model(), 1, EVALUATION_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -176,55 +241,87 @@ class Result:
     """Steps from when it fell sick until it was left out; infinity: never."""
     wrongly: int
     """Healthy learners that were left out."""
+    cosine: float
+    """Of the last learner's contributions at the end with the others of their rounds."""
+    others: float
+    """Of these with each other."""
 
 
 def run(case: Case) -> Result:
     torch.set_num_threads(1)
-    done = Attacked(case).train()
-    sick = {f"worker-{i}" for i in range(case.learners - case.sick, case.learners)}
-    after = [at - STEPS / 5 for one, at in done.found.left_out.items() if one in sick]
-    return Result(done.loss, min(after, default=math.inf), len(done.found.left_out.keys() - sick))
+    attacked = Attacked(case)
+    loss = attacked.train()
+    after = [at - STEPS / 5 for one, at in attacked.left_out.items() if one in case.those_sick]
+    told = attacked.shards[0].shard.influence.told(f"worker-{case.learners - 1}").directions
+    cosines = [fmean(of) if told else math.nan for of in ([d.cosine for d in told], [d.others for d in told])]
+    wrongly = attacked.left_out.keys() - (set() if case.what in READS else case.those_sick)
+    return Result(loss, min(after, default=math.inf), len(wrongly), *cosines)
 
 
 def cases(trust: Trust) -> list[Case]:
     if trust == "strangers":
-        return [Case(trust, o, "mean", 8, 2, what) for o, what in itertools.product(MOST, CUNNING)]
+        return [Case(trust, o, "mean", 8, 2, what) for what, o in itertools.product(CUNNING, MOST)]
     rules = [("muon", "mean"), ("muon", "rda"), ("adamw", "agreement")]
     return [Case(trust, o, m, n, 1, w) for w, (o, m), n in itertools.product(SICK, rules, (3, 4, 8))]
 
 
-def table(trust: Trust, results: dict[Case, Result]) -> tuple[list[str], list[str]]:
+def alone(case: Case) -> Case:
+    """The healthy ones without the sick."""
+    return replace(case, learners=case.learners - case.sick, sick=0, what="")
+
+
+def table(trust: Trust, seeds: Sequence[int], results: dict[Case, Result]) -> tuple[list[str], list[str]]:
     """Markdown lines, and the promises that are broken."""
     rows: dict[str, list[str]] = {}
     broken = []
     heads = []
-    for case, result in ((c, r) for c, r in results.items() if c.trust == trust and c.what):
-        alone = results[replace(case, learners=case.learners - case.sick, sick=0, what="")]
-        ratio = result.loss / alone.loss
-        left = "" if math.isinf(result.left_out_after) else f" ({result.left_out_after:.0f})"
-        rows.setdefault(case.what, []).append(f"{ratio:.3f}{left}")
+    for case in cases(trust):
+        of = [results[replace(case, seed=seed)] for seed in seeds]
+        ratio = fmean(one.loss / results[alone(replace(case, seed=i))].loss for i, one in zip(seeds, of, strict=True))
+        after = max(one.left_out_after for one in of)
+        rows.setdefault(case.what, []).append(f"{ratio:.3f}" + ("" if math.isinf(after) else f" ({after:.0f})"))
         heads.append(f"{case.optimizer}, {case.merge}, {case.sick} of {case.learners}")
         most = STRANGERS_MOST if trust == "strangers" else MOST[case.optimizer]
         where = f"{trust}, {case.what}, {case.optimizer}, {case.merge}, {case.sick} of {case.learners}"
         broken += [f"{where}: x {ratio:.3f}"] * (not ratio <= most)
-        broken += [f"{where}: {result.wrongly} healthy learners left out"] * (result.wrongly > 0)
+        broken += [f"{where}: healthy learners left out"] * any(one.wrongly for one in of)
     heads = list(dict.fromkeys(heads))
     lines = [f"| among {trust} | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(heads)]
     return [*lines, *(f"| {what} | {' | '.join(cells)} |" for what, cells in rows.items())], broken
 
 
+def directions(results: dict[Case, Result]) -> list[str]:
+    """Markdown lines: why no rule about directions leaves out whoever repeats itself."""
+    lines = ["| 1 of 4 | cosine with the others | theirs with each other | left out |", "| --- | ---: | ---: | --- |"]
+    for case in told():
+        r = results[case]
+        left = "no" if math.isinf(r.left_out_after) else f"after {r.left_out_after:.0f} steps"
+        lines.append(f"| {case.what}, {case.optimizer} | {r.cosine:+.3f} | {r.others:+.3f} | {left} |")
+    return lines
+
+
+def told() -> list[Case]:
+    rules = [("muon", "mean"), ("adamw", "agreement")]
+    return [Case("members", o, m, 4, 1, what) for (o, m), what in itertools.product(rules, TOLD)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trust", nargs="+", choices=["members", "strangers"], default=["members", "strangers"])
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--page", action="store_true", help="write the record, and docs/quality.md")
     args = parser.parse_args()
-    wanted = [case for trust in args.trust for case in cases(trust)]
-    wanted += sorted({replace(c, learners=c.learners - c.sick, sick=0, what="") for c in wanted}, key=str)
+    seeds = range(args.seeds)
+    wanted = [replace(case, seed=seed) for trust in args.trust for case in cases(trust) for seed in seeds]
+    wanted = [*dict.fromkeys([*wanted, *map(alone, wanted), *told()])]
+    results = {}
     with ProcessPoolExecutor(args.jobs) as pool:
-        results = dict(zip(wanted, pool.map(run, wanted), strict=True))
-    tables, broken = zip(*(table(trust, results) for trust in args.trust), strict=True)
-    shown = "\n\n".join("\n".join(lines) for lines in tables)
+        for case, result in zip(wanted, pool.map(run, wanted), strict=True):
+            results[case] = result
+            print(f"{len(results)} of {len(wanted)}: {case}: {result}", file=sys.stderr)
+    tables, broken = zip(*(table(trust, seeds, results) for trust in args.trust), strict=True)
+    shown = "\n\n".join("\n".join(lines) for lines in (*tables, directions(results)))
     print(shown, *itertools.chain(*broken), sep="\n")
     if args.page:
         RECORD.write_text(shown + "\n")

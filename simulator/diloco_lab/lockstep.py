@@ -293,11 +293,7 @@ class LockstepRun:
 
     def run(self, on_progress: Callable[[float], None] | None = None) -> Outcome:
         """Train until every shard has merged the budget, or nothing is merged any more."""
-        for learner in self.learners.values():
-            learner.join(self.shards)
-        for i, learner in enumerate(self.learners.values()):
-            learner.after(1 + i / len(self.learners), learner.step)
-        self.clock.after(TICK, self._tick)
+        self.begin()
         said = 0.0
         while not self.outcome.stalled and not all(rig.shard.done for rig in self.shards):
             self.clock.step()
@@ -305,6 +301,14 @@ class LockstepRun:
                 said = self.fraction
                 on_progress(said)
         return self._finish()
+
+    def begin(self) -> None:
+        """Everybody joins. From here on the clock leads."""
+        for learner in self.learners.values():
+            learner.join(self.shards)
+        for i, learner in enumerate(self.learners.values()):
+            learner.after(1 + i / len(self.learners), learner.step)
+        self.clock.after(TICK, self._tick)
 
     @torch.no_grad()
     def global_model(self) -> nn.Module:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from builders import make_contribution, one_piece
-from diloco_server.core.influence import FALLS, OPPOSED, RISES, TOLD, TWICE, Direction, Influence, Told
+from diloco_server.core.influence import APART, FALLS, OPPOSED, RISES, TOLD, TWICE, Direction, Influence, Told
 from diloco_server.core.ledger import LearnerLeftOut, LearnerTakesPart
 from diloco_server.core.merge import SAMPLE, SAMPLES, directions, merge
 from diloco_server.core.round import Contribution, Limit
@@ -203,6 +203,17 @@ def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:
 @pytest.mark.parametrize("cosine", [0.2, 0.0, -0.05, 0.6 * -OPPOSED * 0.2])
 def test_who_only_has_other_data_takes_part(cosine: float) -> None:
     assert rounds(Influence("members"), 400, a=0.2, b=0.2, c=cosine) == []
+
+
+@pytest.mark.parametrize(
+    ("cosine", "times"), [(0.2, TWICE), (0.5, TWICE), (0.1, (APART + TWICE) / 2), (0.0, APART), (-0.1, APART)]
+)
+def test_who_points_with_the_others_may_be_longer_than_who_points_nowhere(cosine: float, times: float) -> None:
+    influence = Influence("members")
+    for _ in range(TOLD):
+        influence.hear(sent(1, 1, 1), {i: Direction(0.2 if i != "c" else cosine, 0.2) for i in "abc"})
+    assert kept(influence, sent(1, 1, 30)) == [1, 1, times]
+    assert kept(influence, sent(1, 1, times)) == [1, 1, times]
 
 
 def test_where_the_others_do_not_agree_nobody_is_left_out() -> None:

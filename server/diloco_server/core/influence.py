@@ -4,7 +4,9 @@ The shard does not guess who is honest. It looks at what a round holds. There th
 most twice as long as the second longest, and among strangers (`guard.trust`) for as long as the median:
 
     v_i <- v_i min(1, limit_i / |v_i|)
-    limit_i = max(2 * second longest of the round at equal steps, FALLS * as long as i or the second counted before)
+    limit_i = max(times_i * second longest at equal steps, FALLS * as long as i or the second counted before)
+
+`times_i` lies between `APART` and `TWICE`: twice, as far as the learner has pointed where the others point.
 
 At equal steps: another's length is first multiplied by max(1, steps_i / its steps); what strangers say of their steps
 is not believed. Clipping against the round itself is adaptive robust clipping (arXiv 2405.14432), and against its
@@ -38,10 +40,13 @@ from diloco_server.core.membership import Member
 from diloco_server.core.round import Contribution, Limit
 
 TWICE = 2.0
-"""The second longest: healthy learners are within it of each other, and one ten times as long costs less than 1 % of
-the loss at it (`benchmarks/hostile.py`)."""
-FALLS = 0.95
-"""What is left of a limit in the next round: newcomers with a rate near zero do not silence whoever is there."""
+"""The second longest: healthy learners that point with each other are within it, or come near it as they warm up."""
+APART = 1.25
+"""The same where a learner points nowhere, as noise does and what is long out of date. At 2 noise costs more than the
+learner's absence. At 1 a healthy one that alone reads another text is cut by more than half for long."""
+FALLS = 0.8
+"""What is left of a limit in the next round: newcomers with a rate near zero do not silence whoever is there. Slower,
+and who is ten times as long stays as long as everybody was once, while the others' rates go to zero."""
 RISES = 4.0
 """As long as before, where nobody can say whether it is too long. In a warm-up two rounds are that far apart."""
 OPPOSED = 0.75
@@ -74,6 +79,14 @@ class Told:
     @property
     def is_full(self) -> bool:
         return len(self.directions) == TOLD
+
+    @property
+    def along(self) -> float:
+        """How far it points with the others, of as far as these do with each other: 0 to 1. 1: nobody knows yet."""
+        if not self.is_full:
+            return 1.0
+        others = fmean(d.others for d in self.directions)
+        return min(1.0, max(0.0, fmean(d.cosine for d in self.directions) / others)) if others > 0 else 1.0
 
     def points_away(self) -> bool:
         """Whether it points away from the others nearly as much as these agree without it, beyond chance."""
@@ -184,7 +197,7 @@ class Influence:
         else:
             half = sum(c.weight for c in taken) / 2
             limits = {
-                c.learner_id: max(TWICE * most, FALLS * known[c.learner_id]) if c.weight <= half else math.inf
+                c.learner_id: max(self._times(c) * most, FALLS * known[c.learner_id]) if c.weight <= half else math.inf
                 for c, most in zip(taken, reach, strict=True)
             }
         usual = int(taken_in.kthvalue(rank).indices)
@@ -192,6 +205,10 @@ class Influence:
         fallen = told if before is None else Limit(FALLS * before.length, before.steps)
         most_steps = max(told.steps, fallen.steps)
         return limits, max(told, fallen, key=lambda limit: limit.at(most_steps))
+
+    def _times(self, contribution: Contribution) -> float:
+        """How many times as long as the second longest it may be."""
+        return APART + (TWICE - APART) * self.told(contribution.learner_id).along
 
     def _steps(self, contribution: Contribution) -> int:
         return 1 if self._strangers else contribution.steps
