@@ -39,6 +39,7 @@ COMMANDS = (
     ),
     Command("scale", "run.commands:scale", "change the number of workers of a running cluster", RUN),
     Command("status", "show.status:status", "show a running cluster", LOOK),
+    Command("record", "show.record:record", "say whose work is in each version, with which weight", LOOK),
     Command("web", "web.command:web", "the live page of a run, in a browser", LOOK),
     Command("logs", "commands:logs", "show the logs of a cluster on this machine", LOOK),
     Command("health", "commands:health", "ask one process whether it is healthy", LOOK),

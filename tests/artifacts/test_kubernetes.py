@@ -23,8 +23,8 @@ from manifests import FOLDER, ROOT, built, containers, environment, on_top_of, o
 OVERLAYS = [f"overlays/{folder.name}" for folder in sorted((FOLDER / "overlays").iterdir())]
 BUILDS = ["base", *OVERLAYS]
 WITH_TOKEN = [build for build in BUILDS if build != "overlays/mtls"]
-VERSIONS = ["1.29", kubernetes_validate.latest_version()]
-"""The oldest that has what we use, and the newest."""
+VERSIONS = ["1.29", "1.30", "1.31", kubernetes_validate.latest_version()]
+"""From the oldest that has what we use to the newest."""
 OF_OPERATORS = {
     path.stem: Draft202012Validator(json.loads(path.read_text())) for path in (ROOT / "tests/data/crds").glob("*.json")
 }

@@ -55,6 +55,10 @@ class Project:
         builder = {"DOCKER_BUILDKIT": {"v1": "0", "v2": "1"}[compose]}
         self._environment = {**os.environ, **free, **builder, **mine}
 
+    def use(self, **variables: str) -> None:
+        """From now on, these are in the environment."""
+        self._environment |= variables
+
     def run(self, commands: str, *, seconds: float = 300.0) -> str:
         """Run shell commands in the top folder; what they wrote to stdout. Fails where one of them does."""
         done = subprocess.run(

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import time
 import urllib.error
 import urllib.request
@@ -105,6 +106,35 @@ def test_the_images_are_small_and_hold_no_tools(project: Project) -> None:
         print(f"the size is not judged: torch was built for CUDA {cuda}")
 
 
+TRAINS = """
+import os, tempfile
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+batches = DataLoader(TensorDataset(torch.randn(64, 3, 256, 256)), batch_size=16, num_workers=2)
+assert sum(len(batch) for (batch,) in batches) == 64
+(Path.home() / ".cache" / "huggingface").mkdir(parents=True)
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+model(next(iter(batches))[0]).sum().backward()
+"""
+"""Shared memory for workers of a loader, and a home for caches."""
+
+
+def test_a_script_with_loader_workers_and_caches_runs_in_the_worker(project: Project) -> None:
+    project.run(f"docker-compose run --rm -T --no-deps --entrypoint python worker -c {shlex.quote(TRAINS)}")
+
+
+def test_a_wrong_setting_ends_up_at_once_and_says_why(project: Project) -> None:
+    began = time.monotonic()
+    said = project.run(
+        "RUN_TOKENS=many docker-compose up -d 2>&1 && exit 1; docker-compose logs settings; docker-compose down -v 2>&1"
+    )
+    assert "settings" in said.partition("run.tokens")[0]
+    assert "many" in said
+    assert time.monotonic() - began < HEALTHY_S
+
+
 @pytest.mark.parametrize("image", ["server", "worker"])
 def test_process_1_passes_sigterm_on_before_python_can_take_it(project: Project, image: str) -> None:
     """Sent as soon as the container runs, while Python has no handler yet."""
@@ -124,6 +154,7 @@ def test_the_page_is_followed_on_real_containers(project: Project) -> None:
         a_worker_dies(project, page)
         a_shard_dies(project, page)
         shards_are_exchanged(project, page)
+        all_are_upgraded(project, page)
         certificates_are_renewed(project, page)
         a_worker_is_revoked(project, page)
         workers_come_and_go(project, page)
@@ -216,8 +247,9 @@ def asked(url: str, key: str) -> tuple[int, Any]:
 
 def a_worker_dies(project: Project, page: Page) -> None:
     until(lambda: alive(project) == [3, 3], "three learners alive")
+    before = learners(project)
     page.follow("kill a worker")
-    (dead,) = (c["Config"]["Hostname"] for c in project.containers("worker") if not c["State"]["Running"])
+    (dead,) = before - learners(project)
     until(lambda: min_over_shards(project, 'diloco_shard_evictions_total{code="LEASE_EXPIRED"}') >= 1, "an eviction")
     until(lambda: alive(project) == [2, 2], "two learners alive")
     assert f"evicted learner={dead}" in project.said("shard-0")
@@ -251,6 +283,22 @@ def shards_are_exchanged(project: Project, page: Page) -> None:
         assert lives[-1] == lives[-2], "it comes back with as much as it ended with"
     assert max(project.values("diloco_shard_versions_lost_total").values()) == 0
     page.note("both shards were replaced and lost nothing")
+
+
+def all_are_upgraded(project: Project, page: Page) -> None:
+    """To images of another version."""
+    before, merged, began = learners(project), min_over_shards(project, PROGRESS), time.monotonic()
+    project.use(VERSION="9.9.9")
+    page.follow("upgrade")
+    until(lambda: alive(project) == [3, 3] and learners(project) == before, "the same three learners")
+    until(lambda: min_over_shards(project, PROGRESS) > merged, "both shards to go on where they were")
+    until(lambda: targets_up(project, shards=2, workers=3), "Prometheus to scrape every target")
+    versions = project.by("version", 'diloco_build_info{job=~"diloco-.*"}')
+    assert set(versions) == {"9.9.9"}
+    window = f"{time.monotonic() - began:.0f}s"
+    there = project.value(f'min_over_time(sum(up{{job="diloco-shard"}})[{window}:1s])')
+    assert there >= 1, "never both shards away"
+    page.note(f"all run the new version after {window}, under their names; at least {there:.0f} shard was there")
 
 
 def certificates_are_renewed(project: Project, page: Page) -> None:
@@ -328,17 +376,21 @@ def troubles(project: Project, but: str = "", ago: str = "") -> dict[str, float]
 
 
 def learners(project: Project) -> set[str]:
-    """The names of the workers' containers that run."""
-    return {c["Config"]["Hostname"] for c in project.containers("worker") if c["State"]["Running"]}
+    """The learners that run in workers' containers."""
+    return {learner_of(project, c) for c in project.containers("worker") if c["State"]["Running"]}
+
+
+def learner_of(project: Project, container: dict[str, Any]) -> str:
+    return project.run(f"docker exec {container['Id']} readlink /tmp/own").strip().rpartition("/learner-")[2]
 
 
 def processes(project: Project) -> dict[str, tuple[str, int]]:
-    """Host name and service of each container that serves -> when it was started, and how often again."""
+    """Learner, or host name, of each container -> when it was started, and how often again."""
+    workers = {c["Id"]: learner_of(project, c) for c in project.containers("worker") if c["State"]["Running"]}
     return {
-        f"{c['Config']['Hostname']} {c['Config']['Labels']['com.docker.compose.service']}":
-        (c["State"]["StartedAt"], c["RestartCount"])
+        workers.get(c["Id"], c["Config"]["Hostname"]): (c["State"]["StartedAt"], c["RestartCount"])
         for c in project.containers()
-    }  # fmt: skip
+    }
 
 
 def newer(now: dict[str, float], before: dict[str, float]) -> bool:
@@ -366,7 +418,7 @@ def workers_come_and_go(project: Project, page: Page) -> None:
 
 def all_healthy(project: Project) -> dict[str, str]:
     """Container -> health, once all are healthy."""
-    found = project.health()
+    found = {name: health for name, health in project.health().items() if "settings" not in name}  # that one ends
     return found if set(found.values()) == {"healthy"} else {}
 
 

@@ -23,12 +23,25 @@ from diloco_worker.core.dialing import (
     ANNOUNCE_WAIT_S,
     FIRST_S,
     LONGEST_S,
+    REVOKED_S,
     STAYS_S,
     STEADY_S,
     Dialing,
     Redial,
     backoff_s,
 )
+
+
+@pytest.mark.parametrize(("after_s", "ends"), [(REVOKED_S - 0.1, False), (REVOKED_S, True)])
+def test_a_learner_that_is_revoked_while_it_trains_ends_unless_it_gets_another_certificate(
+    after_s: float, ends: bool
+) -> None:
+    dialing = Dialing()
+    dialing.is_up()
+    for now in (0.0, after_s):
+        dialing.begin(now, has_lease=False)
+        redial = dialing.ended(Revoked("its certificate was revoked"), now, 0.0)
+    assert redial.is_objection is ends
 
 
 @pytest.mark.parametrize(
@@ -161,7 +174,7 @@ def test_what_waiting_does_not_mend_is_an_objection_once_it_has_stayed(
     assert (redial.is_objection, redial.why) == (ends, str(last[1]))
 
 
-@pytest.mark.parametrize("error", [FOREIGN, NONE, Revoked("no longer")])
+@pytest.mark.parametrize("error", [FOREIGN, NONE])
 def test_a_learner_that_was_up_goes_on_whatever_becomes_of_its_certificate(error: DilocoError) -> None:
     dialing = Dialing()
     dialing.is_up()

@@ -19,6 +19,7 @@ from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core import ledger as module
 from diloco_server.core.ledger import (
+    RECORD_ANSWER_MAX,
     BudgetReached,
     ContributionAnswered,
     ContributionDropped,
@@ -29,6 +30,7 @@ from diloco_server.core.ledger import (
     LearnerLeftOut,
     LearnerTakesPart,
     Ledger,
+    Merged,
     QuorumReached,
     RoundClosed,
     RoundOpened,
@@ -39,7 +41,7 @@ from diloco_server.core.ledger import (
 from diloco_server.core.round import CloseReason
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.server import real_world
-from diloco_server.shell.status import rounds_since, shard_status
+from diloco_server.shell.status import record_since, rounds_since, shard_status
 from diloco_server.storage.store import MemoryStore
 
 EPOCH = 7
@@ -85,6 +87,26 @@ class Shard:
     def since(self, seq: int, epoch: int = EPOCH, now: float | None = None) -> dict[str, Any]:
         self.now = self.now if now is None else now
         return rounds_since(self.host, epoch, seq)
+
+
+def test_the_record_says_whose_work_is_in_each_version_and_goes_on_from_a_number(shard: Shard) -> None:
+    whose = tuple(Merged(f"learner-{i}", tokens=10, share=0.5 / (i + 1), kept=0.8) for i in range(3))
+    for version in range(1, RECORD_ANSWER_MAX):
+        shard.note(
+            VersionCommitted(0, version, participants=3, tokens=30, round_s=1.0, merged=whose), at=float(version)
+        )
+    lines, epoch, seq = [], 0, 0
+    while (said := record_since(shard.host, epoch, seq))["lines"]:
+        assert len(said["lines"]) <= RECORD_ANSWER_MAX
+        lines, epoch, seq = lines + said["lines"], said["epoch"], said["seq"]
+    assert [(one["version"], one["learner"]) for one in lines] == [
+        (version, one.learner_id) for version in range(1, RECORD_ANSWER_MAX) for one in whose
+    ]
+    assert lines[-1] | {"ago_s": 0.0} == {
+        "ago_s": 0.0, "fragment": 0, "version": RECORD_ANSWER_MAX - 1, "learner": "learner-2", "tokens": 10,
+        "share": 0.166667, "kept": 0.8,
+    }  # fmt: skip
+    assert record_since(shard.host, epoch + 1, 10**9)["lines"], "after a restart of the shard everything is new"
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from diloco_server.core.ledger import (
     BudgetReached,
     LearnerForgotten,
     LearnerGone,
+    Merged,
     QuorumReached,
     RoundClosed,
     RoundOpened,
@@ -196,7 +197,8 @@ def test_a_round_asks_every_learner_collects_merges_and_is_announced(rig: Rig) -
     assert (rig.state.version, rig.theta) == (1, [-2.0])
     assert rig.noted(QuorumReached) == [QuorumReached(0, 1, 3.0)]
     assert rig.noted(RoundClosed) == [RoundClosed(0, 1, "all", 2, 2, 0, 3.0)]
-    assert rig.noted(VersionCommitted) == [VersionCommitted(0, 1, 2, 8 * TOKENS, 3.0)]
+    whose = (Merged("a", 4 * TOKENS, 0.5, 1.0), Merged("b", 4 * TOKENS, 0.5, 1.0))
+    assert rig.noted(VersionCommitted) == [VersionCommitted(0, 1, 2, 8 * TOKENS, 3.0, whose)]
     assert rig.told_of("a", Committed) == [Committed(0, 1, EPOCH)]
     assert rig.told_of("b", Committed) == [Committed(0, 1, EPOCH)]
     ledger = rig.shard.ledger

@@ -135,6 +135,14 @@ def ask(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = A
     return Answered(asked_at, status, rounds)
 
 
+def ask_record(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = ASK_S) -> dict[str, Any]:
+    """What a shard has at /record after a line of an epoch. Raises NoAnswer."""
+    try:
+        return reading.read_json(_get(asker, address, f"/record?epoch={epoch}&after={after}", timeout_s))
+    except reading.Unreadable as error:
+        raise NoAnswer(f"{address}: {error}") from None
+
+
 def _get(asker: Asker, address: str, path: str, timeout_s: float) -> bytes:
     """Raises NoAnswer."""
     try:

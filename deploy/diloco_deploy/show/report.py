@@ -85,14 +85,15 @@ def _learned(report: Report) -> str:
 
 def _lost(report: Report) -> str:
     """Of accepted work nothing ever is; the rest is what workers had at the end, after the last version."""
-    rest = report["tokens_dropped"] - _dropped_on_the_way(report)
+    by_worker = report["tokens_unmerged"]
+    rest = sum(by_worker.values()) or report["tokens_dropped"] - _dropped_on_the_way(report)  # what is named adds up
     if report["tokens"] < report["tokens_merged"]:
         return "nothing that was merged; workers that began anew do not know how much they had trained before"
     if not rest:
         return "nothing"
     share = rest / report["tokens"] if report["tokens"] else 0.0
     last = f"the last {units.count(rest)} {report['unit']} ({share:.1%})"
-    return f"nothing that was merged; {last} came after the last version{_by_worker(report['tokens_unmerged'])}"
+    return f"nothing that was merged; {last} came after the last version{_by_worker(by_worker)}"
 
 
 def _dropped_on_the_way(report: Report) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
@@ -20,6 +21,10 @@ ROUNDS_MAX = 2048
 EVENTS_MAX = 512
 ANSWER_MAX = 512
 """Rounds of one answer. The next one goes on from there."""
+RECORD_MAX = 32_768
+"""Contributions to versions that are remembered, of all fragments together. The oldest go first."""
+RECORD_ANSWER_MAX = 1024
+"""Contributions of one answer."""
 
 # ------------------------------------------------------------------ facts
 
@@ -81,6 +86,18 @@ class RoundClosed:
     open_s: float
 
 
+class Merged(NamedTuple):
+    """What one learner has in a version."""
+
+    learner_id: str
+    tokens: int
+    """As it claimed them."""
+    share: float
+    """Of the weights of the version, in [0, 1]; 0: it was left out."""
+    kept: float
+    """What was left of its length, in (0, 1]; the rest was cut."""
+
+
 @dataclass(frozen=True, slots=True)
 class VersionCommitted:
     fragment_id: int
@@ -89,6 +106,8 @@ class VersionCommitted:
     tokens: int
     round_s: float
     """From the opening of the round to the announcement."""
+    merged: tuple[Merged, ...] = ()
+    """By learner; those that were left out come last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +245,7 @@ def told_of(fact: Fact) -> Told | None:
         case RoundClosed():
             return Told("round closed", _shown(fact, "late"), "debug")
         case VersionCommitted():
-            return Told("version committed", _shown(fact), "debug")
+            return Told("version committed", _shown(fact, "merged"), "debug")
         case VersionsLost():
             return Told("versions lost", _shown(fact), "error")
         case ValuesReplaced():
@@ -299,6 +318,16 @@ class TracedRound:
     """Contributions to it that were refused, by code."""
 
 
+class Recorded(NamedTuple):
+    """One line of the record: whose work is in a version."""
+
+    seq: int
+    at: float
+    fragment_id: int
+    version: int
+    merged: Merged
+
+
 @dataclass
 class Ledger:
     """Counts of one epoch, which only grow, and its last rounds and events.
@@ -336,6 +365,8 @@ class Ledger:
     tokens_left_out: int = 0
     """Accepted, and of no weight in its version: the learner was left out."""
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
+    _record: deque[Recorded] = field(default_factory=lambda: deque(maxlen=RECORD_MAX))
+    _recorded: int = 0  # lines of the record so far
     _seq: int = 0  # grows; never reset within an epoch
     _traced: OrderedDict[tuple[int, int], TracedRound] = field(default_factory=OrderedDict)  # as they changed last
 
@@ -358,6 +389,11 @@ class Ledger:
         shown = newer[:ANSWER_MAX]
         upto = shown[-1].seq if len(shown) < len(newer) else self._seq
         return upto, shown, [event for event in self.events if seq < event.seq <= upto]
+
+    def record_since(self, seq: int) -> list[Recorded]:
+        """Lines of the record after a number, oldest first, at most `RECORD_ANSWER_MAX`."""
+        gone = self._recorded - len(self._record)
+        return list(islice(self._record, max(0, seq - gone), max(0, seq - gone) + RECORD_ANSWER_MAX))
 
     # ------------------------------------------------------------ reducing
 
@@ -385,6 +421,9 @@ class Ledger:
                 self.rounds += 1
                 self.participants += fact.participants
                 self.tokens_merged += fact.tokens
+                for merged in fact.merged:
+                    self._recorded += 1
+                    self._record.append(Recorded(self._recorded, now, fact.fragment_id, fact.version, merged))
                 self._changed(fact.fragment_id, fact.version, announced_s=fact.round_s, tokens=fact.tokens)
             case VersionsLost():
                 self.versions_lost += fact.seen - fact.recovered

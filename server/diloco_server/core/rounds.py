@@ -31,6 +31,7 @@ from diloco_server.core.ledger import (
     EveryChanged,
     LearnerLeftOut,
     LearnerTakesPart,
+    Merged,
     QuorumReached,
     RoundClosed,
     RoundOpened,
@@ -38,6 +39,7 @@ from diloco_server.core.ledger import (
     VersionCommitted,
 )
 from diloco_server.core.membership import LAST_S, Member, Membership
+from diloco_server.core.merge import shares_of
 from diloco_server.core.parts import HalfContribution, Part, PartedPayload, is_part, whole_of
 from diloco_server.core.round import Contribution, Round, total_norm
 from diloco_server.core.versions import Versions
@@ -388,7 +390,12 @@ class Rounds:
         self.grace.to_publish.add(now - closed.closed_at)
         self._open_s.add(min(now - closed.opened_at, self.overdue_after_s))  # else a standstill would be the usual
         self.every.announced_at[fragment_id] = now
-        self._outbox.note(VersionCommitted(fragment_id, closed.round, len(merged), tokens, now - closed.opened_at))
+        shares = [*shares_of(merged), *itertools.repeat(0.0, len(left_out))]
+        whose = tuple(
+            Merged(c.learner_id, c.tokens, share, c.kept) for c, share in zip((*merged, *left_out), shares, strict=True)
+        )
+        open_s = now - closed.opened_at
+        self._outbox.note(VersionCommitted(fragment_id, closed.round, len(merged), tokens, open_s, whose))
 
     def hear(self, closed: Round, directions: Mapping[str, Direction]) -> None:
         """Where the contributions to a closed round of the model point."""

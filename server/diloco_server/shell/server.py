@@ -6,7 +6,6 @@ It builds the world that the shard runs in: the wall clock, real threads, the sy
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 import random
 import signal
@@ -26,6 +25,7 @@ from diloco_common.observe.http import HttpServer, check_http_is_meant
 from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.observe.metrics.registry import installed
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
 from diloco_common.trust.tls import TlsFiles
@@ -38,7 +38,7 @@ from diloco_server.shell.probes import Health, Probe
 from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit
 from diloco_server.shell.service import Service
 from diloco_server.shell.servicer import ParameterServer
-from diloco_server.shell.status import rounds_since, shard_status
+from diloco_server.shell.status import record_since, rounds_since, shard_status
 from diloco_server.storage.store import open_store
 
 DRAIN_S = 5.0
@@ -92,7 +92,7 @@ class ShardServer:
             ready=self.host.ready,
             bearer_token=self._access.bearer_token,
             door=self._door(metrics),
-            pages={"/rounds": self._rounds},
+            pages={"/rounds": self._rounds, "/record": self._record},
         )
         self._connections_max = connections_allowed(settings.shard, files_max())
         self._health = Health(
@@ -112,7 +112,7 @@ class ShardServer:
             self.service, self.settings.run.id, self._access.callers, self.host.telemetry.call_refused,
             self._access.bearer_token, self._audit,
         )  # fmt: skip
-        probe = Probe(servicer.admitted, time.time, _package())
+        probe = Probe(servicer.admitted, time.time, installed())
         self._server.add_generic_rpc_handlers((servicer.handler(), probe.handler(), self._health.handler()))
         listen = parse_address(self.settings.shard.listen)
         bind_socket(str(listen)).close()  # gRPC does not tell why it cannot have an address
@@ -166,11 +166,15 @@ class ShardServer:
         """What /status says of this process beside its shard; seconds until its certificate expires."""
         tls = self._access.tls
         ends = None if tls is None or tls.certificate is None else tls.certificate.not_valid_after_utc.timestamp()
-        return {"package": _package(), "certificate_s": None if ends is None else round(ends - time.time())}
+        return {"package": installed(), "certificate_s": None if ends is None else round(ends - time.time())}
 
     def _rounds(self, asked: Mapping[str, str]) -> dict[str, Any]:
         """The answer of /rounds?epoch=E&after=N. Raises ValueError where these are no numbers."""
         return rounds_since(self.host, int(asked.get("epoch", 0)), int(asked.get("after", 0)))
+
+    def _record(self, asked: Mapping[str, str]) -> dict[str, Any]:
+        """The answer of /record?epoch=E&after=N. Raises ValueError where these are no numbers."""
+        return record_since(self.host, int(asked.get("epoch", 0)), int(asked.get("after", 0)))
 
     def _bind(self, address: str) -> int:
         """The port that gRPC took. Raises RuntimeError."""
@@ -253,13 +257,6 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
     if server.hangs:
         await server.host.writes_ended(LAST_WRITE_S)
         _leave()
-
-
-def _package() -> str:
-    try:
-        return importlib.metadata.version("decoupled-diloco")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -92,6 +92,28 @@ def rounds_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:
     }
 
 
+def record_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:
+    """Whose work is in which version, after a number of an epoch. Another epoch than this one: all that is known."""
+    shard, now = host.shard, host.clock()
+    lines = shard.ledger.record_since(seq if epoch == shard.epoch else 0)
+    return {
+        "epoch": shard.epoch,
+        "seq": lines[-1].seq if lines else seq if epoch == shard.epoch else 0,
+        "lines": [
+            {
+                "ago_s": round(now - line.at, 3),
+                "fragment": line.fragment_id,
+                "version": line.version,
+                "learner": line.merged.learner_id,
+                "tokens": line.merged.tokens,
+                "share": round(line.merged.share, 6),
+                "kept": round(line.merged.kept, 6),
+            }
+            for line in lines
+        ],
+    }
+
+
 def _events(events: Iterable[Event], now: float) -> list[dict[str, Any]]:
     told = [(at, told_of(fact)) for _, at, fact in events]
     return [{"ago_s": round(now - at, 3), "event": of.words, **of.facts} for at, of in told if of is not None]

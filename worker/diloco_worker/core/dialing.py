@@ -25,6 +25,8 @@ STAYS = (errors.NoCertificate, errors.ForeignCertificate, errors.WrongHost, erro
 clock may be set."""
 STAYS_S = 3.0
 """Such a failure is believed once it was the same for so long: long enough for the cause to be looked for twice."""
+REVOKED_S = 60.0
+"""A learner that is revoked while it trains ends after so long. Whoever gives it another certificate has that time."""
 SILENCE_HEARTBEATS = 2.5
 """A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
 STEADY_S = 5.0
@@ -85,7 +87,7 @@ class Dialing:
         self._began = 0.0
         self._had_lease = False
         self._same_since = 0.0
-        self._same: type[DilocoError] | None = None  # of STAYS, as it ended every attempt since then
+        self._same: type[DilocoError] | None = None  # of STAYS, or Revoked, as it ended every attempt since then
 
     def begin(self, now: float, *, has_lease: bool) -> None:
         """An attempt begins: to join if there is no lease, and to attend."""
@@ -121,8 +123,12 @@ class Dialing:
         return Redial(after_s, is_lease_over, is_news, why, is_objection)
 
     def _is_here_to_stay(self, error: DilocoError | None, now: float) -> bool:
-        """Whether nothing came up yet, and waiting will not help. Later, a learner trains on and says what is wrong."""
-        kind = type(error) if isinstance(error, STAYS) else None
+        """Whether waiting will not help. Once a connection was up, a learner trains on and says what is wrong, unless
+        it is revoked."""
+        kind = type(error) if isinstance(error, (*STAYS, errors.Revoked)) else None
         if kind is None or kind is not self._same:
             self._same, self._same_since = kind, now
-        return kind is not None and not self._was_up and now - self._same_since >= STAYS_S
+        lasted_s = now - self._same_since
+        if kind is errors.Revoked:
+            return lasted_s >= REVOKED_S
+        return kind is not None and not self._was_up and lasted_s >= STAYS_S

@@ -12,6 +12,7 @@ from typing import Any
 from diloco_common.observe.history import fingerprint
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import WorkerMetrics
+from diloco_common.observe.metrics.registry import installed
 from diloco_common.observe.metrics.worker import PushOutcome, SyncPhase
 from diloco_common.ports import Clock, History
 from diloco_common.settings import WorkerSettings
@@ -68,6 +69,7 @@ class LearnerTelemetry:
             "role": "worker",
             "name": self.caller.learner_id,
             "run": self.caller.run_id,
+            "package": installed(),
             "learner_id": self.caller.learner_id,
             "state": self.state,
             "inner_step": figures.inner_step,

@@ -33,7 +33,7 @@ class Registry(CollectorRegistry):
             "diloco_build_info", "Versions of this process; always 1.", "version", "python", "torch", "grpcio"
         )
         build.labels(
-            _installed("decoupled-diloco"), platform.python_version(), _installed("torch"), _installed("grpcio")
+            installed("decoupled-diloco"), platform.python_version(), installed("torch"), installed("grpcio")
         ).set(1)
 
     def collect(self) -> Iterable[Metric]:
@@ -129,7 +129,8 @@ def _expires(pem: bytes) -> float:
 
 
 @cache
-def _installed(distribution: str) -> str:
+def installed(distribution: str = "decoupled-diloco") -> str:
+    """The version of a package that is installed here; "unknown" in a source tree."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:  # run from a source tree

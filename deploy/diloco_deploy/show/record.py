@@ -1,0 +1,145 @@
+"""`diloco record`: whose work is in each version, with which weight, and how much of it was cut.
+
+Shards remember the last contributions of their epoch (`ledger.RECORD_MAX`), as long as they run. Whoever wants to keep
+all of them lets `--follow --json` write to a file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from json import dumps
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from cyclopts import Parameter
+from pydantic import BaseModel
+from rich.table import Table
+
+from diloco_common.command import QuietConsole
+from diloco_common.errors import CannotConnect
+from diloco_common.options import Config, Flag, Json, SettingsOptions, setting, settings_from
+from diloco_common.trust.tokens import read_bearer_token
+from diloco_common.wire.addresses import split_addresses
+from diloco_deploy.cluster.asking import Asker, NoAnswer, ask_record
+from diloco_deploy.show.status import Where
+from diloco_deploy.trust.own import OwnCertificates
+
+FOLLOW_EVERY_S = 2.0
+
+
+class Line(BaseModel):
+    """What one learner has in one version of one fragment, as a line of `--json`."""
+
+    at: float
+    """Unix time at which the version was announced, by the clock of whoever asks."""
+    shard: str
+    """host:port."""
+    epoch: int
+    fragment: int
+    version: int
+    learner: str
+    tokens: int
+    """That it trained for this, as it says."""
+    share: float
+    """Of the weights in this version, in [0, 1]; 0: it was left out."""
+    kept: float
+    """What was left of its length, in (0, 1]; the rest was cut."""
+
+
+class Shards(NamedTuple):
+    """Those that are asked, and what of each is known."""
+
+    addresses: list[str]
+    known: dict[str, tuple[int, int]]
+    """Address -> epoch and number of the last line."""
+
+    def news(self, asker: Asker, silent: dict[str, str]) -> Iterator[Line]:
+        """What has come since. `silent` gets why of those that do not answer."""
+        for address in self.addresses:
+            try:
+                yield from self._of(address, asker)
+            except NoAnswer as error:
+                silent[address] = str(error)
+
+    def _of(self, address: str, asker: Asker) -> Iterator[Line]:
+        while True:
+            said, now = ask_record(asker, address, *self.known.get(address, (0, 0))), time.time()
+            self.known[address] = int(said["epoch"]), int(said["seq"])
+            for one in said["lines"]:
+                at = round(now - float(one.pop("ago_s")), 3)
+                yield Line(at=at, shard=address, epoch=said["epoch"], **one)
+            if not said["lines"]:
+                return
+
+
+def record(
+    *,
+    folder: Annotated[
+        str | None, setting("cluster.folder", "PATH", "folder of the cluster that `diloco up` runs")
+    ] = None,
+    config: Config = None,
+    http: Annotated[str | None, Parameter(metavar="HOST:PORT,...", help="ask these shards instead")] = None,
+    tls: Annotated[
+        Path | None,
+        Parameter(metavar="FOLDER", help="they serve over TLS: folder of an observer's or admin's certificate"),
+    ] = None,
+    token_file: Annotated[
+        str | None, Parameter(metavar="FILE", help="with --http: send this token, so that other machines show all")
+    ] = None,
+    follow: Annotated[Flag, Parameter(name=("--follow", "-f"), help="go on with what comes, until Ctrl-C")] = False,
+    json: Json = False,
+) -> int:
+    """Say whose work is in each version: its share of the weights, and how much of its length was left.
+
+    Without --json a table of all versions that shards remember: of each learner, how often it was merged, its mean
+    share, and what was cut. With --json a line for each contribution to each version.
+    """
+    settings = settings_from(SettingsOptions(config), {"cluster.folder": folder, "security.token_file": token_file})
+    where, bearer_token = settings.cluster.folder, read_bearer_token(settings.security)
+    given = split_addresses(http or "")
+    asker = Asker(tls, bearer_token) if given else Asker(tls or OwnCertificates.observer_in(where))
+    found = Where(where, given).addresses()
+    shards = Shards([at for name, at in found.items() if given or name.startswith("shard-")], {})
+    silent: dict[str, str] = {}
+    lines = list(shards.news(asker, silent))
+    if len(silent) == len(shards.addresses):
+        raise CannotConnect("; ".join(silent.values()))
+    console = QuietConsole()
+    while True:
+        if json:
+            console.file.writelines(dumps(one.model_dump()) + "\n" for one in lines)
+            console.file.flush()
+        elif not follow:
+            console.print(table(lines))
+        else:
+            console.file.writelines(_words(one) + "\n" for one in lines)
+            console.file.flush()
+        if not follow:
+            for why in silent.values():
+                console.print(f"! {why}: its versions are not here", style="red")
+            return 0
+        time.sleep(FOLLOW_EVERY_S)
+        lines = list(shards.news(asker, {}))
+
+
+def table(lines: list[Line]) -> Table:
+    """A row for each learner, of all versions here."""
+    shown = Table("learner", "versions", "left out", "tokens", "mean share", "cut", "mean cut", box=None)
+    versions = len({(one.shard, one.epoch, one.fragment, one.version) for one in lines})
+    for learner in sorted({one.learner for one in lines}):
+        mine = [one for one in lines if one.learner == learner]
+        merged = [one for one in mine if one.share > 0]
+        cut = [1 - one.kept for one in merged if one.kept < 1]
+        tokens, share = sum(one.tokens for one in merged), sum(one.share for one in merged) / max(1, len(merged))
+        shown.add_row(
+            learner, f"{len(merged)} of {versions}", str(len(mine) - len(merged)), f"{tokens:,}", f"{share:.1%}",
+            f"{len(cut)} times", f"{sum(cut) / max(1, len(cut)):.1%}",
+        )  # fmt: skip
+    return shown
+
+
+def _words(one: Line) -> str:
+    what = f"share {one.share:.1%}" if one.share else "left out"
+    cut = f", cut to {one.kept:.1%}" if one.kept < 1 else ""
+    return f"{one.shard} fragment {one.fragment} version {one.version}: {one.learner} {what}{cut}"
