@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import diloco_worker
+from diloco_common.errors import ManifestMismatch
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_address
@@ -73,6 +75,54 @@ def test_the_model_is_written_under_all_of_its_names(addresses, tmp_path, capsys
     said = capsys.readouterr().out
     assert f"{out}/model.safetensors: 36 parameters as float32" in said
     assert "of 3 fragments" in said, "one of them is of the buffer"
+
+
+def test_a_reader_gets_newer_versions_as_they_come_and_the_final_model_last(addresses):
+    read, every = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), addresses.split(",")
+    model, found = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), list[Any]()
+    with diloco_worker.join(addresses, model, learner_id="a", wait_s=20) as learner, ThreadPoolExecutor(1) as thread:
+        reader = thread.submit(lambda: found.extend(diloco_worker.versions(every, read)))
+        while not learner.done:
+            with torch.no_grad():
+                model[0].weight.add_(0.01 * torch.randn_like(model[0].weight))
+            model(torch.randn(4, 3))
+            learner.step(tokens=8)
+        assert learner.finish()
+        learner.leave()
+        reader.result(timeout=60)
+    before = [one.version for one in found if not one.is_final]
+    assert sorted({*before}) == before, "each is newer"
+    assert found[-1].is_final
+    pulled = diloco_worker.pull_global_model(every)
+    assert all(torch.equal(values, pulled.tensors[key]) for key, values in read.state_dict().items())
+    assert torch.equal(read[0].weight, model[0].weight)
+
+
+def test_a_folder_for_every_version_is_marked_when_it_is_whole_and_old_ones_go(addresses, tmp_path, capsys):
+    command = ["pull", "--shards", addresses, "--out", str(tmp_path), "--each", "1", "--keep", "2"]
+    model = nn.Linear(3, 2)
+    with diloco_worker.join(addresses, model, learner_id="a", wait_s=20) as learner, ThreadPoolExecutor(1) as thread:
+        reader = thread.submit(main, command)
+        while not learner.done:
+            with torch.no_grad():
+                model.weight.add_(0.01 * torch.randn_like(model.weight))
+            learner.step(tokens=1)
+        assert learner.finish()
+        learner.leave()
+        assert reader.result(timeout=60) == 0
+    folders = sorted(tmp_path.iterdir())
+    assert 1 <= len(folders) <= 2
+    assert all({path.name for path in folder.iterdir()} == {"model.safetensors", "DONE"} for folder in folders)
+    assert torch.equal(load_file(folders[-1] / "model.safetensors")["weight"], model.weight)
+    assert main([*command[:-2], "--average"]) == main([*command[:5], "--keep", "2"]) == 2
+    assert "leave out --average" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [nn.Linear(3, 3), nn.Linear(3, 2, bias=False), nn.Sequential(nn.Linear(3, 2))])
+def test_a_reader_with_another_model_is_told_by_name(addresses, other):
+    trained(addresses, nn.Linear(3, 2))
+    with pytest.raises(ManifestMismatch, match=r"^(0\.)?(bias|weight) of this module differs"):
+        next(diloco_worker.versions(addresses.split(","), other))
 
 
 def test_shards_and_run_are_those_of_the_folder_of_a_cluster(addresses, tmp_path, capsys):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco_common.codec import decode_payload
 from diloco_common.errors import Busy, CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch
@@ -25,6 +25,8 @@ from diloco_worker.shell.puller import read_version
 CALL_S = 120.0
 AGAIN_S = 0.25
 """So long after it was BUSY a shard is asked again: it has few such pulls open at once."""
+LOOK_S = 1.0
+"""Between two looks for a newer version."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,58 @@ class GlobalModel:
     private, extra state). As far as learners have told; else the names in `tensors`."""
     frozen: tuple[FrozenTensor, ...] = ()
     """What learners hold fixed, as far as the shards know."""
+    is_final: bool = False
+    """The run has merged its budget. Buffers may still change, until the learners have left."""
+
+    @property
+    def version(self) -> int:
+        """That every fragment has."""
+        return min(self.versions.values())
+
+    def load_into(self, module: nn.Module) -> None:
+        """Strictly: the module keeps only what the run does not hold (frozen, private). Raises ManifestMismatch."""
+        state, keys = module.state_dict(), self.keys
+        wrong = state.keys() ^ keys.keys()
+        wrong |= {
+            key for key in state.keys() & keys.keys() if keys[key] and not _fits(state[key], self.tensors[keys[key]])
+        }
+        if wrong:
+            raise ManifestMismatch(
+                f"{min(wrong)} of this module differs from the model of the run: build it as learners do"
+            )
+        module.load_state_dict({key: self.tensors[name] if (name := keys[key]) else state[key] for key in state})
+
+
+def versions(
+    shards: Sequence[str],
+    module: nn.Module | None = None,
+    *,
+    every: int = 1,
+    run: str = "local",
+    tls: Path | None = None,
+    bearer_token: str | Path | None = None,
+    wait_s: float = 60.0,
+) -> Iterator[GlobalModel]:
+    """The global model as it is now, and again whenever every fragment has `every` further versions, until the run is
+    over and its learners have left. For whoever evaluates, samples or serves it: what comes meanwhile is skipped.
+
+    `module` takes each, buffers too (`GlobalModel.load_into`). Everything else, and what is raised, is as of
+    `pull_global_model`. A shard that is away is waited for, `wait_s` seconds.
+    """
+    found: GlobalModel | None = None
+    is_over = False
+    while not is_over:
+        try:
+            newer, is_over = _pull_in_thread(shards, run, tls, bearer_token, wait_s, found, every)
+        except CannotConnect:
+            if found is None or not found.is_final:
+                raise
+            return  # they have ended, as the run has
+        if newer is not None:
+            if module is not None:
+                newer.load_into(module)
+            yield newer
+            found = newer
 
 
 def pull_global_model(
@@ -62,10 +116,9 @@ def pull_global_model(
     Raises CannotConnect if a shard does not answer within `wait_s` seconds, ConfigError or ManifestMismatch if the
     shards do not form one run, HandshakeFailed if TLS fails, and the Refusal of a shard.
     """
-    credentials = Credentials(tls, bearer_token)
-    transports = {address: GrpcTransport(address, credentials, waits_for_shard=True) for address in shards}
-    with ThreadPoolExecutor(1, "diloco-pull") as thread:  # a notebook has a running event loop in this one
-        return thread.submit(asyncio.run, _pull_all(transports, Identity(run), wait_s, average)).result()
+    found, _ = _pull_in_thread(shards, run, tls, bearer_token, wait_s, average=average)
+    assert found is not None, "any is newer than none"
+    return found
 
 
 def buffers_of(manifest: Manifest) -> frozenset[str]:
@@ -80,9 +133,26 @@ def keys_of(tensors: Collection[str], ties: Iterable[Tie]) -> dict[str, str]:
     return {name: name for name in tensors if name not in absent} | told
 
 
+def _fits(there: Tensor, values: Tensor) -> bool:
+    return isinstance(there, Tensor) and there.shape == values.shape
+
+
+def _pull_in_thread(
+    shards: Sequence[str], run: str, tls: Path | None, bearer_token: str | Path | None, wait_s: float,
+    than: GlobalModel | None = None, every: int = 1, *, average: bool = False,
+) -> tuple[GlobalModel | None, bool]:  # fmt: skip
+    credentials = Credentials(tls, bearer_token)
+    transports = {address: GrpcTransport(address, credentials, waits_for_shard=True) for address in shards}
+    with ThreadPoolExecutor(1, "diloco-pull") as thread:  # a notebook has a running event loop in this one
+        pulled = _pull_all(transports, Identity(run), wait_s, than, every, average)
+        return thread.submit(asyncio.run, pulled).result()
+
+
 async def _pull_all(
-    transports: Mapping[str, Transport], observer: Identity, wait_s: float, average: bool
-) -> GlobalModel:
+    transports: Mapping[str, Transport], observer: Identity, wait_s: float, than: GlobalModel | None, every: int,
+    average: bool,
+) -> tuple[GlobalModel | None, bool]:  # fmt: skip
+    """None: not every fragment has `every` further versions than `than`. And whether nothing more can come."""
     try:
         answers: dict[str, JoinAnswer] = {}
         for address, transport in transports.items():
@@ -94,6 +164,12 @@ async def _pull_all(
             except Unavailable as error:
                 raise _unreachable(address, error) from None
         manifest = _manifest(answers)
+        pulses = [answer.pulse for answer in answers.values()]
+        is_final = all(0 < pulse.tokens_budget <= pulse.tokens_merged for pulse in pulses)
+        is_over = is_final and not any(pulse.learners_alive for pulse in pulses)
+        if than is not None and not _are_further(answers.values(), than, every, is_final=is_final):
+            await asyncio.sleep(0 if is_over else LOOK_S)
+            return None, is_over
         tensors = empty_tensors(manifest)
         versions: dict[int, int] = {}
         for address, answer in answers.items():
@@ -109,10 +185,22 @@ async def _pull_all(
         tokens_merged = max(answer.pulse.tokens_merged for answer in answers.values())
         ties = max((answer.ties for answer in answers.values()), key=len)  # a shard that is new has heard of none
         first = max(answers.values(), key=lambda answer: len(answer.frozen))
-        return GlobalModel(tensors, buffers_of(manifest), versions, tokens_merged, keys_of(tensors, ties), first.frozen)
+        keys = keys_of(tensors, ties)
+        return (
+            GlobalModel(tensors, buffers_of(manifest), versions, tokens_merged, keys, first.frozen, is_final), is_over
+        )  # fmt: skip
     finally:
         for transport in transports.values():
             await transport.close(0.0)
+
+
+def _are_further(answers: Iterable[JoinAnswer], than: GlobalModel, every: int, *, is_final: bool) -> bool:
+    """A shard that was restored may have gone back: those are other versions, too. Buffers come last of all."""
+    now = {one.fragment_id: one.version for answer in answers for one in answer.fragments}
+    steps = [now[fragment] - had for fragment, had in than.versions.items() if fragment in now]
+    if is_final:
+        return any(steps) or not than.is_final
+    return min(steps) >= every or min(steps) < 0
 
 
 async def _pull(

@@ -113,6 +113,7 @@ def export(
     return export(sources, how)
 
 
+_COUNT = number(quantities.count, 1, 1_000_000, "a whole number from 1")
 _SECONDS = number(quantities.seconds, 0.0, 86_400.0, "seconds, from 0 to 86400, such as 5s")
 
 
@@ -126,6 +127,17 @@ def pull(
     average: Annotated[
         bool, Parameter(negative=(), help="the average of the versions, where the run keeps one (outer.average)")
     ] = False,
+    each: Annotated[
+        int | None,
+        Parameter(
+            converter=_COUNT,
+            metavar="N",
+            help="go on until the run is over: a folder for every N versions, in which the file DONE is written last",
+        ),
+    ] = None,
+    keep: Annotated[
+        int | None, Parameter(converter=_COUNT, metavar="K", help="with --each: the newest K alone")
+    ] = None,
     run: Annotated[
         str | None, Parameter(metavar="ID", help="id of the run", show_default="that of the folder, or local")
     ] = None,
@@ -141,13 +153,20 @@ def pull(
     if (shards is None) == (folder is None):
         raise ConfigError("give --shards or --folder, one of them: diloco pull --folder runs/local --out model")
     how.check()
+    if keep is not None and each is None:
+        raise ConfigError("--keep is for --each N, which writes a folder for every N versions")
+    if each is not None and (average or how.out.suffix == ".safetensors"):
+        raise ConfigError("--each writes folders, of versions: give --out a folder, and leave out --average")
     if folder is not None:
         here = shards_in(folder)
         shards, run, tls = ",".join(here.addresses), run or here.run, tls or here.tls
-    from diloco_deploy.checkpoint.work import write_out
-    from diloco_worker.global_model import pull_global_model
+    from diloco_deploy.checkpoint.work import write_each, write_out
+    from diloco_worker.global_model import pull_global_model, versions
     from diloco_worker.shell.credentials import addresses_of
 
-    run, of = run or "local", "average up to " if average else ""
-    get = partial(pull_global_model, addresses_of(shards or ""), run=run, tls=tls, wait_s=wait, average=average)
+    addresses, run, of = addresses_of(shards or ""), run or "local", "average up to " if average else ""
+    if each is not None:
+        found = versions(addresses, every=each, run=run, tls=tls, bearer_token=token_file, wait_s=wait)
+        return write_each(found, how, keep)
+    get = partial(pull_global_model, addresses, run=run, tls=tls, wait_s=wait, average=average)
     return write_out(partial(get, bearer_token=token_file), how, of)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from diloco_server.storage.checkpoint import Contents, find_damage, joined, tota
 from diloco_server.storage.folders import FOLDER, place, restore, take_checkpoint
 from diloco_worker.export import empty_tensors, lay_out
 from diloco_worker.global_model import GlobalModel, buffers_of, keys_of
+
+DONE = "DONE"
+"""The file that says that a folder of `diloco pull --each` is whole."""
 
 
 def model_in(whole: Whole) -> GlobalModel:
@@ -214,6 +218,19 @@ def write_out(get: Callable[[], GlobalModel], how: Writing, of: str = "") -> int
         f"{f'{of_base} tensors of --base, ' if of_base else ''}{units.size(file.stat().st_size)}, "
         f"in {time.perf_counter() - began:.2f} s"
     )
+    return EXIT_OK
+
+
+def write_each(found: Iterable[GlobalModel], how: Writing, keep: int | None) -> int:
+    """A folder for each, and `DONE` in it last. `keep`: so many of the newest."""
+    for one in found:
+        folder = how.out / f"version-{one.version:06}"
+        (folder / DONE).unlink(missing_ok=True)
+        write_out(lambda one=one: one, replace(how, out=folder))  # type: ignore[misc]
+        (folder / DONE).touch()
+        for mark in sorted(how.out.glob(f"version-*/{DONE}"))[: -keep if keep else 0]:
+            mark.unlink()
+            shutil.rmtree(mark.parent)
     return EXIT_OK
 
 
