@@ -65,10 +65,11 @@ class SyncSettings(Section):
     """tau: a round should be over within this many inner steps."""
     staleness_max: int = Field(default=8, ge=0)
     """A contribution is refused if its base version is more than this many versions old."""
-    merge: Literal["mean", "rda", "agreement"] | Extension = "mean"
-    """The weighted mean, radial-directional averaging, or "agreement": a mean that is shorter where they agree,
-    and better than the mean with AdamW (docs/quality.md). Or one of others: `mypkg.mymod:rule`, or `plugin:NAME`, an
-    entry point of diloco.merge (examples/centered_clip.py)."""
+    merge: Literal["auto", "mean", "rda", "agreement"] | Extension = "auto"
+    """"auto": "agreement" where learners train with Adam or its kin, else "mean"; the first learner that says what it
+    trains with decides, for all of the run. "mean": weighted. "agreement": a mean that is shorter where learners agree.
+    "rda": radial-directional averaging. Or one of others: `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of
+    diloco.merge (examples/centered_clip.py)."""
     companions_every: int = Field(default=1, ge=1, le=1000)
     """What goes along with the parameters is due so many times as rarely as they are: inner momentum that learners
     average (`join(companions=)`, `train.average_momentum`), and buffers, such as the statistics of BatchNorm."""

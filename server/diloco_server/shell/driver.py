@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -127,12 +128,15 @@ class EffectDriver:
         state = self._shard.fragments[effect.fragment_id]
         values, before, stopwatch = state.values, state.published, self._shell.stopwatch
         assert values is not None
+        making = self.making(state.fragment)
+        if making.rule == "auto":
+            making = replace(making, rule=self._shard.versions.merge_rule())
 
         def work() -> tuple[Published, dict[str, Direction], float]:
             began = stopwatch()
             arithmetic.step(
                 values, state.fragment, (*effect.contributions, *effect.beside),
-                outer_step=effect.version, making=self.making(state.fragment),
+                outer_step=effect.version, making=making,
             )  # fmt: skip
             found: dict[str, Direction] = {}
             if state.fragment.traits.is_of_model:
