@@ -95,8 +95,9 @@ class OuterSettings(Section):
     """One of ours, `mypkg.mymod:Rule`, or `plugin:NAME`, an entry point of diloco.outer (examples/heloco.py)."""
     lr: float = Field(default=0.7, gt=0)
     """eta."""
-    momentum: float = Field(default=0.5, ge=0, lt=1)
-    """mu of all but adam. The published 0.9 was still behind after 80 versions (docs/quality.md)."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = "auto"
+    """mu of all but adam. "auto": l / (l + 2), where a round merges 2^l learners, so 0.33, 0.5, 0.6 and 0.67 of 2, 4, 8
+    and 16; where the merge rule is "agreement", l / (l + 1). At most 0.7 (docs/quality.md)."""
     average: float = Field(default=0.0, ge=0, le=0.999)
     """Shards keep an average of the versions (docs/checkpoints.md): what it keeps of itself with each version, such as
     0.97. It may change at any restart. 0: they keep none."""

@@ -76,7 +76,9 @@ class EffectDriver:
     def __init__(self, shard: Shard, shell: Shell, witness: Witness) -> None:
         outer = shard.settings.outer
         self.rules = find_rules(shard.settings)
-        self._of_model = Making(self.rules.merge, make_outer_optimizer(outer, self.rules.outer), outer.average)
+        self._of_model = Making(
+            self.rules.merge, make_outer_optimizer(outer, self.rules.outer), outer.average, outer.momentum == "auto"
+        )
         self._as_merged = Making("mean", TakeMean(outer))
         self._shard, self._shell, self._witness = shard, shell, witness
         self._sync = shard.settings.sync
