@@ -178,7 +178,7 @@ def test_ctrl_c_drains_and_says_where_things_lie(up: Callable[..., Up]) -> None:
 
 
 def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path) -> None:
-    """faults.md 6: no announced version is lost, workers go on from their own checkpoints, and the run ends."""
+    """reliability.md 6: no announced version is lost, workers go on from their own checkpoints, and the run ends."""
     settings = {"worker.checkpoint_every_s": 0.5, "train.average_momentum": "true"}
     first = Up(tmp_path / "run", 2, 2, 60_000, **settings)
     try:

@@ -99,6 +99,7 @@ def test_the_picture_has_the_hops_and_hand_overs_that_the_page_lists() -> None:
 # ---------------------------------------------------------------- reliability.md and security.md
 
 CASES = {*range(1, 15), *range(16, 21), *range(22, 26)}
+PROMISES = [f"P{i}" for i in (*range(1, 8), 10, 11, 12)]
 TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 ROWS = [
     (int(case), path, test)
@@ -116,17 +117,73 @@ def test_the_test_of_a_case_exists_and_names_it(case: int, path: str, test: str)
     found = functions(TESTS / path)
     assert test in found
     said = f"{ast.get_docstring(found[test]) or ''} {ast.get_docstring(parsed(TESTS / path)) or ''}"
-    numbers = re.findall(r"(?:Faults?|faults\.md) (\d+(?:(?:, | and )\d+)*)", said)
+    numbers = re.findall(r"(?:Faults?|reliability\.md) (\d+(?:(?:, | and )\d+)*)", said)
     assert case in {int(n) for each in numbers for n in re.findall(r"\d+", each)}
 
 
 def test_every_promise_names_tests_that_exist() -> None:
     rows = re.findall(r"^\| (P\d+) \|.*\| ([^|]+) \|$", text_of("reliability.md"), re.MULTILINE)
-    assert [promise for promise, _ in rows] == [f"P{i}" for i in range(1, 8)]
+    assert [promise for promise, _ in rows] == PROMISES
     for promise, cell in rows:
         named = TEST.findall(cell)
         assert named, promise
         assert [test for path, test in named if test not in functions(TESTS / path)] == [], promise
+
+
+SOURCES = sorted(
+    path
+    for folder in (
+        "protos",
+        "common",
+        "server",
+        "worker",
+        "simulator",
+        "deploy",
+        "examples",
+        "tests",
+        "benchmarks",
+        "tools",
+    )
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".proto", ".toml", ".sh", ".js", ".c", ".h") and "node_modules" not in path.parts
+)
+PAGE_NAMED = re.compile(r"(?<![\w./:-])((?:docs/)?[a-z][a-z0-9-]*\.md)\b")
+KNOWN_PAGES = {*(path.name for path in ROOT.rglob("*.md") if ".venv" not in path.parts)}
+KNOWN_PAGES |= {"results.md", "a.md", "b.md"}  # what a command writes, and what a test makes up
+DECISIONS = {int(number) for number in re.findall(r"^### (\d+)\.", text_of("decisions.md"), re.MULTILINE)}
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("as in docs/reliability.md, P3 and P12", []),
+        ("faults.md 5", ["faults.md"]),
+        ("P8 holds", ["P8"]),
+        ("P10, and docs/nowhere.md", ["docs/nowhere.md"]),
+        ("decision 19, and decision 88", ["decision 88"]),
+    ],
+)
+def test_a_reference_to_what_is_not_there_is_found(text: str, broken: list[str]) -> None:
+    assert _broken(text) == broken
+
+
+def test_what_sources_and_pages_refer_to_is_there() -> None:
+    mine = Path(__file__)
+    found = {
+        f"{path.relative_to(ROOT)}: {what}"
+        for path in (*SOURCES, *PAGES)
+        if path != mine
+        for what in _broken(path.read_text(encoding="utf-8", errors="replace"))
+    }
+    assert found == set()
+
+
+def _broken(text: str) -> list[str]:
+    """Pages, promises and decisions that a text names, and that there are not."""
+    pages = [name for name in PAGE_NAMED.findall(text) if Path(name).name not in KNOWN_PAGES]
+    promises = [promise for promise in re.findall(r"\bP(?:[1-9]|1\d)\b", text) if promise not in PROMISES]
+    decisions = [named for named in re.findall(r"\b[Dd]ecision \d+", text) if int(named.split()[1]) not in DECISIONS]
+    return pages + promises + decisions
 
 
 def test_who_might_do_harm_is_tested() -> None:
