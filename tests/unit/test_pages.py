@@ -274,15 +274,15 @@ def result(deaths: list[str]) -> dict[str, Any]:
     return {
         "system": "ours", "link": "100mbit", "case": "plain", "merged_per_s": 1000.0, "stall_max_s": 0.051,
         "bytes_per_token": 7.0, "deaths": deaths, "losses": [[0.0, 5.6], [5.0, 3.0], [10.0, 0.1]], "seconds": 2.0,
-        "times": {"warm": 8.0},
+        "times": {"warm": 8.0}, "load": 2.4, "when": "2026-11-22T10:24:38+00:00",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("measured", "said"),
     [
-        (result([]), "| 100 Mbit/s | ours | 1000 | 51 | 7 | 3.00 |"),
-        (result(["a"]), "| 100 Mbit/s | ours | 1000; 1 processes ended by themselves | 51 | 7 | 3.00 |"),
+        (result([]), "| 100 Mbit/s | ours | 1000 | 51 | 7 | 3.00 | 2 |"),
+        (result(["a"]), "| 100 Mbit/s | ours | 1000; 1 processes ended by themselves | 51 | 7 | 3.00 | 2 |"),
         (FAILED, "torchft | could not: too many deaths; the last: a / b |"),
     ],
     ids=["well", "with a death", "not at all"],
@@ -294,8 +294,19 @@ def test_a_row_has_the_loss_before_the_end_and_the_longest_stall(measured: dict[
 def test_the_page_has_what_is_on_record() -> None:
     results = [r for r in versus.read(versus.RESULTS) if r["seed"] == 0]
     page = versus_page.PAGE.read_text()
-    for table in (*versus_page.tables(results).values(), versus_page.longer_table(versus.read(versus.LONGER))):
+    longer = versus.read(versus.LONGER)
+    for table in (
+        *versus_page.tables(results).values(), versus_page.longer_table(longer), versus_page.age([*results, *longer])
+    ):  # fmt: skip
         assert table in page
+
+
+def test_the_page_says_by_itself_which_rows_are_older_than_the_defaults() -> None:
+    today = result([]) | {"defaults": versus_page.defaults()}
+
+    assert "1 of 2 rows" in versus_page.age([today, result([])])
+    assert "1 of 1 rows" in versus_page.age([today | {"defaults": {"sync": {"sync_every": 24}}}])
+    assert versus_page.age([today]) == "All rows of ours have today's defaults."
 
 
 # ---------------------------------------------------------------- wan.md
