@@ -39,7 +39,7 @@ Extension = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:\w+$")]
 Plugin = Annotated[str, Field(pattern=r"^plugin:\w+$")]
 
 
-FIRST_EVERY, EVERY_LEAST, EVERY_MOST = 24, 6, 500
+FIRST_EVERY, EVERY_LEAST, EVERY_MOST = 12, 6, 500
 """H that "auto" begins with, and the least and the most that it chooses: what quality was measured for, and more."""
 BLEND_ALPHA = 0.5
 """alpha of "blend", as published: theta <- alpha * theta + (1 - alpha) * new."""
@@ -50,7 +50,7 @@ class SyncSettings(Section):
 
     fragments: int = Field(default=24, ge=1, le=4096)
     """P: the number of fragments. Each one is synchronised on its own."""
-    sync_every: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = 24
+    sync_every: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = 12
     """H: inner steps between two rounds of a fragment. "auto": each shard chooses the smallest H that its links, the
     steps of its learners and its own merging can sustain with room to spare. It measures them (docs/wan.md)."""
     quorum: Annotated[int, Field(ge=1)] | Literal["all"] = 1
@@ -75,9 +75,9 @@ class SyncSettings(Section):
     average (`join(companions=)`, `train.average_momentum`), and buffers, such as the statistics of BatchNorm."""
     on_commit: Literal["carry", "overwrite", "blend"] = "carry"
     """What a learner does with its own progress when a version arrives."""
-    push: Literal["float32", "bfloat16", "int8", "int4"] | Plugin = "int8"
+    push: Literal["float32", "bfloat16", "int8", "int4"] | Plugin = "int4"
     """Encoding of contributions; `plugin:NAME` is an entry point of diloco.codec (examples/e3m0.py)."""
-    pull: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"
+    pull: Literal["float32", "bfloat16", "int8", "int4"] = "int8"
     """Encoding of versions. All but float32 and bfloat16 send the change since the version before."""
     error_feedback: bool = True
     """Add the loss of the push encoding to the next contribution."""
