@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from diloco_common.settings import Settings
 from diloco_lab import runner
-from diloco_lab.arms import load_arm
+from diloco_lab.arms import Arm, load_arm
 from diloco_lab.report import gap
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +34,7 @@ def _filled(text: str, place: re.Match[str]) -> str:
 
 def rebuilt(page: str) -> str:
     """The page with all of its tables."""
-    texts = {"arms": arms_table(FOLDERS), "default": arms_table(DEFAULT), "demo": demo_table()}
+    texts = {"arms": arms_table(FOLDERS), "default": default_table(), "demo": demo_table()}
     for name, text in texts.items():
         mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         page = re.sub(mark, partial(_filled, text), page, flags=re.DOTALL)
@@ -83,19 +83,24 @@ FOLDERS = [
 ]
 
 
-def _beside(folder: str, bases: Callable[[str], Iterator[str]]) -> list[tuple[str, str]]:
-    """Arms of a folder, each with those that it is held against."""
-    names = sorted(path.stem for path in (ROOT / "benchmarks" / folder).glob("*.toml"))
-    return [(name, base) for name in names for base in bases(name) if base in names and base != name]
+def default_table() -> str:
+    """What the arms of benchmarks/default, which set nothing of shards, have come to."""
+    lines = runner.load(RESULTS / "quality_default.jsonl")
+    arms = {path.stem: load_arm(path) for path in sorted((ROOT / "benchmarks" / "default").glob("*.toml"))}
+    rows = ["| run | loss | above data-parallel | above the defaults before |", "| --- | ---: | ---: | ---: |"]
+    for name in (name for name in arms if not name.startswith(("before", "data_parallel"))):
+        plain = re.sub(r"_rate_.*", "", name)
+        others = f"data_parallel_{plain.removesuffix('_h120')}", f"before_{plain}"
+        held = [_gap(arms[name], arms[other], lines) if other in arms else "" for other in others]
+        losses = [lines[key]["result"]["loss"] for key in map(arms[name].key, range(SEEDS_MAX)) if key in lines]
+        if losses:
+            rows.append(f"| {_words(name)} | {fmean(losses):.4f} | {held[0]} | {held[1]} |")
+    return "\n".join(rows)
 
 
-def _of_default(name: str) -> Iterator[str]:
-    """Data-parallel training, and the defaults until then."""
-    plain = re.sub(r"_rate_.*", "", name)
-    yield from (f"data_parallel_{plain}".removesuffix("_h120"), f"before_{plain}")
-
-
-DEFAULT = [Shown("default", "default", pairs=_beside("default", _of_default))]
+def _gap(arm: Arm, other: Arm, lines: Mapping[str, runner.Line]) -> str:
+    seeds = [seed for seed in range(SEEDS_MAX) if {arm.key(seed), other.key(seed)} <= lines.keys()]
+    return str(gap(arm, other, seeds, lines) or "") if seeds else ""
 
 
 def arms_table(folders: Sequence[Shown]) -> str:
