@@ -208,6 +208,7 @@ class Attacked(LockstepRun):
         parts = {
             "run": settings.run.model_copy(update={"tokens": 2**60}),  # the time ends it
             "sync": settings.sync.model_copy(update={"merge": case.merge}),
+            "outer": settings.outer.model_copy(update={"momentum": 0.5}),
             "guard": settings.guard.model_copy(update={"trust": case.trust}),
         }
         settings = settings.model_copy(update=parts)

@@ -44,6 +44,9 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "versus.jsonl"
 LONGER = RESULTS.with_name("versus_longer.jsonl")
 LONGER_S = 200.0
+COMMIT = subprocess.run(
+    ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False
+).stdout.strip()
 MODULES = {"ours": "diloco_worker", "mean": "diloco_worker", "torchft": "torchft", "hivemind": "hivemind"}
 """What a system needs, beside torch."""
 CORES = 2
@@ -334,6 +337,7 @@ def _run_missing(args: argparse.Namespace) -> None:
             continue
         result = run_cell(cell, python, args.times, text)
         result |= {"when": datetime.now(UTC).isoformat(timespec="seconds"), "times": asdict(args.times)}
+        result |= {"commit": COMMIT, "defaults": versus_page.defaults()}
         with args.results.open("a") as out:
             out.write(json.dumps(result) + "\n")
         print(versus_page.line(result), flush=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from diloco_common.settings import Settings
 from versus_task import SmallGpt, Task, loss_of, make_model, read_bytes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -31,6 +32,7 @@ COLOURS = {
     "ours": "#c8372d", "ddp": "#777777", "torchft": "#1f6fb4", "hivemind": "#2c9150", "alone": "#c9c2b0",
     "mean": "#e09a3a",
 }  # fmt: skip
+OURS = ("ours", "mean")
 END_S = 5.0
 LOSS_TOP = 3.7
 """The picture begins here: everybody comes down to it within 5 s."""
@@ -189,7 +191,8 @@ def _filled(table: str, place: re.Match[str]) -> str:
 def write(results: Sequence[Result], longer: Sequence[Result]) -> None:
     """Put tables of what is there into the page, and draw the picture anew."""
     page = PAGE.read_text()
-    for name, table in (tables(results) | {"longer": longer_table(longer)}).items():
+    made = tables(results) | {"longer": longer_table(longer), "age": age([*results, *longer])}
+    for name, table in made.items():
         found = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         page = found.sub(partial(_filled, table), page)
     PAGE.write_text(page)
@@ -199,6 +202,22 @@ def write(results: Sequence[Result], longer: Sequence[Result]) -> None:
 def tables(results: Sequence[Result]) -> dict[str, str]:
     """Name -> table."""
     return {case: _case([r for r in results if r["case"] == case], with_bytes=case == "plain") for case in CASES}
+
+
+def defaults() -> dict[str, Any]:
+    """Today's, of what a merge depends on."""
+    content = Settings().model_dump(mode="json")
+    return {section: content[section] for section in ("sync", "outer")}
+
+
+def age(results: Sequence[Result]) -> str:
+    """What the page says of rows of ours that are older than the defaults."""
+    ours = [r for r in results if r["system"] in OURS]
+    old = sorted(r["when"][:10] for r in ours if r.get("defaults") != defaults())
+    if not old:
+        return "All rows of ours have today's defaults."
+    days = old[0] if old[0] == old[-1] else f"{old[0]} to {old[-1]}"
+    return f"**{len(old)} of {len(ours)} rows of ours are older than today's defaults** ({days}): another program."
 
 
 def draw(results: Sequence[Result], picture: Path) -> None:
@@ -236,17 +255,18 @@ def draw(results: Sequence[Result], picture: Path) -> None:
 
 
 def _case(results: Sequence[Result], *, with_bytes: bool) -> str:
-    rows = [f"| link | system | merged tokens/s | longest stall, ms |{' bytes per token |' * with_bytes} loss |"]
-    rows.append(f"| --- | --- | ---: | ---: |{' ---: |' * with_bytes} ---: |")
+    rows = [f"| link | system | merged tokens/s | longest stall, ms |{' bytes per token |' * with_bytes} loss | load |"]
+    rows.append(f"| --- | --- | ---: | ---: |{' ---: |' * with_bytes} ---: | ---: |")
     for r in results:
         head = f"| {LINKS[r['link']]} | {NAMES[r['system']]} "
         if "failed" in r:
-            rows.append(f"{head}| could not: {_cell(r['failed'])} |{' |' * (2 + with_bytes)}")
+            rows.append(f"{head}| could not: {_cell(r['failed'])} |{' |' * (3 + with_bytes)}")
             continue
         died = f"; {len(r['deaths'])} processes ended by themselves" if r["deaths"] else ""
         sent = f" {r['bytes_per_token']:,.0f} |" if with_bytes else ""
         rows.append(
-            f"{head}| {r['merged_per_s']:.0f}{died} | {1000 * r['stall_max_s']:,.0f} |{sent} {loss_at_end(r):.2f} |"
+            f"{head}| {r['merged_per_s']:.0f}{died} | {1000 * r['stall_max_s']:,.0f} |{sent} {loss_at_end(r):.2f} "
+            f"| {r['load']:.0f} |"
         )
     return "\n".join(rows)
 

@@ -62,7 +62,9 @@ def work_ours(task: Task, rank: int) -> None:
     tune_allocator()
     training = Training(task, rank)
     shards = [f"{host}:{PORT}" for host in task.hosts[:SHARDS]]
-    with diloco_worker.join(shards, training.model, learner_id=f"worker-{rank}") as learner:
+    with diloco_worker.join(
+        shards, training.model, optimizer=training.optimizer, learner_id=f"worker-{rank}"
+    ) as learner:
         training.run(after_step=learner.step, merged=lambda: learner.tokens_merged)
 
 

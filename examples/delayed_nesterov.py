@@ -33,7 +33,7 @@ class DelayedNesterov(OuterOptimizer):
         gathered.add_(gradient)
         gradient.div_(self.every)
         if outer_step % self.every == 0:
-            b.mul_(self.settings.momentum).add_(gathered, alpha=1 / self.every)
+            b.mul_(self.momentum).add_(gathered, alpha=1 / self.every)
             gathered.zero_()
-            gradient.add_(b, alpha=self.settings.momentum)
+            gradient.add_(b, alpha=self.momentum)
         theta.add_(gradient, alpha=-self.settings.lr)

@@ -19,8 +19,8 @@ class Averaged(OuterOptimizer):
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         (b,) = buffers
-        b.lerp_(gradient, 1 - self.settings.momentum)
-        theta.add_(b, alpha=-self.settings.lr / (1 - self.settings.momentum**outer_step))
+        b.lerp_(gradient, 1 - self.momentum)
+        theta.add_(b, alpha=-self.settings.lr / (1 - self.momentum**outer_step))
 
 
 def by_length(norms: Sequence[float], shares: Sequence[float], products: Callable[[], Tensor]) -> Sequence[float]:

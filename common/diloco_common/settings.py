@@ -39,7 +39,7 @@ Extension = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:\w+$")]
 Plugin = Annotated[str, Field(pattern=r"^plugin:\w+$")]
 
 
-FIRST_EVERY, EVERY_LEAST, EVERY_MOST = 24, 6, 500
+FIRST_EVERY, EVERY_LEAST, EVERY_MOST = 12, 6, 500
 """H that "auto" begins with, and the least and the most that it chooses: what quality was measured for, and more."""
 BLEND_ALPHA = 0.5
 """alpha of "blend", as published: theta <- alpha * theta + (1 - alpha) * new."""
@@ -50,7 +50,7 @@ class SyncSettings(Section):
 
     fragments: int = Field(default=24, ge=1, le=4096)
     """P: the number of fragments. Each one is synchronised on its own."""
-    sync_every: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = 24
+    sync_every: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = 12
     """H: inner steps between two rounds of a fragment. "auto": each shard chooses the smallest H that its links, the
     steps of its learners and its own merging can sustain with room to spare. It measures them (docs/wan.md)."""
     quorum: Annotated[int, Field(ge=1)] | Literal["all"] = 1
@@ -65,18 +65,19 @@ class SyncSettings(Section):
     """tau: a round should be over within this many inner steps."""
     staleness_max: int = Field(default=8, ge=0)
     """A contribution is refused if its base version is more than this many versions old."""
-    merge: Literal["mean", "rda", "agreement"] | Extension = "mean"
-    """The weighted mean, radial-directional averaging, or "agreement": a mean that is shorter where they agree,
-    and better than the mean with AdamW (docs/quality.md). Or one of others: `mypkg.mymod:rule`, or `plugin:NAME`, an
-    entry point of diloco.merge (examples/centered_clip.py)."""
+    merge: Literal["auto", "mean", "rda", "agreement"] | Extension = "auto"
+    """"auto": "agreement" where learners train with Adam or its kin, else "mean"; the first learner that says what it
+    trains with decides, for all of the run. "mean": weighted. "agreement": a mean that is shorter where learners agree.
+    "rda": radial-directional averaging. Or one of others: `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of
+    diloco.merge (examples/centered_clip.py)."""
     companions_every: int = Field(default=1, ge=1, le=1000)
     """What goes along with the parameters is due so many times as rarely as they are: inner momentum that learners
     average (`join(companions=)`, `train.average_momentum`), and buffers, such as the statistics of BatchNorm."""
     on_commit: Literal["carry", "overwrite", "blend"] = "carry"
     """What a learner does with its own progress when a version arrives."""
-    push: Literal["float32", "bfloat16", "int8", "int4"] | Plugin = "int8"
+    push: Literal["float32", "bfloat16", "int8", "int4"] | Plugin = "int4"
     """Encoding of contributions; `plugin:NAME` is an entry point of diloco.codec (examples/e3m0.py)."""
-    pull: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"
+    pull: Literal["float32", "bfloat16", "int8", "int4"] = "int8"
     """Encoding of versions. All but float32 and bfloat16 send the change since the version before."""
     error_feedback: bool = True
     """Add the loss of the push encoding to the next contribution."""
@@ -94,8 +95,9 @@ class OuterSettings(Section):
     """One of ours, `mypkg.mymod:Rule`, or `plugin:NAME`, an entry point of diloco.outer (examples/heloco.py)."""
     lr: float = Field(default=0.7, gt=0)
     """eta."""
-    momentum: float = Field(default=0.5, ge=0, lt=1)
-    """mu of all but adam. The published 0.9 was still behind after 80 versions (docs/quality.md)."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = "auto"
+    """mu of all but adam. "auto": l / (l + 2), where a round merges 2^l learners, so 0.33, 0.5, 0.6 and 0.67 of 2, 4, 8
+    and 16; where the merge rule is "agreement", l / (l + 1). At most 0.7 (docs/quality.md)."""
     average: float = Field(default=0.0, ge=0, le=0.999)
     """Shards keep an average of the versions (docs/checkpoints.md): what it keeps of itself with each version, such as
     0.97. It may change at any restart. 0: they keep none."""

@@ -147,7 +147,7 @@ class FragmentStatus(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., seeded: bool = ..., version: _Optional[int] = ..., merged_version: _Optional[int] = ..., epoch: _Optional[int] = ..., forgotten_version: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "away", "counts_samples", "leaving")
+    __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "away", "counts_samples", "leaving", "inner")
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,7 @@ class Progress(_message.Message):
     AWAY_FIELD_NUMBER: _ClassVar[int]
     COUNTS_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    INNER_FIELD_NUMBER: _ClassVar[int]
     inner_step: int
     tokens: int
     loss: float
@@ -162,7 +163,8 @@ class Progress(_message.Message):
     away: _containers.RepeatedCompositeFieldContainer[ShardAway]
     counts_samples: bool
     leaving: Leaving
-    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., away: _Optional[_Iterable[_Union[ShardAway, _Mapping]]] = ..., counts_samples: bool = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+    inner: str
+    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., away: _Optional[_Iterable[_Union[ShardAway, _Mapping]]] = ..., counts_samples: bool = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., inner: _Optional[str] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ("fragment_ids",)

@@ -199,7 +199,7 @@ class LearnerRig:
         self.after(took, self.step)
 
     def _report(self, loss: float, took: float) -> Progress:
-        return Progress(self.core.inner_step, self.core.tokens, loss, took)
+        return Progress(self.core.inner_step, self.core.tokens, loss, took, inner=self._run.inner.kind)
 
     def _push(self, contribution: Contribution) -> None:
         fragment = self.core.manifest.fragments[contribution.fragment_id]

@@ -22,17 +22,15 @@ Watch = Callable[[float, nn.Module], None]
 def classic_diloco(settings: Settings, task: Task, learners: int, watch: Watch) -> nn.Module:
     """DiLoCo as published (arXiv 2311.08105): H inner steps each, mean of differences, Nesterov; float32, no overlap.
 
-    Uses `settings.outer.lr`, `settings.outer.momentum` and `settings.sync.sync_every`. Rounds the token budget up to
-    whole rounds.
+    Uses `settings.outer.lr`, `settings.outer.momentum` ("auto": 0.9, as published) and `settings.sync.sync_every`.
+    Rounds the token budget up to whole rounds.
     """
+    momentum = 0.9 if settings.outer.momentum == "auto" else settings.outer.momentum
     theta = task.model()
     models = [task.model() for _ in range(learners)]
     optimizers = [task.optimizer(model) for model in models]
     streams = [task.stream(m, learners) for m in range(learners)]
-    outer = torch.optim.SGD(
-        theta.parameters(), lr=settings.outer.lr, momentum=settings.outer.momentum,
-        nesterov=settings.outer.momentum > 0,
-    )  # fmt: skip
+    outer = torch.optim.SGD(theta.parameters(), lr=settings.outer.lr, momentum=momentum, nesterov=momentum > 0)
     every = settings.sync.first_every
     rounds = -(-settings.run.tokens // (learners * task.tokens_per_batch * every))
     for r in range(rounds):

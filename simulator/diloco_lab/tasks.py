@@ -18,6 +18,7 @@ from diloco_demo.gpt import GPT, build_gpt, evaluate
 from diloco_lab.stacked import Stack
 from diloco_worker.core.momentum import Companion
 from diloco_worker.core.shared_set import SharedSet
+from diloco_worker.core.trained import inner_of
 from diloco_worker.shell.companions import Companions
 
 EVALUATION_TOKENS = 131_072
@@ -158,6 +159,8 @@ class InnerSteps:
         self._streams = [task.stream(i, learners) for i in range(learners)]
         self._stack = task.stack(self.models) if isinstance(task, Stackable) else None
         self._optimizers = [] if self._stack else [task.optimizer(model) for model in self.models]
+        self.kind = inner_of(self._optimizers[:1] or [task.optimizer(task.model())])
+        """What shards hear of their optimizers."""
         self._done: dict[int, tuple[float, int]] = {}  # learner -> loss and tokens of its next step
         self._gone: set[int] = set()
 

@@ -97,7 +97,15 @@ class Clock:
 def settings_with(**sections: dict[str, Any]) -> Settings:
     """Settings of one small, fast shard; a test names what matters to it."""
     small = {
-        "sync": {"fragments": 1, "sync_every": 1, "quorum": "all", "merge": "mean", "grace": 0.0},
+        "sync": {
+            "fragments": 1,
+            "sync_every": 1,
+            "quorum": "all",
+            "merge": "mean",
+            "grace": 0.0,
+            "push": "int8",
+            "pull": "bfloat16",
+        },
         "outer": {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0},
         "lease": {"lease_s": 2.0, "heartbeat_s": 0.2},
     }

@@ -1,4 +1,4 @@
-"""What arrives at a port, proper or not, and where learners find it: raw sockets, bursts, streams (faults.md 23)."""
+"""What arrives at a port, proper or not, and where learners find it: raw sockets, bursts, streams (Fault 23)."""
 
 from __future__ import annotations
 

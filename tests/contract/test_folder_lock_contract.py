@@ -1,4 +1,4 @@
-"""What a shard that ends leaves of its data folder while the disk hangs or refuses (faults.md 7 and 20)."""
+"""What a shard that ends leaves of its data folder while the disk hangs or refuses (reliability.md 7 and 20)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_folder_that_a_hanging_write_may_still_land_in_stays_locked(tmp_path, 
 
 
 def test_a_shard_ends_quietly_while_its_disk_refuses(tmp_path, monkeypatch, caplog) -> None:
-    """faults.md 7: what waits for the disk is not announced, and learners push it again to the next life."""
+    """reliability.md 7: what waits for the disk is not announced, and learners push it again to the next life."""
     monkeypatch.setattr(keeper, "RETRY_S", 0.02)
 
     def refuse(*_: object) -> int:

@@ -67,9 +67,10 @@ def trainer(
 
 
 def test_it_stops_at_the_budget_and_saves_the_global_model(serve, tmp_path, written):
-    shard = serve(settings_with(run={"tokens": 20 * TOKENS_PER_STEP}, sync=EXACT))
+    shard = serve(settings_with(run={"tokens": 20 * TOKENS_PER_STEP}, sync=EXACT | {"merge": "auto"}))
     training = trainer(shard.address, tmp_path)
     training.train()
+    assert shard.core.versions.merge == "agreement", "the Trainer's own optimizer is AdamW"
 
     learner = training.diloco.learner
     assert learner.state == "done"

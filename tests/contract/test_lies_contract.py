@@ -1,4 +1,4 @@
-"""A caller with every right to call, and nothing true to say, beside a learner that trains (faults.md, hostile).
+"""A caller with every right to call, and nothing true to say, beside a learner that trains (security.md).
 
 Whatever is sent, the answer has a stable code, no traceback is logged, and the honest learner's work goes on. How much
 lies count for is in unit/test_influence.py, other models are in unit/test_shard.py.

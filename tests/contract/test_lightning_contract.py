@@ -10,6 +10,7 @@ import pytest
 import torch
 from in_process import settings_with
 
+from diloco_server.core.ledger import MergeChosen
 from diloco_worker.global_model import pull_global_model
 from diloco_worker.progress_lr import WARMUP_FLOOR, WARMUP_STEPS
 
@@ -68,8 +69,12 @@ def fit(
 
 
 def test_it_stops_at_the_budget_and_saves_the_global_model(serve, tmp_path, written):
-    shard = serve(settings_with(run={"tokens": 20 * BATCH}, sync=EXACT))
+    shard = serve(settings_with(run={"tokens": 20 * BATCH}, sync=EXACT | {"merge": "auto"}))
     diloco, module = fit(shard.address, tmp_path, callback={"save_to": tmp_path / "global.ckpt"})
+    chosen = [event.fact for event in shard.core.ledger.events if isinstance(event.fact, MergeChosen)]
+    assert [(one.merge, one.why.partition(" ")[2]) for one in chosen] == [
+        ("mean", "trains with another optimizer than Adam")
+    ]
 
     assert diloco.learner.state == "done"
     assert diloco.learner.tokens == diloco.learner.inner_step * BATCH

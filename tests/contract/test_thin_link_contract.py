@@ -1,4 +1,4 @@
-"""A learner behind a link so thin that one chunk takes longer than a lease: faults.md 12."""
+"""A learner behind a link so thin that one chunk takes longer than a lease: reliability.md 12."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`diloco chaos` from the outside, for a minute: faults.md 24 in small."""
+"""`diloco chaos` from the outside, for a minute: reliability.md 24 in small."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_a_worker_ends_while_it_waits_for_shards(tmp_path: Path, absent: str) ->
 
 
 def test_a_shard_ends_whatever_its_disk_does(tmp_path: Path) -> None:
-    """faults.md 7: threads are waited for at the end of a process, and this one would be waited for for ever."""
+    """reliability.md 7: threads are waited for at the end of a process, and this one would be waited for for ever."""
     with Script(HUNG_DISK, str(tmp_path / "data"), folder=tmp_path) as shard:
         until(lambda: "serving" in shard.out + shard.err, "it to serve")
         shard.send_signal(signal.SIGTERM)

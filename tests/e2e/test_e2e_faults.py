@@ -1,4 +1,4 @@
-"""Workers that are killed, frozen and copied, against one cluster of two shards: faults.md 1, 2, 3 and 20."""
+"""Workers that are killed, frozen and copied, against one cluster of two shards: reliability.md 1, 2, 3 and 20."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards that keep their versions in a data folder are killed and come back with them: faults.md 5, 6, 8 and 20."""
+"""Shards that keep their versions in a data folder are killed and come back with them: Faults 5, 6, 8 and 20."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def identities(status: Status) -> dict[int, tuple[int, int]]:
 
 @pytest.mark.gate
 def test_a_killed_shard_comes_back_with_every_announced_version_bit_for_bit(tmp_path: Path) -> None:
-    """faults.md 5: three times at random moments; nobody stops, nothing is seeded again."""
+    """reliability.md 5: three times at random moments; nobody stops, nothing is seeded again."""
     chance = random.Random(5)
     with LocalCluster(tmp_path / "run", ENDLESS, keeps=True) as cluster:
         cluster.start(shards=1, workers=["ann", "ben"])
@@ -65,7 +65,7 @@ def test_a_killed_shard_comes_back_with_every_announced_version_bit_for_bit(tmp_
 
 
 def test_what_a_shard_serves_after_a_crash_is_what_its_files_say(tmp_path: Path) -> None:
-    """faults.md 6: everything is killed; the shard alone is started again and asked for its model."""
+    """reliability.md 6: everything is killed; the shard alone is started again and asked for its model."""
     with LocalCluster(tmp_path / "run", ENDLESS, keeps=True) as cluster:
         cluster.start(shards=1, workers=["ann"])
         (shard,) = cluster.shards
@@ -85,7 +85,7 @@ def test_what_a_shard_serves_after_a_crash_is_what_its_files_say(tmp_path: Path)
 
 
 def test_two_processes_cannot_have_one_folder(tmp_path: Path) -> None:
-    """faults.md 20: the second is refused with the owner's pid, exit code 4."""
+    """reliability.md 20: the second is refused with the owner's pid, exit code 4."""
     with LocalCluster(tmp_path / "run", ENDLESS, keeps=True) as cluster:
         cluster.start(shards=1, workers=["ann"])
         (shard,) = cluster.shards
@@ -97,7 +97,7 @@ def test_two_processes_cannot_have_one_folder(tmp_path: Path) -> None:
 
 
 def test_folders_that_cannot_be_used_are_refused_in_words(tmp_path: Path) -> None:
-    """faults.md 8: exit code 3, one line without a traceback."""
+    """reliability.md 8: exit code 3, one line without a traceback."""
     with LocalCluster(tmp_path / "run", ENDLESS, keeps=True) as cluster:
         cluster.start(shards=1, workers=["ann"])
         for process in (*cluster.shards, *cluster.workers.values()):
@@ -118,7 +118,7 @@ def test_folders_that_cannot_be_used_are_refused_in_words(tmp_path: Path) -> Non
 
 
 def test_a_damaged_newest_version_gives_way_to_the_one_before(tmp_path: Path) -> None:
-    """faults.md 8: named in the log; learners that hold what was lost go on from it under a new name."""
+    """reliability.md 8: named in the log; learners that hold what was lost go on from it under a new name."""
     with LocalCluster(tmp_path / "run", ENDLESS, keeps=True) as cluster:
         cluster.start(shards=1, workers=["ann", "ben"])
         (shard,) = cluster.shards
@@ -147,7 +147,7 @@ def newest_version(name: str) -> int:
 
 
 def test_interval_durability_reports_what_a_crash_lost_and_goes_on(tmp_path: Path) -> None:
-    """faults.md 5 with durability = "interval": versions since the last write are lost and told; SIGTERM loses none."""
+    """Fault 5 with durability = "interval": versions since the last write are lost and told; SIGTERM loses none."""
     settings = {**ENDLESS, "shard.durability": "interval", "shard.interval_s": 3600}
     with LocalCluster(tmp_path / "run", settings, keeps=True) as cluster:
         cluster.start(shards=1, workers=["ann", "ben"])

@@ -1,4 +1,4 @@
-"""One worker that is fifty times slower and one that hangs cost the others nothing: faults.md 16 and 17."""
+"""One worker that is fifty times slower and one that hangs cost the others nothing: reliability.md 16 and 17."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGKILL of everything in the middle of a run; the same `diloco up` command then ends it: faults.md 6.
+"""SIGKILL of everything in the middle of a run; the same `diloco up` command then ends it: reliability.md 6.
 
     python tests/faults/kill_everything.py --times 2
 

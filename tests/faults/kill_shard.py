@@ -1,4 +1,4 @@
-"""SIGKILL of a shard again and again under load, at random moments: faults.md 5.
+"""SIGKILL of a shard again and again under load, at random moments: reliability.md 5.
 
     python tests/faults/kill_shard.py --times 100 --seed 1
 

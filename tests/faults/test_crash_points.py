@@ -1,4 +1,4 @@
-"""Every fsync and every rename of the store as a crash point, on a real disk, by strace (faults.md 5, P2, P5)."""
+"""Every fsync and every rename of the store as a crash point, on a real disk, by strace (reliability.md 5, P2, P5)."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ def test_plan_refuses(
             1,
         ),
         (BOTH + SHARDS, "", "1.00 Gbit/s up, 1.00 Gbit/s down, 9 ms", 3),
-        (BOTH + '[shards]\ndisk = "10MB"\n', "", "1.00 Gbit/s up", 3),
-        (BOTH, "--disk 10MB", "1.00 Gbit/s up", 3),
+        (BOTH + '[shards]\ndisk = "25MB"\n', "", "1.00 Gbit/s up", 3),
+        (BOTH, "--disk 25MB", "1.00 Gbit/s up", 3),
         (BOTH + '[shards]\nmerge = "2MB"\n', "", "1.00 Gbit/s up", 13),
     ],
 )

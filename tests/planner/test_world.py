@@ -38,7 +38,7 @@ def test_healthy_learners_are_in_every_round_and_all_is_merged() -> None:
     assert found.goodput == found.uptime == 1.0
     assert found.participants_mean == 4.0
     assert found.late_share == 0.0
-    assert found.rounds == pytest.approx(1800, rel=0.02)
+    assert found.rounds == pytest.approx(3600, rel=0.02)
     assert found.tokens_share_merged > 0.98
 
 

@@ -101,7 +101,7 @@ def step_along_the_momentum_alone(
 ) -> None:
     """Classic momentum where Nesterov's is asked for."""
     (b,) = buffers
-    theta.add_(outer._moved(b, self.settings.momentum, merged.tensor()), alpha=-self.settings.lr)
+    theta.add_(outer._moved(b, self.momentum, merged.tensor()), alpha=-self.settings.lr)
 
 
 @slip(Adam, "update", "short:7", "no_healthy_work_is_cut")
@@ -113,7 +113,7 @@ def correct_the_bias_a_step_late(original: Any, self: Any, theta: Any, gradient:
 @slip(Sgd, "update", "short:1", "no_healthy_work_is_cut")
 def damp_the_gradient(original: Any, self: Sgd, theta: Any, gradient: Any, buffers: Any, outer_step: int) -> None:
     """SGD multiplies the gradient with 1 - mu, as other libraries do."""
-    original(self, theta, gradient.mul_(1 - self.settings.momentum), buffers, outer_step)
+    original(self, theta, gradient.mul_(1 - self.momentum), buffers, outer_step)
 
 
 @slip(EffectDriver, "making", "short:1", "no_healthy_work_is_cut")

@@ -163,7 +163,7 @@ def folders(files: Files) -> list[str]:
 
 @pytest.mark.parametrize("change", ["run.tokens=7", "cluster.workers=9"])
 def test_the_same_command_goes_on_with_the_run_and_may_change_how_it_is_run(files: Files, change: str) -> None:
-    """faults.md 6."""
+    """reliability.md 6."""
     assert files.prepare(settings_for(files.folder, change), fresh=False) is True
     assert folders(files) == ["shard-0", "shard-1", "shard-notes", "worker-0"]
 

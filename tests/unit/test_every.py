@@ -56,13 +56,14 @@ def look(every: Every, carries_s: float, late: int = 0, fragments: int = 4) -> s
 
 def test_h_rises_at_once_and_falls_after_a_while() -> None:
     every = Every(AUTO)
-    assert look(every, 24.0) == "48 would do"
+    assert look(every, 12.0) == "24 would do"
     assert [look(every, 3.0) for _ in range(QUIET)] == ["", "6 would do"]
-    assert every.steps == 36
+    assert every.steps == 18
 
 
 def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
     every, waits = Every(AUTO), []
+    every.steps = 24
     for _ in range(3):
         waits.append(next(i for i in range(1, 100) if look(every, 3.0)))
         assert (every.steps, look(every, 3.0, late=1)) == (18, "6.2% late")
@@ -72,11 +73,11 @@ def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
 
 def test_rounds_that_were_opened_by_the_h_before_say_nothing_of_this_one() -> None:
     every = Every(AUTO)
-    look(every, 24.0)
+    look(every, 12.0)
     for _ in range(4):
         every.closed(8, 8)
     assert not every.is_time(4)
-    assert look(every, 24.0) == ""
+    assert look(every, 12.0) == ""
 
 
 def test_a_number_stays() -> None:
@@ -88,7 +89,7 @@ def test_a_number_stays() -> None:
 
 
 def test_auto_begins_with_the_usual_h() -> None:
-    assert SyncSettings(sync_every="auto").first_every == 24
+    assert SyncSettings(sync_every="auto").first_every == SyncSettings().sync_every
 
 
 def test_a_version_takes_no_longer_because_it_waited_in_line() -> None:
@@ -141,6 +142,7 @@ def test_h_rises_where_contributions_come_late_and_falls_where_none_does() -> No
 
 def test_lateness_of_one_that_is_gone_says_nothing_of_h() -> None:
     pair = Pair()
+    pair.shard.rounds.every.steps = 24
     pair.rounds(1)
     for _ in range(8 * ASKED):
         while pair.state.round is None:

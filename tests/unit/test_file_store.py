@@ -1,4 +1,4 @@
-"""The store on a disk that fails: P2, P5 and faults.md 5, 7, 8. `crash_at` takes the power in the middle of a call."""
+"""The store on a disk that fails: P2, P5 and Faults 5, 7, 8. `crash_at` takes the power in the middle of a call."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def start_again(disk: FakeDisk, _: FileStore) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("at", range(1, calls_of(save_two) + 1))
 def test_a_crash_in_any_call_of_a_save_leaves_the_old_version_or_the_new_one(at: int, seed: int) -> None:
-    """faults.md 5, P5: whole, and never an older one; what is left over is cleared, and saving goes on."""
+    """reliability.md 5, P5: whole, and never an older one; what is left over is cleared, and saving goes on."""
     disk = FakeDisk(seed)
     store = store_with(disk, 0, 1)
     disk.calls, disk.crash_at = 0, at
@@ -146,7 +146,7 @@ def test_a_copy_of_an_earlier_day_begins_an_epoch_that_the_run_has_not_had_since
 @pytest.mark.parametrize("call", ["create", "write", "sync", "rename", "sync_names"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
 def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(disk, call, number) -> None:
-    """faults.md 7: `save` raises, so nothing is announced, and it can be repeated."""
+    """reliability.md 7: `save` raises, so nothing is announced, and it can be repeated."""
     store = store_with(disk, 0, 1)
     disk.refuse = lambda name: number if name == call else 0
     for _ in range(3):
@@ -162,7 +162,7 @@ def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(dis
 
 
 def test_a_save_that_does_not_fit_gives_back_the_space_that_it_took(disk: FakeDisk) -> None:
-    """faults.md 7, ENOSPC: what is left of a version that did not fit must not keep the disk full."""
+    """reliability.md 7, ENOSPC: what is left of a version that did not fit must not keep the disk full."""
     store = store_with(disk, 0)
     disk.space = 4000
     with pytest.raises(OSError, match="No space left"):
@@ -174,7 +174,7 @@ def test_a_save_that_does_not_fit_gives_back_the_space_that_it_took(disk: FakeDi
 
 
 def test_a_rotten_version_is_named_and_the_one_before_used(disk: FakeDisk) -> None:
-    """faults.md 8. It is behind what was announced, so that it gets a new name."""
+    """reliability.md 8. It is behind what was announced, so that it gets a new name."""
     store_with(disk, 6, 7)
     disk.rot(version_name(0, 7), 2000)
 
@@ -249,7 +249,7 @@ def test_a_shard_serves_nobody_before_what_it_passed_over_is_aside(seed: int) ->
 
 @pytest.mark.parametrize(("lost", "newest", "before"), [(8, 7, 6), (7, 8, 7)], ids=["the newest", "an older one"])
 def test_a_missing_newest_version_is_noticed(disk: FakeDisk, lost: int, newest: int, before: int) -> None:
-    """faults.md 8: version 6 was taken away only because version 8 was there, so version 7 is not the newest. A missing
+    """Fault 8: version 6 was taken away only because version 8 was there, so version 7 is not the newest. A missing
     older one does no harm, and is told as well."""
     store_with(disk, 6, 7, 8)
     disk.lose(version_name(0, lost))

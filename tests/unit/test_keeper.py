@@ -1,4 +1,4 @@
-"""The shard's own storage threads: who waits for a disk, and what the shard says while it fails (faults.md 7)."""
+"""The shard's own storage threads: who waits for a disk, and what the shard says while it fails (reliability.md 7)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_a_shard_is_as_large_as_the_plan_says(model: sizes.Model, capsys: pytest
     cut = ["--shards", str(model.shards), "--fragments", str(model.fragments), "--step-time", f"{model.step_s}s"]
     assert main(["plan", "--params", str(int(model.params)), "--learners", "8", *link, *cut, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["settings"]["sync"]["push"], plan["settings"]["sync"]["sync_every"]) == ("int8", 24)
+    assert (plan["settings"]["sync"]["push"], plan["settings"]["sync"]["sync_every"]) == ("int4", 12)
     by_name = {figure["name"]: figure["value"] for figure in plan["figures"]}
     shown = rows(sizes.shards())[model.name]
     assert shown[3] == units.size(by_name["memory of a shard, at most"])

@@ -58,7 +58,7 @@ def test_a_stack_steps_as_each_learner_alone(optimizer: str, model: ModelSetting
 
 
 @pytest.mark.parametrize(
-    "rough", [{"speeds": (1.1, 1.0, 0.4)}, {"kill_every": 0.5, "away": 6.0}], ids=["speeds", "deaths"]
+    "rough", [{"speeds": (1.1, 1.0, 0.4)}, {"kill_every": 1.0, "away": 6.0}], ids=["speeds", "deaths"]
 )
 def test_a_whole_run_goes_the_same_way_with_and_without_a_stack(rough: dict[str, Any]) -> None:
     outcomes, losses, deaths = [], [], []

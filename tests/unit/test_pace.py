@@ -117,7 +117,7 @@ def honest(crowd: Crowd, count: int = 3, step_s: float = 1.0) -> list[Actor]:
 
 
 def test_a_ghost_that_reports_a_thousand_steps_at_a_time_opens_no_more_rounds() -> None:
-    """faults.md, hostile 12."""
+    """A learner reported a thousand steps at a time, and everybody was asked four times per step."""
     alone, with_ghost = Crowd(), Crowd()
     for crowd in (alone, with_ghost):
         honest(crowd)
@@ -188,7 +188,7 @@ def test_the_end_of_a_budget_is_not_called_by_one_stranger() -> None:
 
 
 def test_ghosts_that_report_long_steps_widen_no_window() -> None:
-    """faults.md, hostile 11."""
+    """Five ghosts reported steps of a million seconds, and no round closed for a minute."""
     crowd = Crowd(sync={"grace": "adaptive"})
     honest(crowd, 1)
     crowd.run(40)

@@ -1,4 +1,4 @@
-"""What a shard says of a folder in which something is missing (faults.md 8)."""
+"""What a shard says of a folder in which something is missing (reliability.md 8)."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_text_becomes_the_type_of_the_setting(override: str, section: str, key: 
         ("[sync]\nfragments = 5000\n", "sync.fragments = 5000 ("),
         ("[lease]\nheartbeat_s = inf\n", "must be a number from 0.01 to 3600 (seconds)"),
         ("[sync]\ngrace = -1\n", "must be a number at least 0 or 'adaptive' (seconds)"),
-        ("[sync]\nmerge = 'sum'\n", "must be one of 'mean', 'rda', 'agreement'"),
+        ("[sync]\nmerge = 'sum'\n", "must be one of 'auto', 'mean', 'rda', 'agreement'"),
         ("[lease]\nlease_s = 1.5\n", "lease: lease_s (1.5 s) must be at least two heartbeats (2 x 1 s)"),
         ("[lease]\nlease_s = 1.5\n", "given: lease.lease_s = 1.5 ("),
     ],

@@ -1,6 +1,6 @@
 """A shard that comes back with its versions: what learners go on with, what is fenced off, what loss is told.
 
-P1, P2, P4; faults.md 5, 6 and 8 in the pure core. A `Rig` is one epoch; versions go from one to the next as a store
+P1, P2, P4; Faults 5, 6 and 8 in the pure core. A `Rig` is one epoch; versions go from one to the next as a store
 keeps them.
 """
 
@@ -148,7 +148,7 @@ def test_generations_of_the_old_epoch_are_fenced_off() -> None:
 
 
 def test_a_version_that_is_behind_what_was_announced_gets_a_name_of_its_own() -> None:
-    """faults.md 8: (3, 3) rotted, version 2 came back. Nobody may confuse two versions 3."""
+    """reliability.md 8: (3, 3) rotted, version 2 came back. Nobody may confuse two versions 3."""
     new = Life(4, first_epoch(2).kept(is_new_line=True))
     assert new.identity == (4, 2)
     new.come("ann", held=(3, 3))
@@ -160,7 +160,7 @@ def test_a_version_that_is_behind_what_was_announced_gets_a_name_of_its_own() ->
 
 
 def test_a_learner_that_holds_what_is_lost_makes_the_shard_begin_a_new_line() -> None:
-    """Durability "interval", or a disk that lied: the shard cannot know by itself. faults.md 5."""
+    """Durability "interval", or a disk that lied: the shard cannot know by itself. reliability.md 5."""
     new = Life(4, first_epoch(1).kept())
     new.come("ben", held=(3, 1))
     new.take_told("ben")

@@ -13,8 +13,9 @@ from torch import nn
 
 from diloco_common.errors import OptimizerDiffers, WrongCall
 from diloco_common.observe.logs import Log
+from diloco_common.wire.messages import ADAM, OTHER
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.core.trained import Differences, differences
+from diloco_worker.core.trained import Differences, differences, inner_of
 from diloco_worker.shell.compared import LOOK_AT_STEP, Compared
 
 
@@ -151,3 +152,52 @@ def test_what_another_optimizer_trains_is_no_difference(caplog: pytest.LogCaptur
     for _ in range(LOOK_AT_STEP):
         compared.stepped(Log("cat"))
     assert not caplog.text
+
+
+MODEL = nn.Linear(8, 8)
+
+
+def made(name: str, *bases: str, parameters: Any = (MODEL.weight, MODEL.bias)) -> Any:
+    """An optimizer of some other maker, as far as its names tell."""
+    above: tuple[type, ...] = (torch.optim.Optimizer,)
+    for base in bases:
+        above = (type(base, above, {}),)
+    return type(name, above, {})(list(parameters), {"lr": 0.1})
+
+
+class Wrapped:
+    """As accelerate and Lightning wrap it."""
+
+    def __init__(self, name: str, optimizer: Any) -> None:
+        setattr(self, name, optimizer)
+        self.param_groups = optimizer.param_groups
+
+
+def adamw() -> Any:
+    return torch.optim.AdamW(MODEL.parameters(), fused=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "inner"),
+    [
+        ([], ""),
+        ([adamw()], ADAM),
+        ([torch.optim.NAdam(MODEL.parameters())], ADAM),
+        ([torch.optim.SGD(MODEL.parameters(), momentum=0.9)], OTHER),
+        ([torch.optim.Adagrad(MODEL.parameters())], OTHER),
+        ([made("AdamW8bit", "Optimizer8bit", "Optimizer2State")], ADAM),
+        ([made("FusedAdam")], ADAM),
+        ([made("AdamWScheduleFree")], ADAM),
+        ([made("MyOwn", "AdamW")], ADAM),
+        ([made("Lion")], OTHER),
+        ([made("Muon")], OTHER),
+        ([made("SingleDeviceMuonWithAuxAdam")], OTHER),
+        ([Wrapped("optimizer", adamw())], ADAM),
+        ([Wrapped("_optimizer", Wrapped("optimizer", adamw()))], ADAM),
+        ([Wrapped("optimizer", made("Lion"))], OTHER),
+        ([made("Muon", parameters=[MODEL.weight]), made("AdamW", parameters=[MODEL.bias])], OTHER),
+        ([made("SGD", parameters=[MODEL.bias]), made("AdamW", parameters=[MODEL.weight])], ADAM),
+    ],
+)
+def test_what_steps_most_of_the_model_is_known_by_its_name(optimizers: list[Any], inner: str) -> None:
+    assert inner_of(optimizers) == inner

@@ -1,4 +1,4 @@
-"""A version's file: anybody's safetensors library reads it, and no damage to any byte goes unnoticed (faults.md 8)."""
+"""A version's file: anybody's safetensors library reads it, and no damage to any byte goes unnoticed (Fault 8)."""
 
 from __future__ import annotations
 

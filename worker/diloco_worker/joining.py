@@ -113,10 +113,10 @@ def join(
             there, too: float32 masters beside 16 bits, `z` of schedule-free, the slow weights of Lookahead. Give the
             optimizer, or several, whose state has them under a known name; or a dict of names and tensors, a list of
             pairs (parameter, tensor), or a function of a name. None: it steps on the parameters, as torch's do.
-        optimizer: what steps on this model, one or all of them: refused where they train something else than what is
-            shared (a target network that requires gradients, a head that lives in the loss). None: that is looked at
-            in the first steps, as far as the learner gets to see an optimizer (`follow`, `ProgressLR`, callbacks), and
-            said.
+        optimizer: what steps on this model, one or all of them. Shards hear whether it is Adam or its kin, and merge by
+            that (`sync.merge`). Refused where they train something else than what is shared (a target network that
+            requires gradients, a head that lives in the loss). None: that is looked at in the first steps, as far as
+            the learner gets to see an optimizer (`follow`, `ProgressLR`, callbacks), and said.
         after_version: for loops that clamp or project the parameters after each step: a function without arguments that
             does so. It is called whenever global values were written to the model, also by `finish` and in
             `global_values`, under `torch.no_grad()`. Means of values in a set, and the outer step, may lie outside.

@@ -212,7 +212,10 @@ class Learner(LearnerView):
         self.compared.stepped(self.telemetry.log)
         acts = self._cross(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         core = self._core
-        progress = Progress(core.inner_step, core.tokens, self._loss, self.step_time_s, counts_samples=is_samples)
+        progress = Progress(
+            core.inner_step, core.tokens, self._loss, self.step_time_s, counts_samples=is_samples,
+            inner=self.compared.inner,
+        )  # fmt: skip
         acts.append(StepEnded(progress, amount, step_s, self._clock() - began))
         self._post(acts)
         self._heed()

@@ -162,6 +162,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "loss": Limit(LOSS_MAX, -LOSS_MAX, is_dropped=True),
         "step_time_s": Limit(STEP_TIME_MAX_S),
         "away": Limit(AWAY_MAX, 0, "entries"),
+        "inner": _NAME,
     },
     "Leaving": {"fragment_ids": _FRAGMENTS, "fragment_ids[]": _FRAGMENT_ID},
     "ShardAway": {

@@ -69,6 +69,9 @@ class ShardAway:
     for_s: float
 
 
+ADAM, OTHER = "adam", "other"
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """A learner's report after an inner step; also its heartbeat."""
@@ -82,6 +85,8 @@ class Progress:
     last_rounds: frozenset[int] | None = None
     """The learner is about to leave: fragments with work of it that neither a version nor a contribution under way
     holds. None: it is not."""
+    inner: str = ""
+    """What steps its parameters: ADAM for Adam and its kin, OTHER; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,6 @@ EVERY, EVERY_MEASURED = DEFAULTS.first_every, 48
 """H: the default, and the largest whose quality was measured. None above that of "auto" is proposed."""
 FRAGMENTS, FRAGMENTS_MOST = DEFAULTS.fragments, 256
 """P: the default, and the most where each of many shards has to own one."""
-SAVES = 0.9
-"""Smaller encodings are worth it where H shrinks to so much of it."""
 FULL = 0.9
 """Of a shard's machine, that given ones may be busy."""
 PATIENCE, OVERLAP = DEFAULTS.patience, DEFAULTS.overlap_steps
@@ -37,10 +35,10 @@ class Encodings(NamedTuple):
 
 
 LADDER = (
-    Encodings("int8", "bfloat16", "the defaults"),
-    Encodings("int4", "int8", "half of the bytes; 12 pairs show no cost at 160 versions (docs/quality.md)"),
+    Encodings(DEFAULTS.push, DEFAULTS.pull, "the defaults"),
+    Encodings("int8", "bfloat16", "twice the bytes; no gain that ten pairs can show (docs/quality.md)"),
 )  # fmt: skip
-"""From the careful to the last resort."""
+"""What is proposed, and what else is usual."""
 
 
 INSIDE = Link()
@@ -101,11 +99,7 @@ class Choice:
 
 def choose(asked: Asked) -> Choice:
     """The most careful settings that links and shards carry. Raises ConfigError: shards would own nothing."""
-    careful, half = LADDER
-    found = settle(asked, careful)
-    if found.every > EVERY and (smaller := settle(asked, half)).every <= SAVES * found.every:
-        found = smaller
-    return found
+    return settle(asked, LADDER[0])
 
 
 def settle(asked: Asked, encodings: Encodings) -> Choice:

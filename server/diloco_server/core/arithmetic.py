@@ -23,7 +23,7 @@ from diloco_common.codec.base import BFLOAT16_MAX
 from diloco_common.codec.change import encode_change, pull_encodings
 from diloco_common.wire.manifest import Fragment
 from diloco_server.core.merge import MergeRule, merge, pool
-from diloco_server.core.outer import OuterOptimizer
+from diloco_server.core.outer import OuterOptimizer, momentum_for
 from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Contribution
 
@@ -36,6 +36,14 @@ class Making:
     optimizer: OuterOptimizer
     average: float = 0.0
     """d of the average of the versions; 0: none is kept."""
+    follows: bool = False
+    """The outer momentum follows how many learners are merged."""
+
+    def optimizer_of(self, contributions: Sequence[Contribution]) -> OuterOptimizer:
+        """For one round."""
+        if not self.follows:
+            return self.optimizer
+        return self.optimizer.with_momentum(momentum_for(contributions, self.rule))
 
 
 @dataclass
@@ -96,11 +104,12 @@ def step(
         values.average = None
     elif values.average is None:
         values.average = memory.empty(values.theta.numel(), torch.bfloat16).zero_()
+    optimizer = making.optimizer_of(contributions)
     for merged in merge(contributions, fragment.pieces, making.rule):
         part = merged.bounds
         theta = values.theta[part]
         away = None if values.average is None else theta + values.average[part]
-        making.optimizer.step_merged(theta, merged, [b[part] for b in values.buffers], outer_step)
+        optimizer.step_merged(theta, merged, [b[part] for b in values.buffers], outer_step)
         if values.average is not None and away is not None:
             away.sub_(theta).mul_(_kept(making.average, outer_step)).clamp_(-BFLOAT16_MAX, BFLOAT16_MAX)
             values.average[part] = _round_by_turns(away, merged.start, outer_step)

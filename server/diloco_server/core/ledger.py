@@ -198,6 +198,23 @@ class EveryChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class MergeChosen:
+    """How contributions of this run are merged from now on (sync.merge = "auto")."""
+
+    merge: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class MergeStays:
+    """A learner trains with what another merge rule is for. It is merged as all others are."""
+
+    merge: str
+    learner_id: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetReached:
     tokens_merged: int
 
@@ -219,6 +236,8 @@ Fact = (
     | LearnerTakesPart
     | SameLosses
     | EveryChanged
+    | MergeChosen
+    | MergeStays
     | BudgetReached
 )
 
@@ -264,6 +283,10 @@ def told_of(fact: Fact) -> Told | None:
             return Told(words, _shown(fact), "warning")
         case EveryChanged():
             return Told("sync_every changed", _shown(fact))
+        case MergeChosen():
+            return Told("merge rule chosen", _shown(fact))
+        case MergeStays():
+            return Told("merge rule stays: set sync.merge for another", _shown(fact), "warning")
         case BudgetReached():
             return Told("budget reached", _shown(fact))
         case _:
@@ -281,7 +304,7 @@ def _shown(fact: Fact, *left_out: str) -> dict[str, Any]:
 
 NEWS = (
     VersionsLost, ValuesReplaced, LearnerJoined, LearnerGone, LearnerLeftOut, LearnerTakesPart, SameLosses,
-    EveryChanged, BudgetReached,
+    EveryChanged, MergeChosen, MergeStays, BudgetReached,
 )  # fmt: skip
 """Facts that are among the events of /status and /rounds; others are in the log alone."""
 

@@ -7,8 +7,11 @@ does not add up; but where that share is about as small as what rounding takes, 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,13 +19,25 @@ from torch import Tensor
 from diloco_common.codec import memory
 from diloco_common.codec.base import BFLOAT16_MAX
 from diloco_common.settings import OuterSettings
-from diloco_server.core.merge import MergedSlice
+from diloco_server.core.merge import MergedSlice, shares_of
+from diloco_server.core.round import Contribution
 
 BFLOAT16_MU_MAX = 0.7
 """Up to this mu theta is off by less than 0.3 % of its way where all gradients agree, which is the worst case: by
 0.06 % at 0.5. It would be 1.5 % at 0.9, and 20 % at 0.99."""
 SLICE = 1 << 17
 """Elements that one pass works on: small enough to stay in cache between the operations of a step."""
+
+
+def momentum_for(contributions: Sequence[Contribution], merge: object) -> float:
+    """mu of a round, where the settings leave it open: mu = l / (l + 2), and l / (l + 1) where the merge rule shortens
+    steps along which learners agree; l = log2 M.
+
+    M is how many learners of one weight would make a mean as sure as this one: (sum w)^2 / sum w^2.
+    """
+    shares = shares_of(sorted(contributions, key=lambda c: c.learner_id))
+    doublings = -math.log2(sum(share * share for share in shares))
+    return max(0.0, min(BFLOAT16_MU_MAX, doublings / (doublings + (1 if merge == "agreement" else 2))))
 
 
 class OuterOptimizer(ABC):
@@ -37,6 +52,14 @@ class OuterOptimizer(ABC):
 
     def __init__(self, settings: OuterSettings) -> None:
         self.settings = settings
+        self.momentum = BFLOAT16_MU_MAX if settings.momentum == "auto" else settings.momentum
+        """mu of the next step. Where it follows the round, it begins with the largest that it may be."""
+
+    def with_momentum(self, mu: float) -> Self:
+        """The same rule with another mu."""
+        other = copy(self)
+        other.momentum = mu
+        return other
 
     def new_buffers(self, num_elements: int) -> list[Tensor]:
         """Of a fragment that has taken no step: zeros [num_elements]."""
@@ -68,12 +91,12 @@ class Sgd(OuterOptimizer):
 
     def __init__(self, settings: OuterSettings) -> None:
         super().__init__(settings)
-        self.buffer_dtype = _kept_as(self.buffer_dtype, settings.momentum)
-        self.num_buffers = 1 if settings.momentum else 0
+        self.buffer_dtype = _kept_as(self.buffer_dtype, self.momentum)
+        self.num_buffers = 1 if self.momentum else 0
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         for b in buffers:
-            gradient = _moved(b, self.settings.momentum, gradient)
+            gradient = _moved(b, self.momentum, gradient)
         theta.add_(gradient, alpha=-self.settings.lr)
 
 
@@ -85,19 +108,19 @@ class Nesterov(OuterOptimizer):
 
     def __init__(self, settings: OuterSettings) -> None:
         super().__init__(settings)
-        self.buffer_dtype = _kept_as(self.buffer_dtype, settings.momentum)
+        self.buffer_dtype = _kept_as(self.buffer_dtype, self.momentum)
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         (b,) = buffers
-        moved = _moved(b, self.settings.momentum, gradient)
-        theta.add_(gradient.add_(moved, alpha=self.settings.momentum), alpha=-self.settings.lr)
+        moved = _moved(b, self.momentum, gradient)
+        theta.add_(gradient.add_(moved, alpha=self.momentum), alpha=-self.settings.lr)
 
     def step_merged(self, theta: Tensor, merged: MergedSlice, buffers: Sequence[Tensor], outer_step: int) -> None:
         native, (b,) = merged.native(), buffers
         if native is None or b.dtype != torch.bfloat16:
             super().step_merged(theta, merged, buffers, outer_step)
         else:  # in the pass that adds up, which halves the time of both
-            native.nesterov(theta, b, self.settings.momentum, self.settings.lr)
+            native.nesterov(theta, b, self.momentum, self.settings.lr)
 
 
 class TakeMean(OuterOptimizer):

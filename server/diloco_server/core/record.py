@@ -11,6 +11,9 @@ from diloco_common.wire.messages import VersionId
 from diloco_server.core.membership import Membership
 from diloco_server.core.round import Limit, Round
 
+MERGES = ("mean", "agreement")
+"""The merge rules that a run takes by itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -30,6 +33,9 @@ class Record:
     """The latest version with a contribution of a learner that `merged_versions` no longer names. Grows."""
     limit: Limit | None = None
     """Of the length of contributions, after the last round (`influence.py`); None: no round has told yet."""
+    merge: str = ""
+    """The merge rule that the run has taken by what its learners train with (`versions.py`); empty: the settings say
+    it, or nothing was merged yet."""
 
     @property
     def version_id(self) -> VersionId:
@@ -61,6 +67,8 @@ def check_record(record: Record) -> None:
         raise ValueError(
             f"limit is {limit}, not a finite length above 0 at 1 to {bounds.number(bounds.STEPS_MAX)} steps"
         )
+    if record.merge not in ("", *MERGES):
+        raise ValueError(f"merge is {record.merge[:64]!r}, not one of {', '.join(MERGES)}")
     for learner, process in record.merged_by.items():
         if len(learner) > bounds.NAME_MAX or len(process) > bounds.NAME_MAX:
             raise ValueError(f"merged_by has a name of more than {bounds.NAME_MAX} characters: {learner[:64]!r}")
@@ -70,7 +78,9 @@ def empty_record(fragment_id: int) -> Record:
     return Record(fragment_id, 0, 0, {}, {}, 0)
 
 
-def next_record(before: Record, closed: Round, epoch: int, membership: Membership, *, strangers_max: int) -> Record:
+def next_record(
+    before: Record, closed: Round, epoch: int, membership: Membership, *, strangers_max: int, merge: str
+) -> Record:
     """The record of the version that a closed round makes.
 
     A stranger is a learner that this shard knows from before its restart only. Above `strangers_max` entries those
@@ -93,6 +103,7 @@ def next_record(before: Record, closed: Round, epoch: int, membership: Membershi
     return replace(
         before, epoch=epoch, version=closed.round, merged_versions=merged_versions, merged_by=merged_by,
         tokens_merged=min(tokens, bounds.TOKENS_COUNTED_MAX), forgotten_version=forgotten_version, limit=closed.limit,
+        merge=merge,
     )  # fmt: skip
 
 

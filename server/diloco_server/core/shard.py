@@ -67,7 +67,7 @@ class Shard:
         self._outbox = Outbox(self.membership)
         self.influence = Influence(settings.guard.trust)
         self.versions = Versions(
-            settings.run, settings.shard, settings.sync.fragments, epoch, self.influence, self.membership, self._outbox
+            settings.run, settings.shard, settings.sync, epoch, self.influence, self.membership, self._outbox
         )
         self.rounds = Rounds(
             settings.sync, settings.lease.lease_s, self.influence, self.membership, self.versions, self._outbox
@@ -155,6 +155,8 @@ class Shard:
         other = self._likeness.heard(member.learner_id, progress)
         if other is not None:
             self._outbox.note(SameLosses(member.learner_id, other))
+        if progress.inner and progress.inner != member.reported.inner:
+            self.versions.hear_inner(member.learner_id, progress.inner)
         self.membership.heard(member, progress, now)
 
     def leave(self, member: Member) -> None:

@@ -1,7 +1,11 @@
 """Versions: how a fragment gets its first one and its next one, what is announced, and what was lost.
 
-Owns the manifest, the fragments that the shard owns, and the end of the run. Which contributions go into a version is
-decided in `rounds.py`.
+Owns the manifest, the fragments that the shard owns, the merge rule, and the end of the run. Which contributions go
+into a version is decided in `rounds.py`.
+
+Where the settings leave the merge rule open, a run takes one when its first learner says what steps its parameters, and
+keeps it: agreement for Adam and its kin, the mean for others, and for a run whose first version comes before any has
+said it. A learner that trains otherwise is merged alike.
 """
 
 from __future__ import annotations
@@ -10,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from diloco_common.errors import ManifestMismatch, UnknownFragment
-from diloco_common.settings import RunSettings, ShardSettings
+from diloco_common.settings import RunSettings, ShardSettings, SyncSettings
 from diloco_common.wire.manifest import Manifest, TensorSpec, Tie, cut, differences
-from diloco_common.wire.messages import FrozenTensor, Held, Stop
+from diloco_common.wire.messages import ADAM, FrozenTensor, Held, Stop
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.effects import Outbox
 from diloco_server.core.fragment import FragmentState, Phases, Restored
 from diloco_server.core.influence import Influence
-from diloco_server.core.ledger import BudgetReached, VersionsLost
+from diloco_server.core.ledger import BudgetReached, MergeChosen, MergeStays, VersionsLost
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.model import Frozen, check_model, check_model_digest
 from diloco_server.core.record import Record, next_record
@@ -52,11 +56,13 @@ class Budget:
 
 class Versions:
     def __init__(
-        self, run: RunSettings, shard: ShardSettings, num_fragments: int, epoch: int, influence: Influence,
+        self, run: RunSettings, shard: ShardSettings, sync: SyncSettings, epoch: int, influence: Influence,
         membership: Membership, outbox: Outbox,
     ) -> None:  # fmt: skip
-        """`num_fragments`: P of the settings."""
         self.epoch = epoch
+        self.merge = "" if sync.merge == "auto" else sync.merge
+        """The merge rule by its name; empty: not known yet."""
+        self._chooses = sync.merge == "auto"
         self.manifest: Manifest | None = None
         self.fragments: dict[int, FragmentState] = {}
         self.phases = Phases()
@@ -72,7 +78,7 @@ class Versions:
         """Whether a learner has declared them in this epoch; else they are those of the versions that were kept."""
         self._model_digest = run.model
         self._placed = shard
-        self._num_fragments = num_fragments
+        self._num_fragments = sync.fragments
         self._membership = membership
         self._outbox = outbox
         self._as_sent: Sequence[TensorSpec] = ()  # the model as the last learner brought it, in its order
@@ -125,6 +131,28 @@ class Versions:
             raise UnknownFragment(f"shard {self._placed.index} owns fragments {mine}, not {fragment_id}")
         return state
 
+    # ------------------------------------------------------------ the merge rule
+
+    def hear_inner(self, learner_id: str, inner: str) -> None:
+        """A learner says for the first time what steps its parameters."""
+        if not self._chooses:
+            return
+        merge, what = ("agreement", "Adam or its kin") if inner == ADAM else ("mean", "another optimizer than Adam")
+        if not self.merge:
+            self._choose(merge, f"{learner_id} trains with {what}")
+        elif merge != self.merge:
+            self._outbox.note(MergeStays(self.merge, learner_id, f"it trains with {what}"))
+
+    def merge_rule(self) -> str:
+        """For the version that is being made now."""
+        if not self.merge:
+            self._choose("mean", "no learner has said what it trains with: join(optimizer=) does")
+        return self.merge
+
+    def _choose(self, merge: str, why: str) -> None:
+        self.merge = merge
+        self._outbox.note(MergeChosen(merge, why))
+
     # ------------------------------------------------------------ making versions
 
     def restore(self, manifest: Manifest, fragments: Sequence[Restored]) -> None:
@@ -133,6 +161,8 @@ class Versions:
         self._adopt(manifest)
         for restored in fragments:
             self.fragments[restored.record.fragment_id].restore(restored, self.epoch)
+            if self._chooses:
+                self.merge = self.merge or restored.record.merge
         self._check_budget()
 
     def seed_record(self, fragment_id: int) -> Record:
@@ -150,7 +180,7 @@ class Versions:
         assert state.closed is not None
         return next_record(
             state.record, state.closed, self.epoch, self._membership,
-            strangers_max=2 * self._placed.max_learners,
+            strangers_max=2 * self._placed.max_learners, merge=self.merge if self._chooses else "",
         )  # fmt: skip
 
     def committed(self, record: Record, published: Published) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -75,7 +76,9 @@ class EffectDriver:
     def __init__(self, shard: Shard, shell: Shell, witness: Witness) -> None:
         outer = shard.settings.outer
         self.rules = find_rules(shard.settings)
-        self._of_model = Making(self.rules.merge, make_outer_optimizer(outer, self.rules.outer), outer.average)
+        self._of_model = Making(
+            self.rules.merge, make_outer_optimizer(outer, self.rules.outer), outer.average, outer.momentum == "auto"
+        )
         self._as_merged = Making("mean", TakeMean(outer))
         self._shard, self._shell, self._witness = shard, shell, witness
         self._sync = shard.settings.sync
@@ -127,12 +130,15 @@ class EffectDriver:
         state = self._shard.fragments[effect.fragment_id]
         values, before, stopwatch = state.values, state.published, self._shell.stopwatch
         assert values is not None
+        making = self.making(state.fragment)
+        if making.rule == "auto":
+            making = replace(making, rule=self._shard.versions.merge_rule())
 
         def work() -> tuple[Published, dict[str, Direction], float]:
             began = stopwatch()
             arithmetic.step(
                 values, state.fragment, (*effect.contributions, *effect.beside),
-                outer_step=effect.version, making=self.making(state.fragment),
+                outer_step=effect.version, making=making,
             )  # fmt: skip
             found: dict[str, Direction] = {}
             if state.fragment.traits.is_of_model:

@@ -323,7 +323,7 @@ def _restored(found: Found, settings: Settings, fragment: Fragment, optimizer: O
     if len(stored.values.buffers) != optimizer.num_buffers:
         raise WrongFolder(
             f"the data folder holds {len(stored.values.buffers)} buffers of the outer optimizer per fragment, but "
-            f"outer.optimizer {settings.outer.optimizer} with momentum {settings.outer.momentum:g} has "
+            f"outer.optimizer {settings.outer.optimizer} with momentum {settings.outer.momentum} has "
             f"{optimizer.num_buffers}: give the settings that made the folder, or another folder (shard.data_dir)"
         )
     buffers = [b.to(optimizer.buffer_dtype) for b in stored.values.buffers]

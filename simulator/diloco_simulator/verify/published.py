@@ -63,7 +63,15 @@ def next_values(
     if not fragment.traits.is_of_model:  # the mean of what learners have
         return (before.theta - merged(before.contributions, fragment.pieces, "mean"),)
     gradient = merged(before.contributions, fragment.pieces, rule)
-    return stepped(before.theta, gradient, before.buffers, outer, outer_step)
+    mu = followed(before.contributions, rule) if outer.momentum == "auto" else outer.momentum
+    return stepped(before.theta, gradient, before.buffers, outer, mu, outer_step)
+
+
+def followed(contributions: Sequence[Contribution], rule: str) -> float:
+    """Outer momentum by how many learners are merged: of 2^l as heavy as each other l / (l + 2), 0.7 at most."""
+    shares = shares_of(sorted(contributions, key=lambda c: c.learner_id))
+    doublings = -math.log2(sum(share * share for share in shares))
+    return min(0.7, max(0.0, doublings / (doublings + {"agreement": 1}.get(rule, 2))))
 
 
 def shares_of(ordered: Sequence[Contribution]) -> list[float]:
@@ -108,18 +116,18 @@ def _weights(
 
 
 def stepped(
-    theta: Tensor, g: Tensor, buffers: Sequence[Tensor], s: OuterSettings, outer_step: int
+    theta: Tensor, g: Tensor, buffers: Sequence[Tensor], s: OuterSettings, mu: float, outer_step: int
 ) -> tuple[Tensor, ...]:
     """theta after one outer step along g, and what the optimizer keeps."""
     match s.optimizer:
         case "sgd" if not s.momentum:
             return (theta.add(g, alpha=-s.lr),)
         case "sgd":
-            b = _momentum(buffers[0], s, g)
+            b = _momentum(buffers[0], mu, g)
             return theta.add(b, alpha=-s.lr), b.to(buffers[0].dtype)
         case "nesterov":
-            b = _momentum(buffers[0], s, g)
-            return theta.add(g.add(b, alpha=s.momentum), alpha=-s.lr), b.to(buffers[0].dtype)
+            b = _momentum(buffers[0], mu, g)
+            return theta.add(g.add(b, alpha=mu), alpha=-s.lr), b.to(buffers[0].dtype)
         case "adam":
             first = 0.9 * buffers[0] + 0.1 * g
             second = 0.99 * buffers[1] + 0.01 * g * g
@@ -128,8 +136,8 @@ def stepped(
     raise ValueError(s.optimizer)
 
 
-def _momentum(b: Tensor, s: OuterSettings, g: Tensor) -> Tensor:
-    return b.float().mul(s.momentum).add(g)
+def _momentum(b: Tensor, mu: float, g: Tensor) -> Tensor:
+    return b.float().mul(mu).add(g)
 
 
 def _stretches(contribution: Contribution) -> Iterator[_Stretch]:

@@ -12,9 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
+from diloco_common.wire.messages import ADAM, OTHER
 from diloco_worker.core.shared_set import SharedSet
 
 SHOWN = 3
+KIN = ("adam", "lamb", "adafactor", "soap", "adan")
+"""In the names of optimizers that divide by a running mean of squared gradients, as Adam does, whoever made them:
+AdamW8bit, FusedAdam, AdamWScheduleFree."""
+NO_KIN = ("muon",)
+"""MuonWithAuxAdam steps the matrices, nearly all of a model, otherwise."""
+INSIDE = ("optimizer", "_optimizer", "optim", "base_optimizer")
+"""Where wrappers keep the optimizer that steps: of accelerate, Lightning, and others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +86,25 @@ def _patterns(names: Collection[str], others: Collection[str]) -> Iterator[str]:
 def _some(found: Collection[str]) -> str:
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return f"{', '.join([*found][:SHOWN])}{more}"
+
+
+def inner_of(optimizers: Iterable[Any]) -> str:
+    """What steps most of the elements that these optimizers have: ADAM or OTHER; empty: there are none.
+
+    By the names of their classes: state says it only after a step, and every maker keeps it under other names.
+    """
+    elements = {ADAM: 0, OTHER: 0}
+    for optimizer in optimizers:
+        kind = ADAM if _is_kin(optimizer) else OTHER
+        elements[kind] += sum(one.numel() for group in optimizer.param_groups for one in group["params"])
+    if not any(elements.values()):
+        return ""
+    return ADAM if elements[ADAM] > elements[OTHER] else OTHER
+
+
+def _is_kin(optimizer: Any) -> bool:
+    names = " ".join(kind.__name__ for kind in type(optimizer).__mro__).lower()
+    if any(name in names for name in KIN):
+        return not any(name in names for name in NO_KIN)
+    inside = next((vars(optimizer)[name] for name in INSIDE if name in getattr(optimizer, "__dict__", {})), None)
+    return inside is not None and inside is not optimizer and _is_kin(inside)

@@ -8,7 +8,7 @@ from typing import Any
 from diloco_common.errors import OptimizerDiffers, WrongCall, shown
 from diloco_common.observe.logs import Log
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.core.trained import Differences, differences
+from diloco_worker.core.trained import Differences, differences, inner_of
 
 LOOK_AT_STEP = 3
 """By then all optimizers have stepped that a loop has, and schedules are made for them."""
@@ -23,6 +23,8 @@ class Compared:
         self._chosen = chosen
         self.optimizers: dict[int, Any] = {}
         """Those that are known to train the model, by their identity."""
+        self.inner = ""
+        """What they are, as the shards hear it."""
         self._with_gradient: set[str] = set()  # so some optimizer trains it, perhaps one that nobody has shown
         self._steps_left = LOOK_AT_STEP
         if optimizer is None:
@@ -38,6 +40,7 @@ class Compared:
     def has(self, optimizer: Any) -> None:
         """This is one of those that train it."""
         self.optimizers[id(optimizer)] = optimizer
+        self.inner = inner_of(self.optimizers.values())
 
     def stepped(self, log: Log) -> None:
         """An inner step has ended. Says what is different, once."""
