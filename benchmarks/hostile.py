@@ -76,6 +76,7 @@ def just_under(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
 
     Half of it lies along a direction of its own, the same in each round.
     """
+    others = [other for other in others if other.norm() > 0]
     if not others:
         return -own
     mean = torch.stack([*others]).mean(0)

@@ -171,6 +171,9 @@ def make_optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
 class Inner:
     """Models, optimizers and data of the learners, by index: what `LockstepRun` steps."""
 
+    kind = ""
+    """A cluster names its merge rule."""
+
     def __init__(self, run: Trained) -> None:
         self._plans, self._task = run.cluster.plans, run.task
         self.models = [run.task.model() for _ in self._plans]
