@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco_planner.described import Described
-from diloco_planner.plans import LearnerPlan
-from diloco_planner.world import Outcome
+from diloco_planner.plans import LearnerPlan, Outcome
 
 
 @dataclass(frozen=True)

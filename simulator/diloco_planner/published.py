@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from diloco_common.settings import Settings, SyncSettings
 from diloco_planner.chips import PRESETS, YEAR_S, Failures, Island, island_timeline
-from diloco_planner.plans import LearnerPlan, ShardPlan
+from diloco_planner.plans import LearnerPlan, Outcome, ShardPlan
 from diloco_planner.run import bits_of
 from diloco_planner.ways import (
     SPARES_ENOUGH,
@@ -24,7 +24,7 @@ from diloco_planner.ways import (
     one_island,
     synchronous,
 )
-from diloco_planner.world import Outcome, World
+from diloco_planner.world import World
 
 GOODPUT: Mapping[float, tuple[int, ...]] = {
     150e3: (72, 88, 94, 96, 98, 99),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from diloco_common import units
 from diloco_planner.run import Found
 
 WAYS = {
@@ -66,7 +67,7 @@ def _lines(found: Found) -> Iterator[str]:
     o, asked = found.outcome, found.asked
     chips, sync = sum(plan.island.chips for plan in asked.learners), asked.settings.sync
     rate = sum(plan.island.chips / plan.failures.mtbi_s for plan in asked.learners) * 3600
-    everyone = count(len(asked.learners), "learner")
+    everyone = units.counted(len(asked.learners), "learner")
     yield (
         f"{chips:,.0f} chips in {everyone}, {rate:,.3g} interruptions per hour, {o.hours:g} hours; "
         f"{asked.params:.3g} parameters, H = {sync.first_every}, P = {sync.fragments}, "
@@ -101,11 +102,6 @@ def _lines(found: Found) -> Iterator[str]:
     yield ""
     of = f"{o.decided} of {sync.fragments} fragments"
     yield f"  {o.events:,} events in {found.wall_s:.0f} s; the cores decided for {of}"
-
-
-def count(number: int, what: str) -> str:
-    """1 learner, 2 learners."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def bar(share: float) -> str:

@@ -11,9 +11,9 @@ from diloco_common.codec import num_payload_bytes
 from diloco_common.settings import Settings
 from diloco_planner.described import Described
 from diloco_planner.money import Bill, bill
-from diloco_planner.plans import LearnerPlan
+from diloco_planner.plans import LearnerPlan, Outcome
 from diloco_planner.ways import Sent, baselines
-from diloco_planner.world import Outcome, World
+from diloco_planner.world import World
 
 _MANY = 1 << 20
 

@@ -13,7 +13,6 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +30,8 @@ from diloco_common.wire.messages import (
     PushHeader,
 )  # fmt: skip
 from diloco_planner.chips import LAST_NOTICE_S, uptime
-from diloco_planner.plans import LearnerPlan, ShardPlan
+from diloco_planner.effort import CONTRIBUTIONS_MAX, TICKS_PER_STEP, decided_fragments
+from diloco_planner.plans import LearnerPlan, Outcome, ShardPlan
 from diloco_planner.weightless import (
     NO_BYTES,
     NOTHING,
@@ -48,47 +48,8 @@ from diloco_server.core.shard import Shard
 from diloco_worker.core.connection import Lease
 from diloco_worker.core.fragment import Contribution
 
-CONTRIBUTIONS_MAX = 60_000
-"""That a run decides in detail: about a minute of one core."""
 TOLD_EVERY = 10_000
 """Events."""
-TICKS_PER_STEP = 8
-"""While a round waits. In production one every 20 ms."""
-
-
-@dataclass
-class Outcome:
-    """What a run came to."""
-
-    hours: float
-    goodput: float
-    uptime: float
-    rounds: int
-    """Outer steps, of all fragments."""
-    participants_mean: float
-    tokens_trained: float
-    tokens_share_merged: float
-    """Of what was trained, averaged over fragments; what is still under way at the end is missing."""
-    gbit_per_learner_up: float
-    """Gbit/s while a learner computes."""
-    gbit_per_learner_down: float
-    late_share: float
-    shards_busy: float
-    """The share of the time in which their machines merge, or would have to; 0 without a number of them."""
-    evictions: int
-    joins: int
-    ended_s: float
-    """When the budget was merged, or the time was over."""
-    events: int
-    decided: int
-    """Fragments that the cores decided for."""
-    learners: list[dict[str, float]] = field(default_factory=list)
-
-
-def decided_fragments(fragments: int, contributions: float) -> int:
-    """How many of P fragments are simulated if a run has so many contributions."""
-    fits = [d for d in range(1, fragments + 1) if fragments % d == 0]
-    return max((d for d in fits if contributions * d / fragments <= CONTRIBUTIONS_MAX), default=1)
 
 
 class World:

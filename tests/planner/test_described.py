@@ -10,8 +10,7 @@ from diloco_common.errors import ConfigError
 from diloco_planner.chips import PRESETS, Island
 from diloco_planner.described import Described, Site, read
 from diloco_planner.money import bill
-from diloco_planner.plans import LearnerPlan
-from diloco_planner.world import Outcome
+from diloco_planner.plans import LearnerPlan, Outcome
 
 GOOD = """\
 [[site]]

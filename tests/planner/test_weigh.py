@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_deploy.cli import main
-from diloco_deploy.plan.ways import Phase, ends
+from diloco_planner.proposed import Phase, ends
 
 SITE = """
 [[site]]

@@ -9,10 +9,10 @@ import pytest
 from diloco_common.settings import Settings, SyncSettings
 from diloco_deploy.cli import main
 from diloco_planner.chips import Failures, Island
-from diloco_planner.plans import LearnerPlan, Link, ShardPlan
+from diloco_planner.plans import LearnerPlan, Link, Outcome, ShardPlan
 from diloco_planner.report import Progress
 from diloco_planner.run import bits_of
-from diloco_planner.world import Outcome, World
+from diloco_planner.world import World
 
 NEVER, FREE, ONE = Failures(mtbi_s=1e15), Link(), ShardPlan()
 

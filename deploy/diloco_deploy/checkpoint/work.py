@@ -16,11 +16,11 @@ from typing import Any
 
 from rich.table import Table
 
+from diloco_common import units
 from diloco_common.command import QuietConsole
 from diloco_common.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, NoCheckpoint
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Tie
-from diloco_deploy import units
 from diloco_deploy.checkpoint.objects import copy_checkpoint
 from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.checkpoint.sources import Whole, data_folders, join, open_checkpoint, open_whole, shard_folders

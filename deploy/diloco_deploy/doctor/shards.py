@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
+from diloco_common import units
 from diloco_common.errors import HandshakeFailed, NotSeeded, Unavailable
 from diloco_common.trust.tls import TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
 from diloco_common.wire.handshake import certificate_at, find_cause
 from diloco_common.wire.messages import JoinAnswer
-from diloco_deploy import units
 from diloco_deploy.doctor import calls
 from diloco_deploy.doctor.checks import Door, Finding, Known, failure, of_error, ok, warning
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import LINK_SHARE, Asked, bit_rate, choose
-from diloco_deploy.plan.formulas import BITS
+from diloco_planner import formulas
+from diloco_planner.choice import LINK_SHARE, Asked, bit_rate, choose
+from diloco_planner.formulas import BITS
 from diloco_planner.plans import Link
 
 DIAL_S = 3.0

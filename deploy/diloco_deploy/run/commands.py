@@ -12,8 +12,9 @@ from cyclopts import Parameter
 from diloco_common.errors import ConfigError, DataError, NoCheckpoint
 from diloco_common.options import NO_SETTINGS, Config, Flag, SettingsOptions, setting, settings_from
 from diloco_common.settings_loader import load_saved
-from diloco_deploy.run.folder import Files, Outputs, anchored, place_anew, settle, shown
+from diloco_deploy.run.folder import Files, Outputs, anchored, shown
 from diloco_deploy.run.members import scale_to
+from diloco_deploy.run.placement import place_anew, settle
 from diloco_deploy.run.ray_up import bring_up_on_ray
 from diloco_deploy.run.up import bring_up, check_cluster
 

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco_deploy import units
+from diloco_common import units
 from diloco_deploy.cluster.members import Member
 from diloco_deploy.cluster.model import Cluster
 

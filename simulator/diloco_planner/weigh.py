@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_deploy.plan.choice import Asked, Choice, choose
-from diloco_deploy.plan.reasons import late, left_out, memory_of, thin_links, too_much, what_would_hold
-from diloco_deploy.plan.together import asked_of, worth_it
-from diloco_deploy.plan.verdict import days_of, money_of, verdict_of
-from diloco_deploy.plan.ways import Task, Way, alone
+from diloco_planner.choice import Asked, Choice, choose
+from diloco_planner.proposed import Task, Way, alone
+from diloco_planner.reasons import late, left_out, memory_of, thin_links, too_much, what_would_hold
+from diloco_planner.together import asked_of, worth_it
+from diloco_planner.verdict import days_of, money_of, verdict_of
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from diloco_common.settings import EVERY_MOST
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import INSIDE, LADDER, Asked, Choice, choose, settle
-from diloco_deploy.plan.formulas import BITS
-from diloco_planner import money
+from diloco_planner import formulas, money
+from diloco_planner.choice import INSIDE, LADDER, Asked, Choice, choose, settle
 from diloco_planner.described import Described, Site
 from diloco_planner.effort import changes
+from diloco_planner.formulas import BITS
 from diloco_planner.plans import LearnerPlan
 from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
 

@@ -12,16 +12,15 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco_common import quantities
+from diloco_common import quantities, units
 from diloco_common.command import new_app
 from diloco_common.errors import ConfigError
 from diloco_common.options import Json, number, refuse_idle
 from diloco_common.wire.bounds import FRAGMENTS_MAX
-from diloco_deploy import units
-from diloco_deploy.plan.choice import INSIDE, LINK_SHARE, Asked, Choice, Encodings, choose, link_words
-from diloco_deploy.plan.formulas import BITS
-from diloco_deploy.plan.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
+from diloco_planner.choice import INSIDE, LINK_SHARE, Asked, Choice, Encodings, choose, link_words
+from diloco_planner.formulas import BITS
 from diloco_planner.plans import Link
+from diloco_planner.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
 
 
 def parameters_of(name: str) -> int:
@@ -169,12 +168,12 @@ def plan(
     )  # fmt: skip
     weighed = None
     if described is not None:
-        from diloco_deploy.plan.ways import Task
-        from diloco_deploy.plan.weigh import lines_of as ways_of
-        from diloco_deploy.plan.weigh import weigh
         from diloco_planner.chips import Island
         from diloco_planner.effort import refuse_restless
         from diloco_planner.plans import LearnerPlan
+        from diloco_planner.proposed import Task
+        from diloco_planner.weigh import lines_of as ways_of
+        from diloco_planner.weigh import weigh
 
         if not described.sites:
             raise ConfigError(f"{sites} has no site; write a [[site]] for each place, as docs/planner.md explains")

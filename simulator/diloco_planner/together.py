@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import EVERY_MEASURED, INSIDE, Asked, Choice, choose
-from diloco_deploy.plan.ways import Task, Way, decoupled, parallel, second_best
+from diloco_planner import formulas
+from diloco_planner.choice import EVERY_MEASURED, INSIDE, Asked, Choice, choose
 from diloco_planner.plans import LearnerPlan, Link
+from diloco_planner.proposed import Task, Way, decoupled, parallel, second_best
 
 LONGER = 2.0
 """Sites whose links ask for an H whose quality was not measured are left out where the rest takes at most so many times

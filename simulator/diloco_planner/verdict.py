@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from diloco_deploy.plan.ways import ALIKE, Task, Way
+from diloco_planner.proposed import ALIKE, Task, Way
 
 SLOWER = 1.1
 """One site is enough if it needs at most so many times the days of all, where no other time is asked for."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from diloco_common import units
 from diloco_common.settings import EVERY_MOST
-from diloco_deploy import units
-from diloco_deploy.plan.choice import EVERY_MEASURED, Asked, Choice, link_words
-from diloco_deploy.plan.together import NAMED, asked_of, every_of
-from diloco_deploy.plan.ways import ROOM, Task, Way
+from diloco_planner.choice import EVERY_MEASURED, Asked, Choice, link_words
 from diloco_planner.described import Site
 from diloco_planner.plans import LearnerPlan
-from diloco_planner.report import count
+from diloco_planner.proposed import ROOM, Task, Way
+from diloco_planner.together import NAMED, asked_of, every_of
 
 
 def late(task: Task, way: Way | None) -> Iterator[str]:
@@ -37,8 +36,8 @@ def what_would_hold(task: Task) -> str:
 def _needs(task: Task, site: Site, plan: LearnerPlan) -> str:
     assert site.memory is not None
     return (
-        f"a learner there has {count(round(plan.island.chips), 'chip')} of {units.size(site.memory)}, and needs "
-        f"{math.ceil(task.least_chips(plan)):,}"
+        f"a learner there has {units.counted(round(plan.island.chips), 'chip')} of {units.size(site.memory)}, and "
+        f"needs {math.ceil(task.least_chips(plan)):,}"
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from diloco_common import units
 from diloco_common.settings import EVERY_LEAST, EVERY_MOST
-from diloco_deploy import units
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import OVERLAP, Asked, Choice, Encodings, bit_rate, calls_of, written_of
-from diloco_deploy.plan.formulas import BITS
+from diloco_planner import formulas
+from diloco_planner.choice import OVERLAP, Asked, Choice, Encodings, bit_rate, calls_of, written_of
+from diloco_planner.formulas import BITS
 from diloco_server.core.every import Measured, carried
 
 

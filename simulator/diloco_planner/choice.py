@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from diloco_common import units
 from diloco_common.errors import ConfigError
 from diloco_common.settings import EVERY_MOST, SyncSettings
 from diloco_common.wire.bounds import FRAGMENTS_MAX
-from diloco_deploy import units
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.formulas import BITS
+from diloco_planner import formulas
+from diloco_planner.formulas import BITS
 from diloco_planner.plans import Link
 
 LINK_SHARE = 0.5
@@ -37,7 +37,7 @@ class Encodings(NamedTuple):
 
 
 LADDER = (
-    Encodings("int8", "bfloat16", "the defaults"),
+    Encodings(DEFAULTS.push, DEFAULTS.pull, "the defaults"),
     Encodings("int4", "int8", "half of the bytes; 12 pairs show no cost at 160 versions (docs/quality.md)"),
 )  # fmt: skip
 """From the careful to the last resort."""
