@@ -21,7 +21,7 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
 SHARD = {
     "role": "shard", "name": "shard-0", "run": "local", "index": 0, "count": 1, "ready": True, "tokens_merged": 3,
     "learners": [{"id": "cat", "state": "alive", "loss": 1.5, "missed": {"LATE": 1}, "away": [], "left_out": False}],
-    "fragments": [{"id": 0, "version": 7}], "rejected": {"BAD_SIZE": 2}, "data_dir": None, "of a newer release": [1],
+    "fragments": [{"id": 0, "version": 7}], "rejected": {"BAD_PAYLOAD": 2}, "data_dir": None, "of a newer release": [1],
 }  # fmt: skip
 
 

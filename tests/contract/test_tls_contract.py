@@ -109,7 +109,7 @@ def test_a_scope_makes_the_calls_of_its_row_and_no_others(shard, run, who):
     calls = calls_of(caller)
     if scope == "learner":
         del calls["Attend"]  # it would last
-    refused = {call for call, make in calls.items() if _code_of(make) == "WRONG_SCOPE"}
+    refused = {call for call, make in calls.items() if _code_of(make) == "WRONG_IDENTITY"}
 
     assert refused - {"number"} == {"Join", "Observe", "Attend", "Push", "Pull", "Leave"} - MAY[scope]
     assert ("number" in refused) == ("Join" in refused), "who may join may take a number"

@@ -71,7 +71,7 @@ def test_hostile_learners_meet_most_refusals() -> None:
     of_pushes = {what.removeprefix("hostile pushes: ") for what in counts}
     of_calls = {what.removeprefix("refused: ") for what in counts}
 
-    assert of_pushes >= {"late", "duplicate", "BAD_SIZE", "BAD_ENCODING", "NOT_FINITE", "WRONG_EPOCH", "WRONG_ROUND"}
+    assert of_pushes >= {"late", "duplicate", "BAD_PAYLOAD", "NOT_FINITE", "WRONG_EPOCH", "WRONG_ROUND"}
     assert of_calls >= {"BAD_REQUEST", "NOT_JOINED", "MANIFEST_MISMATCH", "PROTOCOL_MISMATCH", "STALE_GENERATION"}
 
 

@@ -104,7 +104,7 @@ def series(registry: CollectorRegistry, name: str) -> dict[str, float]:
 
 
 def draw(random_: random.Random) -> Fact:
-    fragment, number, code = random_.randrange(3), random_.randrange(1, 6), random_.choice(["NOT_FINITE", "BAD_SIZE"])
+    fragment, number, code = random_.randrange(3), random_.randrange(1, 6), random_.choice(["NOT_FINITE", "TOO_STALE"])
     learner, gone = random_.choice("abc"), random_.choice(["LEFT", "STALE_GENERATION", "LEASE_EXPIRED", "REVOKED"])
     outcome, tokens = random_.choice([*Outcome]), random_.randrange(100)
     return random_.choice(

@@ -381,7 +381,7 @@ def test_what_is_not_finite_is_refused(number: int) -> None:
     [
         ("UNKNOWN_ENCODING", "int8", SIZE, 1),
         ("UNKNOWN_ENCODING", "int8", SIZE, 0),  # a seed is not sent with a loss
-        ("BAD_SIZE", "float32", SIZE + 1, 1),
+        ("BAD_PAYLOAD", "float32", SIZE + 1, 1),
     ],
 )
 def test_sizes_and_encodings_are_refused_before_the_bytes(code: str, encoding: str, size: int, number: int) -> None:

@@ -19,7 +19,7 @@ def place_anew(files: Files, settings: Settings) -> str:
     beside the old ones. The old ones go into `placing-anew/before`; then the new ones come out, shard-0 first. So as
     long as shard-0 is inside, the old ones are what counts.
 
-    The folder must be owned and settled. Raises NoCheckpoint and the like, and OSError: nothing has changed then.
+    The folder must be owned and settled. Raises BadCheckpoint and the like, and OSError: nothing has changed then.
     """
     from diloco_deploy.checkpoint.sources import open_whole, shard_folders  # these import torch
     from diloco_server.storage.folders import place, restore
