@@ -73,7 +73,7 @@ class World:
         most = max(settings.shard.max_learners, 2 * len(learners))
         self.settings = settings.model_copy(update={
             "sync": sync.model_copy(update={"fragments": self.decided}), "lease": lease, "run": run,
-            "shard": ShardSettings(max_learners=most, max_learners_per_host=most),
+            "shard": ShardSettings(max_learners=2 * most),
         })  # fmt: skip
         self.elements = max(1, round(params / sync.fragments))
         self.manifest = manifest_of(self.elements, self.decided)
