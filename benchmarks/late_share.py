@@ -59,7 +59,7 @@ class ShardRig(LockstepShard):
 
     def note(self, event: Fact) -> None:
         if isinstance(event, RoundClosed) and self.run.counts:
-            self.asked, self.late = self.asked + event.asked, self.late + event.late
+            self.asked, self.late = self.asked + event.asked, self.late + event.absent
 
 
 class LearnerRig:

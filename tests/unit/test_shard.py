@@ -337,7 +337,7 @@ def test_a_contribution_to_a_round_that_has_closed_is_late(computing: bool) -> N
     assert rig.told_of("b", Committed) == ([] if computing else [Committed(0, 1, EPOCH)]), "it has no part in it"
     assert rig.contribute("b", 1).outcome is LATE
     assert (rig.shard.ledger.late, rig.shard.ledger.tokens_late) == (1, 40)
-    assert rig.members["b"].missed == {"LATE": 1}
+    assert rig.members["b"].missed == {"ABSENT": 1}
     rig.assert_accounts_balance()
 
 
