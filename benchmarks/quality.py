@@ -33,7 +33,7 @@ from diloco_demo.data import load_corpus
 from diloco_demo.gpt import GPT, evaluate
 from diloco_lab import runner
 from diloco_lab.arms import Conditions, load_arm
-from diloco_lab.lockstep import LockstepRun, Outcome
+from diloco_lab.lockstep import LockstepOutcome, LockstepRun
 from diloco_lab.protocol import carried_out, gaps, load_protocol
 from diloco_lab.references import classic_diloco, data_parallel
 from diloco_lab.report import gap
@@ -120,7 +120,7 @@ def run(spec: Spec) -> dict[str, object]:
     else:
         reference = {"classic": classic_diloco, "data-parallel": data_parallel}[spec.method]
         model = reference(settings, task, spec.learners, lambda progress, model: watch(progress, lambda: model))
-        outcome = Outcome(tokens_trained=spec.tokens)
+        outcome = LockstepOutcome(tokens_trained=spec.tokens)
     final = loss_of(model)
     return {
         "eval_loss_first": round(first, 4), "eval_loss_final": round(final, 4), "curve": curve,

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from diloco_planner.chips import Failures, Island, Timeline, island_timeline
+from diloco_planner.chips import ChipTimeline, Failures, Island, island_timeline
 from diloco_planner.formulas import BYTES_PER_S
 
 
@@ -38,7 +38,7 @@ class LearnerPlan:
     """Inside one that has a name no link slows anybody down."""
     is_home: bool = False
     """The shards are there."""
-    line: Timeline | None = None
+    line: ChipTimeline | None = None
     """When it computes; None: drawn from the island and its failures."""
 
     def there_s(self, until: float) -> float:
@@ -53,7 +53,7 @@ class LearnerPlan:
         """That its failures are drawn from, and its preemptions first: so they are the same in each way of training."""
         return random.Random(f"{seed} {self.name}")
 
-    def drawn(self, until: float, chance: random.Random) -> Timeline:
+    def drawn(self, until: float, chance: random.Random) -> ChipTimeline:
         """When it computes, from when it comes until then."""
         return self.line or island_timeline(self.island, self.failures, max(1.0, self.there_s(until)), chance)
 
@@ -74,7 +74,7 @@ class ShardPlan:
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """What a run came to."""
 
     hours: float

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco_common import units
-from diloco_planner.run import Found
+from diloco_planner.run import SimulatedRun
 
 WAYS = {
     "dp_restart": "data-parallel, restarts",
@@ -23,7 +23,7 @@ FULL = 0.9
 """Shards that are busy for more of the time do not keep up; of tokens, less is worth a word."""
 
 
-class Progress:
+class SimulationProgress:
     """Of a long simulation: a line every ten seconds."""
 
     def __init__(self, until: float, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,7 +39,7 @@ class Progress:
         self._say(f"{simulated_s / 3600:.3g} of {self._until / 3600:g} hours are simulated; about {left_s:,.0f} s left")
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(found: SimulatedRun) -> dict[str, Any]:
     """Everything that was found; figures rounded as far as they mean something."""
     o = found.outcome
     answer: dict[str, Any] = {
@@ -59,11 +59,11 @@ def as_json(found: Found) -> dict[str, Any]:
     return answer
 
 
-def as_text(found: Found) -> str:
+def as_text(found: SimulatedRun) -> str:
     return "\n".join(_lines(found))
 
 
-def _lines(found: Found) -> Iterator[str]:
+def _lines(found: SimulatedRun) -> Iterator[str]:
     o, asked = found.outcome, found.asked
     chips, sync = sum(plan.island.chips for plan in asked.learners), asked.settings.sync
     rate = sum(plan.island.chips / plan.failures.mtbi_s for plan in asked.learners) * 3600
