@@ -23,9 +23,9 @@ from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.settings import Settings, SyncSettings
 from diloco_common.wire.messages import Collect, Committed, Directive, Progress, PushHeader
-from diloco_deploy.plan.formulas import BITS
 from diloco_lab.lockstep import EPOCH, Clock
 from diloco_lab.shard import LockstepShard, run_to_end
+from diloco_planner.formulas import BITS
 from diloco_server.core.effects import Tell
 from diloco_server.core.ledger import Fact, RoundClosed
 from diloco_server.core.merge import piece_norms
@@ -59,7 +59,7 @@ class ShardRig(LockstepShard):
 
     def note(self, event: Fact) -> None:
         if isinstance(event, RoundClosed) and self.run.counts:
-            self.asked, self.late = self.asked + event.asked, self.late + event.late
+            self.asked, self.late = self.asked + event.asked, self.late + event.absent
 
 
 class LearnerRig:

@@ -28,9 +28,9 @@ from typing import Any
 
 from diloco_common.codec import num_payload_bytes
 from diloco_common.settings import LeaseSettings, Settings, SyncSettings
-from diloco_planner.chips import Failures, Island, Timeline, island_timeline
+from diloco_planner.chips import ChipTimeline, Failures, Island, island_timeline
 from diloco_planner.plans import LearnerPlan, ShardPlan
-from diloco_planner.world import World
+from diloco_planner.world import PlannedWorld
 from diloco_worker.shell.codec_thread import SEED_ENCODING
 from light_learners import running_shard
 
@@ -98,7 +98,7 @@ def joining_takes(plan: LearnerPlan, joining_s: float) -> LearnerPlan:
     gone = [*(gone for gone, _, _ in plan.line.away), plan.line.until]
     lives = [(begun, ended) for begun, ended in zip(joined, gone, strict=True) if begun < ended]
     begins_s = lives[0][0]
-    line = Timeline(plan.line.until - begins_s)
+    line = ChipTimeline(plan.line.until - begins_s)
     for (_, begun), (ended, _) in pairwise([*lives, (math.inf, math.inf)]):
         line.change(begun - begins_s, 0.0)
         line.change(ended - begins_s, 1.0)
@@ -115,7 +115,7 @@ def simulated(
     learners: Sequence[LearnerPlan], until: float, seed: int, grace: float | str, joining_s: float
 ) -> Result:  # fmt: skip
     plans = [joining_takes(plan, joining_s) for plan in learners]
-    world = World(settings(grace), PARAMS, plans, ShardPlan(), until, seed, decided=FRAGMENTS)
+    world = PlannedWorld(settings(grace), PARAMS, plans, ShardPlan(), until, seed, decided=FRAGMENTS)
     found = world.run()
     sent, taken = (1e3 * sum(one[way] for one in found.learners) for way in ("sent_gb", "taken_gb"))
     seeded = 1e-6 * num_payload_bytes(SEED_ENCODING, PARAMS)  # the simulation begins with version 0

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from diloco_common.codec.base import Codec, refuse_non_finite
 from diloco_common.codec.memory import scratch
-from diloco_common.errors import BadEncoding
+from diloco_common.errors import BadPayload
 
 BLOCK = 4096
 """Elements that share two levels; only the last block of a chunk may have fewer."""
@@ -97,7 +97,7 @@ class TopK(Codec):
         if valid:  # waits for the device
             return
         block, why = _what_is_wrong(levels, levels_valid, positions, num_elements)
-        raise BadEncoding(f"{self.name}: block {block} has {why}; the sender's encoder is at fault")
+        raise BadPayload(f"{self.name}: block {block} has {why}; the sender's encoder is at fault")
 
     def decode_range(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
         stop = start + out.numel()

@@ -205,10 +205,10 @@ class Shard(Process):
     """A shard; its later lives have the ports of the first."""
 
     def __init__(
-        self, name: str, settings: Mapping[str, object], folder: Path, *flags: str, module: str = "diloco_server",
+        self, name: str, settings: Mapping[str, object], folder: Path, *flags: str,
         own_interpreter: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(name, module, self._given, folder, own_interpreter=own_interpreter)
+        super().__init__(name, "diloco_server", self._given, folder, own_interpreter=own_interpreter)
         self.settings = dict(settings)
         self._flags = flags
 

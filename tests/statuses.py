@@ -9,7 +9,7 @@ def learner(name: str = "ann", state: str = "alive", **changed: Any) -> dict[str
     """As a shard tells of it."""
     return {
         "id": name, "state": state, "inner_step": 10, "tokens": 1000, "loss": 2.0, "step_time_s": 0.5, "silent_s": 0.2,
-        "asked": 5, "contributed": 5, "merged": 4, "missed": {"LATE": 1}, "left_out": False, "kept": 1.0,
+        "asked": 5, "contributed": 5, "merged": 4, "missed": {"ABSENT": 1}, "left_out": False, "kept": 1.0,
         "cosine": None, "staleness": 0, "away": [],
     } | changed  # fmt: skip
 
@@ -29,7 +29,7 @@ def shard(index: int = 0, *learners: dict[str, Any], **changed: Any) -> dict[str
 def worker(name: str = "ann", **changed: Any) -> dict[str, Any]:
     return {
         "role": "worker", "name": name, "run": "r", "state": "training", "inner_step": 100, "tokens": 300_000,
-        "loss": 2.0, "tokens_per_s": 1000.0, "sync_stall_s": 0.5, "contributions": {"merged": 4, "late": 1},
+        "loss": 2.0, "tokens_per_s": 1000.0, "sync_stall_s": 0.5, "contributions": {"merged": 4, "carried": 1},
         "tokens_carried": 10, "tokens_unmerged": 60_000,
     } | changed  # fmt: skip
 
@@ -38,6 +38,6 @@ def traced(seq: int, *numbers: int, ago_s: float = 2.0, told: Any = (), **change
     """What is new of the rounds of fragment 0."""
     one = {
         "fragment": 0, "ago_s": ago_s, "asked": 1, "quorum_s": 0.5, "closed_s": 1.0, "why": "all", "participants": 1,
-        "announced_s": 1.5, "tokens": 100, "late": 0, "refused": {},
+        "announced_s": 1.5, "tokens": 100, "absent": 0, "refused": {},
     } | changed  # fmt: skip
     return {"epoch": 7, "seq": seq, "rounds": [{**one, "round": n} for n in numbers], "events": list(told)}

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from diloco_common import units
 from diloco_common.codec import num_payload_bytes
 from diloco_common.settings import CheckpointSettings, SyncSettings
-from diloco_deploy import units
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.formulas import BITS
+from diloco_planner import formulas
+from diloco_planner.formulas import BITS
 from diloco_worker.core.sizes import Share, learner_bytes
 
 WORKERS = 8

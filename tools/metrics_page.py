@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from diloco_common.observe.metrics.registry import Certificates, Declare, Totals
-from diloco_common.observe.metrics.shard import Contributions, Itself, Learners, Rounds, Storage
-from diloco_common.observe.metrics.worker import Exchange, Training
+from diloco_common.observe.metrics.registry import Certificates, Declare, MetricTotals
+from diloco_common.observe.metrics.shard import Contributions, Itself, Learners, RoundMetrics, Storage
+from diloco_common.observe.metrics.worker import ExchangeMetrics, Training
 from written import ROOT, written
 
 TARGET = ROOT / "docs/metrics.md"
@@ -50,7 +50,7 @@ class Page(Declare):
         self._note(name, "histogram", what, ())
         return super().histogram(name, what, buckets)
 
-    def totals(self, name: str, what: str, *labels: str) -> Totals:
+    def totals(self, name: str, what: str, *labels: str) -> MetricTotals:
         self._note(name, "counter", what, labels)
         return super().totals(name, what, *labels)
 
@@ -71,10 +71,10 @@ def main() -> int:
         + section("Shards: themselves", Itself)
         + section("Shards: learners", Learners)
         + section("Shards: contributions", Contributions)
-        + section("Shards: rounds", Rounds)
+        + section("Shards: rounds", RoundMetrics)
         + section("Shards: storage", Storage)
         + section("Workers: training", Training)
-        + section("Workers: exchange", Exchange, time.monotonic)
+        + section("Workers: exchange", ExchangeMetrics, time.monotonic)
         + section("Both: certificates", Certificates)
     )
     return written(TARGET, text, __doc__)

@@ -74,10 +74,11 @@ class SecretExposed(ConfigError):
 
 
 class WrongCall(ConfigError):
-    """A script calls `join`, `step` or another function wrongly."""
+    """A script calls `join`, `step` or another function wrongly, after the learner has left, or from a child of its
+    process."""
 
     do = "Call it as the message says."
-    look = "[Python](api.md)"
+    look = "[Python](api.md), [children](bring-your-loop.md#children-of-a-learner)"
 
 
 class UnsupportedModel(DilocoError):
@@ -117,21 +118,6 @@ class OptimizerDiffers(UnsupportedModel):
     look = "[own loop](bring-your-loop.md#what-the-optimizer-trains)"
 
 
-class LearnerEnded(DilocoError):
-    """The learner has left the run."""
-
-    exit_code = EXIT_USAGE
-    do = "Join again with its `state_dict()`."
-
-
-class ChildOfLearner(DilocoError):
-    """A forked or spawned child called its learner, or would join in its place."""
-
-    exit_code = EXIT_USAGE
-    do = 'Call it in its own process. What the script runs belongs under `if __name__ == "__main__":`.'
-    look = "[children](bring-your-loop.md#children-of-a-learner)"
-
-
 class ForkUnsafe(DilocoError):
     """gRPC came before diloco_worker, or its fork support is on: forked children would crash."""
 
@@ -147,14 +133,6 @@ class DataError(DilocoError):
     exit_code = EXIT_DATA
     do = "Give the right path."
     look = "the path in the message"
-
-
-class NoCheckpoint(DataError):
-    """No such folder, or no manifest."""
-
-    met = CHECKPOINTS
-    do = "Name another one."
-    look = "`diloco checkpoint list`"
 
 
 class InUse(DilocoError):
@@ -202,18 +180,11 @@ class HandshakeFailed(Unavailable):
     look = "`diloco doctor --shards HOST:PORT --tls FOLDER`"
 
 
-class NoCertificate(HandshakeFailed):
-    """The shard asks for a certificate, and the folder holds none."""
-
-    do = "Copy the whole folder that `diloco certs issue` made."
-    look = "`cert.pem` and `key.pem` beside `ca.pem`"
-
-
 class ForeignCertificate(HandshakeFailed):
-    """One side's certificate is not of the other side's CA."""
+    """One side's certificate is not of the other side's CA, or it has none to show."""
 
-    do = "Give both sides folders that one authority issued."
-    look = "`ca.pem` on both sides: they must be equal"
+    do = "Give both sides whole folders that one authority issued (`diloco certs issue`)."
+    look = "`ca.pem` on both sides: they must be equal; `cert.pem` and `key.pem` beside it"
 
 
 class CertificateNotValid(HandshakeFailed):
@@ -245,8 +216,8 @@ class NotAShard(HandshakeFailed):
 
 
 class BadCheckpoint(DataError):
-    """A checkpoint is damaged, lacks fragments, is made of parts of different runs, models or times, or has this name
-    already: it is never changed."""
+    """There is no checkpoint, or it is damaged, lacks fragments, is made of parts of different runs, models or times,
+    or has this name already: it is never changed."""
 
     met = CHECKPOINTS
     do = "Name the parts of one whole checkpoint, or another name; or take another checkpoint."
@@ -336,19 +307,11 @@ class Unauthenticated(Refusal):
 
 
 class WrongIdentity(Refusal):
-    """The certificate or token names another caller, or another run."""
+    """The certificate names another caller or another run, or its scope does not have this call."""
 
     status = "PERMISSION_DENIED"
-    do = "Use the caller's own."
-    look = "`worker.learner_id`, `run.id`, and whom `cert.pem` names"
-
-
-class WrongScope(Refusal):
-    """The caller's scope does not have this call."""
-
-    status = "PERMISSION_DENIED"
-    do = "Use a certificate of the right scope."
-    look = "[who may call](deploy.md#who-may-call)"
+    do = "Use the caller's own, of the right scope."
+    look = "`worker.learner_id`, `run.id`, and whom `cert.pem` names; [who may call](deploy.md#who-may-call)"
 
 
 class Revoked(Refusal):
@@ -504,8 +467,8 @@ class TooStale(Refusal):
     look = "[DilocoStalenessHigh](runbook.md#dilocostalenesshigh)"
 
 
-class BadSize(Refusal):
-    """Sizes do not fit the fragment, the encoding or the header."""
+class BadPayload(Refusal):
+    """Sizes or bytes do not fit the fragment, the encoding or the header: such as a scale of 0, NaN or inf."""
 
     status = "INVALID_ARGUMENT"
     met = CONTRIBUTIONS
@@ -546,15 +509,6 @@ class UnknownEncoding(Refusal):
     do = "Install it on the caller's side, or change the setting."
     look = "`sync.push`, `sync.pull`, installed plugins"
     also = CONTRIBUTIONS
-
-
-class BadEncoding(Refusal):
-    """Not a valid payload: such as a scale of 0, NaN or inf."""
-
-    status = "INVALID_ARGUMENT"
-    met = CONTRIBUTIONS
-    do = "Install equal versions."
-    look = "`diloco --version` on both machines"
 
 
 class NotFinite(Refusal):

@@ -146,21 +146,17 @@ class ShardSettings(Section):
     max_pushes: int = Field(default=64, ge=1)
     """Pushes that may be open at once, of all learners; one learner may have 4. Further ones are answered BUSY."""
     max_learners: int = Field(default=1024, ge=1, le=100_000)
-    """Leases that may be held at once. Further ones are answered BUSY."""
-    max_learners_per_host: int = Field(default=512, ge=1, le=100_000)
-    """Leases that may be held at once by learners that call from one address. Raise it where all learners are behind
-    one proxy."""
+    """Leases that may be held at once. Further ones are answered BUSY. Learners that call from one address and show no
+    certificate may hold half of them, or 512 if that is more."""
     bytes_in_max: int = Field(default=4 << 30, ge=1 << 20)
     """Payload bytes that open pushes may have announced, all together. Further pushes are answered BUSY. Held beside
     it: what rounds have accepted, at most one contribution per learner and fragment."""
     data_dir: Path | None = None
     """Folder for the versions of this shard alone; none: versions stay in memory, and a restart begins anew."""
-    durability: Literal["version", "interval"] = "version"
-    """"version": a version is on disk before it is announced. "interval": versions are announced at once and written
-    every `interval_s`, for slow disks. If a crash loses versions, the shard reports it once it meets a learner that
+    interval_s: float = Field(default=0.0, ge=0)
+    """0: a version is on disk before it is announced. Else versions are announced at once, and a fragment is written
+    every so many seconds, for slow disks. If a crash loses versions, the shard reports it once it meets a learner that
     holds them."""
-    interval_s: float = Field(default=60.0, gt=0)
-    """Seconds between two writes of a fragment, if durability is "interval"."""
 
     @model_validator(mode="after")
     def _index_within_count(self) -> Self:

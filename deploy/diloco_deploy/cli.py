@@ -45,7 +45,10 @@ COMMANDS = (
     Command("health", "commands:health", "ask one process whether it is healthy", LOOK),
     Command("doctor", "doctor.command:doctor", "say what is wrong with the way to the shards, or a machine", LOOK),
     Command("explain", "explain.catalogue:explain", "say what a code means, and what to do", LOOK),
-    Command("plan", "plan.command:app", "settings and sizes of a run, from its model, learners and links", LOOK),
+    Command(
+        "plan", "diloco_planner.plan_command:app", "settings and sizes of a run, from its model, learners and links",
+        LOOK,
+    ),
     Command(
         "checkpoint", "checkpoint.commands:app", "take, list, verify and copy checkpoints", MODEL
     ),
@@ -73,7 +76,7 @@ COMMANDS = (
         "compare rules and settings by what they learn: production cores in one process, virtual time", STUDY,
     ),
     Command(
-        "simulate", "diloco_planner.command:simulate",
+        "simulate", "diloco_planner.simulate_command:simulate",
         "a run on up to a million chips that fail: goodput, rounds, bytes, money", STUDY,
     ),
     Command(

@@ -52,7 +52,7 @@ Arrival = Callable[[LearnerCore], object]
 
 
 @dataclass
-class Outcome:
+class LockstepOutcome:
     """What a run did, in figures. `LockstepRun.global_model` gives the model."""
 
     tokens_trained: int = 0
@@ -267,7 +267,7 @@ class LockstepRun:
     def __init__(self, settings: Settings, task: Task, conditions: Conditions) -> None:
         self.settings, self.task, self.conditions = settings, task, conditions
         self.clock = Clock()
-        self.outcome = Outcome()
+        self.outcome = LockstepOutcome()
         self.pull_delay = max(0.0, settings.sync.overlap_steps - 1.0) + conditions.delay
         self.inner = self.make_inner()
         self.shards = [ShardRig(self, i, conditions.shards) for i in range(conditions.shards)]
@@ -291,7 +291,7 @@ class LockstepRun:
             train=self.settings.train,
         )  # fmt: skip
 
-    def run(self, on_progress: Callable[[float], None] | None = None) -> Outcome:
+    def run(self, on_progress: Callable[[float], None] | None = None) -> LockstepOutcome:
         """Train until every shard has merged the budget, or nothing is merged any more."""
         self.begin()
         said = 0.0
@@ -345,7 +345,7 @@ class LockstepRun:
         """Of the fragment that has the fewest."""
         return min(state.version for rig in self.shards for state in rig.shard.versions.of_model)
 
-    def _finish(self) -> Outcome:
+    def _finish(self) -> LockstepOutcome:
         out = self.outcome
         ledgers = [rig.shard.ledger for rig in self.shards]
         cores = [core for learner in self.learners.values() for core in learner.cores]

@@ -88,7 +88,7 @@ class Island:
 
 
 @dataclass
-class Timeline:
+class ChipTimeline:
     """From each moment on until the next, how much of an island computes and how fast. Begins at 0."""
 
     until: float
@@ -181,7 +181,7 @@ def preemptions(failures: Failures, until: float, chance: random.Random, share: 
 
 def island_timeline(
     island: Island, failures: Failures, until: float, chance: random.Random, away: Sequence[Away] | None = None
-) -> Timeline:
+) -> ChipTimeline:
     """Draw one. `away`: who is gone, and when; None: the whole island, whenever its failures say so."""
     if away is None:
         away = preemptions(failures, until, chance)
@@ -196,7 +196,7 @@ class _Drawing:
     def __init__(
         self, island: Island, failures: Failures, until: float, chance: random.Random, away: Sequence[Away]
     ) -> None:
-        self.line = Timeline(until)
+        self.line = ChipTimeline(until)
         self._island, self._failures, self._chance = island, failures, chance
         self._now = self._began = 0.0
         """`_began`: to compute, without a pause since."""
@@ -209,7 +209,7 @@ class _Drawing:
         """The share that is away now."""
         self._gone = self._moved()
 
-    def draw(self) -> Timeline:
+    def draw(self) -> ChipTimeline:
         while self._now < self.line.until and (event := self._compute()) is not None:
             event()
         self.line.freeze()
@@ -322,7 +322,7 @@ def _after(chance: random.Random, rate: float) -> float:
     return chance.expovariate(rate) if rate > 0 else math.inf
 
 
-def uptime(lines: Sequence[tuple[float, Timeline]], until: float) -> float:
+def uptime(lines: Sequence[tuple[float, ChipTimeline]], until: float) -> float:
     """The share of the time in which anybody computes. Of each line: when it begins, and the line."""
     changes = sorted(
         (begins_s + at, i, share > 0)

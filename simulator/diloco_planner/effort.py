@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from diloco_common.errors import ConfigError
 from diloco_common.settings import SyncSettings
 from diloco_planner.plans import LearnerPlan, ShardPlan
-from diloco_planner.world import TICKS_PER_STEP, decided_fragments
 
 HOURS_MAX = 3.0
+CONTRIBUTIONS_MAX = 60_000
+"""That a run decides in detail: about a minute of one core."""
+TICKS_PER_STEP = 8
+"""While a round waits. In production one every 20 ms."""
 LOOK_S, EACH_S = 3e-4, 3e-6
 """A learner comes to a boundary of a step; and for each learner, as all say how far they are."""
 TICK_S = 2e-5
@@ -72,3 +75,9 @@ def _changes(plan: LearnerPlan, until: float) -> float:
         (f.preempt_for_s, f.preempt_every_s),
     )
     return sum(2 * until / (pause + gap) for pause, gap in pauses)
+
+
+def decided_fragments(fragments: int, contributions: float) -> int:
+    """How many of P fragments are simulated if a run has so many contributions."""
+    fits = [d for d in range(1, fragments + 1) if fragments % d == 0]
+    return max((d for d in fits if contributions * d / fragments <= CONTRIBUTIONS_MAX), default=1)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco_planner.described import Described
-from diloco_planner.plans import LearnerPlan
-from diloco_planner.world import Outcome
+from diloco_planner.plans import LearnerPlan, RunOutcome
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Bill:
         return self.total / tokens * 1e9 if tokens else 0.0
 
 
-def bill(described: Described, learners: Sequence[LearnerPlan], outcome: Outcome) -> Bill | None:
+def bill(described: Described, learners: Sequence[LearnerPlan], outcome: RunOutcome) -> Bill | None:
     """None: the file has no prices."""
     if not described.date:
         return None

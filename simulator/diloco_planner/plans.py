@@ -1,4 +1,4 @@
-"""What a world is asked to run: learners with their chips, failures and links, and the machines of the shards."""
+"""What is asked: learners with their chips, failures and links, and machines of shards. What a run of them came to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from diloco_planner.chips import Failures, Island, Timeline, island_timeline
+from diloco_planner.chips import ChipTimeline, Failures, Island, island_timeline
+from diloco_planner.formulas import BYTES_PER_S
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class LearnerPlan:
     """Inside one that has a name no link slows anybody down."""
     is_home: bool = False
     """The shards are there."""
-    line: Timeline | None = None
+    line: ChipTimeline | None = None
     """When it computes; None: drawn from the island and its failures."""
 
     def there_s(self, until: float) -> float:
@@ -52,7 +53,7 @@ class LearnerPlan:
         """That its failures are drawn from, and its preemptions first: so they are the same in each way of training."""
         return random.Random(f"{seed} {self.name}")
 
-    def drawn(self, until: float, chance: random.Random) -> Timeline:
+    def drawn(self, until: float, chance: random.Random) -> ChipTimeline:
         """When it computes, from when it comes until then."""
         return self.line or island_timeline(self.island, self.failures, max(1.0, self.there_s(until)), chance)
 
@@ -63,10 +64,39 @@ class ShardPlan:
 
     count: int | None = None
     """Each makes one version after the other. None: there are enough of them, so that none waits."""
-    merge_bytes_s: float = 1.28e9
+    merge_bytes_s: float = BYTES_PER_S
     """Of contributions and versions, that one machine receives, merges and sends (docs/performance.md)."""
     disk_bytes_s: float = math.inf
     """A version is written before it is announced."""
     restart_every_s: float = math.inf
     """Mean time between failures of one of them."""
     restart_s: float = 60.0
+
+
+@dataclass
+class RunOutcome:
+    """What a run came to."""
+
+    hours: float
+    goodput: float
+    uptime: float
+    rounds: int
+    """Outer steps, of all fragments."""
+    participants_mean: float
+    tokens_trained: float
+    tokens_share_merged: float
+    """Of what was trained, averaged over fragments; what is still under way at the end is missing."""
+    gbit_per_learner_up: float
+    """Gbit/s while a learner computes."""
+    gbit_per_learner_down: float
+    late_share: float
+    shards_busy: float
+    """The share of the time in which their machines merge, or would have to; 0 without a number of them."""
+    evictions: int
+    joins: int
+    ended_s: float
+    """When the budget was merged, or the time was over."""
+    events: int
+    decided: int
+    """Fragments that the cores decided for."""
+    learners: list[dict[str, float]] = field(default_factory=list)

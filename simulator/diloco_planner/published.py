@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from diloco_common.settings import Settings, SyncSettings
 from diloco_planner.chips import PRESETS, YEAR_S, Failures, Island, island_timeline
-from diloco_planner.plans import LearnerPlan, ShardPlan
+from diloco_planner.plans import LearnerPlan, RunOutcome, ShardPlan
 from diloco_planner.run import bits_of
 from diloco_planner.ways import (
     SPARES_ENOUGH,
@@ -24,7 +24,7 @@ from diloco_planner.ways import (
     one_island,
     synchronous,
 )
-from diloco_planner.world import Outcome, World
+from diloco_planner.world import PlannedWorld
 
 GOODPUT: Mapping[float, tuple[int, ...]] = {
     150e3: (72, 88, 94, 96, 98, 99),
@@ -39,7 +39,7 @@ FITTED = {(c, "elastic") for c in GOODPUT} | {(c, "restart") for c in (150e3, 30
 
 
 @dataclass(frozen=True)
-class Cell:
+class PublishedCell:
     chips: float
     way: str
     published: float
@@ -51,7 +51,7 @@ class Cell:
         return (self.chips, self.way) in FITTED
 
 
-def goodput_table(hours: float = 240.0, seed: int = 0) -> list[Cell]:
+def goodput_table(hours: float = 240.0, seed: int = 0) -> list[PublishedCell]:
     """All thirty, each from so many simulated hours."""
     template, cells = LearnerPlan("", Island(1)), []
     for chips, row in GOODPUT.items():
@@ -60,7 +60,7 @@ def goodput_table(hours: float = 240.0, seed: int = 0) -> list[Cell]:
                 ours = decoupled(chips, int(way[2:]), template, hours, seed)
             else:
                 ours = one_island(chips, template, hours, seed, elastic=way == "elastic")
-            cells.append(Cell(chips, way, published, 100 * ours))
+            cells.append(PublishedCell(chips, way, published, 100 * ours))
     return cells
 
 
@@ -162,18 +162,18 @@ UNEVEN = {"K = all": 84.0, "K = 1": 100.0, "K = 1, grace": 100.0}
 ROUNDS: Mapping[str, dict[str, object]] = {"K = all": {"quorum": "all"}, "K = 1": {"grace": 0.0}, "K = 1, grace": {}}
 
 
-def uneven_tokens(hours: float = 1.0, seed: int = 0) -> dict[str, Outcome]:
+def uneven_tokens(hours: float = 1.0, seed: int = 0) -> dict[str, RunOutcome]:
     """What the cores make of it, by what learners do with versions and how rounds close."""
     found = {}
     for on_commit in ("carry", "overwrite"):
         for name, rules in ROUNDS.items():
             sync = SyncSettings.model_validate({"on_commit": on_commit, **rules})
-            world = World(Settings(sync=sync), 5e9, uneven(), ShardPlan(), hours * 3600, seed, decided=4)
+            world = PlannedWorld(Settings(sync=sync), 5e9, uneven(), ShardPlan(), hours * 3600, seed, decided=4)
             found[f"{name}, {on_commit}"] = world.run()
     return found
 
 
-def uneven_goodput(found: Mapping[str, Outcome], seed: int = 0) -> dict[str, float]:
+def uneven_goodput(found: Mapping[str, RunOutcome], seed: int = 0) -> dict[str, float]:
     """In percent, of what `uneven_tokens` found. With K = all learners wait, as published. Ours never do, so that row
     is the synchronous way."""
     waits = synchronous(uneven(), Sent(0, 0, 0, 24), 6 * 3600, seed)
@@ -192,7 +192,7 @@ def scavenged(extra: float, learners: int = 8, hours: float = 1.0, seed: int = 0
     more = [
         replace(plans[0], name=f"extra-{i}", begins_s=hours * 1800) for i in range(round(extra * learners))
     ]  # fmt: skip
-    world = World(
+    world = PlannedWorld(
         Settings(), 5e9, [*plans, *more], ShardPlan(), 1.2 * hours * 3600, seed, decided=1, budget_tokens=tokens
     )
     return world.run().ended_s / 3600 / hours

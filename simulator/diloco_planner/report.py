@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from diloco_planner.run import Found
+from diloco_common import units
+from diloco_planner.run import SimulatedRun
 
 WAYS = {
     "dp_restart": "data-parallel, restarts",
@@ -22,7 +23,7 @@ FULL = 0.9
 """Shards that are busy for more of the time do not keep up; of tokens, less is worth a word."""
 
 
-class Progress:
+class SimulationProgress:
     """Of a long simulation: a line every ten seconds."""
 
     def __init__(self, until: float, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,7 +39,7 @@ class Progress:
         self._say(f"{simulated_s / 3600:.3g} of {self._until / 3600:g} hours are simulated; about {left_s:,.0f} s left")
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(found: SimulatedRun) -> dict[str, Any]:
     """Everything that was found; figures rounded as far as they mean something."""
     o = found.outcome
     answer: dict[str, Any] = {
@@ -58,15 +59,15 @@ def as_json(found: Found) -> dict[str, Any]:
     return answer
 
 
-def as_text(found: Found) -> str:
+def as_text(found: SimulatedRun) -> str:
     return "\n".join(_lines(found))
 
 
-def _lines(found: Found) -> Iterator[str]:
+def _lines(found: SimulatedRun) -> Iterator[str]:
     o, asked = found.outcome, found.asked
     chips, sync = sum(plan.island.chips for plan in asked.learners), asked.settings.sync
     rate = sum(plan.island.chips / plan.failures.mtbi_s for plan in asked.learners) * 3600
-    everyone = count(len(asked.learners), "learner")
+    everyone = units.counted(len(asked.learners), "learner")
     yield (
         f"{chips:,.0f} chips in {everyone}, {rate:,.3g} interruptions per hour, {o.hours:g} hours; "
         f"{asked.params:.3g} parameters, H = {sync.first_every}, P = {sync.fragments}, "
@@ -101,11 +102,6 @@ def _lines(found: Found) -> Iterator[str]:
     yield ""
     of = f"{o.decided} of {sync.fragments} fragments"
     yield f"  {o.events:,} events in {found.wall_s:.0f} s; the cores decided for {of}"
-
-
-def count(number: int, what: str) -> str:
-    """1 learner, 2 learners."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def bar(share: float) -> str:

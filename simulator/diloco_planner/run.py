@@ -11,9 +11,9 @@ from diloco_common.codec import num_payload_bytes
 from diloco_common.settings import Settings
 from diloco_planner.described import Described
 from diloco_planner.money import Bill, bill
-from diloco_planner.plans import LearnerPlan
+from diloco_planner.plans import LearnerPlan, RunOutcome
 from diloco_planner.ways import Sent, baselines
-from diloco_planner.world import Outcome, World
+from diloco_planner.world import PlannedWorld
 
 _MANY = 1 << 20
 
@@ -39,22 +39,24 @@ class Run:
         sync = self.settings.sync
         return Sent(self.params, bits_of(sync.push), bits_of(sync.pull), sync.first_every)
 
-    def carry_out(self, told: Callable[[float], None] | None = None) -> Found:
+    def carry_out(self, told: Callable[[float], None] | None = None) -> SimulatedRun:
         """`told`: called now and then, with the seconds that are simulated."""
         began = time.perf_counter()
         until = self.hours * 3600
-        world = World(self.settings, self.params, self.learners, self.described.shards, until, self.seed)
+        world = PlannedWorld(self.settings, self.params, self.learners, self.described.shards, until, self.seed)
         outcome = world.run(told)
         others = baselines(self.learners, self.sent, until, self.seed)
-        return Found(self, outcome, others, bill(self.described, self.learners, outcome), time.perf_counter() - began)
+        return SimulatedRun(
+            self, outcome, others, bill(self.described, self.learners, outcome), time.perf_counter() - began
+        )
 
 
 @dataclass(frozen=True)
-class Found:
+class SimulatedRun:
     """What it came to."""
 
     asked: Run
-    outcome: Outcome
+    outcome: RunOutcome
     baselines: dict[str, float]
     bill: Bill | None
     """None: the file has no prices."""

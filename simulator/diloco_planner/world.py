@@ -1,7 +1,7 @@
 """Production cores in a world of durations: steps, pushes, merges and pulls take time, and nothing else.
 
-`World.run` goes from event to event. Inner steps between two of them are taken at once. Shards tick after each event,
-as in production, and while a round waits.
+`PlannedWorld.run` goes from event to event. Inner steps between two of them are taken at once. Shards tick after each
+event, as in production, and while a round waits.
 
 Of P equal fragments, so many are simulated as the budget of events allows, evenly spread over H (`decided`): they are
 alike. Each is as large as in the run. A link is busy with one of them for as long as with all that it stands for.
@@ -13,7 +13,6 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +30,8 @@ from diloco_common.wire.messages import (
     PushHeader,
 )  # fmt: skip
 from diloco_planner.chips import LAST_NOTICE_S, uptime
-from diloco_planner.plans import LearnerPlan, ShardPlan
+from diloco_planner.effort import CONTRIBUTIONS_MAX, TICKS_PER_STEP, decided_fragments
+from diloco_planner.plans import LearnerPlan, RunOutcome, ShardPlan
 from diloco_planner.weightless import (
     NO_BYTES,
     NOTHING,
@@ -48,50 +48,11 @@ from diloco_server.core.shard import Shard
 from diloco_worker.core.connection import Lease
 from diloco_worker.core.fragment import Contribution
 
-CONTRIBUTIONS_MAX = 60_000
-"""That a run decides in detail: about a minute of one core."""
 TOLD_EVERY = 10_000
 """Events."""
-TICKS_PER_STEP = 8
-"""While a round waits. In production one every 20 ms."""
 
 
-@dataclass
-class Outcome:
-    """What a run came to."""
-
-    hours: float
-    goodput: float
-    uptime: float
-    rounds: int
-    """Outer steps, of all fragments."""
-    participants_mean: float
-    tokens_trained: float
-    tokens_share_merged: float
-    """Of what was trained, averaged over fragments; what is still under way at the end is missing."""
-    gbit_per_learner_up: float
-    """Gbit/s while a learner computes."""
-    gbit_per_learner_down: float
-    late_share: float
-    shards_busy: float
-    """The share of the time in which their machines merge, or would have to; 0 without a number of them."""
-    evictions: int
-    joins: int
-    ended_s: float
-    """When the budget was merged, or the time was over."""
-    events: int
-    decided: int
-    """Fragments that the cores decided for."""
-    learners: list[dict[str, float]] = field(default_factory=list)
-
-
-def decided_fragments(fragments: int, contributions: float) -> int:
-    """How many of P fragments are simulated if a run has so many contributions."""
-    fits = [d for d in range(1, fragments + 1) if fragments % d == 0]
-    return max((d for d in fits if contributions * d / fragments <= CONTRIBUTIONS_MAX), default=1)
-
-
-class World:
+class PlannedWorld:
     """One run. Time is in seconds from its beginning."""
 
     def __init__(
@@ -112,7 +73,7 @@ class World:
         most = max(settings.shard.max_learners, 2 * len(learners))
         self.settings = settings.model_copy(update={
             "sync": sync.model_copy(update={"fragments": self.decided}), "lease": lease, "run": run,
-            "shard": ShardSettings(max_learners=most, max_learners_per_host=most),
+            "shard": ShardSettings(max_learners=2 * most),
         })  # fmt: skip
         self.elements = max(1, round(params / sync.fragments))
         self.manifest = manifest_of(self.elements, self.decided)
@@ -124,12 +85,12 @@ class World:
         self._count = 0
         self._ticking = False
         self.done_at: float | None = None
-        self.account = Account()
+        self.account = Tally()
         alike = [m for m in range(1, self.decided + 1) if self.decided % m == 0 and m <= (shards.count or 0)]
         self._free = [0.0] * max(alike, default=0)  # when each machine of a shard is
         self._merging_s = 0.0
         self.shard: Shard | None = seeded_shard(self.settings, self.manifest)
-        self.learners = [Learner(self, plan, plan.chance(seed)) for plan in learners]
+        self.learners = [PlannedLearner(self, plan, plan.chance(seed)) for plan in learners]
         self._by_name = {learner.plan.name: learner for learner in self.learners}
         if shards.restart_every_s < math.inf:
             self.after(self.chance.expovariate((shards.count or 1) / shards.restart_every_s), self._lose_shard)
@@ -144,7 +105,7 @@ class World:
     def after(self, seconds: float, act: Callable[[], None]) -> None:
         self.at(self.now + seconds, act)
 
-    def run(self, told: Callable[[float], None] | None = None) -> Outcome:
+    def run(self, told: Callable[[float], None] | None = None) -> RunOutcome:
         """`told`: called now and then, with the time."""
         for learner in self.learners:
             self.at(learner.plan.begins_s, learner.begin)
@@ -242,14 +203,14 @@ class World:
 
     # ------------------------------------------------------------ what it came to
 
-    def _outcome(self, handled: int) -> Outcome:
+    def _outcome(self, handled: int) -> RunOutcome:
         ended = self.until if self.done_at is None else self.done_at
         account = self.account if self.shard is None else self.account.plus(self.shard)
         trained = sum(one.tokens_at(ended) for one in self.learners)
         ideal = sum(one.plan.tokens_per_step * one.plan.there_s(ended) / one.plan.step_s for one in self.learners)
         computing = sum(one.computing_s(ended) for one in self.learners)
         up, down = (sum(getattr(one, way) for one in self.learners) * self.stands_for for way in ("sent", "taken"))
-        return Outcome(
+        return RunOutcome(
             hours=ended / 3600,
             goodput=trained / ideal if ideal else 0.0,
             uptime=uptime([(one.plan.begins_s, one.line) for one in self.learners], ended),
@@ -270,7 +231,7 @@ class World:
         )  # fmt: skip
 
 
-class Account(NamedTuple):
+class Tally(NamedTuple):
     """Of a run, over all epochs of its shard."""
 
     rounds: int = 0
@@ -281,10 +242,10 @@ class Account(NamedTuple):
     evictions: int = 0
     joins: int = 0
 
-    def plus(self, shard: Shard) -> Account:
+    def plus(self, shard: Shard) -> Tally:
         """With what this shard has counted since it began."""
         ledger = shard.ledger
-        return Account(
+        return Tally(
             self.rounds + ledger.rounds,
             self.participants + ledger.participants,
             self.tokens_merged + ledger.tokens_merged,
@@ -295,10 +256,10 @@ class Account(NamedTuple):
         )
 
 
-class Learner:
+class PlannedLearner:
     """One learner: its core, its lease, its links. Steps are where its timeline and its pace put them."""
 
-    def __init__(self, world: World, plan: LearnerPlan, chance: random.Random) -> None:
+    def __init__(self, world: PlannedWorld, plan: LearnerPlan, chance: random.Random) -> None:
         self.world, self.plan, self._chance = world, plan, chance
         self.line = plan.drawn(world.until, chance)
         sync = world.settings.sync

@@ -69,7 +69,7 @@ def run_schedule(options: Options) -> Result:
     collects = gc.isenabled()
     gc.disable()  # what a schedule leaves behind is collected at its end, or goes with the process
     try:
-        cluster = Cluster(options)
+        cluster = SimulatedCluster(options)
         try:
             return cluster.run()
         except Exception as error:
@@ -81,7 +81,7 @@ def run_schedule(options: Options) -> Result:
             gc.enable()
 
 
-class Cluster(Processes):
+class SimulatedCluster(Processes):
     """Everything of one schedule."""
 
     def __init__(self, options: Options) -> None:

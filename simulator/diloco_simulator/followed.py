@@ -16,8 +16,8 @@ from torch import Tensor
 
 from diloco_common.errors import DilocoError
 from diloco_simulator.verify import invariants
-from diloco_simulator.world.process import Process
-from diloco_simulator.world.stage import QuietLog, Silence, Stage
+from diloco_simulator.world.process import SimulatedProcess
+from diloco_simulator.world.stage import QuietLog, Stage, StageSilence
 from diloco_worker.core.acts import Act
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.events import Answered
@@ -63,7 +63,7 @@ class Trainer:
         """So many snapshots to come hold a value that is NaN."""
         self.poisoned = 0
         """So many have held one."""
-        self.process = Process(
+        self.process = SimulatedProcess(
             stage.timeline, self.name, stage.seed_of(learner_id), lambda _: options.codec_s, stutters=options.stutters
         )
         self._random = self.process.random
@@ -88,12 +88,12 @@ class Trainer:
         return due
 
 
-class Followed(ABC):
+class FollowedRun(ABC):
     """What the product's learner asks of its background, and an account of each of its fragments."""
 
     learner: Learner
 
-    def __init__(self, stage: Stage, process: Process, name: str) -> None:
+    def __init__(self, stage: Stage, process: SimulatedProcess, name: str) -> None:
         """`name`: for whoever reads of a broken promise."""
         self.stage, self.process, self._name = stage, process, name
         self.is_alive = True
@@ -144,7 +144,7 @@ class Followed(ABC):
 
     def _telemetry(self, caller: Caller, history: Any) -> LearnerTelemetry:
         log: Any = QuietLog(caller.process_id, self._hear_error)
-        silence: Any = Silence()
+        silence: Any = StageSilence()
         return LearnerTelemetry(caller, self.process.clock, silence, log, history)
 
     def _perform(self, acts: Sequence[Act]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diloco_common.errors import DilocoError
 from diloco_common.wire.manifest import Fragment
-from diloco_simulator.followed import Followed, Trainer
+from diloco_simulator.followed import FollowedRun, Trainer
 from diloco_simulator.learner_process import LOOK_S, SAVES
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.model import AVERAGED, Counting
@@ -48,7 +48,9 @@ class IslandProcess(Trainer):
         self._leaving = asyncio.Event()
         self._left = 0
         history = cluster.history_of(learner_id)
-        self.ranks = [Rank(self, rank, size, flat, start, history if rank == 0 else None) for rank in range(size)]
+        self.ranks = [
+            SimulatedRank(self, rank, size, flat, start, history if rank == 0 else None) for rank in range(size)
+        ]
         self.learner = self.ranks[0].learner
         self.process.start(self._live(), self.name)
 
@@ -121,7 +123,7 @@ class IslandProcess(Trainer):
         return answers[0]
 
 
-class Rank(Followed):
+class SimulatedRank(FollowedRun):
     """One rank: a learner of the product, its part of the model, and what must hold of it."""
 
     def __init__(self, island: IslandProcess, rank: int, size: int, flat: Tensor, start: Start, history: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import Busy, DilocoError
 from diloco_common.wire.messages import PushHeader
-from diloco_simulator.followed import Followed, Trainer
+from diloco_simulator.followed import FollowedRun, Trainer
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.model import Counting, TornReplica, part_of
 from diloco_simulator.world.stage import Checkpoint, Stage
@@ -48,12 +48,12 @@ class Taken:
     """What the encoding lost of it, once it was pushed."""
 
 
-class LearnerProcess(Trainer, Followed):
+class LearnerProcess(Trainer, FollowedRun):
     """A learner of one process."""
 
     def __init__(self, cluster: Stage, learner_id: str, flat: Tensor, start: Start) -> None:
         Trainer.__init__(self, cluster, learner_id)
-        Followed.__init__(self, cluster, self.process, self.name)
+        FollowedRun.__init__(self, cluster, self.process, self.name)
         options = self._options
         self.is_warned = False
         """It is to hand over what it has trained, and leave."""

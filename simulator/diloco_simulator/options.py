@@ -165,7 +165,7 @@ class Options:
             ),
             "shard": ShardSettings(
                 index=shard_index, count=self.shards, max_pushes=self.max_pushes,
-                durability="interval" if self.interval_s else "version", interval_s=self.interval_s or 1.0,
+                interval_s=self.interval_s,
             ),
         }  # fmt: skip
         return _DEFAULTS.model_copy(update=sections)  # each section was validated: do not do it again

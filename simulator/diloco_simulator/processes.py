@@ -23,7 +23,7 @@ from diloco_simulator.verify import invariants
 from diloco_simulator.world.disk import ShardDisk
 from diloco_simulator.world.model import AVERAGED, PATTERN, SHAPES, part_of
 from diloco_simulator.world.network import Path
-from diloco_simulator.world.process import Process
+from diloco_simulator.world.process import SimulatedProcess
 from diloco_simulator.world.stage import Checkpoint, Stage
 from diloco_simulator.world.transport import UntrustedTransport
 from diloco_worker.shell.boundary import Start
@@ -38,7 +38,7 @@ class HostileProcess:
 
     def __init__(self, cluster: Stage, number: int) -> None:
         options, name = cluster.options, f"x{number}"
-        self.process = Process(cluster.timeline, name, cluster.seed_of(name), lambda _: 0.0)
+        self.process = SimulatedProcess(cluster.timeline, name, cluster.seed_of(name), lambda _: 0.0)
         plot = Plot(
             "local", cut(TENSORS, options.fragments, options.shards), options.push, options.pull, _honest,
             lambda: cluster.network.sniffed, options.tactics, options.manners, options.answers,
@@ -83,7 +83,7 @@ class Processes(Stage):
         self.hostile: list[HostileProcess] = []
         self.disks = {index: ShardDisk(index, options) for index, has in enumerate(options.disks) if has}
         self.healed = False
-        self._all: list[Process] = []
+        self._all: list[SimulatedProcess] = []
         self._excused: set[tuple[int, int]] = set()
         self._fragments: defaultdict[int, set[int]] = defaultdict(set)  # shard -> those it ever had a version of
         self._to_resolve: list[Any] = []

@@ -16,8 +16,8 @@ from diloco_server.storage.version_file import Origin
 from diloco_simulator.verify import invariants
 from diloco_simulator.verify.waits import Waits
 from diloco_simulator.world.disk import Crashed, ShardDisk
-from diloco_simulator.world.process import Process
-from diloco_simulator.world.stage import QuietLog, Silence, Stage
+from diloco_simulator.world.process import SimulatedProcess
+from diloco_simulator.world.stage import QuietLog, Stage, StageSilence
 
 EPOCH_OF_A_NEW_FOLDER = 1000
 DRAIN_S = 1.0
@@ -35,7 +35,7 @@ class ShardProcess:
         self._cluster = cluster
         self._options = options = cluster.options
         self._disk = disk
-        self.process = Process(
+        self.process = SimulatedProcess(
             cluster.timeline, self.name, cluster.seed_of(self.name), self._takes_s, stutters=options.stutters / 10
         )
         self._waits = Waits()
@@ -54,7 +54,7 @@ class ShardProcess:
             return
         history = self._cluster.history_of(self.name)
         log: Any = QuietLog(self.name, self._hear_error)
-        silence: Any = Silence()
+        silence: Any = StageSilence()
         self.host = host = ShardHost(
             settings, store, self.process.world(), metrics=silence, log=log, history=history,
             tick_s=self._options.tick_s,

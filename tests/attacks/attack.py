@@ -168,8 +168,6 @@ class Attack:
     """Honest ones."""
     ballast: int = 0
     """Elements that the model has more."""
-    files: int | None = None
-    """RLIMIT_NOFILE with which the shard starts (the soft one)."""
     fresh: bool = False
     """The attacker comes first, and the honest learners afterwards."""
     late: bool = False

@@ -5,11 +5,8 @@ not read.
 from __future__ import annotations
 
 import contextlib
-import math
-import socket
 import threading
 import time
-import urllib.request
 from collections import Counter
 from typing import Any
 
@@ -22,13 +19,9 @@ from http2 import CALL, HalfCall
 
 JOIN_BYTES = 19 * 10**6
 CONNECTIONS = 60
-HTTP_IDLE = 1_100
-HTTP_HALF = 3_000
 PULLS = 256
 OPEN_S = 10.0
 """For opening all pulls."""
-LATE_S = 40.0
-"""So much later a busy machine may have closed the last connection."""
 
 
 def half_joins(target: Target, over: Over) -> Seen:
@@ -77,80 +70,6 @@ def judge_unheard(found: Evidence) -> list[str]:
     facts = found.seen.facts
     problems = [] if facts["insiders heard"] else ["nobody was heard, so nothing was tried"]
     return problems + ([f"{facts['strangers heard']:.0f} without a certificate"] if facts["strangers heard"] else [])
-
-
-# ------------------------------------------------------------------ HTTP
-
-
-def idle_http(target: Target, over: Over) -> Seen:
-    """1,100 connections to the HTTP port that say nothing; whoever is thrown out stays out."""
-    return _hold(target, over, HTTP_IDLE, b"", drip=False)
-
-
-def half_headers(target: Target, over: Over) -> Seen:
-    """3,000 headers of HTTP that are never finished; a third of them goes on, a byte at a time."""
-    return _hold(target, over, HTTP_HALF, b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ", drip=True)
-
-
-def _hold(target: Target, over: Over, count: int, said: bytes, *, drip: bool) -> Seen:
-    host, _, port = target.http.rpartition(":")
-    held: list[socket.socket] = []
-    began, answered, dripped = time.monotonic(), False, time.monotonic()
-    ends_at = math.inf
-    while time.monotonic() < ends_at:
-        if len(held) < count:
-            with contextlib.suppress(OSError):
-                one = socket.create_connection((host, int(port)), timeout=1.0)
-                one.setblocking(False)
-                held.append(one)
-                one.send(said)
-        elif not answered:
-            answered = _is_healthy(target)
-        elif over() and not any(map(_is_open, held)):
-            break
-        else:
-            time.sleep(0.05)
-        if drip and time.monotonic() - dripped > 1.0:
-            dripped = time.monotonic()
-            for one in held[::3]:
-                with contextlib.suppress(OSError):
-                    one.send(b"a")
-        if over():
-            ends_at = min(ends_at, time.monotonic() + LATE_S)
-    open_still = sum(_is_open(one) for one in held)
-    for one in held:
-        one.close()
-    lasted_s = time.monotonic() - began
-    return Seen(Counter(), {"connected": len(held), "open": open_still, "healthy": answered, "after s": lasted_s})
-
-
-def _is_healthy(target: Target) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"http://{target.http}/healthz", timeout=5.0) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
-
-
-def _is_open(one: socket.socket) -> bool:
-    try:
-        while one.recv(1 << 12):
-            pass
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-
-
-def judge_http(found: Evidence) -> list[str]:
-    facts, problems = found.seen.facts, []
-    if not facts.get("healthy"):
-        problems.append("/healthz does not answer")
-    if facts.get("open"):
-        problems.append(f"{facts['open']:.0f} connections are open after {facts['after s']:.0f} s")
-    return problems
 
 
 # ------------------------------------------------------------------ pulls

@@ -52,15 +52,11 @@ class ShardProcess(Shard):
     """A shard that may be killed and started again, on its ports. Started when made."""
 
     def __init__(
-        self, folder: Path, settings: Mapping[str, object], token: str | None, files: int | None,
+        self, folder: Path, settings: Mapping[str, object], token: str | None,
         certificates: Certificates | None = None,
     ) -> None:  # fmt: skip
-        """It asks for the token, if there is one, and for certificates of this authority, if there is one.
-
-        `files`: it may have so many open at first.
-        """
-        module, flags = ("diloco_server", []) if files is None else ("few_files", [str(files)])
-        super().__init__("shard", {**settings, "shard.data_dir": folder / "shard"}, folder, *flags, module=module)
+        """It asks for the token, if there is one, and for certificates of this authority, if there is one."""
+        super().__init__("shard", {**settings, "shard.data_dir": folder / "shard"}, folder)
         self._token = token
         if token is not None:
             self.settings["security.token_file"] = secret_file(folder / "token", token)
@@ -159,7 +155,7 @@ class Scene(contextlib.ExitStack):
         self.token = None if proven else secrets.token_hex(16)
         self.certificates = Certificates(folder / "certs") if proven else None
         settings = SETTINGS | dict(attack.settings)
-        self.shard = ShardProcess(folder, settings, self.token, attack.files, self.certificates)
+        self.shard = ShardProcess(folder, settings, self.token, self.certificates)
         self.callback(self.shard.kill)
         self.honest: Honest | None = None
         try:

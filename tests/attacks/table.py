@@ -28,15 +28,6 @@ _ROWS = [
         "bytes in flight are bounded", floods.half_joins, seconds=3.0,
     ),
     Attack(
-        2, "idle HTTP", FREE, "1,100 idle HTTP connections, nofile 1024",
-        "capped and closed; versions go on, /healthz answers", floods.idle_http, floods.judge_http,
-        seconds=8.0, files=1024,
-    ),
-    Attack(
-        3, "half HTTP headers", FREE, "3,000 half headers, some of which drip",
-        "closed after 5 s, /healthz answers", floods.half_headers, floods.judge_http, seconds=9.0,
-    ),
-    Attack(
         4, "random bodies", TOKEN, "240 random bodies to all five calls, half of them without a token",
         "BAD_REQUEST or UNAUTHENTICATED, no traceback", garbage.random_bodies, garbage.judge_garbage,
         settings={"lease.lease_s": 60},  # its own lasts for all bodies, on a busy machine too

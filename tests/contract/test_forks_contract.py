@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from diloco_common import forks
-from diloco_common.errors import ChildOfLearner
+from diloco_common.errors import WrongCall
 from diloco_worker.shell import home as children
 
 FORK = """
@@ -60,11 +60,11 @@ def in_a_fork(call: Callable[[], None]) -> str:
     if pid == 0:
         try:
             call()
-        except ChildOfLearner:
+        except WrongCall:
             os._exit(3)
         finally:
             os._exit(4)
-    return {3: ChildOfLearner.code}.get(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "")
+    return {3: WrongCall.code}.get(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "")
 
 
 def test_a_forked_child_neither_calls_the_learner_nor_joins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,23 +72,23 @@ def test_a_forked_child_neither_calls_the_learner_nor_joins(monkeypatch: pytest.
     home = children.Home()
     home.check("a")
     assert home.is_here
-    assert in_a_fork(lambda: home.check("a")) == "CHILD_OF_LEARNER"
+    assert in_a_fork(lambda: home.check("a")) == "WRONG_CALL"
 
     assert in_a_fork(lambda: children.check_may_join("r", "b")) == ""
     children.check_may_join("r", "a")
     children.check_may_join("r", "a")
-    assert in_a_fork(lambda: children.check_may_join("r", "b")) == "CHILD_OF_LEARNER"
+    assert in_a_fork(lambda: children.check_may_join("r", "b")) == "WRONG_CALL"
 
 
 def test_a_forked_child_does_not_keep_a_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         forks.close_in_children(listening)
         held = listening.fileno()
-        assert in_a_fork(lambda: _check_is_closed(held)) == "CHILD_OF_LEARNER"
+        assert in_a_fork(lambda: _check_is_closed(held)) == "WRONG_CALL"
 
 
 def _check_is_closed(held: int) -> None:
     try:
         os.fstat(held)
     except OSError:
-        raise ChildOfLearner("closed") from None
+        raise WrongCall("closed") from None

@@ -155,8 +155,8 @@ OLD, EARLY = {"begins": timedelta(days=-3)}, {"begins": timedelta(days=3)}
 CAUSES: dict[str, tuple[Where, Folder, str, list[str]]] = {
     "all is well": (at_the_shard, issued(), "", []),
     "nor in plaintext": (at_plaintext, nothing, "", []),
-    "no certificate": (at_the_shard, without_pair, "NO_CERTIFICATE", ["asks for a certificate"]),
-    "no certificate, at another server": (at_a_server(), without_pair, "NO_CERTIFICATE", []),
+    "no certificate": (at_the_shard, without_pair, "FOREIGN_CERTIFICATE", ["asks for a certificate"]),
+    "no certificate, at another server": (at_a_server(), without_pair, "FOREIGN_CERTIFICATE", []),
     "too old": (at_the_shard, issued(**OLD), "CERTIFICATE_NOT_VALID",
                 ["diloco certs issue learner/a", "this machine's clock"]),
     "not valid yet": (at_the_shard, issued(**EARLY), "CERTIFICATE_NOT_VALID",

@@ -1,10 +1,8 @@
-"""HTTP over TLS: health is for everybody, figures are for observers, and the crowd at the door is bounded."""
+"""HTTP over TLS: health is for everybody, figures are for observers."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,7 +16,6 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from certificates import Certificates
 from diloco_common.observe.http import HttpServer
-from diloco_common.observe.http_connections import CONNECTIONS_MAX, HEALTH_MAX
 from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.trust.tls import TlsFiles, TlsFolder, read_folder
 from diloco_deploy.cluster.asking import Asker, NoAnswer, fetch_all
@@ -142,50 +139,6 @@ async def test_a_caller_whose_certificate_has_expired_does_not_get_in(run):
             await ask(address, "/metrics", run, run.issue("observer/x", begins=timedelta(days=-2)))
 
 
-async def test_whoever_never_shakes_hands_keeps_nobody_out(run):
-    async with serving(run.issue("shard/0")) as address:
-        host, port = address.split(":")
-        crowd = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS_MAX)]
-        try:
-            for _ in range(3):
-                assert (await ask(address, "/healthz", run)).status_code == 200
-            more = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS_MAX)]
-            crowd += more
-            assert (await ask(address, "/healthz", run)).status_code == 200
-            assert sum(has_ended(one) for one in crowd) >= CONNECTIONS_MAX - HEALTH_MAX, "the oldest made room"
-        finally:
-            for each in crowd:
-                each.close()
-
-
-async def test_a_request_may_come_in_one_packet_with_the_end_of_the_handshake(run):
-    async with serving(run.issue("shard/0")) as address:
-        reader, writer = await asyncio.open_connection(*address.split(":"))
-        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        client = trusting(run).wrap_bio(incoming, outgoing, server_hostname="localhost")
-        with pytest.raises(ssl.SSLWantReadError):
-            client.do_handshake()
-        is_done = False
-        while not is_done:
-            writer.write(outgoing.read())
-            incoming.write(await reader.read(65536))
-            try:
-                client.do_handshake()
-                is_done = True
-            except ssl.SSLWantReadError:
-                pass
-        client.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        writer.write(outgoing.read())  # the end of the handshake, and the request
-        answer = b""
-        while not answer.startswith(b"HTTP/1.1 200"):
-            came = await asyncio.wait_for(reader.read(65536), 10)
-            assert came, "the connection ended without an answer"
-            incoming.write(came)
-            with contextlib.suppress(ssl.SSLWantReadError):
-                answer = client.read()
-        writer.close()
-
-
 async def test_plaintext_at_the_tls_port_ends_the_connection_and_no_more(run):
     async with serving(run.issue("shard/0")) as address:
         reader, writer = await asyncio.open_connection(*address.split(":"))
@@ -210,16 +163,6 @@ async def test_a_learner_is_scraped_under_a_name_that_nobody_can_dial(run):
             assert taken is is_taken, name
 
     assert read_folder(own).subject is not None
-
-
-def has_ended(one: socket.socket) -> bool:
-    one.setblocking(False)
-    try:
-        return one.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
 
 
 def trusting(run: Certificates) -> ssl.SSLContext:

@@ -20,7 +20,7 @@ from torch import nn
 from training import Training, state_of
 
 import diloco_worker
-from diloco_common.errors import CannotConnect, LearnerEnded
+from diloco_common.errors import CannotConnect, WrongCall
 from diloco_common.trust.identity import Identity
 from diloco_server.shell import server
 from diloco_server.shell.servicer import ParameterServer
@@ -77,7 +77,7 @@ def test_what_was_trained_is_merged_before_the_learner_is_gone(serve, train, quo
     assert [shard.member_state("b") for shard in shards] == ["left"] * 2
     assert [shard.version(i) for i, shard in enumerate(shards)] == [1, 1], "one round, for all"
     assert b.learner.leave(), "repeating it changes nothing"
-    with pytest.raises(LearnerEnded):
+    with pytest.raises(WrongCall):
         b.step()
 
 

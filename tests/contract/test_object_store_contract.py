@@ -114,7 +114,7 @@ def test_a_copy_that_was_interrupted_is_no_checkpoint_and_is_begun_again(url, ch
         patch.setattr(objects.ObjectFolder, "put_new", cut)
         assert main(["checkpoint", "copy", str(checkpoint), url]) == 130
     assert main(["checkpoint", "verify", url]) == 3
-    assert "NO_CHECKPOINT" in capsys.readouterr().err
+    assert "BAD_CHECKPOINT" in capsys.readouterr().err
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 0
     assert main(["checkpoint", "verify", url]) == 0
 

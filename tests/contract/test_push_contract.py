@@ -137,7 +137,7 @@ def test_a_repeated_push_counts_once_in_an_open_round_and_after_it(opened):
 REFUSED_BY_HEADER: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("another manifest", {"manifest_digest": "f" * 32}, {}, "MANIFEST_MISMATCH", "join again"),
     ("a round that never opened", {"round": 9}, {}, "WRONG_ROUND", "round 9 is not open"),
-    ("more elements than the fragment", {}, {"num_elements": 10**15}, "BAD_SIZE", "the fragment 605"),
+    ("more elements than the fragment", {}, {"num_elements": 10**15}, "BAD_PAYLOAD", "the fragment 605"),
     ("an unknown encoding", {}, {"encoding": "zip\x1b[31m"}, "UNKNOWN_ENCODING", "send int8"),
 ]
 
@@ -191,11 +191,11 @@ def changed(change: Callable[[list[bytes]], list[bytes]]) -> Payload:
 BAD_BYTES: list[tuple[str, Payload, str, str]] = [
     ("a wrong checksum", int8_payload(crc_off=1), "BAD_CHECKSUM", "changed on the way"),
     ("a flipped bit", changed(lambda c: [bytes([c[0][0] ^ 1]) + c[0][1:], *c[1:]]), "BAD_CHECKSUM", "crc32c"),
-    ("a chunk too many", changed(lambda c: [*c, c[-1]]), "BAD_SIZE", "there is no chunk 3"),
-    ("a chunk too long", changed(lambda c: [c[0] + b"\0", *c[1:]]), "BAD_SIZE", "chunk 0 of 3 takes 260 bytes"),
+    ("a chunk too many", changed(lambda c: [*c, c[-1]]), "BAD_PAYLOAD", "there is no chunk 3"),
+    ("a chunk too long", changed(lambda c: [c[0] + b"\0", *c[1:]]), "BAD_PAYLOAD", "chunk 0 of 3 takes 260 bytes"),
     ("chunks in another order", changed(lambda c: [c[1], c[0], c[2]]), "BAD_CHECKSUM", "crc32c"),
-    ("a scale of 0 with codes", int8_payload(scale=0.0), "BAD_ENCODING", "scale"),
-    ("the code -128", int8_payload(code=-128), "BAD_ENCODING", "-128"),
+    ("a scale of 0 with codes", int8_payload(scale=0.0), "BAD_PAYLOAD", "scale"),
+    ("the code -128", int8_payload(code=-128), "BAD_PAYLOAD", "-128"),
 ]
 
 
@@ -355,7 +355,7 @@ def test_parts_of_a_contribution_are_taken_together(opened):
 
 
 def test_a_contribution_that_comes_whole_has_no_ranges(opened):
-    opened.rejects(lambda: opened.push(opened.a, ranges=(Range(0, NUM_ELEMENTS),)), "BAD_SIZE")
+    opened.rejects(lambda: opened.push(opened.a, ranges=(Range(0, NUM_ELEMENTS),)), "BAD_PAYLOAD")
 
 
 def test_a_chunk_without_its_checksum_is_refused(opened):

@@ -20,8 +20,8 @@ ESCAPES = "\x1b[2J\x1b]0;pwned\x07\r\n\x9b31m\u202eevil"
 HEAD = b"HTTP/1.1 200 OK\r\n"
 SHARD = {
     "role": "shard", "name": "shard-0", "run": "local", "index": 0, "count": 1, "ready": True, "tokens_merged": 3,
-    "learners": [{"id": "cat", "state": "alive", "loss": 1.5, "missed": {"LATE": 1}, "away": [], "left_out": False}],
-    "fragments": [{"id": 0, "version": 7}], "rejected": {"BAD_SIZE": 2}, "data_dir": None, "of a newer release": [1],
+    "learners": [{"id": "cat", "state": "alive", "loss": 1.5, "missed": {"ABSENT": 1}, "away": [], "left_out": False}],
+    "fragments": [{"id": 0, "version": 7}], "rejected": {"BAD_PAYLOAD": 2}, "data_dir": None, "of a newer release": [1],
 }  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def test_a_status_is_taken_with_what_a_newer_release_says() -> None:
         ({"fragments": [[]]}, "fragments. is no object"),
         ({"fragments": [{"id": 1}]}, "fragments.version is missing"),
         ({"learners": [{"id": "a", "state": "alive", "left_out": 7}]}, "left_out is 7"),
-        ({"learners": [{"id": "a", "state": "alive", "missed": {"LATE": "x"}}]}, "missed is .*no counts"),
+        ({"learners": [{"id": "a", "state": "alive", "missed": {"ABSENT": "x"}}]}, "missed is .*no counts"),
         ({"learners": [{"id": "a", "state": "alive", "away": [{"for_s": "long"}]}]}, "away.for_s is"),
     ],
 )

@@ -24,6 +24,7 @@ from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import PushHeader
 from diloco_protos import parameter_server_pb2 as pb
+from diloco_server.shell import service
 from diloco_worker.global_model import pull_global_model
 from waiting import DEADLINE_S, until
 
@@ -109,7 +110,7 @@ def test_a_scope_makes_the_calls_of_its_row_and_no_others(shard, run, who):
     calls = calls_of(caller)
     if scope == "learner":
         del calls["Attend"]  # it would last
-    refused = {call for call, make in calls.items() if _code_of(make) == "WRONG_SCOPE"}
+    refused = {call for call, make in calls.items() if _code_of(make) == "WRONG_IDENTITY"}
 
     assert refused - {"number"} == {"Join", "Observe", "Attend", "Push", "Pull", "Leave"} - MAY[scope]
     assert ("number" in refused) == ("Join" in refused), "who may join may take a number"
@@ -467,9 +468,10 @@ def test_a_pull_that_nobody_reads_ends_when_its_learner_is_revoked(shard, run, w
     assert "Traceback" not in written.getvalue()
 
 
-def test_learners_behind_one_proxy_are_not_neighbours_once_they_prove_who_they_are(serve, run):
-    proven = serve(settings_with(security={"tls": run.issue("shard/0")}, shard={"max_learners_per_host": 1}))
-    unproven = serve(settings_with(shard={"max_learners_per_host": 1}))
+def test_learners_behind_one_proxy_are_not_neighbours_once_they_prove_who_they_are(serve, run, monkeypatch):
+    monkeypatch.setattr(service, "HOST_LEARNERS", 1)
+    proven = serve(settings_with(security={"tls": run.issue("shard/0")}, shard={"max_learners": 3}))
+    unproven = serve(settings_with(shard={"max_learners": 3}))
 
     for learner_id in "abc":
         proven.caller(learner_id, tls=run.issue(f"learner/{learner_id}")).join()

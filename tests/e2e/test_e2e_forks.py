@@ -51,5 +51,5 @@ def test_a_script_that_its_children_run_again_stays_the_learner(tmp_path: Path) 
         )  # fmt: skip
     assert ended.stdout.split() == ["RuntimeError", "1", "1", "training"], ended.stderr
     spawned, started = re.findall(r"^diloco.*", ended.stderr, re.MULTILINE)
-    assert re.fullmatch(r"diloco \(train.py, line 8\): .*spawned by this script.*\[CHILD_OF_LEARNER\]", spawned)
-    assert re.fullmatch(r"diloco: .* is a already: .*\[CHILD_OF_LEARNER\]", started)
+    assert re.fullmatch(r"diloco \(train.py, line 8\): .*spawned by this script.*\[WRONG_CALL\]", spawned)
+    assert re.fullmatch(r"diloco: .* is a already: .*\[WRONG_CALL\]", started)

@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     # what is wrong -> the script, the code that it hears
     "a model in float64": (in_model("model.double()"), "UNSUPPORTED_MODEL"),
     "a model moved after join": (before_step(LOOP, "model.double()"), "MODEL_CHANGED"),
-    "a step after finish": (before_step(LOOP, "learner.finish()"), "LEARNER_ENDED"),
+    "a step after finish": (before_step(LOOP, "learner.finish()"), "WRONG_CALL"),
     "resumed: the whole checkpoint as the state": (resumed_with("state=saved"), "BAD_CONFIG"),
     "resumed: a count typed by hand": (resumed_with('state=saved["learner"] | {"inner_step": "50"}'), "BAD_CONFIG"),
     "resumed: loaded after join": (

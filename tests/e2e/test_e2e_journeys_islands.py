@@ -43,7 +43,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         changed(FSDP2, ("    fully_shard(model, mesh=mesh)\n", "    model.append(nn.Linear(2, 2))\n")),
         "UNSUPPORTED_MODEL",
     ),
-    "fsdp2: a step after finish": (before_step(FSDP2, "learner.finish()"), "LEARNER_ENDED"),
+    "fsdp2: a step after finish": (before_step(FSDP2, "learner.finish()"), "WRONG_CALL"),
 }  # fmt: skip
 
 

@@ -147,8 +147,8 @@ def newest_version(name: str) -> int:
 
 
 def test_interval_durability_reports_what_a_crash_lost_and_goes_on(tmp_path: Path) -> None:
-    """Fault 5 with durability = "interval": versions since the last write are lost and told; SIGTERM loses none."""
-    settings = {**ENDLESS, "shard.durability": "interval", "shard.interval_s": 3600}
+    """Fault 5 with shard.interval_s: versions since the last write are lost and told; SIGTERM loses none."""
+    settings = {**ENDLESS, "shard.interval_s": 3600}
     with LocalCluster(tmp_path / "run", settings, keeps=True) as cluster:
         cluster.start(shards=1, workers=["ann", "ben"])
         (shard,) = cluster.shards

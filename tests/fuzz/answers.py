@@ -34,7 +34,7 @@ from diloco_common.wire.messages import (
     PushHeader,
 )
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_simulator.cluster import Cluster
+from diloco_simulator.cluster import SimulatedCluster
 from diloco_simulator.learner_process import LearnerProcess
 from diloco_simulator.options import Options, draw_memory
 from diloco_simulator.verify.invariants import Violation
@@ -249,7 +249,7 @@ class Trainer(LearnerProcess):
             super()._hear_error(what, facts)
 
 
-class Lied(Cluster):
+class Lied(SimulatedCluster):
     """Two learners, an honest shard, and one that lies once both train."""
 
     def __init__(self, seed: int, most: int) -> None:

@@ -224,7 +224,7 @@ def _with_shard(
     offer: Callable[[ShardProcess, Result, int, range], Awaitable[None]],
 ) -> Result:  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    result, shard = Result(), ShardProcess(folder, SETTINGS, TOKEN, None)
+    result, shard = Result(), ShardProcess(folder, SETTINGS, TOKEN)
     try:
         process = psutil.Process(shard.pid)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from builders import TinyText, decoded, inner_step, make_batch, make_settings, random_values
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import VALUES, decode_version, encode_change, pull_encodings
-from diloco_common.errors import BadSize, NotFinite
+from diloco_common.errors import BadPayload, NotFinite
 from diloco_server.core import arithmetic
 from lockstep import Lockstep
 
@@ -106,10 +106,10 @@ def test_what_cannot_be_a_change_is_refused() -> None:
     base = encode_payload(torch.ones(4), "bfloat16")
     with pytest.raises(NotFinite, match="element 2"):
         encode_change(torch.tensor([1.0, 1.0, torch.nan, 1.0]), base, "int8")
-    with pytest.raises(BadSize, match="there are 5 values, but the anchor has 4"):
+    with pytest.raises(BadPayload, match="there are 5 values, but the anchor has 4"):
         encode_change(torch.ones(5), base, "int8")
     change, _ = encode_change(torch.zeros(4), base, "int8")
-    with pytest.raises(BadSize, match="4 elements, what it is added to 5"):
+    with pytest.raises(BadPayload, match="4 elements, what it is added to 5"):
         decode_version(change, torch.ones(5))
 
 

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from diloco_planner.chips import DAY_S, Away, Failures, Island, Timeline, island_timeline, uptime
+from diloco_planner.chips import DAY_S, Away, ChipTimeline, Failures, Island, island_timeline, uptime
 
 NEVER = Failures(mtbi_s=1e15)
 DAYS = 20 * DAY_S
 
 
-def drawn(island: Island, failures: Failures, seed: int = 0) -> Timeline:
+def drawn(island: Island, failures: Failures, seed: int = 0) -> ChipTimeline:
     return island_timeline(island, failures, DAYS, random.Random(seed))
 
 

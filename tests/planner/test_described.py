@@ -10,8 +10,7 @@ from diloco_common.errors import ConfigError
 from diloco_planner.chips import PRESETS, Island
 from diloco_planner.described import Described, Site, read
 from diloco_planner.money import bill
-from diloco_planner.plans import LearnerPlan
-from diloco_planner.world import Outcome
+from diloco_planner.plans import LearnerPlan, RunOutcome
 
 GOOD = """\
 [[site]]
@@ -55,7 +54,7 @@ def test_a_file_gives_a_plan_for_each_learner(tmp_path: Path) -> None:
     assert plans[0].to_shards.up == math.inf, "they are there"
     assert plans[0].failures.mtbi_s == pytest.approx(3.4 * 365.25 * 86_400)
     accounts = [{"sent_gb": 100.0, "taken_gb": 200.0}] * 3
-    outcome = Outcome(10.0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 36_000, 0, 24, accounts)
+    outcome = RunOutcome(10.0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 36_000, 0, 24, accounts)
     found = bill(described, plans, outcome)
     assert found is not None
     assert (found.chips, found.shards) == (10 * 1000 * (2 + 2 + 3), 20.0)

@@ -3,24 +3,24 @@
 import pytest
 
 from diloco_planner import published
-from diloco_planner.published import FLEETS, GOODPUT, SCAVENGING, Cell
+from diloco_planner.published import FLEETS, GOODPUT, SCAVENGING, PublishedCell
 
 HOURS = 240.0
 
 
 @pytest.fixture(scope="module")
-def cells() -> list[Cell]:
+def cells() -> list[PublishedCell]:
     return published.goodput_table(HOURS)
 
 
-def test_elastic_and_decoupled_cells_are_within_three_points(cells: list[Cell]) -> None:
+def test_elastic_and_decoupled_cells_are_within_three_points(cells: list[PublishedCell]) -> None:
     found = [c for c in cells if c.way != "restart"]
     assert len(found) == 25
     assert sum(not c.is_fitted for c in found) == 20
     assert [c for c in found if abs(c.ours - c.published) > 3.0] == []
 
 
-def test_restart_cells_are_within_five_points(cells: list[Cell]) -> None:
+def test_restart_cells_are_within_five_points(cells: list[PublishedCell]) -> None:
     found = [c for c in cells if c.way == "restart"]
     assert len(found) == len(GOODPUT)
     assert [c for c in found if abs(c.ours - c.published) > 5.0] == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_deploy.cli import main
-from diloco_deploy.plan.ways import Phase, ends
+from diloco_planner.proposed import PlannedPhase, ends
 
 SITE = """
 [[site]]
@@ -142,14 +142,16 @@ def test_shards_and_sites_that_do_not_help(
 @pytest.mark.parametrize(
     ("phases", "seconds", "egress"),
     [
-        ([Phase(0.0, 10.0, 1.0)], 10.0, 10.0),
-        ([Phase(0.0, 10.0), Phase(5.0, 20.0, 2.0)], 7.5, 5.0),
-        ([Phase(0.0, 10.0), Phase(50.0, 20.0, 2.0)], 10.0, 0.0),
-        ([Phase(3.0, 10.0, 1.0)], 13.0, 10.0),
-        ([Phase(0.0, 0.0)], math.inf, 0.0),
+        ([PlannedPhase(0.0, 10.0, 1.0)], 10.0, 10.0),
+        ([PlannedPhase(0.0, 10.0), PlannedPhase(5.0, 20.0, 2.0)], 7.5, 5.0),
+        ([PlannedPhase(0.0, 10.0), PlannedPhase(50.0, 20.0, 2.0)], 10.0, 0.0),
+        ([PlannedPhase(3.0, 10.0, 1.0)], 13.0, 10.0),
+        ([PlannedPhase(0.0, 0.0)], math.inf, 0.0),
     ],
 )
-def test_who_comes_later_helps_and_costs_from_then_on(phases: list[Phase], seconds: float, egress: float) -> None:
+def test_who_comes_later_helps_and_costs_from_then_on(
+    phases: list[PlannedPhase], seconds: float, egress: float
+) -> None:
     assert ends(100, phases) == (seconds, egress)
 
 

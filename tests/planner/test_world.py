@@ -9,10 +9,10 @@ import pytest
 from diloco_common.settings import Settings, SyncSettings
 from diloco_deploy.cli import main
 from diloco_planner.chips import Failures, Island
-from diloco_planner.plans import LearnerPlan, Link, ShardPlan
-from diloco_planner.report import Progress
+from diloco_planner.plans import LearnerPlan, Link, RunOutcome, ShardPlan
+from diloco_planner.report import SimulationProgress
 from diloco_planner.run import bits_of
-from diloco_planner.world import Outcome, World
+from diloco_planner.world import PlannedWorld
 
 NEVER, FREE, ONE = Failures(mtbi_s=1e15), Link(), ShardPlan()
 
@@ -20,10 +20,10 @@ NEVER, FREE, ONE = Failures(mtbi_s=1e15), Link(), ShardPlan()
 def ran(
     learners: int = 4, hours: float = 0.25, *, failures: Failures = NEVER, chips: float = 1e5, decided: int = 2,
     params: float = 5e9, link: Link = FREE, shards: ShardPlan = ONE, **sync: object,
-) -> Outcome:  # fmt: skip
+) -> RunOutcome:  # fmt: skip
     plans = [LearnerPlan(f"learner-{i}", Island(chips), failures, link=link) for i in range(learners)]
     settings = Settings(sync=SyncSettings.model_validate(sync))
-    return World(settings, params, plans, shards, hours * 3600, 0, decided=decided).run()
+    return PlannedWorld(settings, params, plans, shards, hours * 3600, 0, decided=decided).run()
 
 
 @pytest.mark.parametrize(("push", "pull", "every"), [("int8", "bfloat16", 24), ("int4", "int8", 12)])
@@ -98,7 +98,7 @@ def test_the_command_prints_what_it_promises(capsys: pytest.CaptureFixture[str])
 def test_a_long_simulation_says_how_far_it_is() -> None:
     said: list[str] = []
     clock = iter([0.0, 9.0, 10.0, 15.0, 20.0])
-    progress = Progress(7200.0, said.append, lambda: next(clock))
+    progress = SimulationProgress(7200.0, said.append, lambda: next(clock))
     for simulated_s in (900.0, 1800.0, 2700.0, 3600.0):
         progress(simulated_s)
     assert said == [
@@ -124,6 +124,6 @@ def test_a_machine_of_a_shard_merges_one_version_after_the_other() -> None:
 @pytest.mark.parametrize(("begins_s", "there"), [(450.0, 0.5), (1e6, 0.0)], ids=["later", "after the end"])
 def test_who_comes_later_counts_from_then_on(begins_s: float, there: float) -> None:
     plans = [LearnerPlan(f"learner-{i}", Island(256), NEVER, begins_s=at) for i, at in enumerate((0.0, begins_s))]
-    found = World(Settings(), 5e9, plans, ONE, 900.0, 0, decided=1).run()
+    found = PlannedWorld(Settings(), 5e9, plans, ONE, 900.0, 0, decided=1).run()
     assert found.goodput == pytest.approx(1.0)
     assert found.tokens_trained == pytest.approx((1 + there) * 900 * plans[0].tokens_per_step)

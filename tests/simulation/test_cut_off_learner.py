@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_simulator.cluster import Cluster
+from diloco_simulator.cluster import SimulatedCluster
 from diloco_simulator.learner_process import LearnerProcess
 from diloco_simulator.options import Options, draw_memory
 
@@ -34,7 +34,7 @@ def test_a_learner_that_is_cut_off_is_back_within_5_s_and_all_its_work_is_merged
     """Fault 10. The judge and the invariants see to it that nothing is lost or counted twice, and that what the learner
     had contributed before is settled in the end."""
     options = calm(seed, CUT_AT_S + cut_s + BACK_WITHIN_S + 1.0)
-    cluster = Cluster(options)
+    cluster = SimulatedCluster(options)
     seen: dict[str, int] = {}
 
     def far() -> LearnerProcess:

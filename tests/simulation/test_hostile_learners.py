@@ -10,7 +10,7 @@ import pytest
 import schedules
 
 from diloco_simulator.chaos.plot import FOREIGN, MANNERS, TACTICS
-from diloco_simulator.cluster import Cluster, run_schedule
+from diloco_simulator.cluster import SimulatedCluster, run_schedule
 from diloco_simulator.options import Options, draw_options, draw_short
 from diloco_simulator.verify.judge import violations
 
@@ -71,13 +71,13 @@ def test_hostile_learners_meet_most_refusals() -> None:
     of_pushes = {what.removeprefix("hostile pushes: ") for what in counts}
     of_calls = {what.removeprefix("refused: ") for what in counts}
 
-    assert of_pushes >= {"late", "duplicate", "BAD_SIZE", "BAD_ENCODING", "NOT_FINITE", "WRONG_EPOCH", "WRONG_ROUND"}
+    assert of_pushes >= {"late", "duplicate", "BAD_PAYLOAD", "NOT_FINITE", "WRONG_EPOCH", "WRONG_ROUND"}
     assert of_calls >= {"BAD_REQUEST", "NOT_JOINED", "MANIFEST_MISMATCH", "PROTOCOL_MISMATCH", "STALE_GENERATION"}
 
 
 def test_whoever_has_proven_its_identity_can_use_no_other() -> None:
     """P10: nobody honest is a claimant where identities are proven."""
-    cluster = Cluster(schedules.hostile(3, 2, tactics=(*TACTICS, *FOREIGN), identities_proven=True))
+    cluster = SimulatedCluster(schedules.hostile(3, 2, tactics=(*TACTICS, *FOREIGN), identities_proven=True))
     cluster.run()
 
     accepted = {line["learner"] for shard in cluster.histories().shard_processes() for line in shard.of("joined")}
@@ -87,7 +87,7 @@ def test_whoever_has_proven_its_identity_can_use_no_other() -> None:
 
 def test_the_judge_finds_the_lies_where_it_takes_them_for_work() -> None:
     """What hostile learners say is a claim. Taken for work, it is work that nobody has done."""
-    cluster = Cluster(schedules.hostile(0, tactics=("claim",)))
+    cluster = SimulatedCluster(schedules.hostile(0, tactics=("claim",)))
     cluster.run()
     histories = cluster.histories()
 

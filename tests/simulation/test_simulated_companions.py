@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from diloco_simulator.cluster import Cluster, run_schedule
+from diloco_simulator.cluster import SimulatedCluster, run_schedule
 from diloco_simulator.options import draw_companions
 
 SEEDS = range(15)
@@ -23,7 +23,7 @@ def test_companions_keep_all_promises_while_everything_fails(seeds: range) -> No
 
 
 def test_schedules_make_versions_of_companions_and_of_the_model() -> None:
-    cluster = Cluster(draw_companions(1))
+    cluster = SimulatedCluster(draw_companions(1))
     try:
         cluster.run()
         states = [s for shard in cluster.shards.values() if shard.host for s in shard.host.shard.fragments.values()]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from certificates import Certificates
-from diloco_common.errors import Expired, Revoked, WrongIdentity, WrongScope
+from diloco_common.errors import Expired, Revoked, WrongIdentity
 from diloco_common.trust.identity import MAY, Identity, Scope
 from diloco_common.trust.tls import proof_of
 from diloco_server.shell.access import Callers
@@ -37,7 +37,7 @@ def test_a_scope_may_what_the_table_says(run: Certificates, scope: Scope) -> Non
         if call in MAY[scope]:
             caller.check_may(call)
         else:
-            with pytest.raises(WrongScope):
+            with pytest.raises(WrongIdentity):
                 caller.check_may(call)
 
 

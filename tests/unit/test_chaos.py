@@ -195,7 +195,7 @@ def test_hostile_processes_are_named_and_only_the_others_are_judged():
     shard += [
         {"t": 2.01, "what": "joined", **lies},
         {**accepted(2.02, 1, 2**40), **lies},
-        {**accepted(2.03, 1, 5), **lies, "what": "declined", "outcome": "rejected", "code": "BAD_SIZE"},
+        {**accepted(2.03, 1, 5), **lies, "what": "declined", "outcome": "rejected", "code": "BAD_PAYLOAD"},
     ]
     shard.sort(key=lambda line: line["t"])
     merge = next(line for line in shard if line["what"] == "merging")
@@ -211,7 +211,7 @@ def test_hostile_processes_are_named_and_only_the_others_are_judged():
     }
     assert result["hostile"] == [
         {
-            "name": "hostile-0", "joined": 1, "accepted": 1, "declined": {"BAD_SIZE": 1}, "merged": 1,
+            "name": "hostile-0", "joined": 1, "accepted": 1, "declined": {"BAD_PAYLOAD": 1}, "merged": 1,
             "tokens_claimed": 2**40, "versions_share": 0.2,
         }
     ]  # fmt: skip

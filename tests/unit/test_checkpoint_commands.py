@@ -156,8 +156,8 @@ def test_damage_is_named_and_ends_with_exit_code_3(run_folder: Path, capsys: pyt
     [
         (["checkpoint", "{run}", "--name", "one"], 3, "BAD_CHECKPOINT"),
         (["checkpoint", "{run}", "--name", "../up"], 2, "BAD_CONFIG"),
-        (["checkpoint", "{run}/checkpoints"], 3, "NO_CHECKPOINT"),
-        (["checkpoint", "verify", "{run}/shard-0"], 3, "NO_CHECKPOINT"),
+        (["checkpoint", "{run}/checkpoints"], 3, "BAD_CHECKPOINT"),
+        (["checkpoint", "verify", "{run}/shard-0"], 3, "BAD_CHECKPOINT"),
         (["checkpoint", "copy", "{run}/checkpoints/one", "ftp://host/path"], 2, "BAD_CONFIG"),
         (["restore", "{run}/checkpoints/one", "--shards", "9", "--folder", "{run}/new"], 2, "BAD_CONFIG"),
         (["restore", "{run}/checkpoints/one", "--shards", "2", "--folder", "{run}"], 2, "BAD_CONFIG"),

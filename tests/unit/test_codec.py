@@ -31,7 +31,7 @@ from diloco_common.codec import (
 from diloco_common.codec.frames import HEAD_BYTES
 from diloco_common.codec.memory import SLICE_ELEMENTS
 from diloco_common.codec.payload import CHUNK_BYTES_MAX
-from diloco_common.errors import BadEncoding, BadSize, NotFinite, UnknownEncoding
+from diloco_common.errors import BadPayload, NotFinite, UnknownEncoding
 from diloco_common.wire.bounds import MESSAGE_BYTES_MAX
 
 each_encoding = pytest.mark.parametrize("encoding", encoding_names())
@@ -181,7 +181,7 @@ def test_a_decoder_refuses_a_scale_that_no_encoder_writes(encoding: str, scale: 
     chunk = bytearray(payload.chunks[1])
     chunk[8:12] = struct.pack("<f", scale)
     out = torch.zeros(976)
-    with pytest.raises(BadEncoding, match=f"chunk 1: {encoding}: block 2 has scale"):
+    with pytest.raises(BadPayload, match=f"chunk 1: {encoding}: block 2 has scale"):
         decode_chunk(payload.header, 1, bytes(chunk), out)
     assert not out.any()
 
@@ -201,7 +201,7 @@ def test_a_decoder_refuses_a_code_that_no_encoder_writes(
     payload = encode_payload(random_values(num_elements, 0), encoding)
     chunk = bytearray(payload.chunks[0])
     chunk[4 * 3 + byte] = value
-    with pytest.raises(BadEncoding, match=says):
+    with pytest.raises(BadPayload, match=says):
         decoded(replace(payload, chunks=(bytes(chunk),)))
 
 
@@ -215,7 +215,7 @@ def test_arbitrary_bytes_are_refused_or_decode(encoding: str, data: st.DataObjec
     header = PayloadHeader(encoding, num_elements, 512, size, 0)
     try:
         y = decoded(Payload(header, (chunk,)))
-    except BadEncoding:
+    except BadPayload:
         assert encoding not in ("float32", "bfloat16")
     else:
         assert encoding in ("float32", "bfloat16") or y.isfinite().all()
@@ -250,12 +250,12 @@ def test_chunks_are_as_large_as_messages_may_be(encoding: str) -> None:
     ("header", "error", "says"),
     [
         (replace(GOOD, encoding="int4"), UnknownEncoding, "'int4' is not taken here; send float32 or int8"),
-        (replace(GOOD, num_elements=999), BadSize, "999 elements, the fragment 1000"),
-        (replace(GOOD, chunk_elements=0), BadSize, "multiple of 256"),
-        (replace(GOOD, chunk_elements=300), BadSize, "multiple of 256"),
-        (replace(GOOD, chunk_elements=2 * CHUNK_ELEMENTS_MAX), BadSize, "of int8 .* to 4194304"),
-        (replace(GOOD, encoding="float32", chunk_elements=CHUNK_ELEMENTS_MAX), BadSize, "of float32 .* to 1048576"),
-        (replace(GOOD, num_bytes=1015), BadSize, "take 1016 bytes, but the header says 1015"),
+        (replace(GOOD, num_elements=999), BadPayload, "999 elements, the fragment 1000"),
+        (replace(GOOD, chunk_elements=0), BadPayload, "multiple of 256"),
+        (replace(GOOD, chunk_elements=300), BadPayload, "multiple of 256"),
+        (replace(GOOD, chunk_elements=2 * CHUNK_ELEMENTS_MAX), BadPayload, "of int8 .* to 4194304"),
+        (replace(GOOD, encoding="float32", chunk_elements=CHUNK_ELEMENTS_MAX), BadPayload, "of float32 .* to 1048576"),
+        (replace(GOOD, num_bytes=1015), BadPayload, "take 1016 bytes, but the header says 1015"),
     ],
 )
 def test_a_header_is_refused_before_its_bytes_come(header: PayloadHeader, error: type[Exception], says: str) -> None:
@@ -268,13 +268,13 @@ def test_a_payload_that_does_not_fit_its_header_is_not_decoded() -> None:
     first, second = payload.chunks
     out = torch.zeros(1000)
     for chunks in [(first,), (first, second, second), (first, second[:-1]), (second, first)]:
-        with pytest.raises(BadSize):
+        with pytest.raises(BadPayload):
             decode_payload(replace(payload, chunks=chunks), out)
-    with pytest.raises(BadSize, match="`out` has 999"):
+    with pytest.raises(BadPayload, match="`out` has 999"):
         decode_payload(payload, out[:999])
-    with pytest.raises(BadSize, match="there is no chunk 2"):
+    with pytest.raises(BadPayload, match="there is no chunk 2"):
         decode_chunk(payload.header, 2, first, out[:512])
-    with pytest.raises(BadSize, match="`out_slice` has 511"):
+    with pytest.raises(BadPayload, match="`out_slice` has 511"):
         decode_chunk(payload.header, 0, first, out[:511])
     assert not out.any()
 
@@ -287,13 +287,13 @@ def test_a_receiver_refuses_wrong_sizes_at_once_and_stays_usable() -> None:
     first, last = map(bytes, payload.chunks)
     receiver = PayloadReceiver(payload.header)
     for wrong in (b"", first[:-1], first + b"\0", last):
-        with pytest.raises(BadSize, match="chunk 0 of 2 takes 520 bytes"):
+        with pytest.raises(BadPayload, match="chunk 0 of 2 takes 520 bytes"):
             receiver.add(wrong)
     receiver.add(first)
-    with pytest.raises(BadSize, match="1 of 2 chunks are missing"):
+    with pytest.raises(BadPayload, match="1 of 2 chunks are missing"):
         receiver.finish()
     receiver.add(last)
-    with pytest.raises(BadSize, match="there is no chunk 2"):
+    with pytest.raises(BadPayload, match="there is no chunk 2"):
         receiver.add(last)
     assert receiver.finish() == payload
 

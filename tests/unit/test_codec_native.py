@@ -14,7 +14,7 @@ from diloco_common.codec.base import BFLOAT16_MAX, Codec, Part
 from diloco_common.codec.blocks import BlockCodec
 from diloco_common.codec.plain import PlainCodec
 from diloco_common.codec.registry import get_codec
-from diloco_common.errors import BadEncoding, NotFinite
+from diloco_common.errors import BadPayload, NotFinite
 from diloco_common.settings import OuterSettings
 from diloco_common.wire.manifest import Fragment
 from diloco_server.core.arithmetic import Making, Values, step
@@ -92,7 +92,7 @@ def test_any_size_and_magnitude_become_the_same_bytes(encoding: str, scale: floa
 def verdict(codec: Codec, data: torch.Tensor, size: int) -> str:
     try:
         codec.check(data, size)
-    except BadEncoding as error:
+    except BadPayload as error:
         return str(error)
     return "good"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from builders import decoded, random_values
 from diloco_common.codec import Payload, decode_payload, encode_payload, registry
-from diloco_common.errors import BadEncoding
+from diloco_common.errors import BadPayload
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from topk64_2bit import BLOCK, CODEC
@@ -161,8 +161,8 @@ def test_a_decoder_refuses_what_no_encoder_writes(damage: Callable[[bytearray], 
     chunk = bytearray(good().chunks[0])
     damage(chunk)
     out = torch.zeros(NUM_ELEMENTS)
-    with pytest.raises(BadEncoding, match=f"chunk 0: {NAME}: {says}"):
+    with pytest.raises(BadPayload, match=f"chunk 0: {NAME}: {says}"):
         decode_payload(replace(good(), chunks=(bytes(chunk),)), out)
-    with pytest.raises(BadEncoding, match=says):
+    with pytest.raises(BadPayload, match=says):
         CODEC.accumulate(torch.frombuffer(chunk, dtype=torch.uint8), out, 1.0)
     assert not out.any()

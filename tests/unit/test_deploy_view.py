@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from diloco_common import units
 from diloco_common.settings import Settings
-from diloco_deploy import units
 from diloco_deploy.cluster.members import Member
 from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.run.members import Watch

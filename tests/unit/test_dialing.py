@@ -12,10 +12,10 @@ from diloco_common.errors import (
     ForeignCertificate,
     LeaseExpired,
     ManifestMismatch,
-    NoCertificate,
     Revoked,
     StaleGeneration,
     Superseded,
+    WrongHost,
     WrongRun,
 )
 from diloco_common.ports import Unavailable
@@ -145,7 +145,7 @@ def test_of_a_shard_that_was_up_few_words_are_objections(
 # ------------------------------------------------------------------ handshakes
 
 
-FOREIGN, NONE, EXPIRED = ForeignCertificate("of another"), NoCertificate("asks for one"), CertificateNotValid("too old")
+FOREIGN, HOST, EXPIRED = ForeignCertificate("of another"), WrongHost("no such name"), CertificateNotValid("too old")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ FOREIGN, NONE, EXPIRED = ForeignCertificate("of another"), NoCertificate("asks f
         ([(0.0, FOREIGN), (STAYS_S - 0.1, FOREIGN)], False),
         ([(0.0, FOREIGN), (STAYS_S, FOREIGN)], True),
         ([(0.0, FOREIGN), (1.0, CUT), (STAYS_S, FOREIGN)], False),
-        ([(0.0, NONE), (STAYS_S, FOREIGN)], False),
+        ([(0.0, HOST), (STAYS_S, FOREIGN)], False),
         ([(0.0, EXPIRED), (100.0, EXPIRED)], False),
         ([(0.0, CUT), (100.0, CUT)], False),
     ],
@@ -174,7 +174,7 @@ def test_what_waiting_does_not_mend_is_an_objection_once_it_has_stayed(
     assert (redial.is_objection, redial.why) == (ends, str(last[1]))
 
 
-@pytest.mark.parametrize("error", [FOREIGN, NONE])
+@pytest.mark.parametrize("error", [FOREIGN, HOST])
 def test_a_learner_that_was_up_goes_on_whatever_becomes_of_its_certificate(error: DilocoError) -> None:
     dialing = Dialing()
     dialing.is_up()

@@ -91,7 +91,7 @@ def test_a_code_is_found_in_any_spelling(spelling: str) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("CANNOT_CONECT", "CANNOT_CONNECT"), ("certificate", "NO_CERTIFICATE"), ("finite", "NOT_FINITE")],
+    [("CANNOT_CONECT", "CANNOT_CONNECT"), ("certificate", "FOREIGN_CERTIFICATE"), ("finite", "NOT_FINITE")],
 )  # fmt: skip
 def test_an_unknown_code_gets_suggestions(typed: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"{meant}.*lists all"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common.errors import ChildOfLearner
+from diloco_common.errors import WrongCall
 from diloco_common.forks import danger
 from diloco_worker.shell import home as children
 
@@ -74,13 +74,13 @@ def test_a_child_does_not_join_in_the_place_of_its_parent(
     pids = {"SELF": os.getpid(), "GRANDPARENT": grandparent, "PARENT": os.getppid()}
     pid, names = mark.split(" ", 1)
     alone.setenv(children.MARK, f"{pids.get(pid, pid)} {names}")
-    with pytest.raises(ChildOfLearner, match="is a already") if is_refused else nullcontext():
+    with pytest.raises(WrongCall, match="is a already") if is_refused else nullcontext():
         children.check_may_join("r", "a")
 
 
 def test_a_spawned_child_that_runs_the_script_again_is_refused(alone: pytest.MonkeyPatch) -> None:
     alone.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    with pytest.raises(ChildOfLearner, match='if __name__ == "__main__":'):
+    with pytest.raises(WrongCall, match='if __name__ == "__main__":'):
         children.check_may_join("r", "a")
 
 

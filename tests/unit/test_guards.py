@@ -10,7 +10,7 @@ import torch
 
 from diloco_common.codec import encode_payload
 from diloco_common.errors import (
-    BadSize,
+    BadPayload,
     ManifestMismatch,
     Refusal,
     TooStale,
@@ -96,9 +96,9 @@ def test_staleness_within_its_bound_passes(base_version: int) -> None:
     ("changes", "error"),
     [
         ({"encoding": "int4"}, UnknownEncoding),
-        ({"num_elements": 101}, BadSize),
-        ({"num_bytes": 10**12}, BadSize),
-        ({"chunk_elements": 2**40}, BadSize),
+        ({"num_elements": 101}, BadPayload),
+        ({"num_bytes": 10**12}, BadPayload),
+        ({"chunk_elements": 2**40}, BadPayload),
     ],
 )
 def test_announced_sizes_that_do_not_fit(changes: dict[str, object], error: type[Refusal]) -> None:

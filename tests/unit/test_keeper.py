@@ -103,7 +103,7 @@ async def test_a_disk_that_refuses_is_told_and_tried_until_it_works(store: SlowS
 
 
 async def test_by_interval_the_first_version_is_written_at_once_and_later_ones_together(store, keeping) -> None:
-    keeper = keeping(durability="interval", interval_s=3600)
+    keeper = keeping(interval_s=3600)
     for version in range(4):
         await keeper.keep(make_version(version), MANIFEST)
     assert (store.saved, keeper.unwritten) == ([(0, 0)], 1)
@@ -113,7 +113,7 @@ async def test_by_interval_the_first_version_is_written_at_once_and_later_ones_t
 
 async def test_by_interval_values_do_not_change_while_they_are_written(store: SlowStore, keeping) -> None:
     """The next merge of the fragment waits for the write; that of another fragment does not."""
-    keeper = keeping(durability="interval", interval_s=0.001)
+    keeper = keeping(interval_s=0.001)
     for fragment_id in (0, 1):
         await keeper.keep(make_version(0, fragment_id=fragment_id), MANIFEST)
     store.gates[0] = threading.Event()
@@ -128,7 +128,7 @@ async def test_by_interval_values_do_not_change_while_they_are_written(store: Sl
 
 async def test_by_interval_values_that_a_merge_left_half_way_are_not_written(store: SlowStore, keeping) -> None:
     """The merge holds the fragment while the interval ends; then it fails."""
-    keeper = keeping(durability="interval", interval_s=0.001)
+    keeper = keeping(interval_s=0.001)
     await keeper.keep(make_version(0), MANIFEST)
     async with keeper.hold(0):
         await keeper.keep(make_version(1), MANIFEST)
@@ -138,7 +138,7 @@ async def test_by_interval_values_that_a_merge_left_half_way_are_not_written(sto
 
 
 async def test_by_interval_a_disk_that_refuses_holds_up_no_merge(store: SlowStore, keeping) -> None:
-    keeper = keeping(durability="interval", interval_s=0.001)
+    keeper = keeping(interval_s=0.001)
     await keeper.keep(make_version(0), MANIFEST)
     store.error = OSError(5, "Input/output error")
     for version in (1, 2, 3):
@@ -150,9 +150,9 @@ async def test_by_interval_a_disk_that_refuses_holds_up_no_merge(store: SlowStor
     await until_async(lambda: not keeper.failing, "the disk to take it")
 
 
-@pytest.mark.parametrize("durability", ["version", "interval"])
-async def test_versions_that_wait_for_the_disk_are_counted(store: SlowStore, keeping, durability: str) -> None:
-    keeper = keeping(durability=durability, interval_s=0.005)
+@pytest.mark.parametrize("interval_s", [0.0, 0.005])
+async def test_versions_that_wait_for_the_disk_are_counted(store: SlowStore, keeping, interval_s: float) -> None:
+    keeper = keeping(interval_s=interval_s)
     keeper.recovered(0)
     store.gates[0] = threading.Event()
     counts = [keeper.not_durable]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tools import kubernetes_sizes as sizes
 
-from diloco_deploy import units
+from diloco_common import units
 from diloco_deploy.cli import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/kubernetes-sizes.md"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco_deploy.cli import COMMANDS
+
 OURS = {
     "diloco_protos": "protos",
     "diloco_common": "common",
@@ -190,20 +192,68 @@ def test_every_module_keeps_to_its_layer(repository):
     assert not found, "\n" + "\n".join(found)
 
 
+def needs(repository: Path, *, types: bool = True) -> dict[str, set[str]]:
+    """Module -> modules of ours that it imports; `types`: those for types alone, too."""
+    known = {module: path for path, module in modules(repository)}
+    found = {}
+    for module, path in known.items():
+        tree = ast.parse(path.read_text())
+        source = ast.unparse(tree if types else WithoutTypes().visit(tree))
+        names = {name for _, name in imports(source, module, is_package=path.name == "__init__.py")}
+        found[module] = {name if name in known else name.rpartition(".")[0] for name in names} & (set(known) - {module})
+    return found
+
+
+class WithoutTypes(ast.NodeTransformer):
+    def visit_If(self, node: ast.If) -> ast.AST:
+        of_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        return ast.Pass() if of_types else self.generic_visit(node)
+
+
 def test_no_modules_import_each_other_in_a_circle(repository):
     """Also not by way of others, in functions, or for types alone."""
-    known = {module: path for path, module in modules(repository)}
-    left = {
-        module: {
-            found
-            for _, name in imports(path.read_text(), module, is_package=path.name == "__init__.py")
-            if (found := name if name in known else name.rpartition(".")[0]) in known and found != module
-        }
-        for path, module in ((path, module) for module, path in known.items())
-    }
-    while leaves := {module for module, needs in left.items() if not needs}:
-        left = {module: needs - leaves for module, needs in left.items() if module not in leaves}
+    left = needs(repository)
+    while leaves := {module for module, needed in left.items() if not needed}:
+        left = {module: needed - leaves for module, needed in left.items() if module not in leaves}
     assert not left, f"these, or some of them, import each other: {sorted(left)}"
+
+
+CLUSTER = {"diloco_server.core", "diloco_server.storage", "diloco_demo", "diloco_worker.progress_lr"}
+VALUES = {"diloco_server.core", "diloco_server.storage", "diloco_worker", "diloco_protos"}
+LOADS: dict[str, set[str]] = {
+    "up": CLUSTER, "init": CLUSTER, "resume": CLUSTER, "scale": CLUSTER,
+    "status": set(), "web": set(), "logs": set(), "health": set(), "explain": set(),
+    "certs": set(), "token": set(), "config": set(), "completion": set(),
+    "doctor": {
+        "diloco_planner.choice", "diloco_planner.chips", "diloco_planner.formulas", "diloco_planner.plans",
+        "diloco_protos", "diloco_server.shell.quotas", "diloco_server.storage.filesystem", "diloco_worker.shell",
+    },
+    "plan": {"diloco_planner", "diloco_server.core.every", "diloco_worker.core.sizes"},
+    "simulate": {"diloco_planner", "diloco_server.core", "diloco_worker.core"},
+    "checkpoint": VALUES, "restore": VALUES, "export": VALUES, "pull": VALUES,
+    "lab": {"diloco_lab", "diloco_demo", "diloco_server", "diloco_worker"},
+    "chaos": CLUSTER | {"diloco_simulator"},
+}  # fmt: skip
+"""Command -> what of ours its module may load, also in functions, beside diloco_deploy and diloco_common."""
+
+
+@pytest.fixture(scope="module")
+def loaded(repository):
+    return needs(repository, types=False)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_a_command_loads_no_more_than_it_needs(command, loaded):
+    at = command.at.partition(":")[0]
+    seen, left = set(), {at if at.startswith("diloco_") else f"diloco_deploy.{at}"}
+    while left:
+        seen |= left
+        left = set().union(*(loaded[module] for module in left)) - seen
+    allowed = LOADS[command.name] | {"diloco_deploy", "diloco_common"}
+    beyond = {m for m in seen if not any(is_below(m, name) or is_below(name, m) for name in allowed)}  # or its package
+    assert sorted(beyond) == []
+    unused = {name for name in LOADS[command.name] if not any(is_below(module, name) for module in seen)}
+    assert not unused, "these are needed no more"
 
 
 @pytest.mark.parametrize(

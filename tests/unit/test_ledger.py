@@ -78,7 +78,7 @@ class Shard:
         self.host.driver.carry_out_all()
 
     def whole_round(self, fragment_id: int, number: int, at: float) -> None:
-        closed = RoundClosed(fragment_id, number, CloseReason.GRACE, participants=2, asked=3, late=1, open_s=1.5)
+        closed = RoundClosed(fragment_id, number, CloseReason.GRACE, participants=2, asked=3, absent=1, open_s=1.5)
         self.note(RoundOpened(fragment_id, number, asked=3), at=at)
         self.note(QuorumReached(fragment_id, number, after_s=1.0), at=at + 1)
         self.note(closed, at=at + 1.5)
@@ -126,7 +126,7 @@ def series(registry: CollectorRegistry, name: str) -> dict[str, float]:
 
 
 def draw(random_: random.Random) -> Fact:
-    fragment, number, code = random_.randrange(3), random_.randrange(1, 6), random_.choice(["NOT_FINITE", "BAD_SIZE"])
+    fragment, number, code = random_.randrange(3), random_.randrange(1, 6), random_.choice(["NOT_FINITE", "TOO_STALE"])
     learner, gone = random_.choice("abc"), random_.choice(["LEFT", "STALE_GENERATION", "LEASE_EXPIRED", "REVOKED"])
     outcome, tokens = random_.choice([*Outcome]), random_.randrange(100)
     return random_.choice(
@@ -226,7 +226,7 @@ def test_a_round_is_told_from_its_opening_to_its_version(shard: Shard) -> None:
     (traced,) = shard.since(0, now=15.0)["rounds"]
     assert traced == {
         "fragment": 4, "round": 9, "ago_s": 5.0, "asked": 3, "quorum_s": 1.0, "closed_s": 1.5, "why": "grace",
-        "participants": 2, "announced_s": 2.0, "tokens": 200, "late": 1, "refused": {},
+        "participants": 2, "announced_s": 2.0, "tokens": 200, "absent": 1, "refused": {},
     }  # fmt: skip
 
 

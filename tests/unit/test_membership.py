@@ -75,10 +75,10 @@ def test_the_record_of_a_learner_goes_on_over_its_generations_but_its_cadence_do
     first = members.join("a", "p", 0.0)
     heard(members, first, 7, 0.0)
     first.asked, first.contributed, first.merged, first.tokens_merged = 4, 3, 2, 20
-    first.missed["LATE"] += 1
+    first.missed["ABSENT"] += 1
     again = members.join("a", "p", 1.0)
     assert (again.asked, again.contributed, again.merged, again.tokens_merged) == (4, 3, 2, 20)
-    assert again.missed == {"LATE": 1}
+    assert again.missed == {"ABSENT": 1}
     assert again.first_step is None
     assert again.state is State.ALIVE
 

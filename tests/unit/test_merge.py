@@ -9,7 +9,7 @@ import torch
 
 from builders import decoded, make_contribution, merge, one_piece, random_values
 from diloco_common.codec import Payload, encode_payload
-from diloco_common.errors import BadEncoding
+from diloco_common.errors import BadPayload
 from diloco_common.wire.manifest import Piece
 from diloco_server.core.merge import piece_norms
 
@@ -50,5 +50,5 @@ def test_values_whose_squares_overflow_count_as_infinite() -> None:
 def test_bytes_that_no_encoder_writes_are_refused(scale: float) -> None:
     good = encode_payload(torch.ones(256), "int8")
     damaged = torch.tensor([scale]).numpy().tobytes() + good.chunks[0][4:]
-    with pytest.raises(BadEncoding, match="block 0"):
+    with pytest.raises(BadPayload, match="block 0"):
         piece_norms(Payload(good.header, (damaged,)), one_piece(256))

@@ -232,7 +232,7 @@ def test_ranges_lie_in_the_fragment() -> None:
     payload = encode_payload(torch.ones(10), "int8")
     header = rig.header(1, payload, num_parts=2, ranges=(Range(SIZE - 5, SIZE + 5),))
     answer = rig.shard.admit(rig.members["island"], header)
-    assert answer.code == "BAD_SIZE"
+    assert answer.code == "BAD_PAYLOAD"
 
 
 def test_an_empty_part_is_legal_and_is_nothing() -> None:
@@ -250,7 +250,7 @@ def test_half_a_contribution_is_bounded(monkeypatch: pytest.MonkeyPatch, limit: 
     ranges = [tuple(Range(at, at + 1) for at in (first, first + 2)) for first in range(180, 250, 4)]
     answers = [rig.push_part("island", torch.ones(SIZE), ranges, part) for part in range(len(ranges))]
     assert answers[0] == HELD
-    assert answers[-1].code == "BAD_SIZE"
+    assert answers[-1].code == "BAD_PAYLOAD"
     assert not rig.round.halves
 
 

@@ -13,18 +13,20 @@ from diloco_common.errors import ConfigError
 from diloco_common.quantities import bits_per_s
 from diloco_common.settings import Settings, SyncSettings
 from diloco_deploy.cli import main
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import Asked, choose
-from diloco_deploy.plan.command import parameters_of
-from diloco_deploy.plan.formulas import BITS
-from diloco_deploy.plan.table import auto_every, figures, learner_figures, settings_of, toml
+from diloco_planner import formulas
+from diloco_planner.choice import PlannedRun, choose
+from diloco_planner.formulas import BITS
+from diloco_planner.plan_command import parameters_of
 from diloco_planner.plans import Link
+from diloco_planner.table import auto_every, figures, learner_figures, settings_of, toml
 
 MBIT = 1e6
 
 
-def asked(params: float, mbit: float, *, step_s: float = 1.0, learners: int = 8, round_trip_s: float = 0.05) -> Asked:
-    return Asked(params, learners, Link(mbit * MBIT, mbit * MBIT, round_trip_s), step_s)
+def asked(
+    params: float, mbit: float, *, step_s: float = 1.0, learners: int = 8, round_trip_s: float = 0.05
+) -> PlannedRun:
+    return PlannedRun(params, learners, Link(mbit * MBIT, mbit * MBIT, round_trip_s), step_s)
 
 
 def test_bits_are_those_of_the_encodings() -> None:

@@ -87,7 +87,7 @@ def tries_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "backoff_s", lambda *_: 0.0)
 
 
-OF_THE_BYTES = [errors.BadChecksum("damaged"), errors.BadSize("too few"), errors.UnknownEncoding("not known")]
+OF_THE_BYTES = [errors.BadChecksum("damaged"), errors.BadPayload("too few"), errors.UnknownEncoding("not known")]
 OF_THE_CALL = [
     errors.StaleGeneration("cat", 1, 2),
     errors.Draining("shutting down"),

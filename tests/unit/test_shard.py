@@ -339,7 +339,7 @@ def test_a_contribution_to_a_round_that_has_closed_is_late(computing: bool) -> N
     assert rig.told_of("b", Committed) == ([] if computing else [Committed(0, 1, EPOCH)]), "it has no part in it"
     assert rig.contribute("b", 1).outcome is LATE
     assert (rig.shard.ledger.late, rig.shard.ledger.tokens_late) == (1, 40)
-    assert rig.members["b"].missed == {"LATE": 1}
+    assert rig.members["b"].missed == {"ABSENT": 1}
     rig.assert_accounts_balance()
 
 
@@ -383,7 +383,7 @@ def test_what_is_not_finite_is_refused(number: int) -> None:
     [
         ("UNKNOWN_ENCODING", "int8", SIZE, 1),
         ("UNKNOWN_ENCODING", "int8", SIZE, 0),  # a seed is not sent with a loss
-        ("BAD_SIZE", "float32", SIZE + 1, 1),
+        ("BAD_PAYLOAD", "float32", SIZE + 1, 1),
     ],
 )
 def test_sizes_and_encodings_are_refused_before_the_bytes(code: str, encoding: str, size: int, number: int) -> None:

@@ -131,7 +131,7 @@ def test_a_new_process_is_known_by_its_uptime_where_the_epoch_is_hidden(answers,
 
 COMPANION = {"id": 1, "version": 1, "round_open": False, "companion": True}
 MISSES = [{"address": "10.0.0.2:50051", "index": 1, "for_s": 12.0}]
-LATE = [learner("ann", missed={"LATE": 3}), learner("bob", missed={"LATE": 4, "FENCED": 1})]
+LATE = [learner("ann", missed={"ABSENT": 3}), learner("bob", missed={"ABSENT": 4, "FENCED": 1})]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ LATE = [learner("ann", missed={"LATE": 3}), learner("bob", missed={"LATE": 4, "F
         ({"rejected": {"NOT_FINITE": 2}}, "headlines.lost.level", "good"),
         ({"versions_lost": 2}, "headlines.lost.title", "2 versions lost"),
         ({"versions_lost": 2}, "headlines.lost.level", "bad"),
-        ({"late": 9, "learners": LATE}, "headlines.lost.words", "7 late, 1 fenced off"),
+        ({"late": 9, "learners": LATE}, "headlines.lost.words", "7 absent, 1 fenced off"),
     ],
 )
 def test_what_one_answer_shows(changed, path, shown):

@@ -153,7 +153,7 @@ def join(
         CannotConnect: not all shards answered within `wait_s`.
         HandshakeFailed: the two sides cannot agree on TLS, which only a change of settings or certificates can mend.
         Refusal: a shard refuses this learner (other model, other run, wrong token, ...).
-        ChildOfLearner: this process is a child of a learner, and would join in its place.
+        WrongCall: this process is a child of a learner, and would join in its place.
     """
     _listen(log)
     addresses = addresses_of(shards)

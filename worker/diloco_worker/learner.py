@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 from diloco_common.errors import (
     ConfigError,
     DilocoError,
-    LearnerEnded,
     NotFinite,
     UnsupportedModel,
     VersionUndone,
@@ -191,8 +190,8 @@ class Learner(LearnerView):
                 or another thread is inside a call of this learner.
             ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
             NotFinite: the model holds NaN again and again, although it took the global values.
-            LearnerEnded: the learner has left the run.
-            ChildOfLearner: this process was forked from the learner's.
+            WrongCall: the learner has left the run.
+            WrongCall: this process was forked from the learner's.
         """
         self._check_not_ended()
         self._others.check()
@@ -228,7 +227,7 @@ class Learner(LearnerView):
         Give the tokens or the samples of a step, or a function that tells them. Of several optimizers, follow the one
         that ends a step of the loop. Once the run is over the loop goes on, and the log says so: end it by a callback
         that looks at `done`. What `step` raises, optimizer.step() raises. `remove()` of what is returned ends it, and
-        so does `close`. Raises ConfigError, LearnerEnded, and VersionUndone for a schedule-free one that is not among
+        so does `close`. Raises ConfigError, WrongCall, and VersionUndone for a schedule-free one that is not among
         `masters`.
         """
         self._check_not_ended()
@@ -296,7 +295,7 @@ class Learner(LearnerView):
 
         A learner cannot take back what the run has merged. To the run this is one inner step that has led there: the
         way from the global values to these is in the next contributions, with the weight of this learner. So versions
-        come nearer to them, and arrive at them only where it trains alone. Raises as `values` does, and LearnerEnded.
+        come nearer to them, and arrive at them only where it trains alone. Raises as `values` does, and WrongCall.
         """
         self._check_not_ended()
         self._others.for_good(values)
@@ -529,7 +528,7 @@ class Learner(LearnerView):
     def _check_not_ended(self) -> None:
         self._home.check(self.learner_id)
         if self.state in ("done", "stopped"):
-            raise LearnerEnded(
+            raise WrongCall(
                 f"{self.learner_id} has left the run already (by finish, by close, or at the end of `with`); to train "
                 "on, join again with state=learner.state_dict()"
             )

@@ -46,7 +46,7 @@ def take_number(
     Raises:
         ConfigError: an address is no address, or shard 0 is not among the shards.
         CannotConnect: shard 0 did not answer within `wait_s` seconds; None waits for ever, and says so.
-        HandshakeFailed, Refusal, ChildOfLearner: as `join` does.
+        HandshakeFailed, Refusal, WrongCall: as `join` does.
     """
     logs.listen()
     exits.say_in_one_line()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco_common.codec.memory import SLICE_ELEMENTS, scratch, slices, slices_of
 from diloco_common.codec.native import Loops, WeightedSum, kernels
-from diloco_common.errors import BadSize, NotFinite
+from diloco_common.errors import BadPayload, NotFinite
 
 BLOCK_ELEMENTS = 256
 """Elements that share a scale. Chunks, slices and ranges begin at a multiple of it."""
@@ -78,7 +78,7 @@ class Codec(ABC):
     def check(self, data: Tensor, num_elements: int) -> None:
         """Check that `data` is a valid chunk of that many elements, so that `decode_range` cannot fail on it.
 
-        Waits for the device at most once. Raises BadSize, and BadEncoding with the index of the block.
+        Waits for the device at most once. Raises BadPayload, with the index of the block.
         """
 
     @abstractmethod
@@ -126,7 +126,7 @@ class Codec(ABC):
         """`anchor` <- base + the decoded chunk, rounded as `encode_change` does; `out` <- anchor - reference.
 
         base and anchor (n,) bfloat16; reference (n,), and `out` (n,) float32: both or neither.
-        Raises BadSize and BadEncoding before anything is written.
+        Raises BadPayload before anything is written.
         """
         num_elements = base.numel()
         self.check(data, num_elements)
@@ -140,7 +140,7 @@ class Codec(ABC):
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Decode a whole chunk: `data` (num_bytes(n),) uint8 into `out` (n,) float32.
 
-        Raises BadSize and BadEncoding before anything is written to `out`.
+        Raises BadPayload before anything is written to `out`.
         """
         num_elements = out.numel()
         self.check(data, num_elements)
@@ -150,7 +150,7 @@ class Codec(ABC):
     def accumulate(self, data: Tensor, out: Tensor, weight: float) -> None:
         """out += weight * decoded, in float32; `data` (num_bytes(n),) uint8, `out` (n,) float32.
 
-        Raises BadSize and BadEncoding before anything is written to `out`.
+        Raises BadPayload before anything is written to `out`.
         """
         num_elements = out.numel()
         self.check(data, num_elements)
@@ -215,7 +215,7 @@ class Codec(ABC):
     def _check_size(self, data: Tensor, num_elements: int) -> None:
         expected = self.num_bytes(num_elements)
         if data.numel() != expected:
-            raise BadSize(f"{self.name}: {num_elements} elements take {expected} bytes, got {data.numel()}")
+            raise BadPayload(f"{self.name}: {num_elements} elements take {expected} bytes, got {data.numel()}")
 
 
 def _in_float32(loss: Tensor | None) -> Tensor | None:

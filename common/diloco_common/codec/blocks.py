@@ -20,7 +20,7 @@ from torch import Tensor
 from diloco_common.codec.base import BFLOAT16_MAX, BLOCK_ELEMENTS, Codec, Reference, refuse_non_finite
 from diloco_common.codec.memory import scratch, slices
 from diloco_common.codec.native import BlockLoops, kernels
-from diloco_common.errors import BadEncoding
+from diloco_common.errors import BadPayload
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # 2^-126, the smallest normal number
 
@@ -50,7 +50,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def refuse_codes(self, codes: Tensor, num_elements: int) -> NoReturn:
-        """Raise BadEncoding for the first code that is not valid."""
+        """Raise BadPayload for the first code that is not valid."""
 
     @abstractmethod
     def decode_codes(self, codes: Tensor, out: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class BlockCodec(Codec):
         if not bad_blocks.numel():
             self.refuse_codes(codes, num_elements)
         block = int(bad_blocks[0])
-        raise BadEncoding(
+        raise BadPayload(
             f"{self.name}: block {block} has scale {scales[block].item():g}, "
             f"not in {self.scale_min:g}..{self.scale_max:g}; the sender's encoder is at fault"
         )
@@ -193,7 +193,7 @@ class Int8(BlockCodec):
 
     def refuse_codes(self, codes: Tensor, num_elements: int) -> NoReturn:
         block = int((codes.view(torch.int8) == -128).nonzero()[0]) // BLOCK_ELEMENTS
-        raise BadEncoding(
+        raise BadPayload(
             f"int8: block {block} has the code -128, codes are -127..127; the sender's encoder is at fault"
         )
 
@@ -251,7 +251,7 @@ class Int4(BlockCodec):
             block, why = 2 * int(bad_bytes[0]) // BLOCK_ELEMENTS, "the nibble 1000, which is no code"
         else:
             block, why = (num_elements - 1) // BLOCK_ELEMENTS, "an unused last nibble that is not 0"
-        raise BadEncoding(f"{self.name}: block {block} has {why}; the sender's encoder is at fault")
+        raise BadPayload(f"{self.name}: block {block} has {why}; the sender's encoder is at fault")
 
     def decode_codes(self, codes: Tensor, out: Tensor) -> Tensor:
         num_pairs, device = codes.numel(), codes.device

@@ -29,7 +29,7 @@ from diloco_common.codec.payload import (
 )
 from diloco_common.codec.plain import PlainCodec
 from diloco_common.codec.registry import get_codec
-from diloco_common.errors import BadSize, NotFinite
+from diloco_common.errors import BadPayload, NotFinite
 
 ANCHOR = "bfloat16"
 """Encoding of anchors."""
@@ -46,12 +46,12 @@ def pull_encodings(pull: str) -> tuple[str, ...]:
 def encode_change(values: Tensor, base: Payload, encoding: str) -> tuple[Payload, Payload]:
     """The change from an anchor to `values` (n,) float32, and the resulting anchor.
 
-    `base` is the anchor as bfloat16. Both results have the chunks of `base`. Raises UnknownEncoding, BadSize if `base`
-    has another number of elements, and NotFinite.
+    `base` is the anchor as bfloat16. Both results have the chunks of `base`. Raises UnknownEncoding, BadPayload if
+    `base` has another number of elements, and NotFinite.
     """
     header, codec = base.header, get_codec(encoding)
     if header.encoding != ANCHOR or header.num_elements != values.numel():
-        raise BadSize(
+        raise BadPayload(
             f"there are {values.numel()} values, but the anchor has {header.num_elements}, as {header.encoding}"
         )
     changes = ChunkWriter(encoding, header.num_elements, header.chunk_elements)
@@ -84,7 +84,7 @@ def decode_version(
     header = payload.header
     for other in (base, reference and reference.values):
         if other is not None and other.numel() != header.num_elements:
-            raise BadSize(f"the version has {header.num_elements} elements, what it is added to {other.numel()}")
+            raise BadPayload(f"the version has {header.num_elements} elements, what it is added to {other.numel()}")
     check_layout(header)
     check_chunk_sizes(payload)
     codec = get_codec(header.encoding)

@@ -20,7 +20,7 @@ from diloco_common.codec.base import BLOCK_ELEMENTS
 from diloco_common.codec.frames import Checksum, Chunk, NewFrame, crc32c, said_crc32c
 from diloco_common.codec.memory import scratch
 from diloco_common.codec.registry import get_codec
-from diloco_common.errors import BadChecksum, BadEncoding, BadSize, NotFinite, UnknownEncoding
+from diloco_common.errors import BadChecksum, BadPayload, NotFinite, UnknownEncoding
 
 CHUNK_ELEMENTS_MAX = 2**22
 """A header with larger chunks is refused."""
@@ -58,9 +58,9 @@ class PayloadHeader:
         return -(-self.num_elements // self.chunk_elements)
 
     def chunk_slice(self, index: int) -> slice:
-        """The elements of chunk `index`, in the flat fragment. Raises BadSize if there is no such chunk."""
+        """The elements of chunk `index`, in the flat fragment. Raises BadPayload if there is no such chunk."""
         if not 0 <= index < self.num_chunks:
-            raise BadSize(f"there is no chunk {index}: the payload has {self.num_chunks}, counted from 0")
+            raise BadPayload(f"there is no chunk {index}: the payload has {self.num_chunks}, counted from 0")
         start = index * self.chunk_elements
         return slice(start, min(start + self.chunk_elements, self.num_elements))
 
@@ -69,7 +69,7 @@ class PayloadHeader:
         return tuple(self.chunk_slice(index) for index in range(self.num_chunks))
 
     def chunk_bytes(self, index: int) -> int:
-        """Bytes of chunk `index`. Raises UnknownEncoding, and BadSize if there is no such chunk."""
+        """Bytes of chunk `index`. Raises UnknownEncoding, and BadPayload if there is no such chunk."""
         bounds = self.chunk_slice(index)
         return get_codec(self.encoding).num_bytes(bounds.stop - bounds.start)
 
@@ -92,13 +92,13 @@ def num_payload_bytes(encoding: str, num_elements: int, chunk_elements: int | No
 def check_header(header: PayloadHeader, num_elements_expected: int, allowed: Collection[str]) -> None:
     """Refuse a payload before its bytes come.
 
-    Raises UnknownEncoding if the encoding is not among `allowed`; BadSize if the number of elements is wrong, or the
+    Raises UnknownEncoding if the encoding is not among `allowed`; BadPayload if the number of elements is wrong, or the
     sizes contradict each other.
     """
     if header.encoding not in allowed:
         raise UnknownEncoding(f"encoding {header.encoding!r} is not taken here; send {' or '.join(sorted(allowed))}")
     if header.num_elements != num_elements_expected:
-        raise BadSize(
+        raise BadPayload(
             f"the payload has {header.num_elements} elements, the fragment {num_elements_expected}; "
             "check that the sender has the same model and cuts it in the same way"
         )
@@ -106,14 +106,14 @@ def check_header(header: PayloadHeader, num_elements_expected: int, allowed: Col
 
 
 def check_layout(header: PayloadHeader) -> None:
-    """Check that the sizes in a header agree with each other. Raises UnknownEncoding and BadSize."""
+    """Check that the sizes in a header agree with each other. Raises UnknownEncoding and BadPayload."""
     codec = get_codec(header.encoding)
     if header.num_elements < 1:
-        raise BadSize(f"a payload must have at least 1 element, not {header.num_elements}")
+        raise BadPayload(f"a payload must have at least 1 element, not {header.num_elements}")
     _check_chunk_elements(header.encoding, header.chunk_elements)
     expected = num_payload_bytes(codec.name, header.num_elements, header.chunk_elements)
     if header.num_bytes != expected:
-        raise BadSize(
+        raise BadPayload(
             f"{header.num_elements} elements as {codec.name} in chunks of {header.chunk_elements} take "
             f"{expected} bytes, but the header says {header.num_bytes}"
         )
@@ -136,8 +136,8 @@ def encode_payload(
     `decode_payload`. Error feedback adds this residual to the next contribution. `loss` may be `values` or `plus`
     itself.
 
-    Raises UnknownEncoding, BadSize (chunk_elements), and NotFinite if an element of x is NaN or infinite; `loss` then
-    holds nothing of use.
+    Raises UnknownEncoding, BadPayload (chunk_elements), and NotFinite if an element of x is NaN or infinite; `loss`
+    then holds nothing of use.
     """
     for tensor in (values, plus, loss):
         if tensor is not None:
@@ -197,14 +197,14 @@ class ChunkWriter:
 def decode_payload(payload: Payload, out: Tensor) -> None:
     """Decode a fragment into `out` (num_elements,) float32, contiguous, on any device.
 
-    Does not verify the checksum; `PayloadReceiver` does. Raises UnknownEncoding and BadSize before anything is written.
-    Raises BadEncoding, with the index of chunk and block, after earlier chunks are written.
+    Does not verify the checksum; `PayloadReceiver` does. Raises UnknownEncoding and BadPayload: for sizes before
+    anything is written, for bytes with the index of chunk and block, after earlier chunks are written.
     """
     header = payload.header
     check_layout(header)
     _check_flat(out)
     if out.numel() != header.num_elements:
-        raise BadSize(f"the payload has {header.num_elements} elements, but `out` has {out.numel()}")
+        raise BadPayload(f"the payload has {header.num_elements} elements, but `out` has {out.numel()}")
     check_chunk_sizes(payload)
     for index, chunk in enumerate(payload.chunks):
         decode_chunk(header, index, chunk, out[header.chunk_slice(index)])
@@ -214,12 +214,12 @@ def decode_payload(payload: Payload, out: Tensor) -> None:
 def decode_chunk(header: PayloadHeader, index: int, data: Chunk, out_slice: Tensor) -> None:
     """Decode chunk `index` alone, into `out_slice` (its elements,) float32, contiguous, on any device.
 
-    Raises BadSize, and BadEncoding with the index of the block, before anything is written.
+    Raises BadPayload, with the index of the block, before anything is written.
     """
     _check_flat(out_slice)
     bounds = header.chunk_slice(index)
     if out_slice.numel() != bounds.stop - bounds.start:
-        raise BadSize(
+        raise BadPayload(
             f"chunk {index} has {bounds.stop - bounds.start} elements, but `out_slice` has {out_slice.numel()}"
         )
     check_chunk_size(header, index, data)
@@ -228,7 +228,7 @@ def decode_chunk(header: PayloadHeader, index: int, data: Chunk, out_slice: Tens
 
 
 def check_chunk(header: PayloadHeader, index: int, data: Tensor) -> None:
-    """Check that chunk `index`, as uint8, can be decoded. Raises BadSize, and BadEncoding with chunk and block."""
+    """Check that chunk `index`, as uint8, can be decoded. Raises BadPayload, with chunk and block."""
     bounds = header.chunk_slice(index)
     with of_chunk(index):
         get_codec(header.encoding).check(data, bounds.stop - bounds.start)
@@ -239,28 +239,32 @@ def of_chunk(index: int) -> Iterator[None]:
     """An error in it says the index of the chunk."""
     try:
         yield
-    except BadEncoding as error:
-        raise BadEncoding(f"chunk {index}: {error}") from None
+    except BadPayload as error:
+        raise BadPayload(f"chunk {index}: {error}") from None
 
 
 def check_chunk_sizes(payload: Payload) -> None:
-    """Check that all chunks are there and have the right sizes. Raises BadSize."""
+    """Check that all chunks are there and have the right sizes. Raises BadPayload."""
     if len(payload.chunks) != payload.header.num_chunks:
-        raise BadSize(f"the header announces {payload.header.num_chunks} chunks, but there are {len(payload.chunks)}")
+        raise BadPayload(
+            f"the header announces {payload.header.num_chunks} chunks, but there are {len(payload.chunks)}"
+        )
     for index, chunk in enumerate(payload.chunks):
         check_chunk_size(payload.header, index, chunk)
 
 
 def check_chunk_size(header: PayloadHeader, index: int, data: Chunk) -> None:
-    """Check the size of chunk `index`. Raises BadSize."""
+    """Check the size of chunk `index`. Raises BadPayload."""
     if len(data) != header.chunk_bytes(index):
-        raise BadSize(f"chunk {index} of {header.num_chunks} takes {header.chunk_bytes(index)} bytes, got {len(data)}")
+        raise BadPayload(
+            f"chunk {index} of {header.num_chunks} takes {header.chunk_bytes(index)} bytes, got {len(data)}"
+        )
 
 
 def _check_chunk_elements(encoding: str, chunk_elements: int) -> None:
     most = usual_chunk_elements(encoding)
     if not 0 < chunk_elements <= most or chunk_elements % BLOCK_ELEMENTS:
-        raise BadSize(
+        raise BadPayload(
             f"chunk_elements of {encoding} must be a multiple of {BLOCK_ELEMENTS} from {BLOCK_ELEMENTS} "
             f"to {most}, not {chunk_elements}"
         )
@@ -289,7 +293,7 @@ with warnings.catch_warnings():
 class PayloadReceiver:
     """Holds the chunks as they come, without copies, and never more than `header.num_bytes`.
 
-    The caller has called `check_header`. Raises UnknownEncoding, and BadSize for sizes that contradict each other.
+    The caller has called `check_header`. Raises UnknownEncoding, and BadPayload for sizes that contradict each other.
     """
 
     def __init__(self, header: PayloadHeader) -> None:
@@ -299,7 +303,7 @@ class PayloadReceiver:
         self._checksum = Checksum()
 
     def add(self, chunk: Chunk) -> None:
-        """Take the next chunk. Raises BadSize for a wrong size or one chunk too many, and BadChecksum where its frame
+        """Take the next chunk. Raises BadPayload for a wrong size or one chunk too many, BadChecksum where its frame
         says another one; then it does not keep the chunk."""
         index = len(self._chunks)
         check_chunk_size(self.header, index, chunk)
@@ -315,10 +319,10 @@ class PayloadReceiver:
         return len(self._chunks) == self.header.num_chunks
 
     def finish(self) -> Payload:
-        """The payload, once the sender is done. Raises BadSize if chunks are missing, and BadChecksum."""
+        """The payload, once the sender is done. Raises BadPayload if chunks are missing, and BadChecksum."""
         missing = self.header.num_chunks - len(self._chunks)
         if missing:
-            raise BadSize(f"{missing} of {self.header.num_chunks} chunks are missing; the sender stopped early")
+            raise BadPayload(f"{missing} of {self.header.num_chunks} chunks are missing; the sender stopped early")
         if self._checksum.value != self.header.chunks_crc32c:
             raise BadChecksum(
                 f"the checksums of the chunks have crc32c {self._checksum.value:08x}, the header says "

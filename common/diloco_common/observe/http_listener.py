@@ -1,25 +1,24 @@
 """Serves an ASGI application by uvicorn, as a guest in the caller's event loop: in plaintext, or over TLS.
 
-`http_connections.py` bounds the connections. uvicorn sees those whose handshake is done; until then they are counted,
-and bounded in time, as those that have not sent a header yet. Nobody has to show a certificate: probes ask for health
-without one. Whoever shows one that the run's CA has not signed does not get in.
+uvicorn bounds an idle connection after its first answer, and no more. `docs/security.md` says what that leaves open.
+Nobody has to show a certificate: probes ask for health without one. Whoever shows one that the run's CA has not signed
+does not get in.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
-from typing import Any, TypeAlias, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diloco_common import forks
 from diloco_common.errors import WrongIdentity
-from diloco_common.observe.http_connections import HEADER_S, HEALTH_PATHS, Connection, Connections
 from diloco_common.trust.identity import Proof, Scope
 from diloco_common.trust.tls import TlsFiles, proof_of
 from diloco_common.wire.addresses import bind_socket, bound_address
@@ -29,7 +28,7 @@ LOOKERS = (Scope.OBSERVER, Scope.ADMIN)
 
 
 class TlsDoor:
-    """Takes connections in over TLS. Certificates are exchanged from one handshake to the next."""
+    """Who gets in over TLS, and who may look. Certificates are exchanged from one handshake to the next."""
 
     def __init__(self, files: Callable[[], TlsFiles], may_look: Callable[[Proof], bool] = lambda _: True) -> None:
         """`files`: the newest ones, with a pair; the same object as before if nothing changed.
@@ -41,11 +40,16 @@ class TlsDoor:
         self._context = _context(self._served)
 
     def context(self) -> ssl.SSLContext:
-        """For the next handshake."""
+        """For a server. Each handshake takes the newest files."""
+        context = _context(self._served)
+        context.sni_callback = self._exchange  # OpenSSL calls it without a name, too
+        return context
+
+    def _exchange(self, handshake: ssl.SSLObject, _name: str | None, _first: ssl.SSLContext) -> None:
         newest = self._files()
         if newest is not self._served:
             self._context, self._served = _context(newest), newest
-        return self._context
+        handshake.context = self._context
 
     def admits(self, certificate: bytes | None) -> bool:
         """Whether a caller sees metrics and status: an observer or admin of this run, or this process itself.
@@ -64,42 +68,6 @@ class TlsDoor:
         return is_welcome and self._may_look(proof)
 
 
-class Arrival(asyncio.Protocol):
-    """A connection until its handshake is done; then a `Connection` takes over."""
-
-    def __init__(self, door: TlsDoor, among: Connections, connect: Callable[[], Connection]) -> None:
-        self._door, self._among, self._connect = door, among, connect
-        self._early: list[bytes] = []  # a request may come in one packet with the end of the handshake
-        self.transport: asyncio.Transport
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        self._among.make_room()
-        self._among.is_idle(self)
-        self._task = asyncio.get_running_loop().create_task(self._shake_hands(), name="http handshake")
-
-    def data_received(self, data: bytes) -> None:
-        self._early.append(data)
-
-    async def _shake_hands(self) -> None:
-        try:
-            encrypted = await asyncio.get_running_loop().start_tls(
-                self.transport, self, self._door.context(), server_side=True, ssl_handshake_timeout=HEADER_S
-            )
-        except OSError:  # gone, too slow, or not somebody whom we talk to; none of that is news
-            self.transport.abort()
-            return
-        finally:
-            self._among.gone(self)
-        if encrypted is None:
-            return
-        connection = self._connect()
-        encrypted.set_protocol(connection)
-        connection.connection_made(encrypted)
-        for data in self._early:
-            connection.data_received(data)
-
-
 def _context(files: TlsFiles) -> ssl.SSLContext:
     assert files.pair is not None, "who serves has a certificate"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -115,14 +83,23 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-CROWDED = b"too many connections are open; try again\n"
+class _Connection(H11Protocol):
+    """One connection, whose requests say what certificate the caller has shown."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        shown = transport.get_extra_info("ssl_object")
+        der = None if shown is None else shown.getpeercert(binary_form=True)
+        self.app_state = {"certificate": None if der is None else ssl.DER_cert_to_PEM_cert(der).encode()}
+        super().connection_made(transport)
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        if self.cycle is not None:  # only the body is wrong: its header would be answered as well, with a traceback
+            self.cycle.disconnected = True
+
+
 Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 """ASGI 3. Every scope has state["certificate"]: what the caller has shown, in PEM, or None."""
-_ACCEPTED_AT_ONCE = 16
-"""Connections that one turn of the event loop accepts. Until it ends, none of them is closed: each takes a file. What
-they say is read three turns later, so those that come meanwhile must not push them out (`HEALTH_MAX`)."""
-_WAITING_MAX = 1024
-"""Connections that wait to be accepted. A crowd beyond that delays whoever comes then by a second."""
 
 
 class HttpListener:
@@ -131,22 +108,10 @@ class HttpListener:
     def __init__(self, address: str, application: Application, door: TlsDoor | None = None) -> None:
         """`door`: serve over TLS."""
         self._address = address
-        self._application = application
-        self._door = door
-        self._connections = Connections()
-        self._server: _Server | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> str:
-        """Listen, and return the bound "host:port". Raises ConfigError or InUse."""
-        assert self._server is None, "started twice"
-        sock = bind_socket(self._address)
-        forks.close_in_children(sock)
         config = uvicorn.Config(
-            self._answer,
+            application,
             interface="asgi3",
-            http=cast(type[asyncio.Protocol], self._connection),
-            backlog=_ACCEPTED_AT_ONCE,
+            http=_Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -154,66 +119,30 @@ class HttpListener:
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=1,
+            ssl_context_factory=None if door is None else lambda *_: door.context(),
         )
-        self._server = _Server(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[sock]), name="http")
-        up = asyncio.create_task(self._server.up.wait(), name="http-up")
-        try:
-            await asyncio.wait({up, self._task}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            up.cancel()
-        if self._task.done():
-            await self._task  # raises the error, if there is one
-            raise RuntimeError("the HTTP server ended while starting")
-        sock.listen(_WAITING_MAX)  # asyncio has one number for both
+        self._server = uvicorn.Server(config)
+        self._sockets: list[socket.socket] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listen, and return the bound "host:port". Raises ConfigError or InUse."""
+        assert self._task is None, "started twice"
+        sock = bind_socket(self._address)
+        forks.close_in_children(sock)
+        self._sockets = [sock]
+        # As `Server.serve` does, without its signals: those are for the process around it.
+        self._server.config.load()
+        self._server.lifespan = self._server.config.lifespan_class(self._server.config)
+        await self._server.startup(sockets=self._sockets)
+        self._task = asyncio.create_task(self._server.main_loop(), name="http")
         return str(bound_address(sock))
 
     async def stop(self) -> None:
         """Close the socket. Answers in progress get one second to end. Repeating it is fine."""
-        if self._server is None or self._task is None:
+        if self._task is None:
             return
         self._server.should_exit = True
-        self._connections.end_idle()
         await self._task
-        self._server = self._task = None
-
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        """The application's answer; that there is no room, if all places are taken and this is not about health."""
-        if self._connections.is_crowded and scope["path"] not in HEALTH_PATHS:
-            headers = [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(CROWDED))]
-            headers += [(b"connection", b"close"), (b"retry-after", b"1")]
-            await send({"type": "http.response.start", "status": 503, "headers": headers})
-            await send({"type": "http.response.body", "body": CROWDED})
-            return
-        await self._application(scope, receive, send if not self._connections.is_crowded else _closing(send))
-
-    def _connection(self, **of_uvicorn: Any) -> asyncio.Protocol:
-        connect = partial(Connection, self._connections, **of_uvicorn)
-        return connect() if self._door is None else Arrival(self._door, self._connections, connect)
-
-
-def _closing(send: Any) -> Any:
-    """An answer after which the connection ends."""
-
-    async def send_and_close(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-        await send(message)
-
-    return send_and_close
-
-
-class _Server(uvicorn.Server):
-    """uvicorn as a guest: it leaves signals to the process around it."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[Any] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
+        await self._server.shutdown(sockets=self._sockets)
+        self._task = None

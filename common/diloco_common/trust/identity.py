@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from diloco_common.errors import BadRequest, ConfigError, WrongScope
+from diloco_common.errors import BadRequest, ConfigError, WrongIdentity
 
 _NAME = r"[A-Za-z0-9._-]{1,64}"
 _LEARNER_ID = re.compile(rf"{_NAME}\Z")
@@ -117,10 +117,10 @@ class Identity:
         return self.peer
 
     def check_may(self, *calls: str) -> None:
-        """Raises WrongScope unless it may make one of these calls. Where nothing is proven, nothing is narrowed."""
+        """Raises WrongIdentity unless it may make one of these calls. Where nothing is proven, nothing is narrowed."""
         if self.proof is None or not MAY[self.proof.subject.scope].isdisjoint(calls):
             return
-        raise WrongScope(f"{self.proof.subject} may not call {calls[0]}; that is for other scopes")
+        raise WrongIdentity(f"{self.proof.subject} may not call {calls[0]}; that is for other scopes")
 
 
 def check_learner_id(learner_id: str) -> None:

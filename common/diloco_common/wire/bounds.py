@@ -64,7 +64,7 @@ RANGES_MAX = 8192
 RANGES_OF_ALL_MAX = 65536
 """Of all parts of one contribution: 64 ranks with 1024 tensors each in one fragment."""
 SIZE_MAX = 2**53
-"""Of the sizes of a payload. They must agree with the fragment, which is refused in words of its own (BAD_SIZE)."""
+"""Of the sizes of a payload. They must agree with the fragment, which is refused in words of its own (BAD_PAYLOAD)."""
 LOSS_MAX = 1e30
 STEP_TIME_MAX_S = 2.0**20
 """Twelve days."""

@@ -21,7 +21,6 @@ from diloco_common.errors import (
     ConfigError,
     ForeignCertificate,
     HandshakeFailed,
-    NoCertificate,
     NotAShard,
     TlsMismatch,
     WrongHost,
@@ -149,7 +148,7 @@ def _first_words(address: str, files: TlsFiles, sock: ssl.SSLSocket) -> Handshak
 def _refused(address: str, files: TlsFiles) -> HandshakeFailed:
     """The shard ended the connection once it had seen, or missed, the caller's certificate."""
     if files.pair is None:
-        return NoCertificate(
+        return ForeignCertificate(
             f"{address} asks for a certificate, and {files.folder} holds none; copy the whole folder that "
             "`diloco certs issue` made"
         )

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from diloco_common import quantities
 from diloco_common.command import new_app
-from diloco_common.errors import ConfigError, NoCheckpoint
+from diloco_common.errors import BadCheckpoint, ConfigError
 from diloco_common.options import Json, number
 from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.run.folder import shards_in
@@ -54,7 +54,7 @@ def listing(
     folders = folders or [Path("runs/local")]
     for folder in folders:
         if not folder.is_dir():
-            raise NoCheckpoint(f"there is no folder {folder}")
+            raise BadCheckpoint(f"there is no folder {folder}")
     from diloco_deploy.checkpoint.work import show_all
 
     return show_all(folders, as_json=json)

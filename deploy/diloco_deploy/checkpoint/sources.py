@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_common.errors import BadCheckpoint, NoCheckpoint, VersionDamaged
+from diloco_common.errors import BadCheckpoint, VersionDamaged
 from diloco_common.settings_loader import load_saved
 from diloco_deploy.checkpoint.objects import ObjectFolder, is_url
 from diloco_server.storage.checkpoint import (
@@ -58,7 +58,7 @@ class Whole:
 def open_whole(names: Sequence[str], *, model_only: bool = False) -> Whole:
     """Open the named sources. `model_only`: averaged momentum may be missing.
 
-    Raises NoCheckpoint, BadCheckpoint, BadCheckpoint (fragments missing), ...
+    Raises BadCheckpoint, ...
     """
     named = [(name, open_sources(name)) for name in names]
     sources = tuple(source for _, found in named for source in found)
@@ -92,7 +92,7 @@ def join(parts: Sequence[tuple[str, Contents]]) -> Contents:
 
 
 def open_sources(name: str) -> list[Source]:
-    """Open a named checkpoint, or the named data folders. Raises NoCheckpoint, BadCheckpoint, OSError."""
+    """Open a named checkpoint, or the named data folders. Raises BadCheckpoint, OSError."""
     if is_url(name):
         files = ObjectFolder(name)
         return [Source(name, files, read_manifest(files, name))]
@@ -107,24 +107,24 @@ def open_sources(name: str) -> list[Source]:
 
 
 def open_checkpoint(name: str) -> Source:
-    """A checkpoint in a folder or at a URL. Raises NoCheckpoint, BadCheckpoint and OSError."""
+    """A checkpoint in a folder or at a URL. Raises BadCheckpoint and OSError."""
     if is_url(name):
         return open_sources(name)[0]
     if not Path(name).is_dir():
-        raise NoCheckpoint(f"there is no folder {name}")
+        raise BadCheckpoint(f"there is no folder {name}")
     disk = Disk(Path(name))
     return Source(name, disk, read_manifest(disk, name))
 
 
 def data_folders(folder: Path) -> list[Path]:
-    """The data folders in `folder`: itself, or those of `diloco up`. Raises NoCheckpoint."""
+    """The data folders in `folder`: itself, or those of `diloco up`. Raises BadCheckpoint."""
     if not folder.is_dir():
-        raise NoCheckpoint(f"there is no folder {folder}")
+        raise BadCheckpoint(f"there is no folder {folder}")
     if fragments_in(folder):
         return [folder]
     found = [path for path in shard_folders(folder) if fragments_in(path)]
     if not found:
-        raise NoCheckpoint(
+        raise BadCheckpoint(
             f"{folder} holds no versions: give a checkpoint, a folder of `diloco up`, or a data folder of a shard"
         )
     return found

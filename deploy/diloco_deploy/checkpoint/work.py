@@ -17,16 +17,16 @@ from typing import Any
 
 from rich.table import Table
 
+from diloco_common import units
 from diloco_common.command import QuietConsole
-from diloco_common.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, NoCheckpoint
+from diloco_common.errors import EXIT_DATA, EXIT_OK, BadCheckpoint, ConfigError, DataError
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Tie
-from diloco_deploy import units
 from diloco_deploy.checkpoint.objects import copy_checkpoint
 from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.checkpoint.sources import Whole, data_folders, join, open_checkpoint, open_whole, shard_folders
 from diloco_deploy.checkpoint.written import write
-from diloco_server.storage.checkpoint import Contents, find_damage, joined, total_tokens
+from diloco_server.storage.checkpoint import MANIFEST, Contents, find_damage, joined, total_tokens
 from diloco_server.storage.folders import FOLDER, place, restore, take_checkpoint
 from diloco_worker.export import empty_tensors, lay_out
 from diloco_worker.global_model import GlobalModel, buffers_of, keys_of
@@ -66,9 +66,9 @@ class Entry:
 
 
 def find_checkpoints(folder: Path) -> list[Entry]:
-    """Checkpoints in `folder`, in its `checkpoints`, and in its shards' `checkpoints`. Raises NoCheckpoint, OSError."""
+    """Checkpoints in `folder`, in its `checkpoints`, and in its shards'. Raises BadCheckpoint, OSError."""
     if not folder.is_dir():
-        raise NoCheckpoint(f"there is no folder {folder}")
+        raise BadCheckpoint(f"there is no folder {folder}")
     taken = sorted(_below(folder / FOLDER) or [p for p in _below(folder) if any(p.glob("checkpoint.json"))])
     parts: dict[str, list[Path]] = {}
     for shard in shard_folders(folder):
@@ -100,10 +100,10 @@ def _below(folder: Path) -> list[Path]:
 
 def _entry(paths: list[Path]) -> Entry:
     where = tuple(paths)
+    if not all((path / MANIFEST).exists() for path in paths):
+        return Entry(where, None, "unfinished")
     try:
         contents = joined([open_checkpoint(str(path)).contents for path in paths])
-    except NoCheckpoint:
-        return Entry(where, None, "unfinished")
     except DataError as error:
         return Entry(where, None, error.code)
     return Entry(where, contents, "part" if contents.missing else "whole")

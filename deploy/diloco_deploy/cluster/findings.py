@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from diloco_common import units
 from diloco_common.errors import Draining, Expired, Revoked, Stalled, Unavailable, VersionUndone
-from diloco_deploy import units
 from diloco_deploy.cluster.learners import Learner
 from diloco_deploy.cluster.members import Member, Status
 from diloco_deploy.cluster.model import SILENT_AFTER_S, Cluster

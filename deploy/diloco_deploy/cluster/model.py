@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from diloco_common import units
 from diloco_common.wire.addresses import Role
-from diloco_deploy import units
 from diloco_deploy.cluster.learners import Learner, forget_most, put_together
 from diloco_deploy.cluster.members import Member, Status
 

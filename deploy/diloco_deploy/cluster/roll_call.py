@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from diloco_common import units
 from diloco_common.errors import Expired
 from diloco_common.wire.addresses import Role
-from diloco_deploy import units
 from diloco_deploy.cluster.findings import Finding, findings, natural
 from diloco_deploy.cluster.learners import WITH_LEASE, put_together
 from diloco_deploy.cluster.members import Member, Status

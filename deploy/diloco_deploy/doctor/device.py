@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diloco_deploy import units
+from diloco_common import units
 from diloco_deploy.doctor.checks import Check, Finding, failure, ok
 
 SOAK_S = 60.0

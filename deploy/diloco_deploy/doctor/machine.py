@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from diloco_common import units
 from diloco_common.settings import ShardSettings
-from diloco_deploy import units
 from diloco_deploy.doctor.checks import Finding, failure, ok, warning
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import LINK_SHARE, OVERLAP
-from diloco_deploy.plan.formulas import BITS
+from diloco_planner import formulas
+from diloco_planner.choice import LINK_SHARE, OVERLAP
+from diloco_planner.formulas import BITS
 from diloco_server.shell.quotas import CONNECTIONS_PER_LEARNER, ENOUGH, KEPT, connections_allowed, connections_wanted
 from diloco_server.storage.filesystem import Disk, FileSystem
 

@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
+from diloco_common import units
 from diloco_common.errors import HandshakeFailed, NotSeeded, Unavailable
 from diloco_common.trust.tls import TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
 from diloco_common.wire.handshake import certificate_at, find_cause
 from diloco_common.wire.messages import JoinAnswer
-from diloco_deploy import units
 from diloco_deploy.doctor import calls
 from diloco_deploy.doctor.checks import Door, Finding, Known, failure, of_error, ok, warning
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import LINK_SHARE, Asked, bit_rate, choose
-from diloco_deploy.plan.formulas import BITS
+from diloco_planner import formulas
+from diloco_planner.choice import LINK_SHARE, PlannedRun, bit_rate, choose
+from diloco_planner.formulas import BITS
 from diloco_planner.plans import Link
 
 DIAL_S = 3.0
@@ -197,7 +197,7 @@ def advice(found: Link, answer: JoinAnswer, params: float, step_s: float, measur
         1 if any(not tensor.traits.is_of_model for tensor in answer.tensors) else None
     )  # shards do not say how often
     # one learner: this is about its link, and not about what the shards carry
-    asked = Asked(params, 1, found, step_s, answer.num_fragments, companions_every=companions_every)
+    asked = PlannedRun(params, 1, found, step_s, answer.num_fragments, companions_every=companions_every)
     every, push, pull = policy.sync_every, policy.push_encoding, policy.pull_encoding
     needs = [
         formulas.rate(asked.params_moved, BITS.get(encoding, 32.0), every, step_s) / rate

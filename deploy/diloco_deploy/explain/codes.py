@@ -197,7 +197,7 @@ LINK = (
 MACHINE = (
     _finding(
         "DISK_SLOW", "The disk is slow to make a version durable, and rounds wait.",
-        'Use a local disk, or `shard.durability = "interval"`, which loses the last versions in a crash.',
+        "Use a local disk, or `shard.interval_s`, which loses the last versions in a crash.",
         "`shard.data_dir`; [keeping versions](performance.md#keeping-versions)",
     ),
     _finding(

@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco_common.errors import ConfigError, DataError, NoCheckpoint
+from diloco_common.errors import BadCheckpoint, ConfigError, DataError
 from diloco_common.options import NO_SETTINGS, Config, Flag, SettingsOptions, setting, settings_from
 from diloco_common.settings_loader import load_saved
-from diloco_deploy.run.folder import Files, Outputs, anchored, place_anew, settle, shown
+from diloco_deploy.run.folder import Files, Outputs, anchored, shown
 from diloco_deploy.run.members import scale_to
+from diloco_deploy.run.placement import place_anew, settle
 from diloco_deploy.run.ray_up import bring_up_on_ray
 from diloco_deploy.run.up import bring_up, check_cluster
 
@@ -198,7 +199,7 @@ def resume(
         check_cluster(mine)
         files.check(mine.model_copy(update={"cluster": before.cluster}))
         if not files.holds_versions:
-            raise NoCheckpoint(
+            raise BadCheckpoint(
                 f"the run of {shown(folder)} has no versions in {shown(files.data)}, so there is nothing to go on "
                 "with. If its shard.data_dir is a relative path, go to where `diloco up` was started; to begin anew: "
                 f"diloco up --folder {shown(folder)} --fresh"

@@ -7,8 +7,7 @@ import os
 import re
 import shlex
 import shutil
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Literal, NamedTuple, TextIO
 from diloco_common.command import check_outputs
 from diloco_common.errors import CannotConnect, ConfigError, InUse
 from diloco_common.settings import Settings
-from diloco_common.settings_loader import load_saved, save
+from diloco_common.settings_loader import load_saved
 from diloco_common.wire.addresses import dialable, read_address
 from diloco_deploy.trust.own import OwnCertificates
 
@@ -101,7 +100,7 @@ class Files:
         self.clear_addresses()
         for path in (self.evaluation, *self.run.glob("*.final.json")):
             path.unlink(missing_ok=True)
-        shards, workers = _numbered(self.data, "shard"), _numbered(self.folder, "worker")
+        shards, workers = numbered(self.data, "shard"), numbered(self.folder, "worker")
         is_resumed = not fresh and (self.holds_versions or self._held_versions_elsewhere())
         if is_resumed:
             self.check(settings)
@@ -205,10 +204,10 @@ def shown(path: Path) -> str:
 
 
 def _hold_versions(data: Path) -> bool:
-    return any(any(shard.glob("fragment-*")) for shard in _numbered(data, "shard"))
+    return any(any(shard.glob("fragment-*")) for shard in numbered(data, "shard"))
 
 
-def _numbered(folder: Path, name: str) -> list[Path]:
+def numbered(folder: Path, name: str) -> list[Path]:
     """The folders NAME-0, NAME-1, ... in a folder."""
     found = [path for path in folder.glob(f"{name}-*") if path.is_dir() and re.fullmatch(rf"{name}-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix(f"{name}-")))
@@ -234,75 +233,3 @@ def shards_in(folder: Path) -> LocalShards:
         raise CannotConnect(f"no shards are up in {folder}; start them with `diloco up`, or name the shards (--shards)")
     run = load_saved(folder / "settings.json").settings.run.id
     return LocalShards(addresses, run, OwnCertificates.observer_in(folder))
-
-
-# ---------------------------------------------------------------- on another number of shards
-
-
-def place_anew(files: Files, settings: Settings) -> str:
-    """Write all fragments to data folders for another number of shards; keep the old ones. Says so. Takes torch.
-
-    A kill at any moment leaves the old shards or the new ones. The new data folders are made whole in `placing-anew`,
-    beside the old ones. The old ones go into `placing-anew/before`; then the new ones come out, shard-0 first. So as
-    long as shard-0 is inside, the old ones are what counts.
-
-    The folder must be owned and settled. Raises NoCheckpoint and the like, and OSError: nothing has changed then.
-    """
-    from diloco_deploy.checkpoint.sources import open_whole, shard_folders
-    from diloco_server.storage.folders import place, restore
-
-    new = _new(files)
-    whole = open_whole([str(files.folder)])
-    restore(whole.read(), place(whole.contents, settings.cluster.shards), new)
-    save(settings, new / "settings.json")
-    old = shard_folders(files.folder)
-    (new / "before").mkdir()
-    _move(old, new / "before")
-    kept = _finish(files)
-    count = f"{len(old)} -> {settings.cluster.shards} shards"
-    where = " and ".join(str(path) for path in kept)
-    return f"{count}; the folders of before are in {where}: delete them once all is well"
-
-
-def settle(files: Files) -> None:
-    """Finish what a killed `place_anew` left, or take it back. The folder must be owned."""
-    new = _new(files)
-    half = new.with_name(new.name + ".restoring")
-    if half.exists():
-        shutil.rmtree(half)
-    if not new.exists():
-        return
-    if (new / "shard-0").exists():
-        _move((new / "before").glob("shard-*"), files.data)
-        new.rename(half)  # so that a kill while it is deleted leaves nothing that looks finished
-        shutil.rmtree(half)
-    else:
-        _finish(files)
-
-
-def _finish(files: Files) -> list[Path]:
-    """Take the new folders out; the folders that are kept. May be called again after a kill."""
-    new, name = _new(files), f"before-{time.strftime('%Y%m%d-%H%M%S')}"
-    _move(_numbered(new, "shard"), files.data)
-    saved = new / "settings.json"
-    if saved.exists():
-        save(load_saved(saved).settings, files.settings)
-    kept = []
-    workers = list(files.folder.glob("worker-*"))  # a worker's checkpoint is of the shards that it had
-    # Beside themselves, for a rename does not reach another disk.
-    for paths, home in ((list((new / "before").glob("shard-*")), files.data), (workers, files.folder)):
-        if paths:
-            (home / name).mkdir(exist_ok=True)
-            _move(paths, home / name)
-            kept.append(home / name)
-    shutil.rmtree(new)
-    return list(dict.fromkeys(kept))
-
-
-def _move(paths: Iterable[Path], into: Path) -> None:
-    for path in list(paths):
-        path.rename(into / path.name)
-
-
-def _new(files: Files) -> Path:
-    return files.data / "placing-anew"

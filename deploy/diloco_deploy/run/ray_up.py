@@ -24,7 +24,8 @@ from diloco_deploy.cluster.asking import Asker, fetch_all
 from diloco_deploy.cluster.members import Member
 from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord, addresses_in
-from diloco_deploy.run.folder import Files, Outputs, anchored, settle
+from diloco_deploy.run.folder import Files, Outputs, anchored
+from diloco_deploy.run.placement import settle
 from diloco_deploy.run.ray_member import Look, OnRay, Plan, shard_files
 from diloco_deploy.run.supervisor import Action, Interrupts
 from diloco_deploy.run.up import check_cluster

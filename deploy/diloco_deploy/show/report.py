@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco_common import units
 from diloco_common.settings import Settings
-from diloco_deploy import units
 from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.run.folder import shown
 

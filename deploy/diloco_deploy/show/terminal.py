@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco_deploy import units
+from diloco_common import units
 from diloco_deploy.cluster.members import Member
 from diloco_deploy.cluster.model import Cluster
 
@@ -71,9 +71,9 @@ def tables(snapshot: Snapshot, width: int) -> Group:
 
 def legend(snapshot: Snapshot) -> str:
     """What a word of the tables means, where a newcomer might read it wrong; empty if it is not there."""
-    if not any(worker.get("contributions", {}).get("late") for worker in snapshot.cluster.workers):
+    if not any(worker.get("contributions", {}).get("carried") for worker in snapshot.cluster.workers):
         return ""
-    return "carried: came after its round had closed, so its work went into the worker's next contribution; not lost"
+    return "carried: late or refused, so its work went into the worker's next contribution; not lost"
 
 
 def view(snapshot: Snapshot, width: int) -> Group:
@@ -169,7 +169,7 @@ _OF_WORKERS = (
     _Column(_RATE, 0, lambda _, worker: units.count(float(worker.get("tokens_per_s", 0.0)))),
     _Column("loss", 0, lambda _, worker: units.loss(worker.get("loss"))),
     _Column("merged", 56, lambda _, worker: str(worker.get("contributions", {}).get("merged", "-"))),
-    _Column("carried", 64, lambda _, worker: str(worker.get("contributions", {}).get("late", "-"))),
+    _Column("carried", 64, lambda _, worker: str(worker.get("contributions", {}).get("carried", "-"))),
 )
 
 

@@ -123,7 +123,7 @@ class DrawnRound:
         f = self.facts
         return [
             self.shard, f["fragment"], f["round"], round(self.opened_at, 2), f["quorum_s"], f["closed_s"],
-            f["announced_s"], f["participants"], f["asked"], f["why"], f["late"], dict(f["refused"]),
+            f["announced_s"], f["participants"], f["asked"], f["why"], f["absent"], dict(f["refused"]),
             None if self.cut_s is None else round(self.cut_s, 2),
         ]  # fmt: skip
 

@@ -110,8 +110,8 @@ def _here(
 
 def _lost(totals: Mapping[str, Any], shards_away: Sequence[str]) -> dict[str, str]:
     lost, refused = totals["versions_lost"], sum(totals["refused"].values())
-    missed = (totals["missed"].get("LATE", 0), refused, totals["missed"].get("FENCED", 0))
-    carried = [f"{n:,} {how}" for n, how in zip(missed, ("late", "refused", "fenced off"), strict=True) if n]
+    missed = (totals["missed"].get("ABSENT", 0), refused, totals["missed"].get("FENCED", 0))
+    carried = [f"{n:,} {how}" for n, how in zip(missed, ("absent", "refused", "fenced off"), strict=True) if n]
     if lost:
         words = "Announced versions that a shard came back without; learners go on from what they hold."
         return _said("bad", f"{lost:,} {'version' if lost == 1 else 'versions'} lost", words)

@@ -150,7 +150,7 @@ def check_round(header: PushHeader, state: FragmentState, learner_id: str, stale
 
 
 def check_sizes(header: PushHeader, state: FragmentState, encodings: Collection[str]) -> None:
-    """The announced bytes are what fragment, ranges and encoding imply. Raises BadSize or UnknownEncoding."""
+    """The announced bytes are what fragment, ranges and encoding imply. Raises BadPayload or UnknownEncoding."""
     num_elements = state.fragment.num_elements
     if is_part(header) or header.ranges:
         num_elements = check_ranges(header, num_elements)

@@ -73,7 +73,7 @@ class Published:
 
 
 def seed(payload: Payload | PartedPayload, optimizer: OuterOptimizer) -> Values:
-    """The values of version 0. Raises BadEncoding."""
+    """The values of version 0. Raises BadPayload."""
     num_elements = payload.header.num_elements
     theta = memory.empty(num_elements)
     if isinstance(payload, PartedPayload):

@@ -81,8 +81,8 @@ class RoundClosed:
     why: CloseReason
     participants: int
     asked: int
-    late: int
-    """Learners that were still expected: what they bring is too late, and they carry it."""
+    absent: int
+    """Learners that were still expected: what they bring is late, and they carry it."""
     open_s: float
 
 
@@ -262,7 +262,7 @@ def told_of(fact: Fact) -> Told | None:
         case RoundOpened():
             return Told("round opened", _shown(fact), "debug")
         case RoundClosed():
-            return Told("round closed", _shown(fact, "late"), "debug")
+            return Told("round closed", _shown(fact, "absent"), "debug")
         case VersionCommitted():
             return Told("version committed", _shown(fact, "merged"), "debug")
         case VersionsLost():
@@ -335,8 +335,8 @@ class TracedRound:
     announced_s: float | None = None
     """When its version was announced."""
     tokens: int = 0
-    late: int = 0
-    """Learners that it had asked and that were not there when it closed: those that /status counts as LATE."""
+    absent: int = 0
+    """Learners that it had asked and that were not there when it closed: those that /status counts as ABSENT."""
     refused: Counter[str] = field(default_factory=Counter)
     """Contributions to it that were refused, by code."""
 
@@ -438,7 +438,7 @@ class Ledger:
                 self.closed[fact.why.value] += 1
                 self._changed(
                     fact.fragment_id, fact.round, closed_s=fact.open_s, why=fact.why.value,
-                    participants=fact.participants, asked=fact.asked, late=fact.late,
+                    participants=fact.participants, asked=fact.asked, absent=fact.absent,
                 )  # fmt: skip
             case VersionCommitted():
                 self.rounds += 1

@@ -54,7 +54,7 @@ from diloco_common.codec import Chunk, Codec, Payload, PayloadHeader, as_tensor,
 from diloco_common.codec.base import Part
 from diloco_common.codec.memory import scratch
 from diloco_common.codec.native import WeightedSum
-from diloco_common.errors import BadEncoding
+from diloco_common.errors import BadPayload
 from diloco_common.wire.manifest import Piece, mean_of
 from diloco_server.core.influence import Direction
 from diloco_server.core.parts import PartedPayload, Place, places_of, root
@@ -90,7 +90,7 @@ class PieceNorms:
         self._first = 0  # the first place that does not end before the next chunk
         self._squares = [0.0] * num_pieces
         self._index = 0
-        self._error: BadEncoding | None = None
+        self._error: BadPayload | None = None
 
     def add(self, chunk: Chunk) -> None:
         """The next chunk; its size was checked."""
@@ -100,7 +100,7 @@ class PieceNorms:
         num_elements = bounds.stop - bounds.start
         try:
             check_chunk(self._header, self._index, data)
-        except BadEncoding as error:
+        except BadPayload as error:
             self._error = error
             return
         for i, a, b in self._places_in(bounds.start, bounds.stop):
@@ -119,14 +119,14 @@ class PieceNorms:
             self._first += 1
 
     def finish(self) -> tuple[float, ...]:
-        """Non-finite exactly where an element is, or where the sum of squares overflows float32. Raises BadEncoding."""
+        """Non-finite exactly where an element is, or where the sum of squares overflows float32. Raises BadPayload."""
         if self._error is not None:
             raise self._error
         return tuple(map(root, self._squares))
 
 
 def piece_norms(payload: Payload, pieces: Sequence[Piece]) -> tuple[float, ...]:
-    """The same of a payload that is there already. Raises BadEncoding."""
+    """The same of a payload that is there already. Raises BadPayload."""
     norms = PieceNorms(payload.header, len(pieces), places_of((), pieces))
     for chunk in payload.chunks:
         norms.add(chunk)

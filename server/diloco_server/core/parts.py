@@ -19,7 +19,7 @@ import torch
 
 from diloco_common.codec import Payload, PayloadHeader
 from diloco_common.codec.parts import Span, num_elements, spans
-from diloco_common.errors import BadSize, ContributionConflict
+from diloco_common.errors import BadPayload, ContributionConflict
 from diloco_common.wire.bounds import RANGES_OF_ALL_MAX
 from diloco_common.wire.manifest import Piece
 from diloco_common.wire.messages import PushHeader, Range
@@ -93,7 +93,7 @@ class HalfContribution:
     def has(self, header: PushHeader) -> bool:
         """Whether this very part is there. Raises ContributionConflict if it cannot belong to the others.
 
-        Raises BadSize if all of them together have too many ranges, or too much padding.
+        Raises BadPayload if all of them together have too many ranges, or too much padding.
         """
         if whole_of(header) != self.whole:
             raise ContributionConflict(
@@ -115,7 +115,7 @@ class HalfContribution:
         ranges = len(self._ranges) + len(header.ranges)
         padded, most = self._padded + num_elements(header.ranges), 2 * self._elements + PADDING_MAX
         if ranges > RANGES_OF_ALL_MAX or padded > most:
-            raise BadSize(
+            raise BadPayload(
                 f"fragment {header.fragment_id}: with part {header.part} of {header.num_parts} the contribution has "
                 f"{ranges} ranges (at most {RANGES_OF_ALL_MAX}) and {padded} elements with padding (at most {most}); "
                 "give each rank fewer and longer ranges"
@@ -164,10 +164,10 @@ def is_part(header: PushHeader) -> bool:
 
 
 def check_ranges(header: PushHeader, fragment_elements: int) -> int:
-    """How many elements a payload with these ranges has. Raises BadSize if they do not lie in the fragment."""
+    """How many elements a payload with these ranges has. Raises BadPayload if they do not lie in the fragment."""
     stop = header.ranges[-1].stop if header.ranges else 0
     if stop > fragment_elements or (header.ranges and not is_part(header)):
-        raise BadSize(
+        raise BadPayload(
             f"fragment {header.fragment_id}: part {header.part} of {header.num_parts} has ranges up to element {stop}, "
             f"the fragment has {fragment_elements} elements; only parts have ranges, and those of the fragment"
         )

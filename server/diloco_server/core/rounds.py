@@ -16,7 +16,7 @@ from diloco_common.errors import Busy, ContributionConflict, NotFinite, NotSeede
 from diloco_common.settings import SyncSettings
 from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core import admission
-from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
+from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD
 from diloco_server.core.arrivals import Call
 from diloco_server.core.cadence import LONGEST_S, GraceWindow, MovingAverage, Quorum
 from diloco_server.core.due import DueFragments
@@ -490,14 +490,13 @@ class Rounds:
         why, _ = collecting.verdict(self.quorum(collecting), waits_until, now)
         if why is None:
             return
-        late = self._missing(collecting)
-        self.every.closed(len(collecting.contributions), sum(m.sets_pace for m in late))
-        for absent in late:
-            absent.missed[LATE.outcome.name] += 1
+        absent = self._missing(collecting)
+        self.every.closed(len(collecting.contributions), sum(m.sets_pace for m in absent))
+        for member in absent:
+            member.missed["ABSENT"] += 1
         for learner_id in collecting.asked.keys() - collecting.contributions.keys():
-            member = self._membership.get(learner_id)
-            if member is not None:
-                member.missed_round()
+            if (known := self._membership.get(learner_id)) is not None:
+                known.missed_round()
         closed = state.close_round(self._influence, now)
         fragment_id = state.fragment.fragment_id
         contributions, left_out = closed.parted()
@@ -506,7 +505,7 @@ class Rounds:
             live = {m.learner_id for m in self._membership.live()} - closed.beside
             contributions, beside = state.latest.take(contributions, live)
         open_s, asked = now - closed.opened_at, len(closed.asked)
-        self._outbox.note(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(late), open_s))
+        self._outbox.note(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(absent), open_s))
         self._outbox.add(MergeRound(fragment_id, closed.round, tuple(contributions), tuple(beside), tuple(left_out)))
         if self.every.is_time(len(self._versions.fragments)):
             before, words = self.every.steps, self.every.look(self._measured())

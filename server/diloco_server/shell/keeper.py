@@ -1,9 +1,9 @@
 """A shard's versions on their way to the disk and back: written on threads of their own, and recovered at the start.
 
-A slow disk holds up nothing but the fragment it writes. Durability "version": `Keeper.keep` returns once the version
-is on disk, however often it takes. "interval": it returns at once, and the fragment is written when `interval_s` have
-passed since its last write. `hold` keeps values from changing while they are written. What waits are references to
-values that are in memory anyhow, one per fragment: a disk that is full or gone costs no memory.
+A slow disk holds up nothing but the fragment it writes. `Keeper.keep` returns once the version is on disk, however
+often it takes. With `shard.interval_s` it returns at once, and the fragment is written when so many seconds have passed
+since its last write. `hold` keeps values from changing while they are written. What waits are references to values that
+are in memory anyhow, one per fragment: a disk that is full or gone costs no memory.
 
 Regular checkpoints are made on one more thread, so that neither rounds nor the writing of versions wait. One that fails
 is told and tried again with the next version; training goes on.
@@ -91,7 +91,7 @@ class Keeper:
         """`written` is told fragment and version once they are on disk."""
         self._store = store
         self._clock = world.clock
-        self._interval_s = settings.interval_s if settings.durability == "interval" else 0.0
+        self._interval_s = settings.interval_s
         self._metrics = metrics
         self._written = written
         self._log = log

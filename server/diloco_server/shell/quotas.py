@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from diloco_common.errors import Busy
-from diloco_common.observe.http_connections import CONNECTIONS_MAX, HEALTH_MAX
 from diloco_common.settings import ShardSettings
 
 SHOWN_BYTES = 256 << 10
@@ -221,7 +220,7 @@ class Pushes(Generic[H]):
         return Busy(f"{self._together} pushes are open (shard.max_pushes); try again in a moment")
 
 
-KEPT = CONNECTIONS_MAX + HEALTH_MAX + 256
+KEPT = 448
 """Files for HTTP, versions, checkpoints, logs and the inside of gRPC."""
 CONNECTIONS_PER_LEARNER = 4
 """It has three; one more is that which it dials while the shard has not noticed yet that an old one broke."""

@@ -66,6 +66,8 @@ OBSERVERS_AT_ONCE, HOST_OBSERVERS_AT_ONCE = 4, 2
 OBSERVER_ENCODINGS = ("float32", AVERAGE)
 """Taken by Pull besides the run's own: encoded for the caller alone."""
 
+HOST_LEARNERS = 512
+"""Leases of one host that proves nothing, or half of `shard.max_learners` if that is more."""
 HOST_JOINS, HOST_JOINS_PER_S = 1024, 100.0
 """Joins from one host: so many at once, and so many per second in the long run. Hundreds of learners of one host may
 lose their leases together."""
@@ -164,14 +166,15 @@ class Service:
         """Leave leases to learners of other hosts, where nothing proves who they are. Raises Busy."""
         if not caller.peer or caller.proof is not None:
             return
-        membership, most = self._host.shard.membership, self._host.settings.shard.max_learners_per_host
+        membership = self._host.shard.membership
+        most = max(HOST_LEARNERS, self._host.settings.shard.max_learners // 2)
         expected = {*(m.learner_id for m in membership.live()), *membership.waiting(self._host.clock())}
         self._homes = {name: self._homes.get(name, "") for name in expected}
         neighbours = sum(home == caller.account and name != caller.learner_id for name, home in self._homes.items())
         if neighbours >= most:
             raise Busy(
                 f"{most} learners from {caller.account} hold a lease or a number already "
-                "(shard.max_learners_per_host); try again later"
+                "(half of shard.max_learners); try again later"
             )
 
     async def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:

@@ -177,7 +177,7 @@ def _round(traced: TracedRound, now: float) -> dict[str, Any]:
         "participants": traced.participants,
         "announced_s": _rounded(traced.announced_s),
         "tokens": traced.tokens,
-        "late": traced.late,
+        "absent": traced.absent,
         "refused": dict(traced.refused),
     }
 

@@ -21,7 +21,6 @@ from diloco_common.errors import (
     BadCheckpoint,
     BadRequest,
     DataError,
-    NoCheckpoint,
     VersionDamaged,
 )
 from diloco_common.wire.manifest import Manifest, TensorSpec, check_tensors, cut, differences, spec_of
@@ -221,9 +220,9 @@ _CONTENTS = TypeAdapter(Contents)
 
 
 def read_manifest(fs: Files, where: str) -> Contents:
-    """The contents of the checkpoint in this folder. Raises NoCheckpoint, BadCheckpoint and OSError."""
+    """The contents of the checkpoint in this folder. Raises BadCheckpoint and OSError."""
     if MANIFEST not in fs.names():
-        raise NoCheckpoint(
+        raise BadCheckpoint(
             f"{where} is not a checkpoint: it has no {MANIFEST}. That file is written last, so making the checkpoint "
             "was interrupted, or this is the wrong place (`diloco checkpoint list`)"
         )

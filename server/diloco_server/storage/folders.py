@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from diloco_common.errors import BadCheckpoint, ConfigError, NoCheckpoint, VersionDamaged
+from diloco_common.errors import BadCheckpoint, ConfigError, VersionDamaged
 from diloco_common.wire.manifest import Fragment, Manifest, cut
 from diloco_server.storage.checkpoint import (
     MANIFEST,
@@ -68,7 +68,7 @@ def take_checkpoint(sources: Sequence[Path], target: Path, *, whole: bool) -> tu
         whole: require every fragment of the model; otherwise only those of the named shards.
 
     Raises:
-        BadCheckpoint, NoCheckpoint (nothing to take), BadCheckpoint, BadCheckpoint, OSError.
+        BadCheckpoint, OSError.
     """
     Disk(target.parent)  # makes the folders above the target, and makes them survive a crash
     try:
@@ -84,7 +84,7 @@ def take_checkpoint(sources: Sequence[Path], target: Path, *, whole: bool) -> tu
             for fragment_id in fragments_in(source)
         ]
         if not described:
-            raise NoCheckpoint(f"there are no versions in {', '.join(map(str, sources))}: has the run begun?")
+            raise BadCheckpoint(f"there are no versions in {', '.join(map(str, sources))}: has the run begun?")
         contents = contents_of(described)
         _check_complete(contents, None if whole else {file.shard_index for file in contents.files})
         write_manifest(disk, contents)

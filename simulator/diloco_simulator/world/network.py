@@ -1,7 +1,7 @@
 """The network between learners and shards: calls that are lost, late, twice, cut off, torn or half-open.
 
-A `Call` is one call of diloco.v1 on its way: items up, items down, each way in order, as in one TCP connection. When it
-breaks, both ends may learn of it, or one, or none. Different calls overtake each other.
+A `NetworkCall` is one call of diloco.v1 on its way: items up, items down, each way in order, as in one TCP connection.
+When it breaks, both ends may learn of it, or one, or none. Different calls overtake each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from diloco_common.errors import Refusal
 from diloco_common.ports import ShardService, Unavailable
 from diloco_simulator.chaos.plot import Sniffed
 from diloco_simulator.options import Options
-from diloco_simulator.world.process import Process, Timeline
+from diloco_simulator.world.process import SimulatedProcess, Timeline
 
 PAUSES = 0.3
 """Share of the short calls whose items travel one by one. The items of the others arrive together."""
@@ -43,13 +43,13 @@ class Network:
         self.timeline = timeline
         self.said = said
         self.healed = False
-        self.serving: dict[int, tuple[Process, ShardService]] = {}
+        self.serving: dict[int, tuple[SimulatedProcess, ShardService]] = {}
         """Shard index -> who serves there now."""
         self.cuts: Counter[tuple[Path, bool]] = Counter()
         """(path, upwards) -> cuts that are in force."""
         self.sniffed: deque[Sniffed] = deque(maxlen=SNIFFED_MAX)
         """The last pushes of all learners, hostile ones included."""
-        self.calls: list[Call] = []
+        self.calls: list[NetworkCall] = []
         """Those that are open."""
         self.random = random.Random(f"network {options.seed}")
         self._options = options
@@ -68,9 +68,9 @@ class Network:
             self._faults[fault] += 1
         return happens
 
-    def open(self, client: Process, path: Path, answer: Answer, *, is_short: bool) -> Call:
+    def open(self, client: SimulatedProcess, path: Path, answer: Answer, *, is_short: bool) -> NetworkCall:
         """Begin a call. A short one may lose its request or its answer, or arrive twice."""
-        call = Call(self, client, path, answer)
+        call = NetworkCall(self, client, path, answer)
         if is_short:
             call.pauses = self.random.random() < PAUSES
             call.loses_request = self.happens(self._options.loss, "request lost")
@@ -81,7 +81,7 @@ class Network:
         call._transmit(True, call._accept)
         return call
 
-    def gone(self, process: Process, noticed: bool) -> None:
+    def gone(self, process: SimulatedProcess, noticed: bool) -> None:
         """A process ended. Its peers notice now, or never (the machine lost power)."""
         for call in self.calls:
             call.gone(process, noticed)
@@ -98,10 +98,10 @@ class Network:
             call.flush()
 
 
-class Call:
+class NetworkCall:
     """One call: the client's end, the shard's end, and what is between them."""
 
-    def __init__(self, network: Network, client: Process, path: Path, answer: Answer) -> None:
+    def __init__(self, network: Network, client: SimulatedProcess, path: Path, answer: Answer) -> None:
         self.path = path
         self.loses_request = self.loses_answer = self.is_twice = False
         self.pauses = True
@@ -204,7 +204,7 @@ class Call:
             self._timeline.later(self._network.delay_s(), self._cancel_handlers)
         self._dead = True
 
-    def gone(self, process: Process, noticed: bool) -> None:
+    def gone(self, process: SimulatedProcess, noticed: bool) -> None:
         if process is self._client:
             self._given_up = True
             if noticed:
@@ -247,7 +247,9 @@ class Call:
 class _Handler:
     """What a shard's process does for one call."""
 
-    def __init__(self, call: Call, process: Process, answer: Answer, service: ShardService, *, answers: bool) -> None:
+    def __init__(
+        self, call: NetworkCall, process: SimulatedProcess, answer: Answer, service: ShardService, *, answers: bool
+    ) -> None:
         self.process = process
         self.is_over = False
         self._call = call

@@ -40,13 +40,13 @@ class Timeline:
         self.now = 0.0
         self.events = 0
         """Acts so far."""
-        self._later: list[tuple[float, int, Process | None, Act, tuple[Any, ...]]] = []
-        self._soon: deque[tuple[Process | None, Act, tuple[Any, ...]]] = deque()
+        self._later: list[tuple[float, int, SimulatedProcess | None, Act, tuple[Any, ...]]] = []
+        self._soon: deque[tuple[SimulatedProcess | None, Act, tuple[Any, ...]]] = deque()
         self._asked = 0
         self._stopped = False
         self._error: BaseException | None = None
 
-    def at(self, time_s: float, act: Act, *args: Any, process: Process | None = None) -> None:
+    def at(self, time_s: float, act: Act, *args: Any, process: SimulatedProcess | None = None) -> None:
         """Call `act` at a time to come, in `process` if one is named."""
         self._asked += 1
         heappush(self._later, (time_s, self._asked, process, act, args))
@@ -55,7 +55,7 @@ class Timeline:
         """Call `act` in `delay_s` seconds."""
         self.at(self.now + delay_s, act, *args)
 
-    def soon(self, process: Process | None, act: Act, *args: Any) -> None:
+    def soon(self, process: SimulatedProcess | None, act: Act, *args: Any) -> None:
         """Call `act` now, after what was asked for now before."""
         self._soon.append((process, act, args))
 
@@ -86,7 +86,7 @@ class Timeline:
         self._error = self._error or error
 
 
-class Process:
+class SimulatedProcess:
     """Runs until it is killed. While it is frozen, what should have happened in it waits for the thaw."""
 
     def __init__(self, timeline: Timeline, name: str, seed: str, takes_s: Takes, *, stutters: float = 0.0) -> None:
@@ -186,7 +186,7 @@ class VirtualTask(Task[T]):
 class VirtualThreads(Executor):
     """Threads of one process. A job takes a random time; it looks at the world once, somewhere within it."""
 
-    def __init__(self, process: Process, count: int, name: str, takes_s: float) -> None:
+    def __init__(self, process: SimulatedProcess, count: int, name: str, takes_s: float) -> None:
         self.name = name
         self.under_way: list[Callable[[], Any]] = []
         """Jobs that have begun and have not done their work yet."""
@@ -241,7 +241,7 @@ class VirtualThreads(Executor):
 class VirtualLoop:
     """asyncio in virtual time, for one process: as much of an event loop as the product waits with."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimulatedProcess) -> None:
         self._process = process
         self._timeline = process.timeline
         self.get_debug = bool  # gives False, and no Python frame: it is asked at every handle
@@ -297,7 +297,7 @@ class VirtualLoop:
             self._timeline.fail(error)
 
 
-def _ring(handle: TimerHandle, process: Process) -> None:
+def _ring(handle: TimerHandle, process: SimulatedProcess) -> None:
     """A timer's time has come. Most were cancelled before."""
     if not handle._cancelled:
         process.do(_run, (handle,))

@@ -99,7 +99,7 @@ class Chronicle(MemoryHistory):
         self._stage.heard(self.name, what, facts)
 
 
-class Silence:
+class StageSilence:
     """Metrics that count nothing."""
 
     def __getattr__(self, name: str) -> Any:

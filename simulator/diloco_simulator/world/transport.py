@@ -21,9 +21,9 @@ from diloco_common.wire.messages import (
     PushHeader,
 )
 from diloco_simulator.chaos.plot import Sniffed
-from diloco_simulator.world.network import Answer, Call, End, Network, Path
-from diloco_simulator.world.process import Process
-from diloco_simulator.world.wire import Door
+from diloco_simulator.world.network import Answer, End, Network, NetworkCall, Path
+from diloco_simulator.world.process import SimulatedProcess
+from diloco_simulator.world.wire import WireDoor
 
 T = TypeVar("T")
 Pushing = Callable[[PushHeader, Payload], None]
@@ -34,7 +34,13 @@ class MemoryTransport:
     """The way from one learner's process to one shard."""
 
     def __init__(
-        self, network: Network, process: Process, path: Path, pushing: Pushing, answered: Answered, keepalive_s: float
+        self,
+        network: Network,
+        process: SimulatedProcess,
+        path: Path,
+        pushing: Pushing,
+        answered: Answered,
+        keepalive_s: float,
     ) -> None:
         """`pushing` is told of everything that is pushed, `answered` of the answer: the code of a refusal, or nothing.
 
@@ -97,7 +103,7 @@ class MemoryTransport:
     def _deadline(self, timeout_s: float) -> float:
         return float(self._process.loop.time()) + min(timeout_s, self._keepalive_s)
 
-    def _open(self, answer: Answer, *, is_short: bool) -> Call:
+    def _open(self, answer: Answer, *, is_short: bool) -> NetworkCall:
         return self._network.open(self._process, self._path, answer, is_short=is_short)
 
 
@@ -105,28 +111,28 @@ class UntrustedTransport(MemoryTransport):
     """The same for a caller that nobody trusts; it may also begin calls and leave them as they are."""
 
     def __init__(
-        self, network: Network, process: Process, path: Path, proven: str | None, has_model: Callable[[int], bool],
-        keepalive_s: float,
+        self, network: Network, process: SimulatedProcess, path: Path, proven: str | None,
+        has_model: Callable[[int], bool], keepalive_s: float,
     ) -> None:  # fmt: skip
         """`proven` as of a `Door`. `has_model`: whether the shard with this index has a model that stays."""
         super().__init__(network, process, path, lambda header, payload: None, lambda header, code: None, keepalive_s)
         self._proven = proven
         self._has_model = has_model
 
-    def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> Call:
+    def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> NetworkCall:
         call = self._open(_once(lambda service, parts: service.push(caller, parts)), is_short=True)
         call.send(*parts)
         return call
 
-    def hold_pull(self, caller: Identity, request: PullRequest) -> Call:
+    def hold_pull(self, caller: Identity, request: PullRequest) -> NetworkCall:
         return self._open(lambda service, _: service.pull(caller, request), is_short=True)
 
-    def hold_stream(self, caller: Identity) -> Call:
+    def hold_stream(self, caller: Identity) -> NetworkCall:
         return self._open(lambda service, reports: service.attend(caller, reports), is_short=False)
 
-    def _open(self, answer: Answer, *, is_short: bool) -> Call:
+    def _open(self, answer: Answer, *, is_short: bool) -> NetworkCall:
         def behind_the_door(service: ShardService, items: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            return answer(Door(service, self._proven, lambda: self._has_model(self._path[1])), items)
+            return answer(WireDoor(service, self._proven, lambda: self._has_model(self._path[1])), items)
 
         return super()._open(behind_the_door, is_short=is_short)
 
@@ -134,7 +140,7 @@ class UntrustedTransport(MemoryTransport):
 class MemoryStream:
     """One Attend, at the learner's end."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: NetworkCall) -> None:
         self._call = call
 
     async def report(self, progress: Progress) -> None:
@@ -155,7 +161,7 @@ def _once(act: Callable[[ShardService, Any], Awaitable[Any]]) -> Answer:
     return answer
 
 
-async def _receive(call: Call, deadline: float) -> Any:
+async def _receive(call: NetworkCall, deadline: float) -> Any:
     try:
         async with asyncio.timeout_at(deadline):
             return await call.receive()

@@ -37,7 +37,7 @@ MESSAGE_BYTES_MAX = 20 << 20
 T = TypeVar("T")
 
 
-class Door:
+class WireDoor:
     """A shard's service behind its door: a `ports.ShardService` for one caller."""
 
     def __init__(self, service: ShardService, proven: str | None, has_model: Callable[[], bool]) -> None:

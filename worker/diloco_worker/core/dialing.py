@@ -20,7 +20,7 @@ TRY_AGAIN = (errors.Draining, errors.Busy, errors.NotSeeded, errors.TornUpload)
 ALWAYS = (Superseded, ConfigError, errors.ManifestMismatch)
 """Also of a shard that was there before: another process is this learner now, or it is no longer the shard it was. So
 is an error that nobody thought of."""
-STAYS = (errors.NoCertificate, errors.ForeignCertificate, errors.WrongHost, errors.TlsMismatch, errors.NotAShard)
+STAYS = (errors.ForeignCertificate, errors.WrongHost, errors.TlsMismatch, errors.NotAShard)
 """Only other settings or files can mend it. An expired certificate is waited for: it may be renewed under way, and a
 clock may be set."""
 STAYS_S = 3.0

@@ -20,7 +20,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from diloco_common import forks
-from diloco_common.errors import ChildOfLearner, WrongCall
+from diloco_common.errors import WrongCall
 
 MARK = "_DILOCO_LEARNERS"
 """PID RUN/ID RUN/ID...: the learners of that process."""
@@ -41,9 +41,9 @@ class Home:
         return os.getpid() == self._pid
 
     def check(self, learner_id: str) -> None:
-        """Raises ChildOfLearner elsewhere."""
+        """Raises WrongCall elsewhere."""
         if not self.is_here:
-            raise ChildOfLearner(
+            raise WrongCall(
                 f"this process is a child of the learner {learner_id} (process {self._pid}), which alone may call this"
             )
 
@@ -60,20 +60,20 @@ _learners: WeakValueDictionary[str, Closable] = WeakValueDictionary()
 
 
 def check_may_join(run: str, learner_id: str) -> None:
-    """Raises ChildOfLearner where `learner_id` would join from a child of a learner, in its place or beside it."""
+    """Raises WrongCall where `learner_id` would join from a child of a learner, in its place or beside it."""
     global _first_join
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ChildOfLearner(
+        raise WrongCall(
             f"process {os.getpid()} was spawned by this script, and runs it again from its first line: " + _GUARD
         )
     if _first_join is not None and not _first_join.is_here:
-        raise ChildOfLearner(
+        raise WrongCall(
             f"{learner_id} cannot join from a process that was forked from a learner; join there before it forks, or "
             'start this one with multiprocessing.get_context("spawn") or by subprocess'
         )
     pid, *learners = os.environ.get(MARK, "0").split(" ")
     if f"{run}/{learner_id}" in learners and pid != str(os.getpid()) and int(pid) in _ancestors():
-        raise ChildOfLearner(
+        raise WrongCall(
             f"process {os.getpid()} is a child of process {pid}, which is {learner_id} already: {_GUARD}, or give a "
             "learner of its own another learner_id"
         )

@@ -18,7 +18,7 @@ from diloco_worker.core.events import Event
 from diloco_worker.shell.context import ConnectionContext
 
 UNREADABLE = (
-    BadRequest, errors.BadSize, errors.BadChecksum, errors.BadEncoding, errors.UnknownEncoding, errors.NotFinite,
+    BadRequest, errors.BadPayload, errors.BadChecksum, errors.UnknownEncoding, errors.NotFinite,
 )  # fmt: skip
 """What came cannot be read: the next pull asks for the values. Other refusals are of the call, and cost no base."""
 

@@ -90,7 +90,6 @@ class LearnerTelemetry:
                 "merged": fates.get("merged", 0),
                 "carried": fates.get("carried", 0),
                 "forgotten": fates.get("forgotten", 0),
-                "late": max(0, fates.get("carried", 0) - rejected),
                 "rejected": rejected,
                 "unmerged": figures.unmerged,
             },

@@ -18,7 +18,7 @@ COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
-class Registry(CollectorRegistry):
+class MetricsRegistry(CollectorRegistry):
     """A registry with the metrics of the process itself, and its versions.
 
     It has none of the `_created` series that the library adds to every counter and histogram.
@@ -58,11 +58,11 @@ class Declare:
     def histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(name, what, buckets=buckets, registry=self._registry)
 
-    def totals(self, name: str, what: str, *labels: str) -> Totals:
-        return Totals(name, what, labels, self._registry)
+    def totals(self, name: str, what: str, *labels: str) -> MetricTotals:
+        return MetricTotals(name, what, labels, self._registry)
 
 
-class Totals:
+class MetricTotals:
     """A counter that follows totals kept elsewhere.
 
     It never falls: a total that starts again adds nothing until it is above the old one. There is no series before the

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 from diloco_common.errors import CONTRIBUTIONS, all_kinds
-from diloco_common.observe.metrics.registry import COUNTS, SECONDS, Certificates, Declare, Registry
+from diloco_common.observe.metrics.registry import COUNTS, SECONDS, Certificates, Declare, MetricsRegistry
 
 ComputePhase = Literal["inspect", "seed", "merge", "encode"]
 """Work of the compute thread: norms of contributions, version 0, merging up to the encoded version, and encoding for an
@@ -148,7 +148,7 @@ class Contributions:
         self.sent = declare.totals("diloco_shard_sent_bytes_total", "Payload bytes of versions.").begin()
 
 
-class Rounds:
+class RoundMetrics:
     """Rounds, from opening to version."""
 
     def __init__(self, declare: Declare) -> None:
@@ -228,11 +228,11 @@ class ShardMetrics:
     """All metrics of a shard. What is not a total is safe to set from any thread."""
 
     def __init__(self) -> None:
-        self.registry = Registry()
+        self.registry = MetricsRegistry()
         declare = Declare(self.registry)
         self.itself = Itself(declare)
         self.certificates = Certificates(declare)
         self.learners = Learners(declare)
         self.contributions = Contributions(declare)
-        self.rounds = Rounds(declare)
+        self.rounds = RoundMetrics(declare)
         self.storage = Storage(declare)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from diloco_common.observe.metrics.registry import SECONDS, Certificates, Declare, Registry
+from diloco_common.observe.metrics.registry import SECONDS, Certificates, Declare, MetricsRegistry
 
 PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
 """The four answers of the protocol, and "failed" for no answer."""
@@ -54,7 +54,7 @@ class Training:
         self._sync_seconds.labels(phase).inc(cpu_seconds)
 
 
-class Exchange:
+class ExchangeMetrics:
     """Contributions sent, versions received, and connections."""
 
     def __init__(self, declare: Declare, clock: Callable[[], float]) -> None:
@@ -106,8 +106,8 @@ class WorkerMetrics:
     """All metrics of a worker. Safe to call from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.registry = Registry()
+        self.registry = MetricsRegistry()
         declare = Declare(self.registry)
         self.training = Training(declare)
-        self.exchange = Exchange(declare, clock)
+        self.exchange = ExchangeMetrics(declare, clock)
         self.certificates = Certificates(declare)

@@ -6,7 +6,7 @@ import { pill } from "./shards.js";
 
 const EVERY_MS = 2000;
 const WHY = {
-  LATE: "late", FENCED: "fenced off", LEFT: "left before", LEASE_EXPIRED: "away",
+  ABSENT: "absent", FENCED: "fenced off", LEFT: "left before", LEASE_EXPIRED: "away",
   STALLED: "stalled", NOT_FINITE: "not finite",
 };
 // How a cell is drawn, by the kind of its column. The columns come from the server (web/feed.py).

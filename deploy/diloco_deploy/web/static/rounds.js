@@ -163,7 +163,7 @@ function drawFaults(pen, round, x, y) {
     pen.lineTo(x + r + 1, y);
     pen.lineTo(x, y + r + 1);
     pen.fill();
-  } else if (round.late) {
+  } else if (round.absent) {
     pen.strokeStyle = css("--late");
     pen.lineWidth = 1.4;
     pen.beginPath();

@@ -19,7 +19,7 @@ export function roundInWords(round) {
 
 function faults(round) {
   const refused = Object.entries(round.refused).map(([code, n]) => `${n} refused (${code})`);
-  return round.late ? [`${round.late} late: carried on`, ...refused] : refused;
+  return round.absent ? [`${round.absent} absent: they carry on`, ...refused] : refused;
 }
 
 export function roundsTable(table, state) {

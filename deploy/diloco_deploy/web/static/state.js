@@ -9,9 +9,9 @@ export function emptyState() {
 
 // A round as the picture needs it. `feed.py` sends rows to save bytes.
 function roundOf(row) {
-  const [shard, fragment, round, opened, quorum, closed, announced, participants, asked, why, late, refused, cut] = row;
+  const [shard, fragment, round, opened, quorum, closed, announced, participants, asked, why, absent, refused, cut] = row;
   const numRefused = Object.values(refused).reduce((sum, n) => sum + n, 0);
-  return { shard, fragment, round, opened, quorum, closed, announced, participants, asked, why, late, refused, cut, numRefused };
+  return { shard, fragment, round, opened, quorum, closed, announced, participants, asked, why, absent, refused, cut, numRefused };
 }
 
 export function merge(state, message) {

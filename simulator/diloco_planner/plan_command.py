@@ -12,16 +12,15 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco_common import quantities
+from diloco_common import quantities, units
 from diloco_common.command import new_app
 from diloco_common.errors import ConfigError
 from diloco_common.options import Json, number, refuse_idle
 from diloco_common.wire.bounds import FRAGMENTS_MAX
-from diloco_deploy import units
-from diloco_deploy.plan.choice import INSIDE, LINK_SHARE, Asked, Choice, Encodings, choose, link_words
-from diloco_deploy.plan.formulas import BITS
-from diloco_deploy.plan.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
+from diloco_planner.choice import INSIDE, LINK_SHARE, Choice, Encodings, PlannedRun, choose, link_words
+from diloco_planner.formulas import BITS
 from diloco_planner.plans import Link
+from diloco_planner.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
 
 
 def parameters_of(name: str) -> int:
@@ -163,18 +162,18 @@ def plan(
         refuse_idle(with_sites | with_file, {**described.idle, **({} if described.date else {"--budget": unpriced})})
     up = up or UP
     link = Link(up, down or up, ROUND_TRIP_S if round_trip is None else round_trip)
-    asked = Asked(
+    asked = PlannedRun(
         _params(params, model), learners or LEARNERS, link, step_time or STEP_S, fragments, shards, outer, shard_link,
         disk, companions_every,
     )  # fmt: skip
     weighed = None
     if described is not None:
-        from diloco_deploy.plan.ways import Task
-        from diloco_deploy.plan.weigh import lines_of as ways_of
-        from diloco_deploy.plan.weigh import weigh
         from diloco_planner.chips import Island
         from diloco_planner.effort import refuse_restless
         from diloco_planner.plans import LearnerPlan
+        from diloco_planner.proposed import PlannedTask
+        from diloco_planner.weigh import lines_of as ways_of
+        from diloco_planner.weigh import weigh
 
         if not described.sites:
             raise ConfigError(f"{sites} has no site; write a [[site]] for each place, as docs/planner.md explains")
@@ -184,7 +183,7 @@ def plan(
         )  # fmt: skip
         plans = described.learners(template, chips or CHIPS, asked.learners)
         averaged = companions_every is not None
-        task = Task(described, tuple(plans), asked.params, tokens or TOKENS, days, budget, averaged)
+        task = PlannedTask(described, tuple(plans), asked.params, tokens or TOKENS, days, budget, averaged)
         refuse_restless(plans, 3600 * task.hours)
         weighed = weigh(task, asked)
         if not json:
@@ -254,7 +253,7 @@ def _params(params: int | None, model: str | None) -> int:
     return params
 
 
-def _said(asked: Asked, choice: Choice) -> Iterator[str]:
+def _said(asked: PlannedRun, choice: Choice) -> Iterator[str]:
     where = "inside one site" if asked.link == INSIDE else link_words(asked.link)
     yield (
         f"{units.count(asked.params)} parameters (N), {asked.learners} learners (L), {asked.step_s:g} s per inner step "

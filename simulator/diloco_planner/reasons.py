@@ -5,44 +5,43 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from diloco_common import units
 from diloco_common.settings import EVERY_MOST
-from diloco_deploy import units
-from diloco_deploy.plan.choice import EVERY_MEASURED, Asked, Choice, link_words
-from diloco_deploy.plan.together import NAMED, asked_of, every_of
-from diloco_deploy.plan.ways import ROOM, Task, Way
+from diloco_planner.choice import EVERY_MEASURED, Choice, PlannedRun, link_words
 from diloco_planner.described import Site
 from diloco_planner.plans import LearnerPlan
-from diloco_planner.report import count
+from diloco_planner.proposed import ROOM, PlannedTask, Way
+from diloco_planner.together import NAMED, asked_of, every_of
 
 
-def late(task: Task, way: Way | None) -> Iterator[str]:
+def late(task: PlannedTask, way: Way | None) -> Iterator[str]:
     """Sites that come when all is trained."""
     begins = [(site.name, plan.begins_s / 86_400) for site, plan in task.first_of_each()]
     too_late = [(name, days) for name, days in begins if way is not None and days > way.days]
     return _few([f"{name} comes after {days:,.1f} days, when all is trained" for name, days in too_late])
 
 
-def left_out(task: Task) -> Iterator[str]:
+def left_out(task: PlannedTask) -> Iterator[str]:
     """Sites that cannot hold the model."""
     unable = [(site, plan) for site, plan in task.first_of_each() if not task.holds(plan)]
     return _few([f"{site.name} cannot hold it: {_needs(task, site, plan)}" for site, plan in unable])
 
 
-def what_would_hold(task: Task) -> str:
+def what_would_hold(task: PlannedTask) -> str:
     """Hold it, where nobody does: at the site that is nearest to it."""
     site, plan = min(task.first_of_each(), key=lambda one: task.least_chips(one[1]) / one[1].island.chips)
     return f"{site.name} is nearest: {_needs(task, site, plan)}"
 
 
-def _needs(task: Task, site: Site, plan: LearnerPlan) -> str:
+def _needs(task: PlannedTask, site: Site, plan: LearnerPlan) -> str:
     assert site.memory is not None
     return (
-        f"a learner there has {count(round(plan.island.chips), 'chip')} of {units.size(site.memory)}, and needs "
-        f"{math.ceil(task.least_chips(plan)):,}"
+        f"a learner there has {units.counted(round(plan.island.chips), 'chip')} of {units.size(site.memory)}, and "
+        f"needs {math.ceil(task.least_chips(plan)):,}"
     )
 
 
-def too_much(task: Task, base: Asked, choice: Choice) -> str:
+def too_much(task: PlannedTask, base: PlannedRun, choice: Choice) -> str:
     """Why nothing is decoupled."""
     thinnest = max(dict.fromkeys(plan.site for plan in task.able), key=lambda name: every_of(task, base, name))
     if every_of(task, base, thinnest) <= EVERY_MOST:
@@ -50,13 +49,13 @@ def too_much(task: Task, base: Asked, choice: Choice) -> str:
     return f"not decoupled, as {_link(task, base, thinnest)}, and we propose {EVERY_MOST} at most"
 
 
-def thin_links(task: Task, base: Asked, sites: Sequence[str]) -> Iterator[str]:
+def thin_links(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> Iterator[str]:
     """Sites that are left out for their links."""
     measured = f"and quality was measured up to {EVERY_MEASURED}"
     return _few([f"{site} is left out, as {_link(task, base, site)}, {measured}" for site in sites])
 
 
-def _link(task: Task, base: Asked, site: str) -> str:
+def _link(task: PlannedTask, base: PlannedRun, site: str) -> str:
     link = asked_of(task, base, task.of([site])).link
     return f"the link of {site} ({link_words(link)}) would ask for H = {every_of(task, base, site):,}"
 
@@ -68,7 +67,7 @@ def _few(lines: Sequence[str]) -> Iterator[str]:
         yield f"and so for {len(lines) - NAMED:,} more sites"
 
 
-def memory_of(task: Task) -> Iterator[str]:
+def memory_of(task: PlannedTask) -> Iterator[str]:
     """Which machines can hold what."""
     for site, plan in task.first_of_each():
         if site.memory is None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_deploy.plan.choice import Asked, Choice, choose
-from diloco_deploy.plan.reasons import late, left_out, memory_of, thin_links, too_much, what_would_hold
-from diloco_deploy.plan.together import asked_of, worth_it
-from diloco_deploy.plan.verdict import days_of, money_of, verdict_of
-from diloco_deploy.plan.ways import Task, Way, alone
+from diloco_planner.choice import Choice, PlannedRun, choose
+from diloco_planner.proposed import PlannedTask, Way, alone
+from diloco_planner.reasons import late, left_out, memory_of, thin_links, too_much, what_would_hold
+from diloco_planner.together import asked_of, worth_it
+from diloco_planner.verdict import days_of, money_of, verdict_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Weighed:
     """Whether one of them is proposed."""
     memory: tuple[str, ...]
     """What each site's machines can hold."""
-    asked: Asked
+    asked: PlannedRun
     choice: Choice
     """Settings of the way that is proposed; where it needs none, those with which all would train decoupled."""
     is_ours: bool
@@ -38,7 +38,7 @@ class Weighed:
         }  # fmt: skip
 
 
-def weigh(task: Task, base: Asked) -> Weighed:
+def weigh(task: PlannedTask, base: PlannedRun) -> Weighed:
     """What links or memory do not allow is not among the ways. `base`: what the file does not say."""
     memory = tuple(memory_of(task))
     if not task.able:
@@ -62,7 +62,7 @@ def weigh(task: Task, base: Asked) -> Weighed:
     return Weighed(ways, verdict.words, "; ".join(because), works, memory, asked, choice, settled is not None)
 
 
-def lines_of(task: Task, found: Weighed) -> Iterator[str]:
+def lines_of(task: PlannedTask, found: Weighed) -> Iterator[str]:
     """For the screen."""
     yield f"{found.verdict}: {found.because}"
     yield ""

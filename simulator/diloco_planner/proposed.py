@@ -14,12 +14,11 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from diloco_common.settings import EVERY_MOST
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import INSIDE, LADDER, Asked, Choice, choose, settle
-from diloco_deploy.plan.formulas import BITS
-from diloco_planner import money
+from diloco_planner import formulas, money
+from diloco_planner.choice import INSIDE, LADDER, Choice, PlannedRun, choose, settle
 from diloco_planner.described import Described, Site
 from diloco_planner.effort import changes
+from diloco_planner.formulas import BITS
 from diloco_planner.plans import LearnerPlan
 from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
 
@@ -41,7 +40,7 @@ ROOM = 0.7
 
 
 @dataclass(frozen=True)
-class Task:
+class PlannedTask:
     """What is to be trained, where, by when and for how much."""
 
     described: Described
@@ -115,11 +114,11 @@ class Way:
     """In all; `egress` is part of it. 0 without prices."""
     egress: float
     why: str
-    settled: tuple[Asked, Choice] | None = None
+    settled: tuple[PlannedRun, Choice] | None = None
     """What was asked and chosen, where learners train decoupled."""
 
 
-class Phase(NamedTuple):
+class PlannedPhase(NamedTuple):
     """From when somebody comes on."""
 
     since_s: float
@@ -128,13 +127,15 @@ class Phase(NamedTuple):
     """In money."""
 
 
-def decoupled(task: Task, learners: Sequence[LearnerPlan], asked: Asked, choice: Choice, name: str, why: str) -> Way:
+def decoupled(
+    task: PlannedTask, learners: Sequence[LearnerPlan], asked: PlannedRun, choice: Choice, name: str, why: str
+) -> Way:
     """Shards are at home, or where all the learners are. Each sends at its own pace, and takes the versions of the
     fastest."""
     encodings, every, until = choice.encodings, choice.every, task.hours * 3600
     crosses, fastest_s = len({plan.site for plan in learners}) > 1, min(plan.step_s for plan in learners)
 
-    def joins(plan: LearnerPlan) -> Phase:
+    def joins(plan: LearnerPlan) -> PlannedPhase:
         """What it adds."""
         goodput = replace(plan, begins_s=0.0).drawn(until, plan.chance(SEED)).computed
         egress = 0.0
@@ -143,11 +144,11 @@ def decoupled(task: Task, learners: Sequence[LearnerPlan], asked: Asked, choice:
             paces = zip(encodings[:2], (plan.step_s, fastest_s), strict=True)
             moved = (formulas.rate(asked.params_moved, BITS[e], every, step_s) / 8e9 for e, step_s in paces)
             egress = goodput * sum(gb * price for gb, price in zip(moved, prices, strict=True))
-        return Phase(plan.begins_s, goodput * plan.tokens_per_step / plan.step_s, egress)
+        return PlannedPhase(plan.begins_s, goodput * plan.tokens_per_step / plan.step_s, egress)
 
     phases = accumulate(
         sorted(map(joins, learners)),
-        lambda all_of_them, more: Phase(
+        lambda all_of_them, more: PlannedPhase(
             more.since_s, all_of_them.tokens_per_s + more.tokens_per_s, all_of_them.egress_per_s + more.egress_per_s
         ),
     )
@@ -156,7 +157,7 @@ def decoupled(task: Task, learners: Sequence[LearnerPlan], asked: Asked, choice:
     return _way(task, learners, name, list(phases), shards, why, (asked, choice))
 
 
-def second_best(task: Task, learners: Sequence[LearnerPlan], asked: Asked, choice: Choice) -> Way | None:
+def second_best(task: PlannedTask, learners: Sequence[LearnerPlan], asked: PlannedRun, choice: Choice) -> Way | None:
     """The other careful encodings with the H that they need; else the same ones with twice the H. None: that is more
     than we propose."""
     rung = next(rung for rung in LADDER if rung.push != choice.encodings.push)
@@ -170,18 +171,18 @@ def second_best(task: Task, learners: Sequence[LearnerPlan], asked: Asked, choic
     return decoupled(task, learners, asked, other, "decoupled, second best", why)
 
 
-def parallel(task: Task, learners: Sequence[LearnerPlan], name: str) -> Way:
+def parallel(task: PlannedTask, learners: Sequence[LearnerPlan], name: str) -> Way:
     """Data-parallel, elastic where all of the islands are. A step is as long as its exchange over the thinnest link.
     From when a site comes, it takes part; of many that come one by one, soon after."""
     elastic, sent = all(plan.island.elastic for plan in learners), Sent(task.params, 0, 0, 1)
 
-    def since(begins_s: float) -> Phase:
+    def since(begins_s: float) -> PlannedPhase:
         there = [replace(plan, begins_s=0.0) for plan in learners if plan.begins_s <= begins_s]
         rate = _rate(there) * data_parallel(there, sent, task.hours * 3600, SEED, elastic=elastic)
         sites = {site.name: site for plan in there if (site := task.site(plan)) is not None}
         gb = data_parallel_bits(task.params, len(sites)) / 8e9 if len(sites) > 1 else 0.0  # of each site, per step
         per_gb = sum(site.price_egress_gb + site.price_ingress_gb for site in sites.values())
-        return Phase(begins_s, rate, gb * per_gb * rate / sum(plan.tokens_per_step for plan in there))
+        return PlannedPhase(begins_s, rate, gb * per_gb * rate / sum(plan.tokens_per_step for plan in there))
 
     why, sites = "no bytes leave it", len({plan.site for plan in learners})
     if sites > 1:
@@ -192,7 +193,7 @@ def parallel(task: Task, learners: Sequence[LearnerPlan], name: str) -> Way:
     return _way(task, learners, name, [since(at) for at in looked_at], 0.0, why)
 
 
-def alone(task: Task, site: Site, asked: Asked) -> Way:
+def alone(task: PlannedTask, site: Site, asked: PlannedRun) -> Way:
     """All that one site has, by the better of both ways inside it, where links count for nothing. `asked`: of it."""
     learners, name = task.of([site.name]), f"only {site.name}"
     in_step = parallel(task, learners, name)
@@ -205,8 +206,8 @@ def alone(task: Task, site: Site, asked: Asked) -> Way:
 
 
 def _way(
-    task: Task, learners: Sequence[LearnerPlan], name: str, phases: Sequence[Phase], shards: float, why: str,
-    settled: tuple[Asked, Choice] | None = None,
+    task: PlannedTask, learners: Sequence[LearnerPlan], name: str, phases: Sequence[PlannedPhase], shards: float,
+    why: str, settled: tuple[PlannedRun, Choice] | None = None,
 ) -> Way:  # fmt: skip
     """`shards`: money per second."""
     seconds, egress = ends(task.tokens, phases)
@@ -216,10 +217,10 @@ def _way(
     return Way(name, rate / _rate(learners), rate, seconds / 86_400, spent, egress, why, settled)
 
 
-def ends(tokens: float, phases: Sequence[Phase]) -> tuple[float, float]:
+def ends(tokens: float, phases: Sequence[PlannedPhase]) -> tuple[float, float]:
     """Seconds until so many tokens are trained, and the money for egress. inf: never."""
     done = egress = 0.0
-    for phase, following in pairwise([*phases, Phase(math.inf, 0.0)]):
+    for phase, following in pairwise([*phases, PlannedPhase(math.inf, 0.0)]):
         lasts_s = following.since_s - phase.since_s
         left_s = (tokens - done) / phase.tokens_per_s if phase.tokens_per_s else math.inf
         egress += _times(phase.egress_per_s, min(left_s, lasts_s))

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import EVERY_MEASURED, INSIDE, Asked, Choice, choose
-from diloco_deploy.plan.ways import Task, Way, decoupled, parallel, second_best
+from diloco_planner import formulas
+from diloco_planner.choice import EVERY_MEASURED, INSIDE, Choice, PlannedRun, choose
 from diloco_planner.plans import LearnerPlan, Link
+from diloco_planner.proposed import PlannedTask, Way, decoupled, parallel, second_best
 
 LONGER = 2.0
 """Sites whose links ask for an H whose quality was not measured are left out where the rest takes at most so many times
@@ -24,14 +24,14 @@ class Together:
 
     learners: Sequence[LearnerPlan]
     where: str
-    asked: Asked
+    asked: PlannedRun
     choice: Choice
     ours: Way | None
     over: Way | None
     """Data-parallel. None for both: it is one site."""
 
     @classmethod
-    def of(cls, task: Task, base: Asked, sites: Sequence[str]) -> Together:
+    def of(cls, task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> Together:
         learners, every_site = task.of(sites), len(task.described.sites)
         where = " and ".join(sites) if len(sites) <= NAMED else f"{len(sites)} of {every_site} sites"
         if len(sites) == every_site:
@@ -45,13 +45,13 @@ class Together:
             ours = decoupled(task, learners, asked, choice, "decoupled, as chosen", choice.why_every)
         return cls(learners, where, asked, choice, ours, parallel(task, learners, f"data-parallel, {where}"))
 
-    def second(self, task: Task) -> Way | None:
+    def second(self, task: PlannedTask) -> Way | None:
         return None if self.ours is None else second_best(task, self.learners, self.asked, self.choice)
 
     def named(self, name: str) -> Way | None:
         return None if self.ours is None else replace(self.ours, name=name)
 
-    def is_better_than(self, whole: Together, task: Task) -> bool:
+    def is_better_than(self, whole: Together, task: PlannedTask) -> bool:
         """Whether those with the thin links are better left out: H is as measured, and it does not take much longer."""
         if whole.ours is None or self.ours is None:
             return self.ours is not None
@@ -61,7 +61,7 @@ class Together:
         return in_time and is_paid and mine <= LONGER * of_all
 
 
-def worth_it(task: Task, base: Asked, sites: Sequence[str]) -> tuple[Together, Together, list[str]]:
+def worth_it(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> tuple[Together, Together, list[str]]:
     """Those that should train together, all of them, and the sites that are left out for their links."""
     whole = Together.of(task, base, sites)
     thin = [name for name in sites if every_of(task, base, name) > EVERY_MEASURED] if len(sites) > 1 else []
@@ -72,7 +72,7 @@ def worth_it(task: Task, base: Asked, sites: Sequence[str]) -> tuple[Together, T
     return (rest, whole, thin) if rest.is_better_than(whole, task) else (whole, whole, [])
 
 
-def asked_of(task: Task, base: Asked, learners: Sequence[LearnerPlan]) -> Asked:
+def asked_of(task: PlannedTask, base: PlannedRun, learners: Sequence[LearnerPlan]) -> PlannedRun:
     """The question to `choice.py`: the thinnest link decides, and the fastest step."""
     links, shards = [plan.to_shards for plan in learners], task.described.shards
     thinnest = Link(min(x.up for x in links), min(x.down for x in links), max(x.round_trip_s for x in links))
@@ -87,7 +87,7 @@ def asked_of(task: Task, base: Asked, learners: Sequence[LearnerPlan]) -> Asked:
     )
 
 
-def every_of(task: Task, base: Asked, site: str) -> int:
+def every_of(task: PlannedTask, base: PlannedRun, site: str) -> int:
     """The H that its links and round trips ask for beside the fastest of all, whatever shards carry."""
     asked, fastest_s = asked_of(task, base, task.of([site])), min(plan.step_s for plan in task.able)
     asked = replace(asked, step_s=fastest_s, learners=1, shards=None, disk=None, merge=formulas.BYTES_PER_S)

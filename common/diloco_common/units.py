@@ -13,6 +13,11 @@ def count(value: float) -> str:
     return _scaled(value, "").replace(" ", "")
 
 
+def counted(number: int, what: str) -> str:
+    """1 learner, 2 learners."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def size(num_bytes: float) -> str:
     """1234567 -> "1.23 MB" (powers of 1000)."""
     return _scaled(num_bytes, "B")

@@ -74,7 +74,7 @@ def simulate(
     from diloco_planner.described import Described, read
     from diloco_planner.effort import refuse_endless
     from diloco_planner.plans import LearnerPlan
-    from diloco_planner.report import Progress, as_json, as_text
+    from diloco_planner.report import SimulationProgress, as_json, as_text
     from diloco_planner.run import Run
 
     torch.set_num_threads(1)
@@ -108,7 +108,7 @@ def simulate(
     most = settings.sync.quorum
     if most != "all" and most > len(plans):
         raise ConfigError(f"--quorum {quorum}: there are {len(plans)} learners; ask for so many at most, or for all")
-    told = Progress(3600 * hours, partial(print, file=sys.stderr, flush=True))
+    told = SimulationProgress(3600 * hours, partial(print, file=sys.stderr, flush=True))
     found = Run(settings, params, tuple(plans), described, hours, seed).carry_out(told)
     print(dumps(as_json(found), indent=2) if json else as_text(found))
     return 0

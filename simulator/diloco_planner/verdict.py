@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from diloco_deploy.plan.ways import ALIKE, Task, Way
+from diloco_planner.proposed import ALIKE, PlannedTask, Way
 
 SLOWER = 1.1
 """One site is enough if it needs at most so many times the days of all, where no other time is asked for."""
@@ -14,29 +14,29 @@ SOME = 0.01
 """Of goodput: a way that comes to less trains nothing."""
 
 
-class Verdict(NamedTuple):
+class PlanVerdict(NamedTuple):
     words: str
     because: str
     way: Way | None = None
     """None: none works."""
 
 
-def verdict_of(task: Task, where: str, ours: Way | None, over: Way | None, apart: Sequence[Way]) -> Verdict:
+def verdict_of(task: PlannedTask, where: str, ours: Way | None, over: Way | None, apart: Sequence[Way]) -> PlanVerdict:
     """`over`: data-parallel over all links; `apart`: each site alone. None: this way is not possible."""
     some = [way for way in (ours, over, *apart) if way is not None and way.goodput >= SOME]
     if not some:
         why = f"each has a goodput below {100 * SOME:g} %, by its links or its failures"
-        return Verdict("no way works", why)
+        return PlanVerdict("no way works", why)
     quick = [way for way in some if task.days is None or way.days <= task.days]
     if not quick:
         why = f"the fastest needs {days_of(min(way.days for way in some))}, and {task.days:g} days are there"
-        return Verdict("no way is fast enough", why)
+        return PlanVerdict("no way is fast enough", why)
     cheap = [way for way in quick if task.budget is None or way.money <= task.budget]
     if not cheap:
         assert task.budget is not None
         least = money_of(task, min(quick, key=lambda way: way.money))
         why = f"the cheapest{' that is in time' if task.days else ''} takes {least}, {task.budget:,.0f} are there"
-        return Verdict("no way is within the budget", why)
+        return PlanVerdict("no way is within the budget", why)
     ours = ours if ours in cheap else None
     best = ours or min(cheap, key=lambda way: way.days)
     as_good = over if over is not None and over in cheap and _is_as_good(task, over, best) else None
@@ -45,21 +45,21 @@ def verdict_of(task: Task, where: str, ours: Way | None, over: Way | None, apart
     enough = [way for way in apart if way in cheap and way.days <= most]
     site = min(enough, key=lambda way: (way.money, way.days), default=None)
     if site is not None and all(site.money <= way.money for way in rivals):
-        return Verdict(_words_of_one(task, site), _beside(task, site, rivals), site)
+        return PlanVerdict(_words_of_one(task, site), _beside(task, site, rivals), site)
     if as_good is not None:
         beside = f", that of ours {100 * ours.goodput:.1f} %" if ours else ""
         why = f"its goodput is {100 * as_good.goodput:.1f} %{beside}, and it loses nothing by synchronising rarely"
         on = "" if where == "all sites" else f", on {where}"
-        return Verdict(f"use data-parallel training instead{on}", why, as_good)
+        return PlanVerdict(f"use data-parallel training instead{on}", why, as_good)
     assert ours is not None
     assert over is not None
-    return Verdict(f"train decoupled, on {where}", (
+    return PlanVerdict(f"train decoupled, on {where}", (
         f"data-parallel training over these links and failures has a goodput of {100 * over.goodput:.1f} %, "
         f"ours {100 * ours.goodput:.1f} %"
     ), ours)  # fmt: skip
 
 
-def _words_of_one(task: Task, way: Way) -> str:
+def _words_of_one(task: PlannedTask, way: Way) -> str:
     """What to do with one site."""
     name = way.name.removeprefix("only ")
     if len(task.described.sites) > 1:
@@ -67,14 +67,14 @@ def _words_of_one(task: Task, way: Way) -> str:
     return "use data-parallel training instead" if way.settled is None else f"train decoupled, inside {name}"
 
 
-def _beside(task: Task, way: Way, rivals: Sequence[Way]) -> str:
+def _beside(task: PlannedTask, way: Way, rivals: Sequence[Way]) -> str:
     """Its days and money, beside those of another way."""
     days = [days_of(one.days) for one in (way, *rivals[:1])]
     prices = [money_of(task, one) for one in (way, *rivals[:1])]
     return f"it needs {' beside '.join(days)}" + (f", for {' beside '.join(prices)}" if task.described.date else "")
 
 
-def _is_as_good(task: Task, over: Way, best: Way) -> bool:
+def _is_as_good(task: PlannedTask, over: Way, best: Way) -> bool:
     """Data-parallel training beside the best: it may take a little more time and money, as it learns a little more."""
     quick = over.days - task.begins_days <= SLOWER * (best.days - task.begins_days)
     cheap = over.money <= SLOWER * best.money
@@ -85,5 +85,5 @@ def days_of(days: float) -> str:
     return "never" if math.isinf(days) else f"{days:,.1f} days" if days >= 1 else f"{24 * days:.2g} hours"
 
 
-def money_of(task: Task, way: Way) -> str:
+def money_of(task: PlannedTask, way: Way) -> str:
     return f"{way.money:,.0f} {task.described.currency}".strip()

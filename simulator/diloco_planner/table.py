@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from diloco_common import units
 from diloco_common.settings import EVERY_LEAST, EVERY_MOST
-from diloco_deploy import units
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import OVERLAP, Asked, Choice, Encodings, bit_rate, calls_of, written_of
-from diloco_deploy.plan.formulas import BITS
+from diloco_planner import formulas
+from diloco_planner.choice import OVERLAP, Choice, Encodings, PlannedRun, bit_rate, calls_of, written_of
+from diloco_planner.formulas import BITS
 from diloco_server.core.every import Measured, carried
 
 
-class Figure(NamedTuple):
+class PlanFigure(NamedTuple):
     """One line of a plan."""
 
     name: str
@@ -37,38 +37,38 @@ class Figure(NamedTuple):
         return units.count(self.value)
 
 
-def figures(asked: Asked, choice: Choice) -> list[Figure]:
+def figures(asked: PlannedRun, choice: Choice) -> list[PlanFigure]:
     """What crosses the links, and what a shard holds, writes and keeps."""
     return [*_link(asked, choice), *_shard(asked, choice)]
 
 
-def _link(asked: Asked, choice: Choice) -> Iterator[Figure]:
+def _link(asked: PlannedRun, choice: Choice) -> Iterator[PlanFigure]:
     push, pull = BITS[choice.encodings.push], BITS[choice.encodings.pull]
     n, every, link = asked.params_moved, choice.every, asked.link
     wan, moves = "docs/wan.md", f"N{_more(asked)}"
-    yield Figure(
+    yield PlanFigure(
         "a learner sends", formulas.rate(n, push, every, asked.step_s), "bit/s", f"{moves} x {push:g} bits / (H t)", wan
     )
-    yield Figure(
+    yield PlanFigure(
         "a learner receives", formulas.rate(n, pull, every, asked.step_s), "bit/s",
         f"{moves} x {pull:g} bits / (H t)", wan,
     )  # fmt: skip
-    yield Figure(
+    yield PlanFigure(
         "a fragment, there and back", _fragment_s(asked, choice), "s",
         "N/P x push / up + N/P x pull / down + 2 round trips", wan,
     )  # fmt: skip
-    yield Figure(
+    yield PlanFigure(
         'H with `sync.sync_every = "auto"`', auto_every(asked, choice), "", "what goes round in H steps, with room", wan
     )
     whole, words = (2 * asked.params, "2 N") if asked.companions_every else (asked.params, "N")
-    yield Figure("a start: the whole model", whole * 16 / link.down, "s", f"{words} x 16 bits / down", wan)
+    yield PlanFigure("a start: the whole model", whole * 16 / link.down, "s", f"{words} x 16 bits / down", wan)
     moved = formulas.bytes_rate(n, push, pull, asked.learners, every, asked.step_s) / choice.shards
-    yield Figure(
+    yield PlanFigure(
         "a shard's link, both ways together", 8 * moved, "bit/s", f"L {moves} (push + pull) bits / (H t S)", wan
     )
 
 
-def auto_every(asked: Asked, choice: Choice) -> int:
+def auto_every(asked: PlannedRun, choice: Choice) -> int:
     """What a shard would come to if nothing is late, by its own rule. All shards share the link of a learner."""
     push, pull = BITS[choice.encodings.push], BITS[choice.encodings.pull]
     link, owned = asked.link, asked.params_moved / choice.shards
@@ -83,7 +83,7 @@ def auto_every(asked: Asked, choice: Choice) -> int:
     return min(max(carries, EVERY_LEAST), EVERY_MOST)
 
 
-def _fragment_s(asked: Asked, choice: Choice) -> float:
+def _fragment_s(asked: PlannedRun, choice: Choice) -> float:
     """Of one fragment on the link of a learner, there and back."""
     push, pull, link = BITS[choice.encodings.push], BITS[choice.encodings.pull], asked.link
     return formulas.round_trip_of_fragment(
@@ -91,7 +91,7 @@ def _fragment_s(asked: Asked, choice: Choice) -> float:
     )
 
 
-def _shard(asked: Asked, choice: Choice) -> Iterator[Figure]:
+def _shard(asked: PlannedRun, choice: Choice) -> Iterator[PlanFigure]:
     page = "docs/performance.md"
     owned, held = asked.params / choice.shards, -(-choice.fragments // choice.shards)
     memory = formulas.shard_memory(
@@ -102,33 +102,33 @@ def _shard(asked: Asked, choice: Choice) -> Iterator[Figure]:
     if asked.companions_every:
         kept += formulas.companion_bytes(choice.encodings.pull)
     written = written_of(asked, choice.encodings.pull)
-    yield Figure(
+    yield PlanFigure(
         "memory of a shard, at most", memory, "bytes",
         "260 MB + 8 MB + n x (10; 16 with Adam; 2 more for changes or float32) + 8.5 n/P' + 0.62 MB L + L n push / 8"
         + (" + companions: n x (8; 2 more for changes) + L n push / 8" if asked.companions_every else ""), page,
     )  # fmt: skip
-    yield Figure(
+    yield PlanFigure(
         "disk of a shard", formulas.shard_disk(owned, owned / held, kept, 0), "bytes",
         f"{kept} n x 2 versions + 2 files being written", page,
     )  # fmt: skip
-    yield Figure(
+    yield PlanFigure(
         "each regular checkpoint", kept * owned, "bytes", f"{kept} n (checkpoint.keep of them)", "docs/checkpoints.md"
     )
-    yield Figure(
+    yield PlanFigure(
         "a shard's disk writes", formulas.disk_rate(owned, written, choice.every, asked.step_s), "bytes/s",
         f"{written:g} n / (H t)", page,
     )  # fmt: skip
     per_s = calls_of(asked, choice.fragments, choice.every) / choice.shards
     calls = f"L P{_more(asked)} / (H t S); a core serves {formulas.CALLS_PER_S:g}"
-    yield Figure("contributions to a shard, each second", per_s, "", calls, page)
+    yield PlanFigure("contributions to a shard, each second", per_s, "", calls, page)
 
 
-def _more(asked: Asked) -> str:
+def _more(asked: PlannedRun) -> str:
     """The factor by which companions add to what the model moves, in words."""
     return f" (1 + 1/{asked.companions_every})" if asked.companions_every else ""
 
 
-def learner_figures(asked: Asked, choice: Choice) -> list[Figure]:
+def learner_figures(asked: PlannedRun, choice: Choice) -> list[PlanFigure]:
     """What the process of a learner holds, without an island. Imports torch."""
     encodings = choice.encodings
     waits_s = _fragment_s(asked, choice) + OVERLAP * asked.step_s
@@ -141,7 +141,7 @@ def learner_figures(asked: Asked, choice: Choice) -> list[Figure]:
 def process_figures(
     params: float, encodings: Encodings, fragments: int, under_way: int, ranks: int = 1, training_bytes: float = 16,
     *, companions: bool = False,
-) -> list[Figure]:  # fmt: skip
+) -> list[PlanFigure]:  # fmt: skip
     """What one process of a learner holds, by `diloco_worker/core/sizes.py`. Imports torch.
 
     Args:
@@ -162,26 +162,26 @@ def process_figures(
     snapshot = get_codec(encodings.push).progress_dtype.itemsize
     sizes, held = "diloco_worker/core/sizes.py", "n" if ranks == 1 else f"n = N / {ranks}"
     return [
-        Figure(
+        PlanFigure(
             "kept by diloco: anchors, residuals", found.kept, "bytes",
             f"{found.kept / found.elements:.3g} bytes per parameter held ({held})", sizes,
         ),
-        Figure(
+        PlanFigure(
             f"for {under_way} fragment{'s' * (under_way > 1)}{' and as many companions' * companions} under way",
             found.under_way, "bytes",
             f"snapshot {snapshot} + encoded + version + difference 4, of each", sizes,
         ),
-        Figure("diloco's part, at most", found.peak, "bytes", "the sum", sizes),
-        Figure(
+        PlanFigure("diloco's part, at most", found.peak, "bytes", "the sum", sizes),
+        PlanFigure(
             "the training itself", training_bytes * found.elements, "bytes",
             f"{training_bytes:g} bytes per parameter (weights, gradients, AdamW), beside activations", "torch",
         ),
-        Figure("pushed for each version", found.pushed, "bytes", "what it owns, encoded", sizes),
-        Figure("pulled for each version", found.pulled, "bytes", "what it holds, encoded", sizes),
+        PlanFigure("pushed for each version", found.pushed, "bytes", "what it owns, encoded", sizes),
+        PlanFigure("pulled for each version", found.pulled, "bytes", "what it holds, encoded", sizes),
     ]  # fmt: skip
 
 
-def settings_of(asked: Asked, choice: Choice) -> dict[str, dict[str, str | int]]:
+def settings_of(asked: PlannedRun, choice: Choice) -> dict[str, dict[str, str | int]]:
     """Section -> key -> value: what a run.toml holds."""
     rarely = {"companions_every": asked.companions_every} if asked.companions_every else {}
     averaged: dict[str, dict[str, str | int]] = {"train": {"average_momentum": True}} if rarely else {}
@@ -211,7 +211,7 @@ def toml(settings: dict[str, dict[str, str | int]]) -> str:
     return "\n".join(lines)
 
 
-def lines_of(rows: Sequence[Figure]) -> Iterator[str]:
+def lines_of(rows: Sequence[PlanFigure]) -> Iterator[str]:
     """Aligned, with formula and source."""
     name = max(len(row.name) for row in rows)
     value = max(len(row.shown) for row in rows)

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from diloco_common import units
 from diloco_common.errors import ConfigError
 from diloco_common.settings import EVERY_MOST, SyncSettings
 from diloco_common.wire.bounds import FRAGMENTS_MAX
-from diloco_deploy import units
-from diloco_deploy.plan import formulas
-from diloco_deploy.plan.formulas import BITS
+from diloco_planner import formulas
+from diloco_planner.formulas import BITS
 from diloco_planner.plans import Link
 
 LINK_SHARE = 0.5
@@ -46,7 +46,7 @@ INSIDE = Link()
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlannedRun:
     """What a plan is made for."""
 
     params: float
@@ -97,12 +97,12 @@ class Choice:
         return self.every <= EVERY_MOST
 
 
-def choose(asked: Asked) -> Choice:
+def choose(asked: PlannedRun) -> Choice:
     """The most careful settings that links and shards carry. Raises ConfigError: shards would own nothing."""
     return settle(asked, LADDER[0])
 
 
-def settle(asked: Asked, encodings: Encodings) -> Choice:
+def settle(asked: PlannedRun, encodings: Encodings) -> Choice:
     """With these encodings: the smallest H that links and shards carry, from the default on. Raises ConfigError."""
     every, why_every = EVERY, "the default, and the link carries it"
     if (for_link := needed_every(asked.params_moved, encodings, asked.link, asked.step_s)) > every:
@@ -139,12 +139,12 @@ def settle(asked: Asked, encodings: Encodings) -> Choice:
     )  # fmt: skip
 
 
-def calls_of(asked: Asked, fragments: int, every: int) -> float:
+def calls_of(asked: PlannedRun, fragments: int, every: int) -> float:
     """Contributions per second, of all learners, those to companions included."""
     return formulas.calls_rate(asked.learners, fragments, every, asked.step_s) * (1 + asked.companions_share)
 
 
-def written_of(asked: Asked, pull: str) -> float:
+def written_of(asked: PlannedRun, pull: str) -> float:
     """Bytes per parameter of the model that a shard writes in H steps, those of companions included."""
     return formulas.version_bytes(asked.outer, pull) + formulas.companion_bytes(pull) * asked.companions_share
 
@@ -156,14 +156,14 @@ def needed_every(params: float, encodings: Encodings, link: Link, step_s: float)
     return max(up, down)
 
 
-def _link_asks(asked: Asked, every: int) -> str:
+def _link_asks(asked: PlannedRun, every: int) -> str:
     cost = "the loss was 3 % higher at 48" if every <= EVERY_MEASURED else "its price beyond 48 was not measured"
     return (
         f"the smallest with which half of the link is enough at {asked.step_s:g} s per step; {cost} (docs/quality.md)"
     )
 
 
-def _fragments(asked: Asked, every: int) -> int:
+def _fragments(asked: PlannedRun, every: int) -> int:
     """24, and fewer where small contributions of many learners would keep the shards busy with calls alone."""
     calls = calls_of(asked, FRAGMENTS, every)
     contribution = asked.params / FRAGMENTS
@@ -172,7 +172,7 @@ def _fragments(asked: Asked, every: int) -> int:
     return max(4, min(FRAGMENTS, math.floor(FRAGMENTS * LINK_SHARE * formulas.CALLS_PER_S / calls)))
 
 
-def _why_fragments(asked: Asked, fragments: int) -> str:
+def _why_fragments(asked: PlannedRun, fragments: int) -> str:
     if fragments == FRAGMENTS:
         return f"the default: {units.count(asked.params / fragments)} parameters each"
     if fragments > FRAGMENTS:
@@ -188,7 +188,7 @@ class _Machines(NamedTuple):
     why: str
 
 
-def _machines(asked: Asked, encodings: Encodings, every: int, fragments: int) -> _Machines:
+def _machines(asked: PlannedRun, encodings: Encodings, every: int, fragments: int) -> _Machines:
     """That make all versions."""
     push, pull = BITS[encodings.push], BITS[encodings.pull]
     calls = calls_of(asked, fragments, every)
