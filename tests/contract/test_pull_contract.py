@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_reader_gets_newer_versions_as_they_come_and_the_final_model_last(addr
     read, every = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), addresses.split(",")
     model, found = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), list[Any]()
     with diloco_worker.join(addresses, model, learner_id="a", wait_s=20) as learner, ThreadPoolExecutor(1) as thread:
-        reader = thread.submit(lambda: found.extend(diloco_worker.versions(every, read)))
+        reader = thread.submit(lambda: found.extend(diloco_worker.versions(every, nn.DataParallel(read))))
         while not learner.done:
             with torch.no_grad():
                 model[0].weight.add_(0.01 * torch.randn_like(model[0].weight))
@@ -101,8 +102,9 @@ def test_a_reader_gets_newer_versions_as_they_come_and_the_final_model_last(addr
 def test_a_folder_for_every_version_is_marked_when_it_is_whole_and_old_ones_go(addresses, tmp_path, capsys):
     command = ["pull", "--shards", addresses, "--out", str(tmp_path), "--each", "1", "--keep", "2"]
     model = nn.Linear(3, 2)
-    with diloco_worker.join(addresses, model, learner_id="a", wait_s=20) as learner, ThreadPoolExecutor(1) as thread:
-        reader = thread.submit(main, command)
+    with ThreadPoolExecutor(1) as thread, ExitStack() as stack:
+        reader = thread.submit(main, [*command, "--wait", "60"])  # before anybody has joined
+        learner = stack.enter_context(diloco_worker.join(addresses, model, learner_id="a", wait_s=20))
         while not learner.done:
             with torch.no_grad():
                 model.weight.add_(0.01 * torch.randn_like(model.weight))
@@ -116,6 +118,7 @@ def test_a_folder_for_every_version_is_marked_when_it_is_whole_and_old_ones_go(a
     assert torch.equal(load_file(folders[-1] / "model.safetensors")["weight"], model.weight)
     assert main([*command[:-2], "--average"]) == main([*command[:5], "--keep", "2"]) == 2
     assert "leave out --average" in capsys.readouterr().err
+    assert main(command) == 3, "what is there would be taken for the newest"
 
 
 @pytest.mark.parametrize("other", [nn.Linear(3, 3), nn.Linear(3, 2, bias=False), nn.Sequential(nn.Linear(3, 2))])

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from diloco_common.codec import decode_payload
-from diloco_common.errors import Busy, CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch
+from diloco_common.errors import Busy, CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch, NotSeeded
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.manifest import Fragment, Manifest, Tie, cut
 from diloco_common.wire.messages import AVERAGE, PROTOCOL, FrozenTensor, JoinAnswer, JoinRequest, PullRequest
+from diloco_worker.core import names
 from diloco_worker.export import empty_tensors, lay_out
 from diloco_worker.shell.credentials import Credentials
 from diloco_worker.shell.grpc_transport import GrpcTransport
@@ -47,24 +50,22 @@ class GlobalModel:
     """What learners hold fixed, as far as the shards know."""
     is_final: bool = False
     """The run has merged its budget. Buffers may still change, until the learners have left."""
-
-    @property
-    def version(self) -> int:
-        """That every fragment has."""
-        return min(self.versions.values())
+    version: int = 0
+    """That every fragment of the model has. Buffers may be due more rarely."""
 
     def load_into(self, module: nn.Module) -> None:
         """Strictly: the module keeps only what the run does not hold (frozen, private). Raises ManifestMismatch."""
-        state, keys = module.state_dict(), self.keys
-        wrong = state.keys() ^ keys.keys()
-        wrong |= {
-            key for key in state.keys() & keys.keys() if keys[key] and not _fits(state[key], self.tensors[keys[key]])
-        }
+        there, keys = names.saved(module), self.keys
+        wrong = there.keys() ^ keys.keys()
+        found = {key: self.tensors[name] for key, name in keys.items() if name and key in there}
+        wrong |= {key for key, values in found.items() if not _fits(there[key], values)}
         if wrong:
             raise ManifestMismatch(
-                f"{min(wrong)} of this module differs from the model of the run: build it as learners do"
+                f"{min(wrong)} of this module differs from the model of the run: give the module that learners join"
             )
-        module.load_state_dict({key: self.tensors[name] if (name := keys[key]) else state[key] for key in state})
+        with torch.no_grad():
+            for key, values in found.items():
+                cast(Tensor, there[key]).copy_(values)
 
 
 def versions(
@@ -85,18 +86,19 @@ def versions(
     """
     found: GlobalModel | None = None
     is_over = False
-    while not is_over:
-        try:
-            newer, is_over = _pull_in_thread(shards, run, tls, bearer_token, wait_s, found, every)
-        except CannotConnect:
-            if found is None or not found.is_final:
-                raise
-            return  # they have ended, as the run has
-        if newer is not None:
-            if module is not None:
-                newer.load_into(module)
-            yield newer
-            found = newer
+    with _in_thread(shards, tls, bearer_token) as (transports, call):
+        while not is_over:
+            try:
+                newer, is_over = call(_look(transports, Identity(run), wait_s, found, every))
+            except CannotConnect:
+                if found is None or not found.is_final:
+                    raise
+                return  # they have ended, as the run has
+            if newer is not None:
+                if module is not None:
+                    newer.load_into(module)
+                yield newer
+                found = replace(newer, tensors={})
 
 
 def pull_global_model(
@@ -116,7 +118,8 @@ def pull_global_model(
     Raises CannotConnect if a shard does not answer within `wait_s` seconds, ConfigError or ManifestMismatch if the
     shards do not form one run, HandshakeFailed if TLS fails, and the Refusal of a shard.
     """
-    found, _ = _pull_in_thread(shards, run, tls, bearer_token, wait_s, average=average)
+    with _in_thread(shards, tls, bearer_token) as (transports, call):
+        found, _ = call(_pull_all(transports, Identity(run), wait_s, average=average))
     assert found is not None, "any is newer than none"
     return found
 
@@ -133,74 +136,113 @@ def keys_of(tensors: Collection[str], ties: Iterable[Tie]) -> dict[str, str]:
     return {name: name for name in tensors if name not in absent} | told
 
 
-def _fits(there: Tensor, values: Tensor) -> bool:
+def _fits(there: object, values: Tensor) -> bool:
     return isinstance(there, Tensor) and there.shape == values.shape
 
 
-def _pull_in_thread(
-    shards: Sequence[str], run: str, tls: Path | None, bearer_token: str | Path | None, wait_s: float,
-    than: GlobalModel | None = None, every: int = 1, *, average: bool = False,
-) -> tuple[GlobalModel | None, bool]:  # fmt: skip
+Found: TypeAlias = tuple[GlobalModel | None, bool]
+"""None: not every fragment has so many further versions. And whether nothing more can come."""
+
+
+@contextmanager
+def _in_thread(
+    shards: Sequence[str], tls: Path | None, bearer_token: str | Path | None
+) -> Iterator[tuple[dict[str, Transport], Callable[[Coroutine[Any, Any, Found]], Found]]]:
+    """Connections, and what runs a call on them: a notebook has a running event loop in its own thread."""
     credentials = Credentials(tls, bearer_token)
-    transports = {address: GrpcTransport(address, credentials, waits_for_shard=True) for address in shards}
-    with ThreadPoolExecutor(1, "diloco-pull") as thread:  # a notebook has a running event loop in this one
-        pulled = _pull_all(transports, Identity(run), wait_s, than, every, average)
-        return thread.submit(asyncio.run, pulled).result()
+    transports: dict[str, Transport] = {
+        address: GrpcTransport(address, credentials, waits_for_shard=True) for address in shards
+    }
 
-
-async def _pull_all(
-    transports: Mapping[str, Transport], observer: Identity, wait_s: float, than: GlobalModel | None, every: int,
-    average: bool,
-) -> tuple[GlobalModel | None, bool]:  # fmt: skip
-    """None: not every fragment has `every` further versions than `than`. And whether nothing more can come."""
-    try:
-        answers: dict[str, JoinAnswer] = {}
-        for address, transport in transports.items():
-            request = JoinRequest(PROTOCOL, "", observe=True)
-            try:
-                answers[address] = await transport.join(observer, request, wait_s)
-            except HandshakeFailed:
-                raise
-            except Unavailable as error:
-                raise _unreachable(address, error) from None
-        manifest = _manifest(answers)
-        pulses = [answer.pulse for answer in answers.values()]
-        is_final = all(0 < pulse.tokens_budget <= pulse.tokens_merged for pulse in pulses)
-        is_over = is_final and not any(pulse.learners_alive for pulse in pulses)
-        if than is not None and not _are_further(answers.values(), than, every, is_final=is_final):
-            await asyncio.sleep(0 if is_over else LOOK_S)
-            return None, is_over
-        tensors = empty_tensors(manifest)
-        versions: dict[int, int] = {}
-        for address, answer in answers.items():
-            for fragment in manifest.exported_fragments:
-                if fragment.shard_index != answer.shard_index:
-                    continue
-                encoding = AVERAGE if average and fragment.traits.is_of_model else "float32"
-                try:
-                    version = await _pull(transports[address], fragment, observer, tensors, encoding)
-                except Unavailable as error:
-                    raise _unreachable(address, error) from None
-                versions[fragment.fragment_id] = version
-        tokens_merged = max(answer.pulse.tokens_merged for answer in answers.values())
-        ties = max((answer.ties for answer in answers.values()), key=len)  # a shard that is new has heard of none
-        first = max(answers.values(), key=lambda answer: len(answer.frozen))
-        keys = keys_of(tensors, ties)
-        return (
-            GlobalModel(tensors, buffers_of(manifest), versions, tokens_merged, keys, first.frozen, is_final), is_over
-        )  # fmt: skip
-    finally:
+    async def close() -> None:
         for transport in transports.values():
             await transport.close(0.0)
 
+    def call(pulled: Coroutine[Any, Any, Found]) -> Found:
+        future = thread.submit(runner.run, pulled)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            loop = runner.get_loop()
+            loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+            raise
 
-def _are_further(answers: Iterable[JoinAnswer], than: GlobalModel, every: int, *, is_final: bool) -> bool:
-    """A shard that was restored may have gone back: those are other versions, too. Buffers come last of all."""
-    now = {one.fragment_id: one.version for answer in answers for one in answer.fragments}
-    steps = [now[fragment] - had for fragment, had in than.versions.items() if fragment in now]
-    if is_final:
-        return any(steps) or not than.is_final
-    return min(steps) >= every or min(steps) < 0
+    runner = asyncio.Runner()
+    with ThreadPoolExecutor(1, "diloco-pull") as thread:
+        try:
+            yield transports, call
+        finally:
+            thread.submit(runner.run, close()).result()
+            thread.submit(runner.close).result()
+
+
+async def _look(
+    transports: Mapping[str, Transport], observer: Identity, wait_s: float, than: GlobalModel | None, every: int
+) -> Found:
+    """`_pull_all`, again and again while a shard is away or nobody has seeded it, for `wait_s`."""
+    now = asyncio.get_running_loop().time
+    until = now() + wait_s
+    while True:
+        try:
+            return await _pull_all(transports, observer, wait_s, than, every)
+        except (CannotConnect, NotSeeded):
+            if now() > until or (than is not None and than.is_final):
+                raise
+            await asyncio.sleep(AGAIN_S)
+
+
+async def _pull_all(
+    transports: Mapping[str, Transport], observer: Identity, wait_s: float, than: GlobalModel | None = None,
+    every: int = 1, *, average: bool = False,
+) -> Found:  # fmt: skip
+    answers: dict[str, JoinAnswer] = {}
+    for address, transport in transports.items():
+        request = JoinRequest(PROTOCOL, "", observe=True)
+        try:
+            answers[address] = await transport.join(observer, request, wait_s)
+        except HandshakeFailed:
+            raise
+        except Unavailable as error:
+            raise _unreachable(address, error) from None
+    manifest = _manifest(answers)
+    pulses = [answer.pulse for answer in answers.values()]
+    is_final = all(0 < pulse.tokens_budget <= pulse.tokens_merged for pulse in pulses)
+    is_over = is_final and not any(pulse.learners_alive for pulse in pulses)
+    told = {one.fragment_id: one.version for answer in answers.values() for one in answer.fragments}
+    of_model = {fragment.fragment_id for fragment in manifest.exported_fragments if fragment.traits.is_of_model}
+    if than is not None:
+        now = {fragment: told[fragment] for fragment in than.versions}
+        at_the_end = than.versions != now or not than.is_final  # buffers come last of all
+        if not (at_the_end if is_final else _are_further(now, than, of_model, every)):
+            await asyncio.sleep(0 if is_over else LOOK_S)
+            return None, is_over
+    tensors = empty_tensors(manifest)
+    versions: dict[int, int] = {}
+    for address, answer in answers.items():
+        for fragment in manifest.exported_fragments:
+            if fragment.shard_index != answer.shard_index:
+                continue
+            encoding = AVERAGE if average and fragment.traits.is_of_model else "float32"
+            try:
+                version = await _pull(transports[address], fragment, observer, tensors, encoding)
+            except Unavailable as error:
+                raise _unreachable(address, error) from None
+            versions[fragment.fragment_id] = version
+    tokens_merged = max(answer.pulse.tokens_merged for answer in answers.values())
+    ties = max((answer.ties for answer in answers.values()), key=len)  # a shard that is new has heard of none
+    first = max(answers.values(), key=lambda answer: len(answer.frozen))
+    keys = keys_of(tensors, ties)
+    version = min(versions[fragment] for fragment in of_model)
+    return (
+        GlobalModel(tensors, buffers_of(manifest), versions, tokens_merged, keys, first.frozen, is_final, version),
+        is_over,
+    )
+
+
+def _are_further(now: Mapping[int, int], than: GlobalModel, of_model: Collection[int], every: int) -> bool:
+    """A shard that was restored may have gone back: those are other versions, too."""
+    least = min(now[fragment] - than.versions[fragment] for fragment in of_model)
+    return least >= every or least < 0
 
 
 async def _pull(

@@ -120,7 +120,8 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         for optimizer in trainer.optimizers:
             learner.compared.has(optimizer)
         if configs := trainer.lr_scheduler_configs:
-            steps = [trainer.estimated_stepping_batches if own.interval == "step" else inf for own in configs]
+            total = trainer.estimated_stepping_batches
+            steps = [total if (own.interval, own.frequency) == ("step", 1) else inf for own in configs]
             made = [followed(own.scheduler, learner, of) for own, of in zip(configs, steps, strict=True)]
             self._followed = [one for one in made if one is not None]
             return

@@ -222,15 +222,20 @@ def write_out(get: Callable[[], GlobalModel], how: Writing, of: str = "") -> int
 
 
 def write_each(found: Iterable[GlobalModel], how: Writing, keep: int | None) -> int:
-    """A folder for each, and `DONE` in it last. `keep`: so many of the newest."""
+    """A folder for each, and `DONE` in it last. `keep`: so many of those written last. Raises DataError."""
+    written: list[Path] = []
+    if there := next(how.out.glob("version-*"), None):
+        raise DataError(f"{there} is of another run, or of an earlier command: give --out another folder")
     for one in found:
         folder = how.out / f"version-{one.version:06}"
         (folder / DONE).unlink(missing_ok=True)
         write_out(lambda one=one: one, replace(how, out=folder))  # type: ignore[misc]
         (folder / DONE).touch()
-        for mark in sorted(how.out.glob(f"version-*/{DONE}"))[: -keep if keep else 0]:
-            mark.unlink()
-            shutil.rmtree(mark.parent)
+        written = [*(one for one in written if one != folder), folder]
+        for old in written[: -keep if keep else 0]:
+            (old / DONE).unlink(missing_ok=True)
+            shutil.rmtree(old)
+            written.remove(old)
     return EXIT_OK
 
 

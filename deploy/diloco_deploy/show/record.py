@@ -6,6 +6,7 @@ all of them lets `--follow --json` write to a file.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from json import dumps
@@ -105,8 +106,11 @@ def record(
     lines = list(shards.news(asker, silent))
     if len(silent) == len(shards.addresses):
         raise CannotConnect("; ".join(silent.values()))
-    console = QuietConsole()
+    console, said = QuietConsole(), set[str]()
     while True:
+        for why in set(silent.values()) - said:
+            print(f"! {why}: its versions are not here", file=sys.stderr, flush=True)
+        said = set(silent.values())
         if json:
             console.file.writelines(dumps(one.model_dump()) + "\n" for one in lines)
             console.file.flush()
@@ -116,11 +120,10 @@ def record(
             console.file.writelines(_words(one) + "\n" for one in lines)
             console.file.flush()
         if not follow:
-            for why in silent.values():
-                console.print(f"! {why}: its versions are not here", style="red")
             return 0
         time.sleep(FOLLOW_EVERY_S)
-        lines = list(shards.news(asker, {}))
+        silent = {}
+        lines = list(shards.news(asker, silent))
 
 
 def table(lines: list[Line]) -> Table:

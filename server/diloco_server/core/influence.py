@@ -83,10 +83,10 @@ class Told:
     @property
     def along(self) -> float:
         """How far it points with the others, of as far as these do with each other: 0 to 1. 1: nobody knows yet."""
-        if not self.is_full:
+        others = [d.others for d in self.directions]
+        if not self.is_full or not _sure(others):
             return 1.0
-        others = fmean(d.others for d in self.directions)
-        return min(1.0, max(0.0, fmean(d.cosine for d in self.directions) / others)) if others > 0 else 1.0
+        return min(1.0, max(0.0, fmean(d.cosine for d in self.directions) / fmean(others)))
 
     def points_away(self) -> bool:
         """Whether it points away from the others nearly as much as these agree without it, beyond chance."""

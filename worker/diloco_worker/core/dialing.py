@@ -95,7 +95,7 @@ class Dialing:
 
     def is_up(self) -> None:
         """The shard speaks on the control stream."""
-        self._was_up, self.refused_since = True, None
+        self._was_up, self.refused_since, self._same = True, None, None
 
     def ended(self, error: DilocoError | None, now: float, jitter: float) -> Redial:
         """The attempt, or the connection that it led to, has ended. None: the shard ended the stream.
