@@ -76,6 +76,13 @@ def test_the_three_files_of_a_folder_are_of_one_secret() -> None:
             assert files == {file: f"{secret} {key}" for file, key in keys.items()}
 
 
+def test_a_worker_starts_without_the_secret_of_one_that_is_revoked_and_a_shard_waits_for_its_own() -> None:
+    shard, worker = pods(BUILD)
+    for pod, is_optional in [(shard, False), (worker, True)]:
+        (volume,) = [v["projected"] for v in pod["spec"]["volumes"] if "projected" in v]
+        assert {source["secret"].get("optional", False) for source in volume["sources"]} == {is_optional}
+
+
 def test_shards_are_dialed_under_names_of_their_certificates_and_learners_are_scraped_under_theirs() -> None:
     _, worker = pods(BUILD)
     for address in load(None, environment(BUILD, worker)).settings.worker.shards:

@@ -9,6 +9,7 @@ import pytest
 
 from diloco_common.errors import ConfigError, InUse
 from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics.registry import installed
 from diloco_common.observe.metrics.worker import WorkerMetrics
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, save
@@ -106,7 +107,9 @@ def test_a_worker_hangs_if_it_trains_and_ends_no_step() -> None:
     assert telemetry.health[0]
     now[0] += 2.0
     assert telemetry.health == (False, "no inner step has ended for 1801 s")
-    assert telemetry.status(Pulse(0, 0), ())["hung"]
+    status = telemetry.status(Pulse(0, 0), ())
+    assert status["hung"]
+    assert status["package"] == installed(), "which version a member runs is to be seen during an upgrade"
     telemetry.hung_s = 0.0
     assert telemetry.health[0]
 

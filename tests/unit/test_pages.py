@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from diloco_common.codec import encode_payload, encoding_names, num_payload_bytes
 from diloco_common.settings import SyncSettings
+from diloco_deploy.cli import main
 from pages import UNTESTED, blocks, followed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,6 +216,16 @@ def test_what_the_page_says_is_checked_is_checked() -> None:
     assert invariants - of_the_cluster <= functions(ROOT / "simulator/diloco_simulator/verify/invariants.py").keys()
     cluster = (ROOT / "simulator/diloco_simulator/cluster.py").read_text(encoding="utf-8")
     assert all(f'"{name}"' in cluster for name in of_the_cluster)
+
+
+# ---------------------------------------------------------------- home.md
+
+
+def test_the_page_for_home_has_the_figure_of_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = [text for text in blocks(DOCS / "home.md").values() if text.startswith("diloco plan")]
+    assert main(shlex.split(command)[1:]) == 0
+    (link,) = re.findall(r"a shard's link.*?  ([0-9.]+ Mbit/s)", capsys.readouterr().out)
+    assert f"here {link}" in text_of("home.md")
 
 
 # ---------------------------------------------------------------- deploy.md, launchers.md and getting-started.md
