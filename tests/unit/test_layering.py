@@ -222,7 +222,7 @@ CLUSTER = {"diloco_server.core", "diloco_server.storage", "diloco_demo", "diloco
 VALUES = {"diloco_server.core", "diloco_server.storage", "diloco_worker", "diloco_protos"}
 LOADS: dict[str, set[str]] = {
     "up": CLUSTER, "init": CLUSTER, "resume": CLUSTER, "scale": CLUSTER,
-    "status": set(), "web": set(), "logs": set(), "health": set(), "explain": set(),
+    "status": set(), "record": set(), "web": set(), "logs": set(), "health": set(), "explain": set(),
     "certs": set(), "token": set(), "config": set(), "completion": set(),
     "doctor": {
         "diloco_planner.choice", "diloco_planner.chips", "diloco_planner.formulas", "diloco_planner.plans",
