@@ -37,6 +37,7 @@ SETTINGS: dict[str, Any] = {
     "sync.sync_every": 4,
     "sync.quorum": 1,
     "sync.grace": 0.01,
+    "sync.pull": "bfloat16",  # what learners hold of a version is its values, rounded once
     "lease.lease_s": 2,
     "lease.heartbeat_s": 0.4,
 }

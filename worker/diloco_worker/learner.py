@@ -61,7 +61,7 @@ from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.council import Council
 from diloco_worker.shell.ending import LEAVE_S, Ending, Finished, Finishing, Leaving, Patience
-from diloco_worker.shell.exits import Notice, as_exit, as_one_line, say_as_before
+from diloco_worker.shell.exits import Notice, as_exit, as_one_line, say_as_before, say_in_one_line
 from diloco_worker.shell.home import OneThread, one_thread
 from diloco_worker.shell.masters import is_schedule_free
 from diloco_worker.shell.other_values import OtherValues, Values, write
@@ -528,6 +528,7 @@ class Learner(LearnerView):
     def _check_not_ended(self) -> None:
         self._home.check(self.learner_id)
         if self.state in ("done", "stopped"):
+            say_in_one_line()  # `finish` has put the hook back that was there
             raise WrongCall(
                 f"{self.learner_id} has left the run already (by finish, by close, or at the end of `with`); to train "
                 "on, join again with state=learner.state_dict()"
