@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LinearLR, LRScheduler, SequentialLR
 
-from diloco_worker.progress_lr import WARMUP_FLOOR, WARMUP_STEPS, ProgressLR, Shape, share
+from diloco_worker.progress_lr import WARMUP_FLOOR, WARMUP_STEPS, Followed, ProgressLR, Shape, share
 
 
 @pytest.mark.parametrize(
@@ -128,3 +129,15 @@ def test_a_group_that_is_added_later_follows_with_its_own_rate() -> None:
     rates(optimizer, schedule, WARMUP_STEPS)
     optimizer.add_param_group({"params": nn.Linear(2, 2).parameters(), "lr": 4.0})
     assert rates(optimizer, schedule, 1) == pytest.approx([0.5, 5.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("fraction", "step", "rate"),
+    [(0.0, 0, 0.25), (0.0, 1, 0.5), (0.0, 50, 0.97), (0.02, 0, 0.75), (0.5, 3, 0.5), (0.5, 99, 0.5), (1.0, 0, 0.0)],
+)
+def test_a_schedule_of_the_users_own_is_as_far_as_the_run_and_rises_by_itself(fraction, step, rate):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    own = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4) * (1 - step / 100))
+    followed = Followed(own, SimpleNamespace(fraction=fraction), 100)
+    followed.set(step)
+    assert optimizer.param_groups[0]["lr"] == own.get_last_lr()[0] == pytest.approx(rate, abs=0.02)
