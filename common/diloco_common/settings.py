@@ -68,8 +68,8 @@ class SyncSettings(Section):
     merge: Literal["auto", "mean", "rda", "agreement"] | Extension = "auto"
     """"auto": "agreement" where learners train with Adam or its kin, else "mean"; the first learner that says what it
     trains with decides, on each shard by itself. "mean": weighted. "agreement": a mean that is shorter where learners
-    agree. "rda": radial-directional averaging. Or one of others: `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of
-    diloco.merge (examples/centered_clip.py)."""
+    agree. "rda": radial-directional averaging. Or one of others: `mypkg.mymod:rule`, or `plugin:NAME`, an entry point
+    of diloco.merge (examples/centered_clip.py)."""
     companions_every: int = Field(default=1, ge=1, le=1000)
     """What goes along with the parameters is due so many times as rarely as they are: inner momentum that learners
     average (`join(companions=)`, `train.average_momentum`), and buffers, such as the statistics of BatchNorm."""
