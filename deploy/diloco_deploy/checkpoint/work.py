@@ -209,7 +209,10 @@ def export(sources: Sequence[str], how: Writing) -> int:
 
 def write_out(get: Callable[[], GlobalModel], how: Writing, of: str = "") -> int:
     """`of`: what the versions are, if not the newest."""
-    began, found = time.perf_counter(), get()
+    return _write_one(time.perf_counter(), get(), how, of)
+
+
+def _write_one(began: float, found: GlobalModel, how: Writing, of: str = "") -> int:
     file, of_base = write(found, how)
     trained = sum(t.numel() for name, t in found.tensors.items() if name not in found.buffers)
     print(
@@ -229,7 +232,7 @@ def write_each(found: Iterable[GlobalModel], how: Writing, keep: int | None) -> 
     for one in found:
         folder = how.out / f"version-{one.version:06}"
         (folder / DONE).unlink(missing_ok=True)
-        write_out(lambda one=one: one, replace(how, out=folder))  # type: ignore[misc]
+        _write_one(time.perf_counter(), one, replace(how, out=folder))
         (folder / DONE).touch()
         written = [*(one for one in written if one != folder), folder]
         for old in written[: -keep if keep else 0]:

@@ -19,12 +19,9 @@ from rich.table import Table
 
 from diloco_common.command import QuietConsole
 from diloco_common.errors import CannotConnect
-from diloco_common.options import Config, Flag, Json, SettingsOptions, setting, settings_from
-from diloco_common.trust.tokens import read_bearer_token
-from diloco_common.wire.addresses import split_addresses
+from diloco_common.options import Config, Flag, Json, setting
 from diloco_deploy.cluster.asking import Asker, NoAnswer, ask_record
-from diloco_deploy.show.status import Where
-from diloco_deploy.trust.own import OwnCertificates
+from diloco_deploy.show.status import whom_to_ask
 
 FOLLOW_EVERY_S = 2.0
 
@@ -96,12 +93,9 @@ def record(
     Without --json a table of all versions that shards remember: of each learner, how often it was merged, its mean
     share, and what was cut. With --json a line for each contribution to each version.
     """
-    settings = settings_from(SettingsOptions(config), {"cluster.folder": folder, "security.token_file": token_file})
-    where, bearer_token = settings.cluster.folder, read_bearer_token(settings.security)
-    given = split_addresses(http or "")
-    asker = Asker(tls, bearer_token) if given else Asker(tls or OwnCertificates.observer_in(where))
-    found = Where(where, given).addresses()
-    shards = Shards([at for name, at in found.items() if given or name.startswith("shard-")], {})
+    where, asker = whom_to_ask(folder, config, http, tls, token_file)
+    found = where.addresses()
+    shards = Shards([at for name, at in found.items() if where.http or name.startswith("shard-")], {})
     silent: dict[str, str] = {}
     lines = list(shards.news(asker, silent))
     if len(silent) == len(shards.addresses):
@@ -111,14 +105,11 @@ def record(
         for why in set(silent.values()) - said:
             print(f"! {why}: its versions are not here", file=sys.stderr, flush=True)
         said = set(silent.values())
-        if json:
-            console.file.writelines(dumps(one.model_dump()) + "\n" for one in lines)
+        if follow or json:
+            console.file.writelines(f"{dumps(one.model_dump()) if json else _words(one)}\n" for one in lines)
             console.file.flush()
-        elif not follow:
-            console.print(table(lines))
         else:
-            console.file.writelines(_words(one) + "\n" for one in lines)
-            console.file.flush()
+            console.print(table(lines))
         if not follow:
             return 0
         time.sleep(FOLLOW_EVERY_S)

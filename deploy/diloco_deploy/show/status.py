@@ -112,6 +112,18 @@ class Where:
         return None if self.http else read_record(self.folder)
 
 
+def whom_to_ask(
+    folder: str | None, config: Config, http: str | None, tls: Path | None, token_file: str | None
+) -> tuple[Where, Asker]:
+    """Whom the options of a command name, and how they are asked. Raises ConfigError."""
+    settings = settings_from(SettingsOptions(config), {"cluster.folder": folder, "security.token_file": token_file})
+    where, bearer_token = (
+        Where(settings.cluster.folder, split_addresses(http or "")),
+        read_bearer_token(settings.security),
+    )
+    return where, Asker(tls, bearer_token) if where.http else Asker(tls or OwnCertificates.observer_in(where.folder))
+
+
 def look(where: Where, asker: Asker = IN_PLAINTEXT) -> Roll:
     """Ask every address once: who is there, and who ought to be. Raises CannotConnect: nobody answered.
 
@@ -228,11 +240,7 @@ def status(
     Any one shard is enough to ask: it knows how many there are, and hears from its learners which they do not reach.
     Exit code 0 if somebody answers, 5 if nobody does; with --strict, 7 if anything is wrong.
     """
-    settings = settings_from(SettingsOptions(config), {"cluster.folder": folder, "security.token_file": token_file})
-    where, bearer_token = settings.cluster.folder, read_bearer_token(settings.security)
-    addresses = split_addresses(http or "")
-    asker = Asker(tls, bearer_token) if addresses else Asker(tls or OwnCertificates.observer_in(where))
-    whom = Where(where, addresses)
+    whom, asker = whom_to_ask(folder, config, http, tls, token_file)
     if watch and (json or strict):
         raise ConfigError("--watch goes on until Ctrl-C; leave out --json and --strict, or repeat `diloco status`")
     if watch:

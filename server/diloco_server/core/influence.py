@@ -83,18 +83,21 @@ class Told:
     @property
     def along(self) -> float:
         """How far it points with the others, of as far as these do with each other: 0 to 1. 1: nobody knows yet."""
-        others = [d.others for d in self.directions]
-        if not self.is_full or not _sure(others):
+        if not self.is_full or not self._others_agree():
             return 1.0
-        return min(1.0, max(0.0, fmean(d.cosine for d in self.directions) / fmean(others)))
+        others = fmean(d.others for d in self.directions)
+        return min(1.0, max(0.0, fmean(d.cosine for d in self.directions) / others))
 
     def points_away(self) -> bool:
         """Whether it points away from the others nearly as much as these agree without it, beyond chance."""
-        return self.is_full and _sure([d.others for d in self.directions]) and _sure(self._against())
+        return self.is_full and self._others_agree() and _sure(self._against())
 
     def is_back(self) -> bool:
         """Whether one that is left out no longer points away, or the others no longer agree."""
-        return self.is_full and (fmean(self._against()) <= 0 or not _sure([d.others for d in self.directions]))
+        return self.is_full and (fmean(self._against()) <= 0 or not self._others_agree())
+
+    def _others_agree(self) -> bool:
+        return _sure([d.others for d in self.directions])
 
     def _against(self) -> list[float]:
         return [-d.cosine - OPPOSED * d.others for d in self.directions]
