@@ -1,4 +1,4 @@
-"""A disk that fills up under a running shard, and empties again: Fault 7, ENOSPC. Needs root, for a small tmpfs."""
+"""A disk that fills up under a running shard, and has room again (Fault 7, ENOSPC). Needs root, for a small tmpfs."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ APART = 1.25
 """The same where a learner points nowhere, as noise does and what is long out of date. At 2 noise costs more than the
 learner's absence. At 1 a healthy one that alone reads another text is cut by more than half for long."""
 FALLS = 0.8
-"""What is left of a limit in the next round: newcomers with a rate near zero do not silence whoever is there. Slower,
-and who is ten times as long stays as long as everybody was once, while the others' rates go to zero."""
+"""What is left of a limit in the next round: newcomers with a rate near zero do not silence the learners that are
+there. Were it more, a learner ten times too long would keep the length that all had before their rates fell."""
 RISES = 4.0
 """As long as before, where nobody can say whether it is too long. In a warm-up two rounds are that far apart."""
 OPPOSED = 0.75
