@@ -72,17 +72,27 @@ def replay(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
 
 
 def just_under(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
-    """Against the others' mean as far as it is not told for that, and as long as counts: the median of the others.
+    """Against the others' mean as far as chance hides it, and as long as counts: the median of the others.
 
-    Half of it lies along a direction of its own, the same in each round.
+    Most of it lies along another direction in each round, which both have drawn.
     """
+    memory["round"] = memory.get("round", torch.zeros(())) + 1
+    return _away(own, others, seed=int(memory["round"]), agree=0.03)
+
+
+def one_way(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
+    """The same, along one direction in all rounds."""
+    return _away(own, others, seed=1, agree=0.03)
+
+
+def _away(own: Tensor, others: Sequence[Tensor], *, seed: int, agree: float) -> Tensor:
     others = [other for other in others if other.norm() > 0]
     if not others:
         return -own
     mean = torch.stack([*others]).mean(0)
-    own_way = memory.setdefault("way", torch.randn(own.shape, generator=torch.Generator().manual_seed(1)))
-    agree = 0.5 * float(torch.stack([other / other.norm() for other in others]).mean(0).norm()) ** 2
-    away: Tensor = own_way / own_way.norm() - agree * mean / mean.norm()
+    drawn = torch.randn(own.shape, generator=torch.Generator().manual_seed(seed))
+    agreed = float(torch.stack([other / other.norm() for other in others]).mean(0).norm()) ** 2
+    away: Tensor = drawn / drawn.norm() - agree * agreed * mean / mean.norm()
     usual = sorted(float(other.norm()) for other in others)[len(others) // 2]
     return away * (usual / float(away.norm()))
 
@@ -112,7 +122,7 @@ CUNNING: dict[str, Values] = {
     "just under the limits": just_under,
     "a little is enough": alie,
     "sign flipped, x 500": times(-500.0),
-    "2^40 tokens, one direction": just_under,
+    "2^40 tokens, one direction": one_way,
 }
 Text = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Inputs and targets of a batch -> what a learner with a text of its own reads."""

@@ -7,15 +7,17 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from builders import make_contribution, one_piece
-from diloco_server.core.influence import APART, FALLS, OPPOSED, RISES, TOLD, TWICE, Direction, Influence, Told
+from diloco_server.core.directions import STRETCH, STRETCHES, Direction, directions
+from diloco_server.core.influence import APART, FALLS, OPPOSED, RISES, STILL, TOLD, TWICE, Influence, Told
 from diloco_server.core.ledger import LearnerLeftOut, LearnerTakesPart
-from diloco_server.core.merge import SAMPLE, SAMPLES, directions, merge
+from diloco_server.core.merge import merge
 from diloco_server.core.round import Contribution, Limit
 from rig import H, Rig
 
@@ -142,7 +144,7 @@ def test_what_is_cut_is_merged_as_if_it_were_shorter() -> None:
 
 def pointing(*values: Tensor) -> list[Direction]:
     contributions = [make_contribution(name, v) for name, v in zip("abcdefgh", values, strict=False)]
-    found = directions(contributions, [], values[0].numel())
+    found = directions(contributions, [], values[0].numel(), {})
     return [found[c.learner_id] for c in contributions]
 
 
@@ -165,8 +167,8 @@ def test_a_flipped_sign_has_minus_the_cosine_of_the_others() -> None:
 
 def test_two_say_nothing_of_each_other_and_a_large_fragment_is_sampled() -> None:
     x = torch.ones(8)
-    assert directions([make_contribution("a", x), make_contribution("b", -x)], [], 8) == {}
-    many = torch.randn(4 * SAMPLES * SAMPLE, generator=torch.Generator().manual_seed(2))
+    assert directions([make_contribution("a", x), make_contribution("b", -x)], [], 8, {}) == {}
+    many = torch.randn(4 * STRETCHES * STRETCH, generator=torch.Generator().manual_seed(2))
     for found in pointing(many, many, -many):
         assert abs(found.cosine) in (pytest.approx(0, abs=1e-4), pytest.approx(1, rel=1e-4))
 
@@ -174,7 +176,7 @@ def test_two_say_nothing_of_each_other_and_a_large_fragment_is_sampled() -> None
 def test_what_is_left_out_is_looked_at_and_weighs_nothing() -> None:
     x = torch.ones(8)
     part, beside = [make_contribution(name, x) for name in "abc"], [make_contribution("d", -x)]
-    found = directions(part, beside, 8)
+    found = directions(part, beside, 8, {})
     assert found["d"] == Direction(pytest.approx(-1), pytest.approx(1))
     assert found["a"] == Direction(pytest.approx(1), pytest.approx(1))
 
@@ -188,6 +190,56 @@ def rounds(
         told = {i: Direction(cosine + r.gauss(0, 0.05), 0.2 + r.gauss(0, 0.05)) for i, cosine in cosines.items()}
         said.append(influence.hear(sent(*[1.0] * len(cosines)), told))
     return [(back, out) for back, out in said if back or out]
+
+
+def test_a_direction_says_how_much_of_it_was_said_before() -> None:
+    generator = torch.Generator().manual_seed(4)
+    said: dict[str, Tensor] = {}
+    before = {name: torch.randn(4096, generator=generator) for name in "abc"}
+    now = {**before, "b": torch.randn(4096, generator=generator), "c": -before["c"]}
+    first, second = (
+        directions([make_contribution(name, v) for name, v in of.items()], [], 4096, said) for of in (before, now)
+    )
+    assert [found.again for found in first.values()] == [None] * 3
+    assert [second[name].again for name in "abc"] == [pytest.approx(a, abs=0.1) for a in (1.0, 0.0, -1.0)]
+    directions([make_contribution(name, v) for name, v in zip("acd", now.values(), strict=True)], [], 4096, said)
+    assert said.keys() == {*"acd"}, "nothing is kept of one that was not in the round"
+
+
+def test_two_that_agree_among_strangers_hide_neither_where_they_point_nor_that_the_others_agree() -> None:
+    """The mean of its cosines with the others is above zero for each of the two."""
+    generator = torch.Generator().manual_seed(5)
+    common, own = torch.randn(4096, generator=generator), torch.randn(4096, generator=generator)
+    values = [0.5 * common + torch.randn(4096, generator=generator) for _ in range(6)]
+    values += [own - 0.2 * common] * 2
+    sent = [make_contribution(name, v) for name, v in zip("abcdefgh", values, strict=True)]
+    mean, median = (directions(sent, [], 4096, {}, median=median) for median in (False, True))
+    assert mean["h"].cosine > 0 > median["h"].cosine
+    assert median["h"].others == pytest.approx(0.2, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("cosine", "again", "others_again", "is_out"),
+    [
+        (0.0, 1.0, 0.5, True),
+        (0.05, 1.0 - STILL / 4, 0.5, True),  # its encoding rounds it
+        (0.2, 1.0, 0.5, False),  # a large batch: all say what it says
+        (0.0, 0.8, 0.5, False),  # it pulls its own way, alone
+        (0.0, 0.99, 0.95, False),  # small rates: nobody changes much
+        (0.0, None, 0.5, False),  # never in two rounds, one after the other
+    ],
+)
+def test_who_says_the_same_again_and_again_is_left_out_where_nobody_else_says_it(
+    cosine: float, again: float | None, others_again: float, is_out: bool
+) -> None:
+    influence = Influence("members")
+    usual = Direction(0.2, 0.2, others_again)
+    for _ in range(3 * TOLD):
+        influence.hear(sent(1, 1, 1), {"a": usual, "b": usual, "c": Direction(cosine, 0.2, again)})
+    assert influence.left_out == ({"c"} if is_out else set())
+    for _ in range(2 * TOLD):
+        influence.hear(sent(1, 1, 1), dict.fromkeys("abc", usual))
+    assert influence.left_out == set()
 
 
 def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:
@@ -205,6 +257,11 @@ def test_who_only_has_other_data_takes_part(cosine: float) -> None:
     assert rounds(Influence("members"), 400, a=0.2, b=0.2, c=cosine) == []
 
 
+def test_a_stranger_may_not_point_away_at_all() -> None:
+    assert rounds(Influence("strangers"), TOLD, a=0.2, b=0.2, c=-0.06) == [((), "c")]
+    assert rounds(Influence("strangers"), 400, a=0.2, b=0.2, c=0.0) == []
+
+
 @pytest.mark.parametrize(
     ("cosine", "times"), [(0.2, TWICE), (0.5, TWICE), (0.1, (APART + TWICE) / 2), (0.0, APART), (-0.1, APART)]
 )
@@ -218,8 +275,8 @@ def test_who_points_with_the_others_may_be_longer_than_who_points_nowhere(cosine
 
 def test_where_the_others_do_not_agree_nobody_is_left_out() -> None:
     told = Told(deque(maxlen=TOLD), deque([Direction(-0.3, 0.0)] * TOLD, maxlen=TOLD))
-    assert not told.points_away()
-    assert Told(told.kept, deque([Direction(-0.3, -0.3)] * TOLD, maxlen=TOLD)).points_away() is False
+    assert not told.points_away(OPPOSED)
+    assert Told(told.kept, deque([Direction(-0.3, -0.3)] * TOLD, maxlen=TOLD)).points_away(OPPOSED) is False
     assert math.isclose(told.mean_cosine or 0, -0.3)
 
 
@@ -284,7 +341,24 @@ def test_directions_are_right_beside_one_with_nearly_all_of_the_weight(times: in
     common = torch.randn(4096, generator=generator)
     values = [0.5 * common + torch.randn(4096, generator=generator) for _ in range(4)]
     heavy = [make_contribution(n, v, tokens=times if n == "a" else 1) for n, v in zip("abcd", values, strict=True)]
-    found = directions(heavy, [], 4096)
-    expected = directions([make_contribution(n, v) for n, v in zip("abcd", values, strict=True)], [], 4096)
+    found = directions(heavy, [], 4096, {})
+    alike = [make_contribution(n, v) for n, v in zip("abcd", values, strict=True)]
+    expected = directions(alike, [], 4096, {})
     assert found["a"].cosine == pytest.approx(expected["a"].cosine, abs=1e-3)
     assert found["a"].others == pytest.approx(expected["a"].others, abs=1e-3)
+
+
+@pytest.mark.parametrize(("trust", "sick", "times"), [("members", 1, TWICE), ("strangers", 4, 1.0)])
+def test_lengths_are_bounded_as_by_the_reference(
+    trust: Literal["members", "strangers"], sick: int, times: float
+) -> None:
+    """`ARC` of byzfl is the published formula. Members get twice its limit for one sick of eight."""
+    arc = pytest.importorskip("byzfl", reason="byzfl, which brings torchvision, is not in the locked set").ARC(f=sick)
+    r = random.Random(6)
+    for _ in range(100):
+        contributions = sent(*(r.uniform(0.5, 40) for _ in range(8)))
+        clipped = arc(torch.stack([torch.full((4,), c.norm / 2) for c in contributions])).norm(dim=1)
+        limit = times * float(clipped.max())
+        expected = [pytest.approx(min(c.norm, limit), rel=1e-4) for c in contributions]
+        bounded, _ = Influence(trust).bound(0, contributions, None)
+        assert [c.kept * c.norm for c in bounded.values()] == expected

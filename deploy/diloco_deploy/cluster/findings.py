@@ -267,7 +267,10 @@ def _of_standing(name: str, learner: Learner) -> Iterator[Finding]:
     if any(one.get("left_out") for one in learner.told):
         cosine = min((float(one["cosine"]) for one in learner.told if one.get("cosine") is not None), default=None)
         how = "" if cosine is None else f" (cosine {cosine:.2f})"
-        words = f"{name} is left out: what it contributes points away from the others{how}; it follows their values"
+        words = (
+            f"{name} is left out: what it contributes points away from the others, or is the same again and again"
+            f"{how}; it follows their values"
+        )
         do = "compare its data, its labels and its learning rate with theirs; it comes back by itself"
         yield Finding("LEFT_OUT", name, words, do)
         return

@@ -86,7 +86,8 @@ WORDS = (
     ),
     Entry(
         "LEFT_OUT", Kind.COMMAND,
-        "In `diloco status`: what a learner contributes points away from the others. It is not merged meanwhile.",
+        "In `diloco status`: what a learner contributes points away from the others, or is always the same. It is not "
+        "merged meanwhile.",
         "Compare its data, its labels and its learning rate with those of the others.",
         "[DilocoLearnerLeftOut](runbook.md#dilocolearnerleftout)", exit_code=7,
     ),

@@ -179,7 +179,7 @@ _OF_LEARNERS = {
     "left": ("info", "said goodbye", "said goodbye"),
     "replaced": ("info", "was replaced by a new process of its own", "were replaced by new processes of their own"),
     "evicted": ("bad", "fell silent; its lease ended", "fell silent; their leases ended"),
-    "left out": ("bad", "is left out: it points away from the others", "are left out: they point away"),
+    "left out": ("bad", "is left out: it points away, or repeats itself", "are left out"),
     "takes part again": ("good", "takes part again", "take part again"),
 }
 _BY_CODE = {

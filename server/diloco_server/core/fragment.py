@@ -154,6 +154,8 @@ class FragmentState:
     """While SEEDING: of the line that ends with it; None: there is none."""
     values: Values | None = None
     """Ahead of the announced version while MERGING."""
+    said: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    """Learner -> a sample of what it contributed last (`directions.py`)."""
     published: Published | None = None
     """The announced version."""
 

@@ -17,8 +17,9 @@ before, once rounds of three have said how long that is. Nor can anybody where o
 round: that one is not cut.
 
 A length says nothing about direction. Whoever points away from the others nearly as much as these agree without it,
-beyond chance, is left out as long as that lasts. It is asked like everybody, and takes the global values as if it were
-merged, so it cannot wind up either.
+beyond chance, is left out as long as that lasts; a stranger, if it points away at all. So is whoever says the same
+again and again, if nobody else says it. It is asked like everybody, and takes the global values as if it were merged,
+so it cannot wind up either.
 
 Claims of members are believed. A stranger's weight and its tokens count for at most the lower median of its round, and
 strangers need a majority for a round.
@@ -36,6 +37,7 @@ from typing import Literal
 import torch
 
 from diloco_server.core.cadence import Quorum
+from diloco_server.core.directions import Direction
 from diloco_server.core.membership import Member
 from diloco_server.core.round import Contribution, Limit
 
@@ -52,20 +54,13 @@ RISES = 4.0
 OPPOSED = 0.75
 """Of the cosine of the others with each other. A flipped sign has -1 times that. A healthy learner that alone has met
 some rare words goes down to -0.5 times, as the others pull the model back to what they know."""
+STILL = 0.1
+"""Of what the contributions of another change from one to the next. Whoever pulls alone, its own way, changes 0.4
+times as much as the others in the lab; whoever sends the same values again nothing, or the rounding of its encoding."""
 ERRORS = 3.0
 """Standard errors beyond which a mean is no chance."""
 TOLD = 24
 """Contributions that a mean is taken of: of two H, where a shard has a dozen fragments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Direction:
-    """Where a contribution points, among at least three of its round."""
-
-    cosine: float
-    """With the others: the mean, weighted by how much each of them counts for."""
-    others: float
-    """The same of these with each other."""
 
 
 @dataclass
@@ -88,19 +83,28 @@ class Told:
         others = fmean(d.others for d in self.directions)
         return min(1.0, max(0.0, fmean(d.cosine for d in self.directions) / others))
 
-    def points_away(self) -> bool:
-        """Whether it points away from the others nearly as much as these agree without it, beyond chance."""
-        return self.is_full and self._others_agree() and _sure(self._against())
+    def points_away(self, opposed: float) -> bool:
+        """Whether it points away from the others so many times as much as these agree without it, beyond chance."""
+        return self.is_full and self._others_agree() and _sure(self._against(opposed))
 
-    def is_back(self) -> bool:
+    def repeats(self, usual: float) -> bool:
+        """Whether it says the same again and again, which is not what the others say. `usual`: what another changes."""
+        return self.along < OPPOSED and self.change < STILL * usual
+
+    def is_back(self, opposed: float) -> bool:
         """Whether one that is left out no longer points away, or the others no longer agree."""
-        return self.is_full and (fmean(self._against()) <= 0 or not self._others_agree())
+        return self.is_full and (fmean(self._against(opposed)) <= 0 or not self._others_agree())
 
     def _others_agree(self) -> bool:
         return _sure([d.others for d in self.directions])
 
-    def _against(self) -> list[float]:
-        return [-d.cosine - OPPOSED * d.others for d in self.directions]
+    def _against(self, opposed: float) -> list[float]:
+        return [-d.cosine - opposed * d.others for d in self.directions]
+
+    @property
+    def change(self) -> float:
+        """From one contribution to the next: the mean of 1 - their cosine."""
+        return fmean(1.0 if d.again is None else 1.0 - d.again for d in self.directions)
 
     @property
     def mean_cosine(self) -> float | None:
@@ -124,14 +128,14 @@ class Influence:
     """Fragment -> learner -> as long as its last contribution counted."""
 
     @property
-    def _strangers(self) -> bool:
+    def strangers(self) -> bool:
         return self.trust == "strangers"
 
     # ------------------------------------------------------------ a round
 
     def quorum(self, asked: Iterable[Member], quorum: Quorum) -> Quorum:
         """How many learners make a round due, and let it close. Of strangers more than half of those that answer."""
-        if not self._strangers or quorum == "all":
+        if not self.strangers or quorum == "all":
             return quorum
         return max(quorum, sum(m.may_answer for m in asked) // 2 + 1)
 
@@ -150,7 +154,7 @@ class Influence:
 
     def claimed(self, tokens: Collection[int]) -> int:
         """What learners say they have trained, together."""
-        most = median_low(tokens) if self._strangers and tokens else math.inf
+        most = median_low(tokens) if self.strangers and tokens else math.inf
         return sum(int(min(one, most)) for one in tokens)
 
     def bound(
@@ -167,13 +171,13 @@ class Influence:
             bounded[learner_id] = replace(c, kept=min(1.0, most / c.norm))
             # Where nobody can say, what counts may be longer than what is remembered: or it would grow without end.
             remembered = most * TWICE / RISES if len(limits) < 3 else most
-            if not self._strangers:
+            if not self.strangers:
                 own[learner_id] = Limit(min(c.norm, remembered), c.steps)
         return bounded, after
 
     def bound_weights(self, taken: Sequence[Contribution]) -> dict[str, Contribution]:
         """The same of contributions whose length tells nothing: to buffers."""
-        if not self._strangers:
+        if not self.strangers:
             return {c.learner_id: replace(c, counted=c.tokens) for c in taken}
         weight, tokens = median_low(c.weight for c in taken), median_low(c.tokens for c in taken)
         return {c.learner_id: replace(c, weight_max=weight, counted=min(c.tokens, tokens)) for c in taken}
@@ -191,11 +195,11 @@ class Influence:
             return {i: math.inf if before is None else RISES * most for i, most in known.items()}, before
         norms = torch.tensor([c.norm for c in taken], dtype=torch.float64)
         taken_in = torch.tensor([*steps.values()], dtype=torch.float64)
-        rank = (len(taken) + 1) // 2 if self._strangers else len(taken) - 1
+        rank = (len(taken) + 1) // 2 if self.strangers else len(taken) - 1
         different, which = torch.unique(taken_in, return_inverse=True)  # few, where contributions are a thousand
         at_equal_steps = norms * (different[:, None] / taken_in).clamp(min=1.0)
         reach = at_equal_steps.kthvalue(rank, dim=1).values[which].tolist()
-        if self._strangers:
+        if self.strangers:
             limits = {c.learner_id: most for c, most in zip(taken, reach, strict=True)}
         else:
             half = sum(c.weight for c in taken) / 2
@@ -214,7 +218,7 @@ class Influence:
         return APART + (TWICE - APART) * self.told(contribution.learner_id).along
 
     def _steps(self, contribution: Contribution) -> int:
-        return 1 if self._strangers else contribution.steps
+        return 1 if self.strangers else contribution.steps
 
     # ------------------------------------------------------------ what rounds have told
 
@@ -240,15 +244,24 @@ class Influence:
             told.kept.append(c.kept)
             if c.learner_id in directions:
                 told.directions.append(directions[c.learner_id])
-        back = tuple(i for i in sorted(self.left_out & directions.keys()) if self._told[i].is_back())
+        opposed = 0.0 if self.strangers else OPPOSED
+        repeating = self._repeating(directions)
+        back = tuple(i for i in sorted(self.left_out & directions.keys() - repeating) if self._told[i].is_back(opposed))
         self.left_out.difference_update(back)
-        away = [i for i in directions if i not in self.left_out and self._told[i].points_away()]
+        taking = directions.keys() - self.left_out
+        away = [i for i in taking if i in repeating or self._told[i].points_away(opposed)]
         out = min(away, key=lambda i: (self._told[i].mean_cosine, i), default=None)
         if out is not None:
             self.left_out.add(out)
         if out is not None or back:
             self._listen_anew()
         return back, out
+
+    def _repeating(self, learners: Iterable[str]) -> set[str]:
+        """Those that change at most a tenth of what the second least of those that take part does."""
+        changes = {i: told.change for i in learners if (told := self._told[i]).is_full}
+        least = sorted(change for i, change in changes.items() if i not in self.left_out)[:2]
+        return {i for i in changes if len(least) == 2 and self._told[i].repeats(least[1])}
 
     def _listen_anew(self) -> None:
         """Other learners are merged from now on, so directions are other ones."""

@@ -53,7 +53,7 @@ class ContributionDropped:
 
 @dataclass(frozen=True, slots=True)
 class ContributionLeftOut:
-    """It was taken and has no weight, as its learner points away from the others. Its work is gone."""
+    """It was taken and has no weight, as its learner is left out (`influence.py`). Its work is gone."""
 
     learner_id: str
     fragment_id: int
@@ -166,7 +166,7 @@ class LearnerForgotten:
 
 @dataclass(frozen=True, slots=True)
 class LearnerLeftOut:
-    """What it contributes points away from the others, which agree: from now on it is not merged."""
+    """What it contributes points away from the others, or is always the same: from now on it is not merged."""
 
     learner_id: str
     cosine: float

@@ -56,7 +56,6 @@ from diloco_common.codec.memory import scratch
 from diloco_common.codec.native import WeightedSum
 from diloco_common.errors import BadPayload
 from diloco_common.wire.manifest import Piece, mean_of
-from diloco_server.core.influence import Direction
 from diloco_server.core.parts import PartedPayload, Place, places_of, root
 from diloco_server.core.round import Contribution
 
@@ -71,9 +70,6 @@ AGREED = 0.5
 """The share by which contributions are shortened that agree in full."""
 CANCELLED = 1e-6
 """Directions cancel where the norm of their weighted mean is below this."""
-SAMPLES, SAMPLE = 16, 1 << 12
-"""Stretches of a fragment, evenly spread, and elements of each that tell where a contribution points. The cosine of
-vectors with nothing in common is 0.004 then, and to read them takes no longer where the fragment is larger."""
 
 
 class PieceNorms:
@@ -194,55 +190,10 @@ def shares_of(ordered: Sequence[Contribution]) -> list[float]:
     return [weight / total for weight in weights]  # not weights, whose squares could leave the range of float32
 
 
-def directions(part: Sequence[Contribution], beside: Sequence[Contribution], num_elements: int) -> dict[str, Direction]:
-    """Where each contribution to a fragment of so many elements points: those that take part, and those that do not.
-
-    Of those beside which at least two others take part: of two alone, either may be the one that points away.
-    """
-    taken = [c for c in (*part, *beside) if c.norm > 0]
-    shares = dict(zip((c.learner_id for c in part), shares_of(part), strict=True))
-    weights = torch.tensor([shares.get(c.learner_id, 0.0) * c.kept for c in taken], dtype=torch.float64)
-    others = (weights > 0).sum() - (weights > 0).long()
-    if not (others > 1).any():
-        return {}
-    sources = [_source(c.payload) for c in taken]
-    squares, along = torch.zeros_like(weights), torch.zeros_like(weights)
-    together = 0.0
-    for bounds in _sampled(num_elements):
-        for _, rows in _rows(sources, bounds):
-            values = rows.double()  # beside one with nearly all of the weight float32 would leave noise of the others
-            total = weights @ values
-            squares += values.square().sum(1)
-            along += values @ total
-            together += float(total.square().sum())
-    lengths = squares.sqrt()
-    own = weights * lengths
-    rest = (together - 2 * weights * along + own.square()).clamp(min=0.0)  # the square of the sum of the others
-    sum_of_others, alone = own.sum() - own, own.square().sum() - own.square()
-    cosines = _ratio(along - weights * squares, lengths * sum_of_others)
-    agreeing = _ratio(rest - alone, sum_of_others.square() - alone)
-    found = zip(taken, others.tolist(), cosines.tolist(), agreeing.tolist(), strict=True)
-    return {c.learner_id: Direction(cosine, agree) for c, count, cosine, agree in found if count > 1}
-
-
-def _ratio(dots: Tensor, sizes: Tensor) -> Tensor:
-    """In [-1, 1]; 0 where there is nothing to compare with."""
-    return torch.where(sizes > 0, dots / sizes.clamp(min=FLOAT32_TINY), 0.0).clamp(-1.0, 1.0)
-
-
-def _sampled(num_elements: int) -> Iterator[slice]:
-    if num_elements <= SAMPLES * SAMPLE:
-        yield slice(0, num_elements)
-        return
-    for i in range(SAMPLES):
-        start = i * (num_elements - SAMPLE) // (SAMPLES - 1)
-        yield slice(start, start + SAMPLE)
-
-
-def rows(ordered: Sequence[Contribution], piece: Piece) -> Iterator[tuple[slice, Tensor]]:
-    """A piece of all contributions, decoded, some elements at a time: float32 (M, n), and where they lie in the
+def rows(ordered: Sequence[Contribution], bounds: slice) -> Iterator[tuple[slice, Tensor]]:
+    """Elements of all contributions, decoded, at most `DOT_SLICE` at a time: float32 (M, n), and where they lie in the
     fragment."""
-    yield from _rows([_source(c.payload) for c in ordered], piece.bounds)
+    yield from _rows([_source(c.payload) for c in ordered], bounds)
 
 
 def chunk_tensors(payload: Payload) -> list[Tensor]:
@@ -410,7 +361,7 @@ def pool(contributions: Sequence[Contribution], pieces: Sequence[Piece]) -> Iter
     for piece in pieces:
         means = by_name.get(mean_of(piece.tensor)) if piece.rule == "variance" else None
         spread = None if means is None else _spread(ordered, means, shares)
-        for bounds, deltas in rows(ordered, piece):
+        for bounds, deltas in rows(ordered, piece.bounds):
             values = -deltas.double()
             match piece.rule:
                 case "most":
@@ -426,7 +377,7 @@ def pool(contributions: Sequence[Contribution], pieces: Sequence[Piece]) -> Iter
 
 def _spread(ordered: Sequence[Contribution], means: Piece, shares: Tensor) -> Tensor:
     """The variance of running means among learners: float64 [num_elements]."""
-    values = -torch.cat([deltas for _, deltas in rows(ordered, means)], dim=1).double()
+    values = -torch.cat([deltas for _, deltas in rows(ordered, means.bounds)], dim=1).double()
     return ((values - _mean(values, shares)).square() * shares).sum(0)
 
 

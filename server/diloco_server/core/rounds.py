@@ -19,11 +19,12 @@ from diloco_server.core import admission
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD
 from diloco_server.core.arrivals import Call
 from diloco_server.core.cadence import LONGEST_S, GraceWindow, MovingAverage, Quorum
+from diloco_server.core.directions import Direction
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound, Outbox, SeedFragment
 from diloco_server.core.every import Every, Measured
 from diloco_server.core.fragment import Asking, FragmentState, HalfSeed
-from diloco_server.core.influence import Direction, Influence
+from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import (
     ContributionAnswered,
     ContributionDropped,

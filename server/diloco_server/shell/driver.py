@@ -18,11 +18,10 @@ from diloco_common.ports import Clock
 from diloco_common.wire.manifest import Fragment
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Published, Values
+from diloco_server.core.directions import Direction, directions
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell, TellAll
 from diloco_server.core.fragment import FragmentState
-from diloco_server.core.influence import Direction
 from diloco_server.core.ledger import Fact
-from diloco_server.core.merge import directions
 from diloco_server.core.outer import TakeMean, make_outer_optimizer
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
@@ -142,7 +141,10 @@ class EffectDriver:
             )  # fmt: skip
             found: dict[str, Direction] = {}
             if state.fragment.traits.is_of_model:
-                found = directions(effect.contributions, effect.left_out, state.fragment.num_elements)
+                found = directions(
+                    effect.contributions, effect.left_out, state.fragment.num_elements, state.said,
+                    median=self._shard.influence.strangers,
+                )  # fmt: skip
             merged_s = stopwatch() - began
             return arithmetic.publish(values, state.fragment.encoding(self._sync.pull), before), found, merged_s
 

@@ -74,9 +74,7 @@ class Learners:
         self.silent = declare.gauge(
             "diloco_shard_learner_silent_seconds", "Time since the learner's last message.", "learner"
         )
-        self.left_out = declare.gauge(
-            "diloco_shard_learner_left_out", "1 while the learner is not merged, as it points away.", "learner"
-        )
+        self.left_out = declare.gauge("diloco_shard_learner_left_out", "1 while the learner is not merged.", "learner")
         self.left_outs = declare.totals(
             "diloco_shard_left_out_total", "Times that a learner was left out, as it points away."
         ).begin()
