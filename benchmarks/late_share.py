@@ -221,7 +221,7 @@ def measure(sync: SyncSettings, step_s: float, bits_per_s: float, args: argparse
     tokens = shard.tokens_merged
     run.until((warm_up + args.inner_steps) * step_s)
     per_s = (shard.tokens_merged - tokens) / (run.clock.now - began)
-    return shard.rounds.every.steps, run.shard.late / max(1, run.shard.asked), per_s
+    return shard.rounds.patience.every.steps, run.shard.late / max(1, run.shard.asked), per_s
 
 
 def main() -> None:

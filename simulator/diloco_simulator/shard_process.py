@@ -144,7 +144,7 @@ class ShardProcess:
             if collecting.quorum_at is not None:
                 waits_s = self._waits.of(host.shard, state, collecting)
                 invariants.nobody_delays_a_round_beyond_its_grace(
-                    state, collecting, host.shard.rounds.quorum(collecting), now - collecting.quorum_at,
+                    state, collecting, host.shard.rounds.patience.quorum(collecting), now - collecting.quorum_at,
                     waits_s + self._options.tick_s,
                 )  # fmt: skip
 
@@ -157,7 +157,7 @@ class ShardProcess:
         soon_s = 2 * self._options.tick_s + self._options.look_every_s
         if not expected:
             yield (*name, "nobody is expected any more", *sorted(held)), soon_s
-        elif len(held) >= max(1, needed(host.shard.rounds.quorum(collecting), len(collecting.asked))):
+        elif len(held) >= max(1, needed(host.shard.rounds.patience.quorum(collecting), len(collecting.asked))):
             yield (*name, "it has its quorum"), self._waits.of(host.shard, state, collecting) + soon_s
         else:
             for i in live.keys() - expected - held.keys():
@@ -179,7 +179,7 @@ class ShardProcess:
             slowest_s = max((m.reports.step_time_s for m in host.shard.membership.live() if m.reports), default=0.0)
             steps = 2.5 * max(sync.patience * sync.first_every, sync.overlap_steps)
             at_most_s = slowest_s * (steps if options.on_commit == "carry" else 1.0)
-        invariants.windows_are_as_set(host.shard.rounds.grace_s(), at_most_s)
+        invariants.windows_are_as_set(host.shard.rounds.patience.grace_s(), at_most_s)
 
     def _takes_s(self, threads: str) -> float:
         match threads:

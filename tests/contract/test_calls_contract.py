@@ -151,7 +151,7 @@ def test_a_report_of_an_impossible_step_time_is_refused_and_widens_no_grace_wind
 
     found = refusal(lambda: attendance.hear(Evicted))
     assert (found.code, "step_time_s" in found.words) == ("BAD_REQUEST", True)
-    assert shard.core.rounds.grace_s() == 0.0
+    assert shard.core.rounds.patience.grace_s() == 0.0
 
 
 # ---------------------------------------------------------------- who calls

@@ -22,6 +22,7 @@ from diloco_server.core.parts import HalfContribution
 from diloco_server.core.round import Round
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.shard import Shard
+from diloco_server.core.taking import Taking
 from diloco_server.core.versions import Versions
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.keeper import Keeper
@@ -102,8 +103,8 @@ def let_everybody_speak(original: Any, self: Membership, learner_id: str, genera
     return member if member is not None else original(self, learner_id, generation)
 
 
-@breaks(Rounds, "_admit")
-def accept_late(original: Any, self: Rounds, member: Any, header: Any) -> Any:
+@breaks(Taking, "_admit")
+def accept_late(original: Any, self: Taking, member: Any, header: Any) -> Any:
     """What comes after its round has closed goes into the next."""
     state = self._versions.fragments.get(header.fragment_id)
     if state is not None and state.seeded and not header.is_seed and header.epoch == self._versions.epoch:
@@ -133,8 +134,8 @@ def announce_before_computing(original: Any, self: Rounds, state: FragmentState,
         self._outbox.tell_live(replace(state.announcement(), version=state.version + 1))
 
 
-@breaks(Rounds, "_admit")
-def take_every_seed(original: Any, self: Rounds, member: Any, header: Any) -> Any:
+@breaks(Taking, "_admit")
+def take_every_seed(original: Any, self: Taking, member: Any, header: Any) -> Any:
     """Not the first writer wins, but the last."""
     answer = original(self, member, header)
     return None if header.is_seed and answer is DUPLICATE else answer
@@ -364,8 +365,8 @@ def count_open_pushes_for_ever(original: Any, self: Any, account: Any, push: Any
     return None
 
 
-@breaks(Rounds, "_admit")
-def take_seeds_of_two_learners(original: Any, self: Rounds, member: Any, header: Any) -> Any:
+@breaks(Taking, "_admit")
+def take_seeds_of_two_learners(original: Any, self: Taking, member: Any, header: Any) -> Any:
     """A fragment that has versions is seeded again by whoever comes late."""
     answer = original(self, member, header)
     state = self._versions.fragments.get(header.fragment_id)

@@ -131,18 +131,18 @@ def test_h_rises_where_contributions_come_late_and_falls_where_none_does() -> No
     pair = Pair()
     policy = pair.shard.join_answer().policy
     pair.rounds(7 * ASKED)
-    assert pair.shard.rounds.every.steps == EVERY_LEAST
+    assert pair.shard.rounds.patience.every.steps == EVERY_LEAST
     began = pair.steps["a"]
     pair.rounds(20)
     assert pair.steps["a"] - began <= 20 * EVERY_LEAST, "rounds are due by the new H"
     assert pair.shard.join_answer().policy == policy, "all shards tell learners the same, and each finds its own H"
     pair.rounds(2 * ASKED, b_is_late=True)
-    assert pair.shard.rounds.every.steps > 10 * EVERY_LEAST
+    assert pair.shard.rounds.patience.every.steps > 10 * EVERY_LEAST
 
 
 def test_lateness_of_one_that_is_gone_says_nothing_of_h() -> None:
     pair = Pair()
-    pair.shard.rounds.every.steps = 24
+    pair.shard.rounds.patience.every.steps = 24
     pair.rounds(1)
     for _ in range(8 * ASKED):
         while pair.state.round is None:

@@ -192,12 +192,12 @@ def test_ghosts_that_report_long_steps_widen_no_window() -> None:
     crowd = Crowd(sync={"grace": "adaptive"})
     honest(crowd, 1)
     crowd.run(40)
-    before = crowd.shard.rounds.grace_s()
+    before = crowd.shard.rounds.patience.grace_s()
     for i in range(5):
         crowd.come(f"ghost-{i}", 1.0, contributes=False, step_time_s=1e6)
     for _ in range(50):
         crowd.run(1.0)
-        assert crowd.shard.rounds.grace_s() <= max(before, 1.0)
+        assert crowd.shard.rounds.patience.grace_s() <= max(before, 1.0)
 
 
 def test_step_times_are_held_against_what_passes_between_reports() -> None:
@@ -205,7 +205,7 @@ def test_step_times_are_held_against_what_passes_between_reports() -> None:
     for i in range(3):
         crowd.come(f"liar-{i}", 1.0, step_time_s=1e6)  # these do contribute, and are the majority
     crowd.run(60)
-    assert 0 < crowd.shard.rounds.grace_s() <= 2.1
+    assert 0 < crowd.shard.rounds.patience.grace_s() <= 2.1
 
 
 def test_who_contributes_counts_and_who_is_only_late_still_sets_the_pace() -> None:

@@ -2,12 +2,15 @@
 
 shard.py        the face that callers use; start here
 membership.py   who may speak: leases and generations
-rounds.py       when rounds open and close, and what becomes of a push
+taking.py       what becomes of a push
+rounds.py       when rounds open and close
+patience.py     how long an open round waits, and for whom
 round.py        what one round has collected, and whether it may close
 due.py          which fragments are due
 cadence.py      how many inner steps lie between two rounds of a fragment, and how long one stays open after its quorum
 every.py        H, where the settings leave it to the shard
 influence.py    how much one contribution may move the model
+directions.py   where contributions point
 arrivals.py     when a learner that was asked will have contributed
 admission.py    the answer to a push, and what is refused, by its header
 model.py        what learners must have in common

@@ -2,11 +2,12 @@
 
 Callers say what happened and when (`join`, `progress`, `admit`, `contribute`, `committed`, ..., `tick`). The shard
 changes its state and leaves effects for the shell to carry out. This is the face, and what follows for rounds and
-versions when somebody comes or goes; the other decisions are in four parts, which answer questions themselves:
+versions when somebody comes or goes; the other decisions are in five parts, which answer questions themselves:
 
     membership.py   who may speak
-    trust/          what is believed of a learner
-    rounds.py       rounds: when they open and close, and what becomes of a push
+    influence.py    how much one contribution may move the model
+    taking.py       what becomes of a push
+    rounds.py       rounds: when they open and close
     versions.py     seeding, restoring, committing and announcing
 """
 
@@ -70,9 +71,7 @@ class Shard:
         self.versions = Versions(
             settings.run, settings.shard, settings.sync, epoch, self.influence, self.membership, self._outbox
         )
-        self.rounds = Rounds(
-            settings.sync, settings.lease.lease_s, self.influence, self.membership, self.versions, self._outbox
-        )
+        self.rounds = Rounds(settings, self.influence, self.membership, self.versions, self._outbox)
 
     def take_effects(self) -> list[Effect]:
         return self._outbox.take()
@@ -191,18 +190,18 @@ class Shard:
 
     def admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
         """Decide on a push by its header alone. None: send the bytes; else this is the answer."""
-        return self.rounds.admit(member, header)
+        return self.rounds.taking.admit(member, header)
 
     def contribute(
         self, member: Member, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...], now: float
     ) -> PushAnswer:
         """Take a push that was admitted, once its bytes are whole and valid. Raises Busy."""
         self._outbox.now = now
-        return self.rounds.contribute(member, header, payload, piece_norms, now)
+        return self.rounds.taking.contribute(member, header, payload, piece_norms, now)
 
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
         """Refuse a push that was admitted, because of its bytes."""
-        return self.rounds.reject(member, header, refusal)
+        return self.rounds.taking.reject(member, header, refusal)
 
     # ------------------------------------------------------------ versions
 

@@ -24,7 +24,7 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
     """The JSON of one shard: counts, bytes and seconds. It holds no secrets."""
     shard, settings = host.shard, host.settings
     ready, reason = host.ready()
-    ledger, now = shard.ledger, host.clock()
+    ledger, patience, now = shard.ledger, shard.rounds.patience, host.clock()
     return {
         "role": "shard",
         "name": host.log.name,
@@ -41,16 +41,16 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "done": shard.done,
         "data_dir": str(settings.shard.data_dir) if settings.shard.data_dir else None,
         "unwritten": host.keeper.unwritten,
-        "grace_s": shard.rounds.grace_s(),
-        "overdue_after_s": round(shard.rounds.overdue_after_s, 3),
+        "grace_s": patience.grace_s(),
+        "overdue_after_s": round(patience.overdue_after_s, 3),
         "quorum": None if settings.sync.quorum == "all" else settings.sync.quorum,
-        "sync_every": shard.rounds.every.steps,
+        "sync_every": patience.every.steps,
         "sync_every_auto": settings.sync.sync_every == "auto",
         "rules": host.driver.rules.sources,
         "learners": [
             _learner(m, shard.influence, ledger.staleness.get(m.learner_id), now) for m in shard.membership.all()
         ],
-        "fragments": [_fragment(s, now, shard.rounds.overdue_after_s) for _, s in sorted(shard.fragments.items())],
+        "fragments": [_fragment(s, now, patience.overdue_after_s) for _, s in sorted(shard.fragments.items())],
         "rounds": ledger.rounds,
         "participants_mean": ledger.participants_mean,
         "duplicates": ledger.duplicates,

@@ -128,8 +128,8 @@ class ShardTelemetry:
         opened_at = [s.round.opened_at for s in shard.fragments.values() if s.round is not None]
         rounds.open.set(len(opened_at))
         rounds.oldest.set(now - min(opened_at, default=now))
-        rounds.overdue_after.set(shard.rounds.overdue_after_s)
-        rounds.grace.set(shard.rounds.grace_s())
+        rounds.overdue_after.set(shard.rounds.patience.overdue_after_s)
+        rounds.grace.set(shard.rounds.patience.grace_s())
         self._sample_ledger()
         live = shard.membership.live()
         self._metrics.learners.live(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))

@@ -7,8 +7,8 @@ from collections import defaultdict
 from diloco_server.core.cadence import LONGEST_S
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import LAST_S, Member
+from diloco_server.core.patience import OVERDUE, SLACK
 from diloco_server.core.round import Round
-from diloco_server.core.rounds import OVERDUE, SLACK
 from diloco_server.core.shard import Shard
 from diloco_simulator.verify import invariants
 
@@ -29,7 +29,7 @@ class Waits:
     def of(self, shard: Shard, state: FragmentState, collecting: Round) -> float:
         """Seconds. For the grace window; for whose last work it was opened, as long as that has; for who is overdue,
         until its next step is over. Raises Violation."""
-        self._grace_s = max(self._grace_s, shard.rounds.grace_s())
+        self._grace_s = max(self._grace_s, shard.rounds.patience.grace_s())
         waits_s = self._grace_s
         if collecting.last_of.intersection(collecting.missing):
             waits_s += LAST_S

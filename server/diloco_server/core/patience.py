@@ -1,0 +1,143 @@
+"""How long rounds wait, and for whom, once they have their quorum.
+
+`cadence.py` has the rules for the window, `arrivals.py` when a learner is expected, `every.py` the rule for H.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from statistics import median_low
+
+from diloco_common.settings import SyncSettings
+from diloco_server.core.cadence import LONGEST_S, GraceWindow, MovingAverage, Quorum
+from diloco_server.core.due import DueFragments
+from diloco_server.core.every import Every, Measured
+from diloco_server.core.fragment import FragmentState
+from diloco_server.core.influence import Influence
+from diloco_server.core.membership import LAST_S, Member, Membership
+from diloco_server.core.round import Round
+from diloco_server.core.versions import Versions
+
+OVERDUE = 2
+"""Times H."""
+SLACK = 0.1
+"""Of a step."""
+
+
+TIMES_USUAL, AT_LEAST_S, FIRST_S = 10.0, 10.0, 60.0
+"""An open round is overdue after so many times as long as the usual one, and after these seconds; the third: while no
+round has told what is usual."""
+
+
+class Patience:
+    """What the learners and rounds of one shard have told of time."""
+
+    def __init__(self, sync: SyncSettings, influence: Influence, membership: Membership, versions: Versions) -> None:
+        self.grace = GraceWindow(sync)
+        self.every = Every(sync)
+        self.due = DueFragments(sync, self.every, versions)
+        self._open_s = MovingAverage()  # of rounds, until their version was announced
+        self._sync = sync
+        self._influence = influence
+        self._membership = membership
+        self._versions = versions
+
+    def quorum(self, collecting: Round) -> Quorum:
+        """How many contributions let this round close."""
+        found = (
+            self._membership.get(learner_id) for learner_id in collecting.asked if learner_id not in collecting.beside
+        )
+        return self._influence.quorum((m for m in found if m is not None), self._sync.quorum)
+
+    def announced(self, closed: Round, now: float) -> None:
+        """A closed round has become a version."""
+        self.grace.to_publish.add(now - closed.closed_at)
+        self._open_s.add(min(now - closed.opened_at, self.overdue_after_s))  # else a standstill would be the usual
+
+    @property
+    def overdue_after_s(self) -> float:
+        """How long a round may be open before people are told."""
+        usual_s = self._open_s.value
+        return FIRST_S if usual_s is None else max(TIMES_USUAL * usual_s, AT_LEAST_S)
+
+    def grace_s(self) -> float:
+        """The grace window now, in seconds. Only learners that contribute have a say in it, once there are some."""
+        return self.grace.seconds(self._step_time_s(), self.every.steps)
+
+    def _setting_pace(self) -> list[Member]:
+        return [m for m in self._membership.live() if m.sets_pace and not m.is_idle]
+
+    def _step_time_s(self) -> float:
+        """Of the usual learner; 0: not known."""
+        members = self._setting_pace() or self._membership.live()
+        return _usual(m.reports.step_time_s for m in members if m.reports is not None and m.reports.step_time_s > 0)
+
+    def waits_until(self, state: FragmentState, grace_s: float, now: float) -> float:
+        """Until when an open round waits for those that are missing, once it has its quorum."""
+        collecting = state.round
+        assert collecting is not None
+        if collecting.quorum_at is None:
+            return math.inf
+        latest = collecting.quorum_at + grace_s
+        if not collecting.last_of.isdisjoint(collecting.awaited):
+            return max(latest, collecting.opened_at + LAST_S)
+        if not self.grace.waits_for_expected:
+            return latest
+        patience_s = self.grace.patience_s(grace_s)
+        until = min(max(collecting.quorum_at, collecting.usual_at) + patience_s, latest)
+        for learner_id in itertools.chain([collecting.awaited_last], collecting.awaited):
+            member = self._membership.get(learner_id) if learner_id in collecting.awaited else None
+            if member is None or member.is_idle:
+                continue
+            if member.arrivals.expected_at(state.call, state.fragment.num_elements) <= until:
+                collecting.awaited_last = learner_id
+                return until
+        return max((self._overdue_until(state, i, patience_s, now) for i in collecting.awaited), default=now)
+
+    def _overdue_until(self, state: FragmentState, learner_id: str, patience_s: float, now: float) -> float:
+        """Until when to wait for one that has not been merged here for `OVERDUE` times as many steps as it should, once
+        for so many: its step is longer than rounds are patient, and may never end while one is open."""
+        member, collecting = self._membership.get(learner_id), state.round
+        if member is None or member.reports is None or collecting is None:
+            return now
+        fragment_id, reports = state.fragment.fragment_id, member.reports
+        if reports.step_s <= patience_s:
+            return now
+        merged = reports.merged_until.get(fragment_id, reports.first).inner_step
+        waits_in, waited = member.waited_for.get(fragment_id, (0, merged))
+        expected_at = member.arrivals.expected_at(state.call, state.fragment.num_elements)
+        slack_s = SLACK * reports.step_s
+        if expected_at + slack_s > collecting.opened_at + min((1 + 2 * SLACK) * reports.step_s, LONGEST_S):
+            return now
+        if member.reported.inner_step - max(merged, waited) >= OVERDUE * self.due.usual_steps(state.fragment):
+            waits_in = collecting.round
+            member.waited_for[fragment_id] = waits_in, member.reported.inner_step
+        return expected_at + slack_s if waits_in == collecting.round else now
+
+    def usual_at(self, state: FragmentState, collecting: Round) -> float:
+        """When the usual one of all that this round asked, earlier or now, is expected to have contributed."""
+        found = {learner_id: self._membership.get(learner_id) for learner_id in collecting.asked}
+        members = [m for i, m in found.items() if m is not None and m.generation == collecting.asked[i]]
+        return median_low(m.arrivals.expected_at(state.call, state.fragment.num_elements) for m in members)
+
+    def measured(self) -> Measured:
+        """What H has to carry. Kinds that are due more rarely weigh less."""
+        manifest, found = self._versions.manifest, [m.arrivals for m in self._setting_pace()]
+        assert manifest is not None
+        own = sum(1 / s.fragment.traits.times(self._sync) for s in self._versions.fragments.values())
+        elements = sum(f.num_elements / f.traits.times(self._sync) for f in manifest.fragments)
+        pull_s = _usual(a.pull_s for a in found if a.pull_s is not None)
+        return Measured(
+            self._step_time_s(),
+            push_s=elements * _usual(a.s_per_element for a in found if a.s_per_element > 0),
+            pull_s=own * pull_s,
+            shard_s=own * (self.grace.to_publish.value or 0.0),
+            round_s=(self._open_s.value or 0.0) + pull_s,
+        )
+
+
+def _usual(seconds: Iterable[float]) -> float:
+    """Their lower median; 0: there is none."""
+    return median_low(found) if (found := [*seconds]) else 0.0
