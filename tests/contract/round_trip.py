@@ -292,7 +292,8 @@ def train(drawn: Draw, address: str) -> tuple[Any, torch.Tensor]:
             optimizer.step()
             learner.step(BATCH, loss.detach())
     for learner in learners:
-        assert learner.finish(), "not finished"
+        ended = learner.finish()
+        assert ended.is_global, ended
     return models[0], before
 
 

@@ -213,12 +213,12 @@ def write_out(get: Callable[[], GlobalModel], how: Writing, of: str = "") -> int
 
 
 def _write_one(began: float, found: GlobalModel, how: Writing, of: str = "") -> int:
-    file, of_base = write(found, how)
+    file, fixed = write(found, how)
     trained = sum(t.numel() for name, t in found.tensors.items() if name not in found.buffers)
     print(
         f"{file}: {units.count(trained)} parameters as {how.dtype}, {of}{_versions(found.versions.values())} of "
         f"{len(found.versions)} fragments, {units.count(found.tokens_merged)} tokens merged, "
-        f"{f'{of_base} tensors of --base, ' if of_base else ''}{units.size(file.stat().st_size)}, "
+        f"{f'{fixed} tensors as they were, ' if fixed else ''}{units.size(file.stat().st_size)}, "
         f"in {time.perf_counter() - began:.2f} s"
     )
     return EXIT_OK

@@ -33,7 +33,7 @@ from diloco_deploy.checkpoint.options import Writing
 from diloco_worker.core.names import canonical
 from diloco_worker.export import write_model
 from diloco_worker.global_model import GlobalModel
-from diloco_worker.shell.frozen_tensors import checksum
+from diloco_worker.shell.frozen_tensors import checksum, values_of
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
@@ -58,7 +58,7 @@ class Loader:
 
 
 def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
-    """Write the model. Returns the file with its weights, and how many of these are of the base.
+    """Write the model. Returns the file with its weights, and how many of these nobody has trained.
 
     Raises DataError where a tensor of the run has no place with the loader, or the loader wants one that neither the
     run nor the base has, or the base is another one. `out` is then as it was.
@@ -70,8 +70,9 @@ def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
     if base is not None and is_adapter:
         keys, tensors = _prompts(base, keys, tensors)
     mine = {key.removeprefix(strip): name for key, name in keys.items() if key.startswith(strip)}
-    loader = _loader(base, dtype, {key: tensors.get(name) for key, name in mine.items()})
-    places, held = _places(loader, mine, strip), {tensor.name: tensor for tensor in found.frozen}
+    held = {tensor.name: tensor for tensor in found.frozen}
+    loader = _loader(base, dtype, {k: tensors.get(name, _told(held.get(strip + k), dtype)) for k, name in mine.items()})
+    places = _places(loader, mine, strip)
     fixed = {want: held[strip + key] for want, key in places.items() if strip + key in held}
     other = {want for want, frozen in fixed.items() if _differs(frozen, loader.wants[want])}
     values = {want: tensors[mine[key]] for want, key in places.items() if mine[key]}
@@ -126,6 +127,12 @@ def _without(adapter: str, key: str) -> str:
         return key
     short = ".".join(part for part in key.split(".") if part not in (adapter, "modules_to_save"))
     return short.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
+def _told(frozen: FrozenTensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The values of one that learners hold fixed, where they have sent them."""
+    values = None if frozen is None else values_of(frozen)
+    return values.to(dtype) if values is not None and values.is_floating_point() else values
 
 
 def _differs(frozen: FrozenTensor, values: Tensor) -> bool:
