@@ -364,6 +364,8 @@ def run(drawn: Draw, loop: LoopThread) -> tuple[str, str]:
                 alone(**batch(drawn, torch.Generator())).loss.backward()
                 if drawn.base != "none":
                     make_base(drawn, base)
+                if drawn.adapter != "none" and drawn.base != "none":
+                    peft.PeftConfig.from_pretrained(base)  # some (IA3's defaults) do not take what they wrote
             except Exception as error:  # a combination that the libraries do not have, or that trains nothing
                 return "impossible", f"{type(error).__name__}: {error}".splitlines()[0]
             model, before = train(drawn, shard.address)
