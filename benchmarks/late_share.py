@@ -219,8 +219,8 @@ class Run:
 def measure(
     sync: SyncSettings, step_s: float, bits_per_s: float, args: argparse.Namespace
 ) -> tuple[int, float, float, float]:
-    """H in the end, the share of what was asked that was absent as rounds closed, that of pushes that came late, and merged
-    tokens per second. "auto" settles first."""
+    """H in the end, the share of what was asked that was absent, that of pushes that came late, and merged tokens per
+    second. "auto" settles first."""
     run = Run(
         sync, args.learners, step_s, bits_per_s, LATENCY_S[round(bits_per_s / 1e6)], args.params, args.burst, args.rest
     )

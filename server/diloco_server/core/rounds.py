@@ -308,7 +308,9 @@ class Rounds:
 
     def grace_s(self) -> float:
         """The grace window now, in seconds. Only learners that contribute have a say in it, once there are some."""
-        return self.grace.seconds(self._step_time_s(), self.every.steps)
+        members = self._setting_pace() or self._membership.live()
+        scatter_s = _usual(m.reports.scatter_s for m in members if m.reports is not None and m.reports.step_time_s > 0)
+        return self.grace.seconds(self._step_time_s(), self.every.steps, scatter_s)
 
     def _setting_pace(self) -> list[Member]:
         return [m for m in self._membership.live() if m.sets_pace and not m.is_idle]
