@@ -2,7 +2,7 @@
 
 The run has the names of the module that joined. Which names a loader takes, `--base` says:
 
-    an adapter's folder       the file that PEFT has written there; of LoRA, its configuration is enough
+    an adapter's folder       the file that PEFT has written there
     a model of transformers   the library: it makes the model, reads the base into it, writes it, and reads it again
     another folder            its safetensors
     none                      the state_dict of the model that joined, as learners have declared it
@@ -18,7 +18,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -61,7 +60,7 @@ def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
     """Write the model. Returns the file with its weights, and how many of these nobody has trained.
 
     Raises DataError where a tensor of the run has no place with the loader, or the loader wants one that neither the
-    run nor the base has, or the base is another one. `out` is then as it was.
+    run nor the base has, or the base is another one, and OSError. `out` is then as it was.
     """
     dtype, base, strip = getattr(torch, how.dtype), how.base, how.strip and how.strip.rstrip(".") + "."
     tensors = {name: t if name in found.buffers else t.to(dtype) for name, t in found.tensors.items()}
@@ -80,16 +79,13 @@ def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
     values = {want: t for want, t in values.items() if want not in left_out}
     alone = how.out.suffix == ".safetensors"
     into = how.out.parent if alone else how.out
-    try:
-        into.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".pull-", dir=into) as folder:
-            for path in base.iterdir() if base is not None else ():
-                if path.is_file() and not path.name.endswith(WEIGHTS):
-                    shutil.copyfile(path, Path(folder, path.name))
-            _save(loader, values, left_out, Path(folder))
-            written = [path.replace(how.out if alone else into / path.name) for path in Path(folder).iterdir()]
-    except OSError as error:
-        raise DataError(f"{error.filename or into}: {error.strerror or error}") from None
+    into.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".pull-", dir=into) as folder:
+        for path in base.iterdir() if base is not None else ():
+            if path.is_file() and not path.name.endswith(WEIGHTS):
+                shutil.copyfile(path, Path(folder, path.name))
+        _save(loader, values, left_out, Path(folder))
+        written = [path.replace(how.out if alone else into / path.name) for path in Path(folder).iterdir()]
     file = next(path for path in written if path.suffix == ".safetensors")
     return file, len(loader.wants.keys() - values.keys() - left_out)
 
@@ -187,8 +183,6 @@ def _loader(base: Path | None, dtype: torch.dtype, mine: Mapping[str, Tensor | N
     name, files = f"the model of --base {base}", [base / MODEL]
     with _library(base):
         if (base / "adapter_config.json").exists():
-            if not (base / ADAPTER).exists() and (lora := _of_lora(mine)):
-                return _taking(name, lora, ADAPTER)
             return Loader(name, load_file(base / ADAPTER), file=ADAPTER)
         if (index := base / f"{MODEL}.index.json").exists() and not files[0].exists():
             files = [base / part for part in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -210,19 +204,10 @@ def _loader(base: Path | None, dtype: torch.dtype, mine: Mapping[str, Tensor | N
         return Loader(name, wants, file=files[0].name if len(files) == 1 else MODEL) if files else _taking(name, mine)
 
 
-def _taking(name: str, mine: Mapping[str, Tensor | None], file: str = MODEL) -> Loader:
+def _taking(name: str, mine: Mapping[str, Tensor | None]) -> Loader:
     """It takes what learners have."""
     wants = {key: torch.empty(0, device="meta") if t is None else t for key, t in mine.items()}
-    return Loader(name, wants, {key for key, t in mine.items() if t is None}, file)
-
-
-def _of_lora(mine: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Names in PEFT's file: all that have the adapter's name in them."""
-    inside = {key: key.partition(PEFT)[2] for key in mine}
-    parts = [pair for short in inside.values() for pair in pairwise(short.split("."))]
-    adapters = {after for kind, after in parts if kind.startswith("lora_")}
-    short = ((inside[key], values) for key, values in mine.items())
-    return {PEFT + _without(a, key): values for key, values in short for a in adapters.intersection(key.split("."))}
+    return Loader(name, wants, {key for key, t in mine.items() if t is None})
 
 
 def _save(loader: Loader, values: Mapping[str, Tensor], left_out: Collection[str], folder: Path) -> None:
