@@ -103,9 +103,7 @@ class Crowd(Rig):
         closed meanwhile."""
         before = len(self.closed)
         began = self.now
-        due = {
-            name: began + (i + 1) / len(step_s) * (burst * s + rest_s) for i, (name, s) in enumerate(step_s.items())
-        }
+        due = {name: began + (i + 1) / len(step_s) * (burst * s + rest_s) for i, (name, s) in enumerate(step_s.items())}
         asked: dict[str, int] = {}
         while self.now < began + seconds:
             self.now = round(self.now + 0.05, 6)
