@@ -39,8 +39,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import diloco_worker
+from diloco_common.wire.bounds import FROZEN_BYTES_MAX
 from diloco_deploy.cli import main as diloco
 from diloco_worker.core.shared_set import as_module
+from diloco_worker.shell import frozen_tensors
 
 VOCABULARY, LENGTH, BATCH, STEPS = 64, 8, 2, 4
 _SMALL = {
@@ -142,6 +144,8 @@ class Draw:
     pulled: str
     base: str
     flags: str
+    is_large: bool = False
+    """What is frozen does not travel, as if it were more than 64 KiB."""
 
 
 def draw(chance: random.Random) -> Draw:
@@ -151,7 +155,7 @@ def draw(chance: random.Random) -> Draw:
         chance.choice(FROZEN), chance.choice(("float32", "float32", "bfloat16")),
         chance.choice(("float32", "float32", "bfloat16")),
         chance.choice((*["safetensors"] * 8, "none", "config") if adapter != "none" else FORMATS),
-        chance.choice(("", "", "--partial", "--strip")),
+        chance.choice(("", "", "--partial", "--strip")), chance.choice((True, False)),
     )  # fmt: skip
 
 
@@ -354,6 +358,7 @@ def load(drawn: Draw, out: Path, flags: list[str]) -> Any:
 def run(drawn: Draw, loop: LoopThread) -> tuple[str, str]:
     """What came of it, and words."""
     exact = {"push": "float32", "pull": "float32", "quorum": "all", "fragments": 2, "sync_every": 2}
+    frozen_tensors.FROZEN_BYTES_MAX = 0 if drawn.is_large else FROZEN_BYTES_MAX
     shard = InProcessShard(loop, settings_with(run={"tokens": 2 * STEPS * BATCH}, sync=exact)).start()
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -398,6 +403,7 @@ def run(drawn: Draw, loop: LoopThread) -> tuple[str, str]:
             return ("equal" if off <= near and not other else "silent"), words
     finally:
         shard.stop()
+        frozen_tensors.FROZEN_BYTES_MAX = FROZEN_BYTES_MAX
 
 
 def differences(mine: nn.Module, loaded: nn.Module, *, rounded: bool) -> list[str]:

@@ -69,12 +69,14 @@ def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
     if base is not None and is_adapter:
         keys, tensors = _prompts(base, keys, tensors)
     mine = {key.removeprefix(strip): name for key, name in keys.items() if key.startswith(strip)}
-    held = {tensor.name: tensor for tensor in found.frozen}
-    loader = _loader(base, dtype, {k: tensors.get(name, _told(held.get(strip + k), dtype)) for k, name in mine.items()})
+    told = {one.name.removeprefix(strip): _told(one, dtype) for one in found.frozen if one.name.startswith(strip)}
+    held = {tensor.name: tensor for tensor in found.frozen if told.get(tensor.name.removeprefix(strip)) is None}
+    known = {key: tensors[name] if name else told.get(key) for key, name in mine.items()}
+    loader = _loader(base, dtype, known)
     places = _places(loader, mine, strip)
     fixed = {want: held[strip + key] for want, key in places.items() if strip + key in held}
     other = {want for want, frozen in fixed.items() if _differs(frozen, loader.wants[want])}
-    values = {want: tensors[mine[key]] for want, key in places.items() if mine[key]}
+    values = {want: t for want, key in places.items() if (t := known[key]) is not None}
     left_out = _check(loader, values, other, tensors.keys() - {mine[key] for key in places.values()}, how.partial)
     values = {want: t for want, t in values.items() if want not in left_out}
     alone = how.out.suffix == ".safetensors"
@@ -125,9 +127,9 @@ def _without(adapter: str, key: str) -> str:
     return short.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
-def _told(frozen: FrozenTensor | None, dtype: torch.dtype) -> Tensor | None:
+def _told(frozen: FrozenTensor, dtype: torch.dtype) -> Tensor | None:
     """The values of one that learners hold fixed, where they have sent them."""
-    values = None if frozen is None else values_of(frozen)
+    values = values_of(frozen)
     return values.to(dtype) if values is not None and values.is_floating_point() else values
 
 
