@@ -25,6 +25,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -374,7 +375,8 @@ def run(drawn: Draw, loop: LoopThread) -> tuple[str, str]:
             except Exception as error:  # a combination that the libraries do not have, or that trains nothing
                 return "impossible", f"{type(error).__name__}: {error}".splitlines()[0]
             model, before = train(drawn, shard.address)
-            want = logits(drawn, model)
+            rounded = deepcopy(model).to(getattr(torch, drawn.pulled)).to(getattr(torch, drawn.dtype))
+            want = logits(drawn, rounded)  # rounding may send a token to other experts
             flags = {"": [], "--partial": ["--partial"], "--strip": ["--strip", strip(drawn), "--partial"]}[drawn.flags]
             based = [] if drawn.base == "none" else ["--base", str(base)]
             said = io.StringIO()
