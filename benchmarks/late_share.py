@@ -1,11 +1,11 @@
-"""How much of what rounds ask for comes late, and how fast a run is: H = 24 against `sync.sync_every = "auto"`.
+"""How much of what rounds ask for is absent or late, and how fast a run is: H = 24 against `sync.sync_every = "auto"`.
 
 Drives production cores (a shard, and learners that share one tiny model) in virtual time. What a link carries is
 modelled: in each direction one thing after the other, bytes over bandwidth, then latency. A fragment stands for N / P
 parameters. Steps vary by a tenth, messages by some milliseconds; the shard looks at the time every 20 ms, as its host.
 
     python benchmarks/late_share.py                # the table of docs/wan.md
-    python benchmarks/late_share.py --steps 11 --links 1000 --params 4e5
+    python benchmarks/late_share.py --steps 11 --links 1000 --params 4e5 --burst 128 --rest 1
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TICK_S, MERGE_S, ENCODE_S, NOISE, TOKENS = 0.02, 0.002, 0.002, 0.1, 1024
 class ShardRig(LockstepShard):
     def __init__(self, run: Run, sync: SyncSettings) -> None:
         super().__init__(Settings(sync=sync), EPOCH, lambda: run.clock.now)
-        self.run, self.asked, self.late = run, 0, 0
+        self.run, self.asked, self.absent, self.pushed, self.late = run, 0, 0, 0, 0
 
     def tell(self, tell: Tell) -> None:
         self.run.learners[tell.learner_id].told(tell.directive)
@@ -59,7 +59,7 @@ class ShardRig(LockstepShard):
 
     def note(self, event: Fact) -> None:
         if isinstance(event, RoundClosed) and self.run.counts:
-            self.asked, self.late = self.asked + event.asked, self.late + event.absent
+            self.asked, self.absent = self.asked + event.asked, self.absent + event.absent
 
 
 class LearnerRig:
@@ -110,7 +110,8 @@ class LearnerRig:
         took_s = self.step_s * self.draw.uniform(1 - NOISE, 1 + NOISE)
         report = Progress(self.core.inner_step, self.core.tokens, step_time_s=took_s)
         self.run.clock.after(self.message(), lambda: self.report(report))
-        self.run.clock.after(took_s, self.step)
+        rest_s = self.run.rest_s if self.core.inner_step % self.run.burst == 0 else 0.0
+        self.run.clock.after(took_s + rest_s, self.step)
 
     @torch.no_grad()
     def arrived(self, *version: Any) -> None:
@@ -137,9 +138,11 @@ class LearnerRig:
         """The header is there. A push that is not wanted costs its link nothing more."""
         shard = self.run.shard.shard
         answer = shard.admit(self.member, header)
+        self.run.shard.pushed += self.run.counts
         if answer is None:
             self.run.clock.after(bytes_s, lambda: self.arrive(header, payload))
             return
+        self.run.shard.late += self.run.counts
         self.free_at["up"] -= bytes_s
         self.answer(header, answer)
 
@@ -181,13 +184,14 @@ class LearnerRig:
 
 class Run:
     def __init__(self, sync: SyncSettings, learners: int, step_s: float, bits_per_s: float, latency_s: float,
-                 params: float) -> None:  # fmt: skip
+                 params: float, burst: int, rest_s: float) -> None:  # fmt: skip
+        self.burst, self.rest_s = burst, rest_s
         self.bits_per_s, self.latency_s, self.params, self.counts = bits_per_s, latency_s, params, False
         self.clock = Clock()
         self.shard = ShardRig(self, sync)
         self.learners = {f"l{i}": LearnerRig(self, f"l{i}", step_s) for i in range(learners)}
         for i, learner in enumerate(self.learners.values()):
-            self.begin(learner, step_s * (1 + i / learners))
+            self.begin(learner, step_s + i / learners * (burst * step_s + rest_s))
         self.clock.after(TICK_S, self.tick)
 
     def begin(self, learner: LearnerRig, after_s: float) -> None:
@@ -212,16 +216,22 @@ class Run:
             self.clock.step()
 
 
-def measure(sync: SyncSettings, step_s: float, bits_per_s: float, args: argparse.Namespace) -> tuple[int, float, float]:
-    """H in the end, the share of what was asked that came late, and merged tokens per second. "auto" settles first."""
-    run = Run(sync, args.learners, step_s, bits_per_s, LATENCY_S[round(bits_per_s / 1e6)], args.params)
+def measure(
+    sync: SyncSettings, step_s: float, bits_per_s: float, args: argparse.Namespace
+) -> tuple[int, float, float, float]:
+    """H in the end, the share of what was asked that was absent, that of pushes that came late, and merged tokens per
+    second. "auto" settles first."""
+    run = Run(
+        sync, args.learners, step_s, bits_per_s, LATENCY_S[round(bits_per_s / 1e6)], args.params, args.burst, args.rest
+    )
     warm_up = args.warm_up if sync.sync_every == "auto" else 300
     run.until(warm_up * step_s)
     run.counts, shard, began = True, run.shard.shard, run.clock.now
     tokens = shard.tokens_merged
     run.until((warm_up + args.inner_steps) * step_s)
     per_s = (shard.tokens_merged - tokens) / (run.clock.now - began)
-    return shard.rounds.patience.every.steps, run.shard.late / max(1, run.shard.asked), per_s
+    absent, late = run.shard.absent / max(1, run.shard.asked), run.shard.late / max(1, run.shard.pushed)
+    return shard.rounds.patience.every.steps, absent, late, per_s
 
 
 def main() -> None:
@@ -232,17 +242,21 @@ def main() -> None:
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--inner-steps", type=int, default=1500)
     parser.add_argument("--warm-up", type=int, default=2500)
+    parser.add_argument("--burst", type=int, default=1, help="steps in a row, after which a learner rests")
+    parser.add_argument("--rest", type=float, default=0.0, help="s")
     parser.add_argument("--every", nargs="*", default=["24", "auto"])
     args = parser.parse_args()
-    print("| link, Mbit/s | step, ms | sync_every | H | late | tokens/s | trained |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| link, Mbit/s | step, ms | sync_every | H | absent | late | tokens/s | trained |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for mbit in args.links:
         for ms in args.steps:
-            trained = args.learners * TOKENS / ms * 1e3
+            trained = args.learners * TOKENS / (ms / 1e3 + args.rest / args.burst)
             for every in args.every:
                 sync = SyncSettings(sync_every=every if every == "auto" else int(every), fragments=FRAGMENTS)
-                h, late, per_s = measure(sync, ms / 1e3, mbit * 1e6, args)
-                line = f"| {mbit} | {ms:g} | {every} | {h} | {late:.1%} | {per_s:,.0f} | {trained:,.0f} |"
+                h, absent, late, per_s = measure(sync, ms / 1e3, mbit * 1e6, args)
+                line = (
+                    f"| {mbit} | {ms:g} | {every} | {h} | {absent:.1%} | {late:.1%} | {per_s:,.0f} | {trained:,.0f} |"
+                )
                 print(line, flush=True)
 
 

@@ -60,7 +60,8 @@ class SyncSettings(Section):
     expected with `patience`; else as long as the overlap leaves slack."""
     patience: float = Field(default=0.1, gt=0, le=1)
     """With carry: a round waits for whoever is expected at most this share of the H steps later than the usual learner,
-    or `overlap_steps` if that is more. No learner stands still meanwhile; the next version comes later by so much."""
+    or `overlap_steps` if that is more, and what its steps vary by. No learner stands still meanwhile; the next version
+    comes later by so much."""
     overlap_steps: int = Field(default=2, ge=0)
     """tau: a round should be over within this many inner steps."""
     staleness_max: int = Field(default=8, ge=0)

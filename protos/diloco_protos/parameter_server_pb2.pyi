@@ -25,14 +25,16 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., mean_merge: bool = ..., companion: bool = ..., buffer: _Optional[str] = ..., dtype: _Optional[str] = ..., prefix: _Optional[int] = ...) -> None: ...
 
 class FrozenTensor(_message.Message):
-    __slots__ = ("name", "form", "crc32c")
+    __slots__ = ("name", "form", "crc32c", "values")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FORM_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
     name: str
     form: str
     crc32c: int
-    def __init__(self, name: _Optional[str] = ..., form: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    values: bytes
+    def __init__(self, name: _Optional[str] = ..., form: _Optional[str] = ..., crc32c: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class Tie(_message.Message):
     __slots__ = ("name", "of")

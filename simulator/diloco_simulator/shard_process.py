@@ -177,7 +177,7 @@ class ShardProcess:
         at_most_s = options.grace
         if at_most_s == "adaptive":
             slowest_s = max((m.reports.step_time_s for m in host.shard.membership.live() if m.reports), default=0.0)
-            steps = 2.5 * max(sync.patience * sync.first_every, sync.overlap_steps)
+            steps = 2.5 * max(sync.first_every, sync.overlap_steps)  # patience, and what steps scatter by
             at_most_s = slowest_s * (steps if options.on_commit == "carry" else 1.0)
         invariants.windows_are_as_set(host.shard.rounds.patience.grace_s(), at_most_s)
 

@@ -26,13 +26,13 @@ EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
 
 
 class Tied(nn.Module):
-    """An embedding that is the head as well, a frozen layer, and a buffer."""
+    """An embedding that is the head as well, a frozen layer of more than 64 KiB, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.wte = nn.Embedding(7, 4)
-        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.base = nn.Linear(128, 129).requires_grad_(False)
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.wte.weight
         self.register_buffer("scale", torch.tensor([2.0]))
@@ -196,8 +196,8 @@ class Around(nn.Module):
         self.model = model
 
 
-def partly_frozen() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+def partly_frozen(width: int = 2) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, width))
     model[1].requires_grad_(False)
     return model
 
@@ -206,7 +206,9 @@ def partly_frozen() -> nn.Module:
     ("make", "flags", "loads", "lacks"),
     [
         pytest.param(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), [], None, "", id="buffers"),
-        pytest.param(partly_frozen, [], None, "1.bias, 1.weight", id="frozen"),
+        pytest.param(lambda: partly_frozen(9000), [], None, "1.bias, 1.weight", id="a frozen base"),
+        pytest.param(partly_frozen, [], None, "", id="frozen constants"),
+        pytest.param(lambda: partly_frozen().bfloat16(), [], None, "", id="frozen constants in bfloat16"),
         pytest.param(lambda: Counting(3, 2), [], None, "_extra_state", id="extra state"),
         pytest.param(Renaming, [], None, "", id="state_dict with other names"),
         pytest.param(lambda: torch.compile(nn.Linear(3, 2)), [], lambda m: m._orig_mod, "", id="compiled"),
@@ -215,7 +217,10 @@ def partly_frozen() -> nn.Module:
         ),
         pytest.param(lambda: Around(nn.Linear(3, 2)), ["--strip", "model."], lambda m: m.model, "", id="a part"),
         pytest.param(
-            lambda: Around(partly_frozen()), ["--strip", "model."], None, "1.bias, 1.weight", id="a frozen part"
+            lambda: Around(partly_frozen(9000)), ["--strip", "model."], None, "1.bias, 1.weight", id="a frozen part"
+        ),
+        pytest.param(
+            lambda: Around(partly_frozen()), ["--strip", "model."], lambda m: m.model, "", id="constants of a part"
         ),
     ],
 )
@@ -229,7 +234,9 @@ def test_without_a_base_the_file_has_what_a_strict_load_asks_for(
         assert f"the state_dict of the model wants {lacks}, which the run does not have" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
         return
-    (loads or (lambda m: m))(model).load_state_dict(load_file(tmp_path / "out.safetensors"), strict=True)
+    loader, found = (loads or (lambda m: m))(model), load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(found[key], t.float()) for key, t in loader.state_dict().items() if t.is_floating_point())
+    loader.load_state_dict(found, strict=True)
 
 
 BASE = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}

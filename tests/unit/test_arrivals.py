@@ -95,19 +95,23 @@ class Crowd(Rig):
         if answer.outcome is Outcome.ACCEPTED:
             self.merged_steps[learner_id] = self.steps[learner_id]
 
-    def run(self, seconds: float, step_s: dict[str, float], *, silent: tuple[str, ...] = ()) -> list[RoundClosed]:
-        """Everybody steps at a pace, and answers at the boundary; these do not answer. Rounds that closed meanwhile."""
+    def run(
+        self, seconds: float, step_s: dict[str, float], *, silent: tuple[str, ...] = (), burst: int = 1,
+        rest_s: float = 0.0,
+    ) -> list[RoundClosed]:  # fmt: skip
+        """Everybody steps at a pace, rests after so many, and answers at the boundary; these do not answer. Rounds that
+        closed meanwhile."""
         before = len(self.closed)
         began = self.now
-        due = {name: began + (i + 1) / len(step_s) * s for i, (name, s) in enumerate(step_s.items())}
+        due = {name: began + (i + 1) / len(step_s) * (burst * s + rest_s) for i, (name, s) in enumerate(step_s.items())}
         asked: dict[str, int] = {}
         while self.now < began + seconds:
             self.now = round(self.now + 0.05, 6)
             self.advance()
             for name in sorted(due, key=lambda n: due[n]):
                 if due[name] <= self.now + 1e-9:
-                    due[name] += step_s[name]
                     self.step(name)
+                    due[name] += step_s[name] + (rest_s if self.steps[name] % burst == 0 else 0.0)
                     collecting = self.state.round
                     if collecting and name in collecting.missing and asked.get(name) != collecting.round:
                         asked[name] = collecting.round
@@ -127,6 +131,16 @@ def test_everybody_who_is_alive_is_in_every_round_whatever_the_overlap_leaves() 
     closed = crowd.run(200.0, {"a": 1.0, "b": 1.1, "c": 1.2})
     assert len(closed) > 4
     assert [(c.participants, str(c.why)) for c in closed] == [(3, "all")] * len(closed)
+
+
+def test_learners_whose_steps_come_in_bursts_wait_for_one_another() -> None:
+    crowd = Crowd()
+    crowd.come("a", "b", "c")
+    paces = {"a": 0.1, "b": 0.1, "c": 0.1}
+    crowd.run(60.0, paces, burst=12, rest_s=1.5)
+    closed = crowd.run(200.0, paces, burst=12, rest_s=1.5)
+    assert len(closed) > 10
+    assert sum(c.absent for c in closed) < 0.1 * sum(c.asked for c in closed)
 
 
 def test_a_learner_five_times_slower_is_waited_for_where_its_step_ends_in_time() -> None:

@@ -93,17 +93,18 @@ def test_the_window_is_a_share_of_the_slack_that_the_overlap_leaves(
 
 
 @pytest.mark.parametrize(
-    ("sync", "step_time_s", "seconds"),
+    ("sync", "step_time_s", "scatter_s", "seconds"),
     [
-        ({}, 1.0, 6.0),  # 2.5 times a tenth of H = 24 steps, whatever quorum and merge take
-        ({"sync_every": 4}, 1.0, 5.0),  # never less than the overlap
-        ({"patience": 1.0}, 10.0, 60.0),  # never more than a minute
-        ({}, 0.0, 0.0),  # nobody has told its step time
+        ({}, 1.0, 0.0, 6.0),  # 2.5 times a tenth of H = 24 steps, whatever quorum and merge take
+        ({"sync_every": 4}, 1.0, 0.0, 5.0),  # never less than the overlap
+        ({}, 1.0, 0.5, 11.0),  # steps in bursts: 2.5 times 2.4 + 4 * 0.5
+        ({"patience": 1.0}, 10.0, 0.0, 60.0),  # never more than a minute
+        ({}, 0.0, 0.0, 0.0),  # nobody has told its step time
     ],
 )
-def test_where_learners_carry_a_round_waits_a_share_of_its_cadence(sync, step_time_s, seconds) -> None:
+def test_where_learners_carry_a_round_waits_a_share_of_its_cadence(sync, step_time_s, scatter_s, seconds) -> None:
     window = make_window([3.0], [3.0], on_commit="carry", **sync)
-    assert window.seconds(step_time_s, sync.get("sync_every", 24)) == pytest.approx(seconds)
+    assert window.seconds(step_time_s, sync.get("sync_every", 24), scatter_s) == pytest.approx(seconds)
 
 
 def test_the_window_is_no_longer_than_a_step() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from diloco_common.wire.bounds import FROZEN_BYTES_MAX
 from diloco_common.wire.messages import FrozenTensor
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.shell import frozen_tensors
@@ -105,3 +106,25 @@ def test_neighbours_are_declared_as_one_where_there_are_too_many(monkeypatch) ->
 
     assert names(model) == ["0 to 2", "3 to 5", "6"]
     assert changed(model, lambda m: m[4].add_(1)) == ["3 to 5"]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(3, 2), torch.rand(4, 3).T, torch.rand(3).bfloat16(), torch.tensor(2.0).double(), torch.zeros(2, 0),
+        torch.arange(5, dtype=torch.uint8), torch.rand(2, 3).to(torch.complex64), torch.rand(FROZEN_BYTES_MAX // 4),
+    ],
+)  # fmt: skip
+def test_small_ones_are_told_with_their_values(tensor: torch.Tensor) -> None:
+    told = frozen_tensors.values_of(only(tensor))
+    assert told is None if tensor.numel() == 0 else torch.equal(told, tensor)
+
+
+def test_a_base_is_told_without_its_values() -> None:
+    assert only(torch.rand(FROZEN_BYTES_MAX // 4 + 1)).values == b""
+    assert only(TwoTensor(torch.rand(2), torch.rand(2))).values == b"", "of more than one tensor"
+
+
+@pytest.mark.parametrize("form", ["float32 [3]", "float32 [", "Tensor [2]", "load [2]", "float32", "2 tensors"])
+def test_values_that_do_not_fit_their_form_are_none(form: str) -> None:
+    assert frozen_tensors.values_of(FrozenTensor("w", form, None, bytes(8))) is None

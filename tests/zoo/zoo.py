@@ -136,6 +136,11 @@ class Found:
         return min(self.learners) if self.metric in HIGHER_IS_BETTER else max(self.learners)
 
     @property
+    def mean(self) -> float:
+        """Of what the learners' own models are worth, each by itself."""
+        return sum(self.learners) / len(self.learners)
+
+    @property
     def behind(self) -> float:
         """By how much the pulled model is worse than the worst learner, as a share; negative: it is better."""
         difference = self.worst - self.pulled if self.metric in HIGHER_IS_BETTER else self.pulled - self.worst

@@ -23,11 +23,13 @@ TENSOR_NAME_MAX = 512
 DIMENSIONS_MAX = 8
 FROZEN_MAX = 8192
 """Frozen tensors that are compared; a learner with more declares several as one. A shard looks at them within 50 ms."""
+FROZEN_BYTES_MAX = 64 << 10
+"""Of all that a model holds fixed, for its values to be sent: constants, and no base under an adapter."""
 TIES_MAX = 4096
 """Keys of a state_dict; a learner with more leaves the rest out."""
 JOIN_ENTRIES_MAX = TENSORS_MAX + FROZEN_MAX + TIES_MAX + FRAGMENTS_MAX + 128
 """Of all fields of a Join together; counted before they are parsed."""
-JOIN_ENTRY_BYTES_MAX = 8 << 10
+JOIN_ENTRY_BYTES_MAX = FROZEN_BYTES_MAX + (8 << 10)
 """Of each. A tensor with a name of 512 characters and 8 dimensions has less than 3 KiB."""
 ELEMENTS_MAX = 2**42
 """Of a model, and of each dimension."""
@@ -87,7 +89,7 @@ class Limit:
     most: float
     least: float = 0
     counts: str = ""
-    """What a length counts: "characters" or "entries". Empty: the field is a number."""
+    """What a length counts: "characters", "entries" or "bytes". Empty: the field is a number."""
     is_dropped: bool = False
     """A value beyond it is taken as absent, and refuses nothing: people only look at it."""
 
@@ -125,6 +127,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "name": Limit(TENSOR_NAME_MAX, 0, "characters"),
         "form": Limit(TENSOR_NAME_MAX, 0, "characters"),
         "crc32c": _U32,
+        "values": Limit(FROZEN_BYTES_MAX, 0, "bytes"),
     },
     "Held": {"fragment_id": _FRAGMENT_ID, "epoch": _EPOCH, "version": _VERSION},
     "JoinResponse": {

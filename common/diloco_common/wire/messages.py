@@ -177,6 +177,7 @@ class FrozenTensor:
     name: str
     form: str
     crc32c: int | None
+    values: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -168,5 +167,5 @@ def pull(
     if each is not None:
         found = versions(addresses, every=each, run=run, tls=tls, bearer_token=token_file, wait_s=wait)
         return write_each(found, how, keep)
-    get = partial(pull_global_model, addresses, run=run, tls=tls, wait_s=wait, average=average)
-    return write_out(partial(get, bearer_token=token_file), how, of)
+    one = pull_global_model(addresses, run=run, tls=tls, bearer_token=token_file, wait_s=wait, average=average)
+    return write_out(one, how, of)

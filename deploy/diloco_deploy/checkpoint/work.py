@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -204,26 +204,23 @@ def restore_into(folder: Path, sources: Sequence[str], shards: int) -> int:
 
 @_disk_errors()
 def export(sources: Sequence[str], how: Writing) -> int:
-    return write_out(lambda: model_in(open_whole(sources, model_only=True)), how)
+    return write_out(model_in(open_whole(sources, model_only=True)), how)
 
 
-def write_out(get: Callable[[], GlobalModel], how: Writing, of: str = "") -> int:
+@_disk_errors()
+def write_out(found: GlobalModel, how: Writing, of: str = "") -> int:
     """`of`: what the versions are, if not the newest."""
-    return _write_one(time.perf_counter(), get(), how, of)
-
-
-def _write_one(began: float, found: GlobalModel, how: Writing, of: str = "") -> int:
-    file, of_base = write(found, how)
+    file, fixed = write(found, how)
     trained = sum(t.numel() for name, t in found.tensors.items() if name not in found.buffers)
     print(
         f"{file}: {units.count(trained)} parameters as {how.dtype}, {of}{_versions(found.versions.values())} of "
         f"{len(found.versions)} fragments, {units.count(found.tokens_merged)} tokens merged, "
-        f"{f'{of_base} tensors of --base, ' if of_base else ''}{units.size(file.stat().st_size)}, "
-        f"in {time.perf_counter() - began:.2f} s"
+        f"{f'{fixed} tensors as they were, ' if fixed else ''}{units.size(file.stat().st_size)}"
     )
     return EXIT_OK
 
 
+@_disk_errors()
 def write_each(found: Iterable[GlobalModel], how: Writing, keep: int | None) -> int:
     """A folder for each, and `DONE` in it last. `keep`: so many of those written last. Raises DataError."""
     written: list[Path] = []
@@ -232,7 +229,7 @@ def write_each(found: Iterable[GlobalModel], how: Writing, keep: int | None) -> 
     for one in found:
         folder = how.out / f"version-{one.version:06}"
         (folder / DONE).unlink(missing_ok=True)
-        _write_one(time.perf_counter(), one, replace(how, out=folder))
+        write_out(one, replace(how, out=folder))
         (folder / DONE).touch()
         written = [*(one for one in written if one != folder), folder]
         for old in written[: -keep if keep else 0]:

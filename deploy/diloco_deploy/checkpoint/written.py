@@ -2,7 +2,7 @@
 
 The run has the names of the module that joined. Which names a loader takes, `--base` says:
 
-    an adapter's folder       the file that PEFT has written there; of LoRA, its configuration is enough
+    an adapter's folder       the file that PEFT has written there
     a model of transformers   the library: it makes the model, reads the base into it, writes it, and reads it again
     another folder            its safetensors
     none                      the state_dict of the model that joined, as learners have declared it
@@ -18,7 +18,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +32,7 @@ from diloco_deploy.checkpoint.options import Writing
 from diloco_worker.core.names import canonical
 from diloco_worker.export import write_model
 from diloco_worker.global_model import GlobalModel
-from diloco_worker.shell.frozen_tensors import checksum
+from diloco_worker.shell.frozen_tensors import checksum, values_of
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
@@ -58,10 +57,10 @@ class Loader:
 
 
 def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
-    """Write the model. Returns the file with its weights, and how many of these are of the base.
+    """Write the model. Returns the file with its weights, and how many of these nobody has trained.
 
     Raises DataError where a tensor of the run has no place with the loader, or the loader wants one that neither the
-    run nor the base has, or the base is another one. `out` is then as it was.
+    run nor the base has, or the base is another one, and OSError. `out` is then as it was.
     """
     dtype, base, strip = getattr(torch, how.dtype), how.base, how.strip and how.strip.rstrip(".") + "."
     tensors = {name: t if name in found.buffers else t.to(dtype) for name, t in found.tensors.items()}
@@ -70,25 +69,25 @@ def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
     if base is not None and is_adapter:
         keys, tensors = _prompts(base, keys, tensors)
     mine = {key.removeprefix(strip): name for key, name in keys.items() if key.startswith(strip)}
-    loader = _loader(base, dtype, {key: tensors.get(name) for key, name in mine.items()})
-    places, held = _places(loader, mine, strip), {tensor.name: tensor for tensor in found.frozen}
+    told = {one.name.removeprefix(strip): _told(one, dtype) for one in found.frozen if one.name.startswith(strip)}
+    held = {tensor.name: tensor for tensor in found.frozen if told.get(tensor.name.removeprefix(strip)) is None}
+    known = {key: tensors[name] if name else told.get(key) for key, name in mine.items()}
+    loader = _loader(base, dtype, known)
+    places = _places(loader, mine, strip)
     fixed = {want: held[strip + key] for want, key in places.items() if strip + key in held}
     other = {want for want, frozen in fixed.items() if _differs(frozen, loader.wants[want])}
-    values = {want: tensors[mine[key]] for want, key in places.items() if mine[key]}
+    values = {want: t for want, key in places.items() if (t := known[key]) is not None}
     left_out = _check(loader, values, other, tensors.keys() - {mine[key] for key in places.values()}, how.partial)
     values = {want: t for want, t in values.items() if want not in left_out}
     alone = how.out.suffix == ".safetensors"
     into = how.out.parent if alone else how.out
-    try:
-        into.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".pull-", dir=into) as folder:
-            for path in base.iterdir() if base is not None else ():
-                if path.is_file() and not path.name.endswith(WEIGHTS):
-                    shutil.copyfile(path, Path(folder, path.name))
-            _save(loader, values, left_out, Path(folder))
-            written = [path.replace(how.out if alone else into / path.name) for path in Path(folder).iterdir()]
-    except OSError as error:
-        raise DataError(f"{error.filename or into}: {error.strerror or error}") from None
+    into.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".pull-", dir=into) as folder:
+        for path in base.iterdir() if base is not None else ():
+            if path.is_file() and not path.name.endswith(WEIGHTS):
+                shutil.copyfile(path, Path(folder, path.name))
+        _save(loader, values, left_out, Path(folder))
+        written = [path.replace(how.out if alone else into / path.name) for path in Path(folder).iterdir()]
     file = next(path for path in written if path.suffix == ".safetensors")
     return file, len(loader.wants.keys() - values.keys() - left_out)
 
@@ -126,6 +125,12 @@ def _without(adapter: str, key: str) -> str:
         return key
     short = ".".join(part for part in key.split(".") if part not in (adapter, "modules_to_save"))
     return short.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
+def _told(frozen: FrozenTensor, dtype: torch.dtype) -> Tensor | None:
+    """The values of one that learners hold fixed, where they have sent them."""
+    values = values_of(frozen)
+    return values.to(dtype) if values is not None and values.is_floating_point() else values
 
 
 def _differs(frozen: FrozenTensor, values: Tensor) -> bool:
@@ -180,8 +185,6 @@ def _loader(base: Path | None, dtype: torch.dtype, mine: Mapping[str, Tensor | N
     name, files = f"the model of --base {base}", [base / MODEL]
     with _library(base):
         if (base / "adapter_config.json").exists():
-            if not (base / ADAPTER).exists() and (lora := _of_lora(mine)):
-                return _taking(name, lora, ADAPTER)
             return Loader(name, load_file(base / ADAPTER), file=ADAPTER)
         if (index := base / f"{MODEL}.index.json").exists() and not files[0].exists():
             files = [base / part for part in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -203,19 +206,10 @@ def _loader(base: Path | None, dtype: torch.dtype, mine: Mapping[str, Tensor | N
         return Loader(name, wants, file=files[0].name if len(files) == 1 else MODEL) if files else _taking(name, mine)
 
 
-def _taking(name: str, mine: Mapping[str, Tensor | None], file: str = MODEL) -> Loader:
+def _taking(name: str, mine: Mapping[str, Tensor | None]) -> Loader:
     """It takes what learners have."""
     wants = {key: torch.empty(0, device="meta") if t is None else t for key, t in mine.items()}
-    return Loader(name, wants, {key for key, t in mine.items() if t is None}, file)
-
-
-def _of_lora(mine: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Names in PEFT's file: all that have the adapter's name in them."""
-    inside = {key: key.partition(PEFT)[2] for key in mine}
-    parts = [pair for short in inside.values() for pair in pairwise(short.split("."))]
-    adapters = {after for kind, after in parts if kind.startswith("lora_")}
-    short = ((inside[key], values) for key, values in mine.items())
-    return {PEFT + _without(a, key): values for key, values in short for a in adapters.intersection(key.split("."))}
+    return Loader(name, wants, {key for key, t in mine.items() if t is None})
 
 
 def _save(loader: Loader, values: Mapping[str, Tensor], left_out: Collection[str], folder: Path) -> None:

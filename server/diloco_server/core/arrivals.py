@@ -34,6 +34,8 @@ class Reports:
     """When the last report of a new step came."""
     step_s: float = 0.0
     """Moving average of what passes per step, between reports; 0: no step yet."""
+    scatter_s: float = 0.0
+    """Moving average: by how much that differs from its own average."""
     merged_until: dict[int, Progress] = field(default_factory=dict)
     """Fragment -> what was reported when the round opened that merged its last contribution. That holds all before."""
 
@@ -46,6 +48,7 @@ class Reports:
         grown = progress.inner_step - self.last.inner_step
         if grown > 0:
             took_s = max(0.0, now - self.grown_at) / grown
+            self.scatter_s += ALPHA * (abs(took_s - (self.step_s or took_s)) - self.scatter_s)
             self.step_s += (ALPHA if self.step_s else 1.0) * (took_s - self.step_s)
             self.grown_at = now
         self.last = progress

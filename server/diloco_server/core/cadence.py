@@ -16,9 +16,11 @@ commit.
 Carry: no learner waits, and none loses work, so waiting only delays the next version. A round waits for everybody who
 is expected (`arrivals.py`), but for nobody longer than its patience beyond the usual learner:
 
-    patience = max(patience * H, tau) * step_time
+    patience = max(patience * H, tau) * step_time + 4 * scatter, within H (or tau) steps
 
-and from its quorum on never longer than `LONGEST` times that, however late the usual learner is expected.
+where scatter is by how much steps of the usual learner differ from their average: where they come in bursts, or on a
+busy machine, some steps are no time at all. From its quorum on a round never waits longer than `LONGEST` times that,
+however late the usual learner is expected.
 
 Overwrite and blend: a learner goes on for tau steps between its snapshot and the new version, and loses what it does
 beyond. So waiting may use what the quorum and the merge leave of that (Eq. 3 of the paper), from the quorum on:
@@ -70,6 +72,8 @@ def is_due(live: Iterable[Member], base_steps: Mapping[str, int], interval: int,
 GAMMA = 0.8
 """Of Eq. 3: the rest of the slack is left for what the averages do not know."""
 LONGEST = 2.5
+SCATTER = 4.0
+"""As TCP waits for an answer: the mean, and four mean deviations."""
 LONGEST_S = 60.0
 """No adaptive window is longer, whatever step times learners report."""
 
@@ -95,15 +99,15 @@ class GraceWindow:
         self.to_quorum = MovingAverage()
         self.to_publish = MovingAverage()
 
-    def seconds(self, step_time_s: float, every: int) -> float:
-        """The window in seconds. `step_time_s`: the median of the live learners, so that no straggler widens it.
-        `every`: H now."""
+    def seconds(self, step_time_s: float, every: int, scatter_s: float = 0.0) -> float:
+        """The window in seconds. `step_time_s`, `scatter_s`: the medians of the live learners, so that no straggler
+        widens it. `every`: H now."""
         settings = self._settings
         if settings.grace != "adaptive":
             return settings.grace
         if self.waits_for_expected:
-            patience = max(settings.patience * every, settings.overlap_steps)
-            return min(LONGEST * patience * step_time_s, LONGEST_S)
+            patience_s = max(settings.patience * every, settings.overlap_steps) * step_time_s + SCATTER * scatter_s
+            return min(LONGEST * min(patience_s, max(every, settings.overlap_steps) * step_time_s), LONGEST_S)
         spent = (self.to_quorum.value or 0.0) + (self.to_publish.value or 0.0)
         slack = settings.overlap_steps * step_time_s - spent
         return min(max(GAMMA * slack, 0.0), step_time_s, LONGEST_S)

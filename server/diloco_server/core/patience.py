@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from statistics import median_low
 
 from diloco_common.settings import SyncSettings
+from diloco_server.core.arrivals import Reports
 from diloco_server.core.cadence import LONGEST_S, GraceWindow, MovingAverage, Quorum
 from diloco_server.core.due import DueFragments
 from diloco_server.core.every import Every, Measured
@@ -64,15 +65,18 @@ class Patience:
 
     def grace_s(self) -> float:
         """The grace window now, in seconds. Only learners that contribute have a say in it, once there are some."""
-        return self.grace.seconds(self._step_time_s(), self.every.steps)
+        reports = self._usual_reports()
+        return self.grace.seconds(
+            _usual(r.step_time_s for r in reports), self.every.steps, _usual(r.scatter_s for r in reports)
+        )
 
     def _setting_pace(self) -> list[Member]:
         return [m for m in self._membership.live() if m.sets_pace and not m.is_idle]
 
-    def _step_time_s(self) -> float:
-        """Of the usual learner; 0: not known."""
+    def _usual_reports(self) -> list[Reports]:
+        """Of those that have told how long a step takes."""
         members = self._setting_pace() or self._membership.live()
-        return _usual(m.reports.step_time_s for m in members if m.reports is not None and m.reports.step_time_s > 0)
+        return [m.reports for m in members if m.reports is not None and m.reports.step_time_s > 0]
 
     def waits_until(self, state: FragmentState, grace_s: float, now: float) -> float:
         """Until when an open round waits for those that are missing, once it has its quorum."""
@@ -130,7 +134,7 @@ class Patience:
         elements = sum(f.num_elements / f.traits.times(self._sync) for f in manifest.fragments)
         pull_s = _usual(a.pull_s for a in found if a.pull_s is not None)
         return Measured(
-            self._step_time_s(),
+            _usual(r.step_time_s for r in self._usual_reports()),
             push_s=elements * _usual(a.s_per_element for a in found if a.s_per_element > 0),
             pull_s=own * pull_s,
             shard_s=own * (self.grace.to_publish.value or 0.0),

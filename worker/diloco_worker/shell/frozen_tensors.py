@@ -9,6 +9,7 @@ model, and nobody would notice. So every learner declares, and the shards compar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +17,7 @@ import google_crc32c
 import torch
 from torch import Tensor
 
-from diloco_common.wire.bounds import FROZEN_MAX
+from diloco_common.wire.bounds import FROZEN_BYTES_MAX, FROZEN_MAX
 from diloco_common.wire.messages import FrozenTensor
 from diloco_worker.core.shared_set import SharedSet
 
@@ -27,16 +28,30 @@ CHUNK_BYTES = 2**24
 
 def declare(chosen: SharedSet) -> tuple[FrozenTensor, ...]:
     """The frozen tensors of a model by name. Reads each of their bytes once, at the speed of memory."""
-    found = [_frozen(name, tensor) for name, tensor in sorted({**chosen.frozen, **chosen.buffers.frozen}.items())]
+    held: dict[str, Tensor] = {**chosen.frozen, **chosen.buffers.frozen}
+    is_small = sum(tensor.nbytes for tensor in held.values()) <= FROZEN_BYTES_MAX
+    found = [_frozen(name, tensor, is_small) for name, tensor in sorted(held.items())]
     each = max(1, -(-len(found) // FROZEN_MAX))
     return tuple(_as_one(found[start : start + each]) for start in range(0, len(found), each))
 
 
-def _frozen(name: str, tensor: Tensor) -> FrozenTensor:
+def _frozen(name: str, tensor: Tensor, is_small: bool) -> FrozenTensor:
     form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     is_in_parts = hasattr(tensor, "full_tensor")  # a DTensor: this process holds some of its rows
     has_bytes = tensor.layout is torch.strided and not (is_in_parts or tensor.is_meta or tensor.is_quantized)
-    return FrozenTensor(name, form, checksum(tensor.detach()) if has_bytes else None)
+    is_sent = is_small and has_bytes and not hasattr(tensor, "__tensor_flatten__")
+    values = b"".join(_bytes(chunk).tobytes() for chunk in _chunks(tensor.detach())) if is_sent else b""
+    return FrozenTensor(name, form, checksum(tensor.detach()) if has_bytes else None, values)
+
+
+def values_of(frozen: FrozenTensor) -> Tensor | None:
+    """The tensor, where its values were sent and its form is one; else None."""
+    dtype, _, shape = frozen.form.partition(" ")
+    try:
+        flat = torch.frombuffer(bytearray(frozen.values), dtype=getattr(torch, dtype))
+        return flat.view(json.loads(shape))
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
 
 
 def checksum(tensor: Tensor, crc32c: int = 0) -> int:
@@ -46,12 +61,16 @@ def checksum(tensor: Tensor, crc32c: int = 0) -> int:
             crc32c = checksum(getattr(tensor, part), crc32c)
         return crc32c
     for chunk in _chunks(tensor):
-        whole = chunk.contiguous().cpu()
-        flat = whole.as_strided((whole.numel(),), (1,))  # the stride of a single element may be anything, elsewhere
-        data: Any = flat.view(torch.uint8).numpy()
-        data.flags.writeable = False  # google_crc32c takes nothing else
-        crc32c = google_crc32c.extend(crc32c, data)
+        crc32c = google_crc32c.extend(crc32c, _bytes(chunk))
     return crc32c
+
+
+def _bytes(chunk: Tensor) -> Any:
+    whole = chunk.contiguous().cpu()
+    flat = whole.as_strided((whole.numel(),), (1,))  # the stride of a single element may be anything, elsewhere
+    data: Any = flat.view(torch.uint8).numpy()
+    data.flags.writeable = False  # google_crc32c takes nothing else
+    return data
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
