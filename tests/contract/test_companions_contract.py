@@ -206,7 +206,8 @@ def test_a_learner_whose_optimizer_keeps_another_kind_of_momentum_is_told_so(ser
     averaging(shard.address, "a")
     model = tiny_model()
     if kind is None:
-        diloco_worker.join(shard.address, model, learner_id="b", wait_s=20.0, companions=make(model)).close()
+        with diloco_worker.join(shard.address, model, learner_id="b", wait_s=20.0, companions=make(model)) as learner:
+            assert learner.compared.inner == "adam", "so shards hear what it trains with"
         return
     words = rf"averages that of Adam, and the caller has that of {kind}, .*the same kind of optimizer.*companions="
     with pytest.raises(ManifestMismatch, match=words):

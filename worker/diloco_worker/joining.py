@@ -40,7 +40,7 @@ from diloco_worker.shell import exits, frozen_tensors, home
 from diloco_worker.shell.arguments import check_either, check_function, check_how, check_who, check_word
 from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.companions import Companions
-from diloco_worker.shell.compared import Compared
+from diloco_worker.shell.compared import Compared, several
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.credentials import Credentials, addresses_of
 from diloco_worker.shell.ending import Patience
@@ -174,6 +174,8 @@ def join(
     _check_ranks(module, island)
     chosen = SharedSet(module, shared, private)
     compared = Compared(None if masters is not None else chosen, optimizer)
+    for one in several(companions):
+        compared.has(one)
     group = IslandGroup(island) if ranks.is_together(island) else None
     if group is not None:
         name = group.agree_on(name, saved)

@@ -29,7 +29,7 @@ class Compared:
         self._steps_left = LOOK_AT_STEP
         if optimizer is None:
             return
-        for one in optimizer if isinstance(optimizer, Sequence) else (optimizer,):
+        for one in several(optimizer):
             if not hasattr(one, "param_groups"):
                 raise WrongCall(f"optimizer= is {shown(one)}: give the one that trains the model, or a list of all")
             self.has(one)
@@ -58,3 +58,10 @@ class Compared:
         if self._chosen is None:
             return Differences()
         return differences(self._chosen, self.optimizers.values(), self._with_gradient)
+
+
+def several(optimizers: Any) -> Sequence[Any]:
+    """None, one or several."""
+    if optimizers is None:
+        return ()
+    return optimizers if isinstance(optimizers, Sequence) else (optimizers,)
