@@ -25,7 +25,7 @@ from tools.images import images_in
 
 from pages import followed
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(3600)]
 
 PAGE = ROOT / "docs" / "deploy.md"
 SERVER_BYTES_MAX = 1.3e9
@@ -51,7 +51,7 @@ def project(request: pytest.FixtureRequest) -> Iterator[Project]:
     if request.param not in installed():
         pytest.skip(f"Compose {request.param} is not installed here")
     with Project(request.param) as project:
-        project.run("docker-compose build", seconds=600)
+        project.run("docker-compose build")
         yield project
 
 
@@ -328,6 +328,7 @@ def a_worker_is_revoked(project: Project, page: Page) -> None:
     (out,) = set(re.findall(r"^learner/(\S+) .* revoked ", listed, re.MULTILINE))
     honest = learners(project) - {out}
     assert len(honest) == 2
+    (its_container,) = (c["Id"] for c in project.containers("worker") if learner_of(project, c) == out)
     for shard in ("shard-0", "shard-1"):
         line = rf"evicted learner={out} .*code=REVOKED"
         after_s = (
@@ -345,8 +346,17 @@ def a_worker_is_revoked(project: Project, page: Page) -> None:
     }
     page.note("the two honest ones went on merging; none of them was evicted, refused or had to connect again")
 
+    def waits() -> bool:
+        (container,) = (c for c in project.containers("worker") if c["Id"] == its_container)
+        said = project.run(f"docker logs --tail 1 {its_container} 2>&1")
+        return bool(container["RestartCount"]) and said.startswith(f"{out} waits for its certificate")
+
+    until(waits, "it to wait for another certificate")
     page.follow("let it in again")
     until(lambda: alive(project) == [3, 3], "it to be back")
+    (container,) = (c for c in project.containers("worker") if c["Id"] == its_container)
+    assert container["RestartCount"] == 1, "it was not started again and again"
+    assert learner_of(project, container) == out
     until(lambda: targets_up(project, shards=2, workers=3), "Prometheus to scrape every target")
 
 
