@@ -133,6 +133,19 @@ async def test_what_a_shard_says_of_the_fragments_of_others_is_not_heard(directi
         assert {type(event) for event in context.inbox.unread()} == {Joined}
 
 
+async def test_a_shard_hears_that_pushes_to_it_fail() -> None:
+    """It gets none, and cannot know."""
+    there = Shard()
+    async with connected(there=there) as (connections, context):
+        (connection,) = connections
+        await until_async(lambda: there.reports, "a report")
+        connection.pusher._failing[0] = (context.world.clock() - 9.0, "status: 413")
+        connection.report(Progress(1, 8))
+        await until_async(lambda: there.reports[1:], "another")
+    assert there.reports[1].pushes_fail_why == "status: 413"
+    assert there.reports[1].pushes_fail_s >= 9.0
+
+
 async def test_a_shard_hears_which_of_the_others_its_learner_does_not_reach() -> None:
     """So one shard that answers is enough to miss another one."""
     there = Shard()

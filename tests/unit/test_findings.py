@@ -92,13 +92,16 @@ RECORDED = {
     "versions differ": Recorded(
         "PACKAGES_DIFFER", "", ("shard-0 1.0, shard-1 1.1",), shards={"package": "1.0"}, other={"package": "1.1"}
     ),
+    "a clock is wrong": Recorded(
+        "CLOCK_SKEWED", "shard-0", ("3,600 s behind ours", "NTP"), shards={"clock_skew_s": -3600.0}
+    ),
     "a disk fills up": Recorded(
         "DISK_SMALL", "shard-0", ("5.00 MB of its disk",),
         shards={"disk_free_bytes": 5_000_000, "fragments": [{"id": 0, "version": 3, "elements": 1_000_000}]},
     ),
     "a proxy refuses pushes": Recorded(
-        "PUSHES_FAIL", "ann", ("status: 413", "client_max_body_size"),
-        worker=worker("ann", shards=[{"address": "ps-0:1", "pushes_fail_s": 75.0, "pushes_fail_why": "status: 413"}]),
+        "PUSHES_FAIL", "ann", ("to shard-0, shard-1 for 0:09 (status: 413)", "client_max_body_size"),
+        learners=(learner("ann", pushes_fail_s=9.0, pushes_fail_why="status: 413"),),
     ),
     "a shard refuses a learner": Recorded(
         "WRONG_IDENTITY", "ann", ("ps-0:1: not you",),

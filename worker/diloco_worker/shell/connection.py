@@ -318,7 +318,9 @@ class Connection:
         with contextlib.suppress(Unavailable):  # the reader sees the same and says why
             while True:
                 self._has_progress.clear()  # first: a step that ends meanwhile is reported next time
-                await stream.report(replace(self._progress, away=self.others_away(), last_rounds=self._last_rounds))
+                why, for_s = ("", 0.0) if (failing := self.pusher.failing) is None else (failing.why, failing.for_s)
+                said = replace(self._progress, away=self.others_away(), last_rounds=self._last_rounds)
+                await stream.report(replace(said, pushes_fail_why=why, pushes_fail_s=for_s))
                 self.pusher.say_what_fails()
                 await asyncio.sleep(REPORT_EVERY_S)
                 with contextlib.suppress(TimeoutError):

@@ -74,8 +74,6 @@ class Connections:
                 "connected": c.is_up,
                 "code": None if c.why_down is None else c.why_down.code,
                 "why": "" if c.why_down is None else str(c.why_down),
-                "pushes_fail_s": 0.0 if (failing := c.pusher.failing) is None else round(failing.for_s, 1),
-                "pushes_fail_why": "" if failing is None else failing.why,
                 "generation": c.state.lease.generation,
                 "epoch": c.state.epoch,
                 "reconnects": max(0, c.times_up - 1),
