@@ -32,7 +32,9 @@ SERVER_BYTES_MAX = 1.3e9
 (BASE_IMAGE,) = images_in((ROOT / "deploy/Dockerfile").read_text())
 HEALTHY_S = 60.0
 PROGRESS = "diloco_shard_tokens_merged_total"
-EXPIRES = 'diloco_certificate_expires_timestamp_seconds{which="own"}'
+EXPIRES = 'last_over_time(diloco_certificate_expires_timestamp_seconds{which="own"}[15s])'
+"""Whose container was made anew along with Prometheus has an address of before, which an instant query knows for five
+minutes."""
 EVICTED, REFUSED = "diloco_shard_evictions_total", "diloco_shard_refused_calls_total"
 
 
@@ -381,7 +383,9 @@ def troubles(project: Project, but: str = "", ago: str = "") -> dict[str, float]
     for metric in (EVICTED, REFUSED):
         by_code = project.by("code", f"sum by (code) ({metric} {ago})")
         found |= {f"{metric} {code}": count for code, count in by_code.items() if code != "REVOKED"}
-    at = f"diloco_worker_learner {ago} * on (instance) group_left () diloco_worker_reconnects_total {ago}"
+    at = " * on (instance) group_left () ".join(
+        f"last_over_time({metric}[15s] {ago})" for metric in ("diloco_worker_learner", "diloco_worker_reconnects_total")
+    )
     reconnects = project.by("learner", f"max by (learner) ({at})")
     return found | {f"reconnects of {name}": count for name, count in reconnects.items() if name != but}
 

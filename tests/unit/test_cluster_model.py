@@ -173,7 +173,7 @@ def test_one_shard_misses_another_that_its_learners_do_not_reach() -> None:
     assert (c.code, c.words.split(":")[0]) == ("WORKER_AWAY", "c is away for 1")
 
 
-@pytest.mark.parametrize(("for_s", "codes"), [(0.0, []), (5.0, []), (75.0, ["PUSHES_FAIL"])])
+@pytest.mark.parametrize(("for_s", "codes"), [(0.0, []), (4.0, []), (75.0, ["PUSHES_FAIL"])])
 def test_a_learner_of_which_no_push_gets_through_is_a_problem(for_s: float, codes: list[str]) -> None:
     fails = {"pushes_fail_s": for_s, "pushes_fail_why": "unknown: status: 413"}
     roll = called(shard(0, learner("ann")), shard(1, learner("ann", **fails)))

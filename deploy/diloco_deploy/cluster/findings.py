@@ -16,7 +16,7 @@ from diloco_deploy.cluster.learners import Learner
 from diloco_deploy.cluster.members import Member, Status
 from diloco_deploy.cluster.model import SILENT_AFTER_S, Cluster
 
-FAILING_S = 8.0
+FAILING_S = 5.0
 """Of pushes: one that fails for a moment is tried again."""
 SHORT = 0.5
 """Of the length of contributions: who keeps less is told."""

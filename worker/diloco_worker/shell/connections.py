@@ -83,13 +83,14 @@ class Connections:
 
     @property
     def objections(self) -> str:
-        """What shards have against this learner, or keeps its pushes from them, in words; empty: nothing."""
+        """What shards have against this learner, or what keeps bytes from passing, in words; empty: nothing."""
         found = [
             f"{c.address}: {c.why_down} [{c.why_down.code}]"
             for c in self._connections
             if c.why_down is not None and not isinstance(c.why_down, Unavailable)
         ]
-        return "; ".join([*found, *filter(None, [self.failing_pushes])])
+        pulls = [f"pulls from {c.address} fail: {c.puller.why_not}" for c in self if c.is_up and c.puller.why_not]
+        return "; ".join([*found, *pulls, *filter(None, [self.failing_pushes])])
 
     @property
     def failing_pushes(self) -> str:

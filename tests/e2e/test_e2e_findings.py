@@ -1,0 +1,270 @@
+"""What is done to a cluster of processes is found by every view, with one code, and is over once it is undone.
+
+The views are those of a person: what `diloco up` prints, its live page, `diloco status`, its JSON with --strict, and
+`diloco doctor`. What else is found, and in which words: unit/test_findings.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from test_e2e_up import Up
+
+from diloco_common.errors import EXIT_TERMINATED
+from diloco_common.wire.addresses import read_address
+from diloco_deploy.show.status import EXIT_DEGRADED
+from processes import DEADLINE_S, TINY, Process, Script, run_module, sets, until
+
+DISK_BYTES = 8 * 2**20
+SETTINGS = {"sync.quorum": 2, "lease.lease_s": 4, "lease.stalled_s": 2, "run.tokens": 0}
+
+Found = set[tuple[str, str]]
+"""Code and member."""
+
+
+class Views:
+    """Of a cluster that `diloco up` runs."""
+
+    def __init__(self, up: Up) -> None:
+        self._up = up
+        self._page = until(lambda: re.search(r"http://\S+", self.console()), "the address of the page")[0].rstrip("/")
+
+    def console(self) -> str:
+        return self._up.log.read_text()
+
+    def json(self) -> Found:
+        ended = self._status("--json", "--strict")
+        found = {(one["code"], one["member"]) for one in json.loads(ended.stdout)["problems"]}
+        assert ended.returncode == (EXIT_DEGRADED if found else 0)
+        return found
+
+    def terminal(self) -> str:
+        return self._status().stdout
+
+    def page(self) -> Found:
+        """The first that the page is told."""
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{self._page}/events") as stream:
+            state = next(json.loads(line[5:]) for line in stream if line.startswith(b"data:"))
+        return {(one["code"], one["member"]) for one in state["findings"]}
+
+    def doctor(self) -> set[str]:
+        ended = run_module("diloco_deploy", "doctor", "--folder", str(self._up.folder), "--json")
+        return {one["code"] for one in json.loads(ended.stdout)["findings"] if one["check"] == "cluster"}
+
+    def _status(self, *flags: str) -> subprocess.CompletedProcess[str]:
+        return run_module("diloco_deploy", "status", "--folder", str(self._up.folder), *flags)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Two shards and two workers that merge. Versions are on a small disk where one can be mounted."""
+    folder = tmp_path_factory.mktemp("findings") / "run"
+    disk = folder.with_name("disk")
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
+    is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    run = Up(folder, 2, 2, 0, **{**SETTINGS, "shard.data_dir": disk})
+    try:
+        run.await_merging()
+        yield run
+    finally:
+        run.kill()
+        if is_mounted:
+            subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@contextmanager
+def a_data_folder_is_gone(up: Up) -> Iterator[None]:
+    data, elsewhere = (up.folder.with_name("disk") / name for name in ("shard-1", "elsewhere"))
+    data.rename(elsewhere)
+    yield
+    elsewhere.rename(data)
+
+
+@contextmanager
+def a_disk_is_full(up: Up) -> Iterator[None]:
+    ballast = up.folder.with_name("disk") / "ballast"
+    if not ballast.parent.is_mount():
+        pytest.skip("no tmpfs can be mounted here (root can)")
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(2**12))
+    yield
+    ballast.unlink()
+
+
+@contextmanager
+def a_worker_is_frozen(up: Up) -> Iterator[None]:
+    """The other one alone is too few for a round."""
+    address = read_address(up.folder / "run" / "worker-1.json")
+    assert address is not None
+    (frozen,) = (child for child in up.children if child.pid == address.pid)
+    frozen.suspend()
+    yield
+    frozen.resume()
+
+
+LONG_STEP = """
+import sys, time
+from diloco_common.settings import ModelSettings
+from diloco_demo.gpt import build_gpt
+from diloco_worker import join
+
+model = build_gpt(ModelSettings.model_validate_json(sys.argv[3]), seed=0)
+with join(sys.argv[1].split(","), model, run=sys.argv[2], learner_id="slow") as learner:
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def one_is_in_a_long_step(up: Up) -> Iterator[None]:
+    """SIGTERM ends it there."""
+    addresses, run = ",".join(up.grpc(name) for name in up.shards), up.status("shard-0")["run"]
+    model = {key.removeprefix("model."): value for key, value in TINY.items() if key.startswith("model.")}
+    folder = up.folder.with_name("slow")
+    folder.mkdir()
+    with Script(LONG_STEP, addresses, run, json.dumps(model), folder=folder) as one:
+        await_learner(up, "slow")
+        yield
+        one.send_signal(signal.SIGTERM)
+        assert one.wait(DEADLINE_S) == EXIT_TERMINATED, one.err
+
+
+@contextmanager
+def pushes_are_refused_on_the_way(up: Up) -> Iterator[None]:
+    """By a proxy that takes a megabyte at most, as nginx does unless told otherwise."""
+    with (
+        relays([up.grpc(name) for name in up.shards]) as (addresses, refuse),
+        another_worker(up, "behind", addresses) as one,
+    ):
+        refuse(True)
+        yield
+        refuse(False)
+        one.signal(signal.SIGTERM)
+        one.exit_code()
+
+
+@contextmanager
+def another_worker(up: Up, name: str, shards: list[str], **settings: object) -> Iterator[Process]:
+    """One that `diloco up` has not started."""
+    given = {**TINY, **SETTINGS, "worker.learner_id": name, "run.id": up.status("shard-0")["run"], **settings}
+    one = Process(
+        name, "diloco_demo", lambda: [f"--shards={','.join(shards)}", *sets(given)], up.folder.with_name(name)
+    )
+    one.start()
+    try:
+        await_learner(up, name)
+        yield one
+    finally:
+        one.kill()
+
+
+def await_learner(up: Up, name: str) -> None:
+    until(lambda: any(one["id"] == name for one in up.status("shard-0")["learners"]), f"{name} to join")
+
+
+@contextmanager
+def relays(addresses: list[str]) -> Iterator[tuple[list[str], Callable[[bool], None]]]:
+    """Their addresses, and what lets pushes fail with HTTP 413."""
+    refuses = [False]
+    loop, found = asyncio.new_event_loop(), list[str]()
+
+    async def serve() -> None:
+        for address in addresses:
+            server = grpc.aio.server()
+            server.add_generic_rpc_handlers((_Relay(grpc.aio.insecure_channel(address), refuses),))
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            found.append(f"127.0.0.1:{port}")
+            servers.append(server)
+
+    async def stop() -> None:
+        for server in servers:
+            await server.stop(0)
+
+    servers: list[Any] = []
+    thread = threading.Thread(target=loop.run_forever, name="relays", daemon=True)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(serve(), loop).result()
+    try:
+        yield found, lambda wanted: refuses.__setitem__(0, wanted)
+    finally:
+        asyncio.run_coroutine_threadsafe(stop(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+class _Relay(grpc.GenericRpcHandler):
+    """Passes every call on, but for pushes."""
+
+    def __init__(self, channel: grpc.aio.Channel, refuses: list[bool]) -> None:
+        self._channel, self._refuses = channel, refuses
+
+    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        async def relay(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            if call.method.endswith("/Push") and self._refuses[0]:
+                await context.abort(grpc.StatusCode.UNKNOWN, "Received http2 header with status: 413")
+            try:
+                passed = self._channel.stream_stream(call.method)(
+                    requests, metadata=call.invocation_metadata, timeout=context.time_remaining()
+                )
+                async for answer in passed:
+                    yield answer
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details(), tuple(error.trailing_metadata() or ()))
+
+        return grpc.stream_stream_rpc_method_handler(relay)
+
+
+Done = Callable[[Up], AbstractContextManager[None]]
+TABLE: list[tuple[Done, str, str]] = [
+    (a_data_folder_is_gone, "STORAGE", "shard-1"),
+    (one_is_in_a_long_step, "STALLED", "slow"),
+    (a_disk_is_full, "STORAGE", "shard-0"),
+    (a_worker_is_frozen, "WORKER_AWAY", "worker-1"),
+    (a_worker_is_frozen, "NO_PROGRESS", "shard-0"),
+    (pushes_are_refused_on_the_way, "PUSHES_FAIL", "behind"),
+]
+AT_THE_GATE = TABLE[2:]
+
+
+@pytest.mark.parametrize(
+    ("done", "code", "member"),
+    [
+        pytest.param(*row, marks=[pytest.mark.gate] * (row in AT_THE_GATE), id=f"{row[0].__name__} {row[1]}")
+        for row in TABLE
+    ],
+)
+def test_every_view_finds_it_and_that_it_is_over(up: Up, done: Done, code: str, member: str) -> None:
+    views, found = Views(up), (code, member)
+    until(lambda: not views.json() and not views.page(), "all to be well")
+    said, began = views.console().count(f"[{code}]"), time.monotonic()
+
+    def seen(view: str, condition: Callable[[], object]) -> None:
+        until(condition, f"{view} to say {found}; up said:\n{views.console()}")
+        print(f"{time.monotonic() - began:5.1f} s  {code} {view}")
+
+    with done(up):
+        began = time.monotonic()
+        seen("json", lambda: found in views.json())
+        seen("page", lambda: found in views.page())
+        seen("console", lambda: views.console().count(f"[{code}]") > said)
+        seen("terminal", lambda: f"[{code}]" in views.terminal())
+        seen("doctor", lambda: code in views.doctor())
+    began = time.monotonic()
+    seen("json, that it is over", lambda: found not in views.json())
+    seen("page, that it is over", lambda: found not in views.page())
+    seen("console, that it is over", lambda: f"{member}: {code} is over" in views.console().partition(f"[{code}]")[2])
