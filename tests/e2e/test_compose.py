@@ -160,15 +160,33 @@ def test_the_page_is_followed_on_real_containers(project: Project) -> None:
         certificates_are_renewed(project, page)
         a_worker_is_revoked(project, page)
         workers_come_and_go(project, page)
+        ends(project, page)
+        a_script_of_ones_own_trains(project, page)
     else:
         page.leave_out(until="stop")
+        ends(project, page)
 
+
+def ends(project: Project, page: Page) -> None:
     page.follow("stop")
     ended = project.health()
     page.note(f"ended: {ended}")
     assert set(ended.values()) == {"exit 0"}
     assert "draining" in project.said("shard-1")
     page.follow("remove")
+    assert not project.containers()
+
+
+def a_script_of_ones_own_trains(project: Project, page: Page) -> None:
+    """A Trainer, in an image with what it needs, until the run has merged its tokens."""
+    page.follow("own image")
+    page.follow("own script")
+    until(lambda: all(c["State"]["Status"] == "exited" for c in project.containers("worker")), "workers to end", 600)
+    said = project.said("worker")
+    page.note("; ".join(re.findall(r"worker-\d: \d+ parameters, after \d+ steps", said)))
+    assert {health for name, health in project.health().items() if "worker" in name} == {"exit 0"}
+    assert len(re.findall(r"worker-\d: \d+ parameters, after \d+ steps", said)) == 3
+    page.follow("remove it")
     assert not project.containers()
     assert not page.left
 

@@ -17,15 +17,19 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from test_e2e_up import Up
 
-from diloco_common.errors import EXIT_TERMINATED
+from diloco_common.errors import EXIT_CANNOT_CONNECT, EXIT_TERMINATED
+from diloco_common.trust.identity import subject_of
 from diloco_common.wire.addresses import read_address
 from diloco_deploy.show.status import EXIT_DEGRADED
+from diloco_deploy.trust.authority import open_authority
 from processes import DEADLINE_S, TINY, Process, Script, run_module, sets, until
 
 DISK_BYTES = 8 * 2**20
@@ -39,15 +43,21 @@ class Views:
     """Of a cluster that `diloco up` runs."""
 
     def __init__(self, up: Up) -> None:
-        self._up = up
-        self._page = until(lambda: re.search(r"http://\S+", self.console()), "the address of the page")[0].rstrip("/")
+        self._told = 0  # of what up has said
+        self._up, self.members = up, dict[str, dict[str, Any]]()
+        shown = until(lambda: re.search(r"(http://[^/\s]+)/(?:#key=(\S+))?", self.console()), "the address of the page")
+        self._page = urllib.request.Request(f"{shown[1]}/events", headers={"Authorization": f"Bearer {shown[2]}"})
 
     def console(self) -> str:
-        return self._up.log.read_text()
+        return self._up.log.read_text() if self._up.log.exists() else ""
 
     def json(self) -> Found:
         ended = self._status("--json", "--strict")
-        found = {(one["code"], one["member"]) for one in json.loads(ended.stdout)["problems"]}
+        if ended.returncode == EXIT_CANNOT_CONNECT:  # nobody is up yet
+            return {("CANNOT_CONNECT", "")}
+        said = json.loads(ended.stdout)
+        self.members = {one["name"]: one["status"] or {} for one in said["members"]}
+        found = {(one["code"], one["member"]) for one in said["problems"]}
         assert ended.returncode == (EXIT_DEGRADED if found else 0)
         return found
 
@@ -56,13 +66,37 @@ class Views:
 
     def page(self) -> Found:
         """The first that the page is told."""
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{self._page}/events") as stream:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(self._page) as stream:
             state = next(json.loads(line[5:]) for line in stream if line.startswith(b"data:"))
         return {(one["code"], one["member"]) for one in state["findings"]}
 
     def doctor(self) -> set[str]:
         ended = run_module("diloco_deploy", "doctor", "--folder", str(self._up.folder), "--json")
         return {one["code"] for one in json.loads(ended.stdout)["findings"] if one["check"] == "cluster"}
+
+    def all_say(self, code: str, member: str) -> None:
+        """Wait until each does."""
+        began, found, said = time.monotonic(), (code, member), self.console()
+        looks: dict[str, Callable[[], bool]] = {
+            "json": lambda: found in self.json(),
+            "page": lambda: found in self.page(),
+            "console": lambda: f"[{code}]" in self.console()[self._told :],
+            "terminal": lambda: f"[{code}]" in self.terminal(),
+            "doctor": lambda: code in self.doctor(),
+        }
+        for view, look in looks.items():
+            until(look, f"{view} to say {found}; up said:\n{said}")
+            print(f"{time.monotonic() - began:5.1f} s  {view} says {code}")
+
+    @contextmanager
+    def is_over(self, code: str, member: str) -> Iterator[None]:
+        """At the end, wait until each says so."""
+        self._told, found = len(self.console()), (code, member)
+        yield
+        began = time.monotonic()
+        until(lambda: found not in self.json() | self.page(), f"{found} to be over")
+        until(lambda: f"{member}: {code} is over" in self.console()[self._told :], f"up to say that {found} is over")
+        print(f"{time.monotonic() - began:5.1f} s  {code} is over")
 
     def _status(self, *flags: str) -> subprocess.CompletedProcess[str]:
         return run_module("diloco_deploy", "status", "--folder", str(self._up.folder), *flags)
@@ -249,22 +283,34 @@ AT_THE_GATE = TABLE[2:]
     ],
 )
 def test_every_view_finds_it_and_that_it_is_over(up: Up, done: Done, code: str, member: str) -> None:
-    views, found = Views(up), (code, member)
+    views = Views(up)
     until(lambda: not views.json() and not views.page(), "all to be well")
-    said, began = views.console().count(f"[{code}]"), time.monotonic()
+    with views.is_over(code, member), done(up):
+        views.all_say(code, member)
 
-    def seen(view: str, condition: Callable[[], object]) -> None:
-        until(condition, f"{view} to say {found}; up said:\n{views.console()}")
-        print(f"{time.monotonic() - began:5.1f} s  {code} {view}")
 
-    with done(up):
-        began = time.monotonic()
-        seen("json", lambda: found in views.json())
-        seen("page", lambda: found in views.page())
-        seen("console", lambda: views.console().count(f"[{code}]") > said)
-        seen("terminal", lambda: f"[{code}]" in views.terminal())
-        seen("doctor", lambda: code in views.doctor())
-    began = time.monotonic()
-    seen("json, that it is over", lambda: found not in views.json())
-    seen("page, that it is over", lambda: found not in views.page())
-    seen("console, that it is over", lambda: f"{member}: {code} is over" in views.console().partition(f"[{code}]")[2])
+@pytest.mark.gate
+def test_every_view_finds_certificates_that_are_revoked_and_that_expire(tmp_path: Path) -> None:
+    run = Up(tmp_path / "run", 1, 2, 0, **SETTINGS, **{"shard.http": "0.0.0.0:0", "worker.http": "0.0.0.0:0"})
+
+    def certs(*words: str) -> None:
+        assert run_module("diloco_deploy", "certs", *words, "--folder", str(run.folder / "certs")).returncode == 0
+
+    try:
+        views = Views(run)
+        until(lambda: not views.json() and views.members["shard-0"].get("rounds", 0) >= 4, "rounds")
+        with views.is_over("REVOKED", "worker-1"):
+            certs("revoke", "learner/worker-1")
+            views.all_say("REVOKED", "worker-1")
+            certs("issue", "learner/worker-1")
+        with views.is_over("CERTIFICATE_ENDS_SOON", "shard-0"):
+            authority = open_authority(run.folder / "certs")
+            shard, a_minute = subject_of(authority.run_id, "shard/0"), 1 / 1440
+            authority.issue(shard, datetime.now(UTC), hosts=["127.0.0.1"], days=a_minute)
+            views.all_say("CERTIFICATE_ENDS_SOON", "shard-0")
+        with views.is_over("EXPIRED", "shard-0"):
+            views.all_say("EXPIRED", "shard-0")
+            assert "nobody can call this shard" in (run.folder / "logs" / "shard-0.log").read_text()
+            certs("issue", "shard/0", "--host", "127.0.0.1")
+    finally:
+        run.kill()

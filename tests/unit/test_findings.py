@@ -170,6 +170,15 @@ def test_who_cannot_be_asked_for_an_expired_certificate_is_not_just_away(asked: 
     assert [one["code"] for one in feed.since(0, NOW)["findings"]] == ["EXPIRED"]
 
 
+def test_who_falls_silent_as_its_certificate_ends_is_not_just_away() -> None:
+    watch = Watch(NOW)
+    watch.expect("shard-0", "shard")
+    watch.process("shard-0", "up")
+    watch.heard("shard-0", shard(0, count=1, certificate_s=5.0), NOW)
+    told = [line for second in range(20) for line in watch.wrong(NOW + second) if line.startswith("!")]
+    assert [line.rpartition(" ")[2] for line in told] == ["[CERTIFICATE_ENDS_SOON]", "[EXPIRED]"]
+
+
 def test_nothing_is_found_where_all_is_well() -> None:
     assert called(Recorded("", "", ())).problems == ()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 from diloco_common import units
 from diloco_common.errors import Draining, Expired, Revoked, Stalled, Unavailable, VersionUndone
@@ -102,8 +103,9 @@ def _silent_s(member: Member, now: float) -> float:
 
 def _shard_away(cluster: Cluster, shard: Member, now: float) -> Finding:
     since_s = _away_s(shard, now)
-    if shard.why_code == Expired.code:
-        words = f"the certificate of {shard.label} has expired{_for(since_s)}: nobody can call it ({shard.why_not})"
+    left_s = float(shard.get("certificate_s", inf)) - (now - (shard.heard_at or now))  # by what it said last
+    if shard.why_code == Expired.code or left_s <= 0:
+        words = f"the certificate of {shard.label} has expired{_for(since_s)}: nobody can call it{_because(shard)}"
         return Finding(Expired.code, shard.label, words, "issue another: `diloco certs issue`", since_s)
     part = {1: "the whole", 2: "half of the", 3: "a third of the", 4: "a quarter of the"}
     share = part.get(count := _count(cluster), f"a {count}th part of the")
