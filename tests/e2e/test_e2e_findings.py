@@ -151,30 +151,54 @@ def a_worker_is_frozen(up: Up) -> Iterator[None]:
     frozen.resume()
 
 
-LONG_STEP = """
+JOINS = """
 import sys, time
+import torch
 from diloco_common.settings import ModelSettings
+from diloco_demo.data import TokenStream, load_corpus
 from diloco_demo.gpt import build_gpt
 from diloco_worker import join
 
-model = build_gpt(ModelSettings.model_validate_json(sys.argv[3]), seed=0)
-with join(sys.argv[1].split(","), model, run=sys.argv[2], learner_id="slow") as learner:
+model = build_gpt(ModelSettings.model_validate_json(sys.argv[4]), seed=0)
+with join(sys.argv[2].split(","), model, run=sys.argv[3], learner_id=sys.argv[1]) as learner:
+"""
+LONG_STEP = """
     time.sleep(600)
+"""
+BACKWARDS = """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005, maximize=True)
+    stream = TokenStream(load_corpus("stdlib").train, learner_id="a", seed=0, context=model.context, batch=4)
+    while True:
+        inputs, targets = stream.next_batch()
+        loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        learner.step(tokens=inputs.numel(), loss=loss)
+        time.sleep(0.02)
 """
 
 
 @contextmanager
-def one_is_in_a_long_step(up: Up) -> Iterator[None]:
-    """SIGTERM ends it there."""
-    addresses, run = ",".join(up.grpc(name) for name in up.shards), up.status("shard-0")["run"]
+def a_script_runs(up: Up, name: str, text: str) -> Iterator[None]:
+    """A learner, until SIGTERM ends it."""
+    addresses, run = ",".join(up.grpc(shard) for shard in up.shards), up.status("shard-0")["run"]
     model = {key.removeprefix("model."): value for key, value in TINY.items() if key.startswith("model.")}
-    folder = up.folder.with_name("slow")
+    folder = up.folder.with_name(name)
     folder.mkdir()
-    with Script(LONG_STEP, addresses, run, json.dumps(model), folder=folder) as one:
-        await_learner(up, "slow")
+    with Script(JOINS + text, name, addresses, run, json.dumps(model), folder=folder) as one:
+        await_learner(up, name)
         yield
         one.send_signal(signal.SIGTERM)
         assert one.wait(DEADLINE_S) == EXIT_TERMINATED, one.err
+
+
+def one_is_in_a_long_step(up: Up) -> AbstractContextManager[None]:
+    return a_script_runs(up, "slow", LONG_STEP)
+
+
+def one_trains_backwards(up: Up) -> AbstractContextManager[None]:
+    return a_script_runs(up, "backwards", BACKWARDS)
 
 
 @contextmanager
@@ -271,6 +295,7 @@ TABLE: list[tuple[Done, str, str]] = [
     (a_worker_is_frozen, "WORKER_AWAY", "worker-1"),
     (a_worker_is_frozen, "NO_PROGRESS", "shard-0"),
     (pushes_are_refused_on_the_way, "PUSHES_FAIL", "behind"),
+    (one_trains_backwards, "LEFT_OUT", "backwards"),
 ]
 AT_THE_GATE = TABLE[2:]
 
