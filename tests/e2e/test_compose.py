@@ -320,6 +320,9 @@ def all_are_upgraded(project: Project, page: Page) -> None:
     there = project.value(f'min_over_time(sum(up{{job="diloco-shard"}})[{window}:1s])')
     assert there >= 1, "never both shards away"
     page.note(f"all run the new version after {window}, under their names; at least {there:.0f} shard was there")
+    lives = processes(project)
+    project.run("docker-compose up -d")
+    assert processes(project) == lives, "there is nothing left to exchange"
 
 
 def certificates_are_renewed(project: Project, page: Page) -> None:
@@ -414,7 +417,8 @@ def learners(project: Project) -> set[str]:
 
 
 def learner_of(project: Project, container: dict[str, Any]) -> str:
-    return project.run(f"docker exec {container['Id']} readlink /tmp/own").strip().rpartition("/learner-")[2]
+    own = project.run(f"docker exec {container['Id']} readlink /tmp/own 2>/dev/null || true")
+    return own.strip().rpartition("/learner-")[2]
 
 
 def processes(project: Project) -> dict[str, tuple[str, int]]:
@@ -423,6 +427,7 @@ def processes(project: Project) -> dict[str, tuple[str, int]]:
     return {
         workers.get(c["Id"], c["Config"]["Hostname"]): (c["State"]["StartedAt"], c["RestartCount"])
         for c in project.containers()
+        if c["State"]["Running"]
     }
 
 
@@ -445,7 +450,9 @@ def workers_come_and_go(project: Project, page: Page) -> None:
     assert "left learner=" in project.said("shard-0")
 
     page.follow("chaos")
-    until(lambda: min(alive(project)) > 3, "the straggler, or the one that dies")
+    (straggler,) = project.containers("straggler")
+    here = 'min by (learner) (diloco_shard_learner_state{state="alive"}) == 1'
+    until(lambda: learner_of(project, straggler) in project.by("learner", here), "the straggler to train")
     page.follow("no chaos")
 
 
