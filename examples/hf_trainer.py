@@ -2,8 +2,11 @@
 
 diloco-server --listen 127.0.0.1:50051 --set run.id=trainer --set run.tokens=150_000
 python examples/hf_trainer.py 127.0.0.1:50051 runs/trainer       # as many as you like, each with a folder of its own
+
+In a container of docker-compose.yml the environment has the run, the certificate, and where to serve (docs/deploy.md).
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -34,7 +37,10 @@ def main(shards: str, folder: str) -> None:
         folder, per_device_train_batch_size=16, learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=0.05,
         max_steps=100_000, logging_steps=20, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    callback = DilocoCallback(shards, run="trainer")
+    callback = DilocoCallback(
+        shards, run=os.environ.get("DILOCO_RUN__ID", "trainer"), tls=os.environ.get("DILOCO_SECURITY__TLS"),
+        http=os.environ.get("DILOCO_WORKER__HTTP"),
+    )  # fmt: skip
 
     Trainer(model, arguments, train_dataset=bytes_of_this_repository(), callbacks=[callback]).train()
 

@@ -149,7 +149,7 @@ class FragmentStatus(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., seeded: bool = ..., version: _Optional[int] = ..., merged_version: _Optional[int] = ..., epoch: _Optional[int] = ..., forgotten_version: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "away", "counts_samples", "leaving", "inner")
+    __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "away", "counts_samples", "leaving", "inner", "pushes_fail_why", "pushes_fail_s")
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,8 @@ class Progress(_message.Message):
     COUNTS_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     INNER_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FAIL_WHY_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FAIL_S_FIELD_NUMBER: _ClassVar[int]
     inner_step: int
     tokens: int
     loss: float
@@ -166,7 +168,9 @@ class Progress(_message.Message):
     counts_samples: bool
     leaving: Leaving
     inner: str
-    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., away: _Optional[_Iterable[_Union[ShardAway, _Mapping]]] = ..., counts_samples: bool = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., inner: _Optional[str] = ...) -> None: ...
+    pushes_fail_why: str
+    pushes_fail_s: float
+    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., away: _Optional[_Iterable[_Union[ShardAway, _Mapping]]] = ..., counts_samples: bool = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., inner: _Optional[str] = ..., pushes_fail_why: _Optional[str] = ..., pushes_fail_s: _Optional[float] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ("fragment_ids",)

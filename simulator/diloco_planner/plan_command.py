@@ -17,7 +17,8 @@ from diloco_common.command import new_app
 from diloco_common.errors import ConfigError
 from diloco_common.options import Json, number, refuse_idle
 from diloco_common.wire.bounds import FRAGMENTS_MAX
-from diloco_planner.choice import INSIDE, LINK_SHARE, Choice, Encodings, PlannedRun, choose, link_words
+from diloco_planner import formulas
+from diloco_planner.choice import INSIDE, LINK_SHARE, Choice, Encodings, PlannedRun, bit_rate, choose, link_words
 from diloco_planner.formulas import BITS
 from diloco_planner.plans import Link
 from diloco_planner.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
@@ -269,3 +270,9 @@ def _said(asked: PlannedRun, choice: Choice) -> Iterator[str]:
     yield f"  P = {choice.fragments}: {choice.why_fragments}"
     yield f"  S = {choice.shards}: {choice.why_shards}"
     yield f"  (the run may take {LINK_SHARE:.0%} of a link; the rest is for bursts and repeats)"
+    one = formulas.rate(asked.params_moved, BITS[choice.encodings.pull], choice.every, asked.step_s)
+    if (sent := asked.learners * one / choice.shards) > asked.link.up:
+        yield (
+            f"  ! a shard sends {bit_rate(sent)}, and a learner's link carries {bit_rate(asked.link.up)} up: host it "
+            "where there is more (docs/home.md), raise H, or train fewer parameters (LoRA)"
+        )

@@ -131,3 +131,12 @@ def test_a_build_compiles_the_kernels_or_says_why_not(repository, tmp_path, comp
         assert path.name.endswith("py3-none-any.whl")
         words = "no native kernels, torch does their work: there is no C compiler (no-such-compiler)"
         assert f"{said.stdout}{said.stderr}".count(words) == 1
+
+
+@pytest.mark.parametrize("package", ["diloco_worker", "diloco_server", "diloco_deploy.cli", "diloco_demo.cli"])
+def test_on_windows_an_import_says_what_it_needs(package: str) -> None:
+    code = f"import sys; sys.platform = 'win32'; import {package}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stderr.strip().endswith(
+        "ImportError: decoupled-diloco needs Linux; on Windows, install it in WSL 2 (docs/home.md)"
+    )

@@ -19,12 +19,14 @@ from test_thin_link_contract import ThinLink
 from certificates import Certificates
 from diloco_common.codec import encode_payload, usual_chunk_elements
 from diloco_common.errors import ConfigError, Revoked
+from diloco_common.observe.logs import Log
 from diloco_common.trust.identity import MAY
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell import service
+from diloco_server.shell.access import AccessFiles
 from diloco_worker.global_model import pull_global_model
 from waiting import DEADLINE_S, until
 
@@ -97,6 +99,16 @@ def test_what_proves_one_learner_is_no_good_for_another(shard, run):
     assert shard.state() == before
     assert shard.member_state("b") == "alive"
     assert shard.metric("refused_calls_total", code="WRONG_IDENTITY") >= len(found)  # a push is repeated: ANSWER_LOST
+
+
+def test_a_shard_says_once_that_its_certificate_has_expired(run, caplog):
+    folder, now = run.issue("shard/0"), [time.time()]
+    access = AccessFiles(settings_with(security={"tls": folder}), lambda: now[0], Log("shard-0"))
+    for hours, times in ((0, 0), (23, 0), (2, 1), (1, 1)):
+        now[0] += hours * 3600
+        access.refresh(lambda serials: [])
+        assert caplog.text.count("nobody can call this shard") == times
+    assert "expired at" in caplog.text
 
 
 @pytest.mark.parametrize("who", ["learner/a", "observer/x", "admin/x", "shard/1"])

@@ -59,7 +59,7 @@ class Project:
         """From now on, these are in the environment."""
         self._environment |= variables
 
-    def run(self, commands: str, *, seconds: float = 300.0) -> str:
+    def run(self, commands: str, *, seconds: float = 1200.0) -> str:
         """Run shell commands in the top folder; what they wrote to stdout. Fails where one of them does."""
         done = subprocess.run(
             ["bash", "-c", BEGIN[self.compose] + commands], cwd=ROOT, env=self._environment, timeout=seconds,

@@ -41,9 +41,9 @@ class Up:
         flags = [f"--shards={shards}", f"--workers={workers}", f"--tokens={tokens}", f"--folder={folder}"]
         arguments = ["up", *flags, *sets({**TINY, **CALM, **settings})]
         folder.mkdir(exist_ok=True)
-        self._log = folder.with_name("up.log")
-        self._log.unlink(missing_ok=True)
-        self._process = Forked("diloco_deploy", arguments, self._log, environment(), forks_children=True)
+        self.log = folder.with_name("up.log")
+        self.log.unlink(missing_ok=True)
+        self._process = Forked("diloco_deploy", arguments, self.log, environment(), forks_children=True)
         self.children: list[psutil.Process] = []
 
     def address(self, name: str) -> str:
@@ -51,6 +51,12 @@ class Up:
         path = self.folder / "run" / f"{name}.json"
         found = until(lambda: read_address(path), f"{name} to be up")
         return found.http
+
+    def grpc(self, name: str) -> str:
+        """Where a shard serves learners."""
+        found = read_address(self.folder / "run" / f"{name}.json")
+        assert found is not None
+        return found.grpc
 
     def status(self, name: str) -> dict[str, Any]:
         return dict(json.loads(http_get(self.address(name), "/status")[1]))
@@ -69,7 +75,7 @@ class Up:
 
     def end(self, seconds: float = 200) -> tuple[int, str]:
         """Exit code and everything that it said."""
-        return self._process.wait(seconds), self._log.read_text()
+        return self._process.wait(seconds), self.log.read_text()
 
     def no_children_left(self) -> bool:
         return not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in self.children)

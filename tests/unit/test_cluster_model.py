@@ -173,13 +173,13 @@ def test_one_shard_misses_another_that_its_learners_do_not_reach() -> None:
     assert (c.code, c.words.split(":")[0]) == ("WORKER_AWAY", "c is away for 1")
 
 
-@pytest.mark.parametrize(("for_s", "codes"), [(0.0, []), (59.0, []), (75.0, ["PUSHES_FAIL"])])
+@pytest.mark.parametrize(("for_s", "codes"), [(0.0, []), (4.0, []), (75.0, ["PUSHES_FAIL"])])
 def test_a_learner_of_which_no_push_gets_through_is_a_problem(for_s: float, codes: list[str]) -> None:
-    link = {"address": "ps-1:50051", "pushes_fail_s": for_s, "pushes_fail_why": "unknown: status: 413"}
-    roll = called(shard(0, learner("ann")), shard(1), worker("ann", shards=[link]))
+    fails = {"pushes_fail_s": for_s, "pushes_fail_why": "unknown: status: 413"}
+    roll = called(shard(0, learner("ann")), shard(1, learner("ann", **fails)))
     assert [problem.code for problem in roll.problems] == codes
     for problem in roll.problems:
-        assert "no push gets through to ps-1:50051 for 1:15 (unknown: status: 413)" in problem.words
+        assert "no push gets through to shard-1 for 1:15 (unknown: status: 413)" in problem.words
 
 
 @pytest.mark.parametrize(

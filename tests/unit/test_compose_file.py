@@ -10,6 +10,8 @@ import pytest
 import yaml
 from tools.images import FILES, images_in
 
+from diloco_common.settings_loader import load
+
 
 @pytest.fixture
 def compose(repository: Path) -> dict[str, Any]:
@@ -52,6 +54,17 @@ def test_every_service_is_bounded(compose: dict[str, Any]) -> None:
         assert re.fullmatch(r"\$\{\w+:-\d+g\}|\d+[mg]", service["mem_limit"]), name
         assert 0 < service["pids_limit"] <= 512, name
         assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
+
+
+def test_every_setting_of_a_service_is_one(compose: dict[str, Any]) -> None:
+    found = 0
+    for service in compose["services"].values():
+        given = {
+            name: re.sub(r"\$\{\w+:-(.*)\}", r"\1", str(value))
+            for name, value in service.get("environment", {}).items()
+        }
+        found += len(load(None, given).given)
+    assert found > 10
 
 
 def test_images_start_from_one_base(repository: Path) -> None:

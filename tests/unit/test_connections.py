@@ -63,8 +63,9 @@ class Shard:
     """A shard, and a control stream of it that says these directives and keeps the reports it gets. Pulling fails on
     the learner's side."""
 
-    def __init__(self, *directives: Directive, is_there: bool = True) -> None:
+    def __init__(self, *directives: Directive, is_there: bool = True, pull_fails: Exception | None = None) -> None:
         self.is_there = is_there
+        self._pull_fails = pull_fails or RuntimeError("no room for a version")
         self.reports: list[Progress] = []
         self._directives = [Pulse(0, 0), *directives]
 
@@ -85,7 +86,7 @@ class Shard:
         self.reports.append(progress)
 
     async def pull(self, *_: Any) -> AsyncGenerator[PullHeader | bytes, None]:
-        raise RuntimeError("no room for a version")
+        raise self._pull_fails
         yield b""
 
     def cancel(self) -> None:
@@ -131,6 +132,29 @@ async def test_what_a_shard_says_of_the_fragments_of_others_is_not_heard(directi
         await until_async(lambda: not connection.is_up, "its end")
         assert connection.state.to_pull.now == {}
         assert {type(event) for event in context.inbox.unread()} == {Joined}
+
+
+async def test_a_learner_that_waits_for_values_says_why_none_come() -> None:
+    shard = Shard(Committed(0, 1, EPOCH), pull_fails=Unavailable("deadline exceeded"))
+    async with connected(shard=shard) as (connections, _):
+        replica = Replica(nn.Linear(2, 2, bias=False))
+        core = LearnerCore(replica, cut(replica.specs, 1, 1), POLICY)
+        connections.perform([ModelCut(core.manifest, {0: core.fragments[0].tensors})])
+        await until_async(lambda: connections.objections, "a pull that fails")
+        assert connections.objections == "pulls from shard fail: deadline exceeded"
+
+
+async def test_a_shard_hears_that_pushes_to_it_fail() -> None:
+    """It gets none, and cannot know."""
+    there = Shard()
+    async with connected(there=there) as (connections, context):
+        (connection,) = connections
+        await until_async(lambda: there.reports, "a report")
+        connection.pusher._failing[0] = (context.world.clock() - 9.0, "status: 413")
+        connection.report(Progress(1, 8))
+        await until_async(lambda: there.reports[1:], "another")
+    assert there.reports[1].pushes_fail_why == "status: 413"
+    assert there.reports[1].pushes_fail_s >= 9.0
 
 
 async def test_a_shard_hears_which_of_the_others_its_learner_does_not_reach() -> None:

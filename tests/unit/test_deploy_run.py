@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common.errors import ConfigError, InUse
+from diloco_common.errors import EXIT_REFUSED, ConfigError, InUse
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics.registry import installed
 from diloco_common.observe.metrics.worker import WorkerMetrics
@@ -35,6 +35,7 @@ from diloco_worker.shell.telemetry import LearnerTelemetry
         ("worker", 1, True, DEATHS_MAX, True, Action.AGAIN, 0),
         ("worker", -9, True, DEATHS_MAX + 1, True, Action.FAIL, 1),
         ("worker", -9, True, 1, False, Action.LOST, 1),
+        ("worker", EXIT_REFUSED, True, 1, True, Action.LOST, EXIT_REFUSED),
         ("shard", -9, True, 1, False, Action.FAIL, 1),
         ("job", 3, False, 1, True, Action.FAIL, 3),
     ],

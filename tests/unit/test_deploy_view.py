@@ -154,7 +154,7 @@ def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
     text = summary(report, {"model": None})
     for said in (
         "yes: held-out loss 5.545 -> 2.310 nats per byte",
-        "the last 100k tokens (16.7%) came after the last version: worker-0 60.0k, worker-1 40.0k",
+        "the last 100k tokens (16.7%) came after the last version\n",
         "2 contributions came after their round had closed; their work went into the next ones",
         "1:23 since this start; 600k tokens trained",
         "3.00 MB",

@@ -92,13 +92,16 @@ RECORDED = {
     "versions differ": Recorded(
         "PACKAGES_DIFFER", "", ("shard-0 1.0, shard-1 1.1",), shards={"package": "1.0"}, other={"package": "1.1"}
     ),
+    "a clock is wrong": Recorded(
+        "CLOCK_SKEWED", "shard-0", ("3,600 s behind ours", "NTP"), shards={"clock_skew_s": -3600.0}
+    ),
     "a disk fills up": Recorded(
         "DISK_SMALL", "shard-0", ("5.00 MB of its disk",),
         shards={"disk_free_bytes": 5_000_000, "fragments": [{"id": 0, "version": 3, "elements": 1_000_000}]},
     ),
     "a proxy refuses pushes": Recorded(
-        "PUSHES_FAIL", "ann", ("status: 413", "client_max_body_size"),
-        worker=worker("ann", shards=[{"address": "ps-0:1", "pushes_fail_s": 75.0, "pushes_fail_why": "status: 413"}]),
+        "PUSHES_FAIL", "ann", ("to shard-0, shard-1 for 0:09 (status: 413)", "client_max_body_size"),
+        learners=(learner("ann", pushes_fail_s=9.0, pushes_fail_why="status: 413"),),
     ),
     "a shard refuses a learner": Recorded(
         "WRONG_IDENTITY", "ann", ("ps-0:1: not you",),
@@ -165,6 +168,15 @@ def test_who_cannot_be_asked_for_an_expired_certificate_is_not_just_away(asked: 
     feed.expect(["shard-0"])
     feed.silent("shard-0", "its certificate has expired", NOW, "EXPIRED")
     assert [one["code"] for one in feed.since(0, NOW)["findings"]] == ["EXPIRED"]
+
+
+def test_who_falls_silent_as_its_certificate_ends_is_not_just_away() -> None:
+    watch = Watch(NOW)
+    watch.expect("shard-0", "shard")
+    watch.process("shard-0", "up")
+    watch.heard("shard-0", shard(0, count=1, certificate_s=5.0), NOW)
+    told = [line for second in range(20) for line in watch.wrong(NOW + second) if line.startswith("!")]
+    assert [line.rpartition(" ")[2] for line in told] == ["[CERTIFICATE_ENDS_SOON]", "[EXPIRED]"]
 
 
 def test_nothing_is_found_where_all_is_well() -> None:

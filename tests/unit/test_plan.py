@@ -118,6 +118,14 @@ def test_a_model_that_cannot_be_built_is_one_line(name: str) -> None:
         parameters_of(name)
 
 
+@pytest.mark.parametrize(("up", "remarks"), [("10Mbit", True), ("100Mbit", False)])
+def test_a_shard_that_no_place_like_a_learners_can_host_is_remarked_on(
+    up: str, remarks: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--params=10M", "--learners=4", "--shards=1", f"--up={up}", "--down=50Mbit"]) == 0
+    assert ("host it where there is more" in capsys.readouterr().out) is remarks
+
+
 def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--params", "1B", "--up", "100Mbit", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

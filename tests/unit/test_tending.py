@@ -111,14 +111,15 @@ def test_whoever_is_revoked_gets_no_other_until_somebody_issues_one(tending, tmp
     tending.look(NOW)
     authority = open_authority(tmp_path / "ca")
     (one,), _ = authority.registry.revoke(subject_of("compose", "learner/a"), NOW)
-    for path in folder.iterdir():
-        path.unlink()
 
     assert tending.look(NOW) == []
+    assert not (folder / "ca.pem").exists(), "whoever starts there waits"
     assert tending.look(NOW + timedelta(days=80), renews=True)[-1].startswith("observer/"), "the others go on"
     assert [r.serial for r in read_revocations(tmp_path / "shards/revoked.json")] == [one.serial]
 
     authority.issue(subject_of("compose", "learner/a"), NOW, into=folder)
+    tending.look(NOW)
+    assert read_folder(folder).pair
     assert tending.look(NOW + timedelta(days=61))[-1].startswith("learner/a"), "it is looked after again"
 
 

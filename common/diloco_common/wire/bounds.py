@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_common.errors import BadRequest
+from diloco_common.errors import WORDS_MAX, BadRequest
 
 FRAGMENTS_MAX = 4096
 TENSORS_MAX = 2**16
@@ -166,6 +166,8 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "step_time_s": Limit(STEP_TIME_MAX_S),
         "away": Limit(AWAY_MAX, 0, "entries"),
         "inner": _NAME,
+        "pushes_fail_why": Limit(WORDS_MAX, 0, "characters"),
+        "pushes_fail_s": Limit(STEP_TIME_MAX_S),
     },
     "Leaving": {"fragment_ids": _FRAGMENTS, "fragment_ids[]": _FRAGMENT_ID},
     "ShardAway": {

@@ -87,6 +87,9 @@ class Progress:
     holds. None: it is not."""
     inner: str = ""
     """What steps its parameters: ADAM for Adam and its kin, OTHER; empty: not known."""
+    pushes_fail_why: str = ""
+    """Why pushes to the shard that hears this fail; empty: they do not."""
+    pushes_fail_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

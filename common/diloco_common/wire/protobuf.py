@@ -264,8 +264,10 @@ def progress_to_pb(progress: Progress) -> pb.Progress:
         replace(shard, address=shard.address[: bounds.ADDRESS_MAX], for_s=min(shard.for_s, bounds.STEP_TIME_MAX_S))
         for shard in progress.away[: bounds.AWAY_MAX]
     ]
-    step_time_s = min(progress.step_time_s, bounds.STEP_TIME_MAX_S)
-    message: pb.Progress = to_pb(replace(progress, step_time_s=step_time_s, away=tuple(away)))
+    step_time_s, fail_s = (min(s, bounds.STEP_TIME_MAX_S) for s in (progress.step_time_s, progress.pushes_fail_s))
+    why = errors.plain(progress.pushes_fail_why)
+    said = replace(progress, step_time_s=step_time_s, away=tuple(away), pushes_fail_why=why, pushes_fail_s=fail_s)
+    message: pb.Progress = to_pb(said)
     return message
 
 

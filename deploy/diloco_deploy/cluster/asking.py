@@ -50,7 +50,13 @@ def fetch_status(address: str, timeout_s: float, asker: Asker = IN_PLAINTEXT) ->
 def _status(address: str, timeout_s: float, asker: Asker) -> dict[str, Any] | None:
     """Raises OSError, Unreadable."""
     code, body = asker.get(address, timeout_s)
-    return reading.read_status(body) if code == OK else None
+    return _read(body) if code == OK else None
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    """And by how many seconds its clock is ahead of ours, if it tells the time. Raises Unreadable."""
+    status = reading.read_status(body)
+    return status if (clock := status.get("clock")) is None else {**status, "clock_skew_s": clock - time.time()}
 
 
 def expired(error: Exception) -> str:
@@ -123,7 +129,7 @@ def ask(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = A
     """The status of a shard and its rounds after a number. Raises NoAnswer."""
     asked_at = time.monotonic()
     try:
-        status = reading.read_status(_get(asker, address, "/status", timeout_s))
+        status = _read(_get(asker, address, "/status", timeout_s))
     except reading.Unreadable as error:
         raise NoAnswer(f"{address}: {error}") from None
     if status["role"] != "shard":

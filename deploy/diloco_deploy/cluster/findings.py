@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 from diloco_common import units
 from diloco_common.errors import Draining, Expired, Revoked, Stalled, Unavailable, VersionUndone
@@ -16,12 +17,14 @@ from diloco_deploy.cluster.learners import Learner
 from diloco_deploy.cluster.members import Member, Status
 from diloco_deploy.cluster.model import SILENT_AFTER_S, Cluster
 
-FAILING_S = 60.0
-"""As long as a learner waits with saying it itself."""
+FAILING_S = 5.0
+"""Of pushes: one that fails for a moment is tried again."""
 SHORT = 0.5
 """Of the length of contributions: who keeps less is told."""
 ENDS_SOON_S = 14 * 86_400.0
 """Of a certificate, as the alert has it."""
+SKEW_S = 10.0
+"""Of clocks."""
 BYTES_PER_PARAMETER = 10
 """Of one version with its outer optimizer, at most."""
 NO_TOKENS_STEPS = 10
@@ -90,6 +93,7 @@ def _of_shard(cluster: Cluster, shard: Member, now: float, silent_after_s: float
         yield from _no_progress(cluster, shard)
         yield from _certificate(shard)
         yield from _disk(shard)
+        yield from _clock(shard)
 
 
 def _silent_s(member: Member, now: float) -> float:
@@ -99,8 +103,9 @@ def _silent_s(member: Member, now: float) -> float:
 
 def _shard_away(cluster: Cluster, shard: Member, now: float) -> Finding:
     since_s = _away_s(shard, now)
-    if shard.why_code == Expired.code:
-        words = f"the certificate of {shard.label} has expired{_for(since_s)}: nobody can call it ({shard.why_not})"
+    left_s = float(shard.get("certificate_s", inf)) - (now - (shard.heard_at or now))  # by what it said last
+    if shard.why_code == Expired.code or left_s <= 0:
+        words = f"the certificate of {shard.label} has expired{_for(since_s)}: nobody can call it{_because(shard)}"
         return Finding(Expired.code, shard.label, words, "issue another: `diloco certs issue`", since_s)
     part = {1: "the whole", 2: "half of the", 3: "a third of the", 4: "a quarter of the"}
     share = part.get(count := _count(cluster), f"a {count}th part of the")
@@ -191,6 +196,14 @@ def _disk(shard: Member) -> Iterator[Finding]:
         yield Finding("DISK_SMALL", shard.label, words, "free some space, or use a larger volume")
 
 
+def _clock(shard: Member) -> Iterator[Finding]:
+    skew_s = float(shard.get("clock_skew_s") or 0.0)
+    if abs(skew_s) > SKEW_S:
+        way = "ahead of" if skew_s > 0 else "behind"
+        words = f"the clock of {shard.label} is {abs(skew_s):,.0f} s {way} ours, and certificates go by it"
+        yield Finding("CLOCK_SKEWED", shard.label, words, "set both by NTP (`timedatectl set-ntp true`)")
+
+
 def _unasked(cluster: Cluster) -> Iterator[Finding]:
     """Shards of the run that are no members here: known from what shards and their learners say."""
     members = cluster.shards
@@ -278,22 +291,20 @@ def _of_standing(name: str, learner: Learner) -> Iterator[Finding]:
     if kept < SHORT:
         words = f"{name} is shortened: of the length of its contributions {kept:.0%} count, as they are far longer"
         yield Finding("SHORTENED", name, words, "lower its learning rate, or compare its batches with the others'")
+    if failing := [one for one in learner.told if float(one.get("pushes_fail_s") or 0.0) >= FAILING_S]:
+        where, since_s = ", ".join(one["shard"] for one in failing), max(float(one["pushes_fail_s"]) for one in failing)
+        why = failing[0].get("pushes_fail_why")
+        words = f"{name}: no push gets through to {where}{_for(since_s)} ({why}): nothing of it is merged there"
+        do = "look for a proxy's limit (413: `client_max_body_size`), or the MTU, on the way"
+        yield Finding("PUSHES_FAIL", name, words, do, since_s)
     if learner.inner_step >= NO_TOKENS_STEPS and not learner.tokens:
         words = f"{name} has taken {learner.inner_step} steps, and every one said tokens=0: nothing of it is merged"
         yield Finding("NO_TOKENS", name, words, "count the tokens of the batch: `learner.step(tokens=...)`")
 
 
 def _own_words(name: str, worker: Member) -> Iterator[Finding]:
-    """What a worker says of the way to its shards, and of its steps."""
+    """What only a worker that is asked says: of the shards that refuse it, and of its steps."""
     for shard in worker.get("shards", ()):
-        failing_s = float(shard.get("pushes_fail_s") or 0.0)
-        if failing_s >= FAILING_S:
-            words = (
-                f"{name}: no push gets through to {shard.get('address')}{_for(failing_s)} "
-                f"({shard.get('pushes_fail_why')}): nothing that it trains is merged there"
-            )
-            do = "look for a proxy's limit (413: `client_max_body_size`), or the MTU, on the way"
-            yield Finding("PUSHES_FAIL", name, words, do, failing_s)
         code = str(shard.get("code") or "")
         if code and code != Unavailable.code and not shard.get("connected"):
             words = f"{name} has no lease at {shard.get('address')}: {shard.get('why')}"

@@ -113,7 +113,7 @@ def put_together(shards: Iterable[Member], known: Mapping[str, Learner]) -> dict
             _add(found.setdefault(learner_id, Learner(learner_id)), said, shard.heard_at or 0.0)
             if shard.answers:
                 states.setdefault(learner_id, {})[shard.label] = _state_at(said)
-                found[learner_id].told.append(said)
+                found[learner_id].told.append({**said, "shard": shard.label})
     for shard in shards:
         for learner_id, (counts, missed) in shard.past_learners.items():
             if learner_id not in found:  # it has not come back to a shard that started again

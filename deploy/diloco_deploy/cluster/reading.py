@@ -177,7 +177,7 @@ _LEARNER: _Fields = {
     "step_time_s": AMOUNT, "silent_s": AMOUNT, "last_step_s": AMOUNT, "evicted_for": TEXT,
     "asked": COUNT, "contributed": COUNT, "merged": COUNT,
     "tokens_merged": COUNT, "missed": COUNTS, "staleness": COUNT, "left_out": FLAG, "kept": AMOUNT, "cosine": LOSS,
-    "away": [_AWAY],
+    "away": [_AWAY], "pushes_fail_s": AMOUNT, "pushes_fail_why": TEXT,
 }  # fmt: skip
 _FRAGMENT: _Fields = {
     "id": COUNT, "companion": FLAG, "seeded": FLAG, "version": COUNT, "epoch": COUNT, "elements": COUNT,
@@ -190,7 +190,7 @@ _SHARD: _Fields = {
     "rounds": COUNT, "participants_mean": AMOUNT, "duplicates": COUNT, "late": COUNT, "rejected": COUNTS,
     "evictions": COUNT, "evictions_by_code": COUNTS, "bytes_saved": COUNT, "disk_free_bytes": COUNT,
     "memory_bytes": COUNT, "overdue_after_s": AMOUNT, "quorum": COUNT, "package": TEXT, "certificate_s": LOSS,
-    "versions_lost": COUNT, "sync_every": COUNT, "sync_every_auto": FLAG,
+    "clock": AMOUNT, "versions_lost": COUNT, "sync_every": COUNT, "sync_every_auto": FLAG,
 }  # fmt: skip
 _WORKER: _Fields = {
     **_COMMON, "learner_id": TEXT, "state": TEXT, "inner_step": COUNT, "tokens": COUNT, "unit": TEXT, "loss": LOSS,
@@ -198,7 +198,7 @@ _WORKER: _Fields = {
     "contributions": COUNTS, "tokens_carried": COUNT, "tokens_unmerged": COUNT,
     "versions_undone": COUNT,
     "shards": [{"address": TEXT, "index": COUNT, "connected": FLAG, "generation": COUNT, "epoch": COUNT, "code": TEXT,
-                "why": TEXT, "reconnects": COUNT, "pushes_fail_s": AMOUNT, "pushes_fail_why": TEXT}],
+                "why": TEXT, "reconnects": COUNT}],
 }  # fmt: skip
 _NEEDED = {"id": (_LEARNER, _FRAGMENT), "state": (_LEARNER,), "version": (_FRAGMENT,)}
 

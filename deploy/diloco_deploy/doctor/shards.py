@@ -16,6 +16,7 @@ from diloco_common.trust.tls import TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
 from diloco_common.wire.handshake import certificate_at, find_cause
 from diloco_common.wire.messages import JoinAnswer
+from diloco_deploy.cluster.findings import SKEW_S
 from diloco_deploy.doctor import calls
 from diloco_deploy.doctor.checks import Door, Finding, Known, failure, of_error, ok, warning
 from diloco_planner import formulas
@@ -91,8 +92,8 @@ def validity(whose: str, until: datetime, now: datetime) -> Finding:
     return warning("CERTIFICATE_ENDS_SOON", what) if until - now < ENDS_SOON else ok(what)
 
 
-SKEW_S, SKEW_MOST_S = 10.0, 60.0
-"""Of clocks: a warning, and where certificates depend on it, a failure."""
+SKEW_MOST_S = 60.0
+"""Of clocks: beyond `SKEW_S` it is a warning, and beyond this, where certificates depend on it, a failure."""
 
 
 def describe(door: Door, known: Known, protocol: int) -> Sequence[Finding]:

@@ -103,7 +103,7 @@ WORDS = (
     ),
     Entry(
         "PUSHES_FAIL", Kind.CONNECTING,
-        "The shard answers small messages, and for a minute no push got through: nothing of the learner is merged.",
+        "The shard answers small messages, and no push has got through for a while: nothing of the learner is merged.",
         "Raise the limit of the proxy on the way (`client_max_body_size` of nginx), or lower the MTU.",
         "the status in the message; `diloco doctor` on the learner's machine", is_logged=True,
     ),

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Self
 
-from diloco_common.errors import EXIT_UNEXPECTED
+from diloco_common.errors import EXIT_REFUSED, EXIT_UNEXPECTED
 from diloco_common.wire.addresses import Endpoints, read_address
 
 DEATHS_MAX = 5
@@ -70,6 +70,8 @@ def verdict_on_exit(
     failed = Verdict(Action.FAIL, f"failed ({how})", exit_code=code if code > 0 else EXIT_UNEXPECTED)
     if kind == "job" or (not was_up and code > 0):
         return failed
+    if kind == "worker" and code == EXIT_REFUSED:  # it was welcome, and is no longer
+        return Verdict(Action.LOST, f"was refused ({how}), and is not started again", exit_code=code)
     if deaths > DEATHS_MAX:
         return Verdict(Action.FAIL, f"died {deaths} times in a row ({how})", exit_code=failed.exit_code)
     if not restart:

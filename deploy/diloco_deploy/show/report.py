@@ -12,8 +12,6 @@ from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.run.folder import shown
 
 Report = dict[str, Any]
-NAMED_MAX = 8
-"""Workers that the summary names. The report has all."""
 _OF_TOTALS = (
     "unit", "tokens", "tokens_merged", "tokens_carried", "rounds", "late", "evictions", "bytes_pushed", "bytes_pulled",
 )  # fmt: skip
@@ -85,15 +83,14 @@ def _learned(report: Report) -> str:
 
 def _lost(report: Report) -> str:
     """Of accepted work nothing ever is; the rest is what workers had at the end, after the last version."""
-    by_worker = report["tokens_unmerged"]
-    rest = sum(by_worker.values()) or report["tokens_dropped"] - _dropped_on_the_way(report)  # what is named adds up
+    rest = report["tokens_dropped"] - _dropped_on_the_way(report)  # with what is merged, it adds up to what was trained
     if report["tokens"] < report["tokens_merged"]:
         return "nothing that was merged; workers that began anew do not know how much they had trained before"
     if not rest:
         return "nothing"
     share = rest / report["tokens"] if report["tokens"] else 0.0
     last = f"the last {units.count(rest)} {report['unit']} ({share:.1%})"
-    return f"nothing that was merged; {last} came after the last version{_by_worker(by_worker)}"
+    return f"nothing that was merged; {last} came after the last version"
 
 
 def _dropped_on_the_way(report: Report) -> int:
@@ -101,14 +98,6 @@ def _dropped_on_the_way(report: Report) -> int:
     several processes differ."""
     dropped = report["tokens_dropped"] - sum(report["tokens_unmerged"].values())
     return int(dropped) if dropped > 0.01 * report["tokens"] else 0
-
-
-def _by_worker(tokens: Mapping[str, int]) -> str:
-    """Whose they were, most first."""
-    most = sorted((name for name in tokens if tokens[name]), key=lambda name: (-tokens[name], name))
-    named = [f"{name} {units.count(tokens[name])}" for name in most[:NAMED_MAX]]
-    more = [f"{len(most) - NAMED_MAX} more"] if len(most) > NAMED_MAX else []
-    return f": {', '.join([*named, *more])}" if named else ""
 
 
 def _unusual(report: Report) -> Iterator[str]:

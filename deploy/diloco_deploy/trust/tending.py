@@ -2,7 +2,8 @@
 
     OUT/shards/shard-0/ ...             of every shard; OUT/shards/revoked.json is a copy of the deny-list
     OUT/observers/observer-NAME/ ...    of every observer; a key that is lent is readable for our group
-    OUT/learners/learner-ID/ ...        whoever makes this folder gets a certificate in it
+    OUT/learners/learner-ID/ ...        whoever makes this folder gets a certificate in it, whose ca.pem comes last and
+                                        goes once it is revoked
 
 The authority's own folder stays with this process. What lies in `learners` belongs to the learners: it is neither read
 nor followed, for they could put links there.
@@ -13,8 +14,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -132,6 +133,8 @@ class Tending:
         newest, uri = self._newest.get(subject.uri), subject.uri
         if newest is not None and newest.serial in self._revoked:
             self._troubles.pop(uri, None)
+            if subject.scope is Scope.LEARNER:
+                _take_back(folder)
             return ""  # only whoever has revoked it may let it in again
         if not renews:
             left = 0.0 if newest is None else newest.expires - now.timestamp()
@@ -150,12 +153,8 @@ class Tending:
     def _lend_or_take_back(self, subject: Subject, folder: Path) -> None:
         """A key that there is: readable for the group while it is lent, and for nobody else otherwise."""
         if subject.scope is Scope.OBSERVER:
-            with suppress(OSError):
-                held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    self._set_modes(subject, held)
-                finally:
-                    os.close(held)
+            with suppress(OSError), _held(folder) as held:
+                self._set_modes(subject, held)
 
     def _set_modes(self, subject: Subject, held: int) -> None:
         """Of an observer's folder, which is open, and of the key in it. Raises OSError."""
@@ -169,18 +168,31 @@ class Tending:
         try:
             if subject.scope is not Scope.LEARNER:
                 folder.mkdir(mode=0o700, exist_ok=True)
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                into = Path(f"/proc/self/fd/{held}")  # this very folder, whatever takes its name meanwhile
+            with _held(folder) as held:
+                into = Path(f"/proc/self/fd/{held}")
                 _, issued = self._authority.issue(subject, now, hosts=hosts, days=self._days, into=into)
                 if subject.scope is Scope.OBSERVER:
                     self._set_modes(subject, held)
-            finally:
-                os.close(held)
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}") from None
         self._newest[subject.uri] = issued
         return f"{subject}, serial {issued.serial}"
+
+
+def _take_back(folder: Path) -> None:
+    """Whoever starts with this folder waits for ca.pem, which comes with another certificate."""
+    with suppress(OSError), _held(folder) as held:
+        os.unlink(CA, dir_fd=held)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[int]:
+    """This very folder, open, whatever takes its name meanwhile. Raises OSError."""
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield held
+    finally:
+        os.close(held)
 
 
 def _is_folder(path: Path) -> bool:

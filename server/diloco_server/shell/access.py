@@ -150,7 +150,7 @@ class AccessFiles:
         path = security.revoked or (security.tls / REVOKED if security.tls else None)
         self._deny_list = DenyList(path, is_required=security.revoked is not None)
         self.callers.deny(self._deny_list.serials)
-        self._said = ""
+        self._said: dict[str, str] = {}  # what is wrong -> why
 
     def say(self) -> None:
         """Say at the start what is not protected."""
@@ -176,10 +176,21 @@ class AccessFiles:
             self._log.event("revoked", serials=sorted(serials), leases=[lease.learner_id for lease in leases])
             self._audit.note("Revoke", "OK", serials=sorted(serials), leases=[lease.learner_id for lease in leases])
         why_not = (self._tls.why_not if self._tls is not None else "") or self._deny_list.why_not
-        if why_not != self._said and why_not:
-            self._log.error("not used, what was read before holds on", why=why_not)
-        self._said = why_not
+        wrong = {"not used, what was read before holds on": why_not, "nobody can call this shard": self._expired()}
+        for words, why in wrong.items():
+            if why and why != self._said.get(words):
+                self._log.error(words, why=why)
+        self._said = wrong
         return files, leases
+
+    def _expired(self) -> str:
+        """That the certificate in use has, in words; empty: it has not."""
+        try:
+            if self.tls is not None:
+                _check_certificate(self.tls, self._itself, self._wall_clock)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def _new_files(self) -> TlsFiles | None:
         """What came since and is fit to serve with."""

@@ -163,10 +163,11 @@ class ShardServer:
         return TlsDoor(files, access.callers.holds)
 
     def _of_process(self) -> dict[str, Any]:
-        """What /status says of this process beside its shard; seconds until its certificate expires."""
+        """What /status says of this process beside its shard; seconds until its certificate expires, and since 1970."""
         tls = self._access.tls
         ends = None if tls is None or tls.certificate is None else tls.certificate.not_valid_after_utc.timestamp()
-        return {"package": installed(), "certificate_s": None if ends is None else round(ends - time.time())}
+        now, left_s = time.time(), None if ends is None else round(ends - time.time())
+        return {"package": installed(), "certificate_s": left_s, "clock": round(now, 1)}
 
     def _rounds(self, asked: Mapping[str, str]) -> dict[str, Any]:
         """The answer of /rounds?epoch=E&after=N. Raises ValueError where these are no numbers."""

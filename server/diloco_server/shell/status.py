@@ -140,6 +140,8 @@ def _learner(member: Member, influence: Influence, staleness: int | None, now: f
         "missed": dict(member.missed),
         "staleness": staleness,
         "away": [asdict(shard) for shard in progress.away],
+        "pushes_fail_s": progress.pushes_fail_s,
+        "pushes_fail_why": progress.pushes_fail_why,
         "left_out": member.learner_id in influence.left_out,
         "kept": _rounded(told.mean_kept),
         "cosine": _rounded(told.mean_cosine),

@@ -57,7 +57,7 @@ class Connection:
         self._c = context
         self._transport = context.dial(address)
         self.pusher = Pusher(self.state, self._transport, context)
-        self._puller = Puller(self.state, self._transport, context)
+        self.puller = Puller(self.state, self._transport, context)
         self._dialing = Dialing()
         self._is_leaving = False
         self._progress = progress
@@ -77,7 +77,7 @@ class Connection:
         """Of all shards."""
         self.objections = Objections(1)
         """Of all shards."""
-        self.pusher.refused = self._puller.failed = self._fails
+        self.pusher.refused = self.puller.failed = self._fails
 
     @property
     def address(self) -> str:
@@ -103,7 +103,7 @@ class Connection:
 
     async def run(self) -> None:
         """Keep the connection up until cancelled, or until the learner is over."""
-        pulling = asyncio.create_task(self._puller.run(), name=f"pull {self.address}")
+        pulling = asyncio.create_task(self.puller.run(), name=f"pull {self.address}")
         attending = asyncio.create_task(self._stay_connected(), name=f"attend {self.address}")
         log = self._c.telemetry.log
         try:
@@ -124,25 +124,25 @@ class Connection:
     def model_is_cut(self, manifest: Manifest) -> None:
         """Fragments can be pulled now."""
         self.state.manifest = manifest
-        self._puller.wake()
+        self.puller.wake()
 
     def take_lease(self, joined: Joined) -> None:
         """The leader has joined, and this process speaks under its lease. The leader itself does so."""
         if self._is_spoken_for:
             self._take_lease(joined)
             self.is_up = True
-        self._puller.wake()
+        self.puller.wake()
 
     def fetch(self, fetch: Fetch) -> None:
         """All ranks are to pull this version."""
         self.state.to_pull.fetch(fetch.fragment_id, (fetch.epoch, fetch.version))
-        self._puller.wake()
+        self.puller.wake()
 
     def fetch_ended(self, ended: FetchEnded) -> None:
         """All ranks have decided on a version."""
         fetch = ended.fetch
         self.state.to_pull.ended(fetch.fragment_id, (fetch.epoch, fetch.version), is_applied=ended.is_applied)
-        self._puller.wake()
+        self.puller.wake()
 
     def newest(self, fragment_id: int) -> tuple[int, int] | None:
         """Epoch and number of the version that the shard has announced last; None: it has announced none."""
@@ -318,7 +318,9 @@ class Connection:
         with contextlib.suppress(Unavailable):  # the reader sees the same and says why
             while True:
                 self._has_progress.clear()  # first: a step that ends meanwhile is reported next time
-                await stream.report(replace(self._progress, away=self.others_away(), last_rounds=self._last_rounds))
+                why, for_s = ("", 0.0) if (failing := self.pusher.failing) is None else (failing.why, failing.for_s)
+                said = replace(self._progress, away=self.others_away(), last_rounds=self._last_rounds)
+                await stream.report(replace(said, pushes_fail_why=why, pushes_fail_s=for_s))
                 self.pusher.say_what_fails()
                 await asyncio.sleep(REPORT_EVERY_S)
                 with contextlib.suppress(TimeoutError):
@@ -333,7 +335,7 @@ class Connection:
             case Committed():
                 self._check_owned(directive)
                 self.state.to_pull.announced(directive.fragment_id, (directive.epoch, directive.version))
-                self._puller.wake()
+                self.puller.wake()
             case Pulse():
                 self.state.pulse = directive
             case Stop():
@@ -358,5 +360,5 @@ class Connection:
         self.why_down = None
         self._dialing.is_up()
         self.objections.withdrawn(self.address)
-        self._puller.wake()
+        self.puller.wake()
         self._c.telemetry.connected(self.address, self.times_up)

@@ -74,8 +74,6 @@ class Connections:
                 "connected": c.is_up,
                 "code": None if c.why_down is None else c.why_down.code,
                 "why": "" if c.why_down is None else str(c.why_down),
-                "pushes_fail_s": 0.0 if (failing := c.pusher.failing) is None else round(failing.for_s, 1),
-                "pushes_fail_why": "" if failing is None else failing.why,
                 "generation": c.state.lease.generation,
                 "epoch": c.state.epoch,
                 "reconnects": max(0, c.times_up - 1),
@@ -85,13 +83,14 @@ class Connections:
 
     @property
     def objections(self) -> str:
-        """What shards have against this learner, or keeps its pushes from them, in words; empty: nothing."""
+        """What shards have against this learner, or what keeps bytes from passing, in words; empty: nothing."""
         found = [
             f"{c.address}: {c.why_down} [{c.why_down.code}]"
             for c in self._connections
             if c.why_down is not None and not isinstance(c.why_down, Unavailable)
         ]
-        return "; ".join([*found, *filter(None, [self.failing_pushes])])
+        pulls = [f"pulls from {c.address} fail: {c.puller.why_not}" for c in self if c.is_up and c.puller.why_not]
+        return "; ".join([*found, *pulls, *filter(None, [self.failing_pushes])])
 
     @property
     def failing_pushes(self) -> str:

@@ -33,6 +33,8 @@ class Puller:
         self._has_news = asyncio.Event()
         self.failed: Callable[[DilocoError], None] = lambda error: None
         """Called when a pull fails in a way that nobody thought of."""
+        self.why_not = ""
+        """Why the last pull failed; empty: it did not."""
 
     def wake(self) -> None:
         """A version was announced, or the model was cut."""
@@ -52,11 +54,12 @@ class Puller:
                     continue
                 try:
                     await self._pull(fragment_id, version)
-                    attempt = 0
+                    attempt, self.why_not = 0, ""
                 except VersionGone:
                     self._tell(state.to_pull.gone(fragment_id, version))
                     self._has_news.set()
                 except Exception as error:
+                    self.why_not = str(error)
                     if isinstance(error, UNREADABLE):
                         self._c.codec.lose_base(fragment_id)
                     if isinstance(error, Refusal | Unavailable):
