@@ -23,8 +23,8 @@ from diloco_common.errors import (
     Superseded,
     Unauthenticated,
 )
+from diloco_common.wire.calls import FIRST_S, GROWTH
 from diloco_server.shell.status import shard_status
-from diloco_worker.core.dialing import FIRST_S, GROWTH
 from diloco_worker.learner import AWAY_S
 from secret_files import secret_file
 from waiting import until

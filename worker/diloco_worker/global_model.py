@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from diloco_common.codec import decode_payload
 from diloco_common.errors import Busy, CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch, NotSeeded
 from diloco_common.ports import Transport, Unavailable
+from diloco_common.trust.credentials import Credentials
 from diloco_common.trust.identity import Identity
+from diloco_common.wire.calls import read_version
+from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import Fragment, Manifest, Tie, cut
 from diloco_common.wire.messages import AVERAGE, PROTOCOL, FrozenTensor, JoinAnswer, JoinRequest, PullRequest
 from diloco_worker.core import names
 from diloco_worker.export import empty_tensors, lay_out
-from diloco_worker.shell.credentials import Credentials
-from diloco_worker.shell.grpc_transport import GrpcTransport
-from diloco_worker.shell.puller import read_version
 
 CALL_S = 120.0
 AGAIN_S = 0.25

@@ -25,7 +25,9 @@ from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import WorkerMetrics
 from diloco_common.ports import World
+from diloco_common.trust.credentials import Credentials, addresses_of
 from diloco_common.wire.addresses import write_address
+from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import model_digest
 from diloco_worker.core import ranks
 from diloco_worker.core.connection import Caller
@@ -42,11 +44,9 @@ from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.companions import Companions
 from diloco_worker.shell.compared import Compared
 from diloco_worker.shell.connections import Connections
-from diloco_worker.shell.credentials import Credentials, addresses_of
 from diloco_worker.shell.ending import Patience
 from diloco_worker.shell.exits import as_one_line
 from diloco_worker.shell.frozen_tensors import FrozenRule
-from diloco_worker.shell.grpc_transport import GrpcTransport
 from diloco_worker.shell.island import IslandGroup
 from diloco_worker.shell.masters import Masters, find_copies
 from diloco_worker.shell.network_thread import NetworkThread

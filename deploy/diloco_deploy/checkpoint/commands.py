@@ -160,9 +160,9 @@ def pull(
     if folder is not None:
         here = shards_in(folder)
         shards, run, tls = ",".join(here.addresses), run or here.run, tls or here.tls
+    from diloco_common.trust.credentials import addresses_of
     from diloco_deploy.checkpoint.work import write_each, write_out
     from diloco_worker.global_model import pull_global_model, versions
-    from diloco_worker.shell.credentials import addresses_of
 
     addresses, run, of = addresses_of(shards or ""), run or "local", "average up to " if average else ""
     if each is not None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from diloco_common.codec import offered_names
 from diloco_common.errors import BadRequest, DilocoError, Refusal, Unavailable, refusal_from
 from diloco_common.ports import ControlStream
+from diloco_common.wire.calls import CALL_S, SILENCE_HEARTBEATS
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import (
     PROTOCOL,
@@ -33,7 +34,7 @@ from diloco_common.wire.messages import (
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import ConnectionState, Lease
 from diloco_worker.core.council_log import Fetch, FetchEnded
-from diloco_worker.core.dialing import CALL_S, GONE_S, SILENCE_HEARTBEATS, Dialing
+from diloco_worker.core.dialing import GONE_S, Dialing
 from diloco_worker.core.events import Asked, Failed, Joined, Stopped
 from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.puller import Puller

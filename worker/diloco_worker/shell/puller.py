@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 from diloco_common import errors
-from diloco_common.codec import Chunk, Payload, PayloadReceiver
 from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import BadRequest, DilocoError, Refusal, Unavailable, VersionGone
 from diloco_common.ports import Transport
-from diloco_common.wire.messages import PullHeader, PullRequest, Range
+from diloco_common.wire.calls import backoff_s, call_s, read_version
+from diloco_common.wire.messages import PullRequest, Range
 from diloco_worker.core.connection import ConnectionState
-from diloco_worker.core.dialing import backoff_s, call_s
 from diloco_worker.core.events import Event
 from diloco_worker.shell.context import ConnectionContext
 
@@ -103,51 +102,3 @@ class Puller:
             codec.hold(arrived, header.tokens_merged)
         state.to_pull.pulled(fragment_id, want)
         self._c.inbox.put(arrived)
-
-
-async def read_version(
-    parts: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int,
-    found: Callable[[], None] = lambda: None,
-) -> tuple[PullHeader, Payload | None]:  # fmt: skip
-    """Read the answer to a Pull, and close it; no payload if the caller has that version.
-
-    `found` is called when its header has come.
-
-    Raises Unavailable, or a Refusal of the call or of what came.
-    """
-    try:
-        answer = await _read_version(parts, request, num_elements, found)
-    except Refusal:
-        await parts.aclose()  # the rest need not come
-        raise
-    await parts.aclose()
-    return answer
-
-
-async def _read_version(
-    parts: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int, found: Callable[[], None]
-) -> tuple[PullHeader, Payload | None]:
-    header = await anext(parts, None)
-    if not isinstance(header, PullHeader):
-        raise BadRequest("the shard answered Pull without a header")
-    if header.fragment_id != request.fragment_id:
-        raise BadRequest(f"the shard answered with fragment {header.fragment_id}, not {request.fragment_id}")
-    found()
-    if header.payload is None:
-        return header, None
-    if header.payload.num_elements != num_elements:
-        raise BadRequest(
-            f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
-        )
-    have = request.have[1] if request.have is not None else None
-    if header.base_version is not None and header.base_version != have:
-        raise BadRequest(
-            f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
-            "which is not what was asked for"
-        )
-    receiver = PayloadReceiver(header.payload)
-    async for part in parts:
-        if isinstance(part, PullHeader):
-            raise BadRequest("the shard answered Pull with two headers")
-        receiver.add(part)
-    return header, receiver.finish()

@@ -15,6 +15,7 @@ import grpc
 from diloco_common.codec import Chunk, Payload
 from diloco_common.errors import DilocoError, HandshakeFailed
 from diloco_common.ports import Unavailable
+from diloco_common.trust.credentials import Credentials, Whereabouts
 from diloco_common.trust.identity import Identity
 from diloco_common.trust.tls import TlsFiles
 from diloco_common.wire import protobuf, rpc
@@ -30,7 +31,6 @@ from diloco_common.wire.messages import (
     PushHeader,
 )
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_worker.shell.credentials import Credentials, Whereabouts
 
 RETIRE_S = 120.0
 """Seconds that calls on a channel with an old certificate have to end."""
