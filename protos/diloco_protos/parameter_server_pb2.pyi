@@ -43,7 +43,7 @@ class Tie(_message.Message):
     def __init__(self, name: _Optional[str] = ..., of: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held", "frozen", "ties", "index", "take_number", "age_s", "tokens_seen")
+    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held", "frozen", "ties", "index", "take_number", "age_s", "tokens_seen", "site")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class JoinRequest(_message.Message):
     TAKE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     TOKENS_SEEN_FIELD_NUMBER: _ClassVar[int]
+    SITE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     process_id: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
@@ -68,7 +69,8 @@ class JoinRequest(_message.Message):
     take_number: bool
     age_s: float
     tokens_seen: int
-    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., take_number: bool = ..., age_s: _Optional[float] = ..., tokens_seen: _Optional[int] = ...) -> None: ...
+    site: str
+    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., take_number: bool = ..., age_s: _Optional[float] = ..., tokens_seen: _Optional[int] = ..., site: _Optional[str] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("fragment_id", "epoch", "version")
@@ -209,14 +211,28 @@ class Collect(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., round: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("fragment_id", "version", "epoch")
+    __slots__ = ("fragment_id", "version", "epoch", "near")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEAR_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
     epoch: int
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    near: Near
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., near: _Optional[_Union[Near, _Mapping]] = ...) -> None: ...
+
+class Near(_message.Message):
+    __slots__ = ("address", "values_sha256", "change_sha256", "header")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_SHA256_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_SHA256_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    values_sha256: bytes
+    change_sha256: bytes
+    header: PullHeader
+    def __init__(self, address: _Optional[str] = ..., values_sha256: _Optional[bytes] = ..., change_sha256: _Optional[bytes] = ..., header: _Optional[_Union[PullHeader, _Mapping]] = ...) -> None: ...
 
 class Pulse(_message.Message):
     __slots__ = ("tokens_merged", "tokens_budget", "learners_alive")
@@ -389,6 +405,20 @@ class LeaveRequest(_message.Message):
 class LeaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class FollowRequest(_message.Message):
+    __slots__ = ("role", "site", "address", "epoch", "tokens_merged")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    site: str
+    address: str
+    epoch: int
+    tokens_merged: int
+    def __init__(self, role: _Optional[str] = ..., site: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens_merged: _Optional[int] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("zeros",)

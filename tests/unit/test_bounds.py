@@ -24,6 +24,7 @@ from diloco_common.wire.messages import (
     FrozenTensor,
     Held,
     LearnerPolicy,
+    Near,
     Pulse,
 )
 from diloco_protos import parameter_server_pb2 as pb
@@ -69,6 +70,8 @@ READ: dict[str, Callable[[Any], object]] = {
     "PushResponse": protobuf.answer_from_pb,
     "PullRequest": protobuf.pull_request_from_pb,
     "PullHeader": protobuf.pull_header_from_pb,
+    "FollowRequest": protobuf.follow_request_from_pb,
+    "Near": partial(protobuf.from_pb, Near),
 }
 KINDS: dict[str, type[Message]] = {name: getattr(pb, name) for name in READ}
 
@@ -97,7 +100,7 @@ def put(message: Message, name: str, value: Any) -> None:
     else:
         field = message.DESCRIPTOR.fields_by_name[name]
         is_float = field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE
-        setattr(message, name, value if is_float or isinstance(value, str) else int(value))
+        setattr(message, name, value if is_float or isinstance(value, str | bytes) else int(value))
 
 
 def of_length(kind: str, name: str, length: int) -> Any:
@@ -105,7 +108,7 @@ def of_length(kind: str, name: str, length: int) -> Any:
     field = KINDS[kind].DESCRIPTOR.fields_by_name[name.removesuffix("[]")]
     if field.message_type is None:
         if not field.is_repeated or name.endswith("[]"):
-            return "x" * length
+            return b"x" * length if field.type == FieldDescriptor.TYPE_BYTES else "x" * length
         return ["x"] * length if field.cpp_type == FieldDescriptor.CPPTYPE_STRING else [1] * length
     entries = [smallest(field.message_type.name) for _ in range(length)]
     if field.message_type.name in ("Held", "FragmentStatus"):

@@ -39,7 +39,7 @@ from diloco_worker.global_model import pull_global_model
 from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
 from diloco_worker.number import taken
 from diloco_worker.shell import exits, frozen_tensors, home
-from diloco_worker.shell.arguments import check_either, check_function, check_how, check_who, check_word
+from diloco_worker.shell.arguments import check_either, check_function, check_how, check_site, check_who, check_word
 from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.companions import Companions
 from diloco_worker.shell.compared import Compared
@@ -71,6 +71,7 @@ def join(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     after_version: Callable[[], object] | None = None,
     state: Mapping[str, Any] | None = None,
+    site: str = "",
     http: str | None = None,
     address_file: str | Path | None = None,
     history: str | Path | None = None,
@@ -124,6 +125,8 @@ def join(
             loaded from. The learner goes on as the same one, with its counts. One shard that answers is enough:
             training goes on from the values that the model holds where a shard is away, and what it adds is contributed
             once the shard is back.
+        site: where this learner is, in the words of the run: it takes versions from the shards' mirrors there, if there
+            are any (docs/mirrors.md). What comes from one is compared with what the shard has announced.
         http: address on which to serve /metrics, /healthz, /readyz and /status; None serves nothing.
         address_file: write the address that is served here, as soon as it is known.
         history: record what happens to this learner in this folder, as JSON lines; None records nothing.
@@ -194,6 +197,7 @@ def join(
         frozen=frozen_tensors.declare(chosen) if frozen == "same" else (),
         watch=None if replica.is_spread else ModelWatch(chosen, averaged),
         council=None if group is None else group.council(), after_version=after_version,
+        site=check_site(site),
     )  # fmt: skip
     if group is None:
         folder = None if tls is None else Path(tls)

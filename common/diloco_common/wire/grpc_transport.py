@@ -22,6 +22,7 @@ from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.handshake import find_cause
 from diloco_common.wire.messages import (
     Directive,
+    FollowRequest,
     JoinAnswer,
     JoinRequest,
     Progress,
@@ -65,6 +66,11 @@ class GrpcTransport:
     def attend(self, caller: Identity) -> GrpcControlStream:
         attend = self._control.dialed("Attend", "stream_stream")
         return GrpcControlStream(attend(metadata=self._metadata(caller)), self._probe)
+
+    def follow(self, caller: Identity, request: FollowRequest) -> GrpcControlStream:
+        follow = self._control.dialed("Follow", "unary_stream")
+        message = protobuf.follow_request_to_pb(request)
+        return GrpcControlStream(follow(message, metadata=self._metadata(caller)), self._probe)
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
         messages = protobuf.push_requests(header, payload)

@@ -271,6 +271,14 @@ class FragmentState:
         self._enter(Phase.RESTING)
         self.declined.clear()
 
+    def mirror(self, record: Record, published: Published) -> None:
+        """Any -> RESTING: the shard that this one mirrors has announced a version. The one before is kept for whoever
+        was told of it."""
+        self.kept = {} if self.published is None else {self.version_id: (self.record, self.published)}
+        self.before = None if published.change is None else self.version_id
+        self.record, self.published = record, published
+        self._enter(Phase.RESTING)
+
     # ------------------------------------------------------------ changes in every phase
 
     def rename(self, epoch: int) -> None:

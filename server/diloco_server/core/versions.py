@@ -165,6 +165,18 @@ class Versions:
                 self.merge = self.merge or restored.record.merge
         self._check_budget()
 
+    def mirror(self, manifest: Manifest) -> None:
+        """The model of the shard that this one mirrors."""
+        if self.manifest is None or self.manifest.digest != manifest.digest:
+            self._adopt(manifest)
+        self.manifest = manifest
+
+    def mirrored(self, record: Record, published: Published) -> None:
+        """It has announced this version: announce it."""
+        state = self.fragments[record.fragment_id]
+        state.mirror(record, published)
+        self._outbox.tell_live(state.announcement())
+
     def seed_record(self, fragment_id: int) -> Record:
         return replace(self.fragments[fragment_id].record.copy(), epoch=self.epoch)
 

@@ -145,6 +145,10 @@ class Keeper:
             self._writing[fragment_id] = writing
             writing.add_done_callback(lambda _: self._writing.pop(fragment_id, None))
 
+    async def read(self, work: Callable[[], T]) -> T:
+        """Look at the disk, on a storage thread."""
+        return await asyncio.wrap_future(self._threads.submit(work))
+
     def recovered(self, fragment_id: int) -> None:
         self._written_at[fragment_id] = self._clock()
 

@@ -28,12 +28,18 @@ from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.observe.metrics.registry import installed
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
+from diloco_common.trust.credentials import Credentials
+from diloco_common.trust.identity import Identity
 from diloco_common.trust.tls import TlsFiles
 from diloco_common.wire import rpc
 from diloco_common.wire.addresses import bind_socket, in_use, parse_address, write_address
+from diloco_common.wire.follower import Follower
+from diloco_common.wire.grpc_transport import GrpcTransport
+from diloco_common.wire.messages import FollowRequest
 from diloco_server.shell.access import LOOK_S, AccessFiles
 from diloco_server.shell.audit import AuditLog
 from diloco_server.shell.host import ShardHost
+from diloco_server.shell.mirror import Mirror
 from diloco_server.shell.probes import Health, Probe
 from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit
 from diloco_server.shell.service import Service
@@ -71,7 +77,9 @@ class ShardServer:
         self.settings = settings
         self.grpc_address = ""
         self.http_address = ""
-        world, metrics, name = real_world(), ShardMetrics(), f"shard-{settings.shard.index}"
+        shard, is_mirror = settings.shard, settings.shard.role == "mirror"
+        world, metrics = real_world(), ShardMetrics()
+        name = f"mirror-{shard.site or shard.index}" if is_mirror else f"shard-{shard.index}"
         audit = settings.security.audit
         self._audit = None if audit is None else AuditLog(audit, name, time.time)
         self._access = AccessFiles(settings, time.time, Log(name), self._audit)
@@ -85,6 +93,7 @@ class ShardServer:
             history=HistoryFile(folder, name) if folder else None,
         )  # fmt: skip
         self.service = Service(self.host)
+        self._mirror = Mirror(self.host, follower_of(settings, world, self.host.log)) if is_mirror else None
         self._http = HttpServer(
             settings.shard.http,
             registry=metrics.registry,
@@ -128,6 +137,11 @@ class ShardServer:
             asyncio.create_task(self.host.run(), name="ticking"),
             asyncio.create_task(self._watch_files(), name="watching files"),
         ]
+        if self._mirror is not None:
+            shard = self.settings.shard
+            self._tasks.append(
+                asyncio.create_task(self._mirror.run(shard.site, shard.known_as or self.grpc_address), name="mirroring")
+            )
         self._health.set(health_pb2.HealthCheckResponse.SERVING)
         if isinstance(why := native.find(), str):
             self.host.log.warning("no native kernels: merging and encoding take several times as long", why=why)
@@ -138,7 +152,7 @@ class ShardServer:
                 "few files may be open, so fewer connections are let in: raise the hard limit (ulimit -Hn)",
                 files=files_max(), connections=self._connections_max, wanted=wanted,
             )  # fmt: skip
-        if self.settings.shard.data_dir is None:
+        if self.settings.shard.data_dir is None and self._mirror is None:
             self.host.log.warning("versions are kept in memory only: a restart begins anew (shard.data_dir keeps them)")
         self._access.say()
         self.host.log.event(
@@ -234,6 +248,13 @@ class ShardServer:
                 "a write to the data folder hangs: the folder stays locked until this process has ended",
                 folder=self.settings.shard.data_dir,
             )
+
+
+def follower_of(settings: Settings, world: World, log: Log) -> Follower:
+    """Of the shard that this process is a mirror or a standby of. Raises ConfigError, SecretExposed."""
+    shard, security = settings.shard, settings.security
+    transport = GrpcTransport(shard.mirror_of or shard.standby_of, Credentials(security.tls, security.token_file))
+    return Follower(transport, Identity(settings.run.id), FollowRequest(shard.role), world, log)
 
 
 async def serve(settings: Settings, address_file: Path | None) -> None:

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
+from diloco_common.settings import Settings
+from diloco_common.wire.follower import Follower
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import Event, TracedRound, told_of
@@ -26,7 +28,7 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
     ready, reason = host.ready()
     ledger, now = shard.ledger, host.clock()
     return {
-        "role": "shard",
+        "role": settings.shard.role,
         "name": host.log.name,
         "run": settings.run.id,
         "index": settings.shard.index,
@@ -74,7 +76,22 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "disk_free_bytes": host.keeper.free_bytes,
         "memory_bytes": _resident_bytes(),
         "versions_lost": ledger.versions_lost,
+        "readers": [
+            {"role": r.role, "name": r.name, "site": r.site, "address": r.address, "for_s": round(now - r.since, 1)}
+            for r in host.readers
+        ],
+        "following": None if host.follower is None else following(host.follower, settings),
     }
+
+
+def following(follower: Follower, settings: Settings) -> dict[str, Any]:
+    """How a mirror or a standby is with its shard."""
+    behind = follower.behind
+    return {
+        "of": settings.shard.mirror_of or settings.shard.standby_of, "site": settings.shard.site,
+        "connected": follower.is_up, "behind_versions": behind.versions, "behind_s": round(behind.seconds, 3),
+        "skipped": follower.skipped,
+    }  # fmt: skip
 
 
 def rounds_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:

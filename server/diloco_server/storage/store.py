@@ -21,7 +21,7 @@ from typing import Protocol
 from diloco_common.errors import DataError, NothingIntact, VersionDamaged, WrongFolder
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Manifest, differences
-from diloco_server.storage.filesystem import Disk, FileSystem, FolderLock
+from diloco_server.storage.filesystem import Disk, FileSystem, FolderLock, OldFile
 from diloco_server.storage.version_file import (
     Header,
     Origin,
@@ -78,6 +78,9 @@ class Store(Protocol):
         Raises OSError. The caller then does not announce the version, and tries again.
         """
 
+    def open(self, fragment_id: int, version: int) -> OldFile:
+        """The file of a version that was saved. Raises OSError."""
+
     def free_bytes(self) -> int | None:
         """Free space for versions, in bytes; None: there is no disk that could run full. May hang. Raises OSError."""
 
@@ -99,6 +102,9 @@ class MemoryStore:
     def save(self, version: StoredVersion, manifest: Manifest) -> int:
         """Does nothing: the values are already in memory."""
         return 0
+
+    def open(self, fragment_id: int, version: int) -> OldFile:
+        raise FileNotFoundError(version_name(fragment_id, version))
 
     def free_bytes(self) -> int | None:
         return None
@@ -246,6 +252,9 @@ class FileStore:
         with contextlib.suppress(OSError):  # the version is durable; the next save removes the leftovers
             self._clear(record.fragment_id)
         return num_bytes
+
+    def open(self, fragment_id: int, version: int) -> OldFile:
+        return self._fs.open(version_name(fragment_id, version))
 
     def free_bytes(self) -> int | None:
         return self._fs.free_bytes()

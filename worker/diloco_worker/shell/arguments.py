@@ -41,6 +41,12 @@ def check_who(run: object, learner_id: object, tls: object, token: object) -> No
     _take(is_token, "token", token, "give the bearer token, or the Path of the file that holds it")
 
 
+def check_site(site: object) -> str:
+    """Raises WrongCall."""
+    _take(isinstance(site, str) and (not site or _RUN.match(site)), "site", site, "give 1 to 64 of A-Z a-z 0-9 . _ -")
+    return str(site)
+
+
 def check_how(wait_s: object, mean_merge: object, history: object, address_file: object, http: object) -> None:
     """What `join` waits for and writes. Raises WrongCall."""
     check_seconds("wait_s", wait_s)

@@ -11,10 +11,11 @@ from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import BadRequest, DilocoError, Refusal, Unavailable, VersionGone
 from diloco_common.ports import Transport
 from diloco_common.wire.calls import backoff_s, call_s, read_version
-from diloco_common.wire.messages import PullRequest, Range
+from diloco_common.wire.messages import Near, PullRequest, Range
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.events import Event
 from diloco_worker.shell.context import ConnectionContext
+from diloco_worker.shell.mirrors import Mirrors
 
 UNREADABLE = (
     BadRequest, errors.BadPayload, errors.BadChecksum, errors.UnknownEncoding, errors.NotFinite,
@@ -30,8 +31,15 @@ class Puller:
         self._transport = transport
         self._c = context
         self._has_news = asyncio.Event()
+        self._mirrors = Mirrors(context)
+        self.near: dict[int, Near | None] = {}
+        """Fragment -> how to have the version that was announced last from a mirror."""
         self.failed: Callable[[DilocoError], None] = lambda error: None
         """Called when a pull fails in a way that nobody thought of."""
+
+    async def close(self) -> None:
+        """Of what it has dialed itself."""
+        await self._mirrors.close()
 
     def wake(self) -> None:
         """A version was announced, or the model was cut."""
@@ -88,13 +96,16 @@ class Puller:
             request = replace(request, have=have, want=want, ranges=local.ranges)
             if not num_elements:  # one element, for what is said of the version; and so that the shard holds it
                 request, num_elements = replace(request, ranges=(Range(0, 1),), have=None), 1
-        parts = self._transport.pull(state.identity, request, call_s(4 * num_elements))
-        header, payload = await read_version(
-            parts, request, num_elements, lambda: self._tell(state.to_pull.begun(fragment_id, want))
-        )
+        near, found = self.near.get(fragment_id), None
+        if near is not None and not request.ranges and want == (near.header.epoch, near.header.version):
+            found = await self._mirrors.pull(near, request, num_elements)
+        header, payload = found or await read_version(
+            self._transport.pull(state.identity, request, call_s(4 * num_elements)), request, num_elements,
+            lambda: self._tell(state.to_pull.begun(fragment_id, want)),
+        )  # fmt: skip
         if payload is None:
             return
-        self._c.telemetry.pulled(payload.header.num_bytes)
+        self._c.telemetry.pulled(payload.header.num_bytes, is_near=found is not None)
         arrived = await codec.decode(header, payload) if held else codec.nothing(header)
         if state.epoch != epoch:  # of an earlier epoch, which may have lost it: Join did not name it
             return
