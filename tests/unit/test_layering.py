@@ -237,6 +237,7 @@ LOADS: dict[str, set[str]] = {
     "plan": {"diloco_planner", "diloco_server.core.every", "diloco_worker.core.sizes"},
     "simulate": {"diloco_planner", "diloco_server.core", "diloco_worker.core"},
     "checkpoint": VALUES, "restore": VALUES, "export": VALUES, "pull": VALUES,
+    "promote": {"diloco_server.core", "diloco_server.storage"},
     "lab": {"diloco_lab", "diloco_demo", "diloco_server", "diloco_worker"},
     "chaos": CLUSTER | {"diloco_simulator"},
 }  # fmt: skip

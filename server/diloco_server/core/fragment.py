@@ -128,6 +128,8 @@ class FragmentState:
     """Learner -> the version that its ranks named last under its lease."""
     recovered: VersionId | None = None
     """What was restored when this epoch began; None: nothing."""
+    recovered_tokens: int = 0
+    """Merged into it."""
     seen_lost: int = 0
     """The latest version above the recovered one that a learner turned out to hold."""
     call: Call = field(default_factory=lambda: Call(0, {}), repr=False)
@@ -171,6 +173,7 @@ class FragmentState:
         """UNSEEDED -> RESTING: go on from a version that was kept, in this new epoch of the shard."""
         assert self.phase is Phase.UNSEEDED
         self.record, self.recovered = restored.record.copy(), restored.record.version_id
+        self.recovered_tokens = restored.record.tokens_merged
         if restored.is_new_line:
             self.rename(epoch)
         self.values, self.published = restored.values, restored.published

@@ -116,7 +116,7 @@ class Shard:
         versions.tell_keys(ties)
         membership.replace(member, versions.forget_others(learner_id, process_id))
         self._outbox.note(LearnerJoined(learner_id, member.generation, returned=old is not None))
-        for state in versions.look_for_losses(learner_id, held):
+        for state in versions.look_for_losses(learner_id, held, tokens_seen):
             self.rounds.ask_missing(state)
         if all(theirs.epoch != self.epoch for theirs in held):
             versions.look_for_more(learner_id, tokens_seen, now - self.settings.lease.lease_s)

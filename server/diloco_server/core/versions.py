@@ -230,12 +230,12 @@ class Versions:
 
     # ------------------------------------------------------------ losses
 
-    def look_for_losses(self, learner_id: str, held: Sequence[Held]) -> list[FragmentState]:
+    def look_for_losses(self, learner_id: str, held: Sequence[Held], tokens_seen: int = 0) -> list[FragmentState]:
         """Compare with what a learner holds: it may be a later version than the one that was restored.
 
         A lost version of the same epoch as the restored one is the hard case: its number will be given to another
         version. Then the restored version gets a name of its own, so that this learner pulls it. Returns the fragments
-        that were renamed.
+        that were renamed. `tokens_seen`: merged into the newest version that it has seen.
         """
         renamed = []
         for theirs in held:
@@ -246,7 +246,10 @@ class Versions:
             version = 0 if recovered is None else recovered.version
             if theirs.version > state.seen_lost:
                 state.seen_lost = theirs.version
-                self._outbox.note(VersionsLost(theirs.fragment_id, theirs.epoch, version, theirs.version, learner_id))
+                lost = max(0, tokens_seen - state.recovered_tokens)
+                self._outbox.note(
+                    VersionsLost(theirs.fragment_id, theirs.epoch, version, theirs.version, learner_id, lost)
+                )
             if recovered is not None and theirs.epoch == recovered.epoch == state.epoch:
                 state.rename(self.epoch)
                 self._outbox.tell_live(state.announcement())

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from diloco_common.errors import ConfigError, Expired, Refusal, Revoked, Unauthenticated, WrongIdentity
+from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.observe.logs import Log
 from diloco_common.settings import SecuritySettings, Settings
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject
@@ -153,6 +154,15 @@ class AccessFiles:
         self._deny_list = DenyList(path, is_required=security.revoked is not None)
         self.callers.deny(self._deny_list.serials)
         self._said = ""
+
+    def served(self) -> TlsFiles:
+        """What is served with, where calls do not come in plaintext."""
+        assert self.tls is not None
+        return self.tls
+
+    def door(self) -> TlsDoor | None:
+        """How HTTP is served; None: in plaintext."""
+        return None if self.tls is None else TlsDoor(self.served, self.callers.holds)
 
     def say(self) -> None:
         """Say at the start what is not protected."""

@@ -18,7 +18,7 @@ from diloco_common import ports
 from diloco_common.codec import Chunk, Payload, PayloadHeader, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.codec.parts import cut_header
-from diloco_common.errors import Draining, NoAverage, Refusal, VersionGone
+from diloco_common.errors import BadRequest, Draining, NoAverage, Refusal, Superseded, VersionGone
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
@@ -33,6 +33,8 @@ from diloco_common.wire.messages import (
     Committed,
     Directive,
     Drain,
+    Evicted,
+    FollowRequest,
     JoinAnswer,
     JoinRequest,
     Near,
@@ -116,6 +118,8 @@ class ShardHost:
         """Set when this process must end: a merge failed half way, so the values in memory are of no version; or time
         has stopped for the core."""
         self.why_broken = ""
+        self.replaced: Superseded | None = None
+        """Another process is this shard now."""
         self.follower: Follower | None = None
         """Of a mirror: what brings its versions."""
         self._closed = False
@@ -296,6 +300,31 @@ class ShardHost:
             reader.stream.send(Stop())
         if self.shard.draining:
             reader.stream.send(Drain())
+
+    async def supersede(self, request: FollowRequest) -> Evicted:
+        """Somebody says that he is this shard, in another epoch: the later one stays. Answers what ends him.
+
+        Raises Superseded where it is this one that ends, and BadRequest where he is this one.
+        """
+        mine = self.shard.epoch
+        if request.epoch == mine:
+            raise BadRequest("this is that shard itself")
+        if request.epoch < mine:
+            return Evicted(Superseded.code, f"this shard is in epoch {mine} here, which is later than {request.epoch}")
+        lost = max(0, self.shard.tokens_merged - request.tokens_merged)
+        await self.keeper.read(partial(self._store.supersede, request.epoch))
+        words = (
+            f"a standby of shard {self.settings.shard.index} was promoted, and serves in epoch {request.epoch}; the "
+            f"one of epoch {mine} ends, and {lost} tokens that it has merged since are lost"
+        )
+        raise self.end_as_replaced(words)
+
+    def end_as_replaced(self, why: str) -> Superseded:
+        """Another process is this shard: this one ends."""
+        self.log.error("replaced", code=Superseded.code, why=why)
+        self.replaced = Superseded(why)
+        self._break(why)
+        return self.replaced
 
     def near(self, directive: Directive, learner_id: str, address: str) -> Directive:
         """What is announced, with how to have its bytes from the mirror at this address, if they have names."""

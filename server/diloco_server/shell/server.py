@@ -19,10 +19,9 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from diloco_common.codec import memory, native
-from diloco_common.errors import EXIT_OK, DilocoError
+from diloco_common.errors import EXIT_OK, DataError, DilocoError, Refusal, Superseded, Unavailable
 from diloco_common.observe.history import HistoryFile
 from diloco_common.observe.http import HttpServer, check_http_is_meant
-from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.observe.metrics.registry import installed
@@ -30,12 +29,11 @@ from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
 from diloco_common.trust.credentials import Credentials
 from diloco_common.trust.identity import Identity
-from diloco_common.trust.tls import TlsFiles
 from diloco_common.wire import rpc
 from diloco_common.wire.addresses import bind_socket, in_use, parse_address, write_address
 from diloco_common.wire.follower import Follower
 from diloco_common.wire.grpc_transport import GrpcTransport
-from diloco_common.wire.messages import FollowRequest
+from diloco_common.wire.messages import Evicted, FollowRequest, Role
 from diloco_server.shell.access import LOOK_S, AccessFiles
 from diloco_server.shell.audit import AuditLog
 from diloco_server.shell.host import ShardHost
@@ -44,9 +42,15 @@ from diloco_server.shell.probes import Health, Probe
 from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit
 from diloco_server.shell.service import Service
 from diloco_server.shell.servicer import ParameterServer
-from diloco_server.shell.status import record_since, rounds_since, shard_status
+from diloco_server.shell.standby import Standby
+from diloco_server.shell.status import record_since, rounds_since, shard_status, standby_status
+from diloco_server.storage.filesystem import Disk, FolderLock
+from diloco_server.storage.standby import StandbyFolder
 from diloco_server.storage.store import open_store
+from diloco_server.storage.version_file import Origin
 
+TELL_S = 1.0
+"""How often a promoted shard tries to tell the one that it replaces."""
 DRAIN_S = 5.0
 """Seconds that merges have to finish when the process is told to end."""
 WRITES_END_S = 2.0
@@ -69,8 +73,9 @@ def real_world() -> World:
 class ShardServer:
     """A shard that serves. Use inside one event loop: `start`, then `stop`."""
 
-    def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
+    def __init__(self, settings: Settings, clock: Clock | None = None, *, replaces: str = "") -> None:
         """`clock` counts seconds; leases and grace windows are measured by it. None: while this process is awake.
+        `replaces`: the address of the shard that this one was a standby of.
 
         Raises ConfigError, and InUse or DataError where the data folder cannot be had.
         """
@@ -93,16 +98,19 @@ class ShardServer:
             history=HistoryFile(folder, name) if folder else None,
         )  # fmt: skip
         self.service = Service(self.host)
+        self._replaces = replaces
         self._mirror = Mirror(self.host, follower_of(settings, world, self.host.log)) if is_mirror else None
         self._http = HttpServer(
             settings.shard.http,
-            registry=metrics.registry,
+            registry=metrics.registry if self._mirror is None else self._mirror.metrics.registry,
             status=lambda: shard_status(self.host, self.grpc_address) | self._of_process(),
             ready=self.host.ready,
             bearer_token=self._access.bearer_token,
-            door=self._door(metrics),
+            door=self._access.door(),
             pages={"/rounds": self._rounds, "/record": self._record},
         )
+        if self._access.tls is not None:
+            metrics.certificates.follow(self._access.served)
         self._connections_max = connections_allowed(settings.shard, files_max())
         self._health = Health(
             settings.run.id, ("", rpc.SERVICE), self._access.callers, self.host.telemetry.call_refused
@@ -137,6 +145,8 @@ class ShardServer:
             asyncio.create_task(self.host.run(), name="ticking"),
             asyncio.create_task(self._watch_files(), name="watching files"),
         ]
+        if self._replaces:
+            self._tasks.append(asyncio.create_task(self._tell_replaced(), name="telling who was replaced"))
         if self._mirror is not None:
             shard = self.settings.shard
             self._tasks.append(
@@ -163,19 +173,6 @@ class ShardServer:
             epoch=self.host.shard.epoch,
         )
 
-    def _door(self, metrics: ShardMetrics) -> TlsDoor | None:
-        """How HTTP is served; None: in plaintext."""
-        access = self._access
-        if access.tls is None:
-            return None
-
-        def files() -> TlsFiles:
-            assert access.tls is not None
-            return access.tls
-
-        metrics.certificates.follow(files)
-        return TlsDoor(files, access.callers.holds)
-
     def _of_process(self) -> dict[str, Any]:
         """What /status says of this process beside its shard; seconds until its certificate expires."""
         tls = self._access.tls
@@ -195,6 +192,27 @@ class ShardServer:
         if self._credentials is None:
             return int(self._server.add_insecure_port(address))
         return int(self._server.add_secure_port(address, self._credentials.grpc))
+
+    async def _tell_replaced(self) -> None:
+        """Until the shard that this one replaces has heard of it, or says that it is this one that is replaced."""
+        host, security = self.host, self.settings.security
+        transport = GrpcTransport(self._replaces, Credentials(security.tls, security.token_file))
+        request = FollowRequest(Role.STANDBY, epoch=host.shard.epoch, tokens_merged=host.shard.tokens_merged)
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(TELL_S):
+                        answer = await transport.follow(Identity(self.settings.run.id), request).hear()
+                    if isinstance(answer, Evicted):
+                        host.end_as_replaced(answer.message)
+                        return
+                except Superseded as told:
+                    host.log.error("the shard before has ended", why=told, code=told.code)
+                    return
+                except (Refusal, Unavailable, TimeoutError):
+                    await asyncio.sleep(TELL_S)
+        finally:
+            await transport.close(0.0)
 
     async def _watch_files(self) -> None:
         """Act on certificates and deny-lists that change, until cancelled."""
@@ -260,7 +278,13 @@ def follower_of(settings: Settings, world: World, log: Log) -> Follower:
 async def serve(settings: Settings, address_file: Path | None) -> None:
     """Run a shard until SIGTERM or SIGINT. Raises DilocoError where it cannot start, or cannot go on."""
     raise_limit()
-    server = ShardServer(settings)
+    replaces = settings.shard.standby_of
+    if replaces:
+        if not await stand_by(settings):
+            return
+        shard = settings.shard.model_copy(update={"standby_of": ""})
+        settings = settings.model_copy(update={"shard": shard})
+    server = ShardServer(settings, replaces=replaces)
     ending = asyncio.Event()
     on_signals(lambda: ending.set() if server.grpc_address else _leave())
     try:
@@ -273,11 +297,51 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
     await _first_of(ending, server.host.broken)
     if server.host.broken.is_set() and not ending.is_set():
         await server.abandon()
+        if server.host.replaced is not None:
+            raise server.host.replaced
         raise DilocoError(f"{server.host.why_broken}. The versions announced so far are whole: start the shard again")
     await server.stop()
     if server.hangs:
         await server.host.writes_ended(LAST_WRITE_S)
         _leave()
+
+
+async def stand_by(settings: Settings) -> bool:
+    """Be a standby until it is promoted (True), or until SIGTERM or SIGINT. Raises DilocoError."""
+    shard, world, log = settings.shard, real_world(), Log(f"standby-{settings.shard.index}")
+    assert shard.data_dir is not None, "checked with the settings"
+    access = AccessFiles(settings, time.time, log)
+    try:
+        disk = Disk(shard.data_dir)
+        lock = FolderLock(shard.data_dir)
+        folder = StandbyFolder(disk)
+    except OSError as error:
+        raise DataError(f"shard.data_dir {shard.data_dir} cannot be used: {error.strerror}") from None
+    threads = world.threads(1, "diloco-storage")
+    standby = Standby(follower_of(settings, world, log), folder, Origin.of(settings), threads, log)
+    http = HttpServer(
+        shard.http, registry=standby.metrics.registry, ready=standby.ready, bearer_token=access.bearer_token,
+        status=lambda: standby_status(standby, settings, log.name), door=access.door(),
+    )  # fmt: skip
+    check_http_is_meant("shard.http", shard.http, settings.security)
+    ending = asyncio.Event()
+    on_signals(ending.set)
+    try:
+        log.event("standing by", of=shard.standby_of, folder=shard.data_dir, http=await http.start())
+        running, ended = asyncio.create_task(standby.run()), asyncio.create_task(ending.wait())
+        await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)
+        for task in (running, ended):
+            task.cancel()
+        if running.done() and not running.cancelled():
+            running.result()
+            log.event("promoted", folder=shard.data_dir)
+        return folder.is_promoted
+    except OSError as error:
+        raise DataError(f"shard.data_dir {shard.data_dir}: {error.strerror}") from None
+    finally:
+        await http.stop()
+        threads.shutdown(wait=True, cancel_futures=True)
+        lock.release()
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -208,6 +208,10 @@ class Service:
         return self._host.leave(caller)
 
     async def follow(self, caller: Identity, request: FollowRequest) -> AsyncGenerator[Directive, None]:
+        if request.epoch:
+            caller.check_may("Standby")
+            yield await self._host.supersede(request)
+            return
         if request.role == Role.STANDBY and self._host.settings.shard.data_dir is None:
             raise BadRequest("this shard keeps its versions in memory alone; start it with shard.data_dir")
         with self._host.readers.opened(caller, request, self._host.clock()) as reader:

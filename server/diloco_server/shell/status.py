@@ -15,6 +15,7 @@ from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import Event, TracedRound, told_of
 from diloco_server.core.membership import Member
 from diloco_server.shell.host import ShardHost
+from diloco_server.shell.standby import Standby
 
 MISSING_SHOWN = 8
 """Of those that an overdue round waits for."""
@@ -82,6 +83,18 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         ],
         "following": None if host.follower is None else following(host.follower, settings),
     }
+
+
+def standby_status(standby: Standby, settings: Settings, name: str) -> dict[str, Any]:
+    """The JSON of a standby."""
+    ready, reason = standby.ready()
+    return {
+        "role": "standby", "name": name, "run": settings.run.id, "index": settings.shard.index,
+        "count": settings.shard.count, "ready": ready, "reason": reason, "data_dir": str(settings.shard.data_dir),
+        "fragments": [{"id": i, "epoch": v[0], "version": v[1]} for i, v in sorted(standby.follower.held.items())],
+        "bytes_saved": standby.bytes_saved, "memory_bytes": _resident_bytes(),
+        "following": following(standby.follower, settings),
+    }  # fmt: skip
 
 
 def following(follower: Follower, settings: Settings) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from diloco_common.errors import DataError, NothingIntact, VersionDamaged, Wrong
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Manifest, differences
 from diloco_server.storage.filesystem import Disk, FileSystem, FolderLock, OldFile
+from diloco_server.storage.standby import SUPERSEDED, first_epoch_of, mark_of, newest, put_mark
 from diloco_server.storage.version_file import (
     Header,
     Origin,
@@ -81,6 +82,9 @@ class Store(Protocol):
     def open(self, fragment_id: int, version: int) -> OldFile:
         """The file of a version that was saved. Raises OSError."""
 
+    def supersede(self, epoch: int) -> None:
+        """Another one is this shard now, from this epoch on: never serve from here again. Raises OSError."""
+
     def free_bytes(self) -> int | None:
         """Free space for versions, in bytes; None: there is no disk that could run full. May hang. Raises OSError."""
 
@@ -106,6 +110,9 @@ class MemoryStore:
     def open(self, fragment_id: int, version: int) -> OldFile:
         raise FileNotFoundError(version_name(fragment_id, version))
 
+    def supersede(self, epoch: int) -> None:
+        """Nothing is left when the process ends."""
+
     def free_bytes(self) -> int | None:
         return None
 
@@ -129,7 +136,8 @@ class FileStore:
             if name.endswith(TEMPORARY):
                 fs.remove(name)
         epochs = sorted(int(m[1]) for name in names if (m := _EPOCH.fullmatch(name)))
-        self.epoch = max(first_epoch, epochs[-1] + 1 if epochs else 0)
+        before = epochs or [name.epoch for name in newest(fs).values()]  # of a copy: above what it was copied from
+        self.epoch = max(first_epoch_of(mark_of(names), first_epoch), max(before, default=-1) + 1)
         self._was_restored = not epochs
         self._begin_epoch(epochs)
 
@@ -207,14 +215,7 @@ class FileStore:
         return found
 
     def _check_origin(self, header: Header, first: Header) -> None:
-        mine, theirs = asdict(self._origin), asdict(header.origin)
-        lines = [f"{k}: {theirs[k]} <-> {mine[k]}" for k in mine if k != "pull" and mine[k] != theirs[k]]
-        if lines:
-            raise WrongFolder(
-                "the data folder belongs to another run or shard (the folder's <-> this one's):\n  "
-                + "\n  ".join(lines)
-                + "\ngive the settings that made it, or another folder (shard.data_dir)"
-            )
+        check_origin(self._origin, header)
         if header.manifest.digest != first.manifest.digest:
             lines = differences(first.manifest.tensors, header.manifest.tensors)
             raise WrongFolder("the data folder holds versions of two models:\n  " + "\n  ".join(lines))
@@ -256,6 +257,9 @@ class FileStore:
     def open(self, fragment_id: int, version: int) -> OldFile:
         return self._fs.open(version_name(fragment_id, version))
 
+    def supersede(self, epoch: int) -> None:
+        put_mark(self._fs, SUPERSEDED, epoch)
+
     def free_bytes(self) -> int | None:
         return self._fs.free_bytes()
 
@@ -267,6 +271,18 @@ class FileStore:
         while len(intact) > KEPT:
             self._fs.remove(version_name(fragment_id, intact[0]))
             del intact[0]
+
+
+def check_origin(mine: Origin, header: Header) -> None:
+    """A shard with these settings can go on from such a file. Raises WrongFolder."""
+    ours, theirs = asdict(mine), asdict(header.origin)
+    lines = [f"{k}: {theirs[k]} <-> {ours[k]}" for k in ours if k != "pull" and ours[k] != theirs[k]]
+    if lines:
+        raise WrongFolder(
+            "the data folder belongs to another run or shard (the folder's <-> this one's):\n  "
+            + "\n  ".join(lines)
+            + "\ngive the settings that made it, or another folder (shard.data_dir)"
+        )
 
 
 def open_store(settings: Settings, *, epoch_in_memory: int, first_epoch: int) -> tuple[Store, FolderLock | None]:
