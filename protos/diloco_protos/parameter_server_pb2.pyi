@@ -83,7 +83,7 @@ class Held(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("generation", "epoch", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors", "ties", "index", "rules", "frozen")
+    __slots__ = ("generation", "epoch", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors", "ties", "index", "rules", "frozen", "began_with_nothing")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,7 @@ class JoinResponse(_message.Message):
     INDEX_FIELD_NUMBER: _ClassVar[int]
     RULES_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_WITH_NOTHING_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: int
     heartbeat_s: float
@@ -114,7 +115,8 @@ class JoinResponse(_message.Message):
     index: int
     rules: str
     frozen: _containers.RepeatedCompositeFieldContainer[FrozenTensor]
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., rules: _Optional[str] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ...) -> None: ...
+    began_with_nothing: bool
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., rules: _Optional[str] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., began_with_nothing: bool = ...) -> None: ...
 
 class LearnerPolicy(_message.Message):
     __slots__ = ("sync_every", "push_encoding", "pull_encoding", "on_commit", "blend_alpha", "error_feedback")

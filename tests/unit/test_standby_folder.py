@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +11,15 @@ import pytest
 from diloco_common.errors import VersionDamaged, WrongFolder
 from diloco_common.ports import Unavailable
 from diloco_common.settings import Settings
-from diloco_common.wire.messages import LINE, check_no_way_back
+from diloco_common.wire.messages import LINE, LearnerPolicy, check_no_way_back
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.standby import SUPERSEDED, StandbyFolder, promote, put_mark
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import Origin
+from parts import joined
 
 NOW = 1_800_000_000
+POLICY = LearnerPolicy(4, "int8", "int8", "carry", 0.5, True)
 
 
 def store(folder: Path, now: int = NOW) -> FileStore:
@@ -59,9 +63,25 @@ def test_a_promoted_shard_is_later_than_every_restart_of_the_one_before(tmp_path
     promote(Disk(new))
     promoted = store(new).epoch
     assert all(store(old, NOW + day * 86_400).epoch < promoted for day in range(9))
-    check_no_way_back(promoted + 1, promoted)
-    with pytest.raises(Unavailable, match="promoted"):
-        check_no_way_back(store(old, NOW + 10**6).epoch, promoted)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "began_with_nothing", "goes"),
+    [
+        (LINE + NOW + 1, False, True),
+        (2 * LINE + NOW, False, True),
+        (NOW + 10**6, False, False),  # the old shard, started again
+        (NOW - 9, True, False),  # the old shard in its first life
+        (NOW + 9, True, True),  # the promoted shard's folder was emptied
+    ],
+)
+def test_whoever_has_seen_a_promoted_shard_goes_back_to_no_epoch_before(
+    epoch: int, began_with_nothing: bool, goes: bool
+) -> None:
+    answer = joined(epoch, POLICY)
+    answer = replace(answer, began_with_nothing=began_with_nothing)
+    with nullcontext() if goes else pytest.raises(Unavailable, match="promoted"):
+        check_no_way_back(answer, LINE + NOW)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +115,8 @@ def test_a_replaced_shard_begins_anew_as_a_standby(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"standby-{LINE + 5:012d}"]
     assert not standby.look()
     promote(Disk(tmp_path))
-    assert standby.look()
+    standby.follows(LINE + 6)
+    assert standby.look(), "a standby that has not looked yet does not take it back"
 
 
 def test_later_versions_are_of_a_line_that_is_lost(tmp_path: Path) -> None:

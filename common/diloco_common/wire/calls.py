@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
 
 from diloco_common.codec import Chunk, Payload, PayloadReceiver
 from diloco_common.errors import BadRequest, Refusal
@@ -36,8 +37,18 @@ def backoff_s(attempt: int, jitter: float) -> float:
     return longest * (0.5 + 0.5 * jitter)
 
 
+class Parts(Protocol):
+    """The header of a version, and its chunks."""
+
+    def __aiter__(self) -> AsyncIterator[PullHeader | Chunk]: ...
+
+    def __anext__(self) -> Awaitable[PullHeader | Chunk]: ...
+
+    def aclose(self) -> Awaitable[None]: ...
+
+
 async def read_version(
-    parts: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int,
+    parts: Parts, request: PullRequest, num_elements: int,
     found: Callable[[], None] = lambda: None,
 ) -> tuple[PullHeader, Payload | None]:  # fmt: skip
     """Read the answer to a Pull, and close it; no payload if the caller has that version.
@@ -56,7 +67,7 @@ async def read_version(
 
 
 async def _read_version(
-    parts: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int, found: Callable[[], None]
+    parts: Parts, request: PullRequest, num_elements: int, found: Callable[[], None]
 ) -> tuple[PullHeader, Payload | None]:
     header = await anext(parts, None)
     if not isinstance(header, PullHeader):

@@ -7,10 +7,9 @@ versions, it skips to the newest.
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from diloco_common.errors import DilocoError, VersionGone, refusal_from
-from diloco_common.observe.logs import Log
 from diloco_common.ports import Transport, World
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.calls import CALL_S, SILENCE_HEARTBEATS, backoff_s
@@ -39,6 +38,16 @@ class Behind(NamedTuple):
     """Since it first lacked one of these, or has heard nothing."""
 
 
+class Says(Protocol):
+    """A log."""
+
+    def event(self, what: str, **facts: Any) -> None: ...
+
+    def debug(self, what: str, **facts: Any) -> None: ...
+
+    def warning(self, what: str, **facts: Any) -> None: ...
+
+
 class Keeps(Protocol):
     """What a follower fills."""
 
@@ -55,7 +64,7 @@ class Keeps(Protocol):
 class Follower:
     """Owned by one event loop."""
 
-    def __init__(self, transport: Transport, caller: Identity, request: FollowRequest, world: World, log: Log) -> None:
+    def __init__(self, transport: Transport, caller: Identity, request: FollowRequest, world: World, log: Says) -> None:
         self.transport, self.caller = transport, caller
         self.answer: JoinAnswer | None = None
         """As the shard has described the run last."""
@@ -102,7 +111,7 @@ class Follower:
     async def _follow(self, keeps: Keeps) -> None:
         """One stream. Raises DilocoError, TimeoutError."""
         answer = await self.transport.join(self.caller, JoinRequest(PROTOCOL, "", observe=True), CALL_S)
-        check_no_way_back(answer.epoch, 0 if self.answer is None else self.answer.epoch)
+        check_no_way_back(answer, 0 if self.answer is None else self.answer.epoch)
         keeps.joined(answer)
         self.answer = answer
         stream = self.transport.follow(self.caller, self.request)

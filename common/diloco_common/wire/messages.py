@@ -65,9 +65,11 @@ LINE = 10**10
 epoch of a promoted shard is above every one of the shard that it stood by for, whenever that is started again."""
 
 
-def check_no_way_back(epoch: int, seen: int) -> None:
-    """Whoever has seen an epoch of a promoted shard does not go back to one before. Raises Unavailable."""
-    if epoch // LINE < seen // LINE:
+def check_no_way_back(answer: JoinAnswer, seen: int) -> None:
+    """Whoever has seen an epoch of a promoted shard does not go back to one before; but a folder may have been emptied
+    since. Raises Unavailable."""
+    epoch, is_newer = answer.epoch, answer.began_with_nothing and answer.epoch % LINE > seen % LINE
+    if epoch // LINE < seen // LINE and not is_newer:
         raise Unavailable(
             f"this is epoch {epoch} of the shard, from before its standby was promoted (epoch {seen}); end it, and "
             "give the address of the promoted one"
@@ -246,6 +248,7 @@ class JoinAnswer:
     index: int = 0
     rules: str = ""
     frozen: tuple[FrozenTensor, ...] = ()
+    began_with_nothing: bool = False
 
 
 AVERAGE = "average"

@@ -388,6 +388,7 @@ class Shard:
             index=index,
             rules=rules,
             frozen=self.versions.frozen.declared if tensors else (),
+            began_with_nothing=self.versions.began_with_nothing,
         )
 
     def pull_header(self, learner_id: str, fragment_id: int, record: Record | None = None) -> PullHeader:

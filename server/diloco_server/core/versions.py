@@ -67,6 +67,8 @@ class Versions:
         self.fragments: dict[int, FragmentState] = {}
         self.phases = Phases()
         self.budget = Budget(run.tokens, influence)
+        self.began_with_nothing = True
+        """No version was there when this epoch began."""
         self.done = False
         """The token budget is reached, and so is the last version of all kinds. Stays so."""
         self.closing: dict[int, int] = {}
@@ -158,6 +160,7 @@ class Versions:
     def restore(self, manifest: Manifest, fragments: Sequence[Restored]) -> None:
         """Go on from versions that were kept, before anybody joins."""
         assert self.manifest is None, "a shard that has a model cannot be restored"
+        self.began_with_nothing = False
         self._adopt(manifest)
         for restored in fragments:
             self.fragments[restored.record.fragment_id].restore(restored, self.epoch)

@@ -106,6 +106,7 @@ class ShardHost:
         self._checkpointer = Checkpointer(settings, world, metrics, log)
         self.keeper = Keeper(store, settings.shard, world, metrics, log, self._written)
         self._store = store
+        self.keeps_files = store.keeps_files
         self._tick_s = tick_s
         self._compute = world.threads(1, "diloco-compute")
         self._cpu_clock = world.cpu_clock

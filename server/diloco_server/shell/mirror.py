@@ -8,7 +8,6 @@ from functools import partial
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version, pull_encodings
 from diloco_common.errors import BadChecksum, ManifestMismatch
-from diloco_common.observe.metrics import ReaderMetrics
 from diloco_common.wire.calls import call_s, read_version
 from diloco_common.wire.follower import Follower
 from diloco_common.wire.manifest import cut
@@ -24,8 +23,6 @@ class Mirror:
     def __init__(self, host: ShardHost, follower: Follower) -> None:
         self._host, self._follower = host, follower
         host.follower = follower
-        self.metrics = ReaderMetrics()
-        self.metrics.follow("mirror", lambda: (follower.is_up, host.ready()[0], *follower.behind, follower.skipped))
 
     async def run(self, site: str, address: str) -> None:
         """Until cancelled. `address`: as the learners of its site dial it."""

@@ -19,12 +19,12 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from diloco_common.codec import memory, native
-from diloco_common.errors import EXIT_OK, DataError, DilocoError, Refusal, Superseded, Unavailable
+from diloco_common.errors import EXIT_OK, DataError, DilocoError
 from diloco_common.observe.history import HistoryFile
 from diloco_common.observe.http import HttpServer, check_http_is_meant
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ShardMetrics
-from diloco_common.observe.metrics.registry import installed
+from diloco_common.observe.metrics import ReaderMetrics, ShardMetrics
+from diloco_common.observe.metrics.registry import MetricsRegistry, installed
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
 from diloco_common.trust.credentials import Credentials
@@ -33,7 +33,7 @@ from diloco_common.wire import rpc
 from diloco_common.wire.addresses import bind_socket, in_use, parse_address, write_address
 from diloco_common.wire.follower import Follower
 from diloco_common.wire.grpc_transport import GrpcTransport
-from diloco_common.wire.messages import Evicted, FollowRequest, Role
+from diloco_common.wire.messages import FollowRequest
 from diloco_server.shell.access import LOOK_S, AccessFiles
 from diloco_server.shell.audit import AuditLog
 from diloco_server.shell.host import ShardHost
@@ -42,15 +42,13 @@ from diloco_server.shell.probes import Health, Probe
 from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit
 from diloco_server.shell.service import Service
 from diloco_server.shell.servicer import ParameterServer
-from diloco_server.shell.standby import Standby
+from diloco_server.shell.standby import Standby, tell_replaced
 from diloco_server.shell.status import record_since, rounds_since, shard_status, standby_status
 from diloco_server.storage.filesystem import Disk, FolderLock
 from diloco_server.storage.standby import StandbyFolder
 from diloco_server.storage.store import open_store
 from diloco_server.storage.version_file import Origin
 
-TELL_S = 1.0
-"""How often a promoted shard tries to tell the one that it replaces."""
 DRAIN_S = 5.0
 """Seconds that merges have to finish when the process is told to end."""
 WRITES_END_S = 2.0
@@ -99,10 +97,13 @@ class ShardServer:
         )  # fmt: skip
         self.service = Service(self.host)
         self._replaces = replaces
-        self._mirror = Mirror(self.host, follower_of(settings, world, self.host.log)) if is_mirror else None
+        self._mirror, registry = None, metrics.registry
+        if is_mirror:
+            self._mirror = Mirror(self.host, follower := follower_of(settings, world, self.host.log))
+            registry = metrics_of(follower, "mirror", self.host.ready)
         self._http = HttpServer(
             settings.shard.http,
-            registry=metrics.registry if self._mirror is None else self._mirror.metrics.registry,
+            registry=registry,
             status=lambda: shard_status(self.host, self.grpc_address) | self._of_process(),
             ready=self.host.ready,
             bearer_token=self._access.bearer_token,
@@ -195,22 +196,10 @@ class ShardServer:
 
     async def _tell_replaced(self) -> None:
         """Until the shard that this one replaces has heard of it, or says that it is this one that is replaced."""
-        host, security = self.host, self.settings.security
+        security = self.settings.security
         transport = GrpcTransport(self._replaces, Credentials(security.tls, security.token_file))
-        request = FollowRequest(Role.STANDBY, epoch=host.shard.epoch, tokens_merged=host.shard.tokens_merged)
         try:
-            while True:
-                try:
-                    async with asyncio.timeout(TELL_S):
-                        answer = await transport.follow(Identity(self.settings.run.id), request).hear()
-                    if isinstance(answer, Evicted):
-                        host.end_as_replaced(answer.message)
-                        return
-                except Superseded as told:
-                    host.log.error("the shard before has ended", why=told, code=told.code)
-                    return
-                except (Refusal, Unavailable, TimeoutError):
-                    await asyncio.sleep(TELL_S)
+            await tell_replaced(self.host, transport, Identity(self.settings.run.id))
         finally:
             await transport.close(0.0)
 
@@ -275,6 +264,12 @@ def follower_of(settings: Settings, world: World, log: Log) -> Follower:
     return Follower(transport, Identity(settings.run.id), FollowRequest(shard.role), world, log)
 
 
+def metrics_of(follower: Follower, role: str, ready: Callable[[], tuple[bool, str]]) -> MetricsRegistry:
+    metrics = ReaderMetrics()
+    metrics.follow(role, lambda: (follower.is_up, ready()[0], *follower.behind, follower.skipped))
+    return metrics.registry
+
+
 async def serve(settings: Settings, address_file: Path | None) -> None:
     """Run a shard until SIGTERM or SIGINT. Raises DilocoError where it cannot start, or cannot go on."""
     raise_limit()
@@ -318,9 +313,11 @@ async def stand_by(settings: Settings) -> bool:
     except OSError as error:
         raise DataError(f"shard.data_dir {shard.data_dir} cannot be used: {error.strerror}") from None
     threads = world.threads(1, "diloco-storage")
-    standby = Standby(follower_of(settings, world, log), folder, Origin.of(settings), threads, log)
+    follower = follower_of(settings, world, log)
+    standby = Standby(follower, folder, Origin.of(settings), threads, log)
     http = HttpServer(
-        shard.http, registry=standby.metrics.registry, ready=standby.ready, bearer_token=access.bearer_token,
+        shard.http, registry=metrics_of(follower, "standby", standby.ready), ready=standby.ready,
+        bearer_token=access.bearer_token,
         status=lambda: standby_status(standby, settings, log.name), door=access.door(),
     )  # fmt: skip
     check_http_is_meant("shard.http", shard.http, settings.security)

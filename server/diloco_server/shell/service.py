@@ -212,7 +212,7 @@ class Service:
             caller.check_may("Standby")
             yield await self._host.supersede(request)
             return
-        if request.role == Role.STANDBY and self._host.settings.shard.data_dir is None:
+        if request.role == Role.STANDBY and not self._host.keeps_files:
             raise BadRequest("this shard keeps its versions in memory alone; start it with shard.data_dir")
         with self._host.readers.opened(caller, request, self._host.clock()) as reader:
             self._host.follow(reader)
@@ -311,14 +311,15 @@ class Service:
 
     # ------------------------------------------------------------ versions
 
-    async def pull(
+    def pull(
         self, caller: Identity, request: PullRequest, ends_in_s: float = 0.0
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
-        if FILE in request.encodings:
-            async with aclosing(self._file(caller, request)) as parts:
-                async for part in parts:
-                    yield part
-            return
+        is_file = FILE in request.encodings
+        return self._file(caller, request) if is_file else self._version(caller, request, ends_in_s)
+
+    async def _version(
+        self, caller: Identity, request: PullRequest, ends_in_s: float
+    ) -> AsyncGenerator[PullHeader | Chunk, None]:
         with self._pull_place(caller) as account, self._takers.pulling(account) as pulled:
             await self._host.may_come(request)
             header, change, values = self._host.pull(caller, request)

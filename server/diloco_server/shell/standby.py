@@ -10,12 +10,23 @@ from functools import partial
 from typing import TypeVar
 
 from diloco_common.codec.frames import crc32c, said_crc32c
-from diloco_common.errors import BadChecksum, BadRequest, VersionGone
-from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ReaderMetrics
+from diloco_common.errors import BadChecksum, BadRequest, Refusal, Superseded, Unavailable, VersionGone
+from diloco_common.ports import Transport
+from diloco_common.trust.identity import Identity
 from diloco_common.wire.calls import call_s
-from diloco_common.wire.follower import Follower
-from diloco_common.wire.messages import FILE, Committed, Directive, JoinAnswer, PullHeader, PullRequest
+from diloco_common.wire.follower import Follower, Says
+from diloco_common.wire.messages import (
+    FILE,
+    Committed,
+    Directive,
+    Evicted,
+    FollowRequest,
+    JoinAnswer,
+    PullHeader,
+    PullRequest,
+    Role,
+)
+from diloco_server.shell.host import ShardHost
 from diloco_server.storage.standby import StandbyFolder
 from diloco_server.storage.store import check_origin
 from diloco_server.storage.version_file import Origin
@@ -24,13 +35,33 @@ LOOK_S = 0.25
 """How often it looks whether it was promoted."""
 FILE_BYTES_MAX = 1 << 40
 
+TELL_S = 1.0
+"""How often a promoted shard tries to tell the one that it replaces."""
+
 T = TypeVar("T")
+
+
+async def tell_replaced(host: ShardHost, transport: Transport, caller: Identity) -> Superseded:
+    """Until the shard that this one replaces has heard of it, or says that it is this one that is replaced."""
+    request = FollowRequest(Role.STANDBY, epoch=host.shard.epoch, tokens_merged=host.shard.tokens_merged)
+    while True:
+        try:
+            async with asyncio.timeout(TELL_S):
+                answer = await transport.follow(caller, request).hear()
+            if isinstance(answer, Evicted):
+                return host.end_as_replaced(answer.message)
+        except Superseded as told:
+            host.log.error("the shard before has ended", why=told, code=told.code)
+            return told
+        except (Refusal, Unavailable, TimeoutError):
+            pass
+        await asyncio.sleep(TELL_S)
 
 
 class Standby:
     """Owned by one event loop."""
 
-    def __init__(self, follower: Follower, folder: StandbyFolder, origin: Origin, disk: Executor, log: Log) -> None:
+    def __init__(self, follower: Follower, folder: StandbyFolder, origin: Origin, disk: Executor, log: Says) -> None:
         """`origin`: of the settings; the shard's must be the same, or it could not go on from these files."""
         self.follower = follower
         self.num_fragments = 0
@@ -38,8 +69,6 @@ class Standby:
         self.bytes_saved = 0
         self._folder, self._origin, self._disk, self._log = folder, origin, disk, log
         self._epoch = 0
-        self.metrics = ReaderMetrics()
-        self.metrics.follow("standby", lambda: (follower.is_up, self.ready()[0], *follower.behind, follower.skipped))
 
     async def run(self) -> None:
         """Until it is promoted. Raises OSError."""

@@ -41,13 +41,16 @@ def mark_of(names: Sequence[str]) -> Mark | None:
 
 
 def put_mark(fs: FileSystem, what: str, epoch: int) -> None:
-    """Durably; the marks before go. Raises OSError."""
-    name, before = f"{what}-{epoch:012d}", [name for name in fs.names() if _MARK.fullmatch(name)]
+    """Durably; the marks before go, except that nothing takes back a promotion but another one. Raises OSError."""
+    name = f"{what}-{epoch:012d}"
+    before = [name for name in fs.names() if _MARK.fullmatch(name)]
+    if what == STANDBY and any(name.startswith(PROMOTED) for name in before):
+        return
     if name not in before:
         with closing(fs.create(name)) as file:
             file.sync()
         fs.sync_names()
-    for old in before:
+    for old in before:  # not what somebody has put there since
         if old != name:
             fs.remove(old)
 

@@ -69,6 +69,8 @@ class Store(Protocol):
 
     epoch: int
     """The epoch of this start of the shard. No two starts have the same."""
+    keeps_files: bool
+    """Whether versions outlive the process."""
 
     def recover(self) -> Recovered:
         """The versions of earlier epochs. Call once, before `save`. Raises DataError and OSError."""
@@ -96,6 +98,8 @@ class MemoryStore:
     applied last.
     """
 
+    keeps_files = False
+
     def __init__(self, epoch: int) -> None:
         """`epoch` is drawn at random, so a learner can tell a restarted shard from the one before."""
         self.epoch = epoch
@@ -119,6 +123,8 @@ class MemoryStore:
 
 class FileStore:
     """Versions in a folder that nobody else writes to."""
+
+    keeps_files = True
 
     def __init__(self, fs: FileSystem, origin: Origin, *, first_epoch: int) -> None:
         """Begin an epoch, durably.

@@ -223,7 +223,7 @@ class Connection:
     async def _join(self) -> None:
         """Get a lease. Raises a Refusal or Unavailable."""
         answer = await self._ask_for_lease()
-        check_no_way_back(answer.epoch, self.state.epoch)
+        check_no_way_back(answer, self.state.epoch)
         joined = Joined.at(self.address, answer)
         try:
             self.agreement.take(joined)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
+from typing import Self
 
 from diloco_common.codec import Chunk, Payload
 from diloco_common.errors import BadChecksum, Busy, DilocoError, VersionGone
@@ -69,7 +69,7 @@ class Mirrors:
             while True:
                 parts = transport.pull(reader, request, call_s(4 * num_elements))
                 try:
-                    header, payload = await read_version(_heard(parts, limit), request, num_elements)
+                    header, payload = await read_version(_Heard(parts, limit), request, num_elements)
                     break
                 except Busy:
                     await asyncio.sleep(AGAIN_S)
@@ -79,11 +79,18 @@ class Mirrors:
         return replace(near.header, payload=payload.header, base_version=header.base_version), payload
 
 
-async def _heard(
-    parts: AsyncGenerator[PullHeader | Chunk, None], limit: asyncio.Timeout
-) -> AsyncGenerator[PullHeader | Chunk, None]:
-    """The same; each part gives the next one its time."""
-    async with aclosing(parts):
-        async for part in parts:
-            limit.reschedule(asyncio.get_running_loop().time() + SILENT_S)
-            yield part
+class _Heard:
+    """The parts of an answer; each gives the next one its time. No generator around a generator: who is cancelled in
+    the middle could not close it."""
+
+    def __init__(self, parts: AsyncGenerator[PullHeader | Chunk, None], limit: asyncio.Timeout) -> None:
+        self._parts, self._limit = parts, limit
+        self.aclose = parts.aclose
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> PullHeader | Chunk:
+        part = await anext(self._parts)
+        self._limit.reschedule(asyncio.get_running_loop().time() + SILENT_S)
+        return part
