@@ -372,6 +372,12 @@ class FragmentState:
             return theirs.version > 0
         return theirs.version > self.recovered.version and theirs.epoch >= self.recovered.epoch
 
+    def is_beside(self, theirs: Held) -> bool:
+        """Whether a learner has gone on from an earlier version in a later epoch than the restored one was made in: a
+        standby was promoted that had not heard of what its shard had lost."""
+        recovered = self.recovered
+        return recovered is not None and theirs.epoch > recovered.epoch and theirs.version < recovered.version
+
     def knows_less(self, tokens_seen: int, since: float) -> bool:
         """Whether what there is began with nothing in this epoch, after that time, and somebody has seen more."""
         has_begun = self.phase is not Phase.UNSEEDED and self.recovered is None and self.seeded_at >= since

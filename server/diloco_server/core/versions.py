@@ -243,6 +243,8 @@ class Versions:
         renamed = []
         for theirs in held:
             state = self.fragments.get(theirs.fragment_id)
+            if state is not None and theirs.epoch != self.epoch and state.is_beside(theirs):
+                state.forget(learner_id)  # what it contributes since is in none of these versions, whatever its number
             if state is None or theirs.epoch == self.epoch or not state.lacks(theirs):
                 continue
             recovered = state.recovered

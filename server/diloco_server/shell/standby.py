@@ -89,6 +89,11 @@ class Standby:
 
     def joined(self, answer: JoinAnswer) -> None:
         self.num_fragments, self._epoch = len(answer.fragments), answer.epoch
+        newest = {status.fragment_id: status.version if status.seeded else -1 for status in answer.fragments}
+        self._disk.submit(self._folder.drop_later, newest)  # before it takes anything
+        for fragment_id, version in newest.items():
+            if fragment_id in self.follower.held and self.follower.held[fragment_id].version > version:
+                del self.follower.held[fragment_id]
 
     def hear(self, directive: Directive) -> None:
         """Nothing else is its business."""

@@ -10,7 +10,7 @@ What a folder is, is the name of an empty file with an epoch in it, so there is 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from typing import NamedTuple
 
@@ -109,13 +109,17 @@ class StandbyFolder:
         """Fragment -> its newest version."""
         return newest(self._fs)
 
-    def begin(self, fragment_id: int, version: int) -> NewFile:
-        """A version is about to come. Later ones are of a line that the shard has lost."""
-        later = [v for f, v in _versions(self._fs) if f == fragment_id and v > version]
-        for lost in later:
-            self._fs.remove(version_name(fragment_id, lost))
+    def drop_later(self, newest: Mapping[int, int]) -> None:
+        """Versions of these fragments above the shard's are of a line that it has lost; -1: it has none."""
+        later = [version_name(f, v) for f, v in _versions(self._fs) if v > newest.get(f, v)]
+        for name in later:
+            self._fs.remove(name)
         if later:
             self._fs.sync_names()
+
+    def begin(self, fragment_id: int, version: int) -> NewFile:
+        """A version is about to come."""
+        self.drop_later({fragment_id: version})
         return self._fs.create(version_name(fragment_id, version) + TEMPORARY)
 
     def end(self, file: NewFile, fragment_id: int, version: int) -> Header:
