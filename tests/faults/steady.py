@@ -93,6 +93,8 @@ class Options:
     """The model has about width ** 2 parameters."""
     step_s: float = STEP_S
     """Between two steps."""
+    site: str = ""
+    """Where it is, for mirrors."""
     history: str = ""
     """Folder in which it records what happens; empty: nowhere."""
 
@@ -192,7 +194,9 @@ def _learn(name: str, shards: str, options: Options, control: Connection, log: P
     model = nn.Sequential(nn.Linear(8, options.width), nn.Tanh(), nn.Linear(options.width, options.width))
     noise = torch.Generator().manual_seed(sum(name.encode()))
     history, stepping = History(), True
-    with diloco_worker.join(shards, model, learner_id=name, history=options.history or None) as learner:
+    with diloco_worker.join(
+        shards, model, learner_id=name, site=options.site, history=options.history or None
+    ) as learner:
         for connection in learner.connections:
             connection._hear = _remembering(connection._hear, history)  # type: ignore[method-assign]
         ended = time.monotonic()

@@ -22,7 +22,7 @@ from diloco_common.errors import DataError, NothingIntact, VersionDamaged, Wrong
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Manifest, differences
 from diloco_server.storage.filesystem import Disk, FileSystem, FolderLock, OldFile
-from diloco_server.storage.standby import SUPERSEDED, first_epoch_of, mark_of, newest, put_mark
+from diloco_server.storage.standby import PROMOTED, SUPERSEDED, first_epoch_of, mark_of, newest, put_mark
 from diloco_server.storage.version_file import (
     Header,
     Origin,
@@ -142,8 +142,10 @@ class FileStore:
             if name.endswith(TEMPORARY):
                 fs.remove(name)
         epochs = sorted(int(m[1]) for name in names if (m := _EPOCH.fullmatch(name)))
+        mark = mark_of(names)
+        self._copied_upto = mark.epoch if mark is not None and mark.what == PROMOTED else -1
         before = epochs or [name.epoch for name in newest(fs).values()]  # of a copy: above what it was copied from
-        self.epoch = max(first_epoch_of(mark_of(names), first_epoch), max(before, default=-1) + 1)
+        self.epoch = max(first_epoch_of(mark, first_epoch), max(before, default=-1) + 1)
         self._was_restored = not epochs
         self._begin_epoch(epochs)
 
@@ -187,7 +189,9 @@ class FileStore:
                 worse.append(name)
                 continue
             # The version before is removed only once there is a later one. If it is missing, a later one may be, too.
+            # A standby has copied what was announced when it had time for it, so not all of them.
             is_missing = header.previous is not None and header.previous not in versions
+            is_missing = is_missing and stored.record.epoch > self._copied_upto
             if is_missing and not worse and not aside and not self._was_restored:
                 damage.append(f"version {header.previous}, written before {name}, is missing; later ones may be, too")
             self._unneeded[fragment_id] = aside | set(worse)
