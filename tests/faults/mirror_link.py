@@ -41,7 +41,8 @@ def measure(rate: str, seconds: float, width: int, sync_every: int, *, mirrored:
         namespace.plug_in()
         given = {
             **SETTINGS, "sync.sync_every": sync_every, "sync.pull": "int8", "sync.push": "int4",
-            "sync.grace": "adaptive", "lease.lease_s": 30, "lease.heartbeat_s": 3, "security.insecure": True, "shard.count": SHARDS,
+            "sync.grace": "adaptive",
+            "lease.lease_s": 30, "lease.heartbeat_s": 3, "security.insecure": True, "shard.count": SHARDS,
         }  # fmt: skip
         shards = [
             Shard(

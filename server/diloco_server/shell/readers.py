@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from diloco_common.errors import BadRequest
+from diloco_common.ports import Clock
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.messages import Committed, Directive, Drain, FollowRequest, Pulse, Role, Stop
 from diloco_server.shell.control_streams import ControlStream
@@ -37,25 +38,30 @@ class Reader:
 class Readers:
     def __init__(self) -> None:
         self._open: dict[Reader, None] = {}  # oldest first
+        self.away: dict[tuple[Role, str], float] = {}
+        """Mirrors and standbys that followed, and do not now: since when."""
         self._places = Places[object](READERS_EACH, READERS_MAX, "readers follow this shard; try again later")
 
     def __iter__(self) -> Iterator[Reader]:
         return iter(self._open)
 
     @contextmanager
-    def opened(self, caller: Identity, request: FollowRequest, now: float) -> Iterator[Reader]:
+    def opened(self, caller: Identity, request: FollowRequest, now: Clock) -> Iterator[Reader]:
         """While a stream is open. Raises BadRequest, Busy, and WrongIdentity where the caller's scope is another."""
         if request.role not in {*Role}:
             raise BadRequest(f"FollowRequest.role is {request.role!r}, none of {', '.join(Role)}")
         role = Role(request.role)
         caller.check_may(CALLS[role])
         with self._places.held(caller.account, f"streams of {caller.account or 'this host'}"):
-            reader = Reader(caller.account, role, request.site, request.address, now)
+            reader = Reader(caller.account, role, request.site, request.address, now())
             self._open[reader] = None
+            self.away.pop((role, reader.name), None)
             try:
                 yield reader
             finally:
                 del self._open[reader]
+                if role is not Role.OBSERVER and len(self.away) < READERS_MAX:
+                    self.away[role, reader.name] = now()
 
     def tell(self, directive: Directive) -> None:
         """What learners are told, as far as it is about versions, or about the shard. To a standby a version is

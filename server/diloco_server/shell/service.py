@@ -214,7 +214,7 @@ class Service:
             return
         if request.role == Role.STANDBY and not self._host.keeps_files:
             raise BadRequest("this shard keeps its versions in memory alone; start it with shard.data_dir")
-        with self._host.readers.opened(caller, request, self._host.clock()) as reader:
+        with self._host.readers.opened(caller, request, self._host.clock) as reader:
             self._host.follow(reader)
             while (directive := await reader.stream.next()) is not None:
                 yield self._host.near(directive, "", "") if reader.role is Role.MIRROR else directive

@@ -81,6 +81,10 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
             {"role": r.role, "name": r.name, "site": r.site, "address": r.address, "for_s": round(now - r.since, 1)}
             for r in host.readers
         ],
+        "readers_away": [
+            {"role": role, "name": name, "for_s": round(now - since, 1)}
+            for (role, name), since in host.readers.away.items()
+        ],
         "following": None if host.follower is None else following(host.follower, settings),
     }
 
