@@ -134,6 +134,8 @@ class Processes(Stage):
             return
         if still_lives and not (old.process.alive and old.is_serving):
             return
+        if old.host is None or old.host.shard.draining:
+            return
         self.note("promote", index, still_lives)
         self.counts["standbys promoted" if not still_lives else "standbys promoted beside their shard"] += 1
         standby.promote()

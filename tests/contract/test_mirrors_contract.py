@@ -33,15 +33,19 @@ def is_level(mirror: InProcessShard, shard: InProcessShard) -> bool:
     return mirror.loop.look(lambda: names(mirror) == names(shard) != {})
 
 
-def train(shard: InProcessShard, *, is_near: bool = False, **how: Any) -> Any:
+def train(shard: InProcessShard, *others: InProcessShard, is_near: bool = False, **how: Any) -> Any:
     """One learner that trains for some versions, and leaves; `is_near`: until some came from a mirror."""
     torch.manual_seed(0)
     model = nn.Linear(40, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    learner = diloco_worker.join(shard.address, model, learner_id="a", wait_s=20.0, log=None, **how)
+    learner = diloco_worker.join(
+        [shard.address, *(one.address for one in others)], model, learner_id="a", wait_s=20.0, log=None, **how
+    )
     try:
         ends = time.monotonic() + DEADLINE_S
-        while shard.loop.look(shard.version) < VERSIONS or (is_near and not learner.telemetry.bytes_near):
+        while min(shard.loop.look(lambda: [f.version for f in shard.core.fragments.values()] or [0])) < VERSIONS or (
+            is_near and not learner.telemetry.bytes_near
+        ):
             assert time.monotonic() < ends, "no more versions come"
             optimizer.zero_grad()
             model(torch.randn(8, 40)).square().mean().backward()
@@ -81,6 +85,14 @@ def test_a_mirror_of_a_mirror_serves_what_learners_hold(serve: Callable[..., InP
     found, shards = pull_global_model([second.address]), pull_global_model([shard.address])
     assert found.versions == shards.versions
     assert all(torch.equal(v, shards.tensors[n].bfloat16().float()) for n, v in found.tensors.items())
+
+
+def test_a_mirror_is_of_whichever_shard_it_follows(serve: Callable[..., InProcessShard]) -> None:
+    sync = {"fragments": 2}
+    first, second = (serve(settings_with(shard={"index": i, "count": 2}, sync=sync)) for i in range(2))
+    mirror = serve(mirror_of(second))
+    train(second, first, is_near=True, site=SITE)
+    until(lambda: is_level(mirror, second), "the mirror has all")
 
 
 def test_a_mirror_takes_no_work(serve: Callable[..., InProcessShard], loop: LoopThread) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,9 @@ def link_bytes(namespace: Namespace) -> tuple[int, int]:
     return found["stats64"]["rx"]["bytes"], found["stats64"]["tx"]["bytes"]
 
 
-def measure(rate: str, seconds: float, width: int, sync_every: int, *, mirrored: bool) -> dict[str, Any]:
+def measure(
+    rate: str, seconds: float, width: int, sync_every: int, keep: Path | None, *, mirrored: bool
+) -> dict[str, Any]:
     processes: list[Any] = []
     with tempfile.TemporaryDirectory() as name, Namespace() as namespace:
         folder = Path(name)
@@ -86,6 +89,8 @@ def measure(rate: str, seconds: float, width: int, sync_every: int, *, mirrored:
         finally:
             for process in processes:
                 process.kill()
+            if keep is not None:
+                shutil.copytree(folder, keep / str(mirrored), dirs_exist_ok=True)
         parameters = 8 * width + width + width * width + width
         rounds = sum(sum(versions(s).values()) for s in later) - sum(sum(versions(s).values()) for s in status)
         rounds /= SETTINGS["sync.fragments"]
@@ -108,9 +113,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--width", type=int, default=700)
     parser.add_argument("--sync-every", type=int, default=48)
+    parser.add_argument("--keep", type=Path, help="folder for the logs")
+    parser.add_argument("--mirrored", action="store_true", help="with a mirror alone")
     args = parser.parse_args()
-    for mirrored in (False, True):
-        print(json.dumps(measure(args.rate, args.seconds, args.width, args.sync_every, mirrored=mirrored)), flush=True)
+    for mirrored in (True,) if args.mirrored else (False, True):
+        found = measure(args.rate, args.seconds, args.width, args.sync_every, args.keep, mirrored=mirrored)
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ class Shard:
     def mirror(self, told: JoinAnswer, manifest: Manifest) -> None:
         """The shard that this one mirrors has described the run."""
         self.told = told
-        self.versions.mirror(manifest)
+        self.versions.mirror(manifest, told.shard_index)
 
     def mirrored(self, record: Record, published: Published) -> None:
         """It has announced this version, and here are its bytes."""

@@ -168,9 +168,10 @@ class Versions:
                 self.merge = self.merge or restored.record.merge
         self._check_budget()
 
-    def mirror(self, manifest: Manifest) -> None:
-        """The model of the shard that this one mirrors."""
+    def mirror(self, manifest: Manifest, shard_index: int) -> None:
+        """The model of the shard that this one mirrors, and which one that is."""
         if self.manifest is None or self.manifest.digest != manifest.digest:
+            self._placed = self._placed.model_copy(update={"index": shard_index, "count": manifest.num_shards})
             self._adopt(manifest)
         self.manifest = manifest
 

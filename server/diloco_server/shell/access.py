@@ -140,9 +140,10 @@ class AccessFiles:
         self._log = log
         self._audit = audit or Audit()
         self._tls = TlsFolder(security.tls, needs_pair=True) if security.tls else None
-        self._itself = Subject(settings.run.id, Scope(settings.shard.role), str(settings.shard.index))
-        if self._tls is not None and self._itself.scope is not Scope.SHARD and self._tls.files.subject is not None:
-            self._itself = replace(self._itself, name=self._tls.files.subject.name)  # any mirror may be this one
+        self._itself, role = Subject(settings.run.id, Scope.SHARD, str(settings.shard.index)), settings.shard.role
+        shown = None if self._tls is None else self._tls.files.subject
+        if role == Scope.MIRROR or (role == Scope.STANDBY and shown != self._itself):  # which will serve as the shard
+            self._itself = Subject(settings.run.id, Scope(role), "" if shown is None else shown.name)
         self._wall_clock = wall_clock
         if self._tls is not None:
             _check_certificate(self._tls.files, self._itself, wall_clock)
