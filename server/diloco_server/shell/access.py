@@ -142,7 +142,7 @@ class AccessFiles:
         self._tls = TlsFolder(security.tls, needs_pair=True) if security.tls else None
         self._itself, role = Subject(settings.run.id, Scope.SHARD, str(settings.shard.index)), settings.shard.role
         shown = None if self._tls is None else self._tls.files.subject
-        if role == Scope.MIRROR or (role == Scope.STANDBY and shown != self._itself):  # which will serve as the shard
+        if role == "mirror" or (role == "standby" and shown != self._itself):  # which will serve as the shard
             self._itself = Subject(settings.run.id, Scope(role), "" if shown is None else shown.name)
         self._wall_clock = wall_clock
         if self._tls is not None:
