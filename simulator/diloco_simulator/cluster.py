@@ -148,7 +148,8 @@ class SimulatedCluster(Processes):
             self._announced[version] = facts["checksum"]
             shard = int(name.removeprefix("shard-"))
             self._fragments[shard].add(facts["fragment"])
-            if what == "announced" and shard in self.disks:
+            host = self.shards[shard].host  # the one that was started last: another may live on beside it
+            if what == "announced" and shard in self.disks and host and host.shard.epoch == facts["epoch"]:
                 self.disks[shard].hurt.pop(facts["fragment"], None)
         if self._watches is not None:
             self._watches.heard(name, what, facts)
