@@ -2,8 +2,8 @@
 
     python tests/faults/read_beside.py --pairs 12 --seconds 5
 
-Two learners step all the while. The reader is a process that takes `diloco_worker.versions`; what it got last is compared
-with `pull_global_model`, bit for bit, once the learners stand still.
+Two learners step all the while. The reader is a process that takes `diloco_worker.versions`; what that gives is
+compared with `pull_global_model`, bit for bit, once the learners stand still.
 """
 
 from __future__ import annotations
