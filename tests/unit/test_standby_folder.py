@@ -11,7 +11,9 @@ import pytest
 from diloco_common.errors import VersionDamaged, WrongFolder
 from diloco_common.ports import Unavailable
 from diloco_common.settings import Settings
-from diloco_common.wire.messages import LINE, LearnerPolicy, check_no_way_back
+from diloco_common.wire.manifest import TensorSpec, cut
+from diloco_common.wire.messages import LINE, Held, LearnerPolicy, VersionId, check_no_way_back
+from diloco_server.core.fragment import FragmentState, Phases
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.standby import SUPERSEDED, StandbyFolder, promote, put_mark
 from diloco_server.storage.store import FileStore
@@ -130,3 +132,18 @@ def test_later_versions_are_of_a_line_that_is_lost(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "fragment-0000-version-000000000011.safetensors", "fragment-0001-version-000000000013.safetensors",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("epoch", "version", "beside"),
+    [(NOW + 9, 0, True), (NOW + 9, 1, False), (NOW, 0, False), (NOW - 9, 0, False)],
+)
+def test_a_learner_that_went_on_from_less_than_was_promoted_was_in_another_line(
+    epoch: int, version: int, beside: bool
+) -> None:
+    """What it pushed there has the number of a version here, and is in none."""
+    fragment = cut([TensorSpec("w", (4,))], 1, 1).fragments[0]
+    state = FragmentState.unseeded(fragment, Phases())
+    assert not state.is_beside(Held(0, epoch, version)), "nothing was restored"
+    state.recovered = VersionId(NOW, 1)
+    assert state.is_beside(Held(0, epoch, version)) is beside
