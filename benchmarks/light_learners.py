@@ -31,6 +31,7 @@ from diloco_common.codec import Payload, encode_payload
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.addresses import Endpoints, read_address
+from diloco_common.wire.calls import backoff_s
 from diloco_common.wire.manifest import Fragment, Manifest, TensorSpec
 from diloco_common.wire.messages import (
     PROTOCOL,
@@ -45,7 +46,7 @@ from diloco_common.wire.messages import (
 from diloco_deploy.cluster.asking import fetch_status
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from diloco_worker.core.dialing import TRY_AGAIN, backoff_s
+from diloco_worker.core.dialing import TRY_AGAIN
 from diloco_worker.shell.pusher import SEEDS_AT_ONCE
 
 TOKENS_PER_STEP = 1000

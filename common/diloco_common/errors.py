@@ -400,11 +400,11 @@ class StaleGeneration(Refusal):
 
 
 class Superseded(Refusal):
-    """Another process has joined with the same learner id. This one ends."""
+    """Another process has joined with the same learner id, or has taken the place of a shard. This one ends."""
 
     exit_code = EXIT_IN_USE
-    do = "Give each worker its own id, or end the one too many."
-    look = "`worker.learner_id`"
+    do = "Give each worker its own id, or end the one too many. A shard whose standby was promoted stays ended."
+    look = "`worker.learner_id`, [mirrors and standbys](mirrors.md)"
 
 
 class Draining(Refusal):

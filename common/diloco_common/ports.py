@@ -19,6 +19,7 @@ from diloco_common.errors import Unavailable as Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.messages import (
     Directive,
+    FollowRequest,
     JoinAnswer,
     JoinRequest,
     Progress,
@@ -73,8 +74,16 @@ class ControlStream(Protocol):
         """Give the stream up. Repeating it is fine."""
 
 
+class Heard(Protocol):
+    """A reader's end of one Follow call: a control stream without reports."""
+
+    async def hear(self) -> Directive | None: ...
+
+    def cancel(self) -> None: ...
+
+
 class Transport(Protocol):
-    """The five calls of diloco.v1 from one learner to one shard, as plain values.
+    """The calls of diloco.v1 from one learner or reader to one shard, as plain values.
 
     Every call raises the shard's Refusal, or Unavailable. `timeout_s` limits the whole call.
     """
@@ -82,6 +91,8 @@ class Transport(Protocol):
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer: ...
 
     def attend(self, caller: Identity) -> ControlStream: ...
+
+    def follow(self, caller: Identity, request: FollowRequest) -> Heard: ...
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer: ...
 
@@ -97,7 +108,7 @@ class Transport(Protocol):
 
 
 class ShardService(Protocol):
-    """The shard's end of the five calls, for any transport. Every call may raise a Refusal.
+    """The shard's end of the calls, for any transport. Every call may raise a Refusal.
 
     The transport has already checked the run and the caller's identity.
     """
@@ -112,6 +123,9 @@ class ShardService(Protocol):
 
     def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
         """Directives until the lease, or the learner's side, ends. Close it with `aclose`."""
+
+    def follow(self, caller: Identity, request: FollowRequest) -> AsyncGenerator[Directive, None]:
+        """Directives until the shard, or the reader's side, ends. Close it with `aclose`."""
 
     async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | Chunk]) -> PushAnswer:
         """`parts`: the header, then the chunks. The lease is checked before the first part is read."""

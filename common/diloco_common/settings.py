@@ -142,6 +142,14 @@ class ShardSettings(Section):
     """Shards of the run. This one is number `index`, counted from 0."""
     listen: str = "127.0.0.1:0"
     """Address of gRPC. Port 0 picks a free one."""
+    mirror_of: str = ""
+    """Address of a shard, or of a mirror: this process is a mirror of it, and takes no work (docs/mirrors.md)."""
+    standby_of: str = ""
+    """Address of a shard: this process keeps its version files in `data_dir`, until `diloco promote`."""
+    site: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
+    """Of a mirror: where it is. Learners with this `worker.site` take versions from it. Empty: none is sent to it."""
+    known_as: str = ""
+    """Of a mirror: host:port as the learners of its site dial it. Empty: as it listens."""
     http: str = "127.0.0.1:0"
     """Address of /metrics, /healthz, /readyz and /status."""
     max_pushes: int = Field(default=64, ge=1)
@@ -159,8 +167,16 @@ class ShardSettings(Section):
     every so many seconds, for slow disks. If a crash loses versions, the shard reports it once it meets a learner that
     holds them."""
 
+    @property
+    def role(self) -> Literal["shard", "mirror", "standby"]:
+        return "mirror" if self.mirror_of else "standby" if self.standby_of else "shard"
+
     @model_validator(mode="after")
     def _index_within_count(self) -> Self:
+        if self.mirror_of and self.standby_of:
+            raise ValueError("mirror_of and standby_of exclude each other: start two processes")
+        if self.standby_of and self.data_dir is None:
+            raise ValueError("standby_of keeps version files: give it data_dir")
         if self.index >= self.count:
             raise ValueError(f"index {self.index} does not exist among {self.count} shards (counted from 0)")
         return self
@@ -183,6 +199,8 @@ class WorkerSettings(Section):
     """Addresses of all shards, host:port, in any order. `@FILE` is the address file of a shard that may move."""
     learner_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
     """Unique in the run; empty: that of the checkpoint, or made from host name, process id and something drawn."""
+    site: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
+    """Where it is: it takes versions from the shards' mirrors of this site, where there are any (docs/mirrors.md)."""
     http: str = "127.0.0.1:0"
     """Address of /metrics, /healthz, /readyz and /status."""
     hung_s: float = Field(default=1800.0, ge=0)

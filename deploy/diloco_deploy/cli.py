@@ -57,6 +57,9 @@ COMMANDS = (
         "make data folders from a checkpoint, for any number of shards", MODEL,
     ),
     Command(
+        "promote", "checkpoint.promote:promote", "make a standby the shard, once the shard will not come back", MODEL
+    ),
+    Command(
         "export", "checkpoint.commands:export",
         "write the model as one safetensors file with its own parameter names", MODEL,
     ),

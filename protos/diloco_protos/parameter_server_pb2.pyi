@@ -45,7 +45,7 @@ class Tie(_message.Message):
     def __init__(self, name: _Optional[str] = ..., of: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held", "frozen", "ties", "index", "take_number", "age_s", "tokens_seen")
+    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held", "frozen", "ties", "index", "take_number", "age_s", "tokens_seen", "site")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class JoinRequest(_message.Message):
     TAKE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     TOKENS_SEEN_FIELD_NUMBER: _ClassVar[int]
+    SITE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     process_id: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
@@ -70,7 +71,8 @@ class JoinRequest(_message.Message):
     take_number: bool
     age_s: float
     tokens_seen: int
-    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., take_number: bool = ..., age_s: _Optional[float] = ..., tokens_seen: _Optional[int] = ...) -> None: ...
+    site: str
+    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., take_number: bool = ..., age_s: _Optional[float] = ..., tokens_seen: _Optional[int] = ..., site: _Optional[str] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("fragment_id", "epoch", "version")
@@ -83,7 +85,7 @@ class Held(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("generation", "epoch", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors", "ties", "index", "rules", "frozen")
+    __slots__ = ("generation", "epoch", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors", "ties", "index", "rules", "frozen", "began_with_nothing")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +101,7 @@ class JoinResponse(_message.Message):
     INDEX_FIELD_NUMBER: _ClassVar[int]
     RULES_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_WITH_NOTHING_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: int
     heartbeat_s: float
@@ -114,7 +117,8 @@ class JoinResponse(_message.Message):
     index: int
     rules: str
     frozen: _containers.RepeatedCompositeFieldContainer[FrozenTensor]
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., rules: _Optional[str] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ...) -> None: ...
+    began_with_nothing: bool
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., rules: _Optional[str] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., began_with_nothing: bool = ...) -> None: ...
 
 class LearnerPolicy(_message.Message):
     __slots__ = ("sync_every", "push_encoding", "pull_encoding", "on_commit", "blend_alpha", "error_feedback")
@@ -215,14 +219,28 @@ class Collect(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., round: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("fragment_id", "version", "epoch")
+    __slots__ = ("fragment_id", "version", "epoch", "near")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEAR_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
     epoch: int
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    near: Near
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., near: _Optional[_Union[Near, _Mapping]] = ...) -> None: ...
+
+class Near(_message.Message):
+    __slots__ = ("address", "values_sha256", "change_sha256", "header")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_SHA256_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_SHA256_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    values_sha256: bytes
+    change_sha256: bytes
+    header: PullHeader
+    def __init__(self, address: _Optional[str] = ..., values_sha256: _Optional[bytes] = ..., change_sha256: _Optional[bytes] = ..., header: _Optional[_Union[PullHeader, _Mapping]] = ...) -> None: ...
 
 class Pulse(_message.Message):
     __slots__ = ("tokens_merged", "tokens_budget", "learners_alive")
@@ -395,6 +413,20 @@ class LeaveRequest(_message.Message):
 class LeaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class FollowRequest(_message.Message):
+    __slots__ = ("role", "site", "address", "epoch", "tokens_merged")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    site: str
+    address: str
+    epoch: int
+    tokens_merged: int
+    def __init__(self, role: _Optional[str] = ..., site: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens_merged: _Optional[int] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("zeros",)

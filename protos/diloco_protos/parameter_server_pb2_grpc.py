@@ -59,6 +59,11 @@ class ParameterServerStub(object):
                 request_serializer=diloco__protos_dot_parameter__server__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=diloco__protos_dot_parameter__server__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.Follow = channel.unary_stream(
+                '/diloco.v1.ParameterServer/Follow',
+                request_serializer=diloco__protos_dot_parameter__server__pb2.FollowRequest.SerializeToString,
+                response_deserializer=diloco__protos_dot_parameter__server__pb2.Directive.FromString,
+                _registered_method=True)
 
 
 class ParameterServerServicer(object):
@@ -101,6 +106,14 @@ class ParameterServerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Follow(self, request, context):
+        """For readers, which hold no lease: what is announced, as it is announced, beginning with what there is. Whoever reads
+        slowly hears of the newest version of each fragment alone. Pulse comes once per heartbeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParameterServerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +141,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=diloco__protos_dot_parameter__server__pb2.LeaveRequest.FromString,
                     response_serializer=diloco__protos_dot_parameter__server__pb2.LeaveResponse.SerializeToString,
+            ),
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=diloco__protos_dot_parameter__server__pb2.FollowRequest.FromString,
+                    response_serializer=diloco__protos_dot_parameter__server__pb2.Directive.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -265,6 +283,33 @@ class ParameterServer(object):
             '/diloco.v1.ParameterServer/Leave',
             diloco__protos_dot_parameter__server__pb2.LeaveRequest.SerializeToString,
             diloco__protos_dot_parameter__server__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/diloco.v1.ParameterServer/Follow',
+            diloco__protos_dot_parameter__server__pb2.FollowRequest.SerializeToString,
+            diloco__protos_dot_parameter__server__pb2.Directive.FromString,
             options,
             channel_credentials,
             insecure,

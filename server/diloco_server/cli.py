@@ -24,6 +24,10 @@ def serve(
     http: Annotated[str | None, setting("shard.http", "HOST:PORT", "address of metrics and status")] = None,
     index: Annotated[str | None, setting("shard.index", "I", "which shard this is, counted from 0")] = None,
     count: Annotated[str | None, setting("shard.count", "S", "how many shards the run has")] = None,
+    mirror_of: Annotated[str | None, setting("shard.mirror_of", "HOST:PORT", "be a mirror of this shard")] = None,
+    standby_of: Annotated[str | None, setting("shard.standby_of", "HOST:PORT", "be a standby of this shard")] = None,
+    site: Annotated[str | None, setting("shard.site", "NAME", "of a mirror: where it is")] = None,
+    data_dir: Annotated[str | None, setting("shard.data_dir", "FOLDER", "its versions")] = None,
     tls: Annotated[str | None, setting("security.tls", "FOLDER", "its certificate, by `diloco certs issue`")] = None,
     insecure: Annotated[Flag, Parameter(help="plaintext on any address (security.insecure)")] = False,
     address_file: Annotated[Path | None, Parameter(metavar="FILE", help="write the bound addresses here")] = None,
@@ -33,6 +37,7 @@ def serve(
     """Run one shard of the parameter server, until SIGTERM or Ctrl-C."""
     flags = {
         "shard.listen": listen, "shard.http": http, "shard.index": index, "shard.count": count, "security.tls": tls,
+        "shard.mirror_of": mirror_of, "shard.standby_of": standby_of, "shard.site": site, "shard.data_dir": data_dir,
         "security.insecure": insecure or None,
     }  # fmt: skip
     settings = settings_from(options, flags)

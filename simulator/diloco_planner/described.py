@@ -40,6 +40,8 @@ class Site:
     price_egress_gb: float = 0.0
     """Of what leaves the site, per GB of 10^9 bytes."""
     price_ingress_gb: float = 0.0
+    mirror: bool = False
+    """Each shard has a mirror here: versions come once, for all learners of the site."""
     memory: float | None = None
     """Of a chip, in bytes."""
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -51,8 +51,10 @@ def chips_hour(described: Described, plan: LearnerPlan) -> float:
 
 
 def per_gb(described: Described, plan: LearnerPlan) -> tuple[float, float]:
-    """What a learner's contributions and versions cost. Bytes within the site of the shards cost nothing."""
+    """What a learner's contributions and versions cost. Bytes within the site of the shards cost nothing. Versions that
+    come to a mirror are paid for once, by all learners of its site."""
     site, home = described.site_of(plan.name), described.home
     if site is None or home is None or site is home:
         return 0.0, 0.0
-    return site.price_egress_gb + home.price_ingress_gb, home.price_egress_gb + site.price_ingress_gb
+    pulls = site.learners if site.mirror else 1
+    return site.price_egress_gb + home.price_ingress_gb, (home.price_egress_gb + site.price_ingress_gb) / pulls

@@ -83,7 +83,8 @@ FAILING: Mapping[str, tuple[Parse, str]] = {
 SITE: Mapping[str, tuple[Parse, str]] = {
     "name": (_name, 'a name, such as "oregon-2": up to 58 of A-Z a-z 0-9 . _ -'), "learners": _LEARNERS,
     "chips": _WHOLE, "slice": _WHOLE, "spares": _SPARES,
-    "elastic": (_flag, "true or false"), "step_time": _SOME_TIME, "noise": _SHARE, "up": _RATE, "down": _RATE,
+    "elastic": (_flag, "true or false"), "mirror": (_flag, "true or false"),
+    "step_time": _SOME_TIME, "noise": _SHARE, "up": _RATE, "down": _RATE,
     "round_trip": _DELAY, "begins": _TIME, "tokens_per_step": _TOKENS,
     "memory": _BYTES,
     "price_chip_hour": _PRICE, "price_egress_gb": _PRICE, "price_ingress_gb": _PRICE,

@@ -94,8 +94,15 @@ class SimulatedCluster(Processes):
         for learner_id in self.learner_ids:
             self.timeline.later(self._random.random() * options.starts_s, self.start_learner, learner_id)
         self.timeline.later(options.look_every_s, self._look_after)
+        for index in range(options.shards):
+            if options.mirrors:
+                self.start_mirror(index)
+            if options.standbys and index in self.disks:
+                self.start_standby(index)
         Faults(self)
-        self._watches: Fairness | PublishedFormula = Fairness(self) if options.hostile else PublishedFormula(self)
+        self._watches: Fairness | PublishedFormula | None = None
+        if not options.standbys:  # else two may be one shard for a while, and the formula follows one
+            self._watches = Fairness(self) if options.hostile else PublishedFormula(self)
         self.hostile = [HostileProcess(self, number) for number in range(options.hostile)]
         self._all += [hostile.process for hostile in self.hostile]
 
@@ -141,9 +148,11 @@ class SimulatedCluster(Processes):
             self._announced[version] = facts["checksum"]
             shard = int(name.removeprefix("shard-"))
             self._fragments[shard].add(facts["fragment"])
-            if what == "announced" and shard in self.disks:
+            host = self.shards[shard].host  # the one that was started last: another may live on beside it
+            if what == "announced" and shard in self.disks and host and host.shard.epoch == facts["epoch"]:
                 self.disks[shard].hurt.pop(facts["fragment"], None)
-        self._watches.heard(name, what, facts)
+        if self._watches is not None:
+            self._watches.heard(name, what, facts)
         match what:
             case "gone" if facts["code"] == LeaseExpired.code:
                 self.shards[int(name.removeprefix("shard-"))].lost(facts["learner"], facts["generation"])

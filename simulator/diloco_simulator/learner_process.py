@@ -16,6 +16,7 @@ from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import Busy, DilocoError
 from diloco_common.wire.messages import PushHeader
 from diloco_simulator.followed import FollowedRun, Trainer
+from diloco_simulator.reader_processes import SITE
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.model import Counting, TornReplica, part_of
 from diloco_simulator.world.stage import Checkpoint, Stage
@@ -69,7 +70,7 @@ class LearnerProcess(Trainer, FollowedRun):
         replica.reads_later = options.reads_later
         self.learner = make_learner(
             replica, [str(i) for i in range(options.shards)], caller, self._dial,
-            self.process.world(), self, telemetry, start,
+            self.process.world(), self, telemetry, start, site=SITE if options.mirrors else "",
         )  # fmt: skip
         self.process.start(self._live(), self.name)
 

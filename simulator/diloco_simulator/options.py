@@ -113,6 +113,10 @@ class Options:
     """Whether the model has one."""
     islands: int = 0
     """So many of the learners, from the first one on, are islands of several ranks."""
+    mirrors: bool = False
+    """Whether each shard has a mirror at the site of the learners. It dies, lags and lies."""
+    standbys: bool = False
+    """Whether each shard that has a disk has a standby. It is promoted, and the shard may live on for some learners."""
     hostile: int = 0
     """Hostile learners, beside the honest ones."""
     identities_proven: bool = True
@@ -366,12 +370,28 @@ def draw_companions(seed: int) -> Options:
     )  # fmt: skip
 
 
+def draw_mirrored(seed: int) -> Options:
+    """Short schedules with mirrors that lie, or standbys that are promoted, or both."""
+    r = random.Random(f"mirrored {seed}")
+    drawn = replace(draw_short(seed), family="mirrored", hostile=0, islands=0, companions_every=0, has_buffer=False)
+    kind = r.choice(("mirrors", "standbys", "both"))
+    mirrors, standbys = kind != "standbys", kind != "mirrors"
+    faults = tuple(kind for kind in drawn.faults if kind != "not finite")
+    faults += ("crash mirror", "freeze mirror") * mirrors + ("promote",) * 3 * standbys
+    return replace(
+        drawn, mirrors=mirrors, standbys=standbys, faults=faults, budget=0, outer=SUM, merge="mean",
+        fragments=max(3, min(drawn.fragments, 6)), disks=(True,) * drawn.shards if standbys else drawn.disks,
+        save_s=drawn.save_s or 0.005, faults_s=drawn.faults_s + 4.0,
+    )  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[int], Options]] = {
     "short": draw_short,
     "long": draw_options,
     "memory": draw_memory,
     "islands": draw_islands,
     "companions": draw_companions,
+    "mirrored": draw_mirrored,
 }
 
 

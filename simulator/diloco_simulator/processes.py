@@ -18,6 +18,7 @@ from diloco_simulator.followed import Trainer
 from diloco_simulator.island_process import RESTART_S, IslandProcess
 from diloco_simulator.learner_process import LearnerProcess
 from diloco_simulator.options import Options
+from diloco_simulator.reader_processes import MirrorProcess, StandbyProcess
 from diloco_simulator.shard_process import ShardProcess
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.disk import ShardDisk
@@ -82,6 +83,12 @@ class Processes(Stage):
         """Those that were started last."""
         self.hostile: list[HostileProcess] = []
         self.disks = {index: ShardDisk(index, options) for index, has in enumerate(options.disks) if has}
+        self.mirrors: dict[int, MirrorProcess] = {}
+        self.standbys: dict[int, StandbyProcess] = {}
+        """Those that stand by."""
+        self.promoted: dict[int, StandbyProcess] = {}
+        self.replaced: dict[int, tuple[ShardProcess, ShardDisk]] = {}
+        """Shards that live on beside the promoted ones."""
         self.healed = False
         self._all: list[SimulatedProcess] = []
         self._excused: set[tuple[int, int]] = set()
@@ -103,6 +110,62 @@ class Processes(Stage):
             self.shards[index] = ShardProcess(self, index, self.disks.get(index))
             self._all.append(self.shards[index].process)
             self.starts[name] += 1
+
+    def start_mirror(self, index: int) -> None:
+        if (mirror := self.mirrors.get(index)) is None or not mirror.process.alive:
+            self.starts[f"mirror-{index}"] += 1
+            self.mirrors[index] = MirrorProcess(self, index)
+            self._all.append(self.mirrors[index].process)
+
+    def start_standby(self, index: int) -> None:
+        self.standbys[index] = StandbyProcess(self, index)
+        self._all.append(self.standbys[index].process)
+
+    def crash_mirror(self, index: int, *, noticed: bool, back_after_s: float) -> None:
+        if (mirror := self.mirrors.get(index)) is not None and mirror.process.alive:
+            mirror.process.kill()
+            self.network.gone(mirror.process, noticed)
+            self.timeline.later(back_after_s, self.start_mirror, index)
+
+    def promote_standby(self, index: int, *, still_lives: bool, noticed: bool) -> None:
+        """It becomes the shard. The one before is gone with its machine, or lives on for some learners for a while."""
+        standby, old = self.standbys.get(index), self.shards[index]
+        if standby is None or not standby.process.alive or not standby.is_ready or old.process.frozen:
+            return
+        if still_lives and not (old.process.alive and old.is_serving):
+            return
+        if old.host is None or old.host.shard.draining:
+            return
+        self.note("promote", index, still_lives)
+        self.counts["standbys promoted" if not still_lives else "standbys promoted beside their shard"] += 1
+        standby.promote()
+        if still_lives:
+            assert old.host is not None
+            for learner_id in self.learner_ids[::2]:
+                self.network.apart[learner_id, index] = self.network.serving[index]
+            self.replaced[index] = old, self.disks[index]
+        else:
+            old.kill(power=False)
+            self.network.gone(old.process, noticed)
+        del self.standbys[index], self.shards[index]
+        self.disks[index] = standby.disk
+        self.promoted[index] = standby
+        self.start_shard(index)
+
+    def _heal_replaced(self, index: int) -> None:
+        """Once the promoted shard serves: it reaches the one that it replaced."""
+        new, (old, disk) = self.shards[index], self.replaced[index]
+        if not new.is_serving:
+            self.timeline.later(self.options.look_every_s, self._heal_replaced, index)
+            return
+
+        def ended() -> None:
+            old.kill(power=False)
+            self.network.gone(old.process, True)
+            for path in [path for path in self.network.apart if path[1] == index]:
+                del self.network.apart[path]
+
+        self.promoted[index].tell(new, old, disk, ended)
 
     def has_model(self, index: int) -> bool:
         """Whether a shard's model cannot be replaced any more."""
@@ -127,6 +190,8 @@ class Processes(Stage):
         else:
             self.counts["recoveries"] += bool(shard.host.shard.fragments)
             lost = set(disk.hurt)
+        if shard.index in self.promoted:
+            lost = self._fragments[shard.index]
         self._excused |= {(epoch, fragment_id) for fragment_id in lost}
         for fragment_id, state in shard.host.shard.fragments.items():
             if disk is not None and state.seeded and (how := disk.hurt.pop(fragment_id, None)) is not None:
@@ -286,15 +351,31 @@ class Processes(Stage):
             disk.heal()
         for index in range(self.options.shards):
             self.start_shard(index)
+        for index, mirror in self.mirrors.items():
+            self._thaw_reader(mirror)
+            self.start_mirror(index)
+        for standby in self.standbys.values():
+            self._thaw_reader(standby)
         for learner_id in self.learner_ids:
             self._start_if_none(learner_id)
         self.network.heal()
+        for index in self.replaced:
+            self._heal_replaced(index)
         self._to_resolve = [(p, c) for p in self.learners if p.process.alive for c in p.unresolved.values()]
 
     def _end(self, learner: Trainer, *, noticed: bool) -> None:
         self.note("killed", learner.name)
         learner.process.kill()
         self.network.gone(learner.process, noticed)
+
+    def freeze_mirror(self, index: int, lasts_s: float) -> None:
+        if (mirror := self.mirrors.get(index)) is not None and mirror.process.alive:
+            mirror.process.freeze()
+            self.timeline.later(lasts_s, self._thaw_reader, mirror)
+
+    def _thaw_reader(self, reader: MirrorProcess | StandbyProcess) -> None:
+        if reader.process.alive and reader.process.frozen:
+            reader.process.thaw()
 
     def _thaw(self, what: Trainer | ShardProcess) -> None:
         if what.process.alive and what.process.frozen:

@@ -38,6 +38,21 @@ def test_the_api_of_kubernetes_takes_every_resource(build: str) -> None:
             kubernetes_validate.validate(resource, version, strict=True)
 
 
+def test_the_example_with_a_mirror_and_a_standby_is_taken_and_its_settings_hold() -> None:
+    base = {c["metadata"]["name"].rpartition("-")[0]: c["data"] for c in built("base") if c["kind"] == "ConfigMap"}
+    roles = []
+    for resource in yaml.safe_load_all((FOLDER / "examples/readers.yaml").read_text()):
+        for version in VERSIONS:
+            kubernetes_validate.validate(resource, version, strict=True)
+        if "template" in resource["spec"]:
+            (container,) = resource["spec"]["template"]["spec"]["containers"]
+            given = {k: v for f in container.get("envFrom", ()) for k, v in base[f["configMapRef"]["name"]].items()}
+            settings = load(None, given | {e["name"]: e["value"] for e in container["env"]}).settings
+            check_consent(settings)
+            roles.append(settings.shard.role)
+    assert roles == ["mirror", "standby"]
+
+
 @pytest.mark.parametrize("build", BUILDS)
 def test_operators_take_every_resource_of_theirs(build: str) -> None:
     known = {"v1", "apps/v1", "batch/v1", "policy/v1", "networking.k8s.io/v1"}

@@ -212,7 +212,7 @@ ENOUGH = 60
 
 def test_a_refused_stream_leads_to_a_new_lease_every_time(serve, front, train, monkeypatch):
     """Else the learner takes the shard for silent, and asks under the old lease again after a longer wait."""
-    monkeypatch.setattr("diloco_worker.core.dialing.LONGEST_S", 0.001)
+    monkeypatch.setattr("diloco_common.wire.calls.LONGEST_S", 0.001)
     shard = serve()
     between = front(shard)
     train(between.address, "a")

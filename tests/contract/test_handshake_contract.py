@@ -19,13 +19,13 @@ from training import tiny_model
 import diloco_worker
 from certificates import Certificates
 from diloco_common.errors import CannotConnect, HandshakeFailed, NotAShard, TlsMismatch
+from diloco_common.trust.credentials import Credentials
 from diloco_common.trust.identity import Identity
 from diloco_common.trust.tls import read_folder
+from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.handshake import find_cause
 from diloco_common.wire.messages import PROTOCOL, JoinRequest
 from diloco_worker.global_model import pull_global_model
-from diloco_worker.shell.credentials import Credentials
-from diloco_worker.shell.grpc_transport import GrpcTransport
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_the_cause_is_looked_for_at_the_first_failure_and_then_seldom(shard, loo
         looks.append(address)
         return TlsMismatch("so it is")
 
-    monkeypatch.setattr("diloco_worker.shell.grpc_transport.find_cause", look)
+    monkeypatch.setattr("diloco_common.wire.grpc_transport.find_cause", look)
 
     async def dial_again_and_again() -> None:
         transport = GrpcTransport(shard.address, Credentials())

@@ -23,8 +23,8 @@ from diloco_common.errors import (
     Superseded,
     Unauthenticated,
 )
+from diloco_common.wire.calls import FIRST_S, GROWTH
 from diloco_server.shell.status import shard_status
-from diloco_worker.core.dialing import FIRST_S, GROWTH
 from diloco_worker.learner import AWAY_S
 from secret_files import secret_file
 from waiting import until
@@ -221,9 +221,9 @@ def test_an_evicted_learner_joins_again_by_itself(serve, front, train, written):
 
 def test_a_lease_that_is_over_is_replaced_without_the_waits_of_a_silent_shard(serve, front, train, monkeypatch):
     """Fault 10: after an outage the shard answers that the lease is over; the wait until then was long enough."""
-    monkeypatch.setattr("diloco_worker.core.dialing.FIRST_S", 0.05)
-    monkeypatch.setattr("diloco_worker.core.dialing.GROWTH", 1.5)
-    monkeypatch.setattr("diloco_worker.core.dialing.LONGEST_S", 0.5)
+    monkeypatch.setattr("diloco_common.wire.calls.FIRST_S", 0.05)
+    monkeypatch.setattr("diloco_common.wire.calls.GROWTH", 1.5)
+    monkeypatch.setattr("diloco_common.wire.calls.LONGEST_S", 0.5)
     shard = serve(settings_with(lease={"lease_s": 0.4, "heartbeat_s": 0.1}))
     between = front(shard)
     a = train(between.address, "a")

@@ -12,8 +12,8 @@ from training import tiny_model
 
 import diloco_worker
 from diloco_common.errors import CannotConnect, ConfigError, WrongRun
+from diloco_common.trust.credentials import DRAWN
 from diloco_worker import number
-from diloco_worker.shell.credentials import DRAWN
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import torch
 from diloco_common.codec import encode_payload
 from diloco_common.errors import BadRequest, DilocoError, Refusal, Unavailable
 from diloco_common.trust.identity import Identity
+from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.messages import PROTOCOL, JoinRequest, PullRequest, PushHeader
-from diloco_worker.shell.grpc_transport import GrpcTransport
 
 ME = Identity("local", "cat", 1, 1)
 GARBAGE = b"\xff\xff\xff\xff"

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import diloco_worker
 import forks
+from diloco_common.wire import calls
 from diloco_common.wire.messages import Committed
-from diloco_worker.core import dialing
 from processes import Shard, Status, until
 
 Identity = tuple[int, int]
@@ -93,6 +93,10 @@ class Options:
     """The model has about width ** 2 parameters."""
     step_s: float = STEP_S
     """Between two steps."""
+    site: str = ""
+    """Where it is, for mirrors."""
+    history: str = ""
+    """Folder in which it records what happens; empty: nowhere."""
 
 
 class SteadyLearner(forks.Answering):
@@ -185,12 +189,14 @@ def _learn(name: str, shards: str, options: Options, control: Connection, log: P
         _enter(options.namespace)
     forks.log_to(log)
     torch.set_num_threads(1)
-    dialing.LONGEST_S = options.longest_wait_s
+    calls.LONGEST_S = options.longest_wait_s
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, options.width), nn.Tanh(), nn.Linear(options.width, options.width))
     noise = torch.Generator().manual_seed(sum(name.encode()))
     history, stepping = History(), True
-    with diloco_worker.join(shards, model, learner_id=name) as learner:
+    with diloco_worker.join(
+        shards, model, learner_id=name, site=options.site, history=options.history or None
+    ) as learner:
         for connection in learner.connections:
             connection._hear = _remembering(connection._hear, history)  # type: ignore[method-assign]
         ended = time.monotonic()
@@ -241,8 +247,11 @@ def _look(learner: diloco_worker.Learner, history: History) -> None:
     for fragment_id, fragment in learner.core.fragments.items():
         identity = fragment.epoch, fragment.version
         history.merged_tokens[fragment_id] = learner.core.tokens - fragment.tokens_since(learner.core.tokens)
-        if history.at.get(fragment_id) == identity or fragment.tensors.anchor is None:
+        before = history.at.get(fragment_id)
+        if before == identity or fragment.tensors.anchor is None:
             continue
+        if before is not None and identity[0] < before[0]:
+            history.mixed.append(f"fragment {fragment_id} went back from {before} to {identity}")
         history.at[fragment_id] = identity
         found = digest(fragment.tensors.anchor.float())
         if history.held.setdefault((fragment_id, *identity), found) != found:

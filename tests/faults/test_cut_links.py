@@ -9,7 +9,7 @@ import pytest
 from networks import Namespace, need_namespaces
 from steady import CALM_S, FAULT_SECONDS, SteadyCluster
 
-from diloco_worker.core.dialing import LONGEST_S
+from diloco_common.wire.calls import LONGEST_S
 from processes import until
 
 DIALING_S = 10.0

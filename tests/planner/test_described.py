@@ -62,6 +62,21 @@ def test_a_file_gives_a_plan_for_each_learner(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("mirror", "each"), [("false", 3 * (10 * 0.1 + 20 * 0.05)), ("true", 3 * 10 * 0.1 + 20 * 0.05)]
+)
+def test_versions_that_come_to_a_mirror_are_paid_for_once(mirror: str, each: float, tmp_path: Path) -> None:
+    text = GOOD.replace('name = "b"', f'name = "b"\nlearners = 3\nmirror = {mirror}')
+    (tmp_path / "sites.toml").write_text(text)
+    described = read(tmp_path / "sites.toml")
+    plans = described.learners(LearnerPlan("", Island(1), described.failures()), 5000, 9)
+    accounts = [{"sent_gb": 10.0, "taken_gb": 20.0}] * 5
+    outcome = RunOutcome(10.0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 36_000, 0, 24, accounts)
+    found = bill(described, plans, outcome)
+    assert found is not None
+    assert found.egress == pytest.approx(each)
+
+
+@pytest.mark.parametrize(
     ("wrong", "right", "words"),
     [
         ('"5Gbit"', '"5 apples"', ":4: up is '5 apples'; write a rate"),

@@ -161,7 +161,8 @@ def test_a_violation_ends_the_command_with_its_replay_and_exit_code_1(
 
 def test_a_name_of_no_schedule_is_told_how_to_say_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--replay", "78"]) == 2
-    assert "say companions:SEED or islands:SEED or long:SEED or memory:SEED or short:SEED" in capsys.readouterr().err
+    families = "companions:SEED or islands:SEED or long:SEED or memory:SEED or mirrored:SEED or short:SEED"
+    assert f"say {families}" in capsys.readouterr().err
 
 
 @pytest.mark.gate

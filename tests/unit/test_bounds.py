@@ -24,6 +24,7 @@ from diloco_common.wire.messages import (
     FrozenTensor,
     Held,
     LearnerPolicy,
+    Near,
     Pulse,
 )
 from diloco_protos import parameter_server_pb2 as pb
@@ -69,6 +70,8 @@ READ: dict[str, Callable[[Any], object]] = {
     "PushResponse": protobuf.answer_from_pb,
     "PullRequest": protobuf.pull_request_from_pb,
     "PullHeader": protobuf.pull_header_from_pb,
+    "FollowRequest": protobuf.follow_request_from_pb,
+    "Near": partial(protobuf.from_pb, Near),
 }
 KINDS: dict[str, type[Message]] = {name: getattr(pb, name) for name in READ}
 

@@ -81,7 +81,7 @@ def test_keys_are_for_their_owner_alone(folder: Path) -> None:
         (["issue", "a"], "names nobody: write learner/ID"),
         (["issue", "learner/../x"], "names nobody"),
         (["issue", "shard/one"], "shard/N with the shard's index"),
-        (["issue", "learner/a", "--host", "ps-0"], "only shards are dialed"),
+        (["issue", "learner/a", "--host", "ps-0"], "mirrors and standbys are dialed"),
         (["issue", "shard/0", "--host", "ps-0:50051"], "leave out the port"),
         (["issue", "learner/a", "--days", "0"], "must be days"),
         (["issue", "learner/a", "learner/b", "--out", "x"], "--out takes one identity"),

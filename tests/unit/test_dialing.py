@@ -19,16 +19,14 @@ from diloco_common.errors import (
     WrongRun,
 )
 from diloco_common.ports import Unavailable
+from diloco_common.wire.calls import FIRST_S, LONGEST_S, backoff_s
 from diloco_worker.core.dialing import (
     ANNOUNCE_WAIT_S,
-    FIRST_S,
-    LONGEST_S,
     REVOKED_S,
     STAYS_S,
     STEADY_S,
     Dialing,
     Redial,
-    backoff_s,
 )
 
 

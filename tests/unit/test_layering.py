@@ -41,7 +41,16 @@ PURE_STDLIB = sys.stdlib_module_names - IMPURE
 """`io`, `sys`, `warnings` and `importlib` would be ways around the rule."""
 PURE_COMMON = tuple(
     f"diloco_common.{name}"
-    for name in ["codec", "errors", "settings", "trust.identity", "wire.bounds", "wire.manifest", "wire.messages"]
+    for name in [
+        "codec",
+        "errors",
+        "settings",
+        "trust.identity",
+        "wire.bounds",
+        "wire.calls",
+        "wire.manifest",
+        "wire.messages",
+    ]
 )
 
 
@@ -73,7 +82,7 @@ PRODUCTION = frozenset({
     "diloco_common.trust.tokens", "diloco_common.wire.by_name", "diloco_common.wire.handshake",
     "diloco_common.wire.protobuf", "diloco_common.wire.rpc", "diloco_server.shell.access",
     "diloco_server.shell.probes", "diloco_server.shell.server", "diloco_server.shell.servicer",
-    "diloco_worker.shell.credentials", "diloco_worker.shell.grpc_transport", "diloco_worker.joining",
+    "diloco_common.trust.credentials", "diloco_common.wire.grpc_transport", "diloco_worker.joining",
     "diloco_worker.shell.network_thread", "diloco_worker.number", "grpc", "secrets", "ssl", "threading", "time",
 })  # fmt: skip
 """The other world: the simulator runs the shells, and nothing of this."""
@@ -98,14 +107,11 @@ RULES = {
     ),
     "diloco_server.core": core("diloco_server"),
     "diloco_worker": allow("diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
-    "diloco_worker.shell.grpc_transport": allow(
-        "diloco_common", "diloco_protos", "diloco_worker.shell.credentials", never=CLOCKS_AND_CHANCE
-    ),
+    "diloco_common.wire.grpc_transport": allow("diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE | TORCH),
     "diloco_worker.shell.island": allow(  # timeouts of torch.distributed are timedeltas
         "diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE - {"datetime"} | NETWORK
     ),
     "diloco_worker.joining": allow("diloco_worker", "diloco_common", never=NETWORK),
-    "diloco_worker.shell.credentials": allow("diloco_worker", "diloco_common", never=NETWORK),  # draws a name
     "diloco_worker.number": allow("diloco_worker", "diloco_common", never=NETWORK),
     "diloco_worker.core": core("diloco_worker"),
     "diloco_simulator": allow("diloco_simulator", "diloco_common", "diloco_server", "diloco_worker", never=PRODUCTION),
@@ -226,11 +232,12 @@ LOADS: dict[str, set[str]] = {
     "certs": set(), "token": set(), "config": set(), "completion": set(),
     "doctor": {
         "diloco_planner.choice", "diloco_planner.chips", "diloco_planner.formulas", "diloco_planner.plans",
-        "diloco_protos", "diloco_server.shell.quotas", "diloco_server.storage.filesystem", "diloco_worker.shell",
+        "diloco_protos", "diloco_server.shell.quotas", "diloco_server.storage.filesystem",
     },
     "plan": {"diloco_planner", "diloco_server.core.every", "diloco_worker.core.sizes"},
     "simulate": {"diloco_planner", "diloco_server.core", "diloco_worker.core"},
     "checkpoint": VALUES, "restore": VALUES, "export": VALUES, "pull": VALUES,
+    "promote": {"diloco_server.core", "diloco_server.storage"},
     "lab": {"diloco_lab", "diloco_demo", "diloco_server", "diloco_worker"},
     "chaos": CLUSTER | {"diloco_simulator"},
 }  # fmt: skip

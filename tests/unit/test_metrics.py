@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from busy import busy_shard, busy_worker, certificate
-from diloco_common.observe.metrics import ShardMetrics, WorkerMetrics
+from diloco_common.observe.metrics import ReaderMetrics, ShardMetrics, WorkerMetrics
 
 
 def values(registry: CollectorRegistry) -> dict[str, float]:
@@ -137,12 +137,25 @@ def test_every_code_of_a_rejected_contribution_has_a_series_before_its_first_eve
     }
 
 
+def following() -> ReaderMetrics:
+    metrics = ReaderMetrics()
+    metrics.follow("standby", lambda: (True, True, 2, 1.5, 7))
+    return metrics
+
+
+def test_a_standby_says_how_far_it_is_behind() -> None:
+    text = generate_latest(following().registry).decode()
+    assert 'diloco_reader_behind_versions{role="standby"} 2.0' in text
+    assert 'diloco_reader_behind_seconds{role="standby"} 1.5' in text
+    assert "diloco_reader_skipped_versions_total 7.0" in text
+
+
 def test_the_page_of_metrics_leaves_none_out(repository: Path):
     page = (repository / "docs/metrics.md").read_text(encoding="utf-8")
     listed = re.findall(r"^- `(\w+)` \((\w+)[,)]", page, flags=re.MULTILINE)
     served = {
         (family.name + ("_total" if family.type == "counter" else ""), family.type)
-        for metrics in (busy_shard(), busy_worker())
+        for metrics in (busy_shard(), busy_worker(), following())
         for family in metrics.registry.collect()
         if family.name.startswith("diloco_") and family.name != "diloco_build_info"
     }

@@ -8,8 +8,8 @@ import pytest
 
 from diloco_common.errors import ConfigError
 from diloco_common.ports import Unavailable
+from diloco_common.trust.credentials import Whereabouts, addresses_of
 from diloco_common.wire.addresses import write_address
-from diloco_worker.shell.credentials import Whereabouts, addresses_of
 
 
 def test_an_address_stays() -> None:

@@ -14,22 +14,42 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.codec import decode_payload
-from diloco_common.errors import Busy, CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch, NotSeeded
+from diloco_common.errors import (
+    Busy,
+    CannotConnect,
+    ConfigError,
+    HandshakeFailed,
+    ManifestMismatch,
+    NotSeeded,
+    Refusal,
+)
 from diloco_common.ports import Transport, Unavailable
+from diloco_common.trust.credentials import Credentials
 from diloco_common.trust.identity import Identity
+from diloco_common.wire.calls import read_version
+from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import Fragment, Manifest, Tie, cut
-from diloco_common.wire.messages import AVERAGE, PROTOCOL, FrozenTensor, JoinAnswer, JoinRequest, PullRequest
+from diloco_common.wire.messages import (
+    AVERAGE,
+    PROTOCOL,
+    Committed,
+    FollowRequest,
+    FrozenTensor,
+    JoinAnswer,
+    JoinRequest,
+    PullRequest,
+    Pulse,
+    Role,
+    Stop,
+)
 from diloco_worker.core import names
 from diloco_worker.export import empty_tensors, lay_out
-from diloco_worker.shell.credentials import Credentials
-from diloco_worker.shell.grpc_transport import GrpcTransport
-from diloco_worker.shell.puller import read_version
 
 CALL_S = 120.0
 AGAIN_S = 0.25
 """So long after it was BUSY a shard is asked again: it has few such pulls open at once."""
-LOOK_S = 1.0
-"""Between two looks for a newer version."""
+LOOK_S = 60.0
+"""Between two looks for a newer version of which nobody has told."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +234,8 @@ async def _pull_all(
         now = {fragment: told[fragment] for fragment in than.versions}
         at_the_end = than.versions != now or not than.is_final  # buffers come last of all
         if not (at_the_end if is_final else _are_further(now, than, of_model, every)):
-            await asyncio.sleep(0 if is_over else LOOK_S)
+            if not is_over:
+                await _news(transports, observer, than, of_model, every)
             return None, is_over
     tensors = empty_tensors(manifest)
     versions: dict[int, int] = {}
@@ -237,6 +258,49 @@ async def _pull_all(
         GlobalModel(tensors, buffers_of(manifest), versions, tokens_merged, keys, first.frozen, is_final, version),
         is_over,
     )
+
+
+async def _news(
+    transports: Mapping[str, Transport], observer: Identity, than: GlobalModel, of_model: Collection[int], every: int
+) -> None:
+    """Until so many further versions are announced, the run is final, or its learners have left. A shard that goes
+    away is news as well."""
+    told, is_far = dict(than.versions), asyncio.Event()
+    pulses: dict[str, Pulse] = {}
+
+    async def follow(address: str, transport: Transport) -> None:
+        stream = transport.follow(observer, FollowRequest(Role.OBSERVER))
+        try:
+            while (directive := await stream.hear()) is not None:
+                match directive:
+                    case Committed() if directive.fragment_id in told:
+                        told[directive.fragment_id] = directive.version
+                    case Pulse():
+                        pulses[address] = directive
+                    case Stop() if not than.is_final:
+                        return
+                ends = than.is_final and len(pulses) == len(transports)
+                if _are_further(told, than, of_model, every) or (
+                    ends and (told != than.versions or not any(p.learners_alive for p in pulses.values()))
+                ):
+                    return
+            await asyncio.sleep(AGAIN_S)
+        except (Refusal, Unavailable):
+            await asyncio.sleep(AGAIN_S)
+        finally:
+            stream.cancel()
+            is_far.set()
+
+    following = [asyncio.create_task(follow(*one)) for one in transports.items()]
+    try:
+        async with asyncio.timeout(LOOK_S):
+            await is_far.wait()
+    except TimeoutError:
+        pass
+    finally:
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
 
 
 def _are_further(now: Mapping[int, int], than: GlobalModel, of_model: Collection[int], every: int) -> bool:

@@ -25,7 +25,9 @@ from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import WorkerMetrics
 from diloco_common.ports import World
+from diloco_common.trust.credentials import Credentials, addresses_of
 from diloco_common.wire.addresses import write_address
+from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import model_digest
 from diloco_worker.core import ranks
 from diloco_worker.core.connection import Caller
@@ -37,16 +39,14 @@ from diloco_worker.global_model import pull_global_model
 from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
 from diloco_worker.number import taken
 from diloco_worker.shell import exits, frozen_tensors, home
-from diloco_worker.shell.arguments import check_either, check_function, check_how, check_who, check_word
+from diloco_worker.shell.arguments import check_either, check_function, check_how, check_site, check_who, check_word
 from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.companions import Companions
 from diloco_worker.shell.compared import Compared, several
 from diloco_worker.shell.connections import Connections
-from diloco_worker.shell.credentials import Credentials, addresses_of
 from diloco_worker.shell.ending import Patience
 from diloco_worker.shell.exits import as_one_line
 from diloco_worker.shell.frozen_tensors import FrozenRule
-from diloco_worker.shell.grpc_transport import GrpcTransport
 from diloco_worker.shell.island import IslandGroup
 from diloco_worker.shell.masters import Masters, find_copies
 from diloco_worker.shell.network_thread import NetworkThread
@@ -71,6 +71,7 @@ def join(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     after_version: Callable[[], object] | None = None,
     state: Mapping[str, Any] | None = None,
+    site: str = "",
     http: str | None = None,
     address_file: str | Path | None = None,
     history: str | Path | None = None,
@@ -124,6 +125,8 @@ def join(
             loaded from. The learner goes on as the same one, with its counts. One shard that answers is enough:
             training goes on from the values that the model holds where a shard is away, and what it adds is contributed
             once the shard is back.
+        site: where this learner is, in the words of the run: it takes versions from the shards' mirrors there, if there
+            are any (docs/mirrors.md). What comes from one is compared with what the shard has announced.
         http: address on which to serve /metrics, /healthz, /readyz and /status; None serves nothing.
         address_file: write the address that is served here, as soon as it is known.
         history: record what happens to this learner in this folder, as JSON lines; None records nothing.
@@ -196,6 +199,7 @@ def join(
         frozen=frozen_tensors.declare(chosen) if frozen == "same" else (),
         watch=None if replica.is_spread else ModelWatch(chosen, averaged),
         council=None if group is None else group.council(), after_version=after_version,
+        site=check_site(site),
     )  # fmt: skip
     if group is None:
         folder = None if tls is None else Path(tls)

@@ -621,7 +621,7 @@ def make_learner(
     replica: Replica, addresses: Sequence[str], caller: Caller, dial: Callable[[str], Transport], world: World,
     background: Background, telemetry: LearnerTelemetry, start: Start, *, index: int | None = None,
     frozen: Sequence[FrozenTensor] = (), watch: ModelWatch | None = None, council: Council | None = None,
-    after_version: Callable[[], object] | None = None,
+    after_version: Callable[[], object] | None = None, site: str = "",
 ) -> Learner:  # fmt: skip
     """A learner in some world, with its parts. Nothing is dialed before `start`.
 
@@ -633,6 +633,7 @@ def make_learner(
         watch: looks whether the model is still the one that joined; None: nobody can replace it.
         council: the processes that are this learner; None: this one alone.
         after_version: called when versions were written to the model.
+        site: where it is, for mirrors.
     """
     council = council or Council()
     telemetry.holds_all = council.is_alone
@@ -640,7 +641,7 @@ def make_learner(
     codec = CodecThread(replica.device, world, telemetry, start.tokens_seen)
     context = ConnectionContext(
         caller, tuple(replica.specs), dial, world, council, codec, telemetry, frozen=tuple(frozen), ties=replica.ties,
-        index=index,
+        index=index, site=site,
     )  # fmt: skip
     connections = Connections(addresses, Progress(start.inner_step, start.tokens), context)
     boundary = StepBoundary(replica, addresses, council, lambda: connections.pulse, world, start, after_version)

@@ -18,13 +18,13 @@ from diloco_common.errors import Busy, CannotConnect, ConfigError, Draining, Han
 from diloco_common.observe import logs
 from diloco_common.observe.logs import Log
 from diloco_common.ports import Unavailable
+from diloco_common.trust.credentials import Credentials, addresses_of
 from diloco_common.trust.identity import Identity
+from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest
 from diloco_worker.shell import exits, home
 from diloco_worker.shell.arguments import check_seconds, check_who
-from diloco_worker.shell.credentials import Credentials, addresses_of
 from diloco_worker.shell.ending import Patience
-from diloco_worker.shell.grpc_transport import GrpcTransport
 
 ATTEMPT_S = 1.0
 """For the answers of all shards; then it is tried again."""

@@ -10,6 +10,7 @@ zeros, as few as that takes, and before the first one. They are at most 255 for 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -50,6 +51,17 @@ def num_elements(ranges: Sequence[Range]) -> int:
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Of the encodings that keep every element by itself; others have scales, and cannot be cut."""
+
+
+def sha256(payload: Payload) -> bytes:
+    """Names the bytes of a payload against anybody, as a CRC does against chance: of its encoding, of how many elements
+    share a chunk where that tells what they mean, and of all chunks in order."""
+    header = payload.header
+    chunk_elements = 0 if header.encoding in ITEM_BYTES else header.chunk_elements
+    digest = hashlib.sha256(f"{header.encoding} {header.num_elements} {chunk_elements}\n".encode())
+    for chunk in payload.chunks:
+        digest.update(chunk)
+    return digest.digest()
 
 
 def cut_header(whole: Payload, ranges: Sequence[Range], chunk_elements: int | None = None) -> PayloadHeader:

@@ -13,7 +13,7 @@ from diloco_common.errors import BadRequest, ConfigError, WrongIdentity
 
 _NAME = r"[A-Za-z0-9._-]{1,64}"
 _LEARNER_ID = re.compile(rf"{_NAME}\Z")
-_SUBJECT = re.compile(rf"(learner|shard|observer|admin)/({_NAME})\Z")
+_SUBJECT = re.compile(rf"(learner|shard|observer|mirror|standby|admin)/({_NAME})\Z")
 _URI = re.compile(rf"diloco://({_NAME})/(.+)\Z")
 
 
@@ -23,6 +23,8 @@ class Scope(StrEnum):
     LEARNER = "learner"  # trains under one learner id
     SHARD = "shard"  # serves; its name is its index
     OBSERVER = "observer"  # reads the model
+    MIRROR = "mirror"  # holds what shards announce, and serves it; any name
+    STANDBY = "standby"  # holds a shard's version files; any name
     ADMIN = "admin"  # a person who runs the run
 
 
@@ -49,8 +51,8 @@ def subject_of(run_id: str, text: str) -> Subject:
     found = _SUBJECT.match(text)
     if found is None or (found[1] == Scope.SHARD and not _is_index(found[2])):
         raise ConfigError(
-            f"{text[:80]!a} names nobody: write learner/ID, observer/NAME or admin/NAME (1 to 64 of "
-            "A-Z a-z 0-9 . _ -), or shard/N with the shard's index"
+            f"{text[:80]!a} names nobody: write learner/ID, observer/NAME, mirror/NAME, standby/NAME or "
+            "admin/NAME (1 to 64 of A-Z a-z 0-9 . _ -), or shard/N with the shard's index"
         )
     return Subject(run_id, Scope(found[1]), found[2])
 
@@ -78,13 +80,17 @@ class Proof:
     """Seconds since 1970."""
 
 
+_READS = frozenset({"Observe", "Pull", "Probe", "Follow"})
 MAY = {
-    Scope.LEARNER: frozenset({"Join", "Observe", "Attend", "Push", "Pull", "Leave", "Probe"}),
-    Scope.OBSERVER: frozenset({"Observe", "Pull", "Probe"}),
-    Scope.ADMIN: frozenset({"Observe", "Pull", "Probe"}),
-    Scope.SHARD: frozenset(),
+    Scope.LEARNER: _READS | {"Join", "Attend", "Push", "Leave"},
+    Scope.OBSERVER: _READS,
+    Scope.MIRROR: _READS | {"Mirror"},
+    Scope.STANDBY: _READS | {"Standby"},
+    Scope.ADMIN: _READS,
+    Scope.SHARD: _READS | {"Standby"},
 }
-"""The calls of each scope; it may make no others. Observe is a Join that asks for no lease."""
+"""The calls of each scope; it may make no others. Observe is a Join that asks for no lease, Mirror and Standby are
+Follow in that role; a promoted standby is a shard."""
 
 
 @dataclass(frozen=True, slots=True)

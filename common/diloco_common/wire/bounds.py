@@ -99,7 +99,7 @@ class Limit:
 
 
 _U32, _NAME, _VERSION, _EPOCH = Limit(2**32 - 1), Limit(NAME_MAX, 0, "characters"), Limit(VERSION_MAX), Limit(EPOCH_MAX)
-_FRAGMENT_ID = Limit(FRAGMENTS_MAX - 1)
+_FRAGMENT_ID, _SHA256 = Limit(FRAGMENTS_MAX - 1), Limit(32, 0, "bytes")
 _TENSORS, _NAMES, _FRAGMENTS = (Limit(most, 0, "entries") for most in (TENSORS_MAX, NAMES_MAX, FRAGMENTS_MAX))
 _TOKENS_MERGED, _RANGES = Limit(TOKENS_MERGED_MAX), Limit(RANGES_MAX, 0, "entries")
 
@@ -121,6 +121,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "index": _U32,
         "age_s": Limit(AGE_MAX_S),
         "tokens_seen": _TOKENS_MERGED,
+        "site": _NAME,
     },
     "Tie": {"name": Limit(TENSOR_NAME_MAX, 0, "characters"), "of": Limit(TENSOR_NAME_MAX, 0, "characters")},
     "FrozenTensor": {
@@ -177,6 +178,18 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
     },
     "Collect": {"fragment_id": _FRAGMENT_ID, "round": Limit(VERSION_MAX, 1), "epoch": _EPOCH},
     "Committed": {"fragment_id": _FRAGMENT_ID, "version": _VERSION, "epoch": _EPOCH},
+    "Near": {
+        "address": Limit(ADDRESS_MAX, 0, "characters"),
+        "values_sha256": _SHA256,
+        "change_sha256": _SHA256,
+    },
+    "FollowRequest": {
+        "role": _NAME,
+        "site": _NAME,
+        "address": Limit(ADDRESS_MAX, 0, "characters"),
+        "epoch": _EPOCH,
+        "tokens_merged": _TOKENS_MERGED,
+    },
     "Pulse": {"tokens_merged": _TOKENS_MERGED, "tokens_budget": _TOKENS_MERGED, "learners_alive": _U32},
     "Evicted": {"code": _NAME},
     "Range": {"start": Limit(ELEMENTS_MAX - 1), "stop": Limit(ELEMENTS_MAX, 1)},
@@ -235,6 +248,7 @@ MESSAGE_BYTES_MAX: Mapping[str, int] = {
     "PushRequest": (4 << 20) + (128 << 10),
     "PullRequest": HEADER_BYTES_MAX,
     "LeaveRequest": 1 << 10,
+    "FollowRequest": 1 << 10,
     "JoinResponse": (4 << 20) + (256 << 10),
     "Directive": 8 << 10,
     "PushResponse": 8 << 10,

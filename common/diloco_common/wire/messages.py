@@ -10,10 +10,10 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from diloco_common.errors import BadRequest
+from diloco_common.errors import BadRequest, Unavailable
 from diloco_common.wire.manifest import TensorSpec, Tie
 
 if TYPE_CHECKING:
@@ -58,6 +58,22 @@ class VersionId(NamedTuple):
     """That the version was made in."""
     version: int
     """Its number: of outer steps."""
+
+
+LINE = 10**10
+"""An epoch is seconds since 1970 (or drawn below that), plus this for each time that a standby was promoted: so every
+epoch of a promoted shard is above every one of the shard that it stood by for, whenever that is started again."""
+
+
+def check_no_way_back(answer: JoinAnswer, seen: int) -> None:
+    """Whoever has seen an epoch of a promoted shard does not go back to one before; but a folder may have been emptied
+    since. Raises Unavailable."""
+    epoch, is_newer = answer.epoch, answer.began_with_nothing and answer.epoch % LINE > seen % LINE
+    if epoch // LINE < seen // LINE and not is_newer:
+        raise Unavailable(
+            f"this is epoch {epoch} of the shard, from before its standby was promoted (epoch {seen}); end it, and "
+            "give the address of the promoted one"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +124,21 @@ class Committed:
     fragment_id: int
     version: int
     epoch: int
+    near: Near | None = None
+    """How to have these bytes from somebody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """The bytes of a version, for whoever takes them from a mirror."""
+
+    address: str
+    """Of the mirror; empty: of none."""
+    values_sha256: bytes
+    change_sha256: bytes
+    """Empty: there is no change."""
+    header: PullHeader
+    """What the shard itself says of the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +230,7 @@ class JoinRequest:
     take_number: bool = False
     age_s: float = 0.0
     tokens_seen: int = 0
+    site: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +252,33 @@ class JoinAnswer:
     index: int = 0
     rules: str = ""
     frozen: tuple[FrozenTensor, ...] = ()
+    began_with_nothing: bool = False
 
 
 AVERAGE = "average"
 """In place of an encoding in a Pull: the average of the versions, which comes as float32."""
+FILE, FILE_CHUNK = "version-file", 4 << 20
+"""The same: the version file as the shard's disk has it, in chunks of so many bytes."""
+
+
+class Role(StrEnum):
+    """What a reader is."""
+
+    OBSERVER = "observer"  # reads
+    MIRROR = "mirror"  # holds what was announced, for others
+    STANDBY = "standby"  # holds the version files
+
+
+@dataclass(frozen=True, slots=True)
+class FollowRequest:
+    """A reader asks for what is announced."""
+
+    role: str
+    site: str = ""
+    address: str = ""
+    epoch: int = 0
+    """Of a standby that was promoted: its own."""
+    tokens_merged: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from diloco_common.wire.messages import (
     Directive,
     Drain,
     Evicted,
+    FollowRequest,
     JoinAnswer,
     JoinRequest,
     LearnerPolicy,
@@ -248,6 +249,8 @@ join_request_to_pb: Callable[[JoinRequest], pb.JoinRequest] = to_pb
 join_answer_to_pb: Callable[[JoinAnswer], pb.JoinResponse] = to_pb
 join_answer_from_pb: Callable[[pb.JoinResponse], JoinAnswer] = partial(from_pb, JoinAnswer)
 progress_from_pb: Callable[[pb.Progress], Progress] = partial(from_pb, Progress)
+follow_request_to_pb: Callable[[FollowRequest], pb.FollowRequest] = to_pb
+follow_request_from_pb: Callable[[pb.FollowRequest], FollowRequest] = partial(from_pb, FollowRequest)
 answer_to_pb: Callable[[PushAnswer], pb.PushResponse] = to_pb
 answer_from_pb: Callable[[pb.PushResponse], PushAnswer] = partial(from_pb, PushAnswer)
 

@@ -23,14 +23,14 @@ from diloco_common.errors import Refusal
 from diloco_common.options import NO_SETTINGS, SettingsOptions, settings_from
 from diloco_common.ports import Unavailable
 from diloco_common.settings import Settings
+from diloco_common.trust.credentials import Credentials
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import Fragment, cut
 from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest, PullRequest, PushHeader
 from diloco_simulator.chaos.hostile import HostileLearner
 from diloco_simulator.chaos.plot import MANNERS, TACTICS, Plot
-from diloco_worker.shell.credentials import Credentials
-from diloco_worker.shell.grpc_transport import GrpcTransport
 
 CALL_S = 10.0
 ANSWERS = 0.7

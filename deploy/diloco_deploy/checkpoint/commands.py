@@ -137,6 +137,14 @@ def pull(
     keep: Annotated[
         int | None, Parameter(converter=_COUNT, metavar="K", help="with --each: the newest K alone")
     ] = None,
+    notify: Annotated[
+        list[str] | None,
+        Parameter(
+            metavar="URL",
+            help="with --each: tell this inference server of every folder that is whole, such as "
+            "sglang+http://HOST:PORT or vllm+http://HOST:PORT; may be repeated",
+        ),
+    ] = None,
     run: Annotated[
         str | None, Parameter(metavar="ID", help="id of the run", show_default="that of the folder, or local")
     ] = None,
@@ -152,20 +160,22 @@ def pull(
     if (shards is None) == (folder is None):
         raise ConfigError("give --shards or --folder, one of them: diloco pull --folder runs/local --out model")
     how.check()
-    if keep is not None and each is None:
-        raise ConfigError("--keep is for --each N, which writes a folder for every N versions")
+    if (keep is not None or notify) and each is None:
+        raise ConfigError("--keep and --notify are for --each N, which writes a folder for every N versions")
     if each is not None and (average or how.out.suffix == ".safetensors"):
         raise ConfigError("--each writes folders, of versions: give --out a folder, and leave out --average")
     if folder is not None:
         here = shards_in(folder)
         shards, run, tls = ",".join(here.addresses), run or here.run, tls or here.tls
+    from diloco_common.trust.credentials import addresses_of
+    from diloco_deploy.checkpoint.notify import Notified
     from diloco_deploy.checkpoint.work import write_each, write_out
     from diloco_worker.global_model import pull_global_model, versions
-    from diloco_worker.shell.credentials import addresses_of
 
     addresses, run, of = addresses_of(shards or ""), run or "local", "average up to " if average else ""
     if each is not None:
+        told = [Notified(url) for url in notify or ()]
         found = versions(addresses, every=each, run=run, tls=tls, bearer_token=token_file, wait_s=wait)
-        return write_each(found, how, keep)
+        return write_each(found, how, keep, told)
     one = pull_global_model(addresses, run=run, tls=tls, bearer_token=token_file, wait_s=wait, average=average)
     return write_out(one, how, of)

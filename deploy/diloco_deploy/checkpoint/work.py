@@ -22,6 +22,7 @@ from diloco_common.command import QuietConsole
 from diloco_common.errors import EXIT_DATA, EXIT_OK, BadCheckpoint, ConfigError, DataError
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Tie
+from diloco_deploy.checkpoint.notify import Notified
 from diloco_deploy.checkpoint.objects import copy_checkpoint
 from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.checkpoint.sources import Whole, data_folders, join, open_checkpoint, open_whole, shard_folders
@@ -221,8 +222,9 @@ def write_out(found: GlobalModel, how: Writing, of: str = "") -> int:
 
 
 @_disk_errors()
-def write_each(found: Iterable[GlobalModel], how: Writing, keep: int | None) -> int:
-    """A folder for each, and `DONE` in it last. `keep`: so many of those written last. Raises DataError."""
+def write_each(found: Iterable[GlobalModel], how: Writing, keep: int | None, told: Sequence[Notified] = ()) -> int:
+    """A folder for each, and `DONE` in it last. `keep`: so many of those written last. `told`: who hears of each.
+    Raises DataError."""
     written: list[Path] = []
     if there := next(how.out.glob("version-*"), None):
         raise DataError(f"{there} is of another run, or of an earlier command: give --out another folder")
@@ -231,6 +233,8 @@ def write_each(found: Iterable[GlobalModel], how: Writing, keep: int | None) -> 
         (folder / DONE).unlink(missing_ok=True)
         write_out(one, replace(how, out=folder))
         (folder / DONE).touch()
+        for server in told:
+            print(server.tell(folder.absolute()))
         written = [*(one for one in written if one != folder), folder]
         for old in written[: -keep if keep else 0]:
             (old / DONE).unlink(missing_ok=True)

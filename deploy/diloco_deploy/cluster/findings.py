@@ -19,6 +19,8 @@ from diloco_deploy.cluster.model import SILENT_AFTER_S, Cluster
 
 FAILING_S = 5.0
 """Of pushes: one that fails for a moment is tried again."""
+READER_S = 30.0
+"""A mirror or a standby that is away for less is dialing again."""
 SHORT = 0.5
 """Of the length of contributions: who keeps less is told."""
 ENDS_SOON_S = 14 * 86_400.0
@@ -94,6 +96,28 @@ def _of_shard(cluster: Cluster, shard: Member, now: float, silent_after_s: float
         yield from _certificate(shard)
         yield from _disk(shard)
         yield from _clock(shard)
+        yield from _readers(shard)
+
+
+def _readers(shard: Member) -> Iterator[Finding]:
+    """Mirrors and standbys that are away."""
+    for away in shard.get("readers_away", ()):
+        since_s, role = float(away.get("for_s") or 0.0), away.get("role")
+        if since_s < READER_S:
+            continue
+        costs = (
+            "learners of its site pull from the shard"
+            if role == "mirror"
+            else ("were the shard's machine lost now, so were its versions since")
+        )
+        words = f"a {role} of {shard.label} ({away.get('name')}) is away{_for(since_s)}: {costs}"
+        yield Finding(
+            "READER_AWAY",
+            shard.label,
+            words,
+            "start it again; that it is wanted no more, the shard hears when it starts again",
+            since_s,
+        )
 
 
 def _silent_s(member: Member, now: float) -> float:

@@ -184,6 +184,7 @@ _FRAGMENT: _Fields = {
     "round": COUNT, "round_open": FLAG, "open_s": AMOUNT, "contributions": COUNT, "missing": NAMES,
     "tokens_merged": AMOUNT,
 }  # fmt: skip
+_READER: _Fields = {"role": TEXT, "name": TEXT, "site": TEXT, "address": TEXT, "for_s": AMOUNT}
 _SHARD: _Fields = {
     **_COMMON, "index": COUNT, "count": COUNT, "epoch": COUNT, "ready": FLAG, "reason": TEXT, "grpc": TEXT,
     "done": FLAG, "data_dir": TEXT, "grace_s": AMOUNT, "learners": [_LEARNER], "fragments": [_FRAGMENT],
@@ -191,6 +192,7 @@ _SHARD: _Fields = {
     "evictions": COUNT, "evictions_by_code": COUNTS, "bytes_saved": COUNT, "disk_free_bytes": COUNT,
     "memory_bytes": COUNT, "overdue_after_s": AMOUNT, "quorum": COUNT, "package": TEXT, "certificate_s": LOSS,
     "clock": AMOUNT, "versions_lost": COUNT, "sync_every": COUNT, "sync_every_auto": FLAG,
+    "readers": [_READER], "readers_away": [_READER],
 }  # fmt: skip
 _WORKER: _Fields = {
     **_COMMON, "learner_id": TEXT, "state": TEXT, "inner_step": COUNT, "tokens": COUNT, "unit": TEXT, "loss": LOSS,

@@ -103,8 +103,8 @@ def look(patient: Patient) -> Iterator[Found]:
 
 def _ways(patient: Patient, ends_at: float) -> Iterator[Found]:
     """All ways side by side; then the link to the first shard that answers, alone, as the others would share it."""
+    from diloco_common.trust.credentials import Credentials
     from diloco_deploy.doctor import shards
-    from diloco_worker.shell.credentials import Credentials
 
     known, security = Known(), patient.settings.security
     credentials = Credentials(security.tls, security.token_file)

@@ -286,6 +286,10 @@ OUTCOMES = (
         "Accepted, but the lease ended before the merge. The learner carries the work.",
         NOTHING, "LEASE_EXPIRED",
     ),
+    _outcome(
+        "READER_AWAY", "`diloco status`: a mirror or a standby that followed a shard does not any more "
+        "([mirrors and standbys](mirrors.md))."
+    ),
     _outcome("RECOVERING", "`/readyz` of a shard: it reads its data folder, and serves soon."),
     _outcome("EVICTED", "A learner's lease has ended. Rounds do not wait for it."),
 )  # fmt: skip

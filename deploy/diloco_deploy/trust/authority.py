@@ -45,6 +45,8 @@ CLOCKS_DIFFER = timedelta(hours=1)
 """A certificate begins so long before it is made: the clocks of other machines may be behind."""
 KEEP_SHARE = 1 / 3
 """A certificate is good for a while yet as long as this share of its time is left."""
+SERVES = (Scope.SHARD, Scope.MIRROR, Scope.STANDBY)
+"""Scopes of processes that are dialed."""
 HERE = ("localhost", "127.0.0.1", "::1")
 """Every shard's certificate is good for these, too: its health is asked for on its own machine."""
 
@@ -66,8 +68,8 @@ class Authority:
 
         `hosts`: names and IP addresses under which a shard is dialed. Raises ConfigError.
         """
-        if bool(hosts) and subject.scope is not Scope.SHARD:
-            raise ConfigError(f"{subject} has no use for --host: only shards are dialed")
+        if bool(hosts) and subject.scope not in SERVES:
+            raise ConfigError(f"{subject} has no use for --host: only shards, mirrors and standbys are dialed")
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(subject, key.public_key(), _alternative_names(subject, hosts), now, days)
         into = into or self.folder / str(subject).replace("/", "-")
@@ -103,7 +105,7 @@ class Authority:
         days: float,
     ) -> x509.Certificate:  # fmt: skip
         uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
-        if subject.scope in (Scope.SHARD, Scope.LEARNER):
+        if subject.scope in (*SERVES, Scope.LEARNER):
             uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
         authority = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject.name)])
@@ -175,7 +177,7 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 def _alternative_names(subject: Subject, hosts: Sequence[str]) -> list[x509.GeneralName]:
     """Raises ConfigError."""
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(subject.uri)]
-    if subject.scope is Scope.SHARD:
+    if subject.scope in SERVES:
         names += [_host_name(host) for host in dict.fromkeys((*hosts, *HERE))]
     if subject.scope is Scope.LEARNER:
         names.append(x509.DNSName(LEARNER_HOST))

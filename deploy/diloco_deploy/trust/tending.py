@@ -24,7 +24,7 @@ from diloco_common.errors import ConfigError
 from diloco_common.trust.identity import Scope, Subject
 from diloco_common.trust.revocations import REVOKED
 from diloco_common.trust.tls import CA, KEY, Stamp, stamp_of
-from diloco_deploy.trust.authority import CERTIFICATE_DAYS, Authority
+from diloco_deploy.trust.authority import CERTIFICATE_DAYS, SERVES, Authority
 from diloco_deploy.trust.registry import PUBLIC, Issued, write_file
 
 LOOK_S = 0.25
@@ -47,7 +47,7 @@ class Tending:
         self, authority: Authority, out: Path, subjects: Sequence[Subject], hosts: Sequence[str],
         days: float = CERTIFICATE_DAYS, lent: Collection[Subject] = (),
     ) -> None:  # fmt: skip
-        """`subjects`: shards and observers. `hosts`: of every shard, beside the name of its own folder.
+        """`subjects`: shards, their mirrors and observers. `hosts`: of every shard, beside the name of its own folder.
 
         `lent`: observers that run as another user, in our group: Prometheus does.
         """
@@ -105,7 +105,8 @@ class Tending:
             self._troubles["deny-list"] = f"the deny-list is not passed on: {error.filename}: {error.strerror}"
 
     def _folder(self, subject: Subject) -> Path:
-        return self._out / f"{subject.scope}s" / str(subject).replace("/", "-")
+        kind = Scope.SHARD if subject.scope in SERVES else subject.scope
+        return self._out / f"{kind}s" / str(subject).replace("/", "-")
 
     def _wishes(self) -> list[tuple[Subject, Path]]:
         """Learners that have made a folder: those that are known, then new ones while there is room."""
@@ -164,7 +165,7 @@ class Tending:
 
     def _make(self, subject: Subject, folder: Path, now: datetime) -> str:
         """Issue one certificate; what was done. Raises ConfigError."""
-        hosts = [folder.name, *self._hosts] if subject.scope is Scope.SHARD else []
+        hosts = [folder.name, *self._hosts] if subject.scope in SERVES else []
         try:
             if subject.scope is not Scope.LEARNER:
                 folder.mkdir(mode=0o700, exist_ok=True)

@@ -133,7 +133,8 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # from here on, the learner says goodbye to its shards
     learner = join(
-        worker.shards, model, run=run.id, learner_id=worker.learner_id, tls=security.tls, token=security.token_file,
+        worker.shards, model, run=run.id, learner_id=worker.learner_id, site=worker.site,
+        tls=security.tls, token=security.token_file,
         companions=optimizer if settings.train.average_momentum else None, optimizer=optimizer,
         state=None if saved is None else saved.learner, http=worker.http,
         address_file=outputs.address, history=run.history,

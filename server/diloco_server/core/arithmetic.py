@@ -13,7 +13,7 @@ off by 0.5 % of its distance to theta at d = 0.9, by 0.9 % at 0.97, by 2.1 % at 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from diloco_common.codec import Payload, decode_payload, encode_payload, memory
 from diloco_common.codec.base import BFLOAT16_MAX
 from diloco_common.codec.change import encode_change, pull_encodings
+from diloco_common.codec.parts import sha256
 from diloco_common.wire.manifest import Fragment
 from diloco_server.core.merge import MergeRule, merge, pool
 from diloco_server.core.outer import OuterOptimizer, momentum_for
@@ -70,6 +71,13 @@ class Published:
     """The anchor of every learner that has this version."""
     change: Payload | None = None
     """The difference to the version before. None for a first version, and if `sync.pull` sends values."""
+    sha256: tuple[bytes, bytes] | None = None
+    """Of the values, and of the change (or empty): for whoever takes them from a mirror. None: there was none."""
+
+    def named(self) -> Published:
+        """With these names. Takes about half a nanosecond for each byte."""
+        change = b"" if self.change is None else sha256(self.change)
+        return replace(self, sha256=(sha256(self.values), change))
 
 
 def seed(payload: Payload | PartedPayload, optimizer: OuterOptimizer) -> Values:

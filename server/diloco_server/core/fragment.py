@@ -128,6 +128,8 @@ class FragmentState:
     """Learner -> the version that its ranks named last under its lease."""
     recovered: VersionId | None = None
     """What was restored when this epoch began; None: nothing."""
+    recovered_tokens: int = 0
+    """Merged into it."""
     seen_lost: int = 0
     """The latest version above the recovered one that a learner turned out to hold."""
     call: Call = field(default_factory=lambda: Call(0, {}), repr=False)
@@ -173,6 +175,7 @@ class FragmentState:
         """UNSEEDED -> RESTING: go on from a version that was kept, in this new epoch of the shard."""
         assert self.phase is Phase.UNSEEDED
         self.record, self.recovered = restored.record.copy(), restored.record.version_id
+        self.recovered_tokens = restored.record.tokens_merged
         if restored.is_new_line:
             self.rename(epoch)
         self.values, self.published = restored.values, restored.published
@@ -273,6 +276,14 @@ class FragmentState:
         self._enter(Phase.RESTING)
         self.declined.clear()
 
+    def mirror(self, record: Record, published: Published) -> None:
+        """Any -> RESTING: the shard that this one mirrors has announced a version. The one before is kept for whoever
+        was told of it."""
+        self.kept = {} if self.published is None else {self.version_id: (self.record, self.published)}
+        self.before = None if published.change is None else self.version_id
+        self.record, self.published = record, published
+        self._enter(Phase.RESTING)
+
     # ------------------------------------------------------------ changes in every phase
 
     def rename(self, epoch: int) -> None:
@@ -362,6 +373,12 @@ class FragmentState:
         if self.recovered is None:  # the fragment begins anew, at version 0
             return theirs.version > 0
         return theirs.version > self.recovered.version and theirs.epoch >= self.recovered.epoch
+
+    def is_beside(self, theirs: Held) -> bool:
+        """Whether a learner has gone on from an earlier version in a later epoch than the restored one was made in: a
+        standby was promoted that had not heard of what its shard had lost."""
+        recovered = self.recovered
+        return recovered is not None and theirs.epoch > recovered.epoch and theirs.version < recovered.version
 
     def knows_less(self, tokens_seen: int, since: float) -> bool:
         """Whether what there is began with nothing in this epoch, after that time, and somebody has seen more."""

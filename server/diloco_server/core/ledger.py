@@ -121,6 +121,8 @@ class VersionsLost:
     """The version that was restored; 0 also where none was, and a learner seeds the fragment again."""
     seen: int
     learner_id: str
+    tokens: int = 0
+    """Merged into what the learner has seen, and not into what was restored."""
 
 
 @dataclass(frozen=True, slots=True)

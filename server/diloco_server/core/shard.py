@@ -14,9 +14,11 @@ versions when somebody comes or goes; the other decisions are in five parts, whi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from diloco_common.codec import Payload
 from diloco_common.errors import (
+    BadRequest,
     Draining,
     NotJoined,
     NotSeeded,
@@ -65,6 +67,8 @@ class Shard:
         self.membership = Membership(settings.lease, settings.shard.max_learners)
         self.draining = False
         """No joins and no new rounds any more."""
+        self.told: JoinAnswer | None = None
+        """Of a mirror: what its shard says to readers."""
         self._likeness = Likeness()
         self._outbox = Outbox(self.membership)
         self.influence = Influence(settings.guard.trust)
@@ -90,6 +94,10 @@ class Shard:
         Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or Busy.
         """
         self._check_not_draining()
+        if self.settings.shard.mirror_of:
+            raise BadRequest(
+                f"this is a mirror of {self.settings.shard.mirror_of}, which takes no work; join the shards"
+            )
         self._outbox.now = now
         membership, versions = self.membership, self.versions
         membership.welcome(learner_id, process_id, now - age_s)
@@ -108,7 +116,7 @@ class Shard:
         versions.tell_keys(ties)
         membership.replace(member, versions.forget_others(learner_id, process_id))
         self._outbox.note(LearnerJoined(learner_id, member.generation, returned=old is not None))
-        for state in versions.look_for_losses(learner_id, held):
+        for state in versions.look_for_losses(learner_id, held, tokens_seen):
             self.rounds.ask_missing(state)
         if all(theirs.epoch != self.epoch for theirs in held):
             versions.look_for_more(learner_id, tokens_seen, now - self.settings.lease.lease_s)
@@ -209,6 +217,15 @@ class Shard:
         """Go on from versions that were kept, before anybody joins."""
         self.versions.restore(manifest, fragments)
 
+    def mirror(self, told: JoinAnswer, manifest: Manifest) -> None:
+        """The shard that this one mirrors has described the run."""
+        self.told = told
+        self.versions.mirror(manifest, told.shard_index)
+
+    def mirrored(self, record: Record, published: Published) -> None:
+        """It has announced this version, and here are its bytes."""
+        self.versions.mirrored(record, published)
+
     def seed_record(self, fragment_id: int) -> Record:
         """Of version 0, which is being made."""
         return self.versions.seed_record(fragment_id)
@@ -297,6 +314,8 @@ class Shard:
         return len(self.versions.phases.collecting)
 
     def pulse(self) -> Pulse:
+        if self.told is not None:
+            return self.told.pulse
         return Pulse(self.tokens_merged, self.settings.run.tokens, len(self.membership.live()))
 
     def owned(self, fragment_id: int) -> FragmentState:
@@ -348,6 +367,9 @@ class Shard:
     ) -> JoinAnswer:  # fmt: skip
         """What a learner, or an observer (neither id nor generation), needs to know of the run."""
         settings, sync = self.settings, self.settings.sync
+        if self.told is not None:
+            fragments = tuple(state.status("") for _, state in sorted(self.fragments.items()))
+            return replace(self.told, fragments=fragments)
         return JoinAnswer(
             generation=generation,
             epoch=self.epoch,
@@ -366,6 +388,7 @@ class Shard:
             index=index,
             rules=rules,
             frozen=self.versions.frozen.declared if tensors else (),
+            began_with_nothing=self.versions.began_with_nothing,
         )
 
     def pull_header(self, learner_id: str, fragment_id: int, record: Record | None = None) -> PullHeader:

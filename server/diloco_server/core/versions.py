@@ -67,6 +67,8 @@ class Versions:
         self.fragments: dict[int, FragmentState] = {}
         self.phases = Phases()
         self.budget = Budget(run.tokens, influence)
+        self.began_with_nothing = True
+        """No version was there when this epoch began."""
         self.done = False
         """The token budget is reached, and so is the last version of all kinds. Stays so."""
         self.closing: dict[int, int] = {}
@@ -158,12 +160,26 @@ class Versions:
     def restore(self, manifest: Manifest, fragments: Sequence[Restored]) -> None:
         """Go on from versions that were kept, before anybody joins."""
         assert self.manifest is None, "a shard that has a model cannot be restored"
+        self.began_with_nothing = False
         self._adopt(manifest)
         for restored in fragments:
             self.fragments[restored.record.fragment_id].restore(restored, self.epoch)
             if self._chooses:
                 self.merge = self.merge or restored.record.merge
         self._check_budget()
+
+    def mirror(self, manifest: Manifest, shard_index: int) -> None:
+        """The model of the shard that this one mirrors, and which one that is."""
+        if self.manifest is None or self.manifest.digest != manifest.digest:
+            self._placed = self._placed.model_copy(update={"index": shard_index, "count": manifest.num_shards})
+            self._adopt(manifest)
+        self.manifest = manifest
+
+    def mirrored(self, record: Record, published: Published) -> None:
+        """It has announced this version: announce it."""
+        state = self.fragments[record.fragment_id]
+        state.mirror(record, published)
+        self._outbox.tell_live(state.announcement())
 
     def seed_record(self, fragment_id: int) -> Record:
         return replace(self.fragments[fragment_id].record.copy(), epoch=self.epoch)
@@ -218,23 +234,28 @@ class Versions:
 
     # ------------------------------------------------------------ losses
 
-    def look_for_losses(self, learner_id: str, held: Sequence[Held]) -> list[FragmentState]:
+    def look_for_losses(self, learner_id: str, held: Sequence[Held], tokens_seen: int = 0) -> list[FragmentState]:
         """Compare with what a learner holds: it may be a later version than the one that was restored.
 
         A lost version of the same epoch as the restored one is the hard case: its number will be given to another
         version. Then the restored version gets a name of its own, so that this learner pulls it. Returns the fragments
-        that were renamed.
+        that were renamed. `tokens_seen`: merged into the newest version that it has seen.
         """
         renamed = []
         for theirs in held:
             state = self.fragments.get(theirs.fragment_id)
+            if state is not None and theirs.epoch != self.epoch and state.is_beside(theirs):
+                state.forget(learner_id)  # what it contributes since is in none of these versions, whatever its number
             if state is None or theirs.epoch == self.epoch or not state.lacks(theirs):
                 continue
             recovered = state.recovered
             version = 0 if recovered is None else recovered.version
             if theirs.version > state.seen_lost:
                 state.seen_lost = theirs.version
-                self._outbox.note(VersionsLost(theirs.fragment_id, theirs.epoch, version, theirs.version, learner_id))
+                lost = max(0, tokens_seen - state.recovered_tokens)
+                self._outbox.note(
+                    VersionsLost(theirs.fragment_id, theirs.epoch, version, theirs.version, learner_id, lost)
+                )
             if recovered is not None and theirs.epoch == recovered.epoch == state.epoch:
                 state.rename(self.epoch)
                 self._outbox.tell_live(state.announcement())

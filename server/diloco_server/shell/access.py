@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from diloco_common.errors import ConfigError, Expired, Refusal, Revoked, Unauthenticated, WrongIdentity
+from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.observe.logs import Log
 from diloco_common.settings import SecuritySettings, Settings
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject
@@ -139,7 +140,10 @@ class AccessFiles:
         self._log = log
         self._audit = audit or Audit()
         self._tls = TlsFolder(security.tls, needs_pair=True) if security.tls else None
-        self._itself = Subject(settings.run.id, Scope.SHARD, str(settings.shard.index))
+        self._itself, role = Subject(settings.run.id, Scope.SHARD, str(settings.shard.index)), settings.shard.role
+        shown = None if self._tls is None else self._tls.files.subject
+        if role == "mirror" or (role == "standby" and shown != self._itself):  # which will serve as the shard
+            self._itself = Subject(settings.run.id, Scope(role), "" if shown is None else shown.name)
         self._wall_clock = wall_clock
         if self._tls is not None:
             _check_certificate(self._tls.files, self._itself, wall_clock)
@@ -151,6 +155,15 @@ class AccessFiles:
         self._deny_list = DenyList(path, is_required=security.revoked is not None)
         self.callers.deny(self._deny_list.serials)
         self._said: dict[str, str] = {}  # what is wrong -> why
+
+    def served(self) -> TlsFiles:
+        """What is served with, where calls do not come in plaintext."""
+        assert self.tls is not None
+        return self.tls
+
+    def door(self) -> TlsDoor | None:
+        """How HTTP is served; None: in plaintext."""
+        return None if self.tls is None else TlsDoor(self.served, self.callers.holds)
 
     def say(self) -> None:
         """Say at the start what is not protected."""

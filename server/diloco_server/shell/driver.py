@@ -16,6 +16,7 @@ from diloco_common.codec.change import VALUES
 from diloco_common.observe.metrics import ComputePhase
 from diloco_common.ports import Clock
 from diloco_common.wire.manifest import Fragment
+from diloco_common.wire.messages import Directive
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Published, Values
 from diloco_server.core.directions import Direction, directions
@@ -81,6 +82,10 @@ class EffectDriver:
         self._as_merged = Making("mean", TakeMean(outer))
         self._shard, self._shell, self._witness = shard, shell, witness
         self._sync = shard.settings.sync
+        self.is_mirrored: Callable[[], bool] = lambda: False
+        """Whether somebody takes versions from a mirror: their bytes are named then."""
+        self.tell_readers: Callable[[Directive], None] = lambda directive: None
+        """Told of what all learners are told."""
 
     def making(self, fragment: Fragment) -> Making:
         """How versions of a fragment are made: of the model by the settings, of other kinds by their rules alone."""
@@ -99,6 +104,7 @@ class EffectDriver:
             case TellAll():
                 for member in effect.members:
                     self._shell.tell(Tell(member.learner_id, member.generation, effect.directive))
+                self.tell_readers(effect.directive)
             case SeedFragment():
                 self._shell.start(partial(self._seed, effect), f"seed-{effect.fragment_id}")
             case MergeRound():
@@ -113,7 +119,7 @@ class EffectDriver:
 
         def work() -> tuple[Values, Published]:
             values = arithmetic.seed(effect.payload, making.optimizer)
-            return values, arithmetic.publish(values, fragment.encoding(self._sync.pull))
+            return values, self._publish(values, fragment)
 
         try:
             values, published = await self._shell.compute("seed", work)
@@ -146,7 +152,7 @@ class EffectDriver:
                     median=self._shard.influence.strangers,
                 )  # fmt: skip
             merged_s = stopwatch() - began
-            return arithmetic.publish(values, state.fragment.encoding(self._sync.pull), before), found, merged_s
+            return self._publish(values, state.fragment, before), found, merged_s
 
         async with self._shell.changing(effect):
             published, found, merged_s = await self._shell.compute("merge", work)
@@ -157,6 +163,10 @@ class EffectDriver:
             self._shard.hear(record.fragment_id, found, self._shell.clock())
         self._shard.committed(record, published, self._shell.clock())
         self._witness.announcing(state)
+
+    def _publish(self, values: Values, fragment: Fragment, before: Published | None = None) -> Published:
+        published = arithmetic.publish(values, fragment.encoding(self._sync.pull), before)
+        return published.named() if self.is_mirrored() else published
 
     def _version(self, record: Record, values: Values, published: Published) -> StoredVersion:
         pull = self._shard.fragments[record.fragment_id].fragment.encoding(self._sync.pull)

@@ -10,29 +10,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from diloco_common import ports
 from diloco_common.codec import Chunk, Payload, PayloadHeader, encode_payload
+from diloco_common.codec.change import decode_version
 from diloco_common.codec.parts import cut_header
-from diloco_common.errors import Draining, NoAverage, Refusal
+from diloco_common.errors import BadRequest, Draining, NoAverage, Refusal, Superseded, VersionGone
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.follower import Follower
+from diloco_common.wire.manifest import Manifest, TensorSpec
 from diloco_common.wire.messages import (
     AVERAGE,
+    FILE,
+    FILE_CHUNK,
+    Committed,
+    Directive,
+    Drain,
+    Evicted,
+    FollowRequest,
     JoinAnswer,
     JoinRequest,
+    Near,
     Progress,
     PullHeader,
     PullRequest,
     PushAnswer,
     PushHeader,
     Range,
+    Stop,
     VersionId,
 )
 from diloco_server.core.admission import PART
@@ -44,7 +56,9 @@ from diloco_server.core.shard import Shard
 from diloco_server.shell.control_streams import ControlStream, ControlStreams
 from diloco_server.shell.driver import EffectDriver, Job
 from diloco_server.shell.keeper import Checkpointer, Keeper, recover
+from diloco_server.shell.readers import Reader, Readers
 from diloco_server.shell.telemetry import ShardTelemetry
+from diloco_server.storage.filesystem import OldFile
 from diloco_server.storage.store import Store
 from diloco_server.storage.version_file import StoredVersion
 
@@ -52,6 +66,9 @@ TICK_S = 0.02
 """The resolution of grace windows and leases."""
 DECISION_WAIT = 4.0
 """How long events wait for the next decision, in durations of the last one: so a fifth of a core decides, at most."""
+
+MAY_COME_S = 10.0
+"""How long a mirror waits for a version that it is asked for, and has not heard of or not got yet."""
 
 T = TypeVar("T")
 
@@ -83,10 +100,13 @@ class ShardHost:
         self.metrics, self.log = metrics, log
         self.telemetry = ShardTelemetry(self.shard, metrics, log, history)
         self.driver = EffectDriver(self.shard, self, self.telemetry)
-        self.streams = ControlStreams()
+        self.streams, self.readers = ControlStreams(), Readers()
+        self.driver.tell_readers = self.readers.tell
+        self.driver.is_mirrored = lambda: self.readers.has_mirrors
         self._checkpointer = Checkpointer(settings, world, metrics, log)
-        self.keeper = Keeper(store, settings.shard, world, metrics, log, self._checkpointer.written)
+        self.keeper = Keeper(store, settings.shard, world, metrics, log, self._written)
         self._store = store
+        self.keeps_files = store.keeps_files
         self._tick_s = tick_s
         self._compute = world.threads(1, "diloco-compute")
         self._cpu_clock = world.cpu_clock
@@ -99,6 +119,10 @@ class ShardHost:
         """Set when this process must end: a merge failed half way, so the values in memory are of no version; or time
         has stopped for the core."""
         self.why_broken = ""
+        self.replaced: Superseded | None = None
+        """Another process is this shard now."""
+        self.follower: Follower | None = None
+        """Of a mirror: what brings its versions."""
         self._closed = False
         self._later: asyncio.TimerHandle | None = None  # the decision that events wait for
         self._decision_s = 0.0  # how long the last decision took
@@ -166,6 +190,7 @@ class ShardHost:
         for job in self._jobs:
             job.cancel()
         self.streams.end_all()
+        self.readers.end_all()
         self._compute.shutdown(wait=False, cancel_futures=True)
         self.keeper.close()
         self._checkpointer.close()
@@ -186,6 +211,8 @@ class ShardHost:
             return False, self.why_broken
         if self.keeper.failing:
             return False, f"storage: {self.keeper.failing}"
+        if self.follower is not None and not self.shard.versions.all_seeded:
+            return False, f"waiting for the versions of {self.settings.shard.mirror_of}"
         return True, "serving"
 
     def _sample(self) -> None:
@@ -264,6 +291,52 @@ class ShardHost:
         self.shard.progress(self.member(caller), progress, self.clock())
         self.advance_later()
 
+    def follow(self, reader: Reader) -> None:
+        """A reader's stream begins, with what there is."""
+        reader.stream.send(self.shard.pulse())
+        for state in self.shard.fragments.values():
+            if state.seeded:
+                reader.stream.send(state.announcement())
+        if self.shard.done:
+            reader.stream.send(Stop())
+        if self.shard.draining:
+            reader.stream.send(Drain())
+
+    async def supersede(self, request: FollowRequest) -> Evicted:
+        """Somebody says that he is this shard, in another epoch: the later one stays. Answers what ends him.
+
+        Raises Superseded where it is this one that ends, and BadRequest where he is this one.
+        """
+        mine = self.shard.epoch
+        if request.epoch == mine:
+            raise BadRequest("this is that shard itself")
+        if request.epoch < mine:
+            return Evicted(Superseded.code, f"this shard is in epoch {mine} here, which is later than {request.epoch}")
+        lost = max(0, self.shard.tokens_merged - request.tokens_merged)
+        await self.keeper.read(partial(self._store.supersede, request.epoch))
+        words = (
+            f"a standby of shard {self.settings.shard.index} was promoted, and serves in epoch {request.epoch}; the "
+            f"one of epoch {mine} ends, and {lost} tokens that it has merged since are lost"
+        )
+        raise self.end_as_replaced(words)
+
+    def end_as_replaced(self, why: str) -> Superseded:
+        """Another process is this shard: this one ends."""
+        self.log.error("replaced", code=Superseded.code, why=why)
+        self.replaced = Superseded(why)
+        self._break(why)
+        return self.replaced
+
+    def near(self, directive: Directive, learner_id: str, address: str) -> Directive:
+        """What is announced, with how to have its bytes from the mirror at this address, if they have names."""
+        if not isinstance(directive, Committed):
+            return directive
+        state = self.shard.owned(directive.fragment_id)
+        names = None if state.published is None else state.published.sha256
+        if names is None or state.version_id != (directive.epoch, directive.version):
+            return directive  # mirrors came later, or something newer is announced by now
+        return replace(directive, near=Near(address, *names, self.shard.pull_header(learner_id, directive.fragment_id)))
+
     def leave(self, caller: Identity) -> bool:
         """A learner says goodbye: nothing more is told to it. Whether a lease ended. Repeating it is fine."""
         current = self.shard.membership.get(caller.learner_id)
@@ -341,10 +414,39 @@ class ShardHost:
         change = self.shard.change_since(request.fragment_id, have)
         return self.shard.pull_header(caller.learner_id, request.fragment_id), change, values
 
+    async def may_come(self, request: PullRequest) -> None:
+        """Of a mirror: wait for a version that its shard may have announced a moment ago."""
+        if (follower := self.follower) is None or request.want is None:
+            return
+        state, want = self.shard.owned(request.fragment_id), VersionId(*request.want)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAY_COME_S):
+                await self._until(
+                    lambda: (
+                        not follower.is_up
+                        or state.epoch > want.epoch
+                        or (state.published is not None and state.version_id >= want)
+                    )
+                )
+
     def pulled(self, caller: Identity, header: PullHeader) -> None:
         """A learner has taken all bytes of a version, and had an earlier one."""
         with contextlib.suppress(Refusal):
             self.shard.pulled(self.member(caller), header.fragment_id, header.version, self.clock())
+
+    async def open_file(self, fragment_id: int, want: VersionId) -> tuple[PullHeader, OldFile]:
+        """The file of a version of this line, and what is said of it. Raises UnknownFragment and VersionGone."""
+        state, file = self.shard.owned(fragment_id), None
+        if want.epoch in (self.shard.epoch, state.epoch):
+            with contextlib.suppress(OSError):
+                file = await self.keeper.read(partial(self._store.open, fragment_id, want.version))
+        if file is None:
+            raise VersionGone(
+                f"fragment {fragment_id}: version {want.version} of epoch {want.epoch} is not on the disk of this "
+                "shard; take what is announced next"
+            )
+        payload = PayloadHeader(FILE, file.size, FILE_CHUNK, file.size, 0)
+        return PullHeader(fragment_id, want.version, want.epoch, 0, 0, state.tokens_merged, payload), file
 
     async def cut_header(
         self, values: Payload, ranges: Sequence[Range], chunk_elements: int | None = None
@@ -372,7 +474,9 @@ class ShardHost:
         Raises Draining.
         """
         values = self.shard.owned(fragment_id).values
-        assert values is not None
+        if values is None:  # a mirror has what was announced
+            published = self.shard.published(fragment_id)[1]
+            return await self.compute("encode", lambda: encode_payload(decode_version(published, None)[0], encoding))
         if encoding == AVERAGE:
             return await self.compute("encode", lambda: encode_payload(values.averaged(), "float32"))
         return await self.compute("encode", lambda: encode_payload(values.theta, encoding))
@@ -435,6 +539,10 @@ class ShardHost:
         """This process must end. The first reason is the one that counts."""
         self.why_broken = self.why_broken or why
         self.broken.set()
+
+    def _written(self, fragment_id: int, version: int, manifest: Manifest) -> None:
+        self._checkpointer.written(fragment_id, version, manifest)
+        self.readers.is_on_disk(Committed(fragment_id, version, self.shard.epoch))
 
     async def keep(self, version: StoredVersion) -> None:
         """Make a version durable, as far as the settings ask for it. It may be announced when this returns."""

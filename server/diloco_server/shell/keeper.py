@@ -19,7 +19,7 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, TypeVar
 
-from diloco_common.errors import DataError, WrongFolder
+from diloco_common.errors import DataError, Draining, WrongFolder
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.ports import World
@@ -144,6 +144,14 @@ class Keeper:
             writing = asyncio.create_task(self._write_later(fragment_id), name=f"write-{fragment_id}")
             self._writing[fragment_id] = writing
             writing.add_done_callback(lambda _: self._writing.pop(fragment_id, None))
+
+    async def read(self, work: Callable[[], T]) -> T:
+        """Look at the disk, on a storage thread. Raises Draining after `close`."""
+        try:
+            looking = self._threads.submit(work)
+        except RuntimeError:  # no more begins
+            raise Draining("this shard has ended; call again when it is back") from None
+        return await asyncio.wrap_future(looking)
 
     def recovered(self, fragment_id: int) -> None:
         self._written_at[fragment_id] = self._clock()

@@ -19,27 +19,35 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from diloco_common.codec import memory, native
-from diloco_common.errors import EXIT_OK, DilocoError
+from diloco_common.errors import EXIT_OK, DataError, DilocoError
 from diloco_common.observe.history import HistoryFile
 from diloco_common.observe.http import HttpServer, check_http_is_meant
-from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ShardMetrics
-from diloco_common.observe.metrics.registry import installed
+from diloco_common.observe.metrics import ReaderMetrics, ShardMetrics
+from diloco_common.observe.metrics.registry import MetricsRegistry, installed
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
-from diloco_common.trust.tls import TlsFiles
+from diloco_common.trust.credentials import Credentials
+from diloco_common.trust.identity import Identity
 from diloco_common.wire import rpc
 from diloco_common.wire.addresses import bind_socket, in_use, parse_address, write_address
+from diloco_common.wire.follower import Follower
+from diloco_common.wire.grpc_transport import GrpcTransport
+from diloco_common.wire.messages import FollowRequest
 from diloco_server.shell.access import LOOK_S, AccessFiles
 from diloco_server.shell.audit import AuditLog
 from diloco_server.shell.host import ShardHost
+from diloco_server.shell.mirror import Mirror
 from diloco_server.shell.probes import Health, Probe
 from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit
 from diloco_server.shell.service import Service
 from diloco_server.shell.servicer import ParameterServer
-from diloco_server.shell.status import record_since, rounds_since, shard_status
+from diloco_server.shell.standby import Standby, tell_replaced
+from diloco_server.shell.status import record_since, rounds_since, shard_status, standby_status
+from diloco_server.storage.filesystem import Disk, FolderLock
+from diloco_server.storage.standby import StandbyFolder
 from diloco_server.storage.store import open_store
+from diloco_server.storage.version_file import Origin
 
 DRAIN_S = 5.0
 """Seconds that merges have to finish when the process is told to end."""
@@ -63,15 +71,18 @@ def real_world() -> World:
 class ShardServer:
     """A shard that serves. Use inside one event loop: `start`, then `stop`."""
 
-    def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
+    def __init__(self, settings: Settings, clock: Clock | None = None, *, replaces: str = "") -> None:
         """`clock` counts seconds; leases and grace windows are measured by it. None: while this process is awake.
+        `replaces`: the address of the shard that this one was a standby of.
 
         Raises ConfigError, and InUse or DataError where the data folder cannot be had.
         """
         self.settings = settings
         self.grpc_address = ""
         self.http_address = ""
-        world, metrics, name = real_world(), ShardMetrics(), f"shard-{settings.shard.index}"
+        shard, is_mirror = settings.shard, settings.shard.role == "mirror"
+        world, metrics = real_world(), ShardMetrics()
+        name = f"mirror-{shard.site or shard.index}" if is_mirror else f"shard-{shard.index}"
         audit = settings.security.audit
         self._audit = None if audit is None else AuditLog(audit, name, time.time)
         self._access = AccessFiles(settings, time.time, Log(name), self._audit)
@@ -85,15 +96,22 @@ class ShardServer:
             history=HistoryFile(folder, name) if folder else None,
         )  # fmt: skip
         self.service = Service(self.host)
+        self._replaces = replaces
+        self._mirror, registry = None, metrics.registry
+        if is_mirror:
+            self._mirror = Mirror(self.host, follower := follower_of(settings, world, self.host.log))
+            registry = metrics_of(follower, "mirror", self.host.ready)
         self._http = HttpServer(
             settings.shard.http,
-            registry=metrics.registry,
+            registry=registry,
             status=lambda: shard_status(self.host, self.grpc_address) | self._of_process(),
             ready=self.host.ready,
             bearer_token=self._access.bearer_token,
-            door=self._door(metrics),
+            door=self._access.door(),
             pages={"/rounds": self._rounds, "/record": self._record},
         )
+        if self._access.tls is not None:
+            metrics.certificates.follow(self._access.served)
         self._connections_max = connections_allowed(settings.shard, files_max())
         self._health = Health(
             settings.run.id, ("", rpc.SERVICE), self._access.callers, self.host.telemetry.call_refused
@@ -128,6 +146,13 @@ class ShardServer:
             asyncio.create_task(self.host.run(), name="ticking"),
             asyncio.create_task(self._watch_files(), name="watching files"),
         ]
+        if self._replaces:
+            self._tasks.append(asyncio.create_task(self._tell_replaced(), name="telling who was replaced"))
+        if self._mirror is not None:
+            shard = self.settings.shard
+            self._tasks.append(
+                asyncio.create_task(self._mirror.run(shard.site, shard.known_as or self.grpc_address), name="mirroring")
+            )
         self._health.set(health_pb2.HealthCheckResponse.SERVING)
         if isinstance(why := native.find(), str):
             self.host.log.warning("no native kernels: merging and encoding take several times as long", why=why)
@@ -138,7 +163,7 @@ class ShardServer:
                 "few files may be open, so fewer connections are let in: raise the hard limit (ulimit -Hn)",
                 files=files_max(), connections=self._connections_max, wanted=wanted,
             )  # fmt: skip
-        if self.settings.shard.data_dir is None:
+        if self.settings.shard.data_dir is None and self._mirror is None:
             self.host.log.warning("versions are kept in memory only: a restart begins anew (shard.data_dir keeps them)")
         self._access.say()
         self.host.log.event(
@@ -148,19 +173,6 @@ class ShardServer:
             http=self.http_address,
             epoch=self.host.shard.epoch,
         )
-
-    def _door(self, metrics: ShardMetrics) -> TlsDoor | None:
-        """How HTTP is served; None: in plaintext."""
-        access = self._access
-        if access.tls is None:
-            return None
-
-        def files() -> TlsFiles:
-            assert access.tls is not None
-            return access.tls
-
-        metrics.certificates.follow(files)
-        return TlsDoor(files, access.callers.holds)
 
     def _of_process(self) -> dict[str, Any]:
         """What /status says of this process beside its shard; seconds until its certificate expires, and since 1970."""
@@ -182,6 +194,15 @@ class ShardServer:
         if self._credentials is None:
             return int(self._server.add_insecure_port(address))
         return int(self._server.add_secure_port(address, self._credentials.grpc))
+
+    async def _tell_replaced(self) -> None:
+        """Until the shard that this one replaces has heard of it, or says that it is this one that is replaced."""
+        security = self.settings.security
+        transport = GrpcTransport(self._replaces, Credentials(security.tls, security.token_file))
+        try:
+            await tell_replaced(self.host, transport, Identity(self.settings.run.id))
+        finally:
+            await transport.close(0.0)
 
     async def _watch_files(self) -> None:
         """Act on certificates and deny-lists that change, until cancelled."""
@@ -237,10 +258,29 @@ class ShardServer:
             )
 
 
+def follower_of(settings: Settings, world: World, log: Log) -> Follower:
+    """Of the shard that this process is a mirror or a standby of. Raises ConfigError, SecretExposed."""
+    shard, security = settings.shard, settings.security
+    transport = GrpcTransport(shard.mirror_of or shard.standby_of, Credentials(security.tls, security.token_file))
+    return Follower(transport, Identity(settings.run.id), FollowRequest(shard.role), world, log)
+
+
+def metrics_of(follower: Follower, role: str, ready: Callable[[], tuple[bool, str]]) -> MetricsRegistry:
+    metrics = ReaderMetrics()
+    metrics.follow(role, lambda: (follower.is_up, ready()[0], *follower.behind, follower.skipped))
+    return metrics.registry
+
+
 async def serve(settings: Settings, address_file: Path | None) -> None:
     """Run a shard until SIGTERM or SIGINT. Raises DilocoError where it cannot start, or cannot go on."""
     raise_limit()
-    server = ShardServer(settings)
+    replaces = settings.shard.standby_of
+    if replaces:
+        if not await stand_by(settings):
+            return
+        shard = settings.shard.model_copy(update={"standby_of": ""})
+        settings = settings.model_copy(update={"shard": shard})
+    server = ShardServer(settings, replaces=replaces)
     ending = asyncio.Event()
     on_signals(lambda: ending.set() if server.grpc_address else _leave())
     try:
@@ -253,11 +293,53 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
     await _first_of(ending, server.host.broken)
     if server.host.broken.is_set() and not ending.is_set():
         await server.abandon()
+        if server.host.replaced is not None:
+            raise server.host.replaced
         raise DilocoError(f"{server.host.why_broken}. The versions announced so far are whole: start the shard again")
     await server.stop()
     if server.hangs:
         await server.host.writes_ended(LAST_WRITE_S)
         _leave()
+
+
+async def stand_by(settings: Settings) -> bool:
+    """Be a standby until it is promoted (True), or until SIGTERM or SIGINT. Raises DilocoError."""
+    shard, world, log = settings.shard, real_world(), Log(f"standby-{settings.shard.index}")
+    assert shard.data_dir is not None, "checked with the settings"
+    access = AccessFiles(settings, time.time, log)
+    try:
+        disk = Disk(shard.data_dir)
+        lock = FolderLock(shard.data_dir)
+        folder = StandbyFolder(disk)
+    except OSError as error:
+        raise DataError(f"shard.data_dir {shard.data_dir} cannot be used: {error.strerror}") from None
+    threads = world.threads(1, "diloco-storage")
+    follower = follower_of(settings, world, log)
+    standby = Standby(follower, folder, Origin.of(settings), threads, log)
+    http = HttpServer(
+        shard.http, registry=metrics_of(follower, "standby", standby.ready), ready=standby.ready,
+        bearer_token=access.bearer_token,
+        status=lambda: standby_status(standby, settings, log.name), door=access.door(),
+    )  # fmt: skip
+    check_http_is_meant("shard.http", shard.http, settings.security)
+    ending = asyncio.Event()
+    on_signals(ending.set)
+    try:
+        log.event("standing by", of=shard.standby_of, folder=shard.data_dir, http=await http.start())
+        running, ended = asyncio.create_task(standby.run()), asyncio.create_task(ending.wait())
+        await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)
+        for task in (running, ended):
+            task.cancel()
+        if running.done() and not running.cancelled():
+            running.result()
+            log.event("promoted", folder=shard.data_dir)
+        return folder.is_promoted
+    except OSError as error:
+        raise DataError(f"shard.data_dir {shard.data_dir}: {error.strerror}") from None
+    finally:
+        await http.stop()
+        threads.shutdown(wait=True, cancel_futures=True)
+        lock.release()
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -10,9 +10,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from diloco_common.codec import Chunk, Payload, PayloadHeader, PayloadReceiver
+from diloco_common.codec.frames import NewFrame
 from diloco_common.codec.parts import ITEM_BYTES, cut_chunks, num_elements
 from diloco_common.errors import (
     BadRequest,
@@ -27,11 +29,14 @@ from diloco_common.trust.identity import Identity
 from diloco_common.wire import bounds
 from diloco_common.wire.messages import (
     AVERAGE,
+    FILE,
+    FILE_CHUNK,
     PROTOCOL,
     PUSHES_AT_ONCE,
     SLOWEST_BYTES_PER_S,
     Directive,
     Evicted,
+    FollowRequest,
     JoinAnswer,
     JoinRequest,
     Progress,
@@ -40,12 +45,15 @@ from diloco_common.wire.messages import (
     PushAnswer,
     PushHeader,
     Range,
+    Role,
+    VersionId,
 )
 from diloco_server.shell.control_streams import ControlStream
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Ranks, Rate, Takers
 from diloco_server.shell.rules import check_codecs
 from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
+from diloco_server.storage.filesystem import OldFile
 
 PULLS_AT_ONCE, HOST_PULLS_AT_ONCE = 4, 4
 BYTES_OUT_MAX = 256 << 20
@@ -102,6 +110,7 @@ class Service:
         self._messages, self._bodies = Places[Wait](MESSAGES_AT_ONCE), Bodies()
         self._joins = Rate("joins from this host, or of this identity", HOST_JOINS, HOST_JOINS_PER_S)
         self._homes: dict[str, str] = {}  # learner id -> the host that it joined from
+        self._sites: dict[str, str] = {}  # learner id -> where it is, as it said
         self._proven: dict[str, Identity] = {}  # learner id -> who was given its lease, or attended it later
 
     async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
@@ -147,6 +156,7 @@ class Service:
         self._check_home(caller)
         answer = self._host.join(caller.learner_id, request)
         self._homes[caller.learner_id] = caller.account
+        self._sites[caller.learner_id] = request.site
         self._hold(replace(caller, generation=answer.generation))
         return answer
 
@@ -170,6 +180,7 @@ class Service:
         most = max(HOST_LEARNERS, self._host.settings.shard.max_learners // 2)
         expected = {*(m.learner_id for m in membership.live()), *membership.waiting(self._host.clock())}
         self._homes = {name: self._homes.get(name, "") for name in expected}
+        self._sites = {name: self._sites.get(name, "") for name in expected}
         neighbours = sum(home == caller.account and name != caller.learner_id for name, home in self._homes.items())
         if neighbours >= most:
             raise Busy(
@@ -183,7 +194,8 @@ class Service:
         reader = asyncio.create_task(self._read_reports(caller, reports, stream), name="attend")
         try:
             while (directive := await stream.next()) is not None:
-                yield directive
+                mirror = self._host.readers.mirror_at(self._sites.get(caller.learner_id, ""))
+                yield self._host.near(directive, caller.learner_id, mirror) if mirror else directive
                 if isinstance(directive, Evicted):
                     break
             if reader.done():
@@ -194,6 +206,18 @@ class Service:
 
     async def leave(self, caller: Identity) -> bool:
         return self._host.leave(caller)
+
+    async def follow(self, caller: Identity, request: FollowRequest) -> AsyncGenerator[Directive, None]:
+        if request.epoch:
+            caller.check_may("Standby")
+            yield await self._host.supersede(request)
+            return
+        if request.role == Role.STANDBY and not self._host.keeps_files:
+            raise BadRequest("this shard keeps its versions in memory alone; start it with shard.data_dir")
+        with self._host.readers.opened(caller, request, self._host.clock) as reader:
+            self._host.follow(reader)
+            while (directive := await reader.stream.next()) is not None:
+                yield self._host.near(directive, "", "") if reader.role is Role.MIRROR else directive
 
     async def _read_reports(self, caller: Identity, reports: AsyncIterator[Progress], stream: ControlStream) -> None:
         """Hand in the learner's reports until its side ends; then end ours. Raises BadRequest."""
@@ -287,10 +311,17 @@ class Service:
 
     # ------------------------------------------------------------ versions
 
-    async def pull(
+    def pull(
         self, caller: Identity, request: PullRequest, ends_in_s: float = 0.0
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
+        is_file = FILE in request.encodings
+        return self._file(caller, request) if is_file else self._version(caller, request, ends_in_s)
+
+    async def _version(
+        self, caller: Identity, request: PullRequest, ends_in_s: float
+    ) -> AsyncGenerator[PullHeader | Chunk, None]:
         with self._pull_place(caller) as account, self._takers.pulling(account) as pulled:
+            await self._host.may_come(request)
             header, change, values = self._host.pull(caller, request)
             ranges = request.ranges
             if ranges:
@@ -334,6 +365,20 @@ class Service:
                         async for part in parts:
                             yield part
 
+    async def _file(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | Chunk, None]:
+        """A version file for a standby, read from the disk as it is taken."""
+        caller.check_may("Standby")
+        if request.want is None or request.ranges:
+            raise BadRequest(f"a Pull of {FILE} names the version that it wants, and no ranges")
+        with self._pull_place(caller):
+            header, file = await self._host.open_file(request.fragment_id, VersionId(*request.want))
+            with closing(file):
+                yield header
+                for start in range(0, file.size, FILE_CHUNK):
+                    num_bytes = min(FILE_CHUNK, file.size - start)
+                    async with self._outgoing.held(num_bytes):
+                        yield await self._host.keeper.read(partial(_framed, file, start, num_bytes))
+
     async def _parts(self, header: PullHeader, unread: Unread[Chunk]) -> AsyncGenerator[PullHeader | Chunk, None]:
         assert header.payload is not None
         yield header
@@ -357,6 +402,14 @@ class Service:
             self._pulls.held(account, f"pulls of {account}"),
         ):
             yield account
+
+
+def _framed(file: OldFile, start: int, num_bytes: int) -> Chunk:
+    """Some bytes of a file, ready to be sent. Raises OSError."""
+    frame = NewFrame(num_bytes)
+    if file.read_into(frame.chunk.numpy().data, start) != num_bytes:
+        raise OSError("the file became shorter")
+    return frame.sealed()[0]
 
 
 def now() -> float:

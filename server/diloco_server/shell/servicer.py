@@ -72,6 +72,7 @@ class ParameterServer:
             "Push": self._one(self.Push, "Push"),
             "Pull": self._many(self.Pull, "Pull", protobuf.pull_response),
             "Leave": self._one(self.Leave, "Leave"),
+            "Follow": self._many(self.Follow, "Follow", protobuf.serialize),
         }
         return grpc.method_handlers_generic_handler(rpc.SERVICE, methods)
 
@@ -104,6 +105,13 @@ class ParameterServer:
         async with aclosing(self._service.pull(caller, request, math.inf if left_s is None else left_s)) as parts:
             async for part in parts:
                 yield part
+
+    async def Follow(self, caller: Identity, requests: Messages, _: Context) -> AsyncGenerator[pb.Directive, None]:
+        message = protobuf.parse(pb.FollowRequest, await self._service.read(caller, partial(only, requests)))
+        request = protobuf.follow_request_from_pb(message)
+        async with aclosing(self._service.follow(caller, request)) as directives:
+            async for directive in directives:
+                yield protobuf.directive_to_pb(directive)
 
     async def Leave(self, caller: Identity, requests: Messages, _: Context) -> pb.LeaveResponse:
         protobuf.parse(pb.LeaveRequest, await self._service.read(caller, partial(only, requests)))

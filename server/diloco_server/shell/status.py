@@ -8,11 +8,14 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
+from diloco_common.settings import Settings
+from diloco_common.wire.follower import Follower
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import Event, TracedRound, told_of
 from diloco_server.core.membership import Member
 from diloco_server.shell.host import ShardHost
+from diloco_server.shell.standby import Standby
 
 MISSING_SHOWN = 8
 """Of those that an overdue round waits for."""
@@ -26,7 +29,7 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
     ready, reason = host.ready()
     ledger, patience, now = shard.ledger, shard.rounds.patience, host.clock()
     return {
-        "role": "shard",
+        "role": settings.shard.role,
         "name": host.log.name,
         "run": settings.run.id,
         "index": settings.shard.index,
@@ -74,7 +77,38 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "disk_free_bytes": host.keeper.free_bytes,
         "memory_bytes": _resident_bytes(),
         "versions_lost": ledger.versions_lost,
+        "readers": [
+            {"role": r.role, "name": r.name, "site": r.site, "address": r.address, "for_s": round(now - r.since, 1)}
+            for r in host.readers
+        ],
+        "readers_away": [
+            {"role": role, "name": name, "for_s": round(now - since, 1)}
+            for (role, name), since in host.readers.away.items()
+        ],
+        "following": None if host.follower is None else following(host.follower, settings),
     }
+
+
+def standby_status(standby: Standby, settings: Settings, name: str) -> dict[str, Any]:
+    """The JSON of a standby."""
+    ready, reason = standby.ready()
+    return {
+        "role": "standby", "name": name, "run": settings.run.id, "index": settings.shard.index,
+        "count": settings.shard.count, "ready": ready, "reason": reason, "data_dir": str(settings.shard.data_dir),
+        "fragments": [{"id": i, "epoch": v[0], "version": v[1]} for i, v in sorted(standby.follower.held.items())],
+        "bytes_saved": standby.bytes_saved, "memory_bytes": _resident_bytes(),
+        "following": following(standby.follower, settings),
+    }  # fmt: skip
+
+
+def following(follower: Follower, settings: Settings) -> dict[str, Any]:
+    """How a mirror or a standby is with its shard."""
+    behind = follower.behind
+    return {
+        "of": settings.shard.mirror_of or settings.shard.standby_of, "site": settings.shard.site,
+        "connected": follower.is_up, "behind_versions": behind.versions, "behind_s": round(behind.seconds, 3),
+        "skipped": follower.skipped,
+    }  # fmt: skip
 
 
 def rounds_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:

@@ -155,6 +155,14 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def owner_lives(folder: Path) -> bool:
+    """Whether the process that locked a folder last is there. To lock it for a moment would keep others out."""
+    try:
+        return Path("/proc", (folder / "lock").read_text().strip()).is_dir()
+    except OSError:
+        return False
+
+
 class FolderLock:
     """Holds a folder until `release`, or until the process ends in any way."""
 

@@ -21,7 +21,8 @@ from typing import Protocol
 from diloco_common.errors import DataError, NothingIntact, VersionDamaged, WrongFolder
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Manifest, differences
-from diloco_server.storage.filesystem import Disk, FileSystem, FolderLock
+from diloco_server.storage.filesystem import Disk, FileSystem, FolderLock, OldFile
+from diloco_server.storage.standby import PROMOTED, SUPERSEDED, first_epoch_of, mark_of, newest, put_mark
 from diloco_server.storage.version_file import (
     Header,
     Origin,
@@ -68,6 +69,8 @@ class Store(Protocol):
 
     epoch: int
     """The epoch of this start of the shard. No two starts have the same."""
+    keeps_files: bool
+    """Whether versions outlive the process."""
 
     def recover(self) -> Recovered:
         """The versions of earlier epochs. Call once, before `save`. Raises DataError and OSError."""
@@ -77,6 +80,12 @@ class Store(Protocol):
 
         Raises OSError. The caller then does not announce the version, and tries again.
         """
+
+    def open(self, fragment_id: int, version: int) -> OldFile:
+        """The file of a version that was saved. Raises OSError."""
+
+    def supersede(self, epoch: int) -> None:
+        """Another one is this shard now, from this epoch on: never serve from here again. Raises OSError."""
 
     def free_bytes(self) -> int | None:
         """Free space for versions, in bytes; None: there is no disk that could run full. May hang. Raises OSError."""
@@ -89,6 +98,8 @@ class MemoryStore:
     applied last.
     """
 
+    keeps_files = False
+
     def __init__(self, epoch: int) -> None:
         """`epoch` is drawn at random, so a learner can tell a restarted shard from the one before."""
         self.epoch = epoch
@@ -100,12 +111,20 @@ class MemoryStore:
         """Does nothing: the values are already in memory."""
         return 0
 
+    def open(self, fragment_id: int, version: int) -> OldFile:
+        raise FileNotFoundError(version_name(fragment_id, version))
+
+    def supersede(self, epoch: int) -> None:
+        """Nothing is left when the process ends."""
+
     def free_bytes(self) -> int | None:
         return None
 
 
 class FileStore:
     """Versions in a folder that nobody else writes to."""
+
+    keeps_files = True
 
     def __init__(self, fs: FileSystem, origin: Origin, *, first_epoch: int) -> None:
         """Begin an epoch, durably.
@@ -123,7 +142,10 @@ class FileStore:
             if name.endswith(TEMPORARY):
                 fs.remove(name)
         epochs = sorted(int(m[1]) for name in names if (m := _EPOCH.fullmatch(name)))
-        self.epoch = max(first_epoch, epochs[-1] + 1 if epochs else 0)
+        mark = mark_of(names)
+        self._copied_upto = mark.epoch if mark is not None and mark.what == PROMOTED else -1
+        before = epochs or [name.epoch for name in newest(fs).values()]  # of a copy: above what it was copied from
+        self.epoch = max(first_epoch_of(mark, first_epoch), max(before, default=-1) + 1)
         self._was_restored = not epochs
         self._begin_epoch(epochs)
 
@@ -167,7 +189,9 @@ class FileStore:
                 worse.append(name)
                 continue
             # The version before is removed only once there is a later one. If it is missing, a later one may be, too.
+            # A standby has copied what was announced when it had time for it, so not all of them.
             is_missing = header.previous is not None and header.previous not in versions
+            is_missing = is_missing and stored.record.epoch > self._copied_upto
             if is_missing and not worse and not aside and not self._was_restored:
                 damage.append(f"version {header.previous}, written before {name}, is missing; later ones may be, too")
             self._unneeded[fragment_id] = aside | set(worse)
@@ -201,14 +225,7 @@ class FileStore:
         return found
 
     def _check_origin(self, header: Header, first: Header) -> None:
-        mine, theirs = asdict(self._origin), asdict(header.origin)
-        lines = [f"{k}: {theirs[k]} <-> {mine[k]}" for k in mine if k != "pull" and mine[k] != theirs[k]]
-        if lines:
-            raise WrongFolder(
-                "the data folder belongs to another run or shard (the folder's <-> this one's):\n  "
-                + "\n  ".join(lines)
-                + "\ngive the settings that made it, or another folder (shard.data_dir)"
-            )
+        check_origin(self._origin, header)
         if header.manifest.digest != first.manifest.digest:
             lines = differences(first.manifest.tensors, header.manifest.tensors)
             raise WrongFolder("the data folder holds versions of two models:\n  " + "\n  ".join(lines))
@@ -247,6 +264,12 @@ class FileStore:
             self._clear(record.fragment_id)
         return num_bytes
 
+    def open(self, fragment_id: int, version: int) -> OldFile:
+        return self._fs.open(version_name(fragment_id, version))
+
+    def supersede(self, epoch: int) -> None:
+        put_mark(self._fs, SUPERSEDED, epoch)
+
     def free_bytes(self) -> int | None:
         return self._fs.free_bytes()
 
@@ -258,6 +281,18 @@ class FileStore:
         while len(intact) > KEPT:
             self._fs.remove(version_name(fragment_id, intact[0]))
             del intact[0]
+
+
+def check_origin(mine: Origin, header: Header) -> None:
+    """A shard with these settings can go on from such a file. Raises WrongFolder."""
+    ours, theirs = asdict(mine), asdict(header.origin)
+    lines = [f"{k}: {theirs[k]} <-> {ours[k]}" for k in ours if k != "pull" and ours[k] != theirs[k]]
+    if lines:
+        raise WrongFolder(
+            "the data folder belongs to another run or shard (the folder's <-> this one's):\n  "
+            + "\n  ".join(lines)
+            + "\ngive the settings that made it, or another folder (shard.data_dir)"
+        )
 
 
 def open_store(settings: Settings, *, epoch_in_memory: int, first_epoch: int) -> tuple[Store, FolderLock | None]:

@@ -45,6 +45,8 @@ class Network:
         self.healed = False
         self.serving: dict[int, tuple[SimulatedProcess, ShardService]] = {}
         """Shard index -> who serves there now."""
+        self.apart: dict[Path, tuple[SimulatedProcess, ShardService]] = {}
+        """Paths on which another process is found there."""
         self.cuts: Counter[tuple[Path, bool]] = Counter()
         """(path, upwards) -> cuts that are in force."""
         self.sniffed: deque[Sniffed] = deque(maxlen=SNIFFED_MAX)
@@ -161,7 +163,7 @@ class NetworkCall:
             self._transmit(False, self._come, *items)
 
     def _accept(self) -> None:
-        serving = self._network.serving.get(self.path[1])
+        serving = self._network.apart.get(self.path) or self._network.serving.get(self.path[1])
         if serving is None or not serving[0].alive:
             self._break_or_not(always=self._network.random.random() < 0.8)  # refused, or the machine is off
             return

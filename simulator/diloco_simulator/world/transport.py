@@ -12,6 +12,7 @@ from diloco_common.ports import ShardService, Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.messages import (
     Directive,
+    FollowRequest,
     JoinAnswer,
     JoinRequest,
     Progress,
@@ -58,6 +59,9 @@ class MemoryTransport:
 
     def attend(self, caller: Identity) -> MemoryStream:
         return MemoryStream(self._open(lambda service, reports: service.attend(caller, reports), is_short=False))
+
+    def follow(self, caller: Identity, request: FollowRequest) -> MemoryStream:
+        return MemoryStream(self._open(lambda service, _: service.follow(caller, request), is_short=False))
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
         self._pushing(header, payload)

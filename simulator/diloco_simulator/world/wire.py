@@ -20,6 +20,7 @@ from diloco_common.wire.messages import (
     Directive,
     Drain,
     Evicted,
+    FollowRequest,
     JoinAnswer,
     JoinRequest,
     Progress,
@@ -62,6 +63,9 @@ class WireDoor:
     def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
         self._identify(caller)
         return self._service.attend(caller, _reports(reports))
+
+    def follow(self, caller: Identity, request: FollowRequest) -> AsyncGenerator[Directive, None]:
+        return self._service.follow(caller, protobuf.follow_request_from_pb(protobuf.follow_request_to_pb(request)))
 
     async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | Chunk]) -> PushAnswer:
         self._identify(caller)

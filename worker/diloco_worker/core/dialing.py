@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from diloco_common import errors
 from diloco_common.errors import ConfigError, DilocoError, Refusal, Superseded, Unavailable
-from diloco_common.wire.messages import SLOWEST_BYTES_PER_S
+from diloco_common.wire.calls import backoff_s
 
 JOIN_AGAIN = (errors.NotJoined, errors.LeaseExpired, errors.Stalled, errors.StaleGeneration, errors.WrongEpoch)
 """The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""
@@ -27,38 +27,12 @@ STAYS_S = 3.0
 """Such a failure is believed once it was the same for so long: long enough for the cause to be looked for twice."""
 REVOKED_S = 60.0
 """A learner that is revoked while it trains ends after so long. Whoever gives it another certificate has that time."""
-SILENCE_HEARTBEATS = 2.5
-"""A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
 STEADY_S = 5.0
 """A connection that held for so long is dialed again without the wait that its predecessors earned."""
 GONE_S = 10.0
 """A shard at which nobody has listened for so long is not starting again: a learner that ends does not wait for it."""
 ANNOUNCE_WAIT_S = 10.0
 """How often a learner that cannot reach a shard says so."""
-CALL_S = 15.0
-"""Seconds for everything of a call but its bytes."""
-
-FIRST_S = 0.2
-GROWTH = 1.3
-LONGEST_S = 2.0
-
-
-def call_s(num_bytes: int) -> float:
-    """Seconds that a call with so many bytes may take."""
-    return CALL_S + num_bytes / SLOWEST_BYTES_PER_S
-
-
-def backoff_s(attempt: int, jitter: float) -> float:
-    """Seconds before retry number `attempt` (from 0), with `jitter` drawn evenly from [0, 1).
-
-    Grows from 0.2 s to 2 s, with the time that the shard has been away: it is at most a third of that, and in the mean
-    a learner comes half of it late to a shard that is back. Half of it is random, so that learners that lost the same
-    shard do not come back in step.
-    After 10 s of failures the wait is at least 1 s: at most one connect per second. At most 2 s, as a dial that began
-    just before a link healed may be silent for 2.5 s, and the learner is to be back 5 s after healing.
-    """
-    longest = min(LONGEST_S, FIRST_S * GROWTH ** min(attempt, 32))
-    return longest * (0.5 + 0.5 * jitter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from diloco_common.errors import ConfigError, WrongCall, did_you_mean, shown
+from diloco_common.trust.credentials import addresses_of
 from diloco_common.wire.bounds import TOKENS_MAX
-from diloco_worker.shell.credentials import addresses_of
 from diloco_worker.shell.exits import say_in_one_line
 
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
@@ -39,6 +39,12 @@ def check_who(run: object, learner_id: object, tls: object, token: object) -> No
         raise WrongCall("token= is not one word of plain ASCII: give the bearer token")  # which is a secret
     is_token = isinstance(token, str | os.PathLike | None)
     _take(is_token, "token", token, "give the bearer token, or the Path of the file that holds it")
+
+
+def check_site(site: object) -> str:
+    """Raises WrongCall."""
+    _take(isinstance(site, str) and (not site or _RUN.match(site)), "site", site, "give 1 to 64 of A-Z a-z 0-9 . _ -")
+    return str(site)
 
 
 def check_how(wait_s: object, mean_merge: object, history: object, address_file: object, http: object) -> None:

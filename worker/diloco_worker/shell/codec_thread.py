@@ -19,6 +19,7 @@ from torch import Tensor
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
+from diloco_common.codec.parts import sha256
 from diloco_common.ports import World
 from diloco_common.wire.messages import Held, PullHeader
 from diloco_worker.core.device import wait_for_device
@@ -145,6 +146,10 @@ class CodecThread:
         held = self._held.get(header.fragment_id)
         base = held.values if held is not None and header.base_version is not None else None
         return await self._run(lambda: self._version(header, payload, base))
+
+    async def name(self, payload: Payload) -> bytes:
+        """By which its bytes are known (`codec.parts.sha256`)."""
+        return await self._run(lambda: sha256(payload))
 
     def hold(self, arrived: Arrived, tokens_merged: int) -> None:
         """This version goes to the training. What was pushed for it, or for versions before it, is not needed again."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from diloco_common.codec import offered_names
 from diloco_common.errors import BadRequest, DilocoError, Refusal, Unavailable, refusal_from
 from diloco_common.ports import ControlStream
+from diloco_common.wire.calls import CALL_S, SILENCE_HEARTBEATS
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import (
     PROTOCOL,
@@ -29,11 +30,12 @@ from diloco_common.wire.messages import (
     Pulse,
     ShardAway,
     Stop,
+    check_no_way_back,
 )
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import ConnectionState, Lease
 from diloco_worker.core.council_log import Fetch, FetchEnded
-from diloco_worker.core.dialing import CALL_S, GONE_S, SILENCE_HEARTBEATS, Dialing
+from diloco_worker.core.dialing import GONE_S, Dialing
 from diloco_worker.core.events import Asked, Failed, Joined, Stopped
 from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.puller import Puller
@@ -178,6 +180,7 @@ class Connection:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.pusher.cancel()
+        await self.puller.close()
         await self._transport.close(GOODBYE_S)  # the stream may end before Leave is answered
 
     # ------------------------------------------------------------ control
@@ -220,6 +223,7 @@ class Connection:
     async def _join(self) -> None:
         """Get a lease. Raises a Refusal or Unavailable."""
         answer = await self._ask_for_lease()
+        check_no_way_back(answer, self.state.epoch)
         joined = Joined.at(self.address, answer)
         try:
             self.agreement.take(joined)
@@ -244,7 +248,7 @@ class Connection:
                 PROTOCOL, self._c.caller.process_id, self._c.tensors, offered_names(),
                 held=self._c.codec.held(state.fragment_ids), frozen=self._c.frozen,
                 ties=self._c.ties, index=self._c.index if state.index is None else state.index,
-                age_s=asked - self._born, tokens_seen=self._c.codec.tokens_seen(state.fragment_ids),
+                age_s=asked - self._born, tokens_seen=self._c.codec.tokens_seen(state.fragment_ids), site=self._c.site,
             )  # fmt: skip
             answer = await self._transport.join(self._c.caller.identity, request, CALL_S)
             if clock() - asked < SLOW_S:
@@ -335,6 +339,7 @@ class Connection:
             case Committed():
                 self._check_owned(directive)
                 self.state.to_pull.announced(directive.fragment_id, (directive.epoch, directive.version))
+                self.puller.near[directive.fragment_id] = directive.near
                 self.puller.wake()
             case Pulse():
                 self.state.pulse = directive

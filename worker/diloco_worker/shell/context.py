@@ -33,6 +33,8 @@ class ConnectionContext:
     """Further names of tied parameters."""
     index: int | None = None
     """The number that this learner had in an earlier process."""
+    site: str = ""
+    """Where it is; empty: nowhere that a mirror could be."""
 
     @property
     def inbox(self) -> Inbox:

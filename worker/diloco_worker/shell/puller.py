@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 from diloco_common import errors
-from diloco_common.codec import Chunk, Payload, PayloadReceiver
 from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import BadRequest, DilocoError, Refusal, Unavailable, VersionGone
 from diloco_common.ports import Transport
-from diloco_common.wire.messages import PullHeader, PullRequest, Range
+from diloco_common.wire.calls import backoff_s, call_s, read_version
+from diloco_common.wire.messages import Near, PullRequest, Range
 from diloco_worker.core.connection import ConnectionState
-from diloco_worker.core.dialing import backoff_s, call_s
 from diloco_worker.core.events import Event
 from diloco_worker.shell.context import ConnectionContext
+from diloco_worker.shell.mirrors import Mirrors
 
 UNREADABLE = (
     BadRequest, errors.BadPayload, errors.BadChecksum, errors.UnknownEncoding, errors.NotFinite,
@@ -31,10 +31,17 @@ class Puller:
         self._transport = transport
         self._c = context
         self._has_news = asyncio.Event()
+        self._mirrors = Mirrors(context)
+        self.near: dict[int, Near | None] = {}
+        """Fragment -> how to have the version that was announced last from a mirror."""
         self.failed: Callable[[DilocoError], None] = lambda error: None
         """Called when a pull fails in a way that nobody thought of."""
         self.why_not = ""
         """Why the last pull failed; empty: it did not."""
+
+    async def close(self) -> None:
+        """Of what it has dialed itself."""
+        await self._mirrors.close()
 
     def wake(self) -> None:
         """A version was announced, or the model was cut."""
@@ -92,13 +99,16 @@ class Puller:
             request = replace(request, have=have, want=want, ranges=local.ranges)
             if not num_elements:  # one element, for what is said of the version; and so that the shard holds it
                 request, num_elements = replace(request, ranges=(Range(0, 1),), have=None), 1
-        parts = self._transport.pull(state.identity, request, call_s(4 * num_elements))
-        header, payload = await read_version(
-            parts, request, num_elements, lambda: self._tell(state.to_pull.begun(fragment_id, want))
-        )
+        near, found = self.near.get(fragment_id), None
+        if near is not None and not request.ranges and want == (near.header.epoch, near.header.version):
+            found = await self._mirrors.pull(near, request, num_elements)
+        header, payload = found or await read_version(
+            self._transport.pull(state.identity, request, call_s(4 * num_elements)), request, num_elements,
+            lambda: self._tell(state.to_pull.begun(fragment_id, want)),
+        )  # fmt: skip
         if payload is None:
             return
-        self._c.telemetry.pulled(payload.header.num_bytes)
+        self._c.telemetry.pulled(payload.header.num_bytes, is_near=found is not None)
         arrived = await codec.decode(header, payload) if held else codec.nothing(header)
         if state.epoch != epoch:  # of an earlier epoch, which may have lost it: Join did not name it
             return
@@ -106,51 +116,3 @@ class Puller:
             codec.hold(arrived, header.tokens_merged)
         state.to_pull.pulled(fragment_id, want)
         self._c.inbox.put(arrived)
-
-
-async def read_version(
-    parts: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int,
-    found: Callable[[], None] = lambda: None,
-) -> tuple[PullHeader, Payload | None]:  # fmt: skip
-    """Read the answer to a Pull, and close it; no payload if the caller has that version.
-
-    `found` is called when its header has come.
-
-    Raises Unavailable, or a Refusal of the call or of what came.
-    """
-    try:
-        answer = await _read_version(parts, request, num_elements, found)
-    except Refusal:
-        await parts.aclose()  # the rest need not come
-        raise
-    await parts.aclose()
-    return answer
-
-
-async def _read_version(
-    parts: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int, found: Callable[[], None]
-) -> tuple[PullHeader, Payload | None]:
-    header = await anext(parts, None)
-    if not isinstance(header, PullHeader):
-        raise BadRequest("the shard answered Pull without a header")
-    if header.fragment_id != request.fragment_id:
-        raise BadRequest(f"the shard answered with fragment {header.fragment_id}, not {request.fragment_id}")
-    found()
-    if header.payload is None:
-        return header, None
-    if header.payload.num_elements != num_elements:
-        raise BadRequest(
-            f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
-        )
-    have = request.have[1] if request.have is not None else None
-    if header.base_version is not None and header.base_version != have:
-        raise BadRequest(
-            f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
-            "which is not what was asked for"
-        )
-    receiver = PayloadReceiver(header.payload)
-    async for part in parts:
-        if isinstance(part, PullHeader):
-            raise BadRequest("the shard answered Pull with two headers")
-        receiver.add(part)
-    return header, receiver.finish()

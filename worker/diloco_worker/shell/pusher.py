@@ -11,10 +11,11 @@ from typing import Any
 from diloco_common.codec import Payload, PayloadHeader, usual_chunk_elements
 from diloco_common.errors import DilocoError, NotFinite, Refusal, Unavailable, refusal_from
 from diloco_common.ports import Transport
+from diloco_common.wire.calls import backoff_s, call_s
 from diloco_common.wire.messages import PUSHES_AT_ONCE, Outcome, PushAnswer, PushHeader
 from diloco_worker.core.acts import PushContribution, SeedFragment
 from diloco_worker.core.connection import ConnectionState, Lease
-from diloco_worker.core.dialing import TRY_AGAIN, backoff_s, call_s
+from diloco_worker.core.dialing import TRY_AGAIN
 from diloco_worker.core.events import Answered, Failed
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.shell.context import ConnectionContext

@@ -44,6 +44,8 @@ class LearnerTelemetry:
         """How far the learner is. Asked in any thread but the training's, which has no time to spare."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
+        self.bytes_near = 0
+        """Of these, from a mirror."""
         self.caller = caller
         self._clock = clock
         self._history = history
@@ -98,6 +100,7 @@ class LearnerTelemetry:
             "versions_undone": figures.versions_undone,
             "bytes_pushed": self.bytes_pushed,
             "bytes_pulled": self.bytes_pulled,
+            "bytes_near": self.bytes_near,
         }
 
     @property
@@ -200,9 +203,12 @@ class LearnerTelemetry:
         self.bytes_pushed += num_bytes
         self.metrics.exchange.pushed(outcome, num_bytes)
 
-    def pulled(self, num_bytes: int) -> None:
-        """A version has come."""
+    def pulled(self, num_bytes: int, *, is_near: bool = False) -> None:
+        """A version has come; `is_near`: from a mirror."""
         self.bytes_pulled += num_bytes
+        if is_near:
+            self.bytes_near += num_bytes
+            self.metrics.exchange.near_bytes.inc(num_bytes)
         self.metrics.exchange.pulled_bytes.inc(num_bytes)
 
     def connected(self, address: str, times: int) -> None:

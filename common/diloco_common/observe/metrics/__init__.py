@@ -6,7 +6,8 @@ errors.py, and learner ids. The shard checks learner ids before they get here, a
 docs/metrics.md lists all metrics.
 """
 
+from diloco_common.observe.metrics.reader import ReaderMetrics
 from diloco_common.observe.metrics.shard import ComputePhase, ShardMetrics
 from diloco_common.observe.metrics.worker import PushOutcome, SyncPhase, WorkerMetrics
 
-__all__ = ["ComputePhase", "PushOutcome", "ShardMetrics", "SyncPhase", "WorkerMetrics"]
+__all__ = ["ComputePhase", "PushOutcome", "ReaderMetrics", "ShardMetrics", "SyncPhase", "WorkerMetrics"]

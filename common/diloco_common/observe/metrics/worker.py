@@ -72,6 +72,7 @@ class ExchangeMetrics:
         )
         self._pushed_bytes = declare.counter("diloco_worker_pushed_bytes_total", "Payload bytes pushed; repeats count.")
         self.pulled_bytes = declare.counter("diloco_worker_pulled_bytes_total", "Payload bytes pulled.")
+        self.near_bytes = declare.counter("diloco_worker_near_bytes_total", "Of these, from a mirror of its site.")
         self.encode_seconds = declare.histogram(
             "diloco_worker_encode_seconds", "Time to make and encode one pseudo-gradient.", SECONDS
         )

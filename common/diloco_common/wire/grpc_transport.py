@@ -15,12 +15,14 @@ import grpc
 from diloco_common.codec import Chunk, Payload
 from diloco_common.errors import DilocoError, HandshakeFailed
 from diloco_common.ports import Unavailable
+from diloco_common.trust.credentials import Credentials, Whereabouts
 from diloco_common.trust.identity import Identity
 from diloco_common.trust.tls import TlsFiles
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.handshake import find_cause
 from diloco_common.wire.messages import (
     Directive,
+    FollowRequest,
     JoinAnswer,
     JoinRequest,
     Progress,
@@ -30,7 +32,6 @@ from diloco_common.wire.messages import (
     PushHeader,
 )
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_worker.shell.credentials import Credentials, Whereabouts
 
 RETIRE_S = 120.0
 """Seconds that calls on a channel with an old certificate have to end."""
@@ -65,6 +66,11 @@ class GrpcTransport:
     def attend(self, caller: Identity) -> GrpcControlStream:
         attend = self._control.dialed("Attend", "stream_stream")
         return GrpcControlStream(attend(metadata=self._metadata(caller)), self._probe)
+
+    def follow(self, caller: Identity, request: FollowRequest) -> GrpcControlStream:
+        follow = self._control.dialed("Follow", "unary_stream")
+        message = protobuf.follow_request_to_pb(request)
+        return GrpcControlStream(follow(message, metadata=self._metadata(caller)), self._probe)
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
         messages = protobuf.push_requests(header, payload)

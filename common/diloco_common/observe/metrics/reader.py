@@ -1,0 +1,45 @@
+"""All metrics of a mirror or a standby."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diloco_common.observe.metrics.registry import Declare, MetricsRegistry
+
+
+class Following:
+    """How it is with its shard. What is asked for at each scrape belongs to the process that follows."""
+
+    def __init__(self, declare: Declare) -> None:
+        self.up = declare.gauge("diloco_reader_up", "1 while its shard speaks.", "role")
+        self.ready = declare.gauge("diloco_reader_ready", "1 while it holds a version of every fragment.", "role")
+        self.behind_versions = declare.gauge(
+            "diloco_reader_behind_versions", "Versions that were announced and not taken yet, of one fragment.", "role"
+        )
+        self.behind_seconds = declare.gauge(
+            "diloco_reader_behind_seconds",
+            "Since it first lacked one of these; while its shard is silent, since it heard it last.",
+            "role",
+        )
+        self.skipped = declare.totals(
+            "diloco_reader_skipped_versions_total", "Versions that it never took, as newer ones came first."
+        ).begin()
+
+
+class ReaderMetrics:
+    def __init__(self) -> None:
+        self.registry = MetricsRegistry()
+        self.following = Following(Declare(self.registry))
+
+    def follow(self, role: str, look: Callable[[], tuple[bool, bool, int, float, int]]) -> None:
+        """`look` gives whether it is up and ready, versions and seconds that it is behind, and versions skipped."""
+
+        def sample() -> None:
+            up, ready, versions, seconds, skipped = look()
+            self.following.up.labels(role).set(up)
+            self.following.ready.labels(role).set(ready)
+            self.following.behind_versions.labels(role).set(versions)
+            self.following.behind_seconds.labels(role).set(seconds)
+            self.following.skipped.follow(skipped)
+
+        self.registry.before_scrape = sample

@@ -1,0 +1,95 @@
+"""Calls to a shard: how long they may take, how soon they are repeated, and how the answer to a Pull is read."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+from diloco_common.codec import Chunk, Payload, PayloadReceiver
+from diloco_common.errors import BadRequest, Refusal
+from diloco_common.wire.messages import SLOWEST_BYTES_PER_S, PullHeader, PullRequest
+
+SILENCE_HEARTBEATS = 2.5
+"""A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
+CALL_S = 15.0
+"""Seconds for everything of a call but its bytes."""
+
+FIRST_S = 0.2
+GROWTH = 1.3
+LONGEST_S = 2.0
+
+
+def call_s(num_bytes: int) -> float:
+    """Seconds that a call with so many bytes may take."""
+    return CALL_S + num_bytes / SLOWEST_BYTES_PER_S
+
+
+def backoff_s(attempt: int, jitter: float) -> float:
+    """Seconds before retry number `attempt` (from 0), with `jitter` drawn evenly from [0, 1).
+
+    Grows from 0.2 s to 2 s, with the time that the shard has been away: it is at most a third of that, and in the mean
+    a learner comes half of it late to a shard that is back. Half of it is random, so that learners that lost the same
+    shard do not come back in step.
+    After 10 s of failures the wait is at least 1 s: at most one connect per second. At most 2 s, as a dial that began
+    just before a link healed may be silent for 2.5 s, and the learner is to be back 5 s after healing.
+    """
+    longest = min(LONGEST_S, FIRST_S * GROWTH ** min(attempt, 32))
+    return longest * (0.5 + 0.5 * jitter)
+
+
+class Parts(Protocol):
+    """The header of a version, and its chunks."""
+
+    def __aiter__(self) -> AsyncIterator[PullHeader | Chunk]: ...
+
+    def __anext__(self) -> Awaitable[PullHeader | Chunk]: ...
+
+    def aclose(self) -> Awaitable[None]: ...
+
+
+async def read_version(
+    parts: Parts, request: PullRequest, num_elements: int,
+    found: Callable[[], None] = lambda: None,
+) -> tuple[PullHeader, Payload | None]:  # fmt: skip
+    """Read the answer to a Pull, and close it; no payload if the caller has that version.
+
+    `found` is called when its header has come.
+
+    Raises Unavailable, or a Refusal of the call or of what came.
+    """
+    try:
+        answer = await _read_version(parts, request, num_elements, found)
+    except Refusal:
+        await parts.aclose()  # the rest need not come
+        raise
+    await parts.aclose()
+    return answer
+
+
+async def _read_version(
+    parts: Parts, request: PullRequest, num_elements: int, found: Callable[[], None]
+) -> tuple[PullHeader, Payload | None]:
+    header = await anext(parts, None)
+    if not isinstance(header, PullHeader):
+        raise BadRequest("the shard answered Pull without a header")
+    if header.fragment_id != request.fragment_id:
+        raise BadRequest(f"the shard answered with fragment {header.fragment_id}, not {request.fragment_id}")
+    found()
+    if header.payload is None:
+        return header, None
+    if header.payload.num_elements != num_elements:
+        raise BadRequest(
+            f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
+        )
+    have = request.have[1] if request.have is not None else None
+    if header.base_version is not None and header.base_version != have:
+        raise BadRequest(
+            f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
+            "which is not what was asked for"
+        )
+    receiver = PayloadReceiver(header.payload)
+    async for part in parts:
+        if isinstance(part, PullHeader):
+            raise BadRequest("the shard answered Pull with two headers")
+        receiver.add(part)
+    return header, receiver.finish()

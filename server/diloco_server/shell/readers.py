@@ -1,0 +1,90 @@
+"""Whoever reads what this shard announces, and holds no lease: observers, mirrors and standbys.
+
+Owned by the event loop. Each has a stream of directives in which only what is still true waits, so a slow one skips to
+the newest version of each fragment, and costs nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from diloco_common.errors import BadRequest
+from diloco_common.ports import Clock
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.messages import Committed, Directive, Drain, FollowRequest, Pulse, Role, Stop
+from diloco_server.shell.control_streams import ControlStream
+from diloco_server.shell.quotas import Places
+
+READERS_EACH, READERS_MAX = 4, 64
+"""Streams that may be open at once of one account, and of all of them together."""
+CALLS = {Role.OBSERVER: "Follow", Role.MIRROR: "Mirror", Role.STANDBY: "Standby"}
+"""What a scope must allow (`identity.MAY`) for Follow in this role."""
+
+
+@dataclass(eq=False)
+class Reader:
+    """One open stream."""
+
+    name: str
+    role: Role
+    site: str
+    address: str
+    since: float
+    stream: ControlStream = field(default_factory=lambda: ControlStream("", 0))
+
+
+class Readers:
+    def __init__(self) -> None:
+        self._open: dict[Reader, None] = {}  # oldest first
+        self.away: dict[tuple[Role, str], float] = {}
+        """Mirrors and standbys that followed, and do not now: since when."""
+        self._places = Places[object](READERS_EACH, READERS_MAX, "readers follow this shard; try again later")
+
+    def __iter__(self) -> Iterator[Reader]:
+        return iter(self._open)
+
+    @contextmanager
+    def opened(self, caller: Identity, request: FollowRequest, now: Clock) -> Iterator[Reader]:
+        """While a stream is open. Raises BadRequest, Busy, and WrongIdentity where the caller's scope is another."""
+        if request.role not in {*Role}:
+            raise BadRequest(f"FollowRequest.role is {request.role!r}, none of {', '.join(Role)}")
+        role = Role(request.role)
+        caller.check_may(CALLS[role])
+        with self._places.held(caller.account, f"streams of {caller.account or 'this host'}"):
+            reader = Reader(caller.account, role, request.site, request.address, now())
+            self._open[reader] = None
+            self.away.pop((role, reader.name), None)
+            try:
+                yield reader
+            finally:
+                del self._open[reader]
+                if role is not Role.OBSERVER and len(self.away) < READERS_MAX:
+                    self.away[role, reader.name] = now()
+
+    def tell(self, directive: Directive) -> None:
+        """What learners are told, as far as it is about versions, or about the shard. To a standby a version is
+        announced once it is on the disk (`is_on_disk`)."""
+        if isinstance(directive, Committed | Pulse | Drain | Stop):
+            for reader in self._open:
+                if reader.role is not Role.STANDBY or not isinstance(directive, Committed):
+                    reader.stream.send(directive)
+
+    def is_on_disk(self, committed: Committed) -> None:
+        for reader in self._open:
+            if reader.role is Role.STANDBY:
+                reader.stream.send(committed)
+
+    @property
+    def has_mirrors(self) -> bool:
+        return any(reader.role is Role.MIRROR for reader in self._open)
+
+    def mirror_at(self, site: str) -> str:
+        """The address of the mirror that has been at this site for longest; empty: there is none."""
+        of_site = (r.address for r in self._open if r.role is Role.MIRROR and r.site == site)
+        return next(of_site, "") if site else ""
+
+    def end_all(self) -> None:
+        for reader in self._open:
+            reader.stream.end()

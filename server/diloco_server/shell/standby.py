@@ -1,0 +1,131 @@
+"""A standby: copies a shard's version files, as they reach its disk, until it is promoted. It serves nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import aclosing
+from functools import partial
+from typing import TypeVar
+
+from diloco_common.codec.frames import crc32c, said_crc32c
+from diloco_common.errors import BadChecksum, BadRequest, Refusal, Superseded, Unavailable, VersionGone
+from diloco_common.ports import Transport
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.calls import call_s
+from diloco_common.wire.follower import Follower, Says
+from diloco_common.wire.messages import (
+    FILE,
+    Committed,
+    Directive,
+    Evicted,
+    FollowRequest,
+    JoinAnswer,
+    PullHeader,
+    PullRequest,
+    Role,
+)
+from diloco_server.shell.host import ShardHost
+from diloco_server.storage.standby import StandbyFolder
+from diloco_server.storage.store import check_origin
+from diloco_server.storage.version_file import Origin
+
+LOOK_S = 0.25
+"""How often it looks whether it was promoted."""
+FILE_BYTES_MAX = 1 << 40
+
+TELL_S = 1.0
+"""How often a promoted shard tries to tell the one that it replaces."""
+
+T = TypeVar("T")
+
+
+async def tell_replaced(host: ShardHost, transport: Transport, caller: Identity) -> Superseded:
+    """Until the shard that this one replaces has heard of it, or says that it is this one that is replaced."""
+    request = FollowRequest(Role.STANDBY, epoch=host.shard.epoch, tokens_merged=host.shard.tokens_merged)
+    while True:
+        try:
+            async with asyncio.timeout(TELL_S):
+                answer = await transport.follow(caller, request).hear()
+            if isinstance(answer, Evicted):
+                return host.end_as_replaced(answer.message)
+        except Superseded as told:
+            host.log.error("the shard before has ended", why=told, code=told.code)
+            return told
+        except (Refusal, Unavailable, TimeoutError):
+            pass
+        await asyncio.sleep(TELL_S)
+
+
+class Standby:
+    """Owned by one event loop."""
+
+    def __init__(self, follower: Follower, folder: StandbyFolder, origin: Origin, disk: Executor, log: Says) -> None:
+        """`origin`: of the settings; the shard's must be the same, or it could not go on from these files."""
+        self.follower = follower
+        self.num_fragments = 0
+        """That the shard has."""
+        self.bytes_saved = 0
+        self._folder, self._origin, self._disk, self._log = folder, origin, disk, log
+        self._epoch = 0
+
+    async def run(self) -> None:
+        """Until it is promoted. Raises OSError."""
+        self.follower.held |= await self._do(self._folder.newest)
+        following = asyncio.create_task(self.follower.run(self), name="following")
+        try:
+            while not await self._do(self._folder.look):  # noqa: ASYNC110 - somebody writes into a folder
+                await asyncio.sleep(LOOK_S)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether it could be promoted, and why not."""
+        if len(self.follower.held) < max(1, self.num_fragments):
+            return False, f"it holds {len(self.follower.held)} of {self.num_fragments or 'all'} fragments"
+        return True, "standing by"
+
+    def joined(self, answer: JoinAnswer) -> None:
+        self.num_fragments, self._epoch = len(answer.fragments), answer.epoch
+        newest = {status.fragment_id: status.version if status.seeded else -1 for status in answer.fragments}
+        self._disk.submit(self._folder.drop_later, newest)  # before it takes anything
+        for fragment_id, version in newest.items():
+            if fragment_id in self.follower.held and self.follower.held[fragment_id].version > version:
+                del self.follower.held[fragment_id]
+
+    def hear(self, directive: Directive) -> None:
+        """Nothing else is its business."""
+
+    async def take(self, committed: Committed) -> None:
+        """Raises VersionDamaged, WrongFolder."""
+        fragment_id, version = committed.fragment_id, committed.version
+        request = PullRequest(fragment_id, (FILE,), want=(committed.epoch, version))
+        await self._do(partial(self._folder.follows, self._epoch))
+        parts = self.follower.transport.pull(self.follower.caller, request, call_s(FILE_BYTES_MAX))
+        async with aclosing(parts):
+            header = await anext(parts, None)
+            if not isinstance(header, PullHeader) or header.payload is None:
+                raise BadRequest("the shard answered Pull without a header")
+            left = header.payload.num_bytes
+            file = await self._do(partial(self._folder.begin, fragment_id, version))
+            try:
+                async for part in parts:
+                    if isinstance(part, PullHeader) or len(part) > left:
+                        raise BadRequest("more came than was announced")
+                    if said_crc32c(part) not in (None, crc32c(part)):
+                        raise BadChecksum(f"version {version} of fragment {fragment_id} changed on the way")
+                    await self._do(partial(file.write, memoryview(part)))
+                    left -= len(part)
+                if left:
+                    raise VersionGone(f"version {version} of fragment {fragment_id} stopped before all was there")
+            except BaseException:
+                file.close()
+                raise
+            found = await self._do(partial(self._folder.end, file, fragment_id, version))
+        self.bytes_saved += header.payload.num_bytes
+        check_origin(self._origin, found)
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)

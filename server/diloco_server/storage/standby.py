@@ -1,0 +1,167 @@
+"""The folder of a standby: a shard's folder that the files of another are copied into, until it is promoted.
+
+What a folder is, is the name of an empty file with an epoch in it, so there is no content to damage:
+
+    standby-NNN     files of the shard at epoch NNN are copied here: nobody may serve from it
+    promoted-NNN    whoever serves from it is that shard, in epochs above all of its line
+    superseded-NNN  its shard was replaced by a promoted one, which began epoch NNN: nobody may serve from it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from typing import NamedTuple
+
+from diloco_common.errors import DataError, VersionDamaged, WrongFolder
+from diloco_common.wire.messages import LINE, VersionId
+from diloco_server.storage.filesystem import FileSystem, NewFile
+from diloco_server.storage.version_file import Header, check_version, parse_version_name, read_header, version_name
+
+KEPT = 2
+"""Versions per fragment, as a shard keeps them."""
+TEMPORARY = ".tmp"
+STANDBY, PROMOTED, SUPERSEDED = "standby", "promoted", "superseded"
+_MARK = re.compile(rf"({STANDBY}|{PROMOTED}|{SUPERSEDED})-(\d{{12}})", re.ASCII)
+
+
+class Mark(NamedTuple):
+    """What a folder is."""
+
+    what: str
+    epoch: int
+
+
+def mark_of(names: Sequence[str]) -> Mark | None:
+    """Of a folder with these files; None: a shard's own, or a new one. Several: a crash came in between."""
+    found = [Mark(m[1], int(m[2])) for name in names if (m := _MARK.fullmatch(name))]
+    order = (STANDBY, PROMOTED, SUPERSEDED)
+    return max(found, key=lambda mark: (order.index(mark.what), mark.epoch), default=None)
+
+
+def put_mark(fs: FileSystem, what: str, epoch: int) -> None:
+    """Durably; the marks before go, except that nothing takes back a promotion but another one. Raises OSError."""
+    name = f"{what}-{epoch:012d}"
+    before = [name for name in fs.names() if _MARK.fullmatch(name)]
+    if what == STANDBY and any(name.startswith(PROMOTED) for name in before):
+        return
+    if name not in before:
+        with closing(fs.create(name)) as file:
+            file.sync()
+        fs.sync_names()
+    for old in before:  # not what somebody has put there since
+        if old != name:
+            fs.remove(old)
+
+
+def first_epoch_of(mark: Mark | None, wanted: int) -> int:
+    """The least epoch that may begin in a folder. Raises WrongFolder where nobody may serve from it."""
+    match mark:
+        case Mark("standby", epoch):
+            raise WrongFolder(
+                f"this is the folder of a standby (of epoch {epoch}): `diloco promote FOLDER` makes it the shard's; do "
+                "so only once the shard will not come back"
+            )
+        case Mark("superseded", epoch):
+            raise WrongFolder(
+                f"the shard of this folder was replaced by its standby, which began epoch {epoch}; what was merged "
+                "here since is lost. Start it with --standby-of and the address of that one: it begins anew as its "
+                "standby"
+            )
+        case Mark("promoted", epoch):
+            return (epoch // LINE + 1) * LINE + wanted % LINE
+    return wanted
+
+
+class StandbyFolder:
+    """Its calls may hang, and raise OSError."""
+
+    def __init__(self, fs: FileSystem) -> None:
+        """Raises WrongFolder for a folder that a shard serves from."""
+        self._fs = fs
+        names = fs.names()
+        mark = mark_of(names)
+        self.is_promoted = mark is not None and mark.what == PROMOTED
+        if self.is_promoted:
+            return
+        if mark is None and any(name.startswith("epoch-") for name in names):
+            raise WrongFolder("a shard serves from this folder: give the standby one of its own (shard.data_dir)")
+        if mark is not None and mark.what == SUPERSEDED:  # the line of its versions has ended
+            for name in [*names]:
+                if parse_version_name(name) or name.startswith("epoch-"):
+                    fs.remove(name)
+        for name in names:
+            if name.endswith(TEMPORARY):
+                fs.remove(name)
+
+    def follows(self, epoch: int) -> None:
+        """The shard is in this epoch."""
+        put_mark(self._fs, STANDBY, epoch)
+
+    def look(self) -> bool:
+        """Whether it was promoted meanwhile."""
+        mark = mark_of(self._fs.names())
+        self.is_promoted = mark is not None and mark.what == PROMOTED
+        return self.is_promoted
+
+    def newest(self) -> dict[int, VersionId]:
+        """Fragment -> its newest version."""
+        return newest(self._fs)
+
+    def drop_later(self, newest: Mapping[int, int]) -> None:
+        """Versions of these fragments above the shard's are of a line that it has lost; -1: it has none."""
+        later = [version_name(f, v) for f, v in _versions(self._fs) if v > newest.get(f, v)]
+        for name in later:
+            self._fs.remove(name)
+        if later:
+            self._fs.sync_names()
+
+    def begin(self, fragment_id: int, version: int) -> NewFile:
+        """A version is about to come."""
+        self.drop_later({fragment_id: version})
+        return self._fs.create(version_name(fragment_id, version) + TEMPORARY)
+
+    def end(self, file: NewFile, fragment_id: int, version: int) -> Header:
+        """All of it is here: check every byte, and keep it. Raises VersionDamaged."""
+        name = version_name(fragment_id, version)
+        file.sync()
+        file.close()
+        self._fs.rename(name + TEMPORARY, name)
+        try:
+            header = check_version(self._fs, name)
+        except VersionDamaged:
+            self._fs.remove(name)
+            raise
+        self._fs.sync_names()
+        for old in [v for f, v in _versions(self._fs) if f == fragment_id][:-KEPT]:
+            self._fs.remove(version_name(fragment_id, old))
+        return header
+
+
+def newest(fs: FileSystem) -> dict[int, VersionId]:
+    """Fragment -> its newest version, as far as headers can be read. Raises OSError."""
+    found: dict[int, VersionId] = {}
+    for fragment_id, version in _versions(fs):
+        with suppress(VersionDamaged, DataError):
+            found[fragment_id] = read_header(fs, version_name(fragment_id, version)).record.version_id
+    return found
+
+
+def _versions(fs: FileSystem) -> list[tuple[int, int]]:
+    """Fragment and version of each file, ascending."""
+    return sorted(found for name in fs.names() if (found := parse_version_name(name)) is not None)
+
+
+def promote(fs: FileSystem) -> dict[int, VersionId]:
+    """Whoever serves from this folder next is the shard. Returns what it holds. Repeating it is fine.
+
+    Raises WrongFolder where it is no standby's, and OSError.
+    """
+    mark = mark_of(fs.names())
+    if mark is None or mark.what == SUPERSEDED:
+        raise WrongFolder(
+            "this is no standby's folder: give the shard.data_dir of a server that runs with --standby-of"
+        )
+    put_mark(fs, PROMOTED, mark.epoch)
+    return newest(fs)

@@ -1,0 +1,156 @@
+"""Mirrors and standbys of the product in simulated processes. A mirror may lie; a standby may be promoted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+from diloco_common.codec import Chunk
+from diloco_common.codec.frames import framed
+from diloco_common.errors import Superseded, WrongFolder
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.follower import Follower
+from diloco_common.wire.messages import FollowRequest, PullHeader, PullRequest, Role
+from diloco_server.shell.host import ShardHost
+from diloco_server.shell.mirror import Mirror
+from diloco_server.shell.service import Service
+from diloco_server.shell.standby import Standby, tell_replaced
+from diloco_server.storage.standby import StandbyFolder, promote
+from diloco_server.storage.store import FileStore, MemoryStore
+from diloco_server.storage.version_file import Origin
+from diloco_simulator.shard_process import ShardProcess
+from diloco_simulator.world.disk import ShardDisk
+from diloco_simulator.world.process import SimulatedProcess
+from diloco_simulator.world.stage import QuietLog, Stage, StageSilence
+from diloco_simulator.world.transport import MemoryTransport
+
+SITE = "here"
+MIRRORS, REPLACED = 100, 200
+"""What is added to a shard's index for the address of its mirror, and of itself once it was replaced."""
+LIES = 0.3
+"""Share of the answers of a mirror that are none, before the faults are over."""
+STANDBY_DISKS = 4
+"""Seeds of disks come in steps of 8."""
+
+
+def _nothing(*_: Any) -> None:
+    """Who only reads pushes nothing."""
+
+
+class _Reader:
+    """A process that follows a shard."""
+
+    def __init__(self, cluster: Stage, role: Role, shard: int) -> None:
+        self.name, self.shard = f"{role}-{shard}", shard
+        self._cluster, self._options = cluster, cluster.options
+        takes_s = {"diloco-compute": self._options.compute_s, "diloco-storage": self._options.save_s}
+        self.process = SimulatedProcess(
+            cluster.timeline, self.name, cluster.seed_of(self.name), lambda name: takes_s.get(name, 0.0)
+        )
+        self._log: Any = QuietLog(self.name, _nothing)
+        self.follower = Follower(
+            self._dial(shard), Identity("local"), FollowRequest(role), self.process.world(), self._log
+        )
+
+    def _dial(self, address: int) -> MemoryTransport:
+        network, path = self._cluster.network, (self.name, address)
+        return MemoryTransport(network, self.process, path, _nothing, _nothing, self._options.call_s)
+
+
+class MirrorProcess(_Reader):
+    def __init__(self, cluster: Stage, shard: int) -> None:
+        super().__init__(cluster, Role.MIRROR, shard)
+        self.process.start(self._run(), self.name)
+
+    async def _run(self) -> None:
+        settings = self._options.settings[self.shard]
+        placed = settings.shard.model_copy(update={"mirror_of": "its shard"})
+        silence: Any = StageSilence()
+        host = ShardHost(
+            settings.model_copy(update={"shard": placed}), MemoryStore(1), self.process.world(), metrics=silence,
+            log=self._log, tick_s=self._options.tick_s,
+        )  # fmt: skip
+        address = MIRRORS + self.shard
+        self._cluster.network.serving[address] = self.process, _Liar(host, self._cluster, self.process)
+        ticking = asyncio.create_task(host.run())
+        await Mirror(host, self.follower).run(SITE, str(address))
+        ticking.cancel()
+
+
+class _Liar(Service):
+    """Serves what its host holds; now and then something else."""
+
+    def __init__(self, host: ShardHost, cluster: Stage, process: SimulatedProcess) -> None:
+        super().__init__(host)
+        self._cluster, self._process = cluster, process
+
+    def pull(
+        self, caller: Identity, request: PullRequest, ends_in_s: float = 0.0
+    ) -> AsyncGenerator[PullHeader | Chunk, None]:
+        true = super().pull(caller, request, ends_in_s)
+        is_lie = not self._cluster.network.healed and self._process.random.random() < LIES
+        self._cluster.count("answers of mirrors that are lies" if is_lie else "answers of mirrors")
+        return self._bent(true) if is_lie else true
+
+    async def _bent(self, parts: AsyncGenerator[PullHeader | Chunk, None]) -> AsyncGenerator[PullHeader | Chunk, None]:
+        chance = self._process.random
+        async for part in parts:
+            if isinstance(part, PullHeader):
+                other = [replace(part, epoch=part.epoch + 1), replace(part, version=part.version + 1)]
+                changed = replace(part, base_version=None if part.base_version is not None else 1)
+                yield chance.choice([part, changed, *other])
+            else:
+                bent = bytearray(part)
+                bent[chance.randrange(len(bent))] ^= 1 << chance.randrange(8)
+                yield framed(bytes(bent), chance.getrandbits(32)) if chance.random() < 0.3 else bytes(bent)
+
+
+class StandbyProcess(_Reader):
+    """Becomes the shard once `promote` was called."""
+
+    def __init__(self, cluster: Stage, shard: int) -> None:
+        super().__init__(cluster, Role.STANDBY, shard)
+        self.disk = ShardDisk(STANDBY_DISKS + shard, cluster.options)
+        self._origin = Origin.of(cluster.options.settings[shard])
+        self._folder = StandbyFolder(self.disk.fake)
+        threads = self.process.world().threads(1, "diloco-storage")
+        self.standby = Standby(self.follower, self._folder, self._origin, threads, self._log)
+        self._running = self.process.start(self.standby.run(), self.name)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it holds a version of every fragment."""
+        return self.standby.ready()[0] and bool(self.follower.held)
+
+    def promote(self) -> None:
+        promote(self.disk.fake)
+        self.process.kill()
+
+    def tell(self, new: ShardProcess, old: ShardProcess, old_disk: ShardDisk, ended: Any) -> None:
+        """The partition has healed: the promoted shard reaches the one that it replaced, which must end."""
+        self._cluster.network.serving[REPLACED + self.shard] = old.process, Service(_host(old))
+
+        async def until_told() -> None:
+            path = f"promoted-{self.shard}", REPLACED + self.shard
+            transport = MemoryTransport(
+                self._cluster.network, new.process, path, _nothing, _nothing, self._options.call_s
+            )
+            told = await tell_replaced(_host(new), transport, Identity("local"))
+            assert isinstance(told, Superseded), "the promoted one stays"
+            assert _host(old).replaced is not None
+            ended()
+            try:
+                FileStore(old_disk.fake, self._origin, first_epoch=1)
+            except WrongFolder:
+                self._cluster.count("replaced shards that stay ended")
+            else:
+                raise AssertionError("the folder of a replaced shard serves again")
+
+        new.process.start(until_told(), "telling")
+
+
+def _host(shard: ShardProcess) -> ShardHost:
+    assert shard.host is not None
+    return shard.host

@@ -1,0 +1,96 @@
+"""Versions from a mirror of the learner's site, as the shard announced them: whatever else comes costs time alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Self
+
+from diloco_common.codec import Chunk, Payload
+from diloco_common.errors import BadChecksum, Busy, DilocoError, VersionGone
+from diloco_common.ports import Transport
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.calls import backoff_s, call_s, read_version
+from diloco_common.wire.messages import Near, PullHeader, PullRequest
+from diloco_worker.shell.context import ConnectionContext
+
+SILENT_S = 15.0
+"""So long a mirror may say nothing: it may be getting the version itself."""
+AGAIN_S = 0.25
+"""So long after it was BUSY a mirror is asked again."""
+SHUNNED = 20
+"""A mirror that failed is left alone for so many times what a shard would be."""
+
+
+class Mirrors:
+    """Of one connection. Owned by the network thread."""
+
+    def __init__(self, context: ConnectionContext) -> None:
+        self._c = context
+        self._dialed: dict[str, Transport] = {}
+        self._shunned_until: dict[str, float] = {}
+        self._failures = 0
+
+    async def pull(self, near: Near, request: PullRequest, num_elements: int) -> tuple[PullHeader, Payload] | None:
+        """The version that was announced; None: ask the shard."""
+        clock = self._c.world.clock
+        if clock() < self._shunned_until.get(near.address, 0.0):
+            return None
+        try:
+            found = await self._pull(near, request, num_elements)
+        except VersionGone:  # it is behind, or ahead
+            return None
+        except Exception as error:  # whatever it sent
+            after_s = SHUNNED * backoff_s(self._failures, self._c.world.random.random())
+            self._failures += 1
+            self._shunned_until[near.address] = clock() + after_s
+            code = error.code if isinstance(error, DilocoError) else None
+            self._c.telemetry.log.warning(
+                "a mirror failed: versions come from the shard", mirror=near.address, why=error or type(error).__name__,
+                code=code, again_s=round(after_s, 1),
+            )  # fmt: skip
+            return None
+        self._failures = 0
+        return found
+
+    async def close(self) -> None:
+        for transport in self._dialed.values():
+            await transport.close(0.0)
+
+    async def _pull(self, near: Near, request: PullRequest, num_elements: int) -> tuple[PullHeader, Payload]:
+        """Raises Refusal, Unavailable, TimeoutError."""
+        transport = self._dialed.get(near.address)
+        if transport is None:
+            transport = self._dialed[near.address] = self._c.dial(near.address)
+        request = replace(request, want=(near.header.epoch, near.header.version))
+        reader = Identity(self._c.caller.run_id)
+        async with asyncio.timeout(SILENT_S) as limit:
+            while True:
+                parts = transport.pull(reader, request, call_s(4 * num_elements))
+                try:
+                    header, payload = await read_version(_Heard(parts, limit), request, num_elements)
+                    break
+                except Busy:
+                    await asyncio.sleep(AGAIN_S)
+        expected = near.values_sha256 if header.base_version is None else near.change_sha256
+        if payload is None or await self._c.codec.name(payload) != expected:
+            raise BadChecksum("what came is not what the shard announced")
+        return replace(near.header, payload=payload.header, base_version=header.base_version), payload
+
+
+class _Heard:
+    """The parts of an answer; each gives the next one its time. No generator around a generator: who is cancelled in
+    the middle could not close it."""
+
+    def __init__(self, parts: AsyncGenerator[PullHeader | Chunk, None], limit: asyncio.Timeout) -> None:
+        self._parts, self._limit = parts, limit
+        self.aclose = parts.aclose
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> PullHeader | Chunk:
+        part = await anext(self._parts)
+        self._limit.reschedule(asyncio.get_running_loop().time() + SILENT_S)
+        return part
