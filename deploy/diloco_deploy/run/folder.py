@@ -213,6 +213,12 @@ def numbered(folder: Path, name: str) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix(f"{name}-")))
 
 
+def shard_folders(folder: Path) -> list[Path]:
+    """The folders shard-0, shard-1, ... of the cluster that `diloco up` runs, or ran, in `folder`."""
+    saved = folder / "settings.json"
+    return numbered((load_saved(saved).settings.shard.data_dir if saved.exists() else None) or folder, "shard")
+
+
 # ---------------------------------------------------------------- the shards in it
 
 
