@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -13,44 +11,28 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from diloco_common import quantities
-from diloco_common.command import new_app
-from diloco_common.errors import EXIT_OK, BadCheckpoint, ConfigError, DataError
+from diloco_common.command import disk_errors, new_app
+from diloco_common.errors import EXIT_OK, BadCheckpoint, ConfigError
 from diloco_common.options import Json, number
 from diloco_deploy.checkpoint.options import Writing
-from diloco_deploy.run.folder import shards_in
+from diloco_deploy.run.folder import existing, shards_in
 
 _COUNT = number(quantities.count, 1, 1_000_000, "a whole number from 1")
 _SECONDS = number(quantities.seconds, 0.0, 86_400.0, "seconds, from 0 to 86400, such as 5s")
 _SOURCES = "the folder of `diloco up`, data folders of shards, checkpoints, or URLs of checkpoints"
 
-app = new_app(
-    "checkpoint",
-    "`diloco checkpoint FOLDER` takes a checkpoint at once: hard links to the newest version of each fragment. The "
-    "shards may run or not.",
-)
-
-
-@contextmanager
-def _disk_errors() -> Iterator[None]:
-    """Raises DataError for what the disk does not do."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{error.filename or 'the disk'}: {error.strerror or error}") from None
+app = new_app("checkpoint", "Take, list, verify and copy checkpoints: `diloco checkpoint FOLDER` takes one at once.")
 
 
 @app.command(help="take one; `diloco checkpoint FOLDER` is short for it")
 @app.default
-@_disk_errors()
+@disk_errors()
 def take(
     folders: Annotated[list[Path], Parameter(metavar="FOLDER", help="of `diloco up`, or data folders of shards")],
     /,
     *,
     name: Annotated[str | None, Parameter(metavar="NAME", help="of the checkpoint", show_default="the time")] = None,
-    into: Annotated[
-        Path | None,
-        Parameter(metavar="PATH", help="where it is put", show_default="`checkpoints` in the (first) folder"),
-    ] = None,
+    into: Annotated[Path | None, Parameter(metavar="PATH", help="put it there, not in `checkpoints`")] = None,
 ) -> int:
     """Take a checkpoint: hard links to the newest version of each fragment. The shards may run or not."""
     from diloco_deploy.checkpoint.sources import data_folders
@@ -58,11 +40,8 @@ def take(
     from diloco_server.storage.folders import FOLDER, take_checkpoint
 
     name = name or datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    if not re.fullmatch(r"(?!\.|version-)[A-Za-z0-9._-]{1,64}", name):
-        raise ConfigError(
-            f"--name {name}: give 1 to 64 of A-Z a-z 0-9 . _ -, not beginning with '.' or with version- (shards name "
-            "their own checkpoints so)"
-        )
+    if not re.fullmatch(r"(?!version-)\w[\w.-]{0,63}", name):
+        raise ConfigError(f"--name {name}: give 1 to 64 letters, digits and . _ -, but not version-, as shards do")
     sources = [path for folder in folders for path in data_folders(folder)]
     target = (into or folders[0] / FOLDER) / name
     contents, damage = take_checkpoint(sources, target, whole=sources != folders)
@@ -73,7 +52,7 @@ def take(
 
 
 @app.command(name="list", help="show all checkpoints in a folder")
-@_disk_errors()
+@disk_errors()
 def listing(
     folders: Annotated[list[Path] | None, Parameter(metavar="FOLDER", show_default="runs/local")] = None,
     /,
@@ -81,18 +60,15 @@ def listing(
     json: Json = False,
 ) -> int:
     """Show all checkpoints in folders."""
-    folders = folders or [Path("runs/local")]
-    for folder in folders:
-        if not folder.is_dir():
-            raise BadCheckpoint(f"there is no folder {folder}")
+    folders = [existing(folder) for folder in folders or [Path("runs/local")]]
     from diloco_deploy.checkpoint.work import find_checkpoints, show
 
-    show([entry for folder in folders for entry in find_checkpoints(folder)], as_json=json)
+    show([found for folder in folders for found in find_checkpoints(folder)], as_json=json)
     return EXIT_OK
 
 
 @app.command(help="check every byte; exit code 3 if one is wrong")
-@_disk_errors()
+@disk_errors()
 def verify(
     checkpoints: Annotated[
         list[str], Parameter(metavar="CHECKPOINT", help="folder or URL; several: the parts of one checkpoint")
@@ -113,7 +89,7 @@ def verify(
 
 
 @app.command(help="copy one to an object store")
-@_disk_errors()
+@disk_errors()
 def copy(
     checkpoint: Annotated[str, Parameter(metavar="CHECKPOINT", help="folder or URL")],
     url: Annotated[str, Parameter(metavar="URL", help="s3://BUCKET/PATH, gs://..., az://... or file:///PATH")],
@@ -130,7 +106,7 @@ def copy(
     return EXIT_OK
 
 
-@_disk_errors()
+@disk_errors()
 def restore(
     sources: Annotated[list[str], Parameter(metavar="CHECKPOINT", help=_SOURCES)],
     /,
@@ -150,7 +126,7 @@ def restore(
     return EXIT_OK
 
 
-@_disk_errors()
+@disk_errors()
 def export(
     sources: Annotated[list[str], Parameter(metavar="SOURCE", help=_SOURCES)],
     /,
@@ -165,7 +141,7 @@ def export(
     return write_out(model_in(open_whole(sources, model_only=True)), how)
 
 
-@_disk_errors()
+@disk_errors()
 def pull(
     *,
     how: Writing,
@@ -191,9 +167,7 @@ def pull(
         str | None, Parameter(metavar="ID", help="id of the run", show_default="that of the folder, or local")
     ] = None,
     tls: Annotated[Path | None, Parameter(metavar="FOLDER", help="an observer's or learner's certificate")] = None,
-    token_file: Annotated[
-        Path | None, Parameter(metavar="FILE", help="file with a bearer token, if the shards ask")
-    ] = None,
+    token_file: Annotated[Path | None, Parameter(metavar="FILE", help="bearer token, if the shards ask")] = None,
     wait: Annotated[float, Parameter(converter=_SECONDS, metavar="5s", help="how long to wait for shards")] = 5.0,
 ) -> int:
     """Pull the latest version of every fragment from the shards, without joining, and write the model as its own

@@ -22,10 +22,6 @@ BLOCK_BYTES = 8 * 2**20
 TRIED_AGAIN = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 
 
-def is_url(text: str) -> bool:
-    return "://" in text
-
-
 class ObjectFolder:
     """The objects under a URL, as `Files` of `storage.filesystem`."""
 
@@ -47,13 +43,9 @@ class ObjectFolder:
 
     def names(self) -> Sequence[str]:
         """Raises CannotConnect."""
-        return sorted(self.sizes())
-
-    def sizes(self) -> dict[str, int]:
-        """Name -> bytes. Raises CannotConnect."""
         with self._told():
-            found = [meta for chunk in self._obstore.list(self.store) for meta in chunk]
-        return {meta["path"]: meta["size"] for meta in found if "/" not in meta["path"]}
+            found = [meta["path"] for chunk in self._obstore.list(self.store) for meta in chunk]
+        return sorted(path for path in found if "/" not in path)
 
     def open(self, name: str) -> OldFile:
         """Raises FileNotFoundError and CannotConnect."""
@@ -71,18 +63,14 @@ class ObjectFolder:
     def put_new(self, name: str, content: bytes) -> None:
         """Write a new object. Raises BadCheckpoint if it exists already, and CannotConnect."""
         with self._told():
-            try:
-                self._obstore.put(self.store, name, content, mode="create", use_multipart=False)
-            except self._obstore.exceptions.AlreadyExistsError:
-                raise self.exists() from None
-
-    def exists(self) -> BadCheckpoint:
-        return BadCheckpoint(f"{self.url} is a checkpoint already, and none is ever changed: give another URL")
+            self._obstore.put(self.store, name, content, mode="create", use_multipart=False)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
         try:
             yield
+        except self._obstore.exceptions.AlreadyExistsError:
+            raise BadCheckpoint(f"{self.url} is a checkpoint already, and none is ever changed") from None
         except self._obstore.exceptions.BaseError as error:
             raise CannotConnect(
                 f"{self.url}: {str(error).splitlines()[0]}. Check the URL, the credentials and the endpoint in the "
@@ -115,11 +103,8 @@ def copy_checkpoint(source: Files, contents: Contents, url: str) -> None:
     Raises VersionDamaged, BadCheckpoint if there is something else at `url`, CannotConnect, and ConfigError.
     """
     target = ObjectFolder(url)
-    there = set(target.names())
-    if MANIFEST in there:
-        raise target.exists()
-    if strangers := sorted(there - {file.name for file in contents.files}):
-        raise BadCheckpoint(f"{url} is not empty ({strangers[0]} is there): give another URL")
+    if strangers := set(target.names()) - {file.name for file in contents.files}:
+        raise BadCheckpoint(f"{url} is not empty ({min(strangers)} is there): give another URL")
     for file in contents.files:
         check_version(source, file.name)
         check_listed(source, file, contents)

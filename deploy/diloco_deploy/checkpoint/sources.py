@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_common.errors import BadCheckpoint, VersionDamaged
-from diloco_deploy.checkpoint.objects import ObjectFolder, is_url
-from diloco_deploy.run.folder import shard_folders
+from diloco_deploy.checkpoint.objects import ObjectFolder
+from diloco_deploy.run.folder import existing, shard_folders
 from diloco_server.storage.checkpoint import (
     CheckpointFile,
     Contents,
@@ -19,7 +19,7 @@ from diloco_server.storage.checkpoint import (
     read_manifest,
 )
 from diloco_server.storage.filesystem import Disk, Files
-from diloco_server.storage.folders import fragments_in, is_checkpoint
+from diloco_server.storage.folders import check_complete, fragments_in, is_checkpoint
 from diloco_server.storage.version_file import Header, StoredVersion, version_names
 
 
@@ -62,20 +62,11 @@ class Whole:
 
 
 def open_whole(names: Sequence[str], *, model_only: bool = False) -> Whole:
-    """Open the named sources. `model_only`: averaged momentum may be missing.
-
-    Raises BadCheckpoint, ...
-    """
+    """Open the named sources. `model_only`: averaged momentum may be missing. Raises BadCheckpoint and OSError."""
     named = [(name, open_sources(name)) for name in names]
     contents = join([(name, joined([source.contents for source in found])) for name, found in named])
-    manifest = contents.manifest
-    homes = {f.fragment_id: f.shard_index for f in (manifest.exported_fragments if model_only else manifest.fragments)}
-    if missing := [i for i in contents.missing if i in homes]:
-        shards = sorted({homes[i] for i in missing})
-        raise BadCheckpoint(
-            f"{len(missing)} of {len(homes)} fragments are missing in {', '.join(names)}: those of shards "
-            f"{', '.join(map(str, shards))} of {contents.num_shards}. Name the parts of all shards"
-        )
+    fragments = contents.manifest.exported_fragments if model_only else contents.manifest.fragments
+    check_complete(contents, names, fragments)
     return Whole(tuple(source for _, found in named for source in found), contents)
 
 
@@ -98,14 +89,14 @@ def join(parts: Sequence[tuple[str, Contents]]) -> Contents:
 
 def open_sources(name: str) -> list[Source]:
     """Open a named checkpoint, or the named data folders. Raises BadCheckpoint, OSError."""
-    if is_url(name) or is_checkpoint(Path(name)):
+    if "://" in name or is_checkpoint(Path(name)):
         return [open_checkpoint(name)]
     return [_open_data(str(folder), Disk(folder)) for folder in data_folders(Path(name))]
 
 
 def open_checkpoint(name: str) -> Source:
     """A checkpoint in a folder or at a URL. Raises BadCheckpoint and OSError."""
-    files = ObjectFolder(name) if is_url(name) else Disk(existing(Path(name)))
+    files = ObjectFolder(name) if "://" in name else Disk(existing(Path(name)))
     return Source(name, files, read_manifest(files, name))
 
 
@@ -117,13 +108,6 @@ def data_folders(folder: Path) -> list[Path]:
             f"{folder} holds no versions: give a checkpoint, a folder of `diloco up`, or a data folder of a shard"
         )
     return found
-
-
-def existing(folder: Path) -> Path:
-    """Raises BadCheckpoint."""
-    if not folder.is_dir():
-        raise BadCheckpoint(f"there is no folder {folder}")
-    return folder
 
 
 def _open_data(where: str, disk: Disk) -> Source:

@@ -6,7 +6,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -44,54 +44,40 @@ def model_in(whole: Whole) -> GlobalModel:
 # ------------------------------------------------------------------ checkpoints
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A checkpoint, or its parts: one per shard, under the same name."""
+def find_checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """Checkpoints in `folder`, in its `checkpoints`, and in its shards': there, parts of one name are one.
 
-    paths: tuple[Path, ...]
-    state: str
-    contents: Contents | None = None
-    """None: it is not whole."""
-
-    def __str__(self) -> str:
-        """Its paths as one word that a shell expands to them, and what is in it."""
-        first = self.paths[0]
-        parts = first.parents[2] / "shard-*" / FOLDER / first.name if len(self.paths) > 1 else first
-        return f"{parts}: {self.state if self.contents is None else words(self.contents)}"
-
-    def as_json(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"paths": [str(path) for path in self.paths], "state": self.state}
-        if (found := self.contents) is not None:
-            facts |= {"run": found.run, "versions": list(found.versions), "bytes": found.num_bytes}
-        return facts
-
-
-def find_checkpoints(folder: Path) -> list[Entry]:
-    """Checkpoints in `folder`, in its `checkpoints`, and in its shards'. Raises OSError."""
+    Of each its paths and its state; if it can be read, run, versions and bytes, too. Raises OSError.
+    """
     taken = sorted(folder.glob(f"{FOLDER}/*/")) or sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
     parts: dict[str, list[Path]] = {}
     for shard in shard_folders(folder):
         for path in shard.glob(f"{FOLDER}/*/"):
             parts.setdefault(path.name, []).append(path)
-    return [_entry(path) for path in taken] + [_entry(*paths) for _, paths in sorted(parts.items())]
+    return [_facts(path) for path in taken] + [_facts(*paths) for _, paths in sorted(parts.items())]
 
 
-def _entry(*paths: Path) -> Entry:
+def _facts(*paths: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"paths": [str(path) for path in paths], "state": "unfinished"}
     if not all(map(is_checkpoint, paths)):
-        return Entry(paths, "unfinished")
+        return found
     try:
-        contents = joined([open_checkpoint(str(path)).contents for path in paths])
+        whole = joined([open_checkpoint(path).contents for path in found["paths"]])
     except DataError as error:
-        return Entry(paths, error.code)
-    return Entry(paths, "part" if contents.missing else "whole", contents)
+        return found | {"state": error.code}
+    state = "part" if whole.missing else "whole"
+    return found | {"state": state, "run": whole.run, "versions": whole.versions, "bytes": whole.num_bytes}
 
 
-def show(entries: Sequence[Entry], *, as_json: bool) -> None:
+def show(checkpoints: Sequence[dict[str, Any]], *, as_json: bool) -> None:
+    """What `find_checkpoints` has found."""
     if as_json:
-        print(json.dumps([entry.as_json() for entry in entries], indent=2))
-    elif entries:
-        print(*entries, sep="\n")
-    else:
+        print(json.dumps(checkpoints, indent=2))
+        return
+    for one in checkpoints:
+        size = f", {_versions(one['versions'])}, {units.size(one['bytes'])}" if "bytes" in one else ""
+        print(f"{' '.join(one['paths'])}: {one['state']}{size}")
+    if not checkpoints:
         print("no checkpoints yet: `diloco checkpoint FOLDER` takes one; with checkpoint.every, shards take them too")
 
 
