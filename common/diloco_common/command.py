@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from cyclopts.exceptions import (
 )
 from rich.console import Console
 
-from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DilocoError, did_you_mean, one_line
+from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataError, DilocoError, did_you_mean, one_line
 
 OPTIONS = Parameter(negative=(), allow_repeating=True)
 """Of all options: no second name with --no-, and the last one of several wins, so scripts may add theirs."""
@@ -175,6 +175,18 @@ def _stdout_is_broken() -> bool:
     return True
 
 
+@contextlib.contextmanager
+def disk_errors(kind: type[DilocoError] = DataError, what: str = "") -> Iterator[None]:
+    """What the disk does not do is one line: the file, what could not be done with it, and why. Raises `kind`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{error.filename or 'the disk'}: {what}{error.strerror or error}") from None
+
+
+NOT_WRITTEN = "cannot be written: "
+
+
 def check_outputs(*paths: Path | None) -> None:
     """Make the folders of these files; None is passed over.
 
@@ -183,11 +195,9 @@ def check_outputs(*paths: Path | None) -> None:
     for path in paths:
         if path is None:
             continue
-        try:
+        with disk_errors(ConfigError, NOT_WRITTEN):
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file", str(path))
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        except OSError as error:
-            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None

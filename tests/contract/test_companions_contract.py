@@ -18,9 +18,10 @@ from training import Training, tiny_model
 import diloco_worker
 from diloco_common.errors import ManifestMismatch, UnsupportedModel
 from diloco_demo.muon import MuonWithAdamW
+from diloco_deploy.checkpoint.commands import restore
 from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.checkpoint.sources import open_whole
-from diloco_deploy.checkpoint.work import model_in, restore_into
+from diloco_deploy.checkpoint.work import model_in
 from diloco_deploy.checkpoint.written import write
 from diloco_server.storage.checkpoint import decode_manifest, encode_manifest, total_tokens
 from diloco_worker.core.momentum import Companion
@@ -170,7 +171,7 @@ def _check_files(folder: Path, model: torch.nn.Module, tokens: int) -> None:
     assert total_tokens(replace(whole.contents, files=behind)) == total_tokens(whole.contents) == tokens
     write(model_in(whole), Writing(folder / "model.safetensors"))
     assert load_file(folder / "model.safetensors").keys() == dict(model.named_parameters()).keys()
-    restore_into(folder / "two", [str(folder)], 2)
+    restore([str(folder)], shards=2, folder=folder / "two")
     split = open_whole([str(folder / "two" / f"shard-{i}") for i in range(2)]).contents.manifest
     assert {f.shard_index for f in split.fragments if not f.traits.is_of_model} == {0, 1}
     assert decode_manifest(encode_manifest(whole.contents), "here") == whole.contents

@@ -14,6 +14,8 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_common.settings_loader import save as save_settings
 from diloco_common.wire.manifest import TensorSpec, companion_of, cut
+from diloco_deploy.checkpoint.sources import open_whole
+from diloco_deploy.checkpoint.work import model_in
 from diloco_deploy.cli import main
 from diloco_deploy.run.folder import Files, Outputs
 from diloco_server.storage.filesystem import Disk
@@ -87,6 +89,14 @@ def test_take_list_verify_restore_and_export(run_folder: Path, capsys: pytest.Ca
     out = run_folder / "b.safetensors"
     assert main(["export", str(run_folder), "--out", str(out), "--dtype", "bfloat16"]) == 0
     assert_same(out, {name: tensor.bfloat16() for name, tensor in expected_model(4).items()})
+
+
+def test_what_a_running_shard_has_removed_is_read_in_a_newer_version(run_folder: Path) -> None:
+    whole = open_whole([str(run_folder)])
+    save(run_folder, 3, 4)
+    found, expected = model_in(whole), expected_model(4)
+    assert set(found.versions.values()) == {4}
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.items())
 
 
 def test_the_line_to_go_on_with_holds_no_command_of_whoever_made_the_checkpoint(tmp_path, capsys) -> None:

@@ -1,48 +1,58 @@
-"""`diloco checkpoint`, `restore`, `export` and `pull`: their options. What takes torch is imported when they run."""
+"""`diloco checkpoint`, `restore`, `export` and `pull`. What takes torch is imported when they run."""
 
 from __future__ import annotations
 
+import re
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from diloco_common import quantities
-from diloco_common.command import new_app
-from diloco_common.errors import BadCheckpoint, ConfigError
+from diloco_common.command import disk_errors, new_app
+from diloco_common.errors import EXIT_OK, BadCheckpoint, ConfigError
 from diloco_common.options import Json, number
 from diloco_deploy.checkpoint.options import Writing
-from diloco_deploy.run.folder import shards_in
+from diloco_deploy.run.folder import existing, shards_in
 
+_COUNT = number(quantities.count, 1, 1_000_000, "a whole number from 1")
+_SECONDS = number(quantities.seconds, 0.0, 86_400.0, "seconds, from 0 to 86400, such as 5s")
 _SOURCES = "the folder of `diloco up`, data folders of shards, checkpoints, or URLs of checkpoints"
 
-app = new_app(
-    "checkpoint",
-    "`diloco checkpoint FOLDER` takes a checkpoint at once: hard links to the newest version of each fragment. The "
-    "shards may run or not.",
-)
+app = new_app("checkpoint", "Take, list, verify and copy checkpoints: `diloco checkpoint FOLDER` takes one at once.")
 
 
 @app.command(help="take one; `diloco checkpoint FOLDER` is short for it")
 @app.default
+@disk_errors()
 def take(
     folders: Annotated[list[Path], Parameter(metavar="FOLDER", help="of `diloco up`, or data folders of shards")],
     /,
     *,
     name: Annotated[str | None, Parameter(metavar="NAME", help="of the checkpoint", show_default="the time")] = None,
-    into: Annotated[
-        Path | None,
-        Parameter(metavar="PATH", help="where it is put", show_default="`checkpoints` in the (first) folder"),
-    ] = None,
-    json: Json = False,
+    into: Annotated[Path | None, Parameter(metavar="PATH", help="put it there, not in `checkpoints`")] = None,
 ) -> int:
     """Take a checkpoint: hard links to the newest version of each fragment. The shards may run or not."""
-    from diloco_deploy.checkpoint.work import take
+    from diloco_deploy.checkpoint.sources import data_folders
+    from diloco_deploy.checkpoint.work import words
+    from diloco_server.storage.folders import FOLDER, take_checkpoint
 
-    return take(folders, name, into, as_json=json)
+    name = name or datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    if not re.fullmatch(r"(?!version-)\w[\w.-]{0,63}", name):
+        raise ConfigError(f"--name {name}: give 1 to 64 letters, digits and . _ -, but not version-, as shards do")
+    sources = [path for folder in folders for path in data_folders(folder)]
+    target = (into or folders[0] / FOLDER) / name
+    contents, damage = take_checkpoint(sources, target, whole=sources != folders)
+    for line in damage:
+        print(f"passed over: {line}", file=sys.stderr)
+    print(f"{target}: {words(contents)}")
+    return EXIT_OK
 
 
 @app.command(name="list", help="show all checkpoints in a folder")
+@disk_errors()
 def listing(
     folders: Annotated[list[Path] | None, Parameter(metavar="FOLDER", show_default="runs/local")] = None,
     /,
@@ -50,55 +60,73 @@ def listing(
     json: Json = False,
 ) -> int:
     """Show all checkpoints in folders."""
-    folders = folders or [Path("runs/local")]
-    for folder in folders:
-        if not folder.is_dir():
-            raise BadCheckpoint(f"there is no folder {folder}")
-    from diloco_deploy.checkpoint.work import show_all
+    folders = [existing(folder) for folder in folders or [Path("runs/local")]]
+    from diloco_deploy.checkpoint.work import find_checkpoints, show
 
-    return show_all(folders, as_json=json)
+    show([found for folder in folders for found in find_checkpoints(folder)], as_json=json)
+    return EXIT_OK
 
 
 @app.command(help="check every byte; exit code 3 if one is wrong")
+@disk_errors()
 def verify(
     checkpoints: Annotated[
         list[str], Parameter(metavar="CHECKPOINT", help="folder or URL; several: the parts of one checkpoint")
     ],
     /,
-    *,
-    json: Json = False,
 ) -> int:
     """Check every byte of a checkpoint. Exit code 3 if one is wrong."""
-    from diloco_deploy.checkpoint.work import verify
+    from diloco_deploy.checkpoint.sources import join, open_checkpoint
+    from diloco_deploy.checkpoint.work import words
+    from diloco_server.storage.checkpoint import find_damage
 
-    return verify(checkpoints, as_json=json)
+    sources = [open_checkpoint(name) for name in checkpoints]
+    contents = join([(source.where, source.contents) for source in sources])
+    if damage := [f"{one.where}: {line}" for one in sources for line in find_damage(one.files, one.contents)]:
+        raise BadCheckpoint("\n".join(damage))
+    print(f"intact, every byte was checked: {words(contents)}")
+    return EXIT_OK
 
 
 @app.command(help="copy one to an object store")
+@disk_errors()
 def copy(
     checkpoint: Annotated[str, Parameter(metavar="CHECKPOINT", help="folder or URL")],
     url: Annotated[str, Parameter(metavar="URL", help="s3://BUCKET/PATH, gs://..., az://... or file:///PATH")],
     /,
 ) -> int:
     """Copy a checkpoint to an object store."""
-    from diloco_deploy.checkpoint.work import copy
+    from diloco_deploy.checkpoint.objects import copy_checkpoint
+    from diloco_deploy.checkpoint.sources import open_checkpoint
+    from diloco_deploy.checkpoint.work import words
 
-    return copy(checkpoint, url)
+    source = open_checkpoint(checkpoint)
+    copy_checkpoint(source.files, source.contents, url)
+    print(f"{url}: {words(source.contents)}")
+    return EXIT_OK
 
 
+@disk_errors()
 def restore(
     sources: Annotated[list[str], Parameter(metavar="CHECKPOINT", help=_SOURCES)],
     /,
     *,
-    shards: Annotated[int, Parameter(metavar="M", help="shards of the restored run")],
+    shards: Annotated[int, Parameter(converter=_COUNT, metavar="M", help="shards of the restored run")],
     folder: Annotated[Path, Parameter(metavar="DEST", help="a new folder, for shard-0, shard-1, ...")],
 ) -> int:
     """Restore parameters and outer momentum bit for bit, on any number of shards."""
-    from diloco_deploy.checkpoint.work import restore_into
+    from diloco_deploy.checkpoint.sources import open_whole
+    from diloco_deploy.checkpoint.work import go_on_with, words
+    from diloco_server.storage.folders import place, restore
 
-    return restore_into(folder, sources, shards)
+    whole = open_whole(sources)
+    restore(whole.read(), place(whole.contents, shards), folder)
+    print(f"{folder}: {words(whole.contents)} on {shards} shards")
+    print(f"go on with: {go_on_with(whole.contents, folder, shards)}")
+    return EXIT_OK
 
 
+@disk_errors()
 def export(
     sources: Annotated[list[str], Parameter(metavar="SOURCE", help=_SOURCES)],
     /,
@@ -107,15 +135,13 @@ def export(
 ) -> int:
     """Write the model as its own library loads it, or refuse."""
     how.check()
-    from diloco_deploy.checkpoint.work import export
+    from diloco_deploy.checkpoint.sources import open_whole
+    from diloco_deploy.checkpoint.work import model_in, write_out
 
-    return export(sources, how)
-
-
-_COUNT = number(quantities.count, 1, 1_000_000, "a whole number from 1")
-_SECONDS = number(quantities.seconds, 0.0, 86_400.0, "seconds, from 0 to 86400, such as 5s")
+    return write_out(model_in(open_whole(sources, model_only=True)), how)
 
 
+@disk_errors()
 def pull(
     *,
     how: Writing,
@@ -149,9 +175,7 @@ def pull(
         str | None, Parameter(metavar="ID", help="id of the run", show_default="that of the folder, or local")
     ] = None,
     tls: Annotated[Path | None, Parameter(metavar="FOLDER", help="an observer's or learner's certificate")] = None,
-    token_file: Annotated[
-        Path | None, Parameter(metavar="FILE", help="file with a bearer token, if the shards ask")
-    ] = None,
+    token_file: Annotated[Path | None, Parameter(metavar="FILE", help="bearer token, if the shards ask")] = None,
     wait: Annotated[float, Parameter(converter=_SECONDS, metavar="5s", help="how long to wait for shards")] = 5.0,
 ) -> int:
     """Pull the latest version of every fragment from the shards, without joining, and write the model as its own

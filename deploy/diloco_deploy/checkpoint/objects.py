@@ -7,11 +7,9 @@ checkpoint ever changes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 from diloco_common.errors import BadCheckpoint, CannotConnect, ConfigError
@@ -19,37 +17,35 @@ from diloco_server.storage.checkpoint import MANIFEST, CheckpointFile, Contents,
 from diloco_server.storage.filesystem import Files, OldFile
 from diloco_server.storage.version_file import check_version
 
-PART_BYTES = 8 * 2**20
-"""Size of an upload part. S3 accepts no less than 5 MiB."""
 BLOCK_BYTES = 8 * 2**20
 """Size of a read."""
-RETRIES = 5
-RETRY_S = 60.0
-SCHEMES = ("s3", "gs", "az", "file")
-
-
-def is_url(text: str) -> bool:
-    return "://" in text
+TRIED_AGAIN = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 
 
 class ObjectFolder:
     """The objects under a URL, as `Files` of `storage.filesystem`."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError, ConfigError for a wrong URL, and CannotConnect."""
-        self.url = url.rstrip("/")
-        self._obstore = _load()
-        self.store = _open(self._obstore, self.url)
+        """Raises ConfigError for a wrong URL, or where the extra is missing."""
+        try:
+            import obstore
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "URLs of checkpoints need obstore, which is not installed: pip install 'decoupled-diloco[object-store]'"
+            ) from None
+        self.url, self._obstore = url.rstrip("/"), obstore
+        remote = {"client_options": {"allow_http": True}, "retry_config": TRIED_AGAIN}
+        more: Any = {"mkdir": True} if url.startswith("file://") else remote
+        try:
+            self.store: Any = obstore.store.from_url(self.url, **more)
+        except (ValueError, OSError, obstore.exceptions.BaseError) as error:
+            raise ConfigError(f"{url}: {str(error).splitlines()[0]}") from None
 
     def names(self) -> Sequence[str]:
         """Raises CannotConnect."""
-        return sorted(self.sizes())
-
-    def sizes(self) -> dict[str, int]:
-        """Name -> bytes. Raises CannotConnect."""
         with self._told():
-            found = [meta for chunk in self._obstore.list(self.store) for meta in chunk]
-        return {meta["path"]: meta["size"] for meta in found if "/" not in meta["path"]}
+            found = [meta["path"] for chunk in self._obstore.list(self.store) for meta in chunk]
+        return sorted(path for path in found if "/" not in path)
 
     def open(self, name: str) -> OldFile:
         """Raises FileNotFoundError and CannotConnect."""
@@ -62,23 +58,19 @@ class ObjectFolder:
     def put(self, name: str, blocks: Iterator[bytes]) -> None:
         """Write an object, whole or not at all. Replaces any object of that name. Raises CannotConnect."""
         with self._told():
-            self._obstore.put(self.store, name, blocks, chunk_size=PART_BYTES, max_concurrency=4)
+            self._obstore.put(self.store, name, blocks, max_concurrency=4)
 
     def put_new(self, name: str, content: bytes) -> None:
         """Write a new object. Raises BadCheckpoint if it exists already, and CannotConnect."""
         with self._told():
-            try:
-                self._obstore.put(self.store, name, content, mode="create", use_multipart=False)
-            except self._obstore.exceptions.AlreadyExistsError:
-                raise self.exists() from None
-
-    def exists(self) -> BadCheckpoint:
-        return BadCheckpoint(f"{self.url} is a checkpoint already, and none is ever changed: give another URL")
+            self._obstore.put(self.store, name, content, mode="create", use_multipart=False)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
         try:
             yield
+        except self._obstore.exceptions.AlreadyExistsError:
+            raise BadCheckpoint(f"{self.url} is a checkpoint already, and none is ever changed") from None
         except self._obstore.exceptions.BaseError as error:
             raise CannotConnect(
                 f"{self.url}: {str(error).splitlines()[0]}. Check the URL, the credentials and the endpoint in the "
@@ -111,56 +103,18 @@ def copy_checkpoint(source: Files, contents: Contents, url: str) -> None:
     Raises VersionDamaged, BadCheckpoint if there is something else at `url`, CannotConnect, and ConfigError.
     """
     target = ObjectFolder(url)
-    there, listed = target.names(), {file.name for file in contents.files}
-    if MANIFEST in there:
-        raise target.exists()
-    if strangers := sorted(set(there) - listed):
-        raise BadCheckpoint(f"{url} is not empty ({strangers[0]} is there): give another URL")
+    if strangers := set(target.names()) - {file.name for file in contents.files}:
+        raise BadCheckpoint(f"{url} is not empty ({min(strangers)} is there): give another URL")
     for file in contents.files:
         check_version(source, file.name)
         check_listed(source, file, contents)
         target.put(file.name, _blocks(source, file))
-    sizes = target.sizes()
-    for file in contents.files:
-        if sizes.get(file.name) != file.num_bytes:
-            raise CannotConnect(f"{url}: {file.name} has {sizes.get(file.name)} bytes there, not {file.num_bytes}")
     target.put_new(MANIFEST, encode_manifest(contents))
 
 
 def _blocks(source: Files, file: CheckpointFile) -> Iterator[bytes]:
-    opened = source.open(file.name)
-    try:
+    with closing(source.open(file.name)) as opened:
         for start in range(0, file.num_bytes, BLOCK_BYTES):
             block = bytearray(min(BLOCK_BYTES, file.num_bytes - start))
             opened.read_into(memoryview(block), start)
             yield bytes(block)
-    finally:
-        opened.close()
-
-
-def _load() -> ModuleType:
-    try:
-        import obstore
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "URLs of checkpoints need obstore, which is not installed: pip install 'decoupled-diloco[object-store]'"
-        ) from None
-    module: ModuleType = obstore
-    return module
-
-
-def _open(obstore: ModuleType, url: str) -> Any:
-    scheme = url.partition("://")[0]
-    if scheme not in SCHEMES:
-        raise ConfigError(f"{url}: the URL of a checkpoint begins with {' or '.join(s + '://' for s in SCHEMES)}")
-    try:
-        if scheme == "file":
-            return obstore.store.from_url(url, mkdir=True)
-        plain = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://")
-        return obstore.store.from_url(
-            url,
-            client_options={"allow_http": True} if plain else None,
-            retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
-        )
-    except (ValueError, OSError, obstore.exceptions.BaseError) as error:
-        raise ConfigError(f"{url}: {str(error).splitlines()[0]}") from None

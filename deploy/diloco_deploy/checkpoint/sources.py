@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_common.errors import BadCheckpoint, VersionDamaged
-from diloco_common.settings_loader import load_saved
-from diloco_deploy.checkpoint.objects import ObjectFolder, is_url
+from diloco_deploy.checkpoint.objects import ObjectFolder
+from diloco_deploy.run.folder import existing, shard_folders
 from diloco_server.storage.checkpoint import (
     CheckpointFile,
     Contents,
@@ -19,8 +18,8 @@ from diloco_server.storage.checkpoint import (
     read_listed,
     read_manifest,
 )
-from diloco_server.storage.filesystem import Disk, Files, OldFile
-from diloco_server.storage.folders import TRIES, fragments_in, is_checkpoint
+from diloco_server.storage.filesystem import Disk, Files
+from diloco_server.storage.folders import check_complete, fragments_in, is_checkpoint
 from diloco_server.storage.version_file import Header, StoredVersion, version_names
 
 
@@ -31,6 +30,23 @@ class Source:
     where: str
     files: Files
     contents: Contents
+    is_data: bool = False
+    """A data folder: a shard that runs removes versions, once it has newer ones."""
+
+    def read(self, file: CheckpointFile) -> tuple[Header, StoredVersion]:
+        """A version, with every byte checked; of a data folder, the newest if this one has gone. Raises
+        VersionDamaged and OSError."""
+        try:
+            return read_listed(self.files, file, self.contents)
+        except (VersionDamaged, FileNotFoundError) as error:
+            if self.is_data and file.name not in self.files.names():
+                return self.read(_newest(self.where, self.files, file.fragment_id)[1])
+            why = error.why if isinstance(error, VersionDamaged) else "it has gone"
+            raise VersionDamaged(
+                f"{self.where.rstrip('/')}/{file.name}",
+                f"{why}. Nothing was written: look after the disk, and name another checkpoint (`diloco checkpoint "
+                "list FOLDER` shows what there is)",
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -42,36 +58,16 @@ class Whole:
 
     def read(self) -> Iterator[tuple[Header, StoredVersion]]:
         """Every fragment, one after the other, with every byte checked. Raises VersionDamaged and OSError."""
-        for source in self.sources:
-            for file in source.contents.files:
-                try:
-                    found = read_listed(source.files, file, source.contents)
-                except VersionDamaged as error:
-                    raise VersionDamaged(
-                        f"{source.where.rstrip('/')}/{error.name}",
-                        f"{error.why}. Nothing was written: look after the disk, and name another checkpoint (`diloco "
-                        "checkpoint list FOLDER` shows what there is)",
-                    ) from error
-                yield found
+        return (source.read(file) for source in self.sources for file in source.contents.files)
 
 
 def open_whole(names: Sequence[str], *, model_only: bool = False) -> Whole:
-    """Open the named sources. `model_only`: averaged momentum may be missing.
-
-    Raises BadCheckpoint, ...
-    """
+    """Open the named sources. `model_only`: averaged momentum may be missing. Raises BadCheckpoint and OSError."""
     named = [(name, open_sources(name)) for name in names]
-    sources = tuple(source for _, found in named for source in found)
     contents = join([(name, joined([source.contents for source in found])) for name, found in named])
-    manifest = contents.manifest
-    homes = {f.fragment_id: f.shard_index for f in (manifest.exported_fragments if model_only else manifest.fragments)}
-    if missing := [i for i in contents.missing if i in homes]:
-        shards = sorted({homes[i] for i in missing})
-        raise BadCheckpoint(
-            f"{len(missing)} of {len(homes)} fragments are missing in {', '.join(names)}: those of shards "
-            f"{', '.join(map(str, shards))} of {contents.num_shards}. Name the parts of all shards"
-        )
-    return Whole(sources, contents)
+    fragments = contents.manifest.exported_fragments if model_only else contents.manifest.fragments
+    check_complete(contents, names, fragments)
+    return Whole(tuple(source for _, found in named for source in found), contents)
 
 
 def join(parts: Sequence[tuple[str, Contents]]) -> Contents:
@@ -93,36 +89,20 @@ def join(parts: Sequence[tuple[str, Contents]]) -> Contents:
 
 def open_sources(name: str) -> list[Source]:
     """Open a named checkpoint, or the named data folders. Raises BadCheckpoint, OSError."""
-    if is_url(name):
-        files = ObjectFolder(name)
-        return [Source(name, files, read_manifest(files, name))]
-    folder = Path(name)
-    if is_checkpoint(folder):
+    if "://" in name or is_checkpoint(Path(name)):
         return [open_checkpoint(name)]
-    disks = [_HeldDisk(path) for path in data_folders(folder)]
-    return [
-        Source(str(disk.folder), disk, contents_of([_newest_of(disk, i) for i in fragments_in(disk.folder)]))
-        for disk in disks
-    ]
+    return [_open_data(str(folder), Disk(folder)) for folder in data_folders(Path(name))]
 
 
 def open_checkpoint(name: str) -> Source:
     """A checkpoint in a folder or at a URL. Raises BadCheckpoint and OSError."""
-    if is_url(name):
-        return open_sources(name)[0]
-    if not Path(name).is_dir():
-        raise BadCheckpoint(f"there is no folder {name}")
-    disk = Disk(Path(name))
-    return Source(name, disk, read_manifest(disk, name))
+    files = ObjectFolder(name) if "://" in name else Disk(existing(Path(name)))
+    return Source(name, files, read_manifest(files, name))
 
 
 def data_folders(folder: Path) -> list[Path]:
     """The data folders in `folder`: itself, or those of `diloco up`. Raises BadCheckpoint."""
-    if not folder.is_dir():
-        raise BadCheckpoint(f"there is no folder {folder}")
-    if fragments_in(folder):
-        return [folder]
-    found = [path for path in shard_folders(folder) if fragments_in(path)]
+    found = [path for path in (folder, *shard_folders(folder)) if fragments_in(existing(path))]
     if not found:
         raise BadCheckpoint(
             f"{folder} holds no versions: give a checkpoint, a folder of `diloco up`, or a data folder of a shard"
@@ -130,44 +110,17 @@ def data_folders(folder: Path) -> list[Path]:
     return found
 
 
-def shard_folders(folder: Path) -> list[Path]:
-    """The folders shard-0, shard-1, ... of the cluster that `diloco up` runs, or ran, in `folder`."""
-    saved = folder / "settings.json"
-    home = (load_saved(saved).settings.shard.data_dir if saved.exists() else None) or folder
-    found = [path for path in home.glob("shard-*") if path.is_dir() and re.fullmatch(r"shard-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name[6:]))
+def _open_data(where: str, disk: Disk) -> Source:
+    versions = [_newest(where, disk, fragment_id) for fragment_id in fragments_in(disk.folder)]
+    return Source(where, disk, contents_of(versions), is_data=True)
 
 
-class _HeldDisk(Disk):
-    """Keeps files open, so they can still be read after a running shard has removed them."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._held: dict[str, OldFile] = {}
-
-    def open(self, name: str) -> OldFile:
-        if name not in self._held:
-            self._held[name] = super().open(name)
-        return _HeldFile(self._held[name])
-
-
-class _HeldFile:
-    def __init__(self, file: OldFile) -> None:
-        self.size = file.size
-        self._file = file
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        return self._file.read_into(out, offset)
-
-    def close(self) -> None:
-        """Does nothing: the file stays open."""
-
-
-def _newest_of(disk: _HeldDisk, fragment_id: int) -> tuple[Header, CheckpointFile]:
-    for _ in range(TRIES):
-        for name in version_names(fragment_id, disk.names()):
-            try:
-                return describe(disk, name)
-            except VersionDamaged:
-                continue  # or the file has gone; then older ones have, too, and there is a newer one
-    raise BadCheckpoint(f"fragment {fragment_id} has no intact version in {disk.folder}")
+def _newest(where: str, files: Files, fragment_id: int) -> tuple[Header, CheckpointFile]:
+    """Of those that are intact. Raises BadCheckpoint."""
+    for name in version_names(fragment_id, files.names()):
+        try:
+            return describe(files, name)
+        except (VersionDamaged, FileNotFoundError):
+            if name not in files.names():  # a shard has removed it, for there is a newer one
+                return _newest(where, files, fragment_id)
+    raise BadCheckpoint(f"fragment {fragment_id} has no intact version in {where}")

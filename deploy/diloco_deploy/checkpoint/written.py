@@ -65,18 +65,17 @@ def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
     dtype, base, strip = getattr(torch, how.dtype), how.base, how.strip and how.strip.rstrip(".") + "."
     tensors = {name: t if name in found.buffers else t.to(dtype) for name, t in found.tensors.items()}
     keys = found.keys if base is None else {name: name for name in tensors} | found.keys
-    is_adapter = base is not None and (base / "adapter_config.json").exists()
-    if base is not None and is_adapter:
+    if base is not None and (base / "adapter_config.json").exists():
         keys, tensors = _prompts(base, keys, tensors)
     mine = {key.removeprefix(strip): name for key, name in keys.items() if key.startswith(strip)}
-    told = {one.name.removeprefix(strip): _told(one, dtype) for one in found.frozen if one.name.startswith(strip)}
-    held = {tensor.name: tensor for tensor in found.frozen if told.get(tensor.name.removeprefix(strip)) is None}
+    frozen = {one.name.removeprefix(strip): one for one in found.frozen if one.name.startswith(strip)}
+    told = {key: _told(one, dtype) for key, one in frozen.items()}
     known = {key: tensors[name] if name else told.get(key) for key, name in mine.items()}
     loader = _loader(base, dtype, known)
     places = _places(loader, mine, strip)
-    fixed = {want: held[strip + key] for want, key in places.items() if strip + key in held}
-    other = {want for want, frozen in fixed.items() if _differs(frozen, loader.wants[want])}
     values = {want: t for want, key in places.items() if (t := known[key]) is not None}
+    fixed = {want: frozen[key] for want, key in places.items() if key in frozen and told[key] is None}
+    other = {want for want, one in fixed.items() if _differs(one, loader.wants[want])}
     left_out = _check(loader, values, other, tensors.keys() - {mine[key] for key in places.values()}, how.partial)
     values = {want: t for want, t in values.items() if want not in left_out}
     alone = how.out.suffix == ".safetensors"
@@ -182,15 +181,11 @@ def _loader(base: Path | None, dtype: torch.dtype, mine: Mapping[str, Tensor | N
     """`mine`: key -> values, or None where the run has none. Raises DataError."""
     if base is None:
         return _taking("the state_dict of the model", mine)
-    name, files = f"the model of --base {base}", [base / MODEL]
+    name, config = f"the model of --base {base}", base / "config.json"
     with _library(base):
         if (base / "adapter_config.json").exists():
             return Loader(name, load_file(base / ADAPTER), file=ADAPTER)
-        if (index := base / f"{MODEL}.index.json").exists() and not files[0].exists():
-            files = [base / part for part in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        elif not files[0].exists():
-            files = sorted(base.glob("*.safetensors"))
-        config = base / "config.json"
+        files = [base / MODEL] if (base / MODEL).exists() else sorted(base.glob("*.safetensors"))
         if named := json.loads(config.read_text()).get("architectures") if config.exists() else None:
             import transformers
 
@@ -235,12 +230,11 @@ def _save(loader: Loader, values: Mapping[str, Tensor], left_out: Collection[str
 
 def _prompts(base: Path, keys: dict[str, str], tensors: dict[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
     """With what a prompt encoder gives, which PEFT saves, in the place of its parameters."""
-    inside = {key: key.partition("prompt_encoder.") for key in keys if "prompt_encoder." in key}
-    for before in {start for start, _, _ in inside.values()}:
-        names = {end.partition(".")[2]: keys[key] for key, (start, _, end) in inside.items() if start == before}
-        if "" in names.values():
+    for before in {key.partition("prompt_encoder.")[0] for key in keys if "prompt_encoder." in key}:
+        inside = {key: name for key, name in keys.items() if key.startswith(f"{before}prompt_encoder.")}
+        if not all(inside.values()):
             continue  # a part of it is frozen, and nobody has it here
-        state = {leaf: tensors[name] for leaf, name in names.items()}
+        state = {key.split("prompt_encoder.")[1].partition(".")[2]: tensors[name] for key, name in inside.items()}
         values = state["embedding.weight"]
         if len(state) > 1:
             with _library(base), torch.no_grad():
@@ -252,7 +246,7 @@ def _prompts(base: Path, keys: dict[str, str], tensors: dict[str, Tensor]) -> tu
                 encoder = kind(config).eval()
                 encoder.load_state_dict(state)
                 values = encoder(torch.arange(len(values))[None])[0].to(values.dtype)
-        prompts, gone = f"{before}prompt_embeddings", set(names.values())
+        prompts, gone = f"{before}prompt_embeddings", set(inside.values())
         keys = {key: name for key, name in keys.items() if name not in gone} | {prompts: prompts}
         tensors = {name: t for name, t in tensors.items() if name not in gone} | {prompts: values}
     return keys, tensors

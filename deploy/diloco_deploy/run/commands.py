@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from diloco_common.command import NOT_WRITTEN, disk_errors
 from diloco_common.errors import BadCheckpoint, ConfigError, DataError
 from diloco_common.options import NO_SETTINGS, Config, Flag, SettingsOptions, setting, settings_from
 from diloco_common.settings_loader import load_saved
@@ -139,12 +140,10 @@ def init(folder: Annotated[Path, Parameter(metavar="FOLDER", help="a new folder;
     for name in files:
         if (folder / name).exists():
             raise ConfigError(f"{folder / name} is there already; name another folder")
-    try:
+    with disk_errors(ConfigError, NOT_WRITTEN):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
     there = shlex.quote(str(folder))
     print(
         f"{folder}: run.toml and train.py\n"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
-from diloco_common.command import check_outputs
-from diloco_common.errors import CannotConnect, ConfigError, InUse
+from diloco_common.command import NOT_WRITTEN, check_outputs, disk_errors
+from diloco_common.errors import BadCheckpoint, CannotConnect, ConfigError, InUse
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load_saved
 from diloco_common.wire.addresses import dialable, read_address
@@ -65,13 +65,11 @@ class Files:
     @contextmanager
     def owned(self) -> Iterator[None]:
         """Make the folders, and lock them against a second `diloco up`."""
-        try:
+        with disk_errors(ConfigError, NOT_WRITTEN):
             for folder in (self.run, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             check_outputs(self.report, self.model)
             lock = (self.run / "lock").open("a+", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
         with lock:
             self._lock(lock)
             try:
@@ -211,6 +209,19 @@ def numbered(folder: Path, name: str) -> list[Path]:
     """The folders NAME-0, NAME-1, ... in a folder."""
     found = [path for path in folder.glob(f"{name}-*") if path.is_dir() and re.fullmatch(rf"{name}-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix(f"{name}-")))
+
+
+def existing(folder: Path) -> Path:
+    """Raises BadCheckpoint if it does not exist."""
+    if not folder.is_dir():
+        raise BadCheckpoint(f"there is no folder {folder}")
+    return folder
+
+
+def shard_folders(folder: Path) -> list[Path]:
+    """The folders shard-0, shard-1, ... of the cluster that `diloco up` runs, or ran, in `folder`."""
+    saved = folder / "settings.json"
+    return numbered((load_saved(saved).settings.shard.data_dir if saved.exists() else None) or folder, "shard")
 
 
 # ---------------------------------------------------------------- the shards in it

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load_saved, save
-from diloco_deploy.run.folder import Files, numbered
+from diloco_deploy.run.folder import Files, numbered, shard_folders
 
 
 def place_anew(files: Files, settings: Settings) -> str:
@@ -21,7 +21,7 @@ def place_anew(files: Files, settings: Settings) -> str:
 
     The folder must be owned and settled. Raises BadCheckpoint and the like, and OSError: nothing has changed then.
     """
-    from diloco_deploy.checkpoint.sources import open_whole, shard_folders  # these import torch
+    from diloco_deploy.checkpoint.sources import open_whole  # these import torch
     from diloco_server.storage.folders import place, restore
 
     new = _new(files)

@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from diloco_common.command import NOT_WRITTEN, disk_errors
 from diloco_common.errors import ConfigError
 from diloco_common.trust.identity import Scope, Subject
 from diloco_common.trust.revocations import REVOKED, write_revocations
@@ -75,15 +76,13 @@ class Authority:
         into = into or self.folder / str(subject).replace("/", "-")
         expires = int(certificate.not_valid_after_utc.timestamp())
         issued = Issued("certificate", subject.uri, serial_text(certificate.serial_number), expires)
-        try:
+        with disk_errors(ConfigError, NOT_WRITTEN):
             into.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.registry.note(issued)  # first: whatever ends this process, no certificate is about that is not listed
             # A process that looks in between sees a pair that does not fit, and waits for the other.
             write_file(into / CERTIFICATE, certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
             write_file(into / KEY, _private_pem(key), mode=PRIVATE)
             write_file(into / CA, self._certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
-        except OSError as error:
-            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
         return into, issued
 
     def check_free(self, into: Path, subject: Subject) -> None:
@@ -144,14 +143,12 @@ def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    try:
+    with disk_errors(ConfigError, NOT_WRITTEN):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         write_file(folder / CA, certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
         write_revocations(folder / REVOKED, [])
         write_file(folder / CA_KEY, _private_pem(key), mode=PRIVATE)  # last: with it, the authority is whole
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
     return True
 
 

@@ -86,7 +86,8 @@ def take_checkpoint(sources: Sequence[Path], target: Path, *, whole: bool) -> tu
         if not described:
             raise BadCheckpoint(f"there are no versions in {', '.join(map(str, sources))}: has the run begun?")
         contents = contents_of(described)
-        _check_complete(contents, None if whole else {file.shard_index for file in contents.files})
+        here = {file.shard_index for file in contents.files}
+        check_complete(contents, sources, [f for f in contents.manifest.fragments if whole or f.shard_index in here])
         write_manifest(disk, contents)
         sync_path(target.parent)
         return contents, damage
@@ -157,14 +158,14 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _check_complete(contents: Contents, shards: set[int] | None) -> None:
-    manifest = contents.manifest
-    homes = {f.fragment_id: f.shard_index for f in manifest.fragments}
-    missing = [i for i in contents.missing if shards is None or homes[i] in shards]
-    if missing:
+def check_complete(contents: Contents, where: Sequence[str | Path], needed: Iterable[Fragment]) -> None:
+    """Raises BadCheckpoint unless each of these fragments is there."""
+    homes = {fragment.fragment_id: fragment.shard_index for fragment in needed}
+    if missing := [i for i in contents.missing if i in homes]:
+        shards = ", ".join(map(str, sorted({homes[i] for i in missing})))
         raise BadCheckpoint(
-            f"{len(missing)} of {len(homes)} fragments have no version here (the first is fragment {missing[0]} of "
-            f"shard {homes[missing[0]]}): name the data folders of all shards, or wait until the run is seeded"
+            f"{len(missing)} of {len(homes)} fragments are missing in {', '.join(map(str, where))}: those of shards "
+            f"{shards} of {contents.num_shards}. Name the parts of all shards, or wait until the run is seeded"
         )
 
 
