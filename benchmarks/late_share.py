@@ -30,7 +30,7 @@ from diloco_server.core.effects import Tell
 from diloco_server.core.ledger import Fact, RoundClosed
 from diloco_server.core.merge import piece_norms
 from diloco_server.shell.driver import Job
-from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 
@@ -123,7 +123,7 @@ class LearnerRig:
             self.run.shard.shard.progress(self.member, report, self.run.clock.now)
             self.run.shard.advance()
 
-    def push(self, taken: Contribution) -> None:
+    def push(self, taken: PendingContribution) -> None:
         encoding = self.core.policy.push_encoding
         payload = taken.tensors.encode(encoding)
         header = PushHeader(

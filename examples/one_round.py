@@ -42,7 +42,7 @@ def say(now: float, who: str, what: str) -> None:
     print(f"{now:4.1f} s  {who:<8} {what}")
 
 
-class Shard(LockstepShard):
+class OneShard(LockstepShard):
     """The shard, and one mailbox per learner in place of its control stream."""
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class Shard(LockstepShard):
             say(self.now, "shard", str(event))
 
 
-class Learner:
+class OneLearner:
     """A model, its inner optimizer, and the core that answers rounds."""
 
-    def __init__(self, name: str, shard: Shard) -> None:
+    def __init__(self, name: str, shard: OneShard) -> None:
         self.name, self.shard = name, shard
         self.mailbox = shard.mailboxes.setdefault(name, [])
         self.data = torch.Generator().manual_seed(sum(name.encode()))
@@ -135,8 +135,8 @@ class Learner:
 
 
 def main() -> None:
-    shard = Shard()
-    learners = [Learner("paris", shard), Learner("tokyo", shard)]
+    shard = OneShard()
+    learners = [OneLearner("paris", shard), OneLearner("tokyo", shard)]
     while min(learner.core.fragments[0].version for learner in learners) < 1:
         for learner in learners:
             learner.boundary(learner.train())

@@ -40,7 +40,7 @@ from diloco_server.core.ledger import Fact
 from diloco_server.core.membership import Member
 from diloco_server.shell.driver import Job
 from diloco_worker.core.copies import FindCopies
-from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.momentum import Companion
 from diloco_worker.core.replica import NONE, Replica
@@ -97,13 +97,13 @@ class LockstepLearner:
     members: dict[int, Member]
     """Shard index -> lease."""
     replica: Replica
-    outbox: list[Contribution] = field(default_factory=list)
+    outbox: list[PendingContribution] = field(default_factory=list)
     answers: list[PushAnswer] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
     """Shards that have reached their budget."""
     held: bool = False
     """Whether its pushes stay in the outbox."""
-    encoded: dict[int, tuple[Contribution, Payload]] = field(default_factory=dict)
+    encoded: dict[int, tuple[PendingContribution, Payload]] = field(default_factory=dict)
     versions: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     """Fragment -> version and values pulled last."""
     pulled: Counter[str] = field(default_factory=Counter)
@@ -234,7 +234,7 @@ class Lockstep:
         merged = shell.shard.fragments[fragment_id].status(learner.learner_id).merged_version
         learner.core.arrived(fragment_id, version, shell.shard.epoch, values, min(merged, version))
 
-    def _encode(self, learner: LockstepLearner, contribution: Contribution) -> Payload:
+    def _encode(self, learner: LockstepLearner, contribution: PendingContribution) -> Payload:
         """Once per contribution: encoding leaves in it what was lost."""
         known = learner.encoded.get(contribution.fragment_id)
         if known is None or known[0] is not contribution:

@@ -12,7 +12,7 @@ from diloco_common.codec import encode_payload
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_server.core.arithmetic import Values
 from diloco_server.core.record import Record
-from diloco_server.core.round import Limit
+from diloco_server.core.round import LengthLimit
 from diloco_server.storage.filesystem import FileSystem
 from diloco_server.storage.store import FileStore, Found
 from diloco_server.storage.version_file import Origin, StoredVersion
@@ -34,7 +34,7 @@ def make_version(
     anchor = encode_payload(random_values(SIZE, 13 + version), "bfloat16", chunk_elements=256)
     record = Record(
         fragment_id, epoch, version, {"ann": version, "ben": 0}, {"ann": "process-1", "ben": "process-2"},
-        1000 * version, limit=Limit(0.5 + version, 12),
+        1000 * version, limit=LengthLimit(0.5 + version, 12),
     )  # fmt: skip
     return StoredVersion(replace(record, **more), values, anchor if sends_changes else None)
 

@@ -33,7 +33,7 @@ from diloco_lab.arms import Conditions
 from diloco_lab.shard import LockstepShard
 from diloco_lab.tasks import InnerSteps, Task
 from diloco_server.core.effects import Tell
-from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 
@@ -201,7 +201,7 @@ class LearnerRig:
     def _report(self, loss: float, took: float) -> Progress:
         return Progress(self.core.inner_step, self.core.tokens, loss, took, inner=self._run.inner.kind)
 
-    def _push(self, contribution: Contribution) -> None:
+    def _push(self, contribution: PendingContribution) -> None:
         fragment = self.core.manifest.fragments[contribution.fragment_id]
         try:
             payload = contribution.tensors.encode(fragment.encoding(self.core.policy.push_encoding))

@@ -21,7 +21,7 @@ from diloco_common.settings import TrainSettings
 from diloco_demo.gpt import GPT, Layer, norm, rotate
 from diloco_demo.muon import RMS_OF_ADAMW, orthogonal
 from diloco_demo.shapes import BYTES
-from diloco_worker.core.momentum import Companion, Pace
+from diloco_worker.core.momentum import Companion, MomentumUse
 from diloco_worker.shell.companions import most_of
 
 ADAMW_EPS = 1e-8
@@ -64,9 +64,9 @@ class Stack:
         for name in self._at:
             values = self._view(self.momentum, name)[row]
             if name in self._parts:
-                found[name] = Companion("Muon", values, pace=partial(_the, Pace(train.muon_momentum)))
+                found[name] = Companion("Muon", values, pace=partial(_the, MomentumUse(train.muon_momentum)))
             else:
-                pace = Pace(train.beta1, most_of(train.beta1, train.beta2))
+                pace = MomentumUse(train.beta1, most_of(train.beta1, train.beta2))
                 found[name] = Companion("Adam", values, self._view(self._second, name)[row], partial(_the, pace))
         return found
 
@@ -151,5 +151,5 @@ class Stack:
             self._second[rows] = seconds
 
 
-def _the(pace: Pace) -> Pace:
+def _the(pace: MomentumUse) -> MomentumUse:
     return pace

@@ -20,7 +20,7 @@ from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.fragment import Restored
 from diloco_server.core.record import Record, empty_record
 from diloco_server.core.shard import Shard
-from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import FragmentTensors
 
@@ -102,7 +102,7 @@ class Headers:
         self.num_bytes = num_payload_bytes(encoding, manifest.fragments[0].num_elements)
         self._chunk = usual_chunk_elements(encoding)
 
-    def of(self, contribution: Contribution, num_elements: int) -> tuple[PushHeader, tuple[float, ...]]:
+    def of(self, contribution: PendingContribution, num_elements: int) -> tuple[PushHeader, tuple[float, ...]]:
         """And the norms of its pieces: a random walk of so many steps."""
         self._made = (self._made + 1) % 2**32
         payload = PayloadHeader(self._encoding, num_elements, self._chunk, self.num_bytes, self._made)

@@ -46,7 +46,7 @@ from diloco_server.core.effects import MergeRound, Tell, TellAll
 from diloco_server.core.membership import Member
 from diloco_server.core.shard import Shard
 from diloco_worker.core.connection import Lease
-from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.fragment import PendingContribution
 
 TOLD_EVERY = 10_000
 """Events."""
@@ -499,7 +499,7 @@ class PlannedLearner:
         if shard.owned(what[0]).version > what[1]:
             self._pull(what[0])
 
-    def _push(self, contribution: Contribution) -> None:
+    def _push(self, contribution: PendingContribution) -> None:
         if self.member is None or not contribution.begin_push(self.lease):
             return
         contribution.pushes.sending_values()
@@ -508,7 +508,12 @@ class PlannedLearner:
         self.world.at(begins, partial(self._arrives, self.member, self._process, contribution, header, norms))
 
     def _arrives(
-        self, member: Member, process: int, contribution: Contribution, header: PushHeader, norms: tuple[float, ...]
+        self,
+        member: Member,
+        process: int,
+        contribution: PendingContribution,
+        header: PushHeader,
+        norms: tuple[float, ...],
     ) -> None:
         """The header is at the shard."""
         shard = self.world.shard
@@ -527,7 +532,12 @@ class PlannedLearner:
         self.world.after(took, partial(self._lands, member, process, contribution, header, norms))
 
     def _lands(
-        self, member: Member, process: int, contribution: Contribution, header: PushHeader, norms: tuple[float, ...]
+        self,
+        member: Member,
+        process: int,
+        contribution: PendingContribution,
+        header: PushHeader,
+        norms: tuple[float, ...],
     ) -> None:
         """All of its bytes are."""
         self.sent += header.payload.num_bytes
@@ -540,7 +550,7 @@ class PlannedLearner:
             return
         self._answer(process, contribution, answer)
 
-    def _answer(self, process: int, contribution: Contribution, answer: PushAnswer) -> None:
+    def _answer(self, process: int, contribution: PendingContribution, answer: PushAnswer) -> None:
         def heard() -> None:
             if process == self._process:
                 contribution.pushes.ended(self.lease, answer)

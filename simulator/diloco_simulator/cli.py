@@ -15,7 +15,7 @@ from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
 from diloco_common.options import Flag
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.options import DISK_FAULTS, FAULTS, RARE_FAULTS, draw
-from diloco_simulator.runner import Tally, run_many
+from diloco_simulator.runner import ScheduleTally, run_many
 
 PROGRESS_EVERY_S = 5.0
 
@@ -58,7 +58,7 @@ def simulate(
 
     began, told = time.perf_counter(), [time.perf_counter()]
 
-    def tell(total: Tally) -> bool:
+    def tell(total: ScheduleTally) -> bool:
         if time.perf_counter() - told[0] >= PROGRESS_EVERY_S:
             told[0] = time.perf_counter()
             rate = total.schedules / (told[0] - began)
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_app(app, argv)
 
 
-def _summary(family: str, total: Tally, took_s: float) -> str:
+def _summary(family: str, total: ScheduleTally, took_s: float) -> str:
     return (
         f"{total.schedules} {family} schedules in {took_s:.1f} s ({total.schedules / took_s:.0f}/s), "
         f"{len(total.failures)} violations; {total.events} events\n"
@@ -86,7 +86,7 @@ def _summary(family: str, total: Tally, took_s: float) -> str:
     )
 
 
-def _coverage(total: Tally) -> str:
+def _coverage(total: ScheduleTally) -> str:
     """Whether schedules do anything: what goes wrong in 1000 of them, and what comes about in spite of it."""
     counts, faults = total.counts, total.faults
     struck = sum(faults[kind] for kind in (*FAULTS, *DISK_FAULTS, *RARE_FAULTS))

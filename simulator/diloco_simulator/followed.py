@@ -21,7 +21,7 @@ from diloco_simulator.world.stage import QuietLog, Stage, StageSilence
 from diloco_worker.core.acts import Act
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.events import Answered
-from diloco_worker.core.fragment import Contribution, LearnerFragment
+from diloco_worker.core.fragment import LearnerFragment, PendingContribution
 from diloco_worker.learner import Learner
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.telemetry import LearnerTelemetry
@@ -71,7 +71,7 @@ class Trainer:
         self._options = options
 
     @property
-    def unresolved(self) -> dict[int, Contribution]:
+    def unresolved(self) -> dict[int, PendingContribution]:
         """Fragment -> contribution whose fate is not known; without those of buffers."""
         core = self.learner.core
         held = core.fragments.items() if core is not None else ()
@@ -98,7 +98,7 @@ class FollowedRun(ABC):
         self.stage, self.process, self._name = stage, process, name
         self.is_alive = True
         self._accounts: dict[int, Account] = {}
-        self._refused: dict[Contribution, int] = {}
+        self._refused: dict[PendingContribution, int] = {}
         self._connections: Connections | None = None
         self._running: asyncio.Task[None] | None = None
         self._handed_over = 0.0

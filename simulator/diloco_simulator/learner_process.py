@@ -23,7 +23,7 @@ from diloco_simulator.world.stage import Checkpoint, Stage
 from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.core.acts import Act, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
-from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
+from diloco_worker.core.fragment import Fate, LearnerFragment, PendingContribution
 from diloco_worker.learner import make_learner
 from diloco_worker.shell.boundary import Start
 
@@ -62,7 +62,7 @@ class LearnerProcess(Trainer, FollowedRun):
         self._tokens = 0  # of the step that is under way
         self._ahead = 0  # of these, the optimizer has put so many into the model already
         self._thawed_at = 0.0
-        self._taken: dict[Contribution, Taken] = {}
+        self._taken: dict[PendingContribution, Taken] = {}
         self._busy_since: dict[tuple[int, int], float] = {}  # fragment and round -> first of the BUSY answers in a row
         caller = Caller("local", learner_id, self.name)
         telemetry = self._telemetry(caller, cluster.history_of(learner_id))
@@ -161,7 +161,7 @@ class LearnerProcess(Trainer, FollowedRun):
                 if act.contribution is not None and act.fate is not Fate.CARRIED:
                     self._merged(act.fragment_id, act.contribution)
 
-    def _merged(self, fragment_id: int, contribution: Contribution) -> None:
+    def _merged(self, fragment_id: int, contribution: PendingContribution) -> None:
         account, tensors = self._accounts[fragment_id], contribution.tensors
         if self._options.on_commit == "carry" and tensors.snapshot is not None:
             account.merged = account.merged - tensors.snapshot

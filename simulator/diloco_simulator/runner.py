@@ -21,7 +21,7 @@ CHUNK = 25
 
 
 @dataclass
-class Tally:
+class ScheduleTally:
     """What schedules came to, summed up."""
 
     schedules: int = 0
@@ -33,19 +33,19 @@ class Tally:
     failures: dict[int, str] = field(default_factory=dict)
     """Seed -> all that replays it."""
 
-    def add(self, other: Tally | Result) -> None:
+    def add(self, other: ScheduleTally | Result) -> None:
         self.events += other.events
         self.virtual_s += other.virtual_s
         self.counts.update(other.counts)
         self.faults.update(other.faults)
-        if isinstance(other, Tally):
+        if isinstance(other, ScheduleTally):
             self.schedules += other.schedules
             self.failures.update(other.failures)
 
 
-def run_seeds(family: str, seeds: Sequence[int]) -> Tally:
+def run_seeds(family: str, seeds: Sequence[int]) -> ScheduleTally:
     """Here, one after the other."""
-    tally = Tally()
+    tally = ScheduleTally()
     for seed in seeds:
         tally.schedules += 1
         try:
@@ -55,9 +55,9 @@ def run_seeds(family: str, seeds: Sequence[int]) -> Tally:
     return tally
 
 
-def run_many(family: str, seeds: Sequence[int], jobs: int, tell: Callable[[Tally], bool]) -> Tally:
+def run_many(family: str, seeds: Sequence[int], jobs: int, tell: Callable[[ScheduleTally], bool]) -> ScheduleTally:
     """In `jobs` processes. `tell` hears of the sum after every chunk, and says whether to go on."""
-    total = Tally()
+    total = ScheduleTally()
     run_chunk, chunks = partial(run_seeds, family), [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     for tally in _map(run_chunk, chunks, min(jobs, len(chunks))):
         total.add(tally)
@@ -66,7 +66,9 @@ def run_many(family: str, seeds: Sequence[int], jobs: int, tell: Callable[[Tally
     return total
 
 
-def _map(run_chunk: Callable[[Sequence[int]], Tally], chunks: list[Sequence[int]], jobs: int) -> Iterator[Tally]:
+def _map(
+    run_chunk: Callable[[Sequence[int]], ScheduleTally], chunks: list[Sequence[int]], jobs: int
+) -> Iterator[ScheduleTally]:
     if jobs <= 1:
         yield from map(run_chunk, chunks)
         return

@@ -18,7 +18,7 @@ from diloco_common.settings import Settings
 from diloco_common.wire import rpc
 from diloco_common.wire.messages import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S, PROTOCOL
 from diloco_deploy.doctor import shards
-from diloco_deploy.doctor.checks import Check, Door, Finding, Known, State, run_checks
+from diloco_deploy.doctor.checks import Check, Door, Known, ReportLine, State, run_checks
 from diloco_deploy.doctor.command import Patient, look
 from diloco_deploy.explain.catalogue import CODES
 from diloco_protos import parameter_server_pb2 as pb
@@ -38,7 +38,7 @@ def secure(serve: Callable[..., InProcessShard], run: Certificates) -> InProcess
     return serve(settings_with(security={"tls": run.issue("shard/0", days=80)}))
 
 
-def found_at(*addresses: str, tls: Path | None = None, **sections: dict[str, object]) -> list[Finding]:
+def found_at(*addresses: str, tls: Path | None = None, **sections: dict[str, object]) -> list[ReportLine]:
     """What the doctor finds on the way to shards."""
     if tls is not None:
         sections["security"] = {"tls": tls}
@@ -48,11 +48,11 @@ def found_at(*addresses: str, tls: Path | None = None, **sections: dict[str, obj
     return findings
 
 
-def failures(findings: list[Finding]) -> list[str]:
+def failures(findings: list[ReportLine]) -> list[str]:
     return [finding.code for finding in findings if finding.state is State.FAILURE]
 
 
-def codes(findings: list[Finding]) -> set[str]:
+def codes(findings: list[ReportLine]) -> set[str]:
     return {finding.code for finding in findings}
 
 
@@ -87,22 +87,22 @@ class World:
     def secure(self) -> InProcessShard:
         return self.serve(settings_with(security={"tls": self.run.issue("shard/0", days=80)}))
 
-    def frozen(self) -> list[Finding]:
+    def frozen(self) -> list[ReportLine]:
         """The kernel takes its connections; nobody answers."""
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
             return found_at(f"127.0.0.1:{listener.getsockname()[1]}")
 
-    def revoked(self) -> list[Finding]:
+    def revoked(self) -> list[ReportLine]:
         shard, folder = self.secure, self.run.issue("learner/a", days=80)
         shard.loop.look(lambda: shard.server._access.callers.deny(frozenset({self.run.serials["learner/a"]})))
         return found_at(shard.address, tls=folder)
 
-    def with_token(self, *, shown: bool) -> list[Finding]:
+    def with_token(self, *, shown: bool) -> list[ReportLine]:
         token = secret_file(self.folder / "token", "a-token-of-enough-letters")
         shard = self.serve(settings_with(security={"token_file": token}))
         return found_at(shard.address, **({"security": {"token_file": token}} if shown else {}))
 
-    def as_learner(self, authority: Certificates | None = None, **more: timedelta) -> list[Finding]:
+    def as_learner(self, authority: Certificates | None = None, **more: timedelta) -> list[ReportLine]:
         return found_at(self.secure.address, tls=(authority or self.run).issue("learner/a", **more))
 
 

@@ -16,7 +16,7 @@ from diloco_common.trust.identity import subject_of
 from diloco_common.trust.revocations import read_revocations
 from diloco_common.trust.tls import read_folder
 from diloco_deploy.run.children import Children, Programs
-from diloco_deploy.run.folder import Files, Outputs
+from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.trust.authority import open_authority
 from diloco_deploy.trust.own import RENEW_EVERY_S, OwnCertificates, own_certificates
 
@@ -43,7 +43,7 @@ def test_they_are_made_where_other_machines_can_reach_a_process(tmp_path, overri
 
 def test_every_child_is_given_its_own(tmp_path):
     settings = settings_with("shard.listen=0.0.0.0:0", "run.id=wide")
-    files = Files(tmp_path, Outputs())
+    files = ClusterFolder(tmp_path, Outputs())
     certificates = own_certificates(settings, files.certs)
     children = Children(settings, files, Programs(), certificates)
     children._ports = dict.fromkeys(children.shards, ("0.0.0.0:1", "0.0.0.0:2"))

@@ -17,11 +17,11 @@ from certificates import Certificates
 from diloco_common.errors import ConfigError
 from diloco_common.settings import ClusterSettings, SecuritySettings, Settings
 from diloco_common.wire.addresses import write_address
-from diloco_deploy.cluster.asking import Answered
+from diloco_deploy.cluster.asking import ShardReply
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
 from diloco_deploy.web import app, command, live_page
 from diloco_deploy.web.command import PageThread
-from diloco_deploy.web.live_page import Credentials, LivePage, Members, given, in_folder
+from diloco_deploy.web.live_page import LivePage, PageCredentials, PageMembers, given, in_folder
 from secret_files import secret_file
 from waiting import DEADLINE_S
 
@@ -174,7 +174,7 @@ async def test_few_keys_are_awaited_at_once_and_who_goes_leaves_no_traceback(tmp
 @pytest.mark.parametrize(
     "answer",
     [
-        Answered(0.0, {"role": "shard", "learners": [{"id": "x"}]}, None),
+        ShardReply(0.0, {"role": "shard", "learners": [{"id": "x"}]}, None),
         RecursionError("nested"),
         OverflowError("large"),
     ],
@@ -202,12 +202,12 @@ async def test_a_look_that_fails_does_not_stop_the_page(monkeypatch, caplog):
     monkeypatch.setattr(live_page, "EVERY_S", 0.01)
     looks = 0
 
-    def watched() -> Members:
+    def watched() -> PageMembers:
         nonlocal looks
         looks += 1
         if looks in (2, 3):
             raise RuntimeError("the disk is gone")
-        return Members({"shard-0": None} if looks > 3 else {})
+        return PageMembers({"shard-0": None} if looks > 3 else {})
 
     async with served(command.page_of("127.0.0.1:0", watched, SecuritySettings(), None)) as (_, client):
         while not (await first_state(client))["shards"]:
@@ -217,7 +217,7 @@ async def test_a_look_that_fails_does_not_stop_the_page(monkeypatch, caplog):
 
 def test_a_renewal_that_cannot_be_used_yet_leaves_the_page_with_what_it_has(tmp_path, monkeypatch):
     run = Certificates(tmp_path / "certs")
-    own = Credentials(run.issue("observer/page"), None)
+    own = PageCredentials(run.issue("observer/page"), None)
     before = own.asker()
     run.issue("observer/page")
     with monkeypatch.context() as patched:

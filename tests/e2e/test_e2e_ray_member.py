@@ -17,7 +17,7 @@ from diloco_common.settings_loader import Given, load, save
 from diloco_common.wire.addresses import Endpoints, Role, read_address
 from diloco_deploy.cluster.record import read_record
 from diloco_deploy.run import ray_up
-from diloco_deploy.run.folder import Files, Outputs
+from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.ray_member import Look, OnRay, Plan
 from diloco_simulator.verify.judge import violations
 from processes import TINY, until
@@ -159,7 +159,7 @@ def looks_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     (tmp_path / "run").mkdir()
 
     def look_after(name: str, ray: FakeRay) -> None:
-        files, interrupts = Files(tmp_path, Outputs()), ray_up.Interrupts()
+        files, interrupts = ClusterFolder(tmp_path, Outputs()), ray_up.Interrupts()
         run = ray_up._RayRun(ray, load(None, {}, flags={}).settings, files, interrupts)
         run._actors[name] = SimpleNamespace(look=SimpleNamespace(remote=object))
         for _ in range(5):

@@ -26,8 +26,8 @@ from diloco_server.core.taking import Taking
 from diloco_server.core.versions import Versions
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.keeper import Keeper
+from diloco_server.shell.quotas import OpenPushes as PushQuota
 from diloco_server.shell.quotas import Places
-from diloco_server.shell.quotas import Pushes as PushQuota
 from diloco_server.shell.service import Service
 from diloco_server.storage import version_file
 from diloco_server.storage.store import FileStore
@@ -38,7 +38,7 @@ from diloco_worker.core import events
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.council_log import LEADER, CouncilLog
 from diloco_worker.core.events import Answered
-from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment, Pushes
+from diloco_worker.core.fragment import Fate, LearnerFragment, PendingContribution, Pushes
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
 from diloco_worker.shell.codec_thread import CodecThread
@@ -168,13 +168,13 @@ def stop_whoever_joins_again(original: Any, self: Membership, learner_id: str, g
     return original(self, learner_id, generation)
 
 
-@breaks(Contribution, "fate_in")
+@breaks(PendingContribution, "fate_in")
 def carry_although_merged(original: Any, self: Any, version: int, epoch: int, merged: int, forgotten: Any) -> Any:
     """The learner never believes that it was merged."""
     return original(self, version, epoch, 0, forgotten)
 
 
-@breaks(Contribution, "fate_in")
+@breaks(PendingContribution, "fate_in")
 def ignore_merged_version(original: Any, *args: Any) -> Any:
     """The learner always believes that it was merged."""
     return Fate.MERGED
@@ -230,7 +230,7 @@ def add_changes_to_anything(original: Any, self: Shard, fragment_id: int, have: 
     return None if have is None else original(self, fragment_id, self.fragments[fragment_id].before)
 
 
-@breaks(Contribution, "begin_push")
+@breaks(PendingContribution, "begin_push")
 def push_to_any_epoch(original: Any, self: Any, lease: Any) -> Any:
     """What was taken for one epoch of a shard is pushed to the next one as well."""
     return self.pushes.begin(lease)

@@ -12,6 +12,7 @@ from diloco_common.wire.messages import Outcome
 from diloco_server.core import merge, outer
 from diloco_server.core.cadence import GraceWindow
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.influence import Influence, Told
 from diloco_server.core.membership import Membership
 from diloco_server.core.outer import Adam, Nesterov, Sgd
 from diloco_server.core.parts import HalfContribution
@@ -308,3 +309,53 @@ def say_versions_before_leases(original: Any, self: CouncilLog, tokens: int | No
     said = bytes(original(self, tokens))
     self._begun = bytearray()
     return said
+
+
+# ------------------------------------------------------------ how much a contribution counts for
+
+UNKNOWN_TO_THE_HEALTHY = "nobody is left out in a schedule of the healthy; test_influence.py finds it"
+
+
+@slip(Influence, "_limits", "short:3", "only_the_longest_is_cut")
+def bound_by_the_third_longest(original: Any, self: Any, taken: Any, before: Any, own: Any) -> Any:
+    """A rank is off by one."""
+    limits, after = original(self, taken, before, own)
+    third = sorted(c.norm for c in taken)[-3:][0]
+    return {learner_id: min(most, third) for learner_id, most in limits.items()}, after
+
+
+@slip(Influence, "_steps", "short:5", "only_the_longest_is_cut")
+def compare_lengths_of_any_steps(original: Any, self: Any, contribution: Any) -> int:
+    """Lengths are compared as they come."""
+    return 1
+
+
+@slip(Influence, "bound", "short:0", "accounting")
+def count_no_tokens(original: Any, self: Any, fragment_id: int, taken: Any, before: Any) -> Any:
+    """What counts of the tokens is forgotten."""
+    bounded, after = original(self, fragment_id, taken, before)
+    return {learner_id: replace(c, counted=0) for learner_id, c in bounded.items()}, after
+
+
+@slip(Influence, "quorum", "short:1", "rounds_wait_for_their_quorum")
+def one_is_a_quorum(original: Any, self: Any, asked: Any, quorum: Any) -> Any:
+    """The setting is forgotten."""
+    return quorum if quorum == "all" else 1
+
+
+@slip(Told, "points_away", "short:12", "nobody_outweighs_a_round")
+def judge_by_one_contribution(original: Any, self: Any, opposed: float) -> bool:
+    """Chance is forgotten."""
+    return bool(self.directions) and self.directions[-1].cosine < 0.5
+
+
+@slip(Influence, "merging", missed=UNKNOWN_TO_THE_HEALTHY)
+def wait_for_those_left_out(original: Any, self: Any, live: Any) -> Any:
+    """Rounds are opened and closed for them."""
+    return [*live]
+
+
+@slip(Influence, "unjudged", missed=UNKNOWN_TO_THE_HEALTHY)
+def never_take_back(original: Any, self: Any, live: Any) -> Any:
+    """Whoever nobody can judge any more stays out."""
+    return ()

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from diloco_common.errors import WORDS_MAX, BadRequest, Busy, plain, refusal_from
 from diloco_common.wire import bounds, protobuf
-from diloco_common.wire.bounds import LIMITS, Limit
+from diloco_common.wire.bounds import LIMITS, FieldLimit
 from diloco_common.wire.manifest import TensorSpec, Tie
 from diloco_common.wire.messages import (
     Evicted,
@@ -165,7 +165,7 @@ each_number = pytest.mark.parametrize(("kind", "name", "limit"), NUMBERS, ids=[f
 
 
 @each_number
-def test_a_number_is_taken_up_to_its_limit(kind: str, name: str, limit: Limit) -> None:
+def test_a_number_is_taken_up_to_its_limit(kind: str, name: str, limit: FieldLimit) -> None:
     for value in (limit.least, limit.most):
         message = smallest(kind)
         if kind == "Range":
@@ -177,7 +177,7 @@ def test_a_number_is_taken_up_to_its_limit(kind: str, name: str, limit: Limit) -
 
 
 @each_number
-def test_a_number_beyond_its_limit_is_refused_by_name(kind: str, name: str, limit: Limit) -> None:
+def test_a_number_beyond_its_limit_is_refused_by_name(kind: str, name: str, limit: FieldLimit) -> None:
     field = KINDS[kind].DESCRIPTOR.fields_by_name[name.removesuffix("[]")]
     if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:
         values = [math.nextafter(limit.most, math.inf), math.inf, math.nan, -1.0]
@@ -200,7 +200,7 @@ LENGTHS = [(kind, name, limit) for kind, name, limit in FIELDS if limit.counts a
 
 
 @pytest.mark.parametrize(("kind", "name", "limit"), LENGTHS, ids=[f"{k}.{n}" for k, n, _ in LENGTHS])
-def test_texts_and_lists_are_taken_up_to_their_limit(kind: str, name: str, limit: Limit) -> None:
+def test_texts_and_lists_are_taken_up_to_their_limit(kind: str, name: str, limit: FieldLimit) -> None:
     message = smallest(kind)
     put(message, name, of_length(kind, name, int(limit.most)))
     READ[kind](message)

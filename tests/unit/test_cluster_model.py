@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_deploy.cluster.members import Member
+from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster, Pace
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
 from diloco_deploy.cluster.roll_call import Roll, roll_call
@@ -42,7 +42,7 @@ def away(index: int | None, for_s: float) -> list[dict[str, Any]]:
     return [{"address": "ps-1:50051", "index": index, "for_s": for_s}]
 
 
-def of(*members: Member) -> Cluster:
+def of(*members: SeenMember) -> Cluster:
     return Cluster({member.name: member for member in members})
 
 
@@ -82,24 +82,24 @@ def test_every_view_says_the_same_of_a_learner(at_0: str | None, at_1: str | Non
 @pytest.mark.parametrize(
     ("member", "state"),
     [
-        (Member("worker-0", "worker", "up"), "starting"),
-        (Member("worker-0", "worker", "up", worker()), "training"),
-        (Member("gone", "worker", "up", worker()), "away"),
-        (Member("hurt", "worker", "up", worker()), "left_out"),
-        (Member("worker-0", "worker", "up", worker(), heard_at=NOW - 7), "silent 7s"),
-        (Member("worker-0", "worker", "died", worker()), "died"),
-        (Member("shard-0", "shard", "up", shard(0, ready=False)), "not ready"),
+        (SeenMember("worker-0", "worker", "up"), "starting"),
+        (SeenMember("worker-0", "worker", "up", worker()), "training"),
+        (SeenMember("gone", "worker", "up", worker()), "away"),
+        (SeenMember("hurt", "worker", "up", worker()), "left_out"),
+        (SeenMember("worker-0", "worker", "up", worker(), heard_at=NOW - 7), "silent 7s"),
+        (SeenMember("worker-0", "worker", "died", worker()), "died"),
+        (SeenMember("shard-0", "shard", "up", shard(0, ready=False)), "not ready"),
     ],
 )
-def test_a_member_is_described_by_the_worst_that_is_known(member: Member, state: str) -> None:
+def test_a_member_is_described_by_the_worst_that_is_known(member: SeenMember, state: str) -> None:
     hurt = learner("hurt", left_out=True)
     known = [learner("worker-0"), learner("gone", "evicted"), hurt]
-    assert of(Member("shard-9", "shard", "up", shard(9, *known)), member).state_of(member, NOW) == state
+    assert of(SeenMember("shard-9", "shard", "up", shard(9, *known)), member).state_of(member, NOW) == state
 
 
 def test_sums_are_taken_over_shards_and_workers() -> None:
-    shards = [Member(f"s{i}", "shard", "up", shard(i, rounds=10, evictions=1)) for i in (0, 1)]
-    totals = of(*shards, *(Member(name, "worker", "up", worker(loss=loss)) for name, loss in (("a", 2), ("b", 3))))
+    shards = [SeenMember(f"s{i}", "shard", "up", shard(i, rounds=10, evictions=1)) for i in (0, 1)]
+    totals = of(*shards, *(SeenMember(name, "worker", "up", worker(loss=loss)) for name, loss in (("a", 2), ("b", 3))))
     found = totals.totals()
     assert (found.tokens, found.tokens_merged, found.tokens_budget) == (600_000, 1000, 4000)
     assert (found.loss, found.tokens_per_s, found.tokens_carried) == (2.5, 2000.0, 20)
@@ -110,7 +110,9 @@ def test_sums_are_taken_over_shards_and_workers() -> None:
 def test_a_shard_with_more_fragments_weighs_more_in_the_progress() -> None:
     three = shard(0, tokens_merged=400, fragments=[{"id": i, "version": 1} for i in range(3)])
     assert (
-        of(Member("a", "shard", "up", three), Member("b", "shard", "up", shard(1, tokens_merged=800))).tokens_merged
+        of(
+            SeenMember("a", "shard", "up", three), SeenMember("b", "shard", "up", shard(1, tokens_merged=800))
+        ).tokens_merged
         == 500
     )
 

@@ -10,7 +10,7 @@ import torch
 
 from builders import make_contribution, one_piece, random_values
 from diloco_common.codec import base, native
-from diloco_common.codec.base import BFLOAT16_MAX, Codec, Part
+from diloco_common.codec.base import BFLOAT16_MAX, ChunkPart, Codec
 from diloco_common.codec.blocks import BlockCodec
 from diloco_common.codec.plain import PlainCodec
 from diloco_common.codec.registry import get_codec
@@ -183,7 +183,7 @@ def test_a_weighted_sum_is_the_same_sum(encoding: str, start: int, stop: int) ->
     codec, weights = get_codec(encoding), [0.3, -2.0, 1e-3]
     sizes = [MANY, MANY + 512, MANY + TOP]
     chunks = [encoded(codec, random_values(size, seed)) for seed, size in enumerate(sizes)]
-    parts = [Part(chunk, size, start + size - MANY) for chunk, size in zip(chunks, sizes, strict=True)]
+    parts = [ChunkPart(chunk, size, start + size - MANY) for chunk, size in zip(chunks, sizes, strict=True)]
     by_kernels, without = torch.full((stop - start,), torch.nan), torch.full((stop - start,), torch.nan)
     native = codec.native_sum(parts, weights)
     squares = codec.weighted_sum(parts, weights, by_kernels)

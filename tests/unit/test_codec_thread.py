@@ -14,7 +14,7 @@ from torch import nn
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, Held, LearnerPolicy
 from diloco_worker.core.events import Arrived
-from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from parts import Parts
@@ -38,7 +38,7 @@ class Rig:
         self.codec.own({0: self.core.fragments[0].tensors})
         self.core.arrived(0, 0, EPOCH, torch.full((2,), 10.0), 0)
 
-    def contributes(self, round_number: int = 1, by: float = 1.0) -> Contribution:
+    def contributes(self, round_number: int = 1, by: float = 1.0) -> PendingContribution:
         """It has trained, a round asks, and the codec thread is to encode."""
         with torch.no_grad():
             self.model[0].add_(by)
@@ -55,7 +55,7 @@ class Rig:
         self.parts.jobs.run()
         return await running
 
-    def values(self, contribution: Contribution) -> list[float] | None:
+    def values(self, contribution: PendingContribution) -> list[float] | None:
         """What is to be pushed."""
         payload = asyncio.run(self.codec.payload(contribution))
         return None if payload is None else torch.frombuffer(bytearray(payload.chunks[0]), dtype=torch.float32).tolist()

@@ -20,7 +20,7 @@ from diloco_demo.gpt import build_gpt
 from diloco_demo.training import make_optimizer
 from diloco_server.core.fragment import FragmentState
 from diloco_worker.core.learner import LearnerCore
-from diloco_worker.core.momentum import Companion, Pace
+from diloco_worker.core.momentum import Companion, MomentumUse
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.shell.companions import Companions, most_of
@@ -156,7 +156,7 @@ def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_
     """d steps after its snapshot a learner holds keeps^d of that, and it gets as much of the mean."""
     keeps, steps = 0.5, 3
     cluster = cluster_of()
-    held = [{"weight": Companion("SGD", torch.zeros(1, 4), pace=partial(Pace, keeps))} for _ in range(2)]
+    held = [{"weight": Companion("SGD", torch.zeros(1, 4), pace=partial(MomentumUse, keeps))} for _ in range(2)]
     learners = [cluster.join(i, linear(), of) for i, of in zip("ab", held, strict=True)]
     held[0]["weight"].values.fill_(4.0)
     held[1]["weight"].values.fill_(-4.0)
@@ -178,7 +178,7 @@ def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_
 def test_a_version_of_an_earlier_round_moves_the_reference_by_what_was_left_of_it_at_the_snapshot() -> None:
     """After the next version, the learner holds what is left of that, and nothing of its own."""
     keeps = 0.5
-    held = Companion("SGD", torch.zeros(1, 4), pace=partial(Pace, keeps))
+    held = Companion("SGD", torch.zeros(1, 4), pace=partial(MomentumUse, keeps))
     replica = Replica(linear(), companions={"weight": held})
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "float32", "float32", "carry", 0.5, False))
 
@@ -208,7 +208,7 @@ def test_a_version_of_an_earlier_round_moves_the_reference_by_what_was_left_of_i
 
 def test_momentum_of_others_is_cut_to_what_the_own_second_moment_allows() -> None:
     second = torch.tensor([[0.0, 1.0, 4.0, 100.0]])
-    held = {"weight": Companion("SGD", torch.zeros(1, 4), second, partial(Pace, most=2.0))}
+    held = {"weight": Companion("SGD", torch.zeros(1, 4), second, partial(MomentumUse, most=2.0))}
     replica = Replica(linear(), companions=held)
     assert replica.specs[1] == TensorSpec("momentum of weight (SGD)", (1, 4), rule="mean", kind="momentum")
     cluster = cluster_of()
@@ -286,12 +286,12 @@ def test_betas_that_a_schedule_moves_count_as_they_are() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
     companion = Companions(optimizer, SharedSet(model)).by_name["weight"]
-    assert companion.pace() == Pace(0.95, most_of(0.95, 0.999))
+    assert companion.pace() == MomentumUse(0.95, most_of(0.95, 0.999))
     for _ in range(5):
         train(model, optimizer, 1)
         schedule.step()
     (group,) = optimizer.param_groups
-    assert companion.pace() == Pace(group["betas"][0], most_of(*group["betas"]))
+    assert companion.pace() == MomentumUse(group["betas"][0], most_of(*group["betas"]))
     assert companion.pace().keeps < 0.9
 
 

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from diloco_common.wire.messages import Collect, Committed, Directive, Drain, Evicted, Pulse, Stop
-from diloco_server.shell.control_streams import ControlStream
+from diloco_server.shell.control_streams import LearnerStream
 
 
 def heard(*said: Directive) -> list[Directive]:
     """All that a learner hears that reads once everything is said and the stream is over."""
 
     async def read() -> list[Directive]:
-        stream = ControlStream("a", 1)
+        stream = LearnerStream("a", 1)
         for directive in said:
             stream.send(directive)
         stream.end()

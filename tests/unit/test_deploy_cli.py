@@ -11,7 +11,7 @@ from diloco_common.settings import Settings
 from diloco_common.wire.addresses import Endpoints, read_address, write_address
 from diloco_deploy.cli import main
 from diloco_deploy.cluster.record import ClusterRecord
-from diloco_deploy.run.folder import Files, Outputs, shown
+from diloco_deploy.run.folder import ClusterFolder, Outputs, shown
 
 
 def test_status_names_the_settings_that_the_environment_decided(tmp_path, capsys, monkeypatch) -> None:
@@ -21,7 +21,7 @@ def test_status_names_the_settings_that_the_environment_decided(tmp_path, capsys
 
 
 def test_status_of_a_cluster_that_starts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = Files(tmp_path, Outputs())
+    files = ClusterFolder(tmp_path, Outputs())
     with files.owned():
         ClusterRecord.of(Settings()).write(tmp_path)
         (tmp_path / "run" / "lock").write_text(str(os.getppid()))  # of another process than the one that asks

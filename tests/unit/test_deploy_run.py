@@ -15,7 +15,7 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, save
 from diloco_common.wire.messages import Pulse
 from diloco_deploy.run.children import Programs
-from diloco_deploy.run.folder import Files, Outputs, anchored
+from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored
 from diloco_deploy.run.supervisor import DEATHS_MAX, Action, Hanging, verdict_on_exit
 from diloco_deploy.run.up import bring_up, check_cluster
 from diloco_worker.core.connection import Caller
@@ -123,7 +123,7 @@ def settings_for(folder: Path, *overrides: str) -> Settings:
 
 
 def test_a_second_cluster_in_the_same_folder_is_refused_with_the_owner(tmp_path: Path) -> None:
-    files = Files(tmp_path, Outputs())
+    files = ClusterFolder(tmp_path, Outputs())
     with files.owned(), pytest.raises(InUse, match=f"pid {os.getpid()}"):
         bring_up(settings_for(tmp_path), Outputs(), NO_PROGRAMS)
 
@@ -147,9 +147,9 @@ def test_a_quorum_above_the_number_of_workers_is_refused(tmp_path: Path, quorum:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Files:
+def files(tmp_path: Path) -> ClusterFolder:
     """A folder in which a run of two shards and a worker was begun."""
-    files = Files(tmp_path, Outputs())
+    files = ClusterFolder(tmp_path, Outputs())
     with files.owned():
         assert files.prepare(settings_for(tmp_path), fresh=False) is False
     save(settings_for(tmp_path), files.settings)
@@ -161,12 +161,12 @@ def files(tmp_path: Path) -> Files:
     return files
 
 
-def folders(files: Files) -> list[str]:
+def folders(files: ClusterFolder) -> list[str]:
     return sorted(path.name for path in files.folder.iterdir() if path.is_dir() and path.name not in ("run", "logs"))
 
 
 @pytest.mark.parametrize("change", ["run.tokens=7", "cluster.workers=9"])
-def test_the_same_command_goes_on_with_the_run_and_may_change_how_it_is_run(files: Files, change: str) -> None:
+def test_the_same_command_goes_on_with_the_run_and_may_change_how_it_is_run(files: ClusterFolder, change: str) -> None:
     """reliability.md 6."""
     assert files.prepare(settings_for(files.folder, change), fresh=False) is True
     assert folders(files) == ["shard-0", "shard-1", "shard-notes", "worker-0"]
@@ -181,26 +181,28 @@ def test_the_same_command_goes_on_with_the_run_and_may_change_how_it_is_run(file
         ("train.average_momentum=true", "train.average_momentum: False <-> True"),
     ],
 )
-def test_another_run_in_the_same_folder_is_refused_with_the_differences(files: Files, change: str, words: str) -> None:
+def test_another_run_in_the_same_folder_is_refused_with_the_differences(
+    files: ClusterFolder, change: str, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
         files.prepare(settings_for(files.folder, change), fresh=False)
     assert "--fresh" in str(refused.value)
     assert folders(files) == ["shard-0", "shard-1", "shard-notes", "worker-0"]
 
 
-def test_a_fresh_run_deletes_the_old_one_and_nothing_else(files: Files) -> None:
+def test_a_fresh_run_deletes_the_old_one_and_nothing_else(files: ClusterFolder) -> None:
     assert files.prepare(settings_for(files.folder, "run.seed=5"), fresh=True) is False
     assert folders(files) == ["shard-notes"]
 
 
-def test_checkpoints_of_workers_go_where_no_shard_kept_a_version(files: Files) -> None:
+def test_checkpoints_of_workers_go_where_no_shard_kept_a_version(files: ClusterFolder) -> None:
     for path in files.shard_folder(0).iterdir():
         path.unlink()
     assert files.prepare(settings_for(files.folder), fresh=False) is False
     assert folders(files) == ["shard-notes"]
 
 
-def test_checkpoints_that_are_all_that_is_left_are_not_deleted_by_accident(files: Files) -> None:
+def test_checkpoints_that_are_all_that_is_left_are_not_deleted_by_accident(files: ClusterFolder) -> None:
     checkpoint = files.shard_folder(0) / "checkpoints" / "version-000000000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "checkpoint.json").touch()
@@ -214,7 +216,7 @@ def test_checkpoints_that_are_all_that_is_left_are_not_deleted_by_accident(files
 
 
 def test_a_data_folder_other_than_that_of_the_run_is_refused_and_nothing_is_deleted(files, tmp_path) -> None:
-    other = Files(files.folder, Outputs(), tmp_path / "disk")
+    other = ClusterFolder(files.folder, Outputs(), tmp_path / "disk")
     with pytest.raises(ConfigError, match=r"shard.data_dir: None <-> "):
         other.prepare(settings_for(files.folder, f"shard.data_dir={tmp_path / 'disk'}"), fresh=False)
     assert folders(files) == ["shard-0", "shard-1", "shard-notes", "worker-0"]

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from diloco_common import units
 from diloco_common.settings import Settings
-from diloco_deploy.cluster.members import Member
+from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.run.members import Watch
 from diloco_deploy.show.report import make_report, summary
@@ -19,12 +19,12 @@ from diloco_deploy.show.terminal import LineDisplay, Snapshot, line, view
 from statuses import learner, shard, worker
 
 
-def shards(count: int, **changed: Any) -> list[Member]:
+def shards(count: int, **changed: Any) -> list[SeenMember]:
     numbers = {"tokens_merged": 500_000, "tokens_budget": 2_000_000, "rounds": 10, "bytes_pushed": 1_500_000,
                "bytes_pulled": 3_000_000, "evictions": 1}  # fmt: skip
     known = [learner("worker-0"), learner("worker-1", "evicted")]
     return [
-        Member(
+        SeenMember(
             f"shard-{i}",
             "shard",
             "up",
@@ -34,12 +34,12 @@ def shards(count: int, **changed: Any) -> list[Member]:
     ]
 
 
-def workers(count: int, **changed: Any) -> list[Member]:
+def workers(count: int, **changed: Any) -> list[SeenMember]:
     own = [{"loss": 2.0 + i, "tokens_unmerged": 60_000 - 20_000 * i} | changed for i in range(count)]
-    return [Member(f"worker-{i}", "worker", "up", worker(f"worker-{i}", **own[i])) for i in range(count)]
+    return [SeenMember(f"worker-{i}", "worker", "up", worker(f"worker-{i}", **own[i])) for i in range(count)]
 
 
-def of(*members: Member) -> Cluster:
+def of(*members: SeenMember) -> Cluster:
     return Cluster({member.name: member for member in members})
 
 

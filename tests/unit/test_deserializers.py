@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from diloco_common.errors import WORDS_MAX, BadRequest
 from diloco_common.wire import protobuf
-from diloco_common.wire.bounds import LIMITS, Limit
+from diloco_common.wire.bounds import LIMITS, FieldLimit
 from diloco_protos import parameter_server_pb2 as pb
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
@@ -33,7 +33,7 @@ READERS: dict[Kind, tuple[Callable[[Any], Any], Callable[[Any], Message]]] = {
     pb.PullHeader: (protobuf.pull_header_from_pb, protobuf.pull_header_to_pb),
 }
 """Message -> what makes a value of it, and what makes a message of that."""
-WORDS = Limit(WORDS_MAX, 0, "characters")
+WORDS = FieldLimit(WORDS_MAX, 0, "characters")
 """Of a refusal: they are cut."""
 
 

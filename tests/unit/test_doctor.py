@@ -16,20 +16,20 @@ from diloco_common.errors import CannotConnect
 from diloco_common.settings import Settings, ShardSettings
 from diloco_common.wire.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
 from diloco_deploy.doctor import command, machine, shards
-from diloco_deploy.doctor.checks import Check, Finding, Found, failure, ok, run_checks
-from diloco_deploy.doctor.machine import Shard, Written
+from diloco_deploy.doctor.checks import Check, CheckedLine, ReportLine, failure, ok, run_checks
+from diloco_deploy.doctor.machine import PlannedShard, Written
 from diloco_deploy.explain.catalogue import CODES
 from diloco_planner.plans import Link
 from diloco_server.storage.filesystem import Disk, NewFile
 
-SHARD = Shard(
+SHARD = PlannedShard(
     params=1e8, fragments=24, learners=8, push="int8", pull="bfloat16", outer="nesterov", every=24, step_s=1.0,
     checkpoints=0,
 )  # fmt: skip
 """A version of a fragment has 33 MB."""
 
 
-def verdict(finding: Finding) -> tuple[str, str]:
+def verdict(finding: ReportLine) -> tuple[str, str]:
     return finding.state.value, finding.code
 
 
@@ -70,16 +70,16 @@ NOW = datetime(2026, 11, 22, tzinfo=UTC)
 AVERAGING = SHARD._replace(companions_every=1)
 
 
-def link(mbit: float, step_s: float = 1.0) -> Finding:
+def link(mbit: float, step_s: float = 1.0) -> ReportLine:
     """Of a run that asks for 667 Mbit/s down: 10^9 parameters, H = 24, at 1 s."""
     return shards.advice(Link(mbit * 1e6, mbit * 1e6, 0.02), ANSWER, 1e9, step_s, "so much")
 
 
-def clock(skew_s: float, *, proven: bool) -> Finding:
+def clock(skew_s: float, *, proven: bool) -> ReportLine:
     return shards.clock("ps-0:1", skew_s, proven=proven)
 
 
-def room(free: float, used: float = 0.0, shard: Shard = SHARD, checkpoints: int = 0) -> Finding:
+def room(free: float, used: float = 0.0, shard: PlannedShard = SHARD, checkpoints: int = 0) -> ReportLine:
     """8 bytes x (2 x 10^8 + 2 x 4.2 x 10^6) = 1.67 GB; averaging takes 4 bytes beside 6: 2.1 GB."""
     return machine.enough_room(Path("x"), free, used, shard._replace(checkpoints=checkpoints))
 
@@ -109,7 +109,7 @@ def room(free: float, used: float = 0.0, shard: Shard = SHARD, checkpoints: int 
         (machine.enough_memory(3e9, SHARD._replace(companions_every=4)), "failure", "MEMORY_SHORT"),
     ],
 )
-def test_what_a_measurement_means(found: Finding, state: str, code: str) -> None:
+def test_what_a_measurement_means(found: ReportLine, state: str, code: str) -> None:
     assert verdict(found) == (state, code)
 
 
@@ -191,7 +191,7 @@ def test_kernels_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 # ---------------------------------------------------------------- checks
 
 
-def checks(*looks: Callable[[], Finding], needs: tuple[str, ...] = ()) -> list[Check]:
+def checks(*looks: Callable[[], ReportLine], needs: tuple[str, ...] = ()) -> list[Check]:
     return [Check(f"check {i}", "here", 5.0, look, needs if i else ()) for i, look in enumerate(looks)]
 
 
@@ -200,10 +200,10 @@ def codes_of(some: list[Check], ends_at: float = 100.0) -> list[str]:
 
 
 def test_a_check_that_breaks_is_one_finding() -> None:
-    def breaks() -> Finding:
+    def breaks() -> ReportLine:
         raise ZeroDivisionError("oh")
 
-    def refuses() -> Finding:
+    def refuses() -> ReportLine:
         raise CannotConnect("nobody there")
 
     assert codes_of(checks(breaks, refuses, lambda: ok("fine"))) == ["CHECK_FAILED", "CANNOT_CONNECT", "OK"]
@@ -214,7 +214,7 @@ def test_a_check_that_hangs_is_left_behind() -> None:
 
     never = threading.Event()
 
-    def hangs() -> Finding:
+    def hangs() -> ReportLine:
         never.wait(30)
         return ok("late")
 
@@ -229,7 +229,7 @@ def test_a_check_without_what_it_needs_is_skipped() -> None:
 
 def test_the_words_of_a_shard_do_not_steer_the_terminal(monkeypatch, capsys) -> None:
     finding = failure("DISK_SLOW", "the shard is \x1b]0;mine\x07\x1b[2J", "do\nok       all is well")
-    monkeypatch.setattr(command, "look", lambda _: [Found(Check("disk", "", 1.0, lambda: finding), finding)])
+    monkeypatch.setattr(command, "look", lambda _: [CheckedLine(Check("disk", "", 1.0, lambda: finding), finding)])
     command.examine(command.Patient(Settings()))
     first, second, *_ = capsys.readouterr().out.split("\n")
     assert first.isprintable()

@@ -18,10 +18,10 @@ from diloco_server.core.directions import STRETCH, STRETCHES, Direction, directi
 from diloco_server.core.influence import APART, FALLS, OPPOSED, RISES, STILL, TOLD, TWICE, Influence, Told
 from diloco_server.core.ledger import LearnerLeftOut, LearnerTakesPart
 from diloco_server.core.merge import merge
-from diloco_server.core.round import Contribution, Limit
+from diloco_server.core.round import Contribution, LengthLimit
 from rig import H, Rig
 
-BEFORE = Limit(4.0, 10)
+BEFORE = LengthLimit(4.0, 10)
 
 
 def sent(*lengths: float, steps: Sequence[int] = (), tokens: Sequence[int] = ()) -> list[Contribution]:
@@ -34,7 +34,7 @@ def sent(*lengths: float, steps: Sequence[int] = (), tokens: Sequence[int] = ())
     ]
 
 
-def kept(influence: Influence, contributions: list[Contribution], before: Limit | None = None) -> list[float]:
+def kept(influence: Influence, contributions: list[Contribution], before: LengthLimit | None = None) -> list[float]:
     """What is left of each length."""
     bounded, _ = influence.bound(0, contributions, before)
     return [pytest.approx(bounded[c.learner_id].kept * c.norm, rel=1e-5) for c in contributions]

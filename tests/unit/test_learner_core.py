@@ -16,7 +16,7 @@ from diloco_common.errors import BadChecksum, NotFinite, TooStale, WrongRound
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
 from diloco_worker.core.connection import Lease
-from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.tensors import Difference
@@ -66,7 +66,7 @@ class Rig:
             values = torch.full((2,), value)
             return self.core.arrived(0, version, epoch, values, merged, forgotten_version=forgotten) is not None
 
-    def asked(self, round_number: int, epoch: int = EPOCH) -> list[Contribution]:
+    def asked(self, round_number: int, epoch: int = EPOCH) -> list[PendingContribution]:
         """What the learner contributes; it is pushed."""
         self.core.collect(Collect(0, round_number, epoch), epoch)
         taken = self.core.contribute()
@@ -76,7 +76,7 @@ class Rig:
             contribution.pushes.sending_values()
         return taken
 
-    def contributes(self, round_number: int = 1, by: float | list[float] = 2.0, tokens: int = 5) -> Contribution:
+    def contributes(self, round_number: int = 1, by: float | list[float] = 2.0, tokens: int = 5) -> PendingContribution:
         """It trains, and a round asks."""
         self.trains(by, tokens)
         (contribution,) = self.asked(round_number)
@@ -98,13 +98,13 @@ class Rig:
         return float(delta_of(contribution)[0])
 
 
-def delta_of(contribution: Contribution) -> Tensor:
+def delta_of(contribution: PendingContribution) -> Tensor:
     """What is encoded."""
     snapshot, residual = delta_of_snapshot(contribution), contribution.tensors.residual
     return snapshot if residual is None else snapshot + residual
 
 
-def delta_of_snapshot(contribution: Contribution) -> Tensor:
+def delta_of_snapshot(contribution: PendingContribution) -> Tensor:
     return contribution.tensors.take_snapshot().float()
 
 
@@ -311,7 +311,7 @@ def test_the_inner_optimizer_and_the_gradients_are_left_alone() -> None:
 # ------------------------------------------------------------------ snapshots that are taken while training goes on
 
 
-def trained_meanwhile(rig: Rig, contribution: Contribution, before: float, after: float) -> None:
+def trained_meanwhile(rig: Rig, contribution: PendingContribution, before: float, after: float) -> None:
     """Take the snapshot; between its first and its second element the training adds `before`, and `after` behind it."""
 
     def read(out: Tensor) -> None:
@@ -324,7 +324,7 @@ def trained_meanwhile(rig: Rig, contribution: Contribution, before: float, after
     contribution.tensors.take_snapshot()
 
 
-def asked_to_read(rig: Rig, round_number: int = 1) -> Contribution:
+def asked_to_read(rig: Rig, round_number: int = 1) -> PendingContribution:
     """A contribution whose snapshot is still to be taken."""
     rig.replica.reads_later = True
     rig.core.collect(Collect(0, round_number, EPOCH), EPOCH)
@@ -560,7 +560,7 @@ def test_without_error_feedback_no_residual_is_kept() -> None:
 # ------------------------------------------------------------------ joining again
 
 
-def asked_after_a_restart() -> tuple[Rig, Contribution]:
+def asked_after_a_restart() -> tuple[Rig, PendingContribution]:
     """It holds version 3 of EPOCH, from which the shard goes on in EPOCH + 1; round 4 has asked, and is answered."""
     rig = Rig(version=3)
     rig.core.rejoined(status(3, 0), EPOCH + 1)

@@ -9,7 +9,7 @@ from diloco_common.errors import Superseded
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, FragmentStatus
 from diloco_worker import learner as shell
-from diloco_worker.core.acts import PushContribution, SeedFragment, StepEnded, VersionApplied
+from diloco_worker.core.acts import OfferSeed, PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.events import Asked, Failed
 from diloco_worker.core.replica import Replica
 from diloco_worker.shell.boundary import SEED_HOLD_S
@@ -126,5 +126,5 @@ def test_a_resumed_learner_leaves_it_to_others_for_a_while_to_seed_a_shard_that_
         parts.clock.now += after_s
         learner._inbox.put(joined(epoch, POLICY, fragments=[FragmentStatus(0, False, 0, 0, epoch)], digest=digest))
         learner.poll()
-        found += [act.hold_s for act in parts.posted.acts[-1] if isinstance(act, SeedFragment)]
+        found += [act.hold_s for act in parts.posted.acts[-1] if isinstance(act, OfferSeed)]
     assert found == holds

@@ -17,7 +17,7 @@ from diloco_common.errors import (
     Superseded,
 )
 from diloco_common.wire.messages import Progress
-from diloco_server.core.membership import ALIKE, Likeness, Member, Membership, State
+from diloco_server.core.membership import ALIKE, LeaseState, Likeness, Member, Membership
 
 
 def make_membership(max_learners: int = 8, **lease: float) -> Membership:
@@ -80,7 +80,7 @@ def test_the_record_of_a_learner_goes_on_over_its_generations_but_its_cadence_do
     assert (again.asked, again.contributed, again.merged, again.tokens_merged) == (4, 3, 2, 20)
     assert again.missed == {"ABSENT": 1}
     assert again.first_step is None
-    assert again.state is State.ALIVE
+    assert again.state is LeaseState.ALIVE
 
 
 def come(members: Membership, process_id: str, now: float, age_s: float = 0.0) -> Member:
@@ -124,12 +124,12 @@ def test_of_two_processes_with_one_id_the_one_that_began_later_has_it(
 @pytest.mark.parametrize(
     ("heard_at", "now", "state", "code"),
     [
-        ({}, 6.0, State.ALIVE, ""),
-        ({}, 6.1, State.EVICTED, "LEASE_EXPIRED"),
-        ({5.0: 1, 10.0: 1}, 11.1, State.ALIVE, ""),  # a heartbeat without progress renews as well
-        ({5.0 * i: 1 for i in range(1, 8)}, 35.1, State.STALLED, ""),  # 30 s after its last step
-        ({5.0 * i: 1 for i in range(1, 10)}, 45.1, State.EVICTED, "STALLED"),  # 40 s after its last step
-        ({5.0 * i: i for i in range(1, 20)}, 95.0, State.ALIVE, ""),
+        ({}, 6.0, LeaseState.ALIVE, ""),
+        ({}, 6.1, LeaseState.EVICTED, "LEASE_EXPIRED"),
+        ({5.0: 1, 10.0: 1}, 11.1, LeaseState.ALIVE, ""),  # a heartbeat without progress renews as well
+        ({5.0 * i: 1 for i in range(1, 8)}, 35.1, LeaseState.STALLED, ""),  # 30 s after its last step
+        ({5.0 * i: 1 for i in range(1, 10)}, 45.1, LeaseState.EVICTED, "STALLED"),  # 40 s after its last step
+        ({5.0 * i: i for i in range(1, 20)}, 95.0, LeaseState.ALIVE, ""),
     ],
 )
 def test_silence_ends_a_lease_and_no_progress_only_after_its_own_timeout(heard_at, now, state, code) -> None:
@@ -140,8 +140,8 @@ def test_silence_ends_a_lease_and_no_progress_only_after_its_own_timeout(heard_a
         heard(members, member, step, at)
     gone = members.expire(now)
     assert (member.state, member.evicted_for) == (state, code)
-    assert gone == ([member] if state is State.EVICTED else [])
-    assert member.live is (state is not State.EVICTED)
+    assert gone == ([member] if state is LeaseState.EVICTED else [])
+    assert member.live is (state is not LeaseState.EVICTED)
     assert members.expire(now) == [], "evicted once"
 
 
@@ -150,11 +150,11 @@ def test_a_stalled_learner_is_alive_again_with_its_next_step(members: Membership
     for second in range(40):
         heard(members, member, 1, float(second))
         members.expire(float(second))
-    assert member.state is State.STALLED
+    assert member.state is LeaseState.STALLED
     assert members.check("a", 1) is member, "it keeps its lease"
     heard(members, member, 2, 40.0)
     members.expire(40.0)
-    assert member.state is State.ALIVE
+    assert member.state is LeaseState.ALIVE
 
 
 @pytest.mark.parametrize(

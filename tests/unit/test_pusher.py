@@ -15,9 +15,9 @@ from diloco_common.errors import Busy, DilocoError, Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import PUSHES_AT_ONCE, Collect, LearnerPolicy, Outcome, PushAnswer, PushHeader
-from diloco_worker.core.acts import PushContribution, SeedFragment
+from diloco_worker.core.acts import OfferSeed, PushContribution
 from diloco_worker.core.connection import ConnectionState
-from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.shell.pusher import FAILING_S, Pusher
@@ -65,7 +65,7 @@ class Rig:
     def joins(self, epoch: int, generation: int = 1) -> None:
         self.state.take_lease(joined(epoch, POLICY, generation=generation, num_fragments=FRAGMENTS))
 
-    def pushes(self, value: float = 0.0) -> list[Contribution]:
+    def pushes(self, value: float = 0.0) -> list[PendingContribution]:
         """A contribution to each fragment; `value` is in each of them."""
         for i in self.core.fragments:
             self.core.arrived(i, 0, EPOCH, torch.zeros(2), 0)
@@ -81,7 +81,7 @@ class Rig:
     def seeds(self) -> None:
         """Every fragment."""
         for i, fragment in self.core.fragments.items():
-            self.pusher.seed(SeedFragment(i, fragment.tensors.values(), 0.0))
+            self.pusher.seed(OfferSeed(i, fragment.tensors.values(), 0.0))
 
 
 async def test_what_waits_for_its_turn_is_not_pushed_into_the_next_epoch_of_the_shard() -> None:

@@ -8,7 +8,7 @@ import torch
 from diloco_common.errors import BadChecksum, NotFinite
 from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_worker.core.connection import Lease
-from diloco_worker.core.fragment import Contribution, Pushes
+from diloco_worker.core.fragment import PendingContribution, Pushes
 from diloco_worker.core.tensors import ContributionTensors
 
 TAKEN = [PushAnswer(Outcome.ACCEPTED), PushAnswer(Outcome.DUPLICATE)]
@@ -16,11 +16,11 @@ REFUSED = [PushAnswer(Outcome.LATE)] + [PushAnswer(Outcome.REJECTED, e.code) for
 FIRST, SECOND = Lease(1, 1), Lease(1, 2)
 
 
-def contribution(shard_epoch: int) -> Contribution:
+def contribution(shard_epoch: int) -> PendingContribution:
     tensors = ContributionTensors(
             4, torch.zeros(2), None, lambda out: None, dtype=torch.bfloat16, error_feedback=False, own=slice(0, 2)
         )  # fmt: skip
-    return Contribution(0, 4, shard_epoch, 1, 3, 0, 10, 1, tensors)
+    return PendingContribution(0, 4, shard_epoch, 1, 3, 0, 10, 1, tensors)
 
 
 @pytest.mark.parametrize("answer", [*TAKEN, None])

@@ -9,8 +9,8 @@ from diloco_common.errors import Busy
 from diloco_server.shell.quotas import (
     KEPT,
     SHOWN_BYTES,
+    OpenPushes,
     Places,
-    Pushes,
     Rate,
     Takers,
     connections_allowed,
@@ -77,11 +77,11 @@ def test_nobody_is_pushed_out_of_a_place_that_cannot_be_taken_away() -> None:
 # ---------------------------------------------------------------- pushes
 
 
-def pushes(each: int = 4, together: int = 64, bytes_most: int = 100) -> Pushes[str]:
-    return Pushes(each, together, bytes_most)
+def pushes(each: int = 4, together: int = 64, bytes_most: int = 100) -> OpenPushes[str]:
+    return OpenPushes(each, together, bytes_most)
 
 
-def begin(all_of_them: Pushes[str], account: str, push: str, fragment_id: int, num_bytes: int = 1) -> list[str]:
+def begin(all_of_them: OpenPushes[str], account: str, push: str, fragment_id: int, num_bytes: int = 1) -> list[str]:
     """Open and announce a push. Answers which ones must end for it."""
     ended = [all_of_them.opened(account, push), all_of_them.announced(account, push, fragment_id, num_bytes)]
     return [push for push in ended if push is not None]

@@ -25,7 +25,7 @@ DECAY = 0.2
 """The share of the run in which "wsd" comes down."""
 
 
-class Progress(Protocol):
+class RunProgress(Protocol):
     """What a rate follows. A `Learner` is one."""
 
     @property
@@ -62,7 +62,7 @@ class ProgressLR(LRScheduler):
     """
 
     def __init__(
-        self, optimizer: Optimizer, learner: Progress, shape: Shape = "cosine", *, warmup: float = 0.02,
+        self, optimizer: Optimizer, learner: RunProgress, shape: Shape = "cosine", *, warmup: float = 0.02,
         final: float = 0.1,
     ) -> None:  # fmt: skip
         """`warmup`: the share of the run, from 0 to 1, in which the rate rises. `final`: the share of the rate that is
@@ -129,7 +129,7 @@ class Followed:
     """A schedule of the user's own that is a function of a step: it is asked for the one that is as far in `steps` as
     the run is. It begins to rise with the steps of this process: until something is merged, the run is nowhere."""
 
-    def __init__(self, schedule: LambdaLR, learner: Progress, steps: int) -> None:
+    def __init__(self, schedule: LambdaLR, learner: RunProgress, steps: int) -> None:
         self._schedule, self._learner, self._steps = schedule, learner, steps
         parts = schedule.lr_lambdas
         self.rise = next((at for at in range(steps) if all(part(at + 1) <= part(at) for part in parts)), steps)

@@ -22,7 +22,7 @@ BLOCK_ELEMENTS = 256
 BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """Elements of a checked chunk, from `start` on. The length of the output says how many."""
 
     data: Tensor
@@ -169,7 +169,7 @@ class Codec(ABC):
         else:
             native.accumulate(data, num_elements, start, out, weight)
 
-    def weighted_sum(self, parts: Sequence[Part], weights: Sequence[float], out: Tensor) -> float:
+    def weighted_sum(self, parts: Sequence[ChunkPart], weights: Sequence[float], out: Tensor) -> float:
         """out <- sum of weights[i] * parts[i], in float32 and in this order; returns the sum of its squares.
 
         `out` (m,) float32, m as in `accumulate_range`. The parts may come from chunks of different lengths, but their
@@ -183,7 +183,7 @@ class Codec(ABC):
             self.accumulate_range(part.data, part.num_elements, part.start, out, weight)
         return float(torch.linalg.vector_norm(out)) ** 2
 
-    def native_sum(self, parts: Sequence[Part], weights: Sequence[float]) -> WeightedSum | None:
+    def native_sum(self, parts: Sequence[ChunkPart], weights: Sequence[float]) -> WeightedSum | None:
         """The weighted sum in a form that other kernels can use; None if there are no kernels."""
         native = self._native(parts[0].data)
         return native.weighted_sum(parts, weights) if native else None

@@ -83,7 +83,7 @@ RULES_MAX = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class FieldLimit:
     """What a field may be: a number, or the length of a text or a list."""
 
     most: float
@@ -98,60 +98,65 @@ class Limit:
         return bool(self.least <= (len(value) if self.counts else value) <= self.most)
 
 
-_U32, _NAME, _VERSION, _EPOCH = Limit(2**32 - 1), Limit(NAME_MAX, 0, "characters"), Limit(VERSION_MAX), Limit(EPOCH_MAX)
-_FRAGMENT_ID, _SHA256 = Limit(FRAGMENTS_MAX - 1), Limit(32, 0, "bytes")
-_TENSORS, _NAMES, _FRAGMENTS = (Limit(most, 0, "entries") for most in (TENSORS_MAX, NAMES_MAX, FRAGMENTS_MAX))
-_TOKENS_MERGED, _RANGES = Limit(TOKENS_MERGED_MAX), Limit(RANGES_MAX, 0, "entries")
+_U32, _NAME, _VERSION, _EPOCH = (
+    FieldLimit(2**32 - 1),
+    FieldLimit(NAME_MAX, 0, "characters"),
+    FieldLimit(VERSION_MAX),
+    FieldLimit(EPOCH_MAX),
+)
+_FRAGMENT_ID, _SHA256 = FieldLimit(FRAGMENTS_MAX - 1), FieldLimit(32, 0, "bytes")
+_TENSORS, _NAMES, _FRAGMENTS = (FieldLimit(most, 0, "entries") for most in (TENSORS_MAX, NAMES_MAX, FRAGMENTS_MAX))
+_TOKENS_MERGED, _RANGES = FieldLimit(TOKENS_MERGED_MAX), FieldLimit(RANGES_MAX, 0, "entries")
 
-LIMITS: Mapping[str, Mapping[str, Limit]] = {
+LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
     "Tensor": {
-        "name": Limit(TENSOR_NAME_MAX, 1, "characters"),
-        "shape": Limit(DIMENSIONS_MAX, 0, "entries"),
-        "shape[]": Limit(ELEMENTS_MAX),
+        "name": FieldLimit(TENSOR_NAME_MAX, 1, "characters"),
+        "shape": FieldLimit(DIMENSIONS_MAX, 0, "entries"),
+        "shape[]": FieldLimit(ELEMENTS_MAX),
     },
     "JoinRequest": {
         "protocol": _U32,
         "process_id": _NAME,
         "tensors": _TENSORS,
-        "decodes": Limit(DECODES_MAX, 0, "entries"),
-        "decodes[]": Limit(DECODES_NAME_MAX, 0, "characters"),
+        "decodes": FieldLimit(DECODES_MAX, 0, "entries"),
+        "decodes[]": FieldLimit(DECODES_NAME_MAX, 0, "characters"),
         "held": _FRAGMENTS,
-        "frozen": Limit(FROZEN_MAX, 0, "entries"),
-        "ties": Limit(TIES_MAX, 0, "entries"),
+        "frozen": FieldLimit(FROZEN_MAX, 0, "entries"),
+        "ties": FieldLimit(TIES_MAX, 0, "entries"),
         "index": _U32,
-        "age_s": Limit(AGE_MAX_S),
+        "age_s": FieldLimit(AGE_MAX_S),
         "tokens_seen": _TOKENS_MERGED,
         "site": _NAME,
     },
-    "Tie": {"name": Limit(TENSOR_NAME_MAX, 0, "characters"), "of": Limit(TENSOR_NAME_MAX, 0, "characters")},
+    "Tie": {"name": FieldLimit(TENSOR_NAME_MAX, 0, "characters"), "of": FieldLimit(TENSOR_NAME_MAX, 0, "characters")},
     "FrozenTensor": {
-        "name": Limit(TENSOR_NAME_MAX, 0, "characters"),
-        "form": Limit(TENSOR_NAME_MAX, 0, "characters"),
+        "name": FieldLimit(TENSOR_NAME_MAX, 0, "characters"),
+        "form": FieldLimit(TENSOR_NAME_MAX, 0, "characters"),
         "crc32c": _U32,
-        "values": Limit(FROZEN_BYTES_MAX, 0, "bytes"),
+        "values": FieldLimit(FROZEN_BYTES_MAX, 0, "bytes"),
     },
     "Held": {"fragment_id": _FRAGMENT_ID, "epoch": _EPOCH, "version": _VERSION},
     "JoinResponse": {
-        "generation": Limit(GENERATION_MAX),
+        "generation": FieldLimit(GENERATION_MAX),
         "epoch": _EPOCH,
-        "heartbeat_s": Limit(HEARTBEAT_MAX_S, HEARTBEAT_LEAST_S),
+        "heartbeat_s": FieldLimit(HEARTBEAT_MAX_S, HEARTBEAT_LEAST_S),
         "shard_index": _FRAGMENT_ID,
-        "num_shards": Limit(FRAGMENTS_MAX, 1),
-        "num_fragments": Limit(FRAGMENTS_MAX, 1),
+        "num_shards": FieldLimit(FRAGMENTS_MAX, 1),
+        "num_fragments": FieldLimit(FRAGMENTS_MAX, 1),
         "manifest_digest": _NAME,
         "fragments": _FRAGMENTS,
         "tensors": _TENSORS,
-        "ties": Limit(TIES_MAX, 0, "entries"),
+        "ties": FieldLimit(TIES_MAX, 0, "entries"),
         "index": _U32,
-        "rules": Limit(RULES_MAX, 0, "characters"),
-        "frozen": Limit(FROZEN_MAX, 0, "entries"),
+        "rules": FieldLimit(RULES_MAX, 0, "characters"),
+        "frozen": FieldLimit(FROZEN_MAX, 0, "entries"),
     },
     "LearnerPolicy": {
-        "sync_every": Limit(2**31, 1),
+        "sync_every": FieldLimit(2**31, 1),
         "push_encoding": _NAME,
         "pull_encoding": _NAME,
         "on_commit": _NAME,
-        "blend_alpha": Limit(1.0),
+        "blend_alpha": FieldLimit(1.0),
     },
     "FragmentStatus": {
         "fragment_id": _FRAGMENT_ID,
@@ -161,56 +166,56 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "forgotten_version": _VERSION,
     },
     "Progress": {
-        "inner_step": Limit(STEPS_TOTAL_MAX),
-        "tokens": Limit(TOKENS_TOTAL_MAX),
-        "loss": Limit(LOSS_MAX, -LOSS_MAX, is_dropped=True),
-        "step_time_s": Limit(STEP_TIME_MAX_S),
-        "away": Limit(AWAY_MAX, 0, "entries"),
+        "inner_step": FieldLimit(STEPS_TOTAL_MAX),
+        "tokens": FieldLimit(TOKENS_TOTAL_MAX),
+        "loss": FieldLimit(LOSS_MAX, -LOSS_MAX, is_dropped=True),
+        "step_time_s": FieldLimit(STEP_TIME_MAX_S),
+        "away": FieldLimit(AWAY_MAX, 0, "entries"),
         "inner": _NAME,
-        "pushes_fail_why": Limit(WORDS_MAX, 0, "characters"),
-        "pushes_fail_s": Limit(STEP_TIME_MAX_S),
+        "pushes_fail_why": FieldLimit(WORDS_MAX, 0, "characters"),
+        "pushes_fail_s": FieldLimit(STEP_TIME_MAX_S),
     },
     "Leaving": {"fragment_ids": _FRAGMENTS, "fragment_ids[]": _FRAGMENT_ID},
     "ShardAway": {
-        "address": Limit(ADDRESS_MAX, 0, "characters"),
+        "address": FieldLimit(ADDRESS_MAX, 0, "characters"),
         "index": _FRAGMENT_ID,
-        "for_s": Limit(STEP_TIME_MAX_S),
+        "for_s": FieldLimit(STEP_TIME_MAX_S),
     },
-    "Collect": {"fragment_id": _FRAGMENT_ID, "round": Limit(VERSION_MAX, 1), "epoch": _EPOCH},
+    "Collect": {"fragment_id": _FRAGMENT_ID, "round": FieldLimit(VERSION_MAX, 1), "epoch": _EPOCH},
     "Committed": {"fragment_id": _FRAGMENT_ID, "version": _VERSION, "epoch": _EPOCH},
     "Near": {
-        "address": Limit(ADDRESS_MAX, 0, "characters"),
+        "address": FieldLimit(ADDRESS_MAX, 0, "characters"),
         "values_sha256": _SHA256,
         "change_sha256": _SHA256,
     },
     "FollowRequest": {
         "role": _NAME,
         "site": _NAME,
-        "address": Limit(ADDRESS_MAX, 0, "characters"),
+        "address": FieldLimit(ADDRESS_MAX, 0, "characters"),
         "epoch": _EPOCH,
         "tokens_merged": _TOKENS_MERGED,
     },
     "Pulse": {"tokens_merged": _TOKENS_MERGED, "tokens_budget": _TOKENS_MERGED, "learners_alive": _U32},
     "Evicted": {"code": _NAME},
-    "Range": {"start": Limit(ELEMENTS_MAX - 1), "stop": Limit(ELEMENTS_MAX, 1)},
+    "Range": {"start": FieldLimit(ELEMENTS_MAX - 1), "stop": FieldLimit(ELEMENTS_MAX, 1)},
     "PushHeader": {
         "fragment_id": _FRAGMENT_ID,
         "round": _VERSION,
         "epoch": _EPOCH,
         "base_version": _VERSION,
-        "tokens": Limit(TOKENS_MAX),
-        "steps": Limit(STEPS_MAX),
+        "tokens": FieldLimit(TOKENS_MAX),
+        "steps": FieldLimit(STEPS_MAX),
         "manifest_digest": _NAME,
-        "tokens_merged": Limit(TOKENS_COUNTED_MAX),
-        "part": Limit(PARTS_MAX - 1),
-        "num_parts": Limit(PARTS_MAX),
+        "tokens_merged": FieldLimit(TOKENS_COUNTED_MAX),
+        "part": FieldLimit(PARTS_MAX - 1),
+        "num_parts": FieldLimit(PARTS_MAX),
         "ranges": _RANGES,
     },
     "Payload": {
         "encoding": _NAME,
-        "num_elements": Limit(SIZE_MAX),
-        "chunk_elements": Limit(SIZE_MAX),
-        "num_bytes": Limit(SIZE_MAX),
+        "num_elements": FieldLimit(SIZE_MAX),
+        "chunk_elements": FieldLimit(SIZE_MAX),
+        "num_bytes": FieldLimit(SIZE_MAX),
         "chunks_crc32c": _U32,
     },
     "PushResponse": {"code": _NAME},
@@ -264,7 +269,7 @@ def check(message: str, field: str, value: Any) -> None:
         raise beyond(f"{message}.{field}", value, limit)
 
 
-def beyond(what: str, value: Any, limit: Limit) -> BadRequest:
+def beyond(what: str, value: Any, limit: FieldLimit) -> BadRequest:
     """What a caller hears of a value that its limit does not hold."""
     takes = f"at most {number(limit.most)}"
     if limit.least:

@@ -134,7 +134,7 @@ _LIMITS = {
 }
 
 
-def _if_there(name: str, read: Callable[[Any], Any], drops: bounds.Limit | None) -> Callable[[Any], Any]:
+def _if_there(name: str, read: Callable[[Any], Any], drops: bounds.FieldLimit | None) -> Callable[[Any], Any]:
     """None where the field is absent. `drops`: and where it is beyond this."""
 
     def read_if_there(message: Any) -> Any:

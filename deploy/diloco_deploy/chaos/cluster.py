@@ -14,7 +14,7 @@ from diloco_common.wire.addresses import write_json
 from diloco_deploy.chaos.damage import Links, SmallDisks
 from diloco_deploy.chaos.plan import LINK, ChaosRun, Fault, FaultKind, InjectedFault
 from diloco_deploy.run.children import Children, Programs
-from diloco_deploy.run.folder import Files
+from diloco_deploy.run.folder import ClusterFolder
 from diloco_deploy.run.supervisor import ChildSpec, Interrupts, Supervisor
 
 HOSTILE_PROGRAM = "diloco_deploy.chaos.hostile"
@@ -30,7 +30,7 @@ class ChaosCluster:
     """A local cluster, and its faults."""
 
     def __init__(
-        self, settings: Settings, files: Files, supervisor: Supervisor, interrupts: Interrupts,
+        self, settings: Settings, files: ClusterFolder, supervisor: Supervisor, interrupts: Interrupts,
         tell: Callable[[str], None], disks: SmallDisks | None = None, links: Links | None = None,
         hostile: Sequence[str] = (),
     ) -> None:  # fmt: skip

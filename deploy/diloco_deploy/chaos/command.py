@@ -24,7 +24,7 @@ from diloco_deploy.chaos.plan import ChaosRun, Fault, make_plan
 from diloco_deploy.chaos.result import Result, make_baseline, make_result, summary
 from diloco_deploy.chaos.timeline import check_timeline, draw
 from diloco_deploy.run.children import names
-from diloco_deploy.run.folder import Files, Outputs
+from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.supervisor import Interrupts, Supervisor
 from diloco_deploy.run.up import check_cluster
 
@@ -136,7 +136,7 @@ def _run(
 ) -> tuple[ChaosRun, Histories]:  # fmt: skip
     """Run one cluster in its own folder. Empties the folder first."""
     folder = settings.cluster.folder / name
-    files = Files(folder, Outputs())
+    files = ClusterFolder(folder, Outputs())
     history = folder / "history"
     with files.owned(), Supervisor(restart=True) as supervisor:
         files.prepare(settings, fresh=True)

@@ -21,7 +21,7 @@ from diloco_deploy.chaos.plan import LINK, ChaosRun
 
 
 @dataclass(frozen=True)
-class Work:
+class ClusterWork:
     """The work of a cluster in its measured time."""
 
     seconds: float
@@ -47,7 +47,7 @@ class Work:
         return 1.0 - self.alive_s / (self.seconds * self.workers)
 
 
-def work_of(histories: Histories, run: ChaosRun) -> Work:
+def work_of(histories: Histories, run: ChaosRun) -> ClusterWork:
     """The work of the measured time."""
     fragments = max(1, histories.num_fragments)
     accepted = sum(
@@ -61,7 +61,7 @@ def work_of(histories: Histories, run: ChaosRun) -> Work:
     merged = tokens_merged(histories, run).total()
     alive_s = sum(end - begin for process in histories.learner_processes() for begin, end in alive_times(process, run))
     times = [after - before for one in histories.learner_processes() for before, after in pairwise(steps_of(one))]
-    return Work(
+    return ClusterWork(
         run.ended - run.began, alive_s, len(histories.learners), merged / fragments, accepted / fragments,
         median(times) if times else 0.0, _progress(histories, run),
     )  # fmt: skip
@@ -160,7 +160,7 @@ LOSSES = {
 last are read from the histories; the last is the rest, so that their sum explains all missing goodput."""
 
 
-def losses(histories: Histories, run: ChaosRun, work: Work, baseline: dict[str, Any]) -> dict[str, float]:
+def losses(histories: Histories, run: ChaosRun, work: ClusterWork, baseline: dict[str, Any]) -> dict[str, float]:
     """Worker-seconds missing in goodput, by cause, at the fault-free pace. `baseline` comes from result.py."""
     pace, step_s = baseline["tokens_per_alive_s"], baseline["step_s"]
     lost = dict.fromkeys(LOSSES, 0.0)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_common.observe.histories import Histories, Line
-from diloco_deploy.chaos.goodput import LOSSES, Work, longest_gaps, losses, work_of
+from diloco_deploy.chaos.goodput import LOSSES, ClusterWork, longest_gaps, losses, work_of
 from diloco_deploy.chaos.plan import LINK, ChaosRun, Fault
-from diloco_simulator.verify.judge import Violation, stood_still, violations
+from diloco_simulator.verify.judge import BrokenPromise, stood_still, violations
 
 
 def harm_of(histories: Histories, name: str) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def make_result(
     found = [
         *violations(histories, gapless=gapless, claimants=hostile),
         *stood_still(gaps, gap_max_s),
-        *(Violation("unplanned", said) for said in run.exits),
+        *(BrokenPromise("unplanned", said) for said in run.exits),
     ]
     counts = Counter[str]()
     for violation in found:
@@ -163,7 +163,7 @@ def summary(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _goodput(work: Work, baseline: Result | None) -> Result:
+def _goodput(work: ClusterWork, baseline: Result | None) -> Result:
     if baseline is None:
         return {"goodput_per_alive": None, "goodput_absolute": None}
     return {

@@ -108,7 +108,7 @@ def fetch_all(
         return dict(found)
 
 
-class Answered(NamedTuple):
+class ShardReply(NamedTuple):
     """What a shard has said."""
 
     asked_at: float
@@ -125,7 +125,7 @@ class NoAnswer(Exception):
     """Stable, where one is known: EXPIRED."""
 
 
-def ask(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = ASK_S) -> Answered:
+def ask(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = ASK_S) -> ShardReply:
     """The status of a shard and its rounds after a number. Raises NoAnswer."""
     asked_at = time.monotonic()
     try:
@@ -138,7 +138,7 @@ def ask(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = A
         rounds = reading.read_json(_get(asker, address, f"/rounds?epoch={epoch}&after={after}", timeout_s))
     except (NoAnswer, reading.Unreadable):  # an older shard, or one that tells them only to whoever shows the token
         rounds = None
-    return Answered(asked_at, status, rounds)
+    return ShardReply(asked_at, status, rounds)
 
 
 def ask_record(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = ASK_S) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from math import inf
 
 from diloco_common import units
 from diloco_common.errors import Draining, Expired, Revoked, Stalled, Unavailable, VersionUndone
-from diloco_deploy.cluster.learners import Learner
-from diloco_deploy.cluster.members import Member, Status
+from diloco_deploy.cluster.learners import SeenLearner
+from diloco_deploy.cluster.members import SeenMember, Status
 from diloco_deploy.cluster.model import SILENT_AFTER_S, Cluster
 
 FAILING_S = 5.0
@@ -82,7 +82,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 # ------------------------------------------------------------ shards
 
 
-def _of_shard(cluster: Cluster, shard: Member, now: float, silent_after_s: float) -> Iterator[Finding]:
+def _of_shard(cluster: Cluster, shard: SeenMember, now: float, silent_after_s: float) -> Iterator[Finding]:
     if shard.process == "not asked":
         yield Finding(
             "SHARD_UNKNOWN", shard.label, f"{shard.label} was not asked, and nobody speaks of it",
@@ -99,7 +99,7 @@ def _of_shard(cluster: Cluster, shard: Member, now: float, silent_after_s: float
         yield from _readers(shard)
 
 
-def _readers(shard: Member) -> Iterator[Finding]:
+def _readers(shard: SeenMember) -> Iterator[Finding]:
     """Mirrors and standbys that are away."""
     for away in shard.get("readers_away", ()):
         since_s, role = float(away.get("for_s") or 0.0), away.get("role")
@@ -120,12 +120,12 @@ def _readers(shard: Member) -> Iterator[Finding]:
         )
 
 
-def _silent_s(member: Member, now: float) -> float:
+def _silent_s(member: SeenMember, now: float) -> float:
     """For how long a process that is up has answered nothing."""
     return 0.0 if member.heard_at is None or not member.answers else now - member.heard_at
 
 
-def _shard_away(cluster: Cluster, shard: Member, now: float) -> Finding:
+def _shard_away(cluster: Cluster, shard: SeenMember, now: float) -> Finding:
     since_s = _away_s(shard, now)
     left_s = float(shard.get("certificate_s", inf)) - (now - (shard.heard_at or now))  # by what it said last
     if shard.why_code == Expired.code or left_s <= 0:
@@ -140,7 +140,7 @@ def _shard_away(cluster: Cluster, shard: Member, now: float) -> Finding:
     return Finding("SHARD_AWAY", shard.label, words, shard.again or "start it again with its data folder", since_s)
 
 
-def _not_ready(shard: Member) -> Iterator[Finding]:
+def _not_ready(shard: SeenMember) -> Iterator[Finding]:
     if shard.get("ready", True):
         return
     reason = str(shard.get("reason", ""))
@@ -157,7 +157,7 @@ def _not_ready(shard: Member) -> Iterator[Finding]:
         yield Finding("UNEXPECTED", shard.label, f"{shard.label} is not ready: {reason}", "start it again")
 
 
-def _no_progress(cluster: Cluster, shard: Member) -> Iterator[Finding]:
+def _no_progress(cluster: Cluster, shard: SeenMember) -> Iterator[Finding]:
     """Rounds that are open for far longer than usual, or none that can be opened."""
     limit_s, quorum = shard.get("overdue_after_s"), shard.get("quorum")
     if limit_s is None or shard.get("done") or any(not f.get("seeded", True) for f in shard.get("fragments", ())):
@@ -182,7 +182,7 @@ def _no_progress(cluster: Cluster, shard: Member) -> Iterator[Finding]:
         yield Finding("NO_PROGRESS", shard.label, words, do)
 
 
-def _absent(cluster: Cluster, shard: Member) -> dict[str, str]:
+def _absent(cluster: Cluster, shard: SeenMember) -> dict[str, str]:
     """Learners that the shard knows and that contribute nothing to its rounds, and why."""
     found = {}
     for said in shard.get("learners", ()):
@@ -198,7 +198,7 @@ def _absent(cluster: Cluster, shard: Member) -> dict[str, str]:
     return found
 
 
-def _certificate(shard: Member) -> Iterator[Finding]:
+def _certificate(shard: SeenMember) -> Iterator[Finding]:
     left_s = shard.get("certificate_s")
     if left_s is None or left_s > ENDS_SOON_S:
         return
@@ -212,7 +212,7 @@ def _certificate(shard: Member) -> Iterator[Finding]:
         yield Finding("CERTIFICATE_ENDS_SOON", shard.label, words, do)
 
 
-def _disk(shard: Member) -> Iterator[Finding]:
+def _disk(shard: SeenMember) -> Iterator[Finding]:
     free = shard.get("disk_free_bytes")
     wanted = BYTES_PER_PARAMETER * sum(int(f.get("elements") or 0) for f in shard.get("fragments", ()))
     if free is not None and shard.get("data_dir") and free < wanted:
@@ -220,7 +220,7 @@ def _disk(shard: Member) -> Iterator[Finding]:
         yield Finding("DISK_SMALL", shard.label, words, "free some space, or use a larger volume")
 
 
-def _clock(shard: Member) -> Iterator[Finding]:
+def _clock(shard: SeenMember) -> Iterator[Finding]:
     skew_s = float(shard.get("clock_skew_s") or 0.0)
     if abs(skew_s) > SKEW_S:
         way = "ahead of" if skew_s > 0 else "behind"
@@ -268,7 +268,7 @@ def _packages(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _of_learner(
-    name: str, member: Member | None, learner: Learner | None, now: float, silent_after_s: float
+    name: str, member: SeenMember | None, learner: SeenLearner | None, now: float, silent_after_s: float
 ) -> Iterator[Finding]:
     told = learner.told if learner is not None else []
     if any(one.get("evicted_for") == Revoked.code and one.get("state") == "evicted" for one in told):
@@ -280,19 +280,19 @@ def _of_learner(
     elif member is not None and (silent_s := _silent_s(member, now)) > silent_after_s:
         yield _worker_away(name, member, silent_s)
     elif learner is not None and (member is None or member.process == "up") and learner.state == "away":
-        yield _worker_away(name, Member(name, "worker", "away", why_not=learner.who_says), now - learner.heard_at)
+        yield _worker_away(name, SeenMember(name, "worker", "away", why_not=learner.who_says), now - learner.heard_at)
     elif learner is not None and learner.is_here:
         yield from _of_standing(name, learner)
     if member is not None and member.answers:
         yield from _own_words(name, member)
 
 
-def _worker_away(name: str, member: Member, since_s: float | None) -> Finding:
+def _worker_away(name: str, member: SeenMember, since_s: float | None) -> Finding:
     words = f"{name} is {_standing(member)}{_for(since_s)}{_because(member)}: the others train on"
     return Finding("WORKER_AWAY", name, words, member.again or "start it again, and it goes on", since_s)
 
 
-def _of_standing(name: str, learner: Learner) -> Iterator[Finding]:
+def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
     """Of one that has a lease, by what shards say."""
     if learner.state == "stalled":
         since_s = _least(learner.told, "last_step_s")
@@ -326,7 +326,7 @@ def _of_standing(name: str, learner: Learner) -> Iterator[Finding]:
         yield Finding("NO_TOKENS", name, words, "count the tokens of the batch: `learner.step(tokens=...)`")
 
 
-def _own_words(name: str, worker: Member) -> Iterator[Finding]:
+def _own_words(name: str, worker: SeenMember) -> Iterator[Finding]:
     """What only a worker that is asked says: of the shards that refuse it, and of its steps."""
     for shard in worker.get("shards", ()):
         code = str(shard.get("code") or "")
@@ -341,16 +341,16 @@ def _own_words(name: str, worker: Member) -> Iterator[Finding]:
 # ------------------------------------------------------------ in words
 
 
-def _standing(member: Member) -> str:
+def _standing(member: SeenMember) -> str:
     return {"died": "dead", "lost": "dead", "starting": "starting"}.get(member.process, "away")
 
 
-def _away_s(member: Member, now: float) -> float | None:
+def _away_s(member: SeenMember, now: float) -> float | None:
     since = member.since if member.since is not None else member.heard_at
     return None if since is None else max(0.0, now - since)
 
 
-def _because(member: Member) -> str:
+def _because(member: SeenMember) -> str:
     return f" ({member.why_not})" if member.why_not and member.why_not != "not asked yet" else ""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
-from diloco_deploy.cluster.members import Member, Status, counts_of
+from diloco_deploy.cluster.members import SeenMember, Status, counts_of
 
 LEARNERS_MAX = 10_000
 """Learners that are remembered. Of more, those that have been away for longest are dropped, and counted."""
@@ -24,7 +24,7 @@ STEP_S_MIN = 1e-6
 
 
 @dataclass
-class Learner:
+class SeenLearner:
     """One learner."""
 
     learner_id: str
@@ -102,15 +102,15 @@ class Learner:
         }  # fmt: skip
 
 
-def put_together(shards: Iterable[Member], known: Mapping[str, Learner]) -> dict[str, Learner]:
+def put_together(shards: Iterable[SeenMember], known: Mapping[str, SeenLearner]) -> dict[str, SeenLearner]:
     """The learners of a run, by id. Those that no shard knows any more stay as they were known, and are away."""
     shards = list(shards)
-    found: dict[str, Learner] = {}
+    found: dict[str, SeenLearner] = {}
     states: dict[str, dict[str, str]] = {}
     for shard in shards:
         for said in shard.get("learners", ()):
             learner_id = str(said["id"])
-            _add(found.setdefault(learner_id, Learner(learner_id)), said, shard.heard_at or 0.0)
+            _add(found.setdefault(learner_id, SeenLearner(learner_id)), said, shard.heard_at or 0.0)
             if shard.answers:
                 states.setdefault(learner_id, {})[shard.label] = _state_at(said)
                 found[learner_id].told.append({**said, "shard": shard.label})
@@ -118,7 +118,7 @@ def put_together(shards: Iterable[Member], known: Mapping[str, Learner]) -> dict
         for learner_id, (counts, missed) in shard.past_learners.items():
             if learner_id not in found:  # it has not come back to a shard that started again
                 found[learner_id] = replace(
-                    known.get(learner_id, Learner(learner_id)), counts=Counter(), missed=Counter()
+                    known.get(learner_id, SeenLearner(learner_id)), counts=Counter(), missed=Counter()
                 )
             found[learner_id].counts.update(counts)
             found[learner_id].missed.update(missed)
@@ -136,7 +136,7 @@ def put_together(shards: Iterable[Member], known: Mapping[str, Learner]) -> dict
     return found
 
 
-def forget_most(learners: dict[str, Learner]) -> int:
+def forget_most(learners: dict[str, SeenLearner]) -> int:
     """Drop the learners that have been away for longest, if there are too many. Returns how many."""
     over = len(learners) - LEARNERS_MAX
     if over <= 0:
@@ -165,7 +165,7 @@ def _standing(at: Mapping[str, str], answering: Iterable[str]) -> tuple[str, tup
     return worst or ("partly" if without else "training"), without
 
 
-def _add(learner: Learner, said: Status, told_at: float) -> None:
+def _add(learner: SeenLearner, said: Status, told_at: float) -> None:
     heard_at = told_at - float(said.get("silent_s") or 0.0)
     if heard_at >= learner.heard_at:
         learner.heard_at, learner.said = heard_at, said

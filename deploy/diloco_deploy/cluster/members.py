@@ -19,7 +19,7 @@ COUNTERS_OF_LEARNERS = ("asked", "merged")
 
 
 @dataclass
-class Member:
+class SeenMember:
     """One shard or worker, and what it said."""
 
     name: str

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from diloco_common import units
 from diloco_common.wire.addresses import Role
-from diloco_deploy.cluster.learners import Learner, forget_most, put_together
-from diloco_deploy.cluster.members import Member, Status
+from diloco_deploy.cluster.learners import SeenLearner, forget_most, put_together
+from diloco_deploy.cluster.members import SeenMember, Status
 
 SILENT_AFTER_S = 3.0
 """A process is shown as silent if it has not answered for this long."""
@@ -51,30 +51,30 @@ class Totals:
 class Cluster:
     """A cluster, as far as it is known. Owned by one thread."""
 
-    def __init__(self, members: Mapping[str, Member] | None = None) -> None:
+    def __init__(self, members: Mapping[str, SeenMember] | None = None) -> None:
         self.members = dict(members or {})
         self.forgotten = 0
         """Learners that were away for too long."""
-        self._learners: dict[str, Learner] = {}
+        self._learners: dict[str, SeenLearner] = {}
         self._unread = set(self.members)  # those whose last change is not in `_learners` yet
 
     @property
-    def shards(self) -> list[Member]:
+    def shards(self) -> list[SeenMember]:
         return [member for member in self.members.values() if member.role == "shard"]
 
     @property
-    def workers(self) -> list[Member]:
+    def workers(self) -> list[SeenMember]:
         return [member for member in self.members.values() if member.role == "worker"]
 
     # ------------------------------------------------------------ what is heard
 
     def expect(self, name: str, role: Role) -> None:
         """A member exists from now on."""
-        self.members.setdefault(name, Member(name, role))
+        self.members.setdefault(name, SeenMember(name, role))
 
     def await_learner(self, learner_id: str) -> None:
         """A learner ought to come."""
-        self._learners.setdefault(learner_id, Learner(learner_id, "awaited"))
+        self._learners.setdefault(learner_id, SeenLearner(learner_id, "awaited"))
 
     def begins_anew(self, name: str) -> None:
         """A member has another process."""
@@ -95,13 +95,13 @@ class Cluster:
     # ------------------------------------------------------------ how it is
 
     @property
-    def learners(self) -> dict[str, Learner]:
+    def learners(self) -> dict[str, SeenLearner]:
         """Put together once after all that was heard: it takes a look at every learner of every shard."""
         if self._unread:
             self._roll()
         return self._learners
 
-    def state_of(self, member: Member, now: float) -> str:
+    def state_of(self, member: SeenMember, now: float) -> str:
         """One word for a member: the state of its process first, then its state at the shards, then its own."""
         if member.process != "up":
             return member.process + (f" {units.clock(now - member.since)}" if member.since is not None else "")

@@ -17,7 +17,7 @@ class MemberRecord(BaseModel):
 
     role: Literal["shard", "worker"]
     process: str
-    """starting, up, died, ended or lost, as in `members.Member`."""
+    """starting, up, died, ended or lost, as in `members.SeenMember`."""
     since: float
     """Unix time of the change to this."""
     why: str = ""

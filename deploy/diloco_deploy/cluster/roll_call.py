@@ -16,7 +16,7 @@ from diloco_common.errors import Expired
 from diloco_common.wire.addresses import Role
 from diloco_deploy.cluster.findings import Finding, findings, natural
 from diloco_deploy.cluster.learners import WITH_LEASE, put_together
-from diloco_deploy.cluster.members import Member, Status
+from diloco_deploy.cluster.members import SeenMember, Status
 from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
 
@@ -105,17 +105,17 @@ def roll_call(
     return Roll(present, cluster, tuple(findings(cluster, 0.0)))
 
 
-def _member(one: Present, recorded: MemberRecord | None) -> Member:
+def _member(one: Present, recorded: MemberRecord | None) -> SeenMember:
     """By a clock that is 0 now."""
     if one.presence != "alive":
         since = None if one.since_s is None else -one.since_s
-        return Member(
+        return SeenMember(
             one.name, one.role, one.state or one.presence, one.status or {}, why_not=one.why, since=since,
             why_code=one.code, again=_again(one, recorded),
         )  # fmt: skip
     if one.status is None:  # learners reach it; we did not ask it
-        return Member(one.name, one.role, "heard")
-    return Member(one.name, one.role, "up", one.status)
+        return SeenMember(one.name, one.role, "heard")
+    return SeenMember(one.name, one.role, "up", one.status)
 
 
 def _again(one: Present, recorded: MemberRecord | None) -> str:
@@ -214,7 +214,7 @@ class _Call:
 
     def _learners(self) -> Iterator[Present]:
         """What shards know of their learners."""
-        members = [Member(f"{number}", "shard", "up", shard) for number, shard in enumerate(self._shards)]
+        members = [SeenMember(f"{number}", "shard", "up", shard) for number, shard in enumerate(self._shards)]
         for name, learner in sorted(put_together(members, {}).items()):
             presence: Presence = "alive" if learner.is_here else "left" if learner.state == "left" else "away"
             away_s = 0.0 - learner.heard_at if presence == "away" else None

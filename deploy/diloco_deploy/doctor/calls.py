@@ -25,7 +25,7 @@ from diloco_common.wire.messages import (
     JoinRequest,
     PullRequest,
 )
-from diloco_deploy.doctor.checks import Door, Measured
+from diloco_deploy.doctor.checks import Door, MeasuredShard
 from diloco_protos import parameter_server_pb2 as pb
 
 T = TypeVar("T")
@@ -62,10 +62,10 @@ def describe(door: Door, protocol: int) -> JoinAnswer:
     return _called(door, ask)
 
 
-def measure(door: Door) -> Measured:
+def measure(door: Door) -> MeasuredShard:
     """The way up, the shard's clock and package. Raises Refusal, NoShard (the shard has no Probe), Silence."""
 
-    async def ask(channel: grpc.aio.Channel) -> Measured:
+    async def ask(channel: grpc.aio.Channel) -> MeasuredShard:
         probe = channel.stream_unary(
             f"/{rpc.PROBE}/Measure", request_serializer=protobuf.serialize,
             response_deserializer=pb.ProbeResponse.FromString,
@@ -74,7 +74,7 @@ def measure(door: Door) -> Measured:
         came = time.time()
         enough = answer.num_bytes >= ENOUGH_BYTES and answer.seconds > 0
         up = 8 * answer.num_bytes / answer.seconds if enough else None
-        return Measured(up, answer.clock - came, answer.package[:PACKAGE_CHARACTERS_MAX])
+        return MeasuredShard(up, answer.clock - came, answer.package[:PACKAGE_CHARACTERS_MAX])
 
     return _called(door, ask)
 

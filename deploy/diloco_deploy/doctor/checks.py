@@ -29,7 +29,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReportLine:
     """One line of a report."""
 
     state: State
@@ -41,22 +41,22 @@ class Finding:
     """What was measured, by name and unit: round_trip_s, up_bits_per_s."""
 
 
-def ok(what: str, **figures: float) -> Finding:
+def ok(what: str, **figures: float) -> ReportLine:
     """Nothing to mend."""
-    return Finding(State.OK, "OK", what, figures=figures)
+    return ReportLine(State.OK, "OK", what, figures=figures)
 
 
-def warning(code: str, what: str, do: str = "", /, **figures: float) -> Finding:
+def warning(code: str, what: str, do: str = "", /, **figures: float) -> ReportLine:
     """It works, but not at its best. Without `do`, what `diloco explain` says."""
-    return Finding(State.WARNING, code, what, do or CODES[code].do, figures)
+    return ReportLine(State.WARNING, code, what, do or CODES[code].do, figures)
 
 
-def failure(code: str, what: str, do: str = "", /, **figures: float) -> Finding:
+def failure(code: str, what: str, do: str = "", /, **figures: float) -> ReportLine:
     """It does not work. Without `do`, what `diloco explain` says."""
-    return Finding(State.FAILURE, code, what, do or CODES[code].do, figures)
+    return ReportLine(State.FAILURE, code, what, do or CODES[code].do, figures)
 
 
-def of_error(error: DilocoError) -> Finding:
+def of_error(error: DilocoError) -> ReportLine:
     """A check ended with an error of ours; its message says what to do, too."""
     code = error.code if error.code in CODES else "UNEXPECTED"
     return failure(code, str(error))
@@ -71,7 +71,7 @@ class Door(NamedTuple):
     token: str | None = None
 
 
-class Measured(NamedTuple):
+class MeasuredShard(NamedTuple):
     """What a shard says of itself, and the way to it."""
 
     up: float | None
@@ -86,7 +86,7 @@ class Known:
     """By address. Each key is written by one thread."""
 
     answers: dict[str, JoinAnswer] = field(default_factory=dict)
-    measured: dict[str, Measured] = field(default_factory=dict)
+    measured: dict[str, MeasuredShard] = field(default_factory=dict)
     round_trip_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -102,41 +102,43 @@ class Check(NamedTuple):
     """What it looks at: an address, a folder; shown beside the name."""
     seconds: float
     """It is given up after that."""
-    look: Callable[[], Finding | Sequence[Finding]]
+    look: Callable[[], ReportLine | Sequence[ReportLine]]
     needs: tuple[str, ...] = ()
     """Names of checks of the same `about` without which it makes no sense."""
 
 
-class Found(NamedTuple):
+class CheckedLine(NamedTuple):
     """A finding, and which check made it."""
 
     check: Check
-    finding: Finding
+    finding: ReportLine
 
 
-def run_checks(checks: Sequence[Check], clock: Callable[[], float], ends_at: float) -> Iterator[Found]:
+def run_checks(checks: Sequence[Check], clock: Callable[[], float], ends_at: float) -> Iterator[CheckedLine]:
     """The findings of all checks, in order, as they are made. `ends_at`: a time of the clock, in seconds."""
     bad: set[tuple[str, str]] = set()
     for check in checks:
         missing = [name for name in check.needs if (name, check.about) in bad]
         if missing:
-            found: Sequence[Finding] = [Finding(State.SKIPPED, "SKIPPED", f"not looked at, because of: {missing[0]}")]
+            found: Sequence[ReportLine] = [
+                ReportLine(State.SKIPPED, "SKIPPED", f"not looked at, because of: {missing[0]}")
+            ]
         else:
             found = _look(check, max(0.1, min(check.seconds, ends_at - clock())))
         if any(f.state in (State.FAILURE, State.SKIPPED) or f.code == "CHECK_TIMED_OUT" for f in found):
             bad.add((check.name, check.about))
         for finding in found:
-            yield Found(check, finding)
+            yield CheckedLine(check, finding)
 
 
-def _look(check: Check, seconds: float) -> Sequence[Finding]:
+def _look(check: Check, seconds: float) -> Sequence[ReportLine]:
     """On a thread of its own, which is left behind if it hangs: it must not keep the process from ending."""
-    found: list[Finding] = []
+    found: list[ReportLine] = []
 
     def look() -> None:
         try:
             answer = check.look()
-            found.extend([answer] if isinstance(answer, Finding) else answer)
+            found.extend([answer] if isinstance(answer, ReportLine) else answer)
         except DilocoError as error:
             found.append(of_error(error))
         except Exception as error:  # a check that breaks is one finding, and the others go on

@@ -23,10 +23,10 @@ from diloco_common.settings import Settings
 from diloco_deploy.doctor.checks import (
     TOTAL_S,
     Check,
+    CheckedLine,
     Door,
-    Finding,
-    Found,
     Known,
+    ReportLine,
     State,
     failure,
     ok,
@@ -37,7 +37,7 @@ from diloco_deploy.run.folder import shards_in
 
 if TYPE_CHECKING:
     from diloco_deploy.cluster.roll_call import Roll
-    from diloco_deploy.doctor.machine import Shard
+    from diloco_deploy.doctor.machine import PlannedShard
 
 MARKS = {State.OK: "ok", State.WARNING: "WARNING", State.FAILURE: "FAILURE", State.SKIPPED: "skipped"}
 AT_ONCE = 16
@@ -84,7 +84,7 @@ def examine(patient: Patient, *, as_json: bool = False) -> int:
     return 1 if count[State.FAILURE] else 0
 
 
-def look(patient: Patient) -> Iterator[Found]:
+def look(patient: Patient) -> Iterator[CheckedLine]:
     """The findings, as they are made."""
     # Torch, which the codec needs: two seconds, and many on a busy machine. No check should pay for that.
     import_module("diloco_deploy.doctor.shards")
@@ -101,7 +101,7 @@ def look(patient: Patient) -> Iterator[Found]:
         yield from run_checks(device.checks(patient.device), time.monotonic, time.monotonic() + 2 * device.SOAK_S)
 
 
-def _ways(patient: Patient, ends_at: float) -> Iterator[Found]:
+def _ways(patient: Patient, ends_at: float) -> Iterator[CheckedLine]:
     """All ways side by side; then the link to the first shard that answers, alone, as the others would share it."""
     from diloco_common.trust.credentials import Credentials
     from diloco_deploy.doctor import shards
@@ -122,12 +122,12 @@ def _ways(patient: Patient, ends_at: float) -> Iterator[Found]:
         yield from run_checks(of_run, time.monotonic, ends_at)
 
 
-def _walked(door: Door, known: Known, ends_at: float) -> Iterator[Found]:
+def _walked(door: Door, known: Known, ends_at: float) -> Iterator[CheckedLine]:
     """One way."""
     from diloco_common.wire.messages import PROTOCOL
     from diloco_deploy.doctor import shards
 
-    def port() -> Finding:
+    def port() -> ReportLine:
         found = shards.port(door.address)
         known.round_trip_s[door.address] = found.figures.get("round_trip_s", 0.0)
         return found
@@ -144,7 +144,7 @@ def _walked(door: Door, known: Known, ends_at: float) -> Iterator[Found]:
     return run_checks(checks, time.monotonic, ends_at)
 
 
-def _cluster(folder: Path) -> list[Finding]:
+def _cluster(folder: Path) -> list[ReportLine]:
     """What `diloco status` says of it. Raises CannotConnect."""
     from diloco_deploy.cluster.asking import Asker
     from diloco_deploy.show.status import Where, look
@@ -153,7 +153,7 @@ def _cluster(folder: Path) -> list[Finding]:
     return of_roll(look(Where(folder), Asker(OwnCertificates.observer_in(folder))))
 
 
-def of_roll(roll: Roll) -> list[Finding]:
+def of_roll(roll: Roll) -> list[ReportLine]:
     """The same findings as those of `diloco status`."""
     found = [failure(one.code, one.words, one.do) for one in roll.problems]
     return found or [ok(f"{len(roll.present)} members, and nothing is wrong with them")]
@@ -186,15 +186,15 @@ def _kernels() -> Check:
     return Check("kernels", "", 15.0, machine.kernels)
 
 
-def _shard(patient: Patient) -> Shard | None:
-    from diloco_deploy.doctor.machine import Shard
+def _shard(patient: Patient) -> PlannedShard | None:
+    from diloco_deploy.doctor.machine import PlannedShard
 
     if patient.params is None:
         return None
     settings = patient.settings
     sync, count = settings.sync, settings.shard.count
     outer = settings.outer.optimizer
-    return Shard(
+    return PlannedShard(
         params=patient.params / count, fragments=max(1, sync.fragments // count), learners=patient.learners,
         push=sync.push, pull=sync.pull, outer=outer, every=sync.first_every, step_s=patient.step_s,
         checkpoints=settings.checkpoint.keep if settings.checkpoint.every else 0,
@@ -202,7 +202,7 @@ def _shard(patient: Patient) -> Shard | None:
     )  # fmt: skip
 
 
-def _lines(found: Found) -> Iterator[str]:
+def _lines(found: CheckedLine) -> Iterator[str]:
     """What a shard has said is in some of the words: it must not steer the terminal."""
     check, finding = found
     mark = MARKS[finding.state]

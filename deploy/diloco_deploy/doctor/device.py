@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco_common import units
-from diloco_deploy.doctor.checks import Check, Finding, failure, ok
+from diloco_deploy.doctor.checks import Check, ReportLine, failure, ok
 
 SOAK_S = 60.0
 OPTIMIZER_STEPS = 8
@@ -70,11 +70,11 @@ class Work:
         return product, theta.detach()
 
 
-def soak(device: torch.device, seconds: float) -> Finding:
+def soak(device: torch.device, seconds: float) -> ReportLine:
     return same_bits(Work(device).run, seconds, time.monotonic)
 
 
-def same_bits(work: Callable[[], Sequence[Tensor]], soak_s: float, clock: Callable[[], float]) -> Finding:
+def same_bits(work: Callable[[], Sequence[Tensor]], soak_s: float, clock: Callable[[], float]) -> ReportLine:
     """Whether the work comes to the same bits each time, for so many seconds, and at least twice."""
     first, times, wrong = work(), 1, 0
     ends = clock() + soak_s
@@ -89,7 +89,7 @@ def same_bits(work: Callable[[], Sequence[Tensor]], soak_s: float, clock: Callab
     return ok(f"{times} times the same matrix products and optimizer steps, and the same bits", times=times)
 
 
-def bandwidth(device: torch.device) -> Finding:
+def bandwidth(device: torch.device) -> ReportLine:
     """Of its own memory."""
     one = torch.ones(_sizes(device).copied_bytes, dtype=torch.uint8, device=device)
     other = torch.empty_like(one)
@@ -97,7 +97,7 @@ def bandwidth(device: torch.device) -> Finding:
     return ok(f"its memory moves {units.size(rate)}/s, read and written", bytes_per_s=rate)
 
 
-def copies(device: torch.device) -> Finding:
+def copies(device: torch.device) -> ReportLine:
     """To the device and back, from memory of the host that stays in place; and whether the same comes back."""
     is_apart = device.type != "cpu"
     host = torch.randint(256, (_sizes(device).copied_bytes // 4,), dtype=torch.uint8)
@@ -111,7 +111,7 @@ def copies(device: torch.device) -> Finding:
     return ok(said, to_bytes_per_s=down, from_bytes_per_s=up)
 
 
-def free_memory(device: torch.device) -> Finding:
+def free_memory(device: torch.device) -> ReportLine:
     """What torch could still take. Of a CPU, that is another check."""
     module = _module(device)
     if not hasattr(module, "mem_get_info"):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from diloco_common import units
 from diloco_common.settings import ShardSettings
-from diloco_deploy.doctor.checks import Finding, failure, ok, warning
+from diloco_deploy.doctor.checks import ReportLine, failure, ok, warning
 from diloco_planner import formulas
 from diloco_planner.choice import LINK_SHARE, OVERLAP
 from diloco_planner.formulas import BITS
@@ -42,7 +42,7 @@ class Written(NamedTuple):
         return max(self.seconds, num_bytes / self.bytes_per_s)
 
 
-class Shard(NamedTuple):
+class PlannedShard(NamedTuple):
     """What a shard will hold."""
 
     params: float
@@ -91,7 +91,7 @@ def write(files: FileSystem, clock: Callable[[], float], num_bytes: int = PROBE_
     return Written(statistics.median(took), num_bytes)
 
 
-def speed(folder: Path, shard: Shard | None, clock: Callable[[], float]) -> Finding:
+def speed(folder: Path, shard: PlannedShard | None, clock: Callable[[], float]) -> ReportLine:
     """How fast versions become durable in a folder."""
     place = _nearest(folder)
     try:
@@ -103,7 +103,7 @@ def speed(folder: Path, shard: Shard | None, clock: Callable[[], float]) -> Find
     return fast_enough(folder, written, shard)
 
 
-def fast_enough(folder: Path, written: Written, shard: Shard | None) -> Finding:
+def fast_enough(folder: Path, written: Written, shard: PlannedShard | None) -> ReportLine:
     """Whether versions are durable in time."""
     what = (
         f"{folder}: {units.size(written.num_bytes)} are durable after {written.seconds:.2g} s "
@@ -129,7 +129,7 @@ def fast_enough(folder: Path, written: Written, shard: Shard | None) -> Finding:
     return ok(what, **figures)
 
 
-def room(folder: Path, shard: Shard | None) -> Finding:
+def room(folder: Path, shard: PlannedShard | None) -> ReportLine:
     """Whether the disk has room for the versions that are kept."""
     place = _nearest(folder)
     try:
@@ -144,7 +144,7 @@ def room(folder: Path, shard: Shard | None) -> Finding:
     return enough_room(folder, free, used, shard)
 
 
-def enough_room(folder: Path, free: float, used: float, shard: Shard) -> Finding:
+def enough_room(folder: Path, free: float, used: float, shard: PlannedShard) -> ReportLine:
     """`used`: by the shard's own files, which count as room."""
     each = shard.version_bytes + shard.companion_bytes
     needed = formulas.shard_disk(shard.params, shard.params / shard.fragments, each, shard.checkpoints)
@@ -165,13 +165,13 @@ def _nearest(folder: Path) -> Path:
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def files(settings: ShardSettings) -> Finding:
+def files(settings: ShardSettings) -> ReportLine:
     """Open files that a shard may have here: it raises its own limit to the hard one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return enough_files(ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH), settings)
 
 
-def enough_files(hard: int, settings: ShardSettings) -> Finding:
+def enough_files(hard: int, settings: ShardSettings) -> ReportLine:
     """Whether so many open files serve all learners."""
     wanted, allowed = connections_wanted(settings), connections_allowed(settings, hard)
     learners = allowed // CONNECTIONS_PER_LEARNER
@@ -183,12 +183,12 @@ def enough_files(hard: int, settings: ShardSettings) -> Finding:
     return (failure if few else warning)("FILES_FEW", what, files=hard)
 
 
-def memory(shard: Shard | None) -> Finding:
+def memory(shard: PlannedShard | None) -> ReportLine:
     """Whether the memory will do."""
     return enough_memory(available_bytes(), shard)
 
 
-def enough_memory(available: float, shard: Shard | None) -> Finding:
+def enough_memory(available: float, shard: PlannedShard | None) -> ReportLine:
     what = f"{units.size(available)} of memory are available"
     if shard is None:
         return ok(f"{what} (--params says whether that is enough)", available_bytes=available)
@@ -213,7 +213,7 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP
     return available if limit == "max" else min(available, float(limit) - float(used))
 
 
-def kernels() -> Finding:
+def kernels() -> ReportLine:
     """Whether merging and encoding run in C. Imports torch."""
     from diloco_common.codec import native
 

@@ -18,7 +18,7 @@ from diloco_common.wire.handshake import certificate_at, find_cause
 from diloco_common.wire.messages import JoinAnswer
 from diloco_deploy.cluster.findings import SKEW_S
 from diloco_deploy.doctor import calls
-from diloco_deploy.doctor.checks import Door, Finding, Known, failure, of_error, ok, warning
+from diloco_deploy.doctor.checks import Door, Known, ReportLine, failure, of_error, ok, warning
 from diloco_planner import formulas
 from diloco_planner.choice import LINK_SHARE, PlannedRun, bit_rate, choose
 from diloco_planner.formulas import BITS
@@ -30,7 +30,7 @@ FAR_S = 0.5
 ENDS_SOON = timedelta(days=14)
 
 
-def name(address: str) -> Finding:
+def name(address: str) -> ReportLine:
     """Whether the host name has an address here."""
     host = parse_address(address).host
     try:
@@ -40,7 +40,7 @@ def name(address: str) -> Finding:
     return ok(f"{host} is {', '.join(sorted(found)[:4])}")
 
 
-def port(address: str, dial_s: float = DIAL_S) -> Finding:
+def port(address: str, dial_s: float = DIAL_S) -> ReportLine:
     """Whether something listens there, and how long a round trip takes."""
     wanted = parse_address(address)
     trips: list[float] = []
@@ -60,7 +60,7 @@ def port(address: str, dial_s: float = DIAL_S) -> Finding:
     return round_trip(address, min(trips))
 
 
-def round_trip(address: str, seconds: float) -> Finding:
+def round_trip(address: str, seconds: float) -> ReportLine:
     """The finding of a port that answers."""
     what = f"{address} answers; a round trip takes {1000 * seconds:.3g} ms"
     if seconds > FAR_S:
@@ -71,7 +71,7 @@ def round_trip(address: str, seconds: float) -> Finding:
 def handshake(
     address: str, files: TlsFiles | None,
     cause_at: Callable[[str, TlsFiles | None], HandshakeFailed | None] = find_cause,
-) -> Sequence[Finding]:  # fmt: skip
+) -> Sequence[ReportLine]:  # fmt: skip
     """Whether both sides agree on TLS, and for how long."""
     cause = cause_at(address, files)
     if cause is not None:
@@ -86,7 +86,7 @@ def handshake(
     return [validity(whose, until, now) for whose, until in ends.items()] or [ok(f"{address} speaks TLS")]
 
 
-def validity(whose: str, until: datetime, now: datetime) -> Finding:
+def validity(whose: str, until: datetime, now: datetime) -> ReportLine:
     """For how long a certificate holds."""
     what = f"{whose} holds until {shown(until)}"
     return warning("CERTIFICATE_ENDS_SOON", what) if until - now < ENDS_SOON else ok(what)
@@ -96,7 +96,7 @@ SKEW_MOST_S = 60.0
 """Of clocks: beyond `SKEW_S` it is a warning, and beyond this, where certificates depend on it, a failure."""
 
 
-def describe(door: Door, known: Known, protocol: int) -> Sequence[Finding]:
+def describe(door: Door, known: Known, protocol: int) -> Sequence[ReportLine]:
     """Whether a shard lets us in, and which run it serves. Raises its Refusal."""
     try:
         answer = calls.describe(door, protocol)
@@ -117,7 +117,7 @@ def describe(door: Door, known: Known, protocol: int) -> Sequence[Finding]:
     ]
 
 
-def complete(known: Known) -> Finding:
+def complete(known: Known) -> ReportLine:
     """Whether all shards of the run were named."""
     if not known.answers:
         return ok("which shards the run has is known once a learner has joined")
@@ -131,7 +131,7 @@ def complete(known: Known) -> Finding:
     return ok(f"all {count} shards of the run were reached")
 
 
-def measure(door: Door, known: Known) -> Finding:
+def measure(door: Door, known: Known) -> ReportLine:
     """The clock of the shard; its version is kept for `version`, the way up for `link`. Raises its Refusal."""
     try:
         measured = calls.measure(door)
@@ -144,20 +144,20 @@ def measure(door: Door, known: Known) -> Finding:
     return clock(door.address, measured.skew_s + known.round_trip_s.get(door.address, 0.0) / 2, proven=proven)
 
 
-def no_bytes(address: str, why: str) -> Finding:
+def no_bytes(address: str, why: str) -> ReportLine:
     """A probe sends bytes, as a push does, and a shard answered small messages before."""
     if why.startswith("unimplemented") and "http2 header" not in why:
         return warning("CLOCK_UNKNOWN", f"{address} is of a version before `diloco doctor`")
     return failure("PUSHES_FAIL", f"bytes do not get through to {address}, though small messages do ({why})")
 
 
-def version(door: Door, known: Known, ours: str) -> Sequence[Finding]:
+def version(door: Door, known: Known, ours: str) -> Sequence[ReportLine]:
     """Whether the shard runs our version. Nothing, where the shard did not say which it runs."""
     measured = known.measured.get(door.address)
     return [] if measured is None else [package(door.address, measured.package, ours)]
 
 
-def clock(address: str, skew_s: float, *, proven: bool) -> Finding:
+def clock(address: str, skew_s: float, *, proven: bool) -> ReportLine:
     """What it means that the shard's clock is so many seconds ahead of ours."""
     what = (
         f"the clock of {address} is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
@@ -169,14 +169,14 @@ def clock(address: str, skew_s: float, *, proven: bool) -> Finding:
     return warning("CLOCK_SKEWED", what, clock_skew_s=skew_s) if abs(skew_s) > SKEW_S else ok(what, clock_skew_s=skew_s)
 
 
-def package(address: str, theirs: str, ours: str) -> Finding:
+def package(address: str, theirs: str, ours: str) -> ReportLine:
     """Whether both run the same version."""
     if theirs == ours:
         return ok(f"{address} runs {theirs}, as this machine does")
     return warning("PACKAGES_DIFFER", f"{address} runs {theirs}, this machine {ours}")
 
 
-def link(door: Door, known: Known, step_s: float, params: float | None) -> Finding:
+def link(door: Door, known: Known, step_s: float, params: float | None) -> ReportLine:
     """How much the link carries, and which settings that allows. Raises a Refusal."""
     measured, answer = known.measured.get(door.address), known.answers.get(door.address)
     up = None if measured is None else measured.up
@@ -191,7 +191,7 @@ def link(door: Door, known: Known, step_s: float, params: float | None) -> Findi
     return advice(found, answer, params, step_s, _rates(up, down))
 
 
-def advice(found: Link, answer: JoinAnswer, params: float, step_s: float, measured: str) -> Finding:
+def advice(found: Link, answer: JoinAnswer, params: float, step_s: float, measured: str) -> ReportLine:
     """What the link allows, beside what the run asks for."""
     policy = answer.policy
     companions_every = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import Endpoints, Role, dialable
 from diloco_demo.cli import declared_digest
-from diloco_deploy.run.folder import Files
+from diloco_deploy.run.folder import ClusterFolder
 from diloco_deploy.run.supervisor import ChildSpec
 from diloco_deploy.trust.own import OBSERVER, OwnCertificates
 
@@ -29,7 +29,7 @@ class Children:
     """The processes of one cluster, alive or not."""
 
     def __init__(
-        self, settings: Settings, files: Files, programs: Programs, certificates: OwnCertificates | None = None
+        self, settings: Settings, files: ClusterFolder, programs: Programs, certificates: OwnCertificates | None = None
     ) -> None:
         """`certificates`: of these very processes; None: they speak plaintext."""
         self._settings, self._files, self._programs, self._certificates = settings, files, programs, certificates
@@ -117,7 +117,7 @@ def nth_port(address: str, index: int) -> str:
     return f"{host}:{int(port) + index}" if port.isdigit() and int(port) else address
 
 
-def flags(files: Files, address_file: Path, given: Mapping[str, object]) -> list[str]:
+def flags(files: ClusterFolder, address_file: Path, given: Mapping[str, object]) -> list[str]:
     """Of a shard or worker: the settings of the cluster, and those of its own."""
     return [f"--settings={files.settings}", f"--address-file={address_file}", *_sets(given)]
 

@@ -13,7 +13,7 @@ from diloco_common.command import NOT_WRITTEN, disk_errors
 from diloco_common.errors import BadCheckpoint, ConfigError, DataError
 from diloco_common.options import NO_SETTINGS, Config, Flag, SettingsOptions, setting, settings_from
 from diloco_common.settings_loader import load_saved
-from diloco_deploy.run.folder import Files, Outputs, anchored, shown
+from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored, shown
 from diloco_deploy.run.members import scale_to
 from diloco_deploy.run.placement import place_anew, settle
 from diloco_deploy.run.ray_up import bring_up_on_ray
@@ -187,9 +187,9 @@ def resume(
             f"{shown(folder)} holds no run of `diloco up` (there is no {saved.name}); begin one: diloco up --folder "
             f"{shown(folder)}"
         )
-    is_on_ray = Files(folder, Outputs()).is_on_ray
+    is_on_ray = ClusterFolder(folder, Outputs()).is_on_ray
     data = None if is_on_ray else anchored(load_saved(saved).settings).shard.data_dir
-    files = Files(folder, Outputs(), data)
+    files = ClusterFolder(folder, Outputs(), data)
     with files.owned():
         settle(files)
         before = load_saved(saved).settings

@@ -42,7 +42,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
 """Settings that must not change when a run is resumed: section -> keys; no keys: all keys of the section."""
 
 
-class Files:
+class ClusterFolder:
     """The folder of a cluster."""
 
     def __init__(self, folder: Path, outputs: Outputs, data: Path | None = None) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load_saved, save
-from diloco_deploy.run.folder import Files, numbered, shard_folders
+from diloco_deploy.run.folder import ClusterFolder, numbered, shard_folders
 
 
-def place_anew(files: Files, settings: Settings) -> str:
+def place_anew(files: ClusterFolder, settings: Settings) -> str:
     """Write all fragments to data folders for another number of shards; keep the old ones. Says so. Takes torch.
 
     A kill at any moment leaves the old shards or the new ones. The new data folders are made whole in `placing-anew`,
@@ -37,7 +37,7 @@ def place_anew(files: Files, settings: Settings) -> str:
     return f"{count}; the folders of before are in {where}: delete them once all is well"
 
 
-def settle(files: Files) -> None:
+def settle(files: ClusterFolder) -> None:
     """Finish what a killed `place_anew` left, or take it back. The folder must be owned."""
     new = _new(files)
     half = new.with_name(new.name + ".restoring")
@@ -53,7 +53,7 @@ def settle(files: Files) -> None:
         _finish(files)
 
 
-def _finish(files: Files) -> list[Path]:
+def _finish(files: ClusterFolder) -> list[Path]:
     """Take the new folders out; the folders that are kept. May be called again after a kill."""
     new, name = _new(files), f"before-{time.strftime('%Y%m%d-%H%M%S')}"
     _move(numbered(new, "shard"), files.data)
@@ -77,5 +77,5 @@ def _move(paths: Iterable[Path], into: Path) -> None:
         path.rename(into / path.name)
 
 
-def _new(files: Files) -> Path:
+def _new(files: ClusterFolder) -> Path:
     return files.data / "placing-anew"

@@ -19,7 +19,7 @@ from diloco_common.trust.identity import subject_of
 from diloco_common.trust.revocations import REVOKED
 from diloco_common.wire.addresses import Role, write_json
 from diloco_deploy.run.children import flags
-from diloco_deploy.run.folder import Files, Outputs
+from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.supervisor import Action, ChildSpec, Exit, Supervisor
 from diloco_deploy.trust.authority import is_good, open_authority
 from diloco_deploy.trust.own import RENEW_EVERY_S
@@ -66,7 +66,7 @@ class OnRay:
     def __init__(self, plan: Plan, host: str) -> None:
         """`host`: the address of this node, at which a shard listens. Starts the process."""
         self._plan, self._host = plan, host
-        self._files = Files(plan.folder, Outputs())
+        self._files = ClusterFolder(plan.folder, Outputs())
         self._life = _next_life(self._files.run / "lives", plan.name)
         self._own = self._files.run / "lives" / f"{plan.name}.{self._life}"
         self._supervisor = Supervisor(plan.restart)

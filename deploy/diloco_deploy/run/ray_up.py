@@ -21,10 +21,10 @@ from diloco_common.trust.identity import subject_of
 from diloco_common.wire.addresses import Role
 from diloco_demo.cli import declared_digest
 from diloco_deploy.cluster.asking import Asker, fetch_all
-from diloco_deploy.cluster.members import Member
+from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord, addresses_in
-from diloco_deploy.run.folder import Files, Outputs, anchored
+from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored
 from diloco_deploy.run.placement import settle
 from diloco_deploy.run.ray_member import Look, OnRay, Plan, shard_files
 from diloco_deploy.run.supervisor import Action, Interrupts
@@ -47,7 +47,7 @@ def bring_up_on_ray(settings: Settings, outputs: Outputs, *, fresh: bool = False
     check_cluster(settings)
     ray = _connected()  # before `Interrupts`: Ray sets a handler for SIGTERM
     settings = anchored(settings)
-    files = Files(settings.cluster.folder.resolve(), outputs)
+    files = ClusterFolder(settings.cluster.folder.resolve(), outputs)
     with files.owned(), Interrupts() as interrupts:
         settle(files)
         if files.prepare(settings, fresh=fresh):
@@ -68,7 +68,7 @@ def bring_up_on_ray(settings: Settings, outputs: Outputs, *, fresh: bool = False
 class _RayRun:
     """The actors of one run."""
 
-    def __init__(self, ray: Any, settings: Settings, files: Files, interrupts: Interrupts) -> None:
+    def __init__(self, ray: Any, settings: Settings, files: ClusterFolder, interrupts: Interrupts) -> None:
         self._ray, self._settings, self._files, self._interrupts = ray, settings, files, interrupts
         self._groups: list[Any] = []
         self._actors: dict[str, Any] = {}
@@ -240,7 +240,7 @@ class _RayRun:
         answers = fetch_all(addresses_in(self._files.folder), 1.0, Asker(self._observer))
         if not answers:
             return  # nobody is up yet
-        totals = Cluster({name: Member(name, each["role"], "up", each) for name, each in answers.items()}).totals()
+        totals = Cluster({name: SeenMember(name, each["role"], "up", each) for name, each in answers.items()}).totals()
         loss = "-" if totals.loss is None else f"{totals.loss:.3f}"
         _say(f"tokens merged {totals.tokens_merged:,} of {totals.tokens_budget:,}, loss {loss}")
 

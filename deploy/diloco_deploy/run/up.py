@@ -23,7 +23,7 @@ from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import dialable, write_json
 from diloco_deploy.cluster.asking import Asker, Poller, fetch_all
 from diloco_deploy.run.children import EVALUATE, Children, Programs, names
-from diloco_deploy.run.folder import Files, Outputs, anchored, shown
+from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored, shown
 from diloco_deploy.run.members import Members, take_wish
 from diloco_deploy.run.placement import settle
 from diloco_deploy.run.supervisor import Action, Exit, Hanging, Interrupts, Supervisor
@@ -47,7 +47,7 @@ def bring_up(settings: Settings, outputs: Outputs, programs: Programs | None = N
     """
     check_cluster(settings)
     settings = anchored(settings)
-    files = Files(settings.cluster.folder, outputs, settings.shard.data_dir)
+    files = ClusterFolder(settings.cluster.folder, outputs, settings.shard.data_dir)
     with files.owned(), Supervisor(settings.cluster.restart) as supervisor, Interrupts() as interrupts:
         settle(files)
         is_resumed = files.prepare(settings, fresh=fresh)
@@ -86,7 +86,12 @@ class LocalRun:
     """The shards and workers of one `diloco up`. Everything here runs on the main thread."""
 
     def __init__(
-        self, settings: Settings, files: Files, programs: Programs, supervisor: Supervisor, interrupts: Interrupts
+        self,
+        settings: Settings,
+        files: ClusterFolder,
+        programs: Programs,
+        supervisor: Supervisor,
+        interrupts: Interrupts,
     ) -> None:
         self._settings, self._files = settings, files
         self._supervisor, self._interrupts = supervisor, interrupts

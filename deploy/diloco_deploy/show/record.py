@@ -45,7 +45,7 @@ class Line(BaseModel):
     """What was left of its length, in (0, 1]; the rest was cut."""
 
 
-class Shards(NamedTuple):
+class AskedShards(NamedTuple):
     """Those that are asked, and what of each is known."""
 
     addresses: list[str]
@@ -95,7 +95,7 @@ def record(
     """
     where, asker = whom_to_ask(folder, config, http, tls, token_file)
     found = where.addresses()
-    shards = Shards([at for name, at in found.items() if where.http or name.startswith("shard-")], {})
+    shards = AskedShards([at for name, at in found.items() if where.http or name.startswith("shard-")], {})
     silent: dict[str, str] = {}
     lines = list(shards.news(asker, silent))
     if len(silent) == len(shards.addresses):

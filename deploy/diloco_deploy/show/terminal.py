@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_common import units
-from diloco_deploy.cluster.members import Member
+from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster
 
 _LINE_EVERY_S = 5.0
@@ -140,15 +140,15 @@ class _Column(NamedTuple):
     title: str
     from_width: int
     """Shown on terminals at least this wide."""
-    cell: Callable[[Snapshot, Member], str]
+    cell: Callable[[Snapshot, SeenMember], str]
     right: bool = True
 
 
-def _state(snapshot: Snapshot, member: Member) -> str:
+def _state(snapshot: Snapshot, member: SeenMember) -> str:
     return snapshot.cluster.state_of(member, snapshot.now)
 
 
-def _versions(_: Snapshot, shard: Member) -> str:
+def _versions(_: Snapshot, shard: SeenMember) -> str:
     return f"{shard.versions[0]}-{shard.versions[1]}" if shard.versions else "-"
 
 
@@ -173,7 +173,7 @@ _OF_WORKERS = (
 )
 
 
-def _table(columns: Sequence[_Column], snapshot: Snapshot, members: Sequence[Member], width: int) -> Table:
+def _table(columns: Sequence[_Column], snapshot: Snapshot, members: Sequence[SeenMember], width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shown = [column for column in columns if width >= column.from_width]
     rate = _RATES[snapshot.cluster.totals().unit]

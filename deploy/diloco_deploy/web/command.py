@@ -17,7 +17,7 @@ from diloco_common.settings import SecuritySettings, Settings
 from diloco_common.trust.tokens import read_bearer_token
 from diloco_common.wire.addresses import split_addresses
 from diloco_deploy.trust.own import OwnCertificates
-from diloco_deploy.web.live_page import Credentials, LivePage, Watched, door_of, given, in_folder
+from diloco_deploy.web.live_page import LivePage, PageCredentials, Watched, door_of, given, in_folder
 
 
 def web(
@@ -72,7 +72,7 @@ def page_of(
     """
     # The run's own certificates do not protect this page.
     check_http_is_meant("--listen", listen, security.model_copy(update={"tls": certificate}))
-    credentials = Credentials(tls, read_bearer_token(security))
+    credentials = PageCredentials(tls, read_bearer_token(security))
     asks_key = tls is not None or credentials.token is not None or certificate is not None
     door = None if certificate is None else door_of(certificate, security.revoked)
     return LivePage(listen, watched, credentials, asks_key=asks_key, door=door)

@@ -189,7 +189,7 @@ _BY_CODE = {
 
 
 @dataclass
-class Event:
+class EventLine:
     """One line of the list."""
 
     number: int
@@ -227,7 +227,7 @@ class Events:
     """
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
+        self._events: list[EventLine] = []
         self._numbers = count(1)
 
     def heard(self, seq: int, shard: str, facts: Mapping[str, Any], now: float) -> None:
@@ -242,7 +242,7 @@ class Events:
         event = self._together(kind, code, at)
         if event is None:
             level = (_BY_CODE.get(code) or _OF_LEARNERS[kind])[0]
-            event = Event(next(self._numbers), seq, at, kind, level, code)
+            event = EventLine(next(self._numbers), seq, at, kind, level, code)
             if not self._add(event):
                 return
         event.seq = seq
@@ -254,13 +254,13 @@ class Events:
         """Something that is of no learner. A shard that was cut off tells again what it told before."""
         if any((old.kind, old.words) == (kind, words) and abs(old.at - at) < SAME_S for old in self._events):
             return
-        self._add(Event(next(self._numbers), seq, at, kind, level, "", words, {shard: None} if shard else {}))
+        self._add(EventLine(next(self._numbers), seq, at, kind, level, "", words, {shard: None} if shard else {}))
 
-    def since(self, seq: int) -> list[Event]:
+    def since(self, seq: int) -> list[EventLine]:
         """Those that changed after a number."""
         return [event for event in self._events if event.seq > seq]
 
-    def _add(self, event: Event) -> bool:
+    def _add(self, event: EventLine) -> bool:
         """Whether it is kept: it is older than all that are, and there is no room for more."""
         if len(self._events) >= EVENTS_MAX:
             if event.at < self._events[0].at:
@@ -269,7 +269,7 @@ class Events:
         insort(self._events, event, key=lambda one: one.at)
         return True
 
-    def _together(self, kind: str, code: str, at: float) -> Event | None:
+    def _together(self, kind: str, code: str, at: float) -> EventLine | None:
         alike = (one for one in reversed(self._events) if (one.kind, one.code) == (kind, code))
         return next((one for one in alike if abs(one.at - at) <= TOGETHER_S), None)
 

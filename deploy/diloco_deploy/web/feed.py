@@ -13,8 +13,8 @@ from math import inf
 from typing import Any, NamedTuple
 
 from diloco_deploy.cluster.findings import findings
-from diloco_deploy.cluster.learners import STATES, Learner
-from diloco_deploy.cluster.members import Member, Status
+from diloco_deploy.cluster.learners import STATES, SeenLearner
+from diloco_deploy.cluster.members import SeenMember, Status
 from diloco_deploy.cluster.model import Cluster, Pace
 from diloco_deploy.web.drawn import SPANS_S, Course, DrawnRounds, Events, Point
 from diloco_deploy.web.headlines import WORDS, headlines
@@ -179,7 +179,7 @@ class Feed:
         self._seq += 1
         return self._seq
 
-    def _answers_again(self, shard: Member, seq: int, now: float, *, is_new: bool) -> None:
+    def _answers_again(self, shard: SeenMember, seq: int, now: float, *, is_new: bool) -> None:
         for outage in self._outages:
             if outage.shard == shard.label and outage.ended is None:
                 outage.ended, outage.seq = now, seq
@@ -187,7 +187,7 @@ class Feed:
                     words = f"{shard.label} answers again after {now - outage.began:.0f} s"
                     self._events.say(seq, now, "shard answers", "good", words, shard.label)
 
-    def _heard_rounds(self, shard: Member, rounds: Status, seq: int, now: float) -> None:
+    def _heard_rounds(self, shard: SeenMember, rounds: Status, seq: int, now: float) -> None:
         epoch = int(rounds["epoch"])
         for facts in rounds["rounds"]:
             self._rounds.heard(seq, shard.label, epoch, facts, now)
@@ -196,7 +196,7 @@ class Feed:
         self._traced[shard.name] = (epoch, int(rounds["seq"]))
 
     @property
-    def _learners(self) -> list[Learner]:
+    def _learners(self) -> list[SeenLearner]:
         return list(self._cluster.learners.values())
 
     def _run(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class Feed:
             "forgotten": self._cluster.forgotten,
         }
 
-    def _shard_row(self, shard: Member) -> dict[str, Any]:
+    def _shard_row(self, shard: SeenMember) -> dict[str, Any]:
         low, high = shard.versions or (None, None)
         return {
             "name": shard.label,
@@ -276,7 +276,7 @@ COLUMNS = (
 """From left to right."""
 
 
-def _row(one: Learner) -> dict[str, Any]:
+def _row(one: SeenLearner) -> dict[str, Any]:
     """JSON of one learner."""
     return {
         "id": one.learner_id,

@@ -31,7 +31,7 @@ from diloco_deploy.web.feed import Feed
 
 
 @dataclass(frozen=True)
-class Members:
+class PageMembers:
     """At one moment."""
 
     shards: Mapping[str, str | None]
@@ -42,32 +42,32 @@ class Members:
     """Name -> how its process ended last, in words."""
 
 
-Watched = Callable[[], Members]
+Watched = Callable[[], PageMembers]
 """Called again and again; never raises."""
 
 
 def given(addresses: Sequence[str]) -> Watched:
     """Shards at fixed addresses. Raises ConfigError."""
-    members = Members({f"shard at {address}": str(parse_address(address)) for address in addresses})
+    members = PageMembers({f"shard at {address}": str(parse_address(address)) for address in addresses})
     return lambda: members
 
 
 def in_folder(folder: Path) -> Watched:
     """The cluster that `diloco up` runs there, now or later."""
 
-    def look() -> Members:
+    def look() -> PageMembers:
         found = {name: http for name, http in addresses_in(folder).items() if name.startswith("shard-")}
         record = read_record(folder)
         if record is None:
-            return Members(found)
+            return PageMembers(found)
         shards = {f"shard-{i}": found.get(f"shard-{i}") for i in range(record.shards)}
         why = {name: member.why for name, member in record.members.items() if member.process in ("died", "lost")}
-        return Members(shards, [f"worker-{i}" for i in range(record.workers)], why)
+        return PageMembers(shards, [f"worker-{i}" for i in range(record.workers)], why)
 
     return look
 
 
-class Credentials:
+class PageCredentials:
     """What shards are shown, read again when the files change. Owned by one event loop."""
 
     def __init__(self, tls: Path | None, token: str | None) -> None:
@@ -127,7 +127,13 @@ class LivePage:
     """Use inside one event loop: `start`, then `stop`."""
 
     def __init__(
-        self, listen: str, watched: Watched, credentials: Credentials, *, asks_key: bool, door: TlsDoor | None = None
+        self,
+        listen: str,
+        watched: Watched,
+        credentials: PageCredentials,
+        *,
+        asks_key: bool,
+        door: TlsDoor | None = None,
     ) -> None:
         """`asks_key`: for a word that is made here, or the token of the run. `door`: serve over TLS."""
         self._watched, self._credentials = watched, credentials

@@ -39,7 +39,7 @@ import torch
 from diloco_server.core.cadence import Quorum
 from diloco_server.core.directions import Direction
 from diloco_server.core.membership import Member
-from diloco_server.core.round import Contribution, Limit
+from diloco_server.core.round import Contribution, LengthLimit
 
 TWICE = 2.0
 """The second longest: healthy learners that point with each other are within it, or come near it as they warm up."""
@@ -124,7 +124,7 @@ class Influence:
     left_out: set[str] = field(default_factory=set)
     """Learners whose contributions are not merged."""
     _told: dict[str, Told] = field(default_factory=dict)
-    _own: dict[int, dict[str, Limit]] = field(default_factory=dict)
+    _own: dict[int, dict[str, LengthLimit]] = field(default_factory=dict)
     """Fragment -> learner -> as long as its last contribution counted."""
 
     @property
@@ -158,8 +158,8 @@ class Influence:
         return sum(int(min(one, most)) for one in tokens)
 
     def bound(
-        self, fragment_id: int, taken: Sequence[Contribution], before: Limit | None
-    ) -> tuple[dict[str, Contribution], Limit | None]:
+        self, fragment_id: int, taken: Sequence[Contribution], before: LengthLimit | None
+    ) -> tuple[dict[str, Contribution], LengthLimit | None]:
         """What counts of each contribution to a round that closes, and the limit after it.
 
         `before`: that after the round before; None: no round has told yet.
@@ -172,7 +172,7 @@ class Influence:
             # Where nobody can say, what counts may be longer than what is remembered: or it would grow without end.
             remembered = most * TWICE / RISES if len(limits) < 3 else most
             if not self.strangers:
-                own[learner_id] = Limit(min(c.norm, remembered), c.steps)
+                own[learner_id] = LengthLimit(min(c.norm, remembered), c.steps)
         return bounded, after
 
     def bound_weights(self, taken: Sequence[Contribution]) -> dict[str, Contribution]:
@@ -183,8 +183,8 @@ class Influence:
         return {c.learner_id: replace(c, weight_max=weight, counted=min(c.tokens, tokens)) for c in taken}
 
     def _limits(
-        self, taken: Sequence[Contribution], before: Limit | None, own: Mapping[str, Limit]
-    ) -> tuple[dict[str, float], Limit | None]:
+        self, taken: Sequence[Contribution], before: LengthLimit | None, own: Mapping[str, LengthLimit]
+    ) -> tuple[dict[str, float], LengthLimit | None]:
         """Of each contribution that has a length. `own`: as long as those before counted, by learner."""
         steps = {c.learner_id: self._steps(c) for c in taken}
         known = {
@@ -208,8 +208,8 @@ class Influence:
                 for c, most in zip(taken, reach, strict=True)
             }
         usual = int(taken_in.kthvalue(rank).indices)
-        told = Limit(reach[usual], self._steps(taken[usual]))
-        fallen = told if before is None else Limit(FALLS * before.length, before.steps)
+        told = LengthLimit(reach[usual], self._steps(taken[usual]))
+        fallen = told if before is None else LengthLimit(FALLS * before.length, before.steps)
         most_steps = max(told.steps, fallen.steps)
         return limits, max(told, fallen, key=lambda limit: limit.at(most_steps))
 

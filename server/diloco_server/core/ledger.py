@@ -246,7 +246,7 @@ Fact = (
 # ------------------------------------------------------------------ their words
 
 
-class Told(NamedTuple):
+class FactWords(NamedTuple):
     """A fact as people hear of it."""
 
     words: str
@@ -255,42 +255,42 @@ class Told(NamedTuple):
     """Of its line in the log."""
 
 
-def told_of(fact: Fact) -> Told | None:
+def told_of(fact: Fact) -> FactWords | None:
     """None: nobody is told of it by itself."""
     match fact:
         case ContributionAnswered(header=header, answer=answer) if answer.outcome is Outcome.REJECTED:
             facts = {"fragment": header.fragment_id, "round": header.round, "code": answer.code, "why": answer.message}
-            return Told("contribution refused", facts, "warning")
+            return FactWords("contribution refused", facts, "warning")
         case RoundOpened():
-            return Told("round opened", _shown(fact), "debug")
+            return FactWords("round opened", _shown(fact), "debug")
         case RoundClosed():
-            return Told("round closed", _shown(fact, "absent"), "debug")
+            return FactWords("round closed", _shown(fact, "absent"), "debug")
         case VersionCommitted():
-            return Told("version committed", _shown(fact, "merged"), "debug")
+            return FactWords("version committed", _shown(fact, "merged"), "debug")
         case VersionsLost():
-            return Told("versions lost", _shown(fact), "error")
+            return FactWords("versions lost", _shown(fact), "error")
         case ValuesReplaced():
             words = "values replaced: this learner has seen more than they held"
-            return Told(words, _shown(fact), "warning")
+            return FactWords(words, _shown(fact), "warning")
         case LearnerJoined():
-            return Told("returned" if fact.returned else "joined", _shown(fact, "returned"))
+            return FactWords("returned" if fact.returned else "joined", _shown(fact, "returned"))
         case LearnerGone():
-            return Told(fact.how, _shown(fact, "code") if fact.how == "left" else _shown(fact))
+            return FactWords(fact.how, _shown(fact, "code") if fact.how == "left" else _shown(fact))
         case LearnerLeftOut():
-            return Told("left out", _shown(fact), "warning")
+            return FactWords("left out", _shown(fact), "warning")
         case LearnerTakesPart():
-            return Told("takes part again", _shown(fact))
+            return FactWords("takes part again", _shown(fact))
         case SameLosses():
             words = "same losses: these learners train on the same batches; order their data by learner.seed"
-            return Told(words, _shown(fact), "warning")
+            return FactWords(words, _shown(fact), "warning")
         case EveryChanged():
-            return Told("sync_every changed", _shown(fact))
+            return FactWords("sync_every changed", _shown(fact))
         case MergeChosen():
-            return Told("merge rule chosen", _shown(fact))
+            return FactWords("merge rule chosen", _shown(fact))
         case MergeStays():
-            return Told("merge rule stays: set sync.merge for another", _shown(fact), "warning")
+            return FactWords("merge rule stays: set sync.merge for another", _shown(fact), "warning")
         case BudgetReached():
-            return Told("budget reached", _shown(fact))
+            return FactWords("budget reached", _shown(fact))
         case _:
             return None
 

@@ -40,7 +40,7 @@ SLOW_S = 1.0
 NOTHING = Progress(0, 0)
 
 
-class State(Enum):
+class LeaseState(Enum):
     ALIVE = "alive"  # holds a lease
     STALLED = "stalled"  # holds a lease, but no inner step has ended for long
     EVICTED = "evicted"  # the lease ran out, or was taken away
@@ -66,7 +66,7 @@ class Member:
     """Processes that joined under this id before. They may not come back: their merges were forgotten."""
     later: str = ""
     """The process that had the id before, if it began later. It may come back: other shards have refused this one."""
-    state: State = State.ALIVE
+    state: LeaseState = LeaseState.ALIVE
     evicted_for: str = ""
     """Stable code of the eviction."""
     progress: Progress = field(default_factory=lambda: Progress(0, 0))
@@ -98,7 +98,7 @@ class Member:
 
     @property
     def live(self) -> bool:
-        return self.state is State.ALIVE or self.state is State.STALLED
+        return self.state is LeaseState.ALIVE or self.state is LeaseState.STALLED
 
     @property
     def reported(self) -> Progress:
@@ -114,13 +114,13 @@ class Member:
     def sets_pace(self) -> bool:
         """Others are measured by it: it answers when it is asked, be it too late, and goes on."""
         answers = self.silent_rounds is not None and self.silent_rounds < IDLE_ROUNDS
-        return answers and self.state is State.ALIVE
+        return answers and self.state is LeaseState.ALIVE
 
     @property
     def may_answer(self) -> bool:
         """It answers when it is asked, or has not been asked often enough to tell."""
         rounds = self.idle_rounds if self.silent_rounds is None else self.silent_rounds
-        return rounds < IDLE_ROUNDS and self.state is State.ALIVE
+        return rounds < IDLE_ROUNDS and self.state is LeaseState.ALIVE
 
     @property
     def is_leaving(self) -> bool:
@@ -279,7 +279,7 @@ class Membership:
 
     def eviction(self, member: Member) -> Refusal:
         """Why this member's lease is over, in words."""
-        if member.state is State.LEFT:
+        if member.state is LeaseState.LEFT:
             return NotJoined(f"{member.learner_id} has left; join again to come back")
         if member.evicted_for == Revoked.code:
             return NotJoined(f"{member.learner_id} was revoked; join again with what proves it now")
@@ -299,18 +299,18 @@ class Membership:
             member.first_step = progress.inner_step
         if progress.inner_step > member.progress.inner_step:
             member.last_step_at = now
-            member.state = State.ALIVE  # it holds a lease, so who is live stays the same
+            member.state = LeaseState.ALIVE  # it holds a lease, so who is live stays the same
         member.progress = progress
 
     def leave(self, member: Member) -> None:
-        member.state = State.LEFT
+        member.state = LeaseState.LEFT
         self._live = None
 
     def revoke(self, member: Member) -> None:
         self._evict(member, Revoked.code)
 
     def _evict(self, member: Member, code: str) -> None:
-        member.state, member.evicted_for = State.EVICTED, code
+        member.state, member.evicted_for = LeaseState.EVICTED, code
         self._live = None
 
     def expire(self, now: float) -> list[Member]:
@@ -331,7 +331,7 @@ class Membership:
                 self._evict(member, StalledError.code)
             else:
                 if idle_s > stalled_s:
-                    member.state = State.STALLED
+                    member.state = LeaseState.STALLED
                 left_s = [lease_s - silent_s]
                 left_s += [limit_s - idle_s for limit_s in (timeout_s, stalled_s) if limit_s >= idle_s]
                 self._expires_at = min(self._expires_at, now + min(left_s))

@@ -51,12 +51,12 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec import Chunk, Codec, Payload, PayloadHeader, as_tensor, check_chunk, get_codec
-from diloco_common.codec.base import Part
+from diloco_common.codec.base import ChunkPart
 from diloco_common.codec.memory import scratch
 from diloco_common.codec.native import WeightedSum
 from diloco_common.errors import BadPayload
 from diloco_common.wire.manifest import Piece, mean_of
-from diloco_server.core.parts import PartedPayload, Place, places_of, root
+from diloco_server.core.parts import PartedPayload, PieceSpan, places_of, root
 from diloco_server.core.round import Contribution
 
 SLICE = 1 << 18
@@ -78,7 +78,7 @@ class PieceNorms:
     Checks the bytes, once for all. An error is raised at the end, as a wrong checksum says more.
     """
 
-    def __init__(self, header: PayloadHeader, num_pieces: int, places: Sequence[Place]) -> None:
+    def __init__(self, header: PayloadHeader, num_pieces: int, places: Sequence[PieceSpan]) -> None:
         """`places`: where the pieces lie in the payload (`parts.places_of`)."""
         self._header = header
         self._codec = get_codec(header.encoding)
@@ -103,13 +103,13 @@ class PieceNorms:
             self._squares[i] += self._codec.sum_squares(data, num_elements, a - bounds.start, b - bounds.start)
         self._index += 1
 
-    def _places_in(self, start: int, end: int) -> Iterator[Place]:
+    def _places_in(self, start: int, end: int) -> Iterator[PieceSpan]:
         """What of the places lies in elements [start, end) of the payload. Places ascend, and so do chunks."""
         while self._first < len(self._places):
             i, first, stop = self._places[self._first]
             a, b = max(start, first), min(end, stop)
             if a < b:
-                yield Place(i, a, b)
+                yield PieceSpan(i, a, b)
             if stop > end:
                 return
             self._first += 1
@@ -138,7 +138,7 @@ class MergedSlice:
     num_elements: int
     """At most SLICE, all of one piece."""
     codec: Codec
-    parts: Sequence[Part]
+    parts: Sequence[ChunkPart]
     weights: Sequence[float]
 
     @property
@@ -202,7 +202,7 @@ def chunk_tensors(payload: Payload) -> list[Tensor]:
 
 
 def _weights(
-    sources: Sequence[_Source],
+    sources: Sequence[_Addend],
     piece: Piece,
     rule: str | MergeRule,
     shares: Sequence[float],
@@ -231,7 +231,7 @@ def _checked(weights: Sequence[float], num_sources: int) -> Sequence[float]:
     return weights
 
 
-def _agreement(sources: Sequence[_Source], piece: Piece, weights: Sequence[float], lengths: Sequence[float]) -> float:
+def _agreement(sources: Sequence[_Addend], piece: Piece, weights: Sequence[float], lengths: Sequence[float]) -> float:
     """Mean cosine of two contributions, weighted, in [0, 1]. Reads them once: the norm of their sum tells it.
     `lengths`: of each, times its weight."""
     alone, pairs = sum(x * x for x in lengths), 2 * sum(x * y for x, y in itertools.combinations(lengths, 2))
@@ -240,7 +240,7 @@ def _agreement(sources: Sequence[_Source], piece: Piece, weights: Sequence[float
 
 
 def _rda_weights(
-    sources: Sequence[_Source], piece: Piece, shares: Sequence[float], norms: Sequence[float], kept: Sequence[float]
+    sources: Sequence[_Addend], piece: Piece, shares: Sequence[float], norms: Sequence[float], kept: Sequence[float]
 ) -> Sequence[float] | None:
     """Reads the contributions once, for the length of their mean direction. None: the directions cancel."""
     radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
@@ -252,7 +252,7 @@ def _rda_weights(
     return [weight * (radius / norm) for weight in weights] if norm > CANCELLED else None
 
 
-def _dot_products(sources: Sequence[_Source], piece: Piece, kept: Sequence[float]) -> Tensor:
+def _dot_products(sources: Sequence[_Addend], piece: Piece, kept: Sequence[float]) -> Tensor:
     """Of each contribution to a piece with each, as far as they are `kept`: float64 (M, M). Reads them once; holds
     12 M DOT_SLICE bytes."""
     parts = torch.tensor(kept, dtype=torch.float64)
@@ -263,7 +263,7 @@ def _dot_products(sources: Sequence[_Source], piece: Piece, kept: Sequence[float
     return products * torch.outer(parts, parts)
 
 
-def _rows(sources: Sequence[_Source], bounds: slice) -> Iterator[tuple[slice, Tensor]]:
+def _rows(sources: Sequence[_Addend], bounds: slice) -> Iterator[tuple[slice, Tensor]]:
     """Elements of all contributions, decoded, at most DOT_SLICE at a time: float32 (M, n)."""
     for some in _slices(sources, bounds, [0.0] * len(sources), DOT_SLICE):
         values = torch.empty(len(sources), some.num_elements)
@@ -272,16 +272,16 @@ def _rows(sources: Sequence[_Source], bounds: slice) -> Iterator[tuple[slice, Te
         yield some.bounds, values
 
 
-class _Source(Protocol):
+class _Addend(Protocol):
     """One contribution, ready to be added."""
 
     codec: Codec
 
-    def part(self, start: int) -> tuple[Part, int]:
+    def part(self, start: int) -> tuple[ChunkPart, int]:
         """Elements from `start` of the fragment on, and how far they reach."""
 
 
-def _source(payload: Payload | PartedPayload) -> _Source:
+def _source(payload: Payload | PartedPayload) -> _Addend:
     return _Parted(payload) if isinstance(payload, PartedPayload) else _Whole(payload)
 
 
@@ -295,11 +295,11 @@ class _Whole:
         self._chunk_elements = header.chunk_elements
         self._chunks = chunk_tensors(payload)
 
-    def part(self, start: int) -> tuple[Part, int]:
+    def part(self, start: int) -> tuple[ChunkPart, int]:
         """Elements from `start` of the payload on, and the end of their chunk."""
         index = start // self._chunk_elements
         bounds = self._bounds[index]
-        return Part(self._chunks[index], bounds.stop - bounds.start, start - bounds.start), bounds.stop
+        return ChunkPart(self._chunks[index], bounds.stop - bounds.start, start - bounds.start), bounds.stop
 
 
 class _Parted:
@@ -311,14 +311,14 @@ class _Parted:
         self._starts = [span.start for span, _ in self._spans]
         self.codec = sources[0][0].codec
 
-    def part(self, start: int) -> tuple[Part, int]:
+    def part(self, start: int) -> tuple[ChunkPart, int]:
         span, source = self._spans[bisect_right(self._starts, start) - 1]
         part, stop = source.part(start + span.shift)
         return part, min(span.stop, stop - span.shift)
 
 
 def _slices(
-    sources: Sequence[_Source], bounds: slice, weights: Sequence[float], size: int = SLICE
+    sources: Sequence[_Addend], bounds: slice, weights: Sequence[float], size: int = SLICE
 ) -> Iterator[MergedSlice]:
     """The weighted sum over these elements, at most `size` at a time; no slice reaches over the end of a chunk."""
     start, end = bounds.start, bounds.stop

@@ -30,7 +30,7 @@ PADDING_MAX = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """What one rank has pushed of a contribution, still compressed."""
 
     ranges: tuple[Range, ...]
@@ -48,7 +48,7 @@ class PartedPayload:
 
     header: PayloadHeader
     """Of the whole; `num_bytes` is the sum over parts, and there is no checksum."""
-    parts: tuple[Part, ...]
+    parts: tuple[RankPart, ...]
 
     def has(self, header: PushHeader) -> bool:
         """Whether this very part is one of them. An empty part always is."""
@@ -57,7 +57,7 @@ class PartedPayload:
         return any((p.payload.header, p.ranges) == (header.payload, header.ranges) for p in self.parts)
 
 
-class Place(NamedTuple):
+class PieceSpan(NamedTuple):
     """A piece of the fragment, or what a part has of it, and where that lies in the payload."""
 
     piece: int
@@ -75,7 +75,7 @@ class HalfContribution:
         self._elements = fragment_elements
         self.tokens_merged = header.tokens_merged
         """Of a seed: the fewest that a rank knows of."""
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, RankPart] = {}
         self._ranges: list[Range] = []  # of all parts, ascending
         self._padded = 0  # elements of all payloads
         self._squares: list[float] = []  # of each piece of the fragment, summed over the parts
@@ -121,7 +121,7 @@ class HalfContribution:
                 "give each rank fewer and longer ranges"
             )
 
-    def add(self, header: PushHeader, part: Part, piece_norms: Sequence[float]) -> None:
+    def add(self, header: PushHeader, part: RankPart, piece_norms: Sequence[float]) -> None:
         """A part that `has` was asked about, and that is not there yet.
 
         `piece_norms`: L2 norm of each piece of the fragment, as far as it is in this part.
@@ -174,10 +174,10 @@ def check_ranges(header: PushHeader, fragment_elements: int) -> int:
     return num_elements(header.ranges)
 
 
-def places_of(ranges: Sequence[Range], pieces: Sequence[Piece]) -> list[Place]:
+def places_of(ranges: Sequence[Range], pieces: Sequence[Piece]) -> list[PieceSpan]:
     """Where pieces lie in a payload with these ranges of the fragment, ascending; no ranges: the whole fragment."""
     if not ranges:
-        return [Place(i, p.offset, p.offset + p.num_elements) for i, p in enumerate(pieces)]
+        return [PieceSpan(i, p.offset, p.offset + p.num_elements) for i, p in enumerate(pieces)]
     found = []
     first = 0  # pieces ascend, and so do ranges
     for span in spans(ranges):
@@ -188,7 +188,7 @@ def places_of(ranges: Sequence[Range], pieces: Sequence[Piece]) -> list[Place]:
             b = min(span.stop, pieces[i].offset + pieces[i].num_elements)
             if a >= b:
                 break
-            found.append(Place(i, a + span.shift, b + span.shift))
+            found.append(PieceSpan(i, a + span.shift, b + span.shift))
     return found
 
 

@@ -32,7 +32,7 @@ TIMES_USUAL, AT_LEAST_S, FIRST_S = 10.0, 10.0, 60.0
 round has told what is usual."""
 
 
-class Patience:
+class RoundPatience:
     """What the learners and rounds of one shard have told of time."""
 
     def __init__(self, sync: SyncSettings, influence: Influence, membership: Membership, versions: Versions) -> None:

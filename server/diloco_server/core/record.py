@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from diloco_common.wire import bounds
 from diloco_common.wire.messages import VersionId
 from diloco_server.core.membership import Membership
-from diloco_server.core.round import Limit, Round
+from diloco_server.core.round import LengthLimit, Round
 
 MERGES = ("mean", "agreement")
 """The merge rules that a run takes by itself."""
@@ -31,7 +31,7 @@ class Record:
     """As far as they count (`influence.py`). Stops at `bounds.TOKENS_COUNTED_MAX`: it can be sent for ever."""
     forgotten_version: int = 0
     """The latest version with a contribution of a learner that `merged_versions` no longer names. Grows."""
-    limit: Limit | None = None
+    limit: LengthLimit | None = None
     """Of the length of contributions, after the last round (`influence.py`); None: no round has told yet."""
     merge: str = ""
     """The merge rule that the run has taken by what its learners train with (`versions.py`); empty: the settings say

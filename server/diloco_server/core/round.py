@@ -21,7 +21,7 @@ class CloseReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class LengthLimit:
     """The longest that a contribution of so many inner steps counts for."""
 
     length: float
@@ -108,7 +108,7 @@ class Round:
     merged."""
     quorum_at: float | None = None
     closed_at: float = 0.0
-    limit: Limit | None = None
+    limit: LengthLimit | None = None
     """Of lengths, for the next round. Known once the round is closed."""
     asked_at: float = field(init=False)
     """When learners were asked last."""

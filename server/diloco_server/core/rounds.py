@@ -27,7 +27,7 @@ from diloco_server.core.ledger import (
 )
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.merge import shares_of
-from diloco_server.core.patience import Patience
+from diloco_server.core.patience import RoundPatience
 from diloco_server.core.round import Contribution, Round
 from diloco_server.core.taking import Taking
 from diloco_server.core.versions import Versions
@@ -42,7 +42,7 @@ class Rounds:
     def __init__(
         self, settings: Settings, influence: Influence, membership: Membership, versions: Versions, outbox: Outbox
     ) -> None:
-        self.patience = Patience(settings.sync, influence, membership, versions)
+        self.patience = RoundPatience(settings.sync, influence, membership, versions)
         self.taking = Taking(settings.sync, settings.lease.lease_s, self.patience, versions, outbox)
         self._influence = influence
         self._quorum = settings.sync.quorum

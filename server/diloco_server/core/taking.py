@@ -19,8 +19,8 @@ from diloco_server.core.effects import Outbox, SeedFragment
 from diloco_server.core.fragment import FragmentState, HalfSeed
 from diloco_server.core.ledger import ContributionAnswered, ContributionDropped, QuorumReached, ValuesReplaced
 from diloco_server.core.membership import Member
-from diloco_server.core.parts import HalfContribution, Part, PartedPayload, is_part, whole_of
-from diloco_server.core.patience import Patience
+from diloco_server.core.parts import HalfContribution, PartedPayload, RankPart, is_part, whole_of
+from diloco_server.core.patience import RoundPatience
 from diloco_server.core.round import Contribution, total_norm
 from diloco_server.core.versions import Versions
 
@@ -29,7 +29,7 @@ class Taking:
     """The account of what was pushed to the fragments of one shard."""
 
     def __init__(
-        self, sync: SyncSettings, lease_s: float, patience: Patience, versions: Versions, outbox: Outbox
+        self, sync: SyncSettings, lease_s: float, patience: RoundPatience, versions: Versions, outbox: Outbox
     ) -> None:
         self._sync = sync
         self._lease_s = lease_s
@@ -75,7 +75,7 @@ class Taking:
             if is_part(header):
                 half = self._half(member, state, header)
                 assert isinstance(payload, Payload)
-                half.add(header, Part(header.ranges, payload), piece_norms)
+                half.add(header, RankPart(header.ranges, payload), piece_norms)
                 if not half.is_complete:
                     return HELD
                 payload, piece_norms, tokens_merged = half.payload(), half.piece_norms(), half.tokens_merged

@@ -15,7 +15,7 @@ from diloco_common.wire.messages import Collect, Committed, Directive, Evicted, 
 from diloco_server.core.effects import Tell
 
 
-class ControlStream:
+class LearnerStream:
     def __init__(self, learner_id: str, generation: int) -> None:
         self.learner_id = learner_id
         self.generation = generation
@@ -53,21 +53,21 @@ class ControlStreams:
     """The open streams of a shard, at most one per learner."""
 
     def __init__(self) -> None:
-        self._by_learner: dict[str, ControlStream] = {}
+        self._by_learner: dict[str, LearnerStream] = {}
 
     def __len__(self) -> int:
         return len(self._by_learner)
 
-    def __iter__(self) -> Iterator[ControlStream]:
+    def __iter__(self) -> Iterator[LearnerStream]:
         return iter(self._by_learner.values())
 
-    def open(self, learner_id: str, generation: int) -> ControlStream:
+    def open(self, learner_id: str, generation: int) -> LearnerStream:
         """The stream of a generation; ends an older one of the same learner."""
         self.end(learner_id)
-        self._by_learner[learner_id] = stream = ControlStream(learner_id, generation)
+        self._by_learner[learner_id] = stream = LearnerStream(learner_id, generation)
         return stream
 
-    def close(self, stream: ControlStream) -> None:
+    def close(self, stream: LearnerStream) -> None:
         if self._by_learner.get(stream.learner_id) is stream:
             del self._by_learner[stream.learner_id]
 

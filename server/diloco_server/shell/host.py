@@ -53,7 +53,7 @@ from diloco_server.core.membership import Member
 from diloco_server.core.merge import PieceNorms
 from diloco_server.core.parts import places_of
 from diloco_server.core.shard import Shard
-from diloco_server.shell.control_streams import ControlStream, ControlStreams
+from diloco_server.shell.control_streams import ControlStreams, LearnerStream
 from diloco_server.shell.driver import EffectDriver, Job
 from diloco_server.shell.keeper import Checkpointer, Keeper, recover
 from diloco_server.shell.readers import Reader, Readers
@@ -274,7 +274,7 @@ class ShardHost:
         """Who calls, if it holds a lease. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
         return self.shard.check(caller.learner_id, caller.generation, caller.epoch)
 
-    def attend(self, caller: Identity) -> ControlStream:
+    def attend(self, caller: Identity) -> LearnerStream:
         """The control stream of a lease; ends an older one of the same learner. Raises as `member` does."""
         member = self.member(caller)
         stream = self.streams.open(member.learner_id, member.generation)
@@ -282,7 +282,7 @@ class ShardHost:
         self.advance()
         return stream
 
-    def close_stream(self, stream: ControlStream) -> None:
+    def close_stream(self, stream: LearnerStream) -> None:
         self.streams.close(stream)
         self._moved.set()
 

@@ -156,7 +156,7 @@ class Takers:
                 del self._shown[next(iter(self._shown))]
 
 
-class Pushes(Generic[H]):
+class OpenPushes(Generic[H]):
     """Pushes under way: few per account, one per account and fragment, so many of all, and so many announced bytes.
 
     The newest push counts: it pushes out the one of the same fragment, or the account's oldest if it has too many.

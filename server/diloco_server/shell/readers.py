@@ -14,7 +14,7 @@ from diloco_common.errors import BadRequest
 from diloco_common.ports import Clock
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.messages import Committed, Directive, Drain, FollowRequest, Pulse, Role, Stop
-from diloco_server.shell.control_streams import ControlStream
+from diloco_server.shell.control_streams import LearnerStream
 from diloco_server.shell.quotas import Places
 
 READERS_EACH, READERS_MAX = 4, 64
@@ -32,7 +32,7 @@ class Reader:
     site: str
     address: str
     since: float
-    stream: ControlStream = field(default_factory=lambda: ControlStream("", 0))
+    stream: LearnerStream = field(default_factory=lambda: LearnerStream("", 0))
 
 
 class Readers:

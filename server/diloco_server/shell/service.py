@@ -48,9 +48,9 @@ from diloco_common.wire.messages import (
     Role,
     VersionId,
 )
-from diloco_server.shell.control_streams import ControlStream
+from diloco_server.shell.control_streams import LearnerStream
 from diloco_server.shell.host import ShardHost
-from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Ranks, Rate, Takers
+from diloco_server.shell.quotas import SHOWN_BYTES, OpenPushes, Places, Ranks, Rate, Takers
 from diloco_server.shell.rules import check_codecs
 from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
 from diloco_server.storage.filesystem import OldFile
@@ -97,7 +97,7 @@ class Service:
     def __init__(self, host: ShardHost) -> None:
         limits = host.settings.shard
         self._host = host
-        self._pushes = Pushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, limits.bytes_in_max)
+        self._pushes = OpenPushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, limits.bytes_in_max)
         self._rank_pushes = Ranks("pushes", max(PUSHES_AT_ONCE, limits.max_pushes // 2))
         self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](HOST_PULLS_AT_ONCE)
         self._rank_pulls = Ranks("pulls", max(PULLS_AT_ONCE, limits.max_pushes // 2))
@@ -219,7 +219,7 @@ class Service:
             while (directive := await reader.stream.next()) is not None:
                 yield self._host.near(directive, "", "") if reader.role is Role.MIRROR else directive
 
-    async def _read_reports(self, caller: Identity, reports: AsyncIterator[Progress], stream: ControlStream) -> None:
+    async def _read_reports(self, caller: Identity, reports: AsyncIterator[Progress], stream: LearnerStream) -> None:
         """Hand in the learner's reports until its side ends; then end ours. Raises BadRequest."""
         try:
             turns = Turns(REPORTS_PER_S, REPORTS)

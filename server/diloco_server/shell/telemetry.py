@@ -30,7 +30,7 @@ from diloco_server.core.ledger import (
     VersionCommitted,
     told_of,
 )
-from diloco_server.core.membership import Member, State
+from diloco_server.core.membership import LeaseState, Member
 from diloco_server.core.shard import Shard
 
 
@@ -132,7 +132,7 @@ class ShardTelemetry:
         rounds.grace.set(shard.rounds.patience.grace_s())
         self._sample_ledger()
         live = shard.membership.live()
-        self._metrics.learners.live(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))
+        self._metrics.learners.live(alive=len(live), stalled=sum(m.state is LeaseState.STALLED for m in live))
         for member in shard.membership.all():
             self._sample_learner(member, now)
 

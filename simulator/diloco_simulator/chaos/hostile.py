@@ -32,7 +32,7 @@ from diloco_common.wire.messages import (
     PushHeader,
 )
 from diloco_simulator.chaos import lies
-from diloco_simulator.chaos.plot import AS_OTHERS, FOREIGN, PUSHES, Held, HostileTransport, Plot, Session, Sniffed
+from diloco_simulator.chaos.plot import AS_OTHERS, FOREIGN, PUSHES, HostileTransport, OpenCall, Plot, Session, Sniffed
 
 DECODES = ("float32", "bfloat16", "int8", "int4")
 PAUSE_S = 0.15
@@ -64,7 +64,7 @@ class HostileLearner:
         self._manner = random.choice(plot.manners)
         self._truth = Progress(0, 0, 2.0, plot.step_s)
         self._pushed: deque[tuple[PushHeader, Payload]] = deque(maxlen=16)
-        self._held: deque[Held] = deque()
+        self._held: deque[OpenCall] = deque()
         self._tasks: dict[asyncio.Task[None], None] = {}  # kept: the loop does not hold them
         me = Identity(plot.run_id, learner_id, peer=self._peer)
         self._sessions = [Session(n, transport, me, self._new_process()) for n, transport in enumerate(transports)]
@@ -322,7 +322,7 @@ class HostileLearner:
     def _new_process(self) -> str:
         return f"hostile {self._r.randrange(10**6)}"
 
-    def _hold(self, call: Held) -> None:
+    def _hold(self, call: OpenCall) -> None:
         """Keep a call open and never look at it."""
         self._held.append(call)
         if len(self._held) > HELD_MAX:

@@ -28,7 +28,7 @@ MANNERS = ("honest", "fast", "slow", "liar", "still", "silent")
 """How it reports: as others do; 1000 steps at a time; steps that take for ever; anything; never a step; not at all."""
 
 
-class Held(Protocol):
+class OpenCall(Protocol):
     """A call that is left open."""
 
     async def receive(self) -> Any:
@@ -40,13 +40,13 @@ class Held(Protocol):
 class HostileTransport(Transport, Protocol):
     """The way to one shard, on which calls can be begun and left as they are."""
 
-    def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> Held:
+    def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> OpenCall:
         """A push that never ends."""
 
-    def hold_pull(self, caller: Identity, request: PullRequest) -> Held:
+    def hold_pull(self, caller: Identity, request: PullRequest) -> OpenCall:
         """A pull that nobody reads."""
 
-    def hold_stream(self, caller: Identity) -> Held:
+    def hold_stream(self, caller: Identity) -> OpenCall:
         """A control stream that nobody reads, and on which nothing is reported."""
 
 

@@ -17,7 +17,7 @@ from diloco_common.observe.histories import Histories, Line, Merge, Name, Proces
 
 
 @dataclass(frozen=True)
-class Violation:
+class BrokenPromise:
     """A promise that was not kept."""
 
     check: str
@@ -32,13 +32,13 @@ class Violation:
 Given = ParamSpec("Given")
 
 
-def check(find: Callable[Given, Iterator[str | Violation]]) -> Callable[Given, Iterator[Violation]]:
+def check(find: Callable[Given, Iterator[str | BrokenPromise]]) -> Callable[Given, Iterator[BrokenPromise]]:
     """What a check says in words is a violation of its name."""
 
     @wraps(find)
-    def found(*args: Given.args, **how: Given.kwargs) -> Iterator[Violation]:
+    def found(*args: Given.args, **how: Given.kwargs) -> Iterator[BrokenPromise]:
         for what in find(*args, **how):
-            yield Violation(find.__name__, what) if isinstance(what, str) else what
+            yield BrokenPromise(find.__name__, what) if isinstance(what, str) else what
 
     return found
 
@@ -49,7 +49,7 @@ def violations(
     excused: Container[tuple[int, int]] = (),
     gapless: bool = True,
     claimants: Container[str] = (),
-) -> list[Violation]:
+) -> list[BrokenPromise]:
     """All violations that the histories of one run show, from its beginning.
 
     `excused` as in `lost_versions`, `gapless` as in `work_lost`, `claimants` as in `double_counted`.
@@ -212,7 +212,7 @@ def _words(merge: Merge) -> str:
 
 
 @check
-def lost_versions(histories: Histories, excused: Container[tuple[int, int]] = ()) -> Iterator[str | Violation]:
+def lost_versions(histories: Histories, excused: Container[tuple[int, int]] = ()) -> Iterator[str | BrokenPromise]:
     """A shard that comes back goes on from the last version it announced, and learners apply only announced versions.
 
     `excused`: pairs of an epoch and a fragment. In that epoch the shard may come back with an older version of the
@@ -233,7 +233,7 @@ def lost_versions(histories: Histories, excused: Container[tuple[int, int]] = ()
 
 def _going_on(
     histories: Histories, shard: str, process: Process, latest: dict[int, Version], excused: Container[tuple[int, int]]
-) -> Iterator[str | Violation]:
+) -> Iterator[str | BrokenPromise]:
     """One epoch of a shard. `latest`: fragment -> its last version, in this epoch or an earlier one."""
     epoch, began = process.epoch, set[int]()
     for line in process.of("announced", "restored"):
@@ -246,7 +246,7 @@ def _going_on(
         elif before is not None and now.line is line and now.base is None and version > 0:
             yield f"{shard} came back with version {version} of fragment {fragment}, which it never made"
         elif before is not None and not now.comes_from(before) and (epoch, fragment) not in excused:
-            yield Violation(
+            yield BrokenPromise(
                 "lost_versions",
                 f"{shard} had announced version {before.version} of fragment {fragment}, but came back with {version}",
                 max(1, before.version - version),

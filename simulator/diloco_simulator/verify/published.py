@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec import Codec, get_codec
-from diloco_common.codec.base import Part
+from diloco_common.codec.base import ChunkPart
 from diloco_common.settings import OuterSettings
 from diloco_common.wire.manifest import Fragment, Piece
 from diloco_server.core.merge import MergedSlice, chunk_tensors
@@ -164,7 +164,7 @@ def _sum(stretches: list[list[_Stretch]], piece: Piece, weights: Sequence[float]
     sums = []
     for end in ends:
         held = [next(s for s in one if s.start <= start < s.stop) for one in stretches]
-        parts = [Part(s.chunk, s.chunk_elements, s.at + start - s.start) for s in held]
+        parts = [ChunkPart(s.chunk, s.chunk_elements, s.at + start - s.start) for s in held]
         sums.append(MergedSlice(start, end - start, held[0].codec, parts, weights))
         start = end
     return sums

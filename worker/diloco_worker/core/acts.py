@@ -15,7 +15,7 @@ from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import Progress
 from diloco_worker.core.council_log import Fetch, FetchEnded
 from diloco_worker.core.events import Answered, Failed, Joined
-from diloco_worker.core.fragment import Contribution, Fate
+from diloco_worker.core.fragment import Fate, PendingContribution
 from diloco_worker.core.tensors import FragmentTensors
 
 
@@ -32,13 +32,13 @@ class ModelCut:
 class PushContribution:
     """A round asks for this contribution."""
 
-    contribution: Contribution
+    contribution: PendingContribution
     cpu_seconds: float = 0.0
     """Of the training thread, for the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
-class SeedFragment:
+class OfferSeed:
     """The shard has nothing of this fragment: offer it these values."""
 
     fragment_id: int
@@ -56,7 +56,7 @@ class VersionApplied:
     epoch: int
     values: Tensor
     """The new anchor."""
-    contribution: Contribution | None
+    contribution: PendingContribution | None
     """The one whose fate the version tells."""
     fate: Fate | None
     since: int
@@ -71,7 +71,7 @@ class VersionApplied:
 class WorkCarried:
     """A contribution was not merged: its work goes into the next one."""
 
-    contribution: Contribution
+    contribution: PendingContribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class LastRounds:
 
 
 Act = (
-    ModelCut | PushContribution | SeedFragment | VersionApplied | WorkCarried | StepEnded | LastRounds | Fetch
+    ModelCut | PushContribution | OfferSeed | VersionApplied | WorkCarried | StepEnded | LastRounds | Fetch
     | FetchEnded | Answered | Joined | Failed
 )  # fmt: skip
 """Of what came: a push has its outcome; all ranks have a lease; the learner cannot go on, and that comes last."""

@@ -62,7 +62,7 @@ class Pushes:
 
 
 @dataclass(eq=False)
-class Contribution:
+class PendingContribution:
     """A contribution, from the step boundary that takes it until its fate is known."""
 
     fragment_id: int
@@ -124,7 +124,7 @@ class LearnerFragment:
         self.version = 0
         """Version of the anchor; compares only inside `epoch`, in which it was made."""
         self.epoch = -1  # made by no shard
-        self.contribution: Contribution | None = None
+        self.contribution: PendingContribution | None = None
         """The one that is under way."""
         self.asked: AskedRound | None = None
         """The round that asked for this fragment last, until it is answered."""
@@ -140,11 +140,11 @@ class LearnerFragment:
         """Tokens trained on that no version holds yet, given the learner's total."""
         return tokens - self._base_tokens
 
-    def contribute(self, tokens: int, steps: int) -> Contribution:
+    def contribute(self, tokens: int, steps: int) -> PendingContribution:
         """A contribution to the round that asked. `tokens` and `steps`: the learner's totals now."""
         assert self.asked is not None
         asked, self.asked = self.asked, None
-        self.contribution = Contribution(
+        self.contribution = PendingContribution(
             self.fragment.fragment_id, asked.round, asked.shard_epoch, self.epoch, self.version, self._base_tokens,
             tokens - self._base_tokens, steps - self._base_steps, self.tensors.contribute(asked.round),
         )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from diloco_common.errors import WrongRound
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
-from diloco_worker.core.fragment import AskedRound, Contribution, Fate, LearnerFragment
+from diloco_worker.core.fragment import AskedRound, Fate, LearnerFragment, PendingContribution
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.tensors import Difference, FragmentTensors
 
@@ -24,7 +24,7 @@ from diloco_worker.core.tensors import Difference, FragmentTensors
 class Applied:
     """A version was applied."""
 
-    contribution: Contribution | None = None
+    contribution: PendingContribution | None = None
     """The one whose fate the version tells; None: it tells none."""
     fate: Fate | None = None
 
@@ -42,7 +42,7 @@ class LearnerCore:
         self.tokens_carried = 0
         """Tokens of contributions that were not merged and whose work the next ones hold, summed over the fragments of
         the model."""
-        self._carried: list[Contribution] = []
+        self._carried: list[PendingContribution] = []
         self.fragments = {
             f.fragment_id: LearnerFragment(f, FragmentTensors(replica.held(f), replica, policy))
             for f in manifest.fragments
@@ -78,7 +78,7 @@ class LearnerCore:
         self.inner_step += 1
         self.tokens += tokens
 
-    def contribute(self) -> list[Contribution]:
+    def contribute(self) -> list[PendingContribution]:
         """The contributions that rounds ask for, where there is something to contribute.
 
         They hold their snapshots. Where the replica reads later, these are still to be taken, soon and in any thread
@@ -173,7 +173,7 @@ class LearnerCore:
             if not status.seeded or fate is Fate.CARRIED:
                 self._carry_on(fragment)
 
-    def take_carried(self) -> list[Contribution]:
+    def take_carried(self) -> list[PendingContribution]:
         """The contributions that turned out not to be merged since the last call."""
         carried, self._carried = self._carried, []
         return carried

@@ -25,7 +25,7 @@ is no longer than the longest. And 24 inner steps keep 0.29 of it at mu = 0.95: 
 grow."""
 
 
-class Pace(NamedTuple):
+class MomentumUse(NamedTuple):
     """How an optimizer treats its momentum at present."""
 
     keeps: float = 1.0
@@ -41,7 +41,7 @@ class Companion(NamedTuple):
     values: Tensor
     second: Tensor | None = None
     """A second moment, which stays local, and by whose root the optimizer divides; None: it divides by none."""
-    pace: Callable[[], Pace] = Pace
+    pace: Callable[[], MomentumUse] = MomentumUse
     """Asked where a version is applied: schedules move betas."""
 
 

@@ -69,7 +69,7 @@ class Seat(NamedTuple):
     located: Callable[[Tensor], tuple[Holding, Sharing]] | None = None
     """What this rank holds of a DTensor. Raises UnsupportedModel."""
 
-    def holding(self, parameters: Mapping[str, Tensor], specs: Iterable[TensorSpec]) -> Held:
+    def holding(self, parameters: Mapping[str, Tensor], specs: Iterable[TensorSpec]) -> HeldByRank:
         """What this rank has of these parameters, and of all that is synchronised. Raises UnsupportedModel."""
         whole = Sharing(self.rank, self.size)
         holdings = {spec.name: Holding(0, spec.num_elements) for spec in specs}
@@ -81,14 +81,16 @@ class Seat(NamedTuple):
                     tensors[name] = local = parameter.detach().to_local()  # type: ignore[attr-defined]
                 if not local.is_contiguous():
                     raise UnsupportedModel(f"this rank's rows of {name} are not contiguous; {SUPPORTED}")
-        return Held(self, tensors, holdings, _the_same(sharings), whole, any(map(is_dtensor, parameters.values())))
+        return HeldByRank(
+            self, tensors, holdings, _the_same(sharings), whole, any(map(is_dtensor, parameters.values()))
+        )
 
 
 ALONE = Seat()
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldByRank:
     """What one rank holds of a model."""
 
     seat: Seat

@@ -59,7 +59,7 @@ Where = Callable[[str], int]
 """Name of a tensor -> its address."""
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Where a row is taken from: elements of a tensor."""
 
     tensor: str
@@ -70,7 +70,9 @@ class Place(NamedTuple):
 class Watched:
     """The version that is watched at the moment."""
 
-    def __init__(self, fragment_id: int, places: list[Place], read: Callable[[Place], Tensor], where: Where) -> None:
+    def __init__(
+        self, fragment_id: int, places: list[RowPlace], read: Callable[[RowPlace], Tensor], where: Where
+    ) -> None:
         """`read` gives a view of a row."""
         self.fragment_id = fragment_id
         self._places = places
@@ -169,9 +171,9 @@ class Laid:
         elif is_gone and self.undone:
             self.undone += 1
 
-    def _places(self, fragment: Fragment) -> list[Place]:
+    def _places(self, fragment: Fragment) -> list[RowPlace]:
         """In some of the tensors of the fragment, in turn."""
-        found = [Place(p.tensor, p.tensor_offset, p.tensor_offset + p.num_elements) for p in fragment.pieces]
+        found = [RowPlace(p.tensor, p.tensor_offset, p.tensor_offset + p.num_elements) for p in fragment.pieces]
         found = [place for place in found if self._memory(place).numel() >= ROW]
         if not found:
             return []
@@ -179,7 +181,7 @@ class Laid:
         first = self._turn * ROWS % len(found)
         return (found[first:] + found[:first])[:ROWS]
 
-    def _memory(self, place: Place) -> Tensor:
+    def _memory(self, place: RowPlace) -> Tensor:
         """The elements of a place, or most of them, in the order in which they lie in memory. Empty: they lie apart."""
         theta = self._theta(place.tensor)
         if theta.is_contiguous():
@@ -188,7 +190,7 @@ class Laid:
         flat = layout.in_memory_order(part)
         return part.new_empty(0) if flat is None else flat
 
-    def _row(self, place: Place) -> Tensor:
+    def _row(self, place: RowPlace) -> Tensor:
         """[RUNS, RUN]"""
         memory = self._memory(place)
         return memory.as_strided((RUNS, RUN), (memory.numel() // RUNS, 1))

@@ -16,7 +16,7 @@ from diloco_common.errors import DilocoError
 from diloco_common.ports import World
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Pulse
-from diloco_worker.core.acts import Act, Figures, ModelCut, PushContribution, SeedFragment, VersionApplied, WorkCarried
+from diloco_worker.core.acts import Act, Figures, ModelCut, OfferSeed, PushContribution, VersionApplied, WorkCarried
 from diloco_worker.core.agreement import Shards
 from diloco_worker.core.council_log import Turn
 from diloco_worker.core.events import Answered, Arrived, Asked, Event, Failed, Joined, Stopped
@@ -236,7 +236,7 @@ class StepBoundary:
                 hold_s = self._hold_s(status.fragment_id, joined.epoch) if is_held else 0.0
                 if (own := fragment.tensors.fragment.own).stop > own.start:
                     values = fragment.tensors.values()[own]
-                    self._acts.append(SeedFragment(status.fragment_id, values, hold_s))
+                    self._acts.append(OfferSeed(status.fragment_id, values, hold_s))
 
     def _hold_s(self, fragment_id: int, epoch: int) -> float:
         """What is left of the hold that began when this epoch of the shard was first seen without the fragment.

@@ -24,7 +24,7 @@ from diloco_common.ports import World
 from diloco_common.wire.messages import Held, PullHeader
 from diloco_worker.core.device import wait_for_device
 from diloco_worker.core.events import Arrived
-from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.parts import LocalFragment
 from diloco_worker.core.tensors import Difference, FragmentTensors
 from diloco_worker.shell.telemetry import LearnerTelemetry
@@ -59,7 +59,9 @@ class CodecThread:
         self._telemetry = telemetry
         self._executor: Executor = world.threads(1, "diloco-codec")
         self._tensors: Mapping[int, FragmentTensors] = {}
-        self._payloads: dict[Contribution, Future[Payload]] = {}  # the training thread adds, the network thread drops
+        self._payloads: dict[
+            PendingContribution, Future[Payload]
+        ] = {}  # the training thread adds, the network thread drops
         self._held: dict[int, HeldVersion] = {}
         self._tokens_seen = tokens_seen
         self._is_closed = False
@@ -73,7 +75,7 @@ class CodecThread:
 
     # ------------------------------------------------------------ in the training thread
 
-    def begin(self, contribution: Contribution, encoding: str) -> None:
+    def begin(self, contribution: PendingContribution, encoding: str) -> None:
         """Encode a contribution, unless that is done or under way, or this is closed."""
         if contribution not in self._payloads and not self._is_closed and not contribution.tensors.is_others:
             self.drop(lambda earlier: earlier.fragment_id == contribution.fragment_id)
@@ -85,7 +87,7 @@ class CodecThread:
 
     # ------------------------------------------------------------ in the network thread: what goes out
 
-    async def payload(self, contribution: Contribution) -> Payload | None:
+    async def payload(self, contribution: PendingContribution) -> Payload | None:
         """The encoded contribution; None: its fate is known. Raises NotFinite."""
         job = self._payloads.get(contribution)
         if job is None:
@@ -97,7 +99,7 @@ class CodecThread:
         """Values of version 0. Raises NotFinite."""
         return await self._run(lambda: self._seed(values))
 
-    def drop(self, is_over: Callable[[Contribution], bool]) -> None:
+    def drop(self, is_over: Callable[[PendingContribution], bool]) -> None:
         """The fate of these contributions is known: they are not pushed again."""
         for contribution in list(self._payloads):
             if is_over(contribution):
@@ -169,7 +171,7 @@ class CodecThread:
         return self._encode(lambda: encode_payload(values, SEED_ENCODING))
 
     @torch.no_grad()
-    def _contribution(self, contribution: Contribution, encoding: str) -> Payload:
+    def _contribution(self, contribution: PendingContribution, encoding: str) -> Payload:
         if self._has_encoded_seed:  # its bytes are free now, and nothing that comes is as large
             self._give_back()
             self._has_encoded_seed = False

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from diloco_common.errors import ConfigError, ModelChanged, UnsupportedModel
 from diloco_common.wire.manifest import Momentum
-from diloco_worker.core.momentum import Companion, Pace
+from diloco_worker.core.momentum import Companion, MomentumUse
 from diloco_worker.core.shared_set import SharedSet
 
 ADAM = torch.optim.Adam, torch.optim.AdamW
@@ -147,12 +147,12 @@ def _listed(optimizers: object) -> list[Optimizer]:
     return every
 
 
-def _pace(group: dict[str, Any]) -> Pace:
+def _pace(group: dict[str, Any]) -> MomentumUse:
     """As the group is at present. Raises UnsupportedModel."""
     if "betas" not in group:
-        return Pace(float(group["momentum"]))
+        return MomentumUse(float(group["momentum"]))
     beta1, beta2 = map(float, group["betas"])
-    return Pace(beta1, most_of(beta1, beta2))
+    return MomentumUse(beta1, most_of(beta1, beta2))
 
 
 def _kind(optimizer: Optimizer, group: dict[str, Any]) -> Momentum:

@@ -21,7 +21,7 @@ from typing import Any
 from diloco_common.errors import DilocoError, Unavailable
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import Progress, Pulse, ShardAway
-from diloco_worker.core.acts import Act, LastRounds, ModelCut, PushContribution, SeedFragment, StepEnded
+from diloco_worker.core.acts import Act, LastRounds, ModelCut, OfferSeed, PushContribution, StepEnded
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import Lease
 from diloco_worker.core.council_log import Fetch, FetchEnded
@@ -142,7 +142,7 @@ class Connections:
                 owner = self._owner(act.contribution.fragment_id)
                 if owner is not None and not act.contribution.tensors.is_others:
                     owner.pusher.push(act)
-            case SeedFragment():
+            case OfferSeed():
                 if (owner := self._owner(act.fragment_id)) is not None:
                     owner.pusher.seed(act)
             case StepEnded():

@@ -20,7 +20,7 @@ from diloco_common.wire.messages import Pulse
 from diloco_worker.core.connection import AndTell, AsTold, ToPull
 from diloco_worker.core.council_log import CouncilLog, Turn, tokens_of
 from diloco_worker.core.events import Arrived, Event, EventQueue, Failed
-from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 
 WORDS_MAX = 150
@@ -101,10 +101,10 @@ class Council:
         """Inner steps and tokens of what the model holds, where the core has counted these. Raises IslandBroken."""
         return inner_step, tokens
 
-    def contributes(self, contribution: Contribution) -> None:
+    def contributes(self, contribution: PendingContribution) -> None:
         """It is about to be pushed."""
 
-    def applies(self, arrived: Arrived, contribution: Contribution | None) -> None:
+    def applies(self, arrived: Arrived, contribution: PendingContribution | None) -> None:
         """This version is about to be applied, while that contribution is under way."""
 
     def post(self, core: LearnerCore | None, pulse: Callable[[], Pulse], *, stop: bool, leave: bool) -> list[Failed]:
@@ -197,10 +197,10 @@ class IslandCouncil(Council):
         more = None if frames is None else tokens_of(frames)
         return (inner_step, tokens) if more is None else (inner_step + 1, tokens + more)
 
-    def contributes(self, contribution: Contribution) -> None:
+    def contributes(self, contribution: PendingContribution) -> None:
         contribution.may_have_arrived = True  # until a version tells: `applies`
 
-    def applies(self, arrived: Arrived, contribution: Contribution | None) -> None:
+    def applies(self, arrived: Arrived, contribution: PendingContribution | None) -> None:
         """What the version tells goes by what all ranks had sent of it. Values that are not finite were never sent: no
         version holds them."""
         if contribution is not None and arrived.version >= contribution.round:
@@ -244,7 +244,7 @@ class IslandCouncil(Council):
         await self._goodbye()
 
 
-def _with_what_was_sent(arrived: Arrived, contribution: Contribution | None) -> Arrived:
+def _with_what_was_sent(arrived: Arrived, contribution: PendingContribution | None) -> Arrived:
     """After it came: of what is sent from now on, it holds nothing."""
     if contribution is None or not (contribution.tensors.is_others or contribution.pushes.may_have_arrived):
         return arrived

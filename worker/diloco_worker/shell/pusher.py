@@ -13,11 +13,11 @@ from diloco_common.errors import DilocoError, NotFinite, Refusal, Unavailable, r
 from diloco_common.ports import Transport
 from diloco_common.wire.calls import backoff_s, call_s
 from diloco_common.wire.messages import PUSHES_AT_ONCE, Outcome, PushAnswer, PushHeader
-from diloco_worker.core.acts import PushContribution, SeedFragment
+from diloco_worker.core.acts import OfferSeed, PushContribution
 from diloco_worker.core.connection import ConnectionState, Lease
 from diloco_worker.core.dialing import TRY_AGAIN
 from diloco_worker.core.events import Answered, Failed
-from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.shell.context import ConnectionContext
 
 FAILING_S = 60.0
@@ -61,7 +61,7 @@ class Pusher:
             name = f"push {contribution.fragment_id} of round {contribution.round}"
             self._start(self._push_contribution(contribution, lease), name)
 
-    def seed(self, act: SeedFragment) -> None:
+    def seed(self, act: OfferSeed) -> None:
         """Offer the values of version 0 in the background; first writer wins."""
         task = self._start(self._push_seed(act, self._state.lease), f"seed {act.fragment_id}")
         if act.hold_s:
@@ -100,7 +100,7 @@ class Pusher:
 
     # ------------------------------------------------------------ contributions
 
-    async def _push_contribution(self, contribution: Contribution, lease: Lease) -> None:
+    async def _push_contribution(self, contribution: PendingContribution, lease: Lease) -> None:
         answer = None
         try:
             payload, not_finite = await self._payload(contribution)
@@ -118,7 +118,7 @@ class Pusher:
         if answer is not None:
             self._c.inbox.put(Answered(contribution.fragment_id, contribution.round, answer, contribution.tokens))
 
-    async def _payload(self, contribution: Contribution) -> tuple[Payload | None, bool]:
+    async def _payload(self, contribution: PendingContribution) -> tuple[Payload | None, bool]:
         """The encoded contribution, and whether it is not finite: the payload is empty then.
 
         None: the contribution's fate is known.
@@ -148,7 +148,7 @@ class Pusher:
 
     # ------------------------------------------------------------ seeds
 
-    async def _push_seed(self, act: SeedFragment, lease: Lease) -> None:
+    async def _push_seed(self, act: OfferSeed, lease: Lease) -> None:
         await asyncio.sleep(act.hold_s)
         task = asyncio.current_task()
         assert task is not None

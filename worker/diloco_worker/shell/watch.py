@@ -43,7 +43,7 @@ AT_ONCE = 16
 """Parameters that a step looks at. With 500, that is each of them every 32nd step."""
 
 
-class Watched(Protocol):
+class HasWatch(Protocol):
     """What has a watch of its own."""
 
     def check(self) -> None:
@@ -53,7 +53,7 @@ class Watched(Protocol):
 class ModelWatch:
     """The parameters of one model, as they were when it joined. Owned by the training thread."""
 
-    def __init__(self, chosen: SharedSet, beside: Watched | None = None) -> None:
+    def __init__(self, chosen: SharedSet, beside: HasWatch | None = None) -> None:
         """`beside`: what is synchronised beside it."""
         self._beside = beside
         self._chosen = chosen

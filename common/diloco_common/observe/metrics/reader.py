@@ -7,7 +7,7 @@ from collections.abc import Callable
 from diloco_common.observe.metrics.registry import Declare, MetricsRegistry
 
 
-class Following:
+class FollowingMetrics:
     """How it is with its shard. What is asked for at each scrape belongs to the process that follows."""
 
     def __init__(self, declare: Declare) -> None:
@@ -29,7 +29,7 @@ class Following:
 class ReaderMetrics:
     def __init__(self) -> None:
         self.registry = MetricsRegistry()
-        self.following = Following(Declare(self.registry))
+        self.following = FollowingMetrics(Declare(self.registry))
 
     def follow(self, role: str, look: Callable[[], tuple[bool, bool, int, float, int]]) -> None:
         """`look` gives whether it is up and ready, versions and seconds that it is behind, and versions skipped."""
