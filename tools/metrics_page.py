@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from diloco_common.observe.metrics.reader import ReaderMetrics
+from diloco_common.observe.metrics.reader import FollowingMetrics
 from diloco_common.observe.metrics.registry import Certificates, Declare, MetricTotals
 from diloco_common.observe.metrics.shard import Contributions, Itself, Learners, RoundMetrics, Storage
 from diloco_common.observe.metrics.worker import ExchangeMetrics, Training
@@ -76,7 +76,7 @@ def main() -> int:
         + section("Shards: storage", Storage)
         + section("Workers: training", Training)
         + section("Workers: exchange", ExchangeMetrics, time.monotonic)
-        + section("Mirrors and standbys", ReaderMetrics)
+        + section("Mirrors and standbys", FollowingMetrics)
         + section("Both: certificates", Certificates)
     )
     return written(TARGET, text, __doc__)

@@ -184,7 +184,7 @@ WIDE: list[tuple[str, Callable[[pb.JoinRequest], object], str]] = [
     ("200,000 held", lambda r: r.held.extend([pb.Held(fragment_id=1)] * 200_000), "too many entries"),
     ("one held twice", lambda r: r.held.extend([pb.Held(fragment_id=1)] * 2), "names a fragment twice"),
     ("a million tensors", lambda r: r.tensors.extend([pb.Tensor(name="w", shape=[1])] * 10**6), "JoinRequest"),
-    ("20,000 dimensions", lambda r: r.tensors.append(pb.Tensor(name="w", shape=[1] * 20_000)), "more than 8192 bytes"),
+    ("20,000 dimensions", lambda r: r.tensors.append(pb.Tensor(name="w", shape=[1] * 20_000)), "has 20000 entries"),
     ("a long name", lambda r: r.tensors.append(pb.Tensor(name="w" * 10**3, shape=[1])), "has 1000 characters"),
 ]
 

@@ -138,10 +138,10 @@ def test_a_lora(shards, tmp_path):
     base = made(GPT2)
     base.save_pretrained(tmp_path / "base")
     model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["c_attn"], r=2, init_lora_weights=False))
-    model.peft_config["default"].save_pretrained(tmp_path / "config")
+    model.save_pretrained(tmp_path / "adapter")
 
     train(shards, model, GPT2)
-    pull(shards, tmp_path / "config", tmp_path / "out")
+    pull(shards, tmp_path / "adapter", tmp_path / "out")
 
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "base")
     assert torch.equal(logits(peft.PeftModel.from_pretrained(again, tmp_path / "out"), GPT2), logits(model, GPT2))

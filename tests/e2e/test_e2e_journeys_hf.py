@@ -22,7 +22,7 @@ peft = pytest.importorskip("peft", reason="NOT RUN: peft is not installed")
 TEXT = ("Path(__file__).parent.parent.glob", f"Path({str(EXAMPLES)!r}).parent.glob")
 TRAINER = changed((EXAMPLES / "hf_trainer.py").read_text(), TEXT)
 LORA = (EXAMPLES / "lora.py").read_text()
-MADE = "    callback = DilocoCallback(shards, "
+MADE = "    callback = DilocoCallback("
 TARGETS = '["c_attn", "c_fc"]'
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco_common.errors import NotFinite, Refusal, Superseded
 from diloco_common.wire.messages import PushAnswer, VersionId
-from diloco_server.core import rounds
+from diloco_server.core import patience
 from diloco_server.core.admission import DUPLICATE
 from diloco_server.core.arrivals import Reports
 from diloco_server.core.due import DueFragments
@@ -147,7 +147,7 @@ def wait_for_all(original: Any, self: Any, quorum: Any, waits_until: Any, now: A
     return original(self, quorum, float("inf"), now)
 
 
-MUTANTS["wait_for_the_overdue_in_every_round"] = rounds, "OVERDUE", lambda steps: 0
+MUTANTS["wait_for_the_overdue_in_every_round"] = patience, "OVERDUE", lambda steps: 0
 
 
 @breaks(Round, "lose")

@@ -126,7 +126,7 @@ def step_companions_as_the_model(original: Any, self: Any, fragment: Any) -> Any
 # ------------------------------------------------------------ rounds and leases
 
 
-@slip(Round, "look", "short:35", "no_round_stands_still")
+@slip(Round, "look", "short:48", "no_round_stands_still")
 def restart_the_grace_window(original: Any, self: Round, quorum: Any, now: float) -> None:
     """Whenever a round is looked at, its grace begins anew."""
     self.quorum_at = None

@@ -177,12 +177,12 @@ def join(
     _check_ranks(module, island)
     chosen = SharedSet(module, shared, private)
     compared = Compared(None if masters is not None else chosen, optimizer)
-    for one in several(companions):
-        compared.has(one)
     group = IslandGroup(island) if ranks.is_together(island) else None
     if group is not None:
         name = group.agree_on(name, saved)
     replica, averaged = _replica_of(chosen, mean_merge, companions, masters, group)
+    for one in several(companions):
+        compared.has(one)
     replica.reads_later = snapshots == "background" and replica.device.type == "cpu" and group is None
     world = real_world()
     caller = Caller(run, name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
