@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from diloco_common import quantities
+from diloco_common.command import disk_errors
 from diloco_common.errors import EXIT_OK, DataError
 from diloco_common.options import number
 
@@ -34,10 +35,8 @@ def promote(
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
     began, disk = time.monotonic(), Disk(folder)
-    try:
+    with disk_errors():
         held = promote(disk)
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}") from None
     versions = sorted(version for _, version in held.values())
     what = f"versions {versions[0]} to {versions[-1]}" if versions else "no version"
     print(f"{folder}: promoted, with {what} of {len(held)} fragments")

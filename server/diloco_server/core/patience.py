@@ -25,8 +25,6 @@ OVERDUE = 2
 """Times H."""
 SLACK = 0.1
 """Of a step."""
-
-
 TIMES_USUAL, AT_LEAST_S, FIRST_S = 10.0, 10.0, 60.0
 """An open round is overdue after so many times as long as the usual one, and after these seconds; the third: while no
 round has told what is usual."""
