@@ -242,6 +242,23 @@ def test_who_says_the_same_again_and_again_is_left_out_where_nobody_else_says_it
     assert influence.left_out == set()
 
 
+@pytest.mark.parametrize("learners", [3, 4])
+def test_who_says_the_same_again_and_again_stays_out_as_long_as_it_does(learners: int) -> None:
+    """Of three, only two others are left to judge it by."""
+    influence, said, generator = Influence("members"), dict[str, Tensor](), torch.Generator().manual_seed(3)
+    names = "abcd"[:learners]
+    same, common = torch.randn(2, 4096, generator=generator)
+    out = []
+    for _ in range(6 * TOLD):
+        values = [0.5 * common + torch.randn(4096, generator=generator) for _ in names[1:]]
+        taken = [make_contribution(i, v) for i, v in zip(names, [same, *values], strict=True)]
+        part = [c for c in taken if c.learner_id not in influence.left_out]
+        beside = [c for c in taken if c.learner_id in influence.left_out]
+        influence.hear(taken, directions(part, beside, 4096, said))
+        out.append(influence.left_out.copy())
+    assert out == [set()] * (TOLD - 1) + [{"a"}] * (5 * TOLD + 1)
+
+
 def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:
     influence = Influence("members")
     assert rounds(influence, TOLD - 1, a=0.2, b=0.2, c=-0.2) == [], "too few to tell"
