@@ -269,6 +269,19 @@ def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:
     assert influence.left_out == set()
 
 
+@pytest.mark.parametrize(
+    ("learners", "cosine", "is_out"),
+    [(4, -0.9, True), (8, -0.8, False), (8, -0.9, True), (24, -0.94, False), (24, -1.0, True)],
+)
+def test_among_many_a_healthy_one_may_point_further_away(learners: int, cosine: float, is_out: bool) -> None:
+    """`cosine`: of that of the others with each other."""
+    told = {f"{i}": Direction(0.2 if i else cosine * 0.2, 0.2) for i in range(learners)}
+    influence = Influence("members")
+    for _ in range(2 * TOLD):
+        influence.hear([make_contribution(name, torch.ones(1)) for name in told], told)
+    assert influence.left_out == ({"0"} if is_out else set())
+
+
 @pytest.mark.parametrize("cosine", [0.2, 0.0, -0.05, 0.6 * -OPPOSED * 0.2])
 def test_who_only_has_other_data_takes_part(cosine: float) -> None:
     assert rounds(Influence("members"), 400, a=0.2, b=0.2, c=cosine) == []
