@@ -15,7 +15,7 @@ from torch import Tensor
 
 from builders import make_contribution, one_piece
 from diloco_server.core.directions import STRETCH, STRETCHES, Direction, directions
-from diloco_server.core.influence import APART, FALLS, OPPOSED, RISES, STILL, TOLD, TWICE, Influence, Told
+from diloco_server.core.influence import APART, FALLS, FEW, OPPOSED, RISES, STILL, TOLD, TWICE, Influence, Told
 from diloco_server.core.ledger import LearnerLeftOut, LearnerTakesPart
 from diloco_server.core.merge import merge
 from diloco_server.core.round import Contribution, LengthLimit
@@ -270,13 +270,13 @@ def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("learners", "cosine", "is_out"),
-    [(4, -0.9, True), (8, -0.8, False), (8, -0.9, True), (24, -0.94, False), (24, -1.0, True)],
+    ("learners", "trust", "is_out"), [(FEW, "members", True), (FEW + 1, "members", False), (FEW + 1, "strangers", True)]
 )
-def test_among_many_a_healthy_one_may_point_further_away(learners: int, cosine: float, is_out: bool) -> None:
-    """`cosine`: of that of the others with each other."""
-    told = {f"{i}": Direction(0.2 if i else cosine * 0.2, 0.2) for i in range(learners)}
-    influence = Influence("members")
+def test_among_many_members_one_may_point_away(
+    learners: int, trust: Literal["members", "strangers"], is_out: bool
+) -> None:
+    told = {f"{i}": Direction(0.2 if i else -0.2, 0.2) for i in range(learners)}
+    influence = Influence(trust)
     for _ in range(2 * TOLD):
         influence.hear([make_contribution(name, torch.ones(1)) for name in told], told)
     assert influence.left_out == ({"0"} if is_out else set())

@@ -49,8 +49,11 @@ RISES = TWICE * TWICE
 """As long as before, where nobody can say whether it is too long: in a warm-up, two rounds are that far apart."""
 OPPOSED = 0.75
 """Of the cosine of the others with each other. A flipped sign has -1 times that. A healthy learner that alone has met
-some rare words goes down to -0.5 times among four, and to -0.9 times among 24, as all the others pull the model back to
-what they know. So among n it takes 1 - 1/n, where that is more: one of many that points away costs little."""
+some rare words goes down to -0.5 times, as the others pull the model back to what they know."""
+FEW = 16
+"""Members among which one that points away is left out. Among 17, a flipped sign that nobody leaves out costs 1.0 %,
+and a healthy learner that alone knows some rare words may point further away than that, as all the others pull the
+model back to what they know."""
 STILL = 0.1
 """Of what the contributions of another change from one to the next. A learner that pulls alone, its own way, changes
 0.4 times as much as the others in the lab; one that sends the same values again, by the rounding of its encoding."""
@@ -242,12 +245,11 @@ class Influence:
             if c.learner_id in directions:
                 told.directions.append(directions[c.learner_id])
         opposed = 0.0 if self.strangers else OPPOSED
-        beyond = 0.0 if self.strangers else max(OPPOSED, 1 - 1 / max(1, len(directions)))
         repeating = self._repeating(directions)
         back = tuple(i for i in sorted(self.left_out & directions.keys() - repeating) if self._told[i].is_back(opposed))
         self.left_out.difference_update(back)
-        taking = directions.keys() - self.left_out
-        away = [i for i in taking if i in repeating or self._told[i].points_away(beyond)]
+        taking, judged = directions.keys() - self.left_out, self.strangers or len(directions) <= FEW
+        away = [i for i in taking if i in repeating or (judged and self._told[i].points_away(opposed))]
         out = min(away, key=lambda i: (self._told[i].mean_cosine, i), default=None)
         if out is not None:
             self.left_out.add(out)
