@@ -39,6 +39,7 @@ from diloco_server.core.admission import PART
 from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import PieceNorms
+from diloco_server.core.mirrored import MirroredShard
 from diloco_server.core.parts import places_of
 from diloco_server.core.shard import Shard
 from diloco_server.shell.awake_clock import AwakeClock
@@ -78,7 +79,7 @@ class ShardHost:
         `tick_s`: how often time passes for the core.
         """
         self.settings = settings
-        self.shard = Shard(settings, store.epoch)
+        self.shard = (MirroredShard if settings.shard.mirror_of else Shard)(settings, store.epoch)
         self.clock: Clock = clock or AwakeClock(settings.lease.heartbeat_s, world.clock)
         self.stopwatch = world.clock
         self.started_at = self.clock()
@@ -248,10 +249,7 @@ class ShardHost:
 
     def join(self, learner_id: str, request: JoinRequest) -> JoinAnswer:
         """Grant a lease. Raises Draining, ManifestMismatch, FrozenMismatch, Superseded or Busy."""
-        member = self.shard.join(
-            learner_id, request.process_id, request.tensors, self.clock(), request.held, request.frozen, request.ties,
-            request.index, request.age_s, request.tokens_seen,
-        )  # fmt: skip
+        member = self.shard.join(learner_id, request, self.clock())
         self.advance()
         return self.shard.join_answer(learner_id, member.generation, index=member.index, rules=self.driver.rules.words)
 
