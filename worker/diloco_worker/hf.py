@@ -35,7 +35,13 @@ STATE = "diloco.json"
 
 
 class DilocoCallback(TrainerCallback):  # type: ignore[misc]
-    """Joins a run when training begins, and finishes when it ends."""
+    """Joins a run when training begins, and finishes when it ends.
+
+    The schedules cosine, linear, constant, constant_with_warmup and warmup_stable_decay follow the run; others follow
+    the Trainer's steps. `learner.seed` shuffles the data; shard or shuffle a stream (IterableDataset) yourself.
+    `resume_from_checkpoint` inside `output_dir` continues the same learner at its place in the data; from elsewhere it
+    starts a new one. The Trainer's checkpoints hold local values.
+    """
 
     def __init__(self, shards: str, *, save_to: str | Path | None = None, **options: Any) -> None:
         """`save_to`: folder for the global model; None: `global` in the Trainer's `output_dir`. `options`: of `join`

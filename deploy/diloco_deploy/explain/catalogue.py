@@ -157,6 +157,5 @@ PARTS: dict[str, Callable[[], str]] = {
     "commands": _list(Kind.COMMAND),
     "data": _list(Kind.DATA),
     "checkpoints": _list(Kind.CHECKPOINT),
-    "findings": _list(Kind.FINDING),
     "alerts": lambda: "\n".join(f"## {e.code}\n\n{e.means}\n\n{e.do}\n" for e in of_kind(Kind.ALERT)),
 }
