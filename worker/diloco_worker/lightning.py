@@ -159,7 +159,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         learner = self._joined()
         if not learner.done:
             learner.telemetry.log.warning(
-                "the Trainer ends before the run: the others go on", steps=trainer.global_step,
+                "the Trainer ends before the run: the others continue", steps=trainer.global_step,
                 tokens_merged=learner.tokens_merged, tokens_budget=learner.tokens_budget,
             )  # fmt: skip
         is_global = learner.finish().is_global

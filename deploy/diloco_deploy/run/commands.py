@@ -35,7 +35,7 @@ def up(
     track: Annotated[
         str | None, setting("worker.track", "TRACKER", "tensorboard:DIR, wandb:PROJECT or csv:FILE: learners' curves")
     ] = None,
-    fresh: Annotated[Flag, Parameter(help="delete the run in the folder and begin anew")] = False,
+    fresh: Annotated[Flag, Parameter(help="delete the run in the folder and start a new one")] = False,
     report: Annotated[
         Path | None, Parameter(metavar="FILE.json", help="the report", show_default="report.json in the folder")
     ] = None,
@@ -200,7 +200,7 @@ def resume(
         if not files.holds_versions:
             raise BadCheckpoint(
                 f"the run of {shown(folder)} has no versions in {shown(files.data)}, so there is nothing to go on "
-                "with. If its shard.data_dir is a relative path, go to where `diloco up` was started; to begin anew: "
+                "with. If its shard.data_dir is a relative path, go to where `diloco up` was started; to start anew: "
                 f"diloco up --folder {shown(folder)} --fresh"
             )
         if mine.cluster.shards != before.cluster.shards:

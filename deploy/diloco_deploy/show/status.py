@@ -205,7 +205,7 @@ def _screen(glance: _Glance, width: int) -> RenderableType:
     """The page, below how far the run is."""
     head = Text(line(snapshot_of(glance.roll), width), style="bold")
     if glance.silence:
-        head = Text(f"! {glance.silence}; this is from before", style="red")
+        head = Text(f"! {glance.silence}; these figures are older", style="red")
     return Group(head, page(glance.roll, width))
 
 
