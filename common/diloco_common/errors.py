@@ -71,7 +71,7 @@ class SecretExposed(ConfigError):
 
 
 class WrongCall(ConfigError):
-    """A script calls `join`, `step` or another function wrongly, after the learner has left, or from a child process."""
+    """A script makes a wrong call, or calls after the learner has left, or from a child process."""
 
     do = "Call it as the message says."
     look = "[Python](api.md), [children](bring-your-loop.md#children-of-a-learner)"
@@ -90,8 +90,8 @@ class ModelChanged(DilocoError):
 
     exit_code = EXIT_USAGE
     do = (
-        "Load and convert the model before `join`. Later use `learner.values(...)` or `learner.restore(...)`. Name layers "
-        "that you freeze or unfreeze: `shared=`."
+        "Load and convert the model before `join`. Later use `learner.values(...)` or `learner.restore(...)`. List the "
+        "layers that you freeze or unfreeze: `shared=`."
     )
     look = "[own loop](bring-your-loop.md#layers-that-are-frozen-and-unfrozen)"
 
@@ -212,8 +212,8 @@ class NotAShard(HandshakeFailed):
 
 
 class BadCheckpoint(DataError):
-    """The checkpoint does not exist, is damaged, lacks fragments, mixes parts of different runs, models or times, or has
-    this name already."""
+    """The checkpoint does not exist, is damaged, lacks fragments, mixes parts of different runs, models or times, or
+    its name is taken."""
 
     met = CHECKPOINTS
     do = "Name the parts of one whole checkpoint, choose another name, or take another checkpoint."

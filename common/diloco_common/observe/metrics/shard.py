@@ -63,21 +63,15 @@ class Learners:
         self.evictions = declare.totals(
             "diloco_shard_evictions_total", "Leases ended by the shard, by code.", "code"
         ).begin("LEASE_EXPIRED", "STALLED")
-        self.inner_step = declare.gauge(
-            "diloco_shard_learner_inner_step", "Inner steps.", "learner"
-        )
+        self.inner_step = declare.gauge("diloco_shard_learner_inner_step", "Inner steps.", "learner")
         self.tokens = declare.gauge("diloco_shard_learner_tokens", "Tokens trained on.", "learner")
         self.step_seconds = declare.gauge(
             "diloco_shard_learner_step_seconds", "Seconds per inner step, moving average.", "learner"
         )
         self.loss = declare.gauge("diloco_shard_learner_loss", "Training loss of the last step.", "learner")
-        self.silent = declare.gauge(
-            "diloco_shard_learner_silent_seconds", "Time since the last message.", "learner"
-        )
+        self.silent = declare.gauge("diloco_shard_learner_silent_seconds", "Time since the last message.", "learner")
         self.left_out = declare.gauge("diloco_shard_learner_left_out", "1 while it is left out.", "learner")
-        self.left_outs = declare.totals(
-            "diloco_shard_left_out_total", "Times that a learner was left out."
-        ).begin()
+        self.left_outs = declare.totals("diloco_shard_left_out_total", "Times that a learner was left out.").begin()
         self.kept = declare.gauge(
             "diloco_shard_learner_kept", "Part of its contributions' length that counted, mean over two H.", "learner"
         )
@@ -151,9 +145,7 @@ class RoundMetrics:
 
     def __init__(self, declare: Declare) -> None:
         self.open = declare.gauge("diloco_shard_open_rounds", "Open rounds.")
-        self.oldest = declare.gauge(
-            "diloco_shard_oldest_round_seconds", "Age of the oldest open round; 0: none."
-        )
+        self.oldest = declare.gauge("diloco_shard_oldest_round_seconds", "Age of the oldest open round; 0: none.")
         self.overdue_after = declare.gauge(
             "diloco_shard_overdue_after_seconds",
             "Age at which an open round is overdue: ten times the usual, at least 10 s.",
@@ -170,9 +162,7 @@ class RoundMetrics:
         self.participants = declare.histogram(
             "diloco_shard_round_participants", "Contributions merged per round.", COUNTS
         )
-        self.merge_seconds = declare.histogram(
-            "diloco_shard_merge_seconds", "Merging, and the outer step.", SECONDS
-        )
+        self.merge_seconds = declare.histogram("diloco_shard_merge_seconds", "Merging, and the outer step.", SECONDS)
         self._compute_seconds = declare.counter(
             "diloco_shard_compute_seconds_total", "CPU time of the compute thread, by phase.", "phase"
         )
@@ -194,17 +184,13 @@ class Storage:
     """Versions on their way to the disk, and lost versions."""
 
     def __init__(self, declare: Declare) -> None:
-        self.save_seconds = declare.histogram(
-            "diloco_shard_save_seconds", "Time to make a version durable.", SECONDS
-        )
+        self.save_seconds = declare.histogram("diloco_shard_save_seconds", "Time to make a version durable.", SECONDS)
         self.saved_bytes = declare.totals("diloco_shard_saved_bytes_total", "Bytes of versions made durable.").begin()
         self.save_failures = declare.counter(
             "diloco_shard_save_failures_total",
             "Attempts to save a version that the disk refused.",
         )
-        self.not_durable = declare.gauge(
-            "diloco_shard_versions_not_durable", "Versions that are not on disk yet."
-        )
+        self.not_durable = declare.gauge("diloco_shard_versions_not_durable", "Versions that are not on disk yet.")
         self.versions_lost = declare.totals(
             "diloco_shard_versions_lost_total",
             "Announced versions that this shard came back without, as learners report.",

@@ -80,15 +80,11 @@ class ExchangeMetrics:
         self._version_age = declare.gauge(
             "diloco_worker_version_age_seconds", "Time since the last version was applied, by fragment.", "fragment"
         )
-        self._apply_seconds = declare.histogram(
-            "diloco_worker_apply_seconds", "Time to apply one version.", SECONDS
-        )
+        self._apply_seconds = declare.histogram("diloco_worker_apply_seconds", "Time to apply one version.", SECONDS)
         self.connected_shards = declare.gauge(
             "diloco_worker_connected_shards", "Shards where the learner holds a lease."
         )
-        self.reconnects = declare.counter(
-            "diloco_worker_reconnects_total", "Control streams opened after the first."
-        )
+        self.reconnects = declare.counter("diloco_worker_reconnects_total", "Control streams opened after the first.")
         for outcome in get_args(PushOutcome):
             self._pushes.labels(outcome)
 
