@@ -159,7 +159,7 @@ class Unavailable(DilocoError):
     """A call broke or took too long."""
 
     met = CONNECTING
-    do = "Nothing: it is retried."
+    do = "Nothing: the caller retries."
     look = "the link, if it happens often"
 
     def __init__(self, message: str, *, is_refused: bool = False) -> None:
@@ -407,7 +407,7 @@ class Draining(Refusal):
     """The shard is shutting down."""
 
     status = "UNAVAILABLE"
-    do = "Nothing: it is retried."
+    do = "Nothing: the caller retries."
 
 
 class UnknownFragment(Refusal):
@@ -436,7 +436,7 @@ class NoAverage(Refusal):
 class NotSeeded(Refusal):
     """The fragment has no version yet."""
 
-    do = "Nothing: it is retried."
+    do = "Nothing: the caller retries."
     also = CONTRIBUTIONS
 
 
@@ -477,7 +477,7 @@ class BadChecksum(Refusal):
 
     status = "DATA_LOSS"
     met = CONTRIBUTIONS
-    do = "Nothing: it is retried. If it stays, a machine or link damages bytes."
+    do = "Nothing: the caller retries. If this persists, a machine or link damages bytes."
     look = "memory and network of the learner's machine"
 
 
@@ -485,7 +485,7 @@ class TornUpload(Refusal):
     """A push stopped, was too slow, or a later one replaced it."""
 
     status = "UNAVAILABLE"
-    do = "Nothing: it is retried. If it stays, the link is too thin."
+    do = "Nothing: the caller retries. If this persists, the link is too thin."
     look = "`diloco doctor` on the learner's machine"
 
 
@@ -512,16 +512,16 @@ class NotFinite(Refusal):
 
     status = "INVALID_ARGUMENT"
     met = CONTRIBUTIONS
-    do = "Restart the learner if it has diverged."
+    do = "If the learner has diverged, restart it with a new optimizer."
     look = "the learner's loss and memory"
-    also = "ends a learner after five rounds in a row: restart it with a new optimizer"
+    also = "ends a learner after five rounds in a row"
 
 
 class Busy(Refusal):
     """Too many pushes, pulls, joins, learners or bytes at once."""
 
     status = "RESOURCE_EXHAUSTED"
-    do = "Nothing: it is retried. If it stays, raise the limit in the message."
+    do = "Nothing: the caller retries. If this persists, raise the limit in the message."
     look = "[limits](operations.md#limits)"
 
 

@@ -10,6 +10,7 @@ import difflib
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from json import dumps
 from typing import Annotated
 
@@ -123,11 +124,16 @@ def _list(kind: Kind) -> Callable[[], str]:
     return lambda: "\n".join(_line(entry) for entry in of_kind(kind)) + "\n"
 
 
+def _meanings(kind: Kind) -> Callable[[], str]:
+    """A line for each, without what to do: the message of such an error says it."""
+    return lambda: "\n".join(_line(replace(entry, do="")) for entry in of_kind(kind)) + "\n"
+
+
 def _line(entry: Entry) -> str:
     beside = entry.status if entry.kind is Kind.CALL else _ends(entry)
     means = f"{entry.means} Also {entry.also}." if entry.kind is Kind.CONTRIBUTION and entry.also else entry.means
-    deed = "" if entry.do == NOTHING else f" {_deed(entry)}"
-    return f"- `{entry.code}`{f' ({beside})' if beside else ''}: {means}{deed}"
+    deed = "" if entry.do == NOTHING else _deed(entry)
+    return f"- `{entry.code}`{f' ({beside})' if beside else ''}: {means} {deed}".rstrip()
 
 
 def _rejections() -> str:
@@ -140,7 +146,7 @@ def _deed(entry: Entry) -> str:
     pages = [page for page in _LINK.findall(entry.look) if page not in entry.do]
     told = entry.do.removeprefix("Nothing: ")
     do = told[:1].upper() + told[1:]
-    return f"{do} See {', '.join(pages)}." if pages else do
+    return f"{do} See {', '.join(pages)}.".lstrip() if pages else do
 
 
 def _ends(entry: Entry) -> str:
@@ -152,10 +158,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "exits": lambda: "\n".join(f"- {e.code}: {e.means}" for e in of_kind(Kind.EXIT)) + "\n",
     "calls": _list(Kind.CALL),
     "rejections": _rejections,
-    "outcomes": _list(Kind.OUTCOME),
     "connecting": _list(Kind.CONNECTING),
-    "commands": _list(Kind.COMMAND),
-    "data": _list(Kind.DATA),
-    "checkpoints": _list(Kind.CHECKPOINT),
+    "commands": _meanings(Kind.COMMAND),
+    "data": _meanings(Kind.DATA),
+    "checkpoints": _meanings(Kind.CHECKPOINT),
     "alerts": lambda: "\n".join(f"## {e.code}\n\n{e.means}\n\n{e.do}\n" for e in of_kind(Kind.ALERT)),
 }

@@ -235,7 +235,7 @@ MACHINE = (
     ),
     _finding(
         "DEVICE_WRONG", "The device computed different bits from the same numbers: it must not train.",
-        "Take it out of the run, reset it, and run the doctor again. If it stays, replace it.",
+        "Take it out of the run, reset it, and run the doctor again. If this persists, replace it.",
     ),
 )  # fmt: skip
 
