@@ -361,7 +361,7 @@ def test_dialing_again_slows_down(serve, front, train, written, switch):
 
     gaps = [later - earlier for earlier, later in itertools.pairwise(calls[:5])]
     assert all(gap >= 0.5 * FIRST_S * GROWTH**n for n, gap in enumerate(gaps)), gaps
-    assert written.getvalue().count("no connection, retrying") <= 3
+    assert written.getvalue().count("no connection, trying again") <= 3
     if a is None:
         joining.join()
 
@@ -435,7 +435,7 @@ def test_workers_may_come_before_their_shard(serve, train, written):
     joined: list[Training] = []
     waiting = threading.Thread(target=lambda: joined.append(train(address, "early")))
     waiting.start()
-    until(lambda: "no connection, retrying" in written.getvalue(), "the learner waits, and says so")
+    until(lambda: "no connection, trying again" in written.getvalue(), "the learner waits, and says so")
 
     shard = serve(settings_with(shard={"listen": address}))
 

@@ -217,7 +217,7 @@ class Connection:
                 return
             if redial.is_news:
                 code = None if error is None else error.code
-                telemetry.log.warning("no connection, retrying", shard=self.address, code=code, why=redial.why)
+                telemetry.log.warning("no connection, trying again", shard=self.address, code=code, why=redial.why)
             await asyncio.sleep(redial.after_s)
 
     async def _join(self) -> None:
