@@ -10,7 +10,6 @@ import difflib
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from json import dumps
 from typing import Annotated
 
@@ -18,7 +17,7 @@ from cyclopts import Parameter
 
 from diloco_common.errors import ConfigError
 from diloco_common.options import Json
-from diloco_deploy.explain.codes import ALERTS, ERRORS, EXITS, FINDINGS, NOTHING, OUTCOMES, WORDS, Entry, Kind
+from diloco_deploy.explain.codes import ALERTS, ERRORS, EXITS, FINDINGS, OUTCOMES, WORDS, Entry, Kind
 
 ENTRIES: tuple[Entry, ...] = (*ERRORS, *WORDS, *FINDINGS, *OUTCOMES, *ALERTS, *EXITS)
 CODES = {entry.code: entry for entry in ENTRIES}
@@ -124,29 +123,19 @@ def _list(kind: Kind) -> Callable[[], str]:
     return lambda: "\n".join(_line(entry) for entry in of_kind(kind)) + "\n"
 
 
-def _meanings(kind: Kind) -> Callable[[], str]:
-    """A line for each, without what to do: the message of such an error says it."""
-    return lambda: "\n".join(_line(replace(entry, do="")) for entry in of_kind(kind)) + "\n"
-
-
 def _line(entry: Entry) -> str:
+    """What to do, the message of an error says, and `diloco explain`; here, only what happens without doing anything."""
     beside = entry.status if entry.kind is Kind.CALL else _ends(entry)
-    means = f"{entry.means} Also {entry.also}." if entry.kind is Kind.CONTRIBUTION and entry.also else entry.means
-    deed = "" if entry.do == NOTHING else _deed(entry)
-    return f"- `{entry.code}`{f' ({beside})' if beside else ''}: {means} {deed}".rstrip()
+    also = f"Also {entry.also}." if entry.kind is Kind.CONTRIBUTION and entry.also else ""
+    _, _, itself = entry.do.partition("Nothing: ")
+    pages = ", ".join(_LINK.findall(f"{entry.do} {entry.look}"))
+    words = (entry.means, also, itself[:1].upper() + itself[1:], f"See {pages}." if pages else "")
+    return f"- `{entry.code}`{f' ({beside})' if beside else ''}: {' '.join(filter(None, words))}"
 
 
 def _rejections() -> str:
     also = [f"`{e.code}`" for e in of_kind(Kind.CALL) if "rejected contributions" in e.also]
     return f"- {', '.join(also)}: as above.\n{_list(Kind.CONTRIBUTION)()}"
-
-
-def _deed(entry: Entry) -> str:
-    """What to do, with the pages to look at; `diloco explain` says the rest of `look`."""
-    pages = [page for page in _LINK.findall(entry.look) if page not in entry.do]
-    told = entry.do.removeprefix("Nothing: ")
-    do = told[:1].upper() + told[1:]
-    return f"{do} See {', '.join(pages)}.".lstrip() if pages else do
 
 
 def _ends(entry: Entry) -> str:
@@ -159,8 +148,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "calls": _list(Kind.CALL),
     "rejections": _rejections,
     "connecting": _list(Kind.CONNECTING),
-    "commands": _meanings(Kind.COMMAND),
-    "data": _meanings(Kind.DATA),
-    "checkpoints": _meanings(Kind.CHECKPOINT),
+    "commands": _list(Kind.COMMAND),
+    "data": _list(Kind.DATA),
+    "checkpoints": _list(Kind.CHECKPOINT),
     "alerts": lambda: "\n".join(f"## {e.code}\n\n{e.means}\n\n{e.do}\n" for e in of_kind(Kind.ALERT)),
 }
