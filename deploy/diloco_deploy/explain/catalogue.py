@@ -124,7 +124,7 @@ def _list(kind: Kind) -> Callable[[], str]:
 
 
 def _line(entry: Entry) -> str:
-    """What to do, the message of an error says, and `diloco explain`; here, only what happens without doing anything."""
+    """What it means and what happens by itself; the message and `diloco explain` say what to do."""
     beside = entry.status if entry.kind is Kind.CALL else _ends(entry)
     also = f"Also {entry.also}." if entry.kind is Kind.CONTRIBUTION and entry.also else ""
     _, _, itself = entry.do.partition("Nothing: ")
