@@ -56,7 +56,7 @@ class Following:
     def _stepped(self, *_: object) -> None:
         if self._is_over and not self._is_told:  # before this step began: a loop that ends in time hears nothing
             self._is_told = True
-            self._log.warning("the run is over: no version will hold what this loop trains from now on; end it")
+            self._log.warning("the run is over: what this loop trains from now on is in no version; end it")
         self._learner.step(_now(self._tokens), samples=_now(self._samples))
         self._is_over = self._learner.done
 
