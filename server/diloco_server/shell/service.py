@@ -367,13 +367,17 @@ class Service:
                             yield part
 
     async def _file(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | Chunk, None]:
-        """A version file for a standby, read from the disk as it is taken."""
+        """A version file for a standby, read from the disk as it is taken. One that has it says so by asking again."""
         caller.check_may("Standby")
         if request.want is None or request.ranges:
             raise BadRequest(f"a Pull of {FILE} names the version that it wants, and no ranges")
         with self._pull_place(caller):
             header, file = await self._answers.open_file(request.fragment_id, VersionId(*request.want))
             with closing(file):
+                if request.have == request.want:
+                    self._host.copied(header.fragment_id, header.version)
+                    yield replace(header, payload=None)
+                    return
                 yield header
                 for start in range(0, file.size, FILE_CHUNK):
                     num_bytes = min(FILE_CHUNK, file.size - start)
