@@ -41,13 +41,14 @@ class Copies:
     def __init__(self) -> None:
         self._on_disk: dict[int, tuple[int, int]] = {}  # fragment -> the newest version, and the one before
         self._held: dict[int, int] = {}  # of fragments in which the standby keeps pace
+        self._fell_behind: set[int] = set()
 
     def is_on_disk(self, fragment_id: int, version: int) -> None:
         self._on_disk[fragment_id] = version, self._on_disk.get(fragment_id, (-1, -1))[0]
 
     def holds(self, fragment_id: int, version: int) -> None:
         """A standby has this version on its disk."""
-        if version >= self._on_disk.get(fragment_id, (0, 0))[1]:
+        if fragment_id not in self._fell_behind or version >= self._on_disk.get(fragment_id, (0, 0))[1]:
             self._held[fragment_id] = version
 
     def may_announce(self, fragment_id: int, version: int) -> bool:
@@ -56,11 +57,14 @@ class Copies:
         return self._held.get(fragment_id, version) >= (before if newest == version else newest)
 
     def falls_behind(self, fragment_id: int) -> None:
+        """It is not waited for until it has caught up by itself: else it could hold the run up again and again."""
         self._held.pop(fragment_id, None)
+        self._fell_behind.add(fragment_id)
 
     def clear(self) -> None:
         """No standby follows."""
         self._held.clear()
+        self._fell_behind.clear()
 
 
 class Readers:
