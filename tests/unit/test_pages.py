@@ -55,7 +55,7 @@ ARCHITECTURE = text_of("architecture.md")
 FILES = sorted(set(re.findall(r"`((?:common|server|worker|simulator)/(?!diloco_)[\w/]+\.py)\b", ARCHITECTURE)))
 NAMED = sorted(set(re.findall(r"`([\w/]+\.py): ([\w.]+)`", ARCHITECTURE)))
 (PICTURE,) = re.findall(r"^```\n( LEARNER.*?)^```", ARCHITECTURE, re.M | re.S)
-HOPS = re.findall(r"^\| (\d+) \| (.*?) \|", ARCHITECTURE, re.M)
+HOPS = re.findall(r"^(\d+)\. (`.*?`): ", ARCHITECTURE, re.M)
 
 
 def source(file: str) -> Path:
