@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -191,7 +191,7 @@ def _filled(text: str, place: re.Match[str]) -> str:
 def write(results: Sequence[Result], longer: Sequence[Result]) -> None:
     """Put tables of what is there into the page, and draw the picture anew."""
     page = PAGE.read_text()
-    made = {"cases": table(results), "longer": longer_table(longer), "age": age([*results, *longer])}
+    made = {"cases": table(results), "age": age([*results, *longer])}
     for name, text in made.items():
         found = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         page = found.sub(partial(_filled, text), page)
@@ -280,22 +280,6 @@ def draw(results: Sequence[Result], picture: Path) -> None:
     figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
-
-
-def longer_table(results: Sequence[Result]) -> str:
-    """The same runs, longer, with more than one seed."""
-    rows = [
-        "| link | system | merged tokens/s | loss after 200 s, of each seed | mean |",
-        "| --- | --- | ---: | --- | ---: |",
-    ]
-    for link, system in dict.fromkeys((r["link"], r["system"]) for r in results if "failed" not in r):
-        found = [r for r in results if (r["link"], r["system"]) == (link, system) and "failed" not in r]
-        losses = [loss_at(r, 200.0) for r in found]
-        rows.append(
-            f"| {LINKS[link]} | {NAMES[system]} | {fmean(r['merged_per_s'] for r in found):.0f} "
-            f"| {', '.join(f'{x:.3f}' for x in losses)} | {fmean(losses):.3f} |"
-        )
-    return "\n".join(rows)
 
 
 def _stalls(r: Result) -> str:
