@@ -24,7 +24,7 @@ OURS = {
     "diloco_lab": "simulator",
     "diloco_planner": "simulator",
     "diloco_deploy": "deploy",
-    "diloco_demo": "examples/demo",
+    "diloco_demo": "worker",
 }
 """Package -> its source root."""
 
