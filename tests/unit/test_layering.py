@@ -230,10 +230,7 @@ LOADS: dict[str, set[str]] = {
     "up": CLUSTER, "init": CLUSTER, "resume": CLUSTER, "scale": CLUSTER,
     "status": set(), "record": set(), "web": set(), "logs": set(), "health": set(), "explain": set(),
     "certs": set(), "token": set(), "config": set(), "completion": set(),
-    "doctor": {
-        "diloco_planner.choice", "diloco_planner.chips", "diloco_planner.formulas", "diloco_planner.plans",
-        "diloco_protos", "diloco_server.shell.quotas", "diloco_server.storage.filesystem",
-    },
+    "doctor": {"diloco_protos", "diloco_server.shell.quotas", "diloco_server.storage.filesystem"},
     "plan": {"diloco_planner", "diloco_server.core.every", "diloco_worker.core.sizes"},
     "simulate": {"diloco_planner", "diloco_server.core", "diloco_worker.core"},
     "checkpoint": VALUES, "restore": VALUES, "export": VALUES, "pull": VALUES,
