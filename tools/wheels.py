@@ -93,7 +93,7 @@ def main() -> None:
                 compile_library(args.zig, machine, one, path)
                 compiled[path.name] = path.read_bytes()
             platform_wheel(pure, machine, compiled, Path(folder))
-        for made in sorted(Path(folder).glob("*-*.*")):
+        for made in sorted(Path(folder).glob("decoupled_diloco*")):
             print(made.replace(args.out / made.name))
 
 
