@@ -11,3 +11,5 @@ timeline.py  the result as a picture
 
 diloco_simulator/verify/judge.py judges whether the promises were kept.
 """
+
+import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)
