@@ -23,7 +23,7 @@ from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.formulas import BITS
 from diloco_common.settings import Settings, SyncSettings
-from diloco_common.wire.messages import Collect, Committed, Directive, Progress, PushHeader
+from diloco_common.wire.messages import PROTOCOL, Collect, Committed, Directive, JoinRequest, Progress, PushHeader
 from diloco_lab.lockstep import EPOCH, Clock
 from diloco_lab.shard import LockstepShard, run_to_end
 from diloco_server.core.effects import Tell
@@ -70,7 +70,7 @@ class LearnerRig:
         self.model = nn.ParameterList(nn.Parameter(torch.zeros(WIDTH)) for _ in range(FRAGMENTS))
         self.replica = Replica(self.model)
         shard, now = run.shard.shard, run.clock.now
-        self.member = shard.join(name, name, self.replica.specs, now)
+        self.member = shard.join(name, JoinRequest(PROTOCOL, name, tuple(self.replica.specs)), now)
         assert shard.manifest is not None
         self.core = LearnerCore(self.replica, shard.manifest, shard.join_answer().policy)
         self.inbox: list[Callable[[], None]] = []

@@ -19,7 +19,7 @@ from diloco_common.allocator import tune_allocator
 from diloco_common.codec import encode_payload
 from diloco_common.settings import Settings, ShardSettings, SyncSettings
 from diloco_common.wire.manifest import TensorSpec, cut
-from diloco_common.wire.messages import Progress
+from diloco_common.wire.messages import PROTOCOL, JoinRequest, Progress
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.fragment import Restored
 from diloco_server.core.record import Record
@@ -38,7 +38,7 @@ def shard_with(learners: int, fragments: int) -> Shard:
     records = [Record(i, 1, 5, {}, {}, 0) for i in range(fragments)]
     shard.restore(cut(specs, fragments, 1), [Restored(record, values, published, False) for record in records])
     for i in range(learners):
-        member = shard.join(f"learner-{i:04d}", f"process {i}", specs, 0.0)
+        member = shard.join(f"learner-{i:04d}", JoinRequest(PROTOCOL, f"process {i}", tuple(specs)), 0.0)
         shard.progress(member, Progress(0, 0, None, 1.0), 0.5)
     shard.tick(0.6)
     return shard

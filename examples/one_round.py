@@ -22,7 +22,7 @@ from torch import nn
 from diloco_common.codec import encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.settings import Settings, SyncSettings
-from diloco_common.wire.messages import Collect, Committed, Progress, PushHeader
+from diloco_common.wire.messages import PROTOCOL, Collect, Committed, JoinRequest, Progress, PushHeader
 from diloco_lab.shard import LockstepShard
 from diloco_server.core.effects import Tell
 from diloco_server.core.ledger import ContributionAnswered, Fact
@@ -73,7 +73,9 @@ class OneLearner:
         self.model = nn.Linear(8, 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         replica = Replica(self.model)
-        joined = shard.shard.join(name, f"process of {name}", replica.specs, shard.now)  # a lease
+        joined = shard.shard.join(
+            name, JoinRequest(PROTOCOL, f"process of {name}", replica.specs), shard.now
+        )  # a lease
         self.generation = joined.generation
         assert shard.shard.manifest is not None  # the shard has cut the model into fragments
         self.core = LearnerCore(replica, shard.shard.manifest, shard.shard.join_answer().policy)

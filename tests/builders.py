@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from diloco_common.codec import Chunk, Payload, crc32c, decode_payload, encode_payload
 from diloco_common.settings import Settings
 from diloco_common.wire import protobuf
-from diloco_common.wire.manifest import Piece
+from diloco_common.wire.manifest import Piece, TensorSpec
+from diloco_common.wire.messages import PROTOCOL, JoinRequest
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.core.merge import merge as merged_slices
 from diloco_server.core.merge import piece_norms
@@ -58,6 +59,11 @@ def merge(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: 
 
 def one_piece(num_elements: int, *, mean_merge: bool = False) -> tuple[Piece, ...]:
     return (Piece("w", 0, num_elements, 0, "mean" if mean_merge else "run"),)
+
+
+def asking(tensors: Sequence[TensorSpec], process_id: str = "process", **more: Any) -> JoinRequest:
+    """For a lease."""
+    return JoinRequest(PROTOCOL, process_id, tuple(tensors), **more)
 
 
 def make_contribution(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from builders import asking
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.settings import Settings, ShardSettings
@@ -131,7 +132,7 @@ class Lockstep:
         if copies is not None:
             replica.keep_copies(copies)
         members = {
-            i: shell.shard.join(learner_id, f"{learner_id}-process", replica.specs, shell.now)
+            i: shell.shard.join(learner_id, asking(replica.specs, f"{learner_id}-process"), shell.now)
             for i, shell in enumerate(self.shards)
         }
         manifest = cut(replica.specs, self.settings.sync.fragments, len(self.shards))

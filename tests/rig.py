@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from builders import decoded, make_settings
+from builders import asking, decoded, make_settings
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import Progress, PushAnswer, PushHeader
@@ -39,7 +39,7 @@ class Rig(ShardShell):
     def join(self, *learner_ids: str, process_id: str = "process", **more: Any) -> Member:
         """Each of them, with its first report."""
         for learner_id in learner_ids:
-            self.members[learner_id] = self.shard.join(learner_id, process_id, self.model, self.now, **more)
+            self.members[learner_id] = self.shard.join(learner_id, asking(self.model, process_id, **more), self.now)
             self.steps.setdefault(learner_id, 0)
             self.report(learner_id)
         return self.members[learner_ids[-1]]

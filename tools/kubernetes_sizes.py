@@ -13,13 +13,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from diloco_common import formulas, units
-from diloco_common.codec import num_payload_bytes
 from diloco_common.formulas import BITS
 from diloco_common.settings import CheckpointSettings, SyncSettings
 from diloco_worker.core.sizes import Share, learner_bytes
 
 WORKERS = 8
-MONTH_S = 30 * 24 * 3600
 HEADROOM = 1.25
 """A limit is so many times what the plan says. Beyond it the kernel kills the shard."""
 ADAMW_BYTES = 16
@@ -55,7 +53,7 @@ MODELS = (
 
 def page(text: str) -> str:
     """The page with its tables written anew. Raises ValueError for a table that nobody makes."""
-    made = {"shards": shards(), "workers": workers(), "bytes": moved()}
+    made = {"shards": shards(), "workers": workers()}
     pattern = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
     missing = made.keys() ^ {match[2] for match in pattern.finditer(text)}
     if missing:
@@ -95,23 +93,6 @@ def _worker(model: Model) -> Sequence[str]:
     training = ADAMW_BYTES * found.elements
     sizes = (training, found.kept, found.under_way, training + found.peak)
     return (model.name, str(model.ranks), *map(units.size, sizes))
-
-
-def moved() -> str:
-    """What one worker moves, with the default encodings."""
-    head = ("model", "up, each round of all", "down", "up, a month", "down, a month", f"{WORKERS} workers")
-    return _table(head, map(_bytes, MODELS))
-
-
-def _bytes(model: Model) -> Sequence[str]:
-    up, down = (num_payload_bytes(encoding, round(model.params)) for encoding in (SYNC.push, SYNC.pull))
-    rounds = MONTH_S / (SYNC_EVERY * model.step_s)
-    sums = (up * rounds, down * rounds, WORKERS * (up + down) * rounds)
-    return (model.name, units.size(up), units.size(down), *map(terabytes, sums))
-
-
-def terabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e12:,.0f} TB"
 
 
 def gibibytes(num_bytes: float) -> str:

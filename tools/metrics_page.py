@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
 from collections.abc import Sequence
@@ -22,11 +21,8 @@ TARGET = ROOT / "docs/metrics.md"
 HEAD = """\
 # Metrics
 
-Every metric of `/metrics`, by process. `tools/metrics_page.py` writes this page from
-[the code](../common/diloco_common/observe/metrics). Kind and labels come first; the name has the unit. A histogram
-has `..._bucket`, `..._sum` and `..._count`. Each process also has `diloco_build_info` with its versions, and the usual
-`process_...`.
-
+Every metric of `/metrics`, with kind and labels, as `tools/metrics_page.py` lists them. Each process also has
+`diloco_build_info` with its versions, and the usual `process_...`.
 [recording.yml](../deploy/prometheus/rules/recording.yml) derives further series. [Operations](operations.md) says what
 to look at.
 """
@@ -63,7 +59,7 @@ class Page(Declare):
 def section(heading: str, group: type, *arguments: object) -> str:
     page = Page()
     group(page, *arguments)
-    return f"\n## {heading}\n\n{inspect.getdoc(group)}\n\n{''.join(page.rows)}"
+    return f"\n## {heading}\n\n{''.join(page.rows)}"
 
 
 def main() -> int:

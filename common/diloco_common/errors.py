@@ -64,25 +64,21 @@ class ConfigError(DilocoError):
 
 
 class SecretExposed(ConfigError):
-    """Others own, read or write a file with a secret."""
+    """Another user owns a file with a secret, or can read or write it."""
 
-    do = (
-        "Run the command in the message. The file must be the user's or root's, with mode 0600. Root's may be readable"
-        " for a group of that user."
-    )
+    do = "Run the command in the message."
     look = "[files](security.md#files)"
 
 
 class WrongCall(ConfigError):
-    """A script calls `join`, `step` or another function wrongly, after the learner has left, or from a child of its
-    process."""
+    """A script makes a wrong call, or calls after the learner has left, or from a child process."""
 
     do = "Call it as the message says."
     look = "[Python](api.md), [children](bring-your-loop.md#children-of-a-learner)"
 
 
 class UnsupportedModel(DilocoError):
-    """The model cannot be synchronised as it is."""
+    """The model cannot be synchronized as it is."""
 
     exit_code = EXIT_USAGE
     do = "Do what the message says."
@@ -94,32 +90,32 @@ class ModelChanged(DilocoError):
 
     exit_code = EXIT_USAGE
     do = (
-        "Load and convert the model before `join`. Later: `learner.values(...)`, `learner.restore(...)`. Name what is "
-        "frozen and unfrozen: `shared=`."
+        "Load and convert the model before `join`. Later use `learner.values(...)` or `learner.restore(...)`. List the "
+        "layers that you freeze or unfreeze: `shared=`."
     )
     look = "[own loop](bring-your-loop.md#layers-that-are-frozen-and-unfrozen)"
 
 
 class VersionUndone(DilocoError):
-    """Steps take versions back: the optimizer writes its own copy of the weights over them, or the loop clamps."""
+    """Steps undo versions: the optimizer writes its own copy of the weights over them, or the loop clamps."""
 
     exit_code = EXIT_USAGE
     is_logged = True
-    do = "Say where the copies are: `join(masters=...)`. For a loop that clamps: `join(after_version=...)`."
+    do = "Say where the copies are: `join(masters=...)`. If the loop clamps: `join(after_version=...)`."
     look = "[own loop](bring-your-loop.md#optimizers-with-weights-of-their-own)"
 
 
 class OptimizerDiffers(UnsupportedModel):
-    """The optimizer trains something else than what is shared: a target network, a head in the loss."""
+    """The optimizer does not train what is shared: a target network, a head in the loss."""
 
     exit_code = EXIT_USAGE
     is_logged = True
-    do = "`private=` what no optimizer trains, and join what it trains: `join([model, loss])`."
+    do = "Keep what no optimizer trains local (`private=`), and join what it trains: `join([model, loss])`."
     look = "[own loop](bring-your-loop.md#what-the-optimizer-trains)"
 
 
 class ForkUnsafe(DilocoError):
-    """gRPC came before diloco_worker, or its fork support is on: forked children would crash."""
+    """gRPC was imported before diloco_worker, or its fork support is on: forked children would crash."""
 
     exit_code = EXIT_USAGE
     do = "Import `diloco_worker` first, or set `GRPC_ENABLE_FORK_SUPPORT=0` before the start."
@@ -131,7 +127,7 @@ class DataError(DilocoError):
 
     code = "BAD_DATA"
     exit_code = EXIT_DATA
-    do = "Give the right path."
+    do = "Correct the path."
     look = "the path in the message"
 
 
@@ -146,16 +142,16 @@ class InUse(DilocoError):
 class IslandBroken(DilocoError):
     """A rank of an [island](islands.md) has ended, or ranks do not call `step` and `poll` alike."""
 
-    do = "Start all ranks again: `torchrun --max-restarts` does so."
+    do = "Restart all ranks (`torchrun --max-restarts`)."
     look = "the log of the rank that ended first"
 
 
 class CannotConnect(DilocoError):
-    """No shard, or no object store, answers at the address."""
+    """No shard or object store answers at the address."""
 
     exit_code = EXIT_CANNOT_CONNECT
     met = CONNECTING
-    do = "Start the shards, or correct the address; of an object store also the credentials."
+    do = "Start the shards, or correct the address (or the credentials of the object store)."
     look = "`diloco doctor --shards HOST:PORT` on the caller's machine"
 
 
@@ -163,7 +159,7 @@ class Unavailable(DilocoError):
     """A call broke or took too long."""
 
     met = CONNECTING
-    do = "Nothing: it is tried again."
+    do = "Nothing: the caller retries."
     look = "the link, if it happens often"
 
     def __init__(self, message: str, *, is_refused: bool = False) -> None:
@@ -173,7 +169,7 @@ class Unavailable(DilocoError):
 
 
 class HandshakeFailed(Unavailable):
-    """TLS failed; the message has a cause."""
+    """TLS failed."""
 
     exit_code = EXIT_CANNOT_CONNECT
     do = "Do what the message says."
@@ -181,46 +177,46 @@ class HandshakeFailed(Unavailable):
 
 
 class ForeignCertificate(HandshakeFailed):
-    """One side's certificate is not of the other side's CA, or it has none to show."""
+    """One side has no certificate, or one that the other side's CA did not issue."""
 
-    do = "Give both sides whole folders that one authority issued (`diloco certs issue`)."
+    do = "Give both sides folders that one authority issued (`diloco certs issue`)."
     look = "`ca.pem` on both sides: they must be equal; `cert.pem` and `key.pem` beside it"
 
 
 class CertificateNotValid(HandshakeFailed):
-    """A certificate is too old, or begins later, or this machine's clock is wrong."""
+    """A certificate has expired or is not valid yet, or this machine's clock is wrong."""
 
-    do = "Set the clock, or issue another: no restart is needed."
+    do = "Set the clock, or issue another one: no restart is needed."
     look = "`date -u` on both machines"
 
 
 class WrongHost(HandshakeFailed):
     """The shard's certificate is not for the name that was dialed."""
 
-    do = "Dial a name that it has, or issue it again with `--host`."
+    do = "Dial a name in it, or issue it again with `--host`."
     look = "the names in the message"
 
 
 class TlsMismatch(HandshakeFailed):
     """One side speaks TLS, and the other plaintext."""
 
-    do = "Set `security.tls` (`tls=` of join) on both sides, to a folder of `diloco certs issue`, or on neither."
+    do = "Set `security.tls` (`tls=` of join) on both sides or on neither."
     look = "`security.tls` on both sides"
 
 
 class NotAShard(HandshakeFailed):
-    """What listens on the port does not speak our protocol."""
+    """The process on that port does not speak our protocol."""
 
-    do = "Give the port of gRPC (`shard.listen`, usually 50051), not of HTTP (`shard.http`)."
+    do = "Use the gRPC port (`shard.listen`, usually 50051), not the HTTP port (`shard.http`)."
     look = "`serving` in the shard's log"
 
 
 class BadCheckpoint(DataError):
-    """There is no checkpoint, or it is damaged, lacks fragments, is made of parts of different runs, models or times,
-    or has this name already: it is never changed."""
+    """The checkpoint does not exist, is damaged, lacks fragments, mixes parts of different runs, models or times, or
+    its name is taken."""
 
     met = CHECKPOINTS
-    do = "Name the parts of one whole checkpoint, or another name; or take another checkpoint."
+    do = "Name the parts of one whole checkpoint, choose another name, or take another checkpoint."
     look = "`diloco checkpoint verify`"
 
 
@@ -236,12 +232,12 @@ class NothingIntact(DataError):
     """A fragment has files, but all are damaged."""
 
     met = FOLDERS
-    do = "Restore a checkpoint, or remove the files: learners seed the fragment again."
+    do = "Restore a checkpoint, or delete the files: learners then seed the fragment again."
     look = "the disk; [version file](version-file.md)"
 
 
 class VersionDamaged(DataError):
-    """A file was damaged. The version before is used; of a checkpoint nothing is restored."""
+    """A file is damaged. The shard uses the version before it; a damaged checkpoint is not restored."""
 
     met = FOLDERS
     is_logged = True
@@ -271,7 +267,7 @@ def _escaped(character: str) -> str:
 
 
 class Refusal(DilocoError):
-    """A newer shard refuses with a code that is unknown here."""
+    """A newer shard refused the call with a code that is unknown here."""
 
     code = "REFUSED"
     exit_code = EXIT_REFUSED
@@ -291,18 +287,18 @@ class Refusal(DilocoError):
 
 
 class Unauthenticated(Refusal):
-    """The call has no certificate or token, or a wrong one."""
+    """The call has no valid certificate or token."""
 
     status = "UNAUTHENTICATED"
-    do = "Give the caller what the shard asks for."
+    do = "Give the caller what the shard requires."
     look = "`security.token_file` (`token=` of join) on both sides"
 
 
 class WrongIdentity(Refusal):
-    """The certificate names another caller or another run, or its scope does not have this call."""
+    """The certificate names another caller or run, or its scope does not allow this call."""
 
     status = "PERMISSION_DENIED"
-    do = "Use the caller's own, of the right scope."
+    do = "Use the caller's own certificate, with the right scope."
     look = "`worker.learner_id`, `run.id`, and whom `cert.pem` names; [who may call](deploy.md#who-may-call)"
 
 
@@ -310,7 +306,7 @@ class Revoked(Refusal):
     """The certificate or token is on the deny-list."""
 
     status = "UNAUTHENTICATED"
-    do = "Ask who runs the run for another one."
+    do = "Ask the operator of the run for another one."
     look = "`diloco certs list`, where the authority is"
 
 
@@ -318,15 +314,15 @@ class Expired(Refusal):
     """The certificate or token has expired."""
 
     status = "UNAUTHENTICATED"
-    do = "Issue another. Workers read it without a restart."
+    do = "Issue another one: no restart is needed."
     look = "`diloco certs list`; both clocks"
 
 
 class BadRequest(Refusal):
-    """The call breaks the protocol, or a field its [limit](wire-format.md#limits); the message names it."""
+    """The call violates the protocol or a [limit](wire-format.md#limits)."""
 
     status = "INVALID_ARGUMENT"
-    do = "Install equal versions. If they are equal, please file an issue."
+    do = "Install equal versions. If they are equal, file an issue."
     look = "the message"
 
 
@@ -345,7 +341,7 @@ class WrongRun(Refusal):
 
 
 class ManifestMismatch(Refusal):
-    """The model is not the run's, is cut differently, or is not the one that the shard is told of."""
+    """The model is not that of the run, or is cut differently."""
 
     do = "Start every worker with the same model and code."
     look = "the differences in the message; `run.model`, `sync.fragments`"
@@ -353,11 +349,11 @@ class ManifestMismatch(Refusal):
 
 
 class FrozenMismatch(Refusal):
-    """Frozen parameters, or packed quantised weights, differ from the run's."""
+    """Frozen parameters or packed quantized weights differ from those of the run."""
 
     do = (
-        'Load the same base in the same dtype, or `join(..., frozen="any")`. If your loop changes them, `join(..., '
-        'private=[...])` keeps them local, and `shared="all"` merges them.'
+        'Load the same base in the same dtype, or use `frozen="any"`. If your loop changes them, `private=[...]` keeps '
+        'them local, and `shared="all"` merges them.'
     )
     look = "the base model of each worker"
 
@@ -371,19 +367,19 @@ class NotJoined(Refusal):
 class LeaseExpired(Refusal):
     """The learner was silent for longer than its lease."""
 
-    do = "Nothing: the learner joins again. If it happens often, raise `lease.lease_s`."
+    do = "Nothing: the learner joins again. If this happens often, raise `lease.lease_s`."
     look = "`lease.lease_s`, the link"
 
 
 class Stalled(Refusal):
     """The learner took no inner step for `lease.progress_timeout_s`."""
 
-    do = "Find what its loop waits for."
+    do = "Find out what its loop waits for."
     look = "[DilocoWorkerStalled](runbook.md#dilocoworkerstalled)"
 
 
 class StaleGeneration(Refusal):
-    """The call is of the learner's earlier life."""
+    """The call comes from an earlier process of the learner."""
 
     do = "Nothing."
 
@@ -392,10 +388,10 @@ class StaleGeneration(Refusal):
 
 
 class Superseded(Refusal):
-    """Another process has joined with the same learner id, or has taken the place of a shard. This one ends."""
+    """Another process has joined with the same learner id, or replaced this shard. This process ends."""
 
     exit_code = EXIT_IN_USE
-    do = "Give each worker its own id, or end the one too many. A shard whose standby was promoted stays ended."
+    do = "Give each worker its own id. A shard whose standby was promoted stays ended."
     look = "`worker.learner_id`, [mirrors and standbys](mirrors.md)"
 
 
@@ -403,7 +399,7 @@ class Draining(Refusal):
     """The shard is shutting down."""
 
     status = "UNAVAILABLE"
-    do = "Nothing: it is tried again."
+    do = "Nothing: the caller retries."
 
 
 class UnknownFragment(Refusal):
@@ -425,19 +421,19 @@ class VersionGone(Refusal):
 class NoAverage(Refusal):
     """The run keeps no average of its versions."""
 
-    do = "Set `outer.average` on all shards (such as 0.97), and start them again."
+    do = "Set `outer.average` on all shards (such as 0.97), and restart them."
     look = "[The average of the versions](checkpoints.md#the-average-of-the-versions)"
 
 
 class NotSeeded(Refusal):
     """The fragment has no version yet."""
 
-    do = "Nothing: the learner tries again."
+    do = "Nothing: the caller retries."
     also = CONTRIBUTIONS
 
 
 class WrongEpoch(Refusal):
-    """Relative to a version that the shard lost."""
+    """It is based on a version that the shard lost."""
 
     met = CONTRIBUTIONS
     do = "Nothing: the learner pulls first."
@@ -452,15 +448,15 @@ class WrongRound(Refusal):
 
 
 class TooStale(Refusal):
-    """Relative to a version older than `sync.staleness_max`."""
+    """It is based on a version older than `sync.staleness_max`."""
 
     met = CONTRIBUTIONS
-    do = "Nothing: the work is carried. If it happens often, raise `sync.sync_every` or `sync.staleness_max`."
+    do = "Nothing: the work is carried. If this happens often, raise `sync.sync_every` or `sync.staleness_max`."
     look = "[DilocoStalenessHigh](runbook.md#dilocostalenesshigh)"
 
 
 class BadPayload(Refusal):
-    """Sizes or bytes do not fit the fragment, the encoding or the header: such as a scale of 0, NaN or inf."""
+    """Sizes or bytes do not fit the fragment, the encoding or the header."""
 
     status = "INVALID_ARGUMENT"
     met = CONTRIBUTIONS
@@ -473,15 +469,15 @@ class BadChecksum(Refusal):
 
     status = "DATA_LOSS"
     met = CONTRIBUTIONS
-    do = "Nothing: it is repeated. If it stays so, a machine or link damages bytes."
+    do = "Nothing: the caller retries. If this persists, a machine or link damages bytes."
     look = "memory and network of the learner's machine"
 
 
 class TornUpload(Refusal):
-    """A push stopped, was too slow, or gave way to a later one."""
+    """A push stopped, was too slow, or a later one replaced it."""
 
     status = "UNAVAILABLE"
-    do = "Nothing: it is tried again. If it stays so, the link is too thin."
+    do = "Nothing: the caller retries. If this persists, the link is too thin."
     look = "`diloco doctor` on the learner's machine"
 
 
@@ -490,34 +486,34 @@ class ContributionConflict(Refusal):
 
     status = "ALREADY_EXISTS"
     met = CONTRIBUTIONS
-    do = "Give each worker its own id. Otherwise please file an issue."
+    do = "Give each worker its own id. Otherwise file an issue."
     look = "`worker.learner_id`"
 
 
 class UnknownEncoding(Refusal):
-    """Not an encoding of this run."""
+    """The run does not use this encoding."""
 
     status = "INVALID_ARGUMENT"
-    do = "Install it on the caller's side, or change the setting."
+    do = "Install it on the caller's machine, or change the setting."
     look = "`sync.push`, `sync.pull`, installed plugins"
     also = CONTRIBUTIONS
 
 
 class NotFinite(Refusal):
-    """NaN, infinite, or so large that squares overflow."""
+    """A value is NaN, infinite, or so large that its square overflows."""
 
     status = "INVALID_ARGUMENT"
     met = CONTRIBUTIONS
-    do = "Restart the learner if it has diverged."
+    do = "If the learner has diverged, restart it with a new optimizer."
     look = "the learner's loss and memory"
-    also = "ends a learner after five rounds in a row: begin again with a new optimizer"
+    also = "ends a learner after five rounds in a row"
 
 
 class Busy(Refusal):
     """Too many pushes, pulls, joins, learners or bytes at once."""
 
     status = "RESOURCE_EXHAUSTED"
-    do = "Nothing: it is tried again. If it stays so, raise the limit in the message."
+    do = "Nothing: the caller retries. If this persists, raise the limit in the message."
     look = "[limits](operations.md#limits)"
 
 

@@ -57,7 +57,7 @@ _LINES = number(quantities.count, 0, 1_000_000, "a whole number")
 
 def logs(
     members: Annotated[
-        list[str] | None, Parameter(metavar="MEMBER", help="such as worker-0; none: all", show_default=False)
+        list[str] | None, Parameter(metavar="MEMBER", help="such as worker-0; default: all", show_default=False)
     ] = None,
     /,
     *,
@@ -65,8 +65,8 @@ def logs(
         str | None, setting("cluster.folder", "PATH", "folder of the cluster that `diloco up` runs, or ran")
     ] = None,
     config: Config = None,
-    lines: Annotated[int, Parameter(converter=_LINES, metavar="N", help="of each member, the last ones")] = 20,
-    follow: Annotated[Flag, Parameter(name=("--follow", "-f"), help="go on with what comes, until Ctrl-C")] = False,
+    lines: Annotated[int, Parameter(converter=_LINES, metavar="N", help="the last lines of each member")] = 20,
+    follow: Annotated[Flag, Parameter(name=("--follow", "-f"), help="follow new lines until Ctrl-C")] = False,
 ) -> int:
     """Show the logs of a cluster on this machine, the last lines of each member."""
     where = settings_from(SettingsOptions(config), {"cluster.folder": folder}).cluster.folder / "logs"
@@ -120,7 +120,7 @@ config = new_app("config", "Show the settings of a run, and where each one comes
 def show(
     *,
     origin: Annotated[Flag, Parameter(help="say where each setting comes from: a line of a file, a variable")] = False,
-    given: Annotated[Flag, Parameter(help="only those that are no defaults")] = False,
+    given: Annotated[Flag, Parameter(help="only settings that differ from the default")] = False,
     json: Json = False,
     options: SettingsOptions = NO_SETTINGS,
 ) -> int:
@@ -160,11 +160,11 @@ def as_lines(found: Mapping[str, Given], *, origin: bool) -> Iterator[str]:
 
 
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="the shell that completes")],
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="the shell")],
     /,
     *,
     install: Annotated[
-        bool, Parameter(help="put it where the shell finds it, and say where", show_default=False)
+        bool, Parameter(help="install it where the shell finds it, and say where", show_default=False)
     ] = False,
 ) -> int:
     """Print the completion of `diloco` for a shell: `source <(diloco completion bash)` tries it in this one."""

@@ -67,14 +67,14 @@ def chaos(
         str | None, setting("run.seed", "N", "of the plan, the initial weights and the order of the data")
     ] = None,
     dead: Annotated[
-        float, Parameter(converter=_SHARE, metavar="SHARE", help="share of time for which workers are dead or frozen")
+        float, Parameter(converter=_SHARE, metavar="SHARE", help="share of the time that workers are dead or frozen")
     ] = 0.2,
     gap: Annotated[
         float,
         Parameter(converter=_SECONDS, metavar="3s", help="longest time that a living worker may go without a step"),
     ] = 3.0,
     hostile: Annotated[
-        int, Parameter(converter=_COUNT, metavar="N", help="so many workers are hostile: they lie, replay and flood")
+        int, Parameter(converter=_COUNT, metavar="N", help="number of hostile workers, which lie, replay and flood")
     ] = 0,
     disk_full: Annotated[Flag, Parameter(help="fill the disks of shards too (needs root)")] = False,
     json: Annotated[Path | None, Parameter(metavar="FILE.json", help="write the result here")] = None,

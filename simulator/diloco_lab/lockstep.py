@@ -27,7 +27,17 @@ from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.errors import NotFinite
 from diloco_common.settings import Settings, ShardSettings
-from diloco_common.wire.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader, VersionId
+from diloco_common.wire.messages import (
+    PROTOCOL,
+    Collect,
+    Committed,
+    Directive,
+    JoinRequest,
+    Progress,
+    PushAnswer,
+    PushHeader,
+    VersionId,
+)
 from diloco_demo.training import share_at
 from diloco_lab.arms import Conditions
 from diloco_lab.shard import LockstepShard
@@ -126,9 +136,9 @@ class LearnerRig:
         """Get a lease from every shard, and the latest version of every fragment. The first learner seeds them."""
         process_id, inner = f"lockstep-{len(self.cores)}", self._run.inner
         replica = Replica(inner.models[self.index], companions=inner.companions(self.index))
+        asking = JoinRequest(PROTOCOL, process_id, tuple(replica.specs))
         for rig in shards:
-            member = rig.shard.join(self.learner_id, process_id, replica.specs, self._run.clock.now)
-            self.generations[rig] = member.generation
+            self.generations[rig] = rig.shard.join(self.learner_id, asking, self._run.clock.now).generation
         manifest = shards[0].shard.manifest
         assert manifest is not None
         core = LearnerCore(replica, manifest, shards[0].shard.join_answer().policy)

@@ -20,10 +20,12 @@ from diloco_common.codec import num_payload_bytes
 from diloco_common.errors import Refusal
 from diloco_common.settings import BLEND_ALPHA, LeaseSettings, RunSettings, Settings, ShardSettings
 from diloco_common.wire.messages import (
+    PROTOCOL,
     Collect,
     Committed,
     Directive,
     Evicted,
+    JoinRequest,
     LearnerPolicy,
     Progress,
     PushAnswer,
@@ -411,7 +413,8 @@ class PlannedLearner:
         shard, plan = self.world.shard, self.plan
         if shard is None or self._is_away:
             return
-        self.member = shard.join(plan.name, f"{plan.name}.{self._process}", self.world.manifest.tensors, self.world.now)
+        asking = JoinRequest(PROTOCOL, f"{plan.name}.{self._process}", self.world.manifest.tensors)
+        self.member = shard.join(plan.name, asking, self.world.now)
         self.lease = Lease(shard.epoch, self.member.generation)
         self.core.rejoined([s.status(plan.name) for s in shard.fragments.values()], shard.epoch)
         self._wanted.clear()

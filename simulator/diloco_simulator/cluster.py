@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_common.errors import LeaseExpired
 from diloco_common.observe.histories import Histories, gather
-from diloco_common.wire.messages import Committed
+from diloco_common.wire.messages import Committed, Role
 from diloco_simulator.chaos.faults import Faults
 from diloco_simulator.followed import Trainer
 from diloco_simulator.options import Options, draw
@@ -24,6 +24,7 @@ from diloco_simulator.verify.fairness import Fairness
 from diloco_simulator.verify.invariants import Violation
 from diloco_simulator.verify.judge import violations
 from diloco_simulator.verify.published import PublishedFormula
+from diloco_simulator.world.network import Path
 
 TAIL = 60
 
@@ -172,15 +173,16 @@ class SimulatedCluster(Processes):
     def tail(self) -> list[str]:
         return [f"  {t:9.3f} {' '.join(map(str, what))}" for t, *what in self.events[-TAIL:]]
 
-    def said(self, item: Any, shard: int) -> None:
-        """A shard says something to a learner."""
+    def said(self, item: Any, path: Path) -> None:
+        """A shard says something to a learner; or to a standby, which hears of a version once it is on the disk."""
         if self.hostile:
             invariants.what_is_said_fits_the_wire(item)
         if isinstance(item, Committed):
-            name = item.fragment_id, item.epoch, item.version
+            name, (caller, shard) = (item.fragment_id, item.epoch, item.version), path
             if name not in self._announced:
                 self._learn_name(name, shard)
-            invariants.announced_versions_are_there(self._announced, name)
+            if not caller.startswith(Role.STANDBY):
+                invariants.announced_versions_are_there(self._announced, name)
 
     def _learn_name(self, name: invariants.Name, shard: int) -> None:
         """A version that may be taken for one that was lost goes under a name of its own: the shard's epoch."""

@@ -145,7 +145,7 @@ def test_a_worker_that_hangs_is_killed_and_started_again(command: Callable[..., 
     until(is_another, "another process of worker-0")
     up.process.send_signal(signal.SIGINT)
     _, said = up.end()
-    assert "worker-0 hangs, and is killed: it has answered nothing for" in said
+    assert "worker-0 hangs, and is killed: it has not answered for" in said
     assert "worker-1 hangs" not in said
 
 

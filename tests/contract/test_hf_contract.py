@@ -90,7 +90,7 @@ def test_max_steps_ends_it_before_the_run_and_says_so(serve, tmp_path, written):
     training = trainer(shard.address, tmp_path, max_steps=6)
     training.train()
     assert training.diloco.learner.inner_step == 6
-    assert "max_steps reached before the run has ended: the others go on steps=6" in written.getvalue()
+    assert "max_steps reached before the end of the run: the others continue steps=6" in written.getvalue()
     assert (tmp_path / "global" / "model.safetensors").exists()
 
 
@@ -130,7 +130,7 @@ def test_a_trainer_that_resumes_from_another_folder_says_that_it_is_a_new_learne
     again = trainer(shard.address, tmp_path / "other", learner_id="b", max_steps=6)
     again.train(resume_from_checkpoint=str(tmp_path / "one/checkpoint-5"))
 
-    assert "nothing is left there of its learner: it is a new one" in written.getvalue()
+    assert "it joins as a new learner" in written.getvalue()
     assert again.diloco.learner.inner_step == 1
 
 

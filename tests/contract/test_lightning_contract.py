@@ -91,7 +91,7 @@ def test_max_steps_ends_it_before_the_run_and_says_so(serve, tmp_path, written):
     shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
     diloco, _ = fit(shard.address, tmp_path, max_steps=6)
     assert diloco.learner.inner_step == 6
-    assert "the Trainer ends before the run: the others go on steps=6" in written.getvalue()
+    assert "the Trainer ends before the run: the others continue steps=6" in written.getvalue()
 
 
 def test_batches_of_one_optimizer_step_are_one_step_of_the_learner(serve, tmp_path):

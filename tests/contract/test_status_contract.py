@@ -93,7 +93,7 @@ def test_watch_says_how_far_the_run_is_and_that_nobody_answers_any_more(shard: A
         status.watch_status(status.Where(Path(), [shard.address]), console=console, wait=wait)
     before, _, after = screens.getvalue().partition("nobody has answered for 0:")
     assert "0:12  running  merged 42" in before
-    assert ("this is from before" in after) == terminal
+    assert ("these figures are older" in after) == terminal
 
 
 def test_status_with_one_shard_of_two_down_shows_the_other(tmp_path, shard, nobody, capsys, monkeypatch) -> None:

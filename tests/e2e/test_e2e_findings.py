@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,9 +85,14 @@ class Views:
             "terminal": lambda: f"[{code}]" in self.terminal(),
             "doctor": lambda: code in self.doctor(),
         }
-        for view, look in looks.items():
-            until(look, f"{view} to say {found}; up said:\n{said}")
+
+        def await_one(view: str) -> None:
+            until(looks[view], f"{view} to say {found}; up said:\n{said}")
             print(f"{time.monotonic() - began:5.1f} s  {view} says {code}")
+
+        with ThreadPoolExecutor(len(looks)) as pool:  # at the same time, as what one says may be over a moment later
+            for waited in [pool.submit(await_one, view) for view in looks]:
+                waited.result()
 
     @contextmanager
     def is_over(self, code: str, member: str) -> Iterator[None]:

@@ -200,7 +200,7 @@ def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path) -> N
     finally:
         second.kill()
     assert code == 0, said
-    assert "going on with the run" in said
+    assert "continuing the run" in said
     assert json.loads((tmp_path / "run" / "report.json").read_text())["tokens_merged"] >= 60_000
     for name, status in before.items():
         assert any(fragment["companion"] for fragment in status["fragments"])

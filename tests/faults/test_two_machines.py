@@ -1,4 +1,4 @@
-"""docs/two-machines.md and docs/twenty-machines.md: what they tell a person to type, typed in a network namespace."""
+"""docs/two-machines.md: what it tells a person to type, typed in a network namespace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pages import followed
 from processes import TINY, environment, until
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-TWO, TWENTY = (followed(DOCS / f"{name}-machines.md") for name in ("two", "twenty"))
+BLOCKS = followed(DOCS / "two-machines.md")
 PROGRAMS = {"diloco": "diloco_deploy", "diloco-worker": "diloco_demo"}
 
 
@@ -71,9 +71,8 @@ def has_merged(run: Path, learner: str) -> bool:
     return status is not None and any(one["id"] == learner and one["merged"] > 0 for one in status["learners"])
 
 
-def test_the_pages_have_the_blocks_that_are_typed_here() -> None:
-    assert list(TWO) == ["start", "certificate", "join"]
-    assert list(TWENTY) == ["certificates"]
+def test_the_page_has_the_blocks_that_are_typed_here() -> None:
+    assert list(BLOCKS) == ["start", "certificate", "join", "certificates"]
 
 
 @pytest.mark.gate
@@ -85,15 +84,15 @@ def test_a_second_machine_joins_as_the_page_says(tmp_path: Path) -> None:
     with Namespace() as far:
         far.plug_in()
         terminal = Terminal(here, {})
-        start = TWO["start"].replace("HERE=192.0.2.7", f"HERE={far.near}")
-        assert start != TWO["start"]
+        start = BLOCKS["start"].replace("HERE=192.0.2.7", f"HERE={far.near}")
+        assert start != BLOCKS["start"]
         with terminal.start(start, tmp_path / "here.log"):
             try:
                 until(lambda: (here / "runs/two/certs/shard-1/cert.pem").exists(), "certificates")
-                terminal.type(TWO["certificate"])
+                terminal.type(BLOCKS["certificate"])
                 shutil.copytree(here / "runs/two/certs/learner-there", there / "learner-there")
                 second = Terminal(there, {"HERE": far.near})
-                with second.start(TWO["join"], tmp_path / "there.log", far.name):
+                with second.start(BLOCKS["join"], tmp_path / "there.log", far.name):
                     until(lambda: has_merged(here / "runs/two", "there"), "work of the second machine", seconds=200)
             except AssertionError:
                 for log in (tmp_path / "here.log", tmp_path / "there.log"):
@@ -103,7 +102,7 @@ def test_a_second_machine_joins_as_the_page_says(tmp_path: Path) -> None:
 
 @pytest.mark.gate
 def test_twenty_machines_have_a_certificate_each(tmp_path: Path) -> None:
-    Terminal(tmp_path, {}).type(TWENTY["certificates"])
+    Terminal(tmp_path, {}).type(BLOCKS["certificates"])
     made = {path.parent.name for path in tmp_path.glob("certs/*/key.pem")}
     assert made == {
         *(f"shard-{i}" for i in range(4)),

@@ -17,6 +17,7 @@ import torch
 from fuzzing import FLOATS, NUMBERS, TEXTS, mutated
 
 import stores
+from builders import asking
 from diloco_common.codec import encode_payload
 from diloco_common.settings import Settings
 from diloco_common.wire import protobuf
@@ -84,7 +85,7 @@ def answer_version(data: bytes) -> str:
     published = Published(encode_payload(stored.values.theta.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1), "bfloat16"))
     shard.restore(header.manifest, [Restored(stored.record, stored.values, published, is_new_line=False)])
     for learner in ("ann", "ben", "cem"):
-        member = shard.join(learner, "process", header.manifest.tensors, now=0.0)
+        member = shard.join(learner, asking(header.manifest.tensors), 0.0)
         protobuf.serialize(protobuf.join_answer_to_pb(shard.join_answer(learner, member.generation)))
         fragment = shard.pull_header(learner, stored.record.fragment_id)
         protobuf.serialize(protobuf.pull_header_to_pb(fragment))

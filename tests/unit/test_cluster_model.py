@@ -181,7 +181,7 @@ def test_a_learner_of_which_no_push_gets_through_is_a_problem(for_s: float, code
     roll = called(shard(0, learner("ann")), shard(1, learner("ann", **fails)))
     assert [problem.code for problem in roll.problems] == codes
     for problem in roll.problems:
-        assert "no push gets through to shard-1 for 1:15 (unknown: status: 413)" in problem.words
+        assert "pushes to shard-1 have failed for 1:15 (unknown: status: 413)" in problem.words
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ def test_the_record_says_who_died_and_since_when(process: str, presence: str, si
     ("process", "then"),
     [
         ("died", "if `diloco up` still runs, it starts it again"),
-        ("lost", "`diloco up` has given it up: look at `diloco logs shard-0`"),
-        (None, "start it again with its data folder"),
+        ("lost", "`diloco up` has given up on it: see `diloco logs shard-0`"),
+        (None, "restart it with its data folder"),
     ],
 )
 def test_nobody_is_told_to_start_what_starts_by_itself(process: str | None, then: str) -> None:

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from builders import make_settings
+from builders import asking, make_settings
 from diloco_common.codec import encode_payload
 from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import Outcome, Progress, PushHeader
@@ -47,7 +47,7 @@ class Writing:
 
     def join(self, learner_id: str, process_id: str) -> None:
         self.now += 1.0
-        self.member = self.shard.join(learner_id, process_id, MODEL, self.now)
+        self.member = self.shard.join(learner_id, asking(MODEL, process_id), self.now)
         self.shard.tick(self.now)
 
     def leave(self) -> None:
@@ -125,7 +125,7 @@ def test_who_is_in_a_version_is_right_whatever_happens_while_it_is_written(
 
     again = writing.restarted()
     assert known(again) == MERGED
-    again.join("ann", "process 2", MODEL, 0.0)
+    again.join("ann", asking(MODEL, "process 2"), 0.0)
     assert known(again) == NOT_KNOWN
 
 

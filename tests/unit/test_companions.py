@@ -260,7 +260,7 @@ REFUSED = [
     (
         lambda m: torch.optim.RMSprop(m.parameters()),
         UnsupportedModel,
-        "how a torch.optim.rmsprop.RMSprop keeps its momentum is not known",
+        "how a torch.optim.rmsprop.RMSprop keeps its momentum is unknown",
     ),
     (
         lambda m: torch.optim.SGD(m.parameters(), momentum=0.9, dampening=0.9),

@@ -170,7 +170,7 @@ def test_the_budget_that_is_proposed_next_is_above_what_is_merged(budget: int, m
         cluster().cluster, Settings.model_validate({"run": {"tokens": budget}}), wall_s=1.0, evaluation=None
     )
     said = summary(report | {"tokens_merged": merged}, {}, Path("run"))
-    assert f"diloco resume run --tokens {proposed} trains on" in said
+    assert f"diloco resume run --tokens {proposed} trains longer" in said
 
 
 @pytest.mark.parametrize(

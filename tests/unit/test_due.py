@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from builders import make_settings
+from builders import asking, make_settings
 from diloco_common.codec import encode_payload
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import Progress
@@ -74,7 +74,7 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
         name = r.choice("abcdefg")
         member = members.get(name)
         if member is None or not member.live:
-            members[name] = shard.join(name, f"process {r.randint(0, 1)}{name}", SPECS[:fragments], float(now))
+            members[name] = shard.join(name, asking(SPECS[:fragments], f"process {r.randint(0, 1)}{name}"), float(now))
             steps[name] = r.choice([0, 3, 1000])
         elif r.random() < 0.08:
             shard.leave(members.pop(name))
@@ -110,7 +110,7 @@ def test_rounds_that_are_due_at_once_open_in_slices(monkeypatch: pytest.MonkeyPa
     """The event loop hears others in between. Who has gone meanwhile is not asked."""
     monkeypatch.setattr(rounds, "ASKS_AT_ONCE", 12)
     shard = make_shard(16, quorum=1)
-    members = [shard.join(name, name, SPECS[:16], 0.0) for name in "abc"]
+    members = [shard.join(name, asking(SPECS[:16], name), 0.0) for name in "abc"]
     for count in (0, 8):
         for member in members:
             shard.progress(member, Progress(count, 0, None, 0.1), 0.0)
@@ -142,7 +142,7 @@ def test_a_round_asks_those_that_have_most_of_an_interval(
     shard = make_shard(1, sections=sections, quorum=1, **sync)
     (state,) = shard.fragments.values()
     for name, steps in (("fast", 4), ("slow", 2)):
-        member = shard.join(name, f"process {name}", SPECS[:1], 0.0)
+        member = shard.join(name, asking(SPECS[:1], f"process {name}"), 0.0)
         shard.progress(member, Progress(0, 0, None, 1.0), 1.0)
         member.reports.merged_until[0] = Progress(0, 0)
         state.base_steps[name] = state.base_tokens[name] = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from builders import make_settings
+from builders import asking, make_settings
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import Outcome, Progress, PushHeader
@@ -38,7 +38,7 @@ class Watched(LockstepShard):
         self.announced.append(state.record)
 
     def joined(self) -> Member:
-        member = self.shard.join("ann", "process", MODEL, 0.0)
+        member = self.shard.join("ann", asking(MODEL), 0.0)
         self.shard.progress(member, Progress(0, 0), 0.0)
         return member
 

@@ -58,7 +58,7 @@ LEFT_OUT = learner("cy", left_out=True, cosine=-0.62, kept=0.9)
 REVOKED = learner("bob", "evicted", evicted_for="REVOKED", silent_s=95.0)
 RECORDED = {
     "the disk is full": Recorded(
-        "STORAGE", "shard-0", ("No space left", "make room"), shards={"ready": False, "reason": FULL}
+        "STORAGE", "shard-0", ("No space left", "free space"), shards={"ready": False, "reason": FULL}
     ),
     "a round stays open": Recorded(
         "NO_PROGRESS", "shard-0",
@@ -76,7 +76,7 @@ RECORDED = {
     "a learner points away": Recorded("LEFT_OUT", "cy", ("cosine -0.62", "its labels"), learners=(LEFT_OUT,)),
     "a learner is too long": Recorded("SHORTENED", "cy", ("31% count",), learners=(learner("cy", kept=0.31),)),
     "a learner is gone": Recorded(
-        "WORKER_AWAY", "bob", ("bob is away for 1:35", "start it again"),
+        "WORKER_AWAY", "bob", ("bob is away for 1:35", "restart it"),
         learners=(learner("bob", "evicted", silent_s=95.0),),
     ),
     "a learner is revoked": Recorded("REVOKED", "bob", ("give it a new identity, or remove it",), learners=(REVOKED,)),
@@ -100,7 +100,7 @@ RECORDED = {
         shards={"disk_free_bytes": 5_000_000, "fragments": [{"id": 0, "version": 3, "elements": 1_000_000}]},
     ),
     "a proxy refuses pushes": Recorded(
-        "PUSHES_FAIL", "ann", ("to shard-0, shard-1 for 0:09 (status: 413)", "client_max_body_size"),
+        "PUSHES_FAIL", "ann", ("to shard-0, shard-1 have failed for 0:09 (status: 413)", "client_max_body_size"),
         learners=(learner("ann", pushes_fail_s=9.0, pushes_fail_why="status: 413"),),
     ),
     "a shard refuses a learner": Recorded(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from builders import asking
 from diloco_common.errors import FrozenMismatch
 from diloco_common.wire.messages import FrozenTensor
 from rig import MODEL, Rig
@@ -21,7 +22,7 @@ def base(values: int, *, names: str = "abc", form: str = "bfloat16 [4, 4]") -> l
 
 
 def joined(rig: Rig, learner_id: str, frozen: list[FrozenTensor]) -> None:
-    rig.members[learner_id] = rig.shard.join(learner_id, "process", MODEL, rig.now, (), frozen)
+    rig.members[learner_id] = rig.shard.join(learner_id, asking(MODEL, frozen=tuple(frozen)), rig.now)
     rig.steps.setdefault(learner_id, 0)
     rig.report(learner_id)
 
@@ -30,7 +31,7 @@ def refused(rig: Rig, frozen: list[FrozenTensor]) -> str:
     """How another learner with these is refused; nothing has changed."""
     there = rig.shard.membership.all()
     with pytest.raises(FrozenMismatch) as refusal:
-        rig.shard.join("other", "process", MODEL, rig.now, (), frozen)
+        rig.shard.join("other", asking(MODEL, frozen=tuple(frozen)), rig.now)
     assert rig.shard.membership.all() == there
     return str(refusal.value)
 
@@ -54,7 +55,7 @@ def test_another_base_is_refused_and_the_first_differences_are_named(rig, theirs
     joined(rig, "a", SAME)
     joined(rig, "b", SAME)
     with pytest.raises(FrozenMismatch, match=f"those that a has .*{words}"):
-        rig.shard.join("c", "process", MODEL, 0.0, (), theirs)
+        rig.shard.join("c", asking(MODEL, frozen=tuple(theirs)), 0.0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from builders import asking
 from diloco_common.errors import NotFinite
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
@@ -104,7 +105,7 @@ async def test_a_shard_for_which_time_stops_ends(monkeypatch, caplog) -> None:
 
 def seeded(host: ShardHost) -> FragmentState:
     """Give the shard a model of one fragment with values."""
-    host.shard.join("ann", "process", [TensorSpec("w", (4,))], 0.0)
+    host.shard.join("ann", asking([TensorSpec("w", (4,))]), 0.0)
     state = host.shard.fragments[0]
     state.values = arithmetic.Values(torch.zeros(4), [torch.zeros(4)])
     return state

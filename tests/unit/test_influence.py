@@ -15,7 +15,7 @@ from torch import Tensor
 
 from builders import make_contribution, one_piece
 from diloco_server.core.directions import STRETCH, STRETCHES, Direction, directions
-from diloco_server.core.influence import APART, FALLS, OPPOSED, RISES, STILL, TOLD, TWICE, Influence, Told
+from diloco_server.core.influence import APART, FALLS, FEW, OPPOSED, RISES, STILL, TOLD, TWICE, Influence, Told
 from diloco_server.core.ledger import LearnerLeftOut, LearnerTakesPart
 from diloco_server.core.merge import merge
 from diloco_server.core.round import Contribution, LengthLimit
@@ -242,6 +242,23 @@ def test_who_says_the_same_again_and_again_is_left_out_where_nobody_else_says_it
     assert influence.left_out == set()
 
 
+@pytest.mark.parametrize("learners", [3, 4])
+def test_who_says_the_same_again_and_again_stays_out_as_long_as_it_does(learners: int) -> None:
+    """Of three, only two others are left to judge it by."""
+    influence, said, generator = Influence("members"), dict[str, Tensor](), torch.Generator().manual_seed(3)
+    names = "abcd"[:learners]
+    same, common = torch.randn(2, 4096, generator=generator)
+    out = []
+    for _ in range(6 * TOLD):
+        values = [0.5 * common + torch.randn(4096, generator=generator) for _ in names[1:]]
+        taken = [make_contribution(i, v) for i, v in zip(names, [same, *values], strict=True)]
+        part = [c for c in taken if c.learner_id not in influence.left_out]
+        beside = [c for c in taken if c.learner_id in influence.left_out]
+        influence.hear(taken, directions(part, beside, 4096, said))
+        out.append(influence.left_out.copy())
+    assert out == [set()] * (TOLD - 1) + [{"a"}] * (5 * TOLD + 1)
+
+
 def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:
     influence = Influence("members")
     assert rounds(influence, TOLD - 1, a=0.2, b=0.2, c=-0.2) == [], "too few to tell"
@@ -250,6 +267,19 @@ def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:
     assert rounds(influence, 100, a=0.2, b=0.2, c=-0.2) == [], "it still does"
     assert rounds(influence, TOLD, a=0.2, b=0.2, c=0.1) == [(("c",), None)]
     assert influence.left_out == set()
+
+
+@pytest.mark.parametrize(
+    ("learners", "trust", "is_out"), [(FEW, "members", True), (FEW + 1, "members", False), (FEW + 1, "strangers", True)]
+)
+def test_among_many_members_one_may_point_away(
+    learners: int, trust: Literal["members", "strangers"], is_out: bool
+) -> None:
+    told = {f"{i}": Direction(0.2 if i else -0.2, 0.2) for i in range(learners)}
+    influence = Influence(trust)
+    for _ in range(2 * TOLD):
+        influence.hear([make_contribution(name, torch.ones(1)) for name in told], told)
+    assert influence.left_out == ({"0"} if is_out else set())
 
 
 @pytest.mark.parametrize("cosine", [0.2, 0.0, -0.05, 0.6 * -OPPOSED * 0.2])

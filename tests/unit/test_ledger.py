@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from builders import make_settings
+from builders import asking, make_settings
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.wire.manifest import TensorSpec
@@ -211,7 +211,7 @@ def test_a_fact_is_told_in_words_and_names_that_people_know(fact: Fact, told: An
 
 
 def test_a_loss_that_nobody_has_reported_is_not_zero(shard: Shard) -> None:
-    member = shard.host.shard.join("ann", "process", [TensorSpec("w", (4,))], 0.0)
+    member = shard.host.shard.join("ann", asking([TensorSpec("w", (4,))]), 0.0)
     for loss, shown in ((None, {}), (2.5, {"ann": 2.5})):
         shard.host.shard.progress(member, Progress(1, 10, loss), 0.0)
         assert series(shard.metrics.registry, "diloco_shard_learner_inner_step") == {"ann": 1}

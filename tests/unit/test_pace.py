@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from builders import asking
 from diloco_common.codec import encode_payload
 from diloco_common.wire.messages import Collect, Outcome, Progress, PushAnswer
 from diloco_server.core.ledger import RoundOpened
@@ -50,7 +51,7 @@ class Crowd(Rig):
         self.answers: list[tuple[str, PushAnswer]] = []
 
     def come(self, learner_id: str, step_s: float, **lies: Any) -> Actor:
-        member = self.shard.join(learner_id, f"process of {learner_id}", MODEL, self.now)
+        member = self.shard.join(learner_id, asking(MODEL, f"process of {learner_id}"), self.now)
         actor = self.actors[learner_id] = Actor(learner_id, member, step_s, **lies)
         actor.next_at = self.now + step_s
         self.says(actor)
@@ -155,11 +156,11 @@ def test_a_new_generation_of_a_process_keeps_what_is_known_of_it(crowd: Crowd) -
     first, *_ = honest(crowd)
     crowd.run(100)
     known = first.member.reports
-    first.member = crowd.shard.join(first.learner_id, f"process of {first.learner_id}", MODEL, crowd.now)
+    first.member = crowd.shard.join(first.learner_id, asking(MODEL, f"process of {first.learner_id}"), crowd.now)
     assert first.member.reports is known
     crowd.run(100)
     assert {code for _, code in crowd.refused} <= {"WRONG_ROUND"}, "at most what the lease before was asked for"
-    replaced = crowd.shard.join(first.learner_id, "another process", MODEL, crowd.now)
+    replaced = crowd.shard.join(first.learner_id, asking(MODEL, "another process"), crowd.now)
     assert replaced.reports is None
 
 

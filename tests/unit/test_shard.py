@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from builders import asking
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.errors import (
     BadChecksum,
@@ -128,7 +129,7 @@ OTHER_MODEL = [TensorSpec("w", (SIZE + 1,)), TensorSpec("x", (2,))]
 def test_another_model_is_refused_with_the_differences() -> None:
     rig = Rig().joined("a")
     with pytest.raises(ManifestMismatch, match=r"w: \[8\] <-> \[9\]; x: absent <-> \[2\]"):
-        rig.shard.join("b", "process", OTHER_MODEL, 0.0)
+        rig.shard.join("b", asking(OTHER_MODEL), 0.0)
     with pytest.raises(ManifestMismatch):
         rig.shard.observe(OTHER_MODEL)
     rig.shard.observe([])
@@ -148,11 +149,11 @@ def test_the_model_is_replaced_only_while_nothing_is_seeded_and_nobody_is_there(
     if gone:
         rig.shard.leave(rig.members["a"])
     if replaced:
-        rig.shard.join("b", "process", OTHER_MODEL, 0.0)
+        rig.shard.join("b", asking(OTHER_MODEL), 0.0)
         assert rig.state.fragment.num_elements == SIZE + 3
     else:
         with pytest.raises(ManifestMismatch):
-            rig.shard.join("b", "process", OTHER_MODEL, 0.0)
+            rig.shard.join("b", asking(OTHER_MODEL), 0.0)
         assert rig.state.fragment.num_elements == SIZE
 
 
@@ -160,7 +161,7 @@ def test_a_shard_that_was_told_the_model_takes_no_other() -> None:
     """Also from the first learner, whoever that is."""
     rig = Rig(run={"model": model_digest(MODEL)})
     with pytest.raises(ManifestMismatch) as refused:
-        rig.shard.join("mallory", "process", OTHER_MODEL, 0.0)
+        rig.shard.join("mallory", asking(OTHER_MODEL), 0.0)
     for words in (model_digest(MODEL), model_digest(OTHER_MODEL), "run.model"):
         assert words in str(refused.value)
     assert rig.shard.manifest is None
@@ -174,12 +175,12 @@ def test_a_shard_that_was_told_the_model_takes_no_companions_beyond_it() -> None
     rig = Rig(run={"model": model_digest(MODEL)})
     wanted = model_digest([*MODEL, companion])
     with pytest.raises(ManifestMismatch, match=rf"without the momentum.*run\.model={wanted}.*diloco-worker digest"):
-        rig.shard.join("mallory", "process", [*MODEL, companion], 0.0)
+        rig.shard.join("mallory", asking([*MODEL, companion]), 0.0)
     assert rig.shard.manifest is None
     told = Rig(run={"model": wanted})
     with pytest.raises(ManifestMismatch, match="average the momentum of the same kind"):
-        told.shard.join("a", "process", MODEL, 0.0)
-    told.shard.join("b", "process", [*MODEL, companion], 0.0)
+        told.shard.join("a", asking(MODEL), 0.0)
+    told.shard.join("b", asking([*MODEL, companion]), 0.0)
 
 
 # ------------------------------------------------------------------ rounds and versions
@@ -684,7 +685,7 @@ def test_a_shard_that_drains_takes_no_learner_and_opens_no_round_but_finishes_th
     rig.advance()
     assert rig.told_of("a", Drain) == [Drain()]
     with pytest.raises(Draining):
-        rig.shard.join("b", "process", MODEL, 0.0)
+        rig.shard.join("b", asking(MODEL), 0.0)
     assert rig.contribute("a", 1).outcome is ACCEPTED
     assert rig.state.version == 1
     rig.step("a", steps=20)

@@ -162,7 +162,7 @@ def test_a_step_of_a_learner_says_it_and_goes_on(caplog: pytest.LogCaptureFixtur
         learner.step(tokens=1)
 
     train_on_the_master()
-    assert caplog.text.count("inner steps take versions back") == 1
+    assert caplog.text.count("inner steps undo one version") == 1
     assert "join(masters=optimizer)" in caplog.text
     assert "join(after_version=f)" in caplog.text
     assert "code=VERSION_UNDONE" in caplog.text

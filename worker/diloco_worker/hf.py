@@ -35,7 +35,13 @@ STATE = "diloco.json"
 
 
 class DilocoCallback(TrainerCallback):  # type: ignore[misc]
-    """Joins a run when training begins, and finishes when it ends."""
+    """Joins a run when training begins, and finishes when it ends.
+
+    The schedules cosine, linear, constant, constant_with_warmup and warmup_stable_decay follow the run; others follow
+    the Trainer's steps. `learner.seed` shuffles the data; shard or shuffle a stream (IterableDataset) yourself.
+    `resume_from_checkpoint` inside `output_dir` continues the same learner at its place in the data; from elsewhere it
+    starts a new one. The Trainer's checkpoints hold local values.
+    """
 
     def __init__(self, shards: str, *, save_to: str | Path | None = None, **options: Any) -> None:
         """`save_to`: folder for the global model; None: `global` in the Trainer's `output_dir`. `options`: of `join`
@@ -78,12 +84,12 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         log = learner.telemetry.log
         if state.global_step > 0 and earlier is None:
             log.warning(
-                "this Trainer goes on from a checkpoint, and nothing is left there of its learner: it is a new one, "
-                "with another order of its data; put the checkpoint into output_dir to go on as the same learner",
+                "this Trainer resumes from a checkpoint without a learner's state: it joins as a new learner, with "
+                "another order of its data; put the checkpoint into output_dir to continue as the same learner",
                 missing=path, steps=state.global_step,
             )  # fmt: skip
         if not _order_data(kwargs.get("train_dataloader"), learner.seed):
-            log.warning("the order of this data is its own: give each learner another one, by callback.learner.seed")
+            log.warning("this data has its own order: give each learner a different one, by callback.learner.seed")
         if getattr(model, "main_input_name", "") == "input_ids" and args.include_num_input_tokens_seen in ("no", False):
             args.include_num_input_tokens_seen = "all"
         self._tokens_seen = state.num_input_tokens_seen
@@ -131,7 +137,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         learner = self._joined()
         if not learner.done:
             learner.telemetry.log.warning(
-                "max_steps reached before the run has ended: the others go on", steps=state.global_step,
+                "max_steps reached before the end of the run: the others continue", steps=state.global_step,
                 tokens_merged=learner.tokens_merged, tokens_budget=learner.tokens_budget,
             )  # fmt: skip
         is_global = learner.finish().is_global

@@ -337,12 +337,13 @@ class Learner(LearnerView):
         log, lost = self.telemetry.log, f"{finished.tokens_unmerged} of {finished.tokens}"
         if not finished.is_global:
             log.warning(
-                "not all that was trained here is in the run: the model keeps it, and learner.finish(regardless=True) "
-                "puts the global values in its place", code="NOT_MERGED", tokens_unmerged=lost, why=finished.why,
+                "some of this learner's work is not in the run: the model keeps it, and "
+                "learner.finish(regardless=True) loads the global values", code="NOT_MERGED", tokens_unmerged=lost,
+                why=finished.why,
             )  # fmt: skip
         elif finished.work != "all":
             log.warning(
-                "the model holds the global values, and not all that was trained here is in them", code="NOT_MERGED",
+                "the model holds the global values, which lack some of this learner's work", code="NOT_MERGED",
                 tokens_unmerged=lost, why=finished.why,
             )  # fmt: skip
         elif finished.why:
@@ -371,7 +372,7 @@ class Learner(LearnerView):
         missing = self._end(self._leaving, self.hand_over, wait_s)
         self._has_left = not missing
         if missing:
-            self.telemetry.log.warning("not everything that was trained is in a version", why=missing)
+            self.telemetry.log.warning("some of this learner's work is in no version", why=missing)
         self.close()
         if self._boundary.is_leave_asked:
             share = 1 - self._boundary.figures().tokens_unmerged / before if before else 1.0
@@ -483,7 +484,7 @@ class Learner(LearnerView):
         self._says_no_tokens = not tokens and steps < NO_TOKENS_STEPS
         if not tokens and not self._says_no_tokens:
             self.telemetry.log.warning(
-                "every step so far said that it had no tokens: nothing of it is merged; count those of the batch",
+                "every step so far reported no tokens, so none of this work is merged; count the tokens of the batch",
                 code="NO_TOKENS", steps=steps,
             )  # fmt: skip
 

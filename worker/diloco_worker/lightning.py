@@ -62,7 +62,12 @@ def _tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 class DilocoCallback(Callback):  # type: ignore[misc]
-    """Joins a run when training begins, and finishes when it ends."""
+    """Joins a run when training begins, and finishes when it ends.
+
+    A LambdaLR of the module that counts steps, up to `max_steps`, follows the run; any other schedule gets a warning.
+    With shuffle=True, `learner.seed` orders the data. `ckpt_path` continues the same learner, with a new order of the
+    data. The Trainer's own checkpoints hold local values.
+    """
 
     def __init__(
         self, shards: str, *, save_to: str | Path | None = None, rate: Shape = "cosine", warmup: float = 0.02,
@@ -154,7 +159,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         learner = self._joined()
         if not learner.done:
             learner.telemetry.log.warning(
-                "the Trainer ends before the run: the others go on", steps=trainer.global_step,
+                "the Trainer ends before the run: the others continue", steps=trainer.global_step,
                 tokens_merged=learner.tokens_merged, tokens_budget=learner.tokens_budget,
             )  # fmt: skip
         is_global = learner.finish().is_global

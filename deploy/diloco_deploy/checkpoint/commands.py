@@ -32,7 +32,7 @@ def take(
     /,
     *,
     name: Annotated[str | None, Parameter(metavar="NAME", help="of the checkpoint", show_default="the time")] = None,
-    into: Annotated[Path | None, Parameter(metavar="PATH", help="put it there, not in `checkpoints`")] = None,
+    into: Annotated[Path | None, Parameter(metavar="PATH", help="put it here, not in `checkpoints`")] = None,
 ) -> int:
     """Take a checkpoint: hard links to the newest version of each fragment. The shards may run or not."""
     from diloco_deploy.checkpoint.sources import data_folders
@@ -150,18 +150,18 @@ def pull(
         Path | None, Parameter(metavar="PATH", help="instead: folder of the cluster that `diloco up` runs")
     ] = None,
     average: Annotated[
-        bool, Parameter(negative=(), help="the average of the versions, where the run keeps one (outer.average)")
+        bool, Parameter(negative=(), help="the average of the versions, if the run keeps one (outer.average)")
     ] = False,
     each: Annotated[
         int | None,
         Parameter(
             converter=_COUNT,
             metavar="N",
-            help="go on until the run is over: a folder for every N versions, in which the file DONE is written last",
+            help="until the run is over, write a folder for every N versions; the file DONE is written last",
         ),
     ] = None,
     keep: Annotated[
-        int | None, Parameter(converter=_COUNT, metavar="K", help="with --each: the newest K alone")
+        int | None, Parameter(converter=_COUNT, metavar="K", help="with --each: keep only the newest K")
     ] = None,
     notify: Annotated[
         list[str] | None,

@@ -17,7 +17,7 @@ from diloco_common.options import Dtype, Flag
 class Writing:
     """The options."""
 
-    out: Annotated[Path, Parameter(metavar="OUT", help="folder, or FILE.safetensors; what is there is replaced")]
+    out: Annotated[Path, Parameter(metavar="OUT", help="folder, or FILE.safetensors; replaces what is there")]
     base: Annotated[
         Path | None,
         Parameter(

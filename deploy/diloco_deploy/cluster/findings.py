@@ -85,7 +85,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 def _of_shard(cluster: Cluster, shard: SeenMember, now: float, silent_after_s: float) -> Iterator[Finding]:
     if shard.process == "not asked":
         yield Finding(
-            "SHARD_UNKNOWN", shard.label, f"{shard.label} was not asked, and nobody speaks of it",
+            "SHARD_UNKNOWN", shard.label, f"{shard.label} was not asked, and nobody mentions it",
             "add its address to --http",
         )  # fmt: skip
     elif shard.process not in (*_HERE, *_DONE) or _silent_s(shard, now) > silent_after_s:
@@ -115,7 +115,7 @@ def _readers(shard: SeenMember) -> Iterator[Finding]:
             "READER_AWAY",
             shard.label,
             words,
-            "start it again; that it is wanted no more, the shard hears when it starts again",
+            "restart it; the shard hears on its next start that it is no longer wanted",
             since_s,
         )
 
@@ -135,9 +135,9 @@ def _shard_away(cluster: Cluster, shard: SeenMember, now: float) -> Finding:
     share = part.get(count := _count(cluster), f"a {count}th part of the")
     words = (
         f"{shard.label} is {_standing(shard)}{_for(since_s)}{_because(shard)}: {share} model is away and gets no new "
-        "versions; learners train on and lose nothing"
+        "versions; learners keep training and lose nothing"
     )
-    return Finding("SHARD_AWAY", shard.label, words, shard.again or "start it again with its data folder", since_s)
+    return Finding("SHARD_AWAY", shard.label, words, shard.again or "restart it with its data folder", since_s)
 
 
 def _not_ready(shard: SeenMember) -> Iterator[Finding]:
@@ -147,7 +147,7 @@ def _not_ready(shard: SeenMember) -> Iterator[Finding]:
     kind, _, why = reason.partition(": ")
     if kind == "storage":
         words = f"{shard.label}: the disk takes no versions, and the run waits for it: {why}"
-        do = "make room, or bring its data folder back: it goes on by itself"
+        do = "free space, or bring its data folder back: it continues by itself"
         yield Finding("STORAGE", shard.label, words, do)
     elif kind == "recovering":
         yield Finding("RECOVERING", shard.label, f"{shard.label} reads its data folder, and serves nobody yet", "wait")
@@ -165,7 +165,7 @@ def _no_progress(cluster: Cluster, shard: SeenMember) -> Iterator[Finding]:
     overdue = [f for f in shard.get("fragments", ()) if float(f.get("open_s") or 0.0) > limit_s]
     absent = _absent(cluster, shard)
     needs = f", and a round needs {quorum} (sync.quorum)" if quorum else ""
-    do = "mend what is said of those that are missing" + (", or lower the quorum" if quorum and quorum > 1 else "")
+    do = "fix what is said about the missing ones" + (", or lower the quorum" if quorum and quorum > 1 else "")
     if overdue:
         oldest = max(overdue, key=lambda f: float(f["open_s"]))
         waits = {str(name): "has not contributed" for name in oldest.get("missing") or ()} | absent
@@ -240,7 +240,7 @@ def _unasked(cluster: Cluster) -> Iterator[Finding]:
                     missed[int(index)] = max(float(away.get("for_s") or 0.0), missed.get(int(index), 0.0))
     for index, since_s in sorted(missed.items()):
         words = f"learners do not reach shard-{index}{_for(since_s)}"
-        yield Finding("SHARD_AWAY", f"shard-{index}", words, "start it again with its data folder", since_s)
+        yield Finding("SHARD_AWAY", f"shard-{index}", words, "restart it with its data folder", since_s)
     count = _count(cluster) - len(members) - len(missed)
     if count > 0:
         words = f"{count} of the run's shards {'is' if count == 1 else 'are'} not asked"
@@ -272,7 +272,7 @@ def _of_learner(
 ) -> Iterator[Finding]:
     told = learner.told if learner is not None else []
     if any(one.get("evicted_for") == Revoked.code and one.get("state") == "evicted" for one in told):
-        words = f"{name} is revoked: no shard lets it in, and the others train on"
+        words = f"{name} is revoked: no shard lets it in, and the others keep training"
         yield Finding(Revoked.code, name, words, "give it a new identity, or remove it", _least(told, "silent_s"))
         return
     if member is not None and member.process not in (*_HERE, *_DONE):
@@ -288,19 +288,19 @@ def _of_learner(
 
 
 def _worker_away(name: str, member: SeenMember, since_s: float | None) -> Finding:
-    words = f"{name} is {_standing(member)}{_for(since_s)}{_because(member)}: the others train on"
-    return Finding("WORKER_AWAY", name, words, member.again or "start it again, and it goes on", since_s)
+    words = f"{name} is {_standing(member)}{_for(since_s)}{_because(member)}: the others keep training"
+    return Finding("WORKER_AWAY", name, words, member.again or "restart it, and it continues", since_s)
 
 
 def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
     """Of one that has a lease, by what shards say."""
     if learner.state == "stalled":
         since_s = _least(learner.told, "last_step_s")
-        words = f"{name} is stalled: it is heard, and has ended no inner step{_for(since_s)}; nobody waits for it"
-        yield Finding(Stalled.code, name, words, "find what its loop waits for: data, a lock, or a device", since_s)
+        words = f"{name} is stalled: it sends heartbeats, but ends no inner step{_for(since_s)}; nobody waits for it"
+        yield Finding(Stalled.code, name, words, "find out what its loop waits for: data, a lock, or a device", since_s)
     if learner.state == "partly":
         words = f"{name} is cut off from {', '.join(learner.away_at)}: its work on that part of the model waits"
-        yield Finding("CUT_OFF", name, words, f"look at the way: `diloco doctor` on the machine of {name}")
+        yield Finding("CUT_OFF", name, words, f"run `diloco doctor` on the machine of {name}")
     if any(one.get("left_out") for one in learner.told):
         cosine = min((float(one["cosine"]) for one in learner.told if one.get("cosine") is not None), default=None)
         how = "" if cosine is None else f" (cosine {cosine:.2f})"
@@ -318,11 +318,11 @@ def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
     if failing := [one for one in learner.told if float(one.get("pushes_fail_s") or 0.0) >= FAILING_S]:
         where, since_s = ", ".join(one["shard"] for one in failing), max(float(one["pushes_fail_s"]) for one in failing)
         why = failing[0].get("pushes_fail_why")
-        words = f"{name}: no push gets through to {where}{_for(since_s)} ({why}): nothing of it is merged there"
+        words = f"{name}: pushes to {where} have failed{_for(since_s)} ({why}): its work is not merged there"
         do = "look for a proxy's limit (413: `client_max_body_size`), or the MTU, on the way"
         yield Finding("PUSHES_FAIL", name, words, do, since_s)
     if learner.inner_step >= NO_TOKENS_STEPS and not learner.tokens:
-        words = f"{name} has taken {learner.inner_step} steps, and every one said tokens=0: nothing of it is merged"
+        words = f"{name} has taken {learner.inner_step} steps, and reported tokens=0 in all: its work is never merged"
         yield Finding("NO_TOKENS", name, words, "count the tokens of the batch: `learner.step(tokens=...)`")
 
 

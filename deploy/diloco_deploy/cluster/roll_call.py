@@ -123,7 +123,7 @@ def _again(one: Present, recorded: MemberRecord | None) -> str:
     if one.presence == "starting":
         return "wait: `diloco up` starts it"
     if recorded is not None and recorded.process == "lost":
-        return f"`diloco up` has given it up: look at `diloco logs {one.name}`"
+        return f"`diloco up` has given up on it: see `diloco logs {one.name}`"
     if recorded is not None:
         return "if `diloco up` still runs, it starts it again"
     return ""

@@ -230,12 +230,16 @@ def doctor(
     ] = None,
     *,
     folder: Annotated[
-        Path | None, Parameter(metavar="PATH", help="look at the shards of the cluster that `diloco up` runs there")
+        Path | None, Parameter(metavar="PATH", help="check the shards of the cluster that `diloco up` runs there")
     ] = None,
-    shard: Annotated[Flag, Parameter(help="look at this machine: is it fit to run the shard of the settings?")] = False,
+    shard: Annotated[
+        Flag, Parameter(help="check whether this machine is fit to run the shard of the settings")
+    ] = False,
     device: Annotated[
         str | None,
-        Parameter(metavar="cuda", help="a device of this machine: does it compute the same bits twice? (a minute)"),
+        Parameter(
+            metavar="cuda", help="check that a device of this machine computes the same bits twice (takes a minute)"
+        ),
     ] = None,
     run: Annotated[str | None, setting("run.id", "ID", "id of the run")] = None,
     tls: Annotated[str | None, setting("security.tls", "FOLDER", "certificate of the caller")] = None,
@@ -245,7 +249,7 @@ def doctor(
         int | None, Parameter(converter=_PARAMS, metavar="125M", help="parameters of the model", show_default="ask")
     ] = None,
     step_time: Annotated[
-        float, Parameter(converter=_SECONDS, metavar="1s", help="of one inner step", show_default="1s")
+        float, Parameter(converter=_SECONDS, metavar="1s", help="time of one inner step", show_default="1s")
     ] = 1.0,
     learners: Annotated[int, Parameter(converter=_LEARNERS, metavar="L", help="learners that the shard will have")] = 8,
     options: SettingsOptions = NO_SETTINGS,

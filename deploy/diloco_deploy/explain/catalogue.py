@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from diloco_common.errors import ConfigError
 from diloco_common.options import Json
-from diloco_deploy.explain.codes import ALERTS, ERRORS, EXITS, FINDINGS, NOTHING, OUTCOMES, WORDS, Entry, Kind
+from diloco_deploy.explain.codes import ALERTS, ERRORS, EXITS, FINDINGS, OUTCOMES, WORDS, Entry, Kind
 
 ENTRIES: tuple[Entry, ...] = (*ERRORS, *WORDS, *FINDINGS, *OUTCOMES, *ALERTS, *EXITS)
 CODES = {entry.code: entry for entry in ENTRIES}
@@ -124,23 +124,18 @@ def _list(kind: Kind) -> Callable[[], str]:
 
 
 def _line(entry: Entry) -> str:
+    """What it means and what happens by itself; the message and `diloco explain` say what to do."""
     beside = entry.status if entry.kind is Kind.CALL else _ends(entry)
-    means = f"{entry.means} Also {entry.also}." if entry.kind is Kind.CONTRIBUTION and entry.also else entry.means
-    deed = "" if entry.do == NOTHING else f" {_deed(entry)}"
-    return f"- `{entry.code}`{f' ({beside})' if beside else ''}: {means}{deed}"
+    also = f"Also {entry.also}." if entry.kind is Kind.CONTRIBUTION and entry.also else ""
+    _, _, itself = entry.do.partition("Nothing: ")
+    pages = ", ".join(_LINK.findall(f"{entry.do} {entry.look}"))
+    words = (entry.means, also, itself[:1].upper() + itself[1:], f"See {pages}." if pages else "")
+    return f"- `{entry.code}`{f' ({beside})' if beside else ''}: {' '.join(filter(None, words))}"
 
 
 def _rejections() -> str:
     also = [f"`{e.code}`" for e in of_kind(Kind.CALL) if "rejected contributions" in e.also]
     return f"- {', '.join(also)}: as above.\n{_list(Kind.CONTRIBUTION)()}"
-
-
-def _deed(entry: Entry) -> str:
-    """What to do, with the pages to look at; `diloco explain` says the rest of `look`."""
-    pages = [page for page in _LINK.findall(entry.look) if page not in entry.do]
-    told = entry.do.removeprefix("Nothing: ")
-    do = told[:1].upper() + told[1:]
-    return f"{do} See {', '.join(pages)}." if pages else do
 
 
 def _ends(entry: Entry) -> str:
@@ -152,11 +147,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "exits": lambda: "\n".join(f"- {e.code}: {e.means}" for e in of_kind(Kind.EXIT)) + "\n",
     "calls": _list(Kind.CALL),
     "rejections": _rejections,
-    "outcomes": _list(Kind.OUTCOME),
     "connecting": _list(Kind.CONNECTING),
     "commands": _list(Kind.COMMAND),
     "data": _list(Kind.DATA),
     "checkpoints": _list(Kind.CHECKPOINT),
-    "findings": _list(Kind.FINDING),
     "alerts": lambda: "\n".join(f"## {e.code}\n\n{e.means}\n\n{e.do}\n" for e in of_kind(Kind.ALERT)),
 }

@@ -59,36 +59,34 @@ ERRORS = tuple(_of(error) for error in all_kinds() if error is not DilocoError)
 WORDS = (
     Entry(
         "SHARD_AWAY", Kind.COMMAND,
-        "In `diloco status`: a shard does not answer, or most learners do not reach it. They train on. With "
-        "`--strict` the exit code is 7.",
-        "Start it again with its data folder.", "the log of the shard, and the way to it", exit_code=7,
+        "In `diloco status`: a shard does not answer, or most learners do not reach it. They keep training.",
+        "Restart it with its data folder.", "the log of the shard, and the way to it", exit_code=7,
     ),
     Entry(
-        "SHARD_UNKNOWN", Kind.COMMAND, "In `diloco status`: a shard was not asked, and no learner speaks of it.",
+        "SHARD_UNKNOWN", Kind.COMMAND, "In `diloco status`: a shard was not asked, and no learner mentions it.",
         "Add its address to `--http`.", "`shard.count`", exit_code=7,
     ),
     Entry(
         "WORKER_AWAY", Kind.COMMAND,
-        "In `diloco status`: a worker is silent, or ended without a goodbye. The others train on.",
-        "Start it again.", "the log of the worker", exit_code=7,
+        "In `diloco status`: a worker is silent, or ended without a goodbye. The others keep training.",
+        "Restart it.", "the log of the worker", exit_code=7,
     ),
     Entry(
         "NO_PROGRESS", Kind.COMMAND,
-        "In `diloco status`: a round is open ten times as long as usual, or too few learners are here for one. The "
-        "message says who is missing, and why.",
-        "Mend what is said of those that are missing, or lower `sync.quorum`.",
+        "In `diloco status`: a round has been open ten times as long as usual, or there are too few learners for one.",
+        "Fix what the message says about missing learners, or lower `sync.quorum`.",
         "[DilocoRoundOverdue](runbook.md#dilocoroundoverdue)", exit_code=7,
     ),
     Entry(
         "CUT_OFF", Kind.COMMAND,
         "In `diloco status`: a learner has a lease at some shards only. Its work on the other fragments waits.",
-        "Look at the way to those shards: `diloco doctor` on its machine.", "the log of the learner", exit_code=7,
+        "Run `diloco doctor` on its machine.", "the log of the learner", exit_code=7,
     ),
     Entry(
         "LEFT_OUT", Kind.COMMAND,
-        "In `diloco status`: what a learner contributes points away from the others, or is always the same. It is not "
-        "merged meanwhile.",
-        "Compare its data, its labels and its learning rate with those of the others.",
+        "In `diloco status`: the contributions of a learner point away from the others, or are always the same. They "
+        "are not merged.",
+        "Compare its data, labels and learning rate with those of the others.",
         "[DilocoLearnerLeftOut](runbook.md#dilocolearnerleftout)", exit_code=7,
     ),
     Entry(
@@ -97,40 +95,40 @@ WORDS = (
         "Lower its learning rate, or compare its batches with theirs.", "`kept` in the shards' `/status`", exit_code=7,
     ),
     Entry(
-        "NO_TOKENS", Kind.COMMAND, "Every step of a learner said `tokens=0`: nothing of it is ever merged.",
+        "NO_TOKENS", Kind.COMMAND, "Every step of a learner reported `tokens=0`, so its work is never merged.",
         "Count the tokens of the batch: `batch.numel()`, or where a mask is true.", "`learner.step(tokens=...)`",
         is_logged=True,
     ),
     Entry(
         "PUSHES_FAIL", Kind.CONNECTING,
-        "The shard answers small messages, and no push has got through for a while: nothing of the learner is merged.",
-        "Raise the limit of the proxy on the way (`client_max_body_size` of nginx), or lower the MTU.",
+        "The shard answers small messages, but pushes fail, so the learner's work is not merged.",
+        "Raise the proxy's limit (`client_max_body_size` of nginx), or lower the MTU.",
         "the status in the message; `diloco doctor` on the learner's machine", is_logged=True,
     ),
     Entry(
-        "NOT_MERGED", Kind.COMMAND, "A learner has finished, and some of what it trained is in no version.",
-        "Mend what the message says. `learner.finish(regardless=True)` puts the global values into the model.",
+        "NOT_MERGED", Kind.COMMAND, "A learner has finished, and some of its work is in no version.",
+        "Fix what the message says. `learner.finish(regardless=True)` loads the global values into the model.",
         is_logged=True,
     ),
     Entry(
-        "UNEXPECTED", Kind.COMMAND, "Something that should not happen.",
-        "Please file an issue with the traceback.", "the message", exit_code=1,
+        "UNEXPECTED", Kind.COMMAND, "This should not happen.",
+        "File an issue with the traceback.", "the message", exit_code=1,
     ),
     Entry(
         "VERSIONS_LOST", Kind.DATA,
-        "A shard came back with earlier versions than a learner has seen, or with none. To one that has none, whoever "
-        "has seen the newest version brings its values.",
-        "Set `shard.data_dir`. Nothing else: training goes on.", "the disk of the shard; `versions lost` in its log",
+        "A shard came back with older versions than a learner has seen, or with none. If it has none, the "
+        "learner with the newest version brings its values.",
+        "Set `shard.data_dir`. Training continues.", "the disk of the shard; `versions lost` in its log",
         is_logged=True,
     ),
     Entry(
         "STORAGE", Kind.DATA,
-        "The disk refuses a version: nothing is announced until it works. `/readyz` says `storage`.",
+        "The disk refuses a version. The shard announces nothing until the disk works.",
         "[DilocoVersionNotDurable](runbook.md#dilocoversionnotdurable)", "the system's own words in the log",
         is_logged=True,
     ),
     Entry(
-        "CHECKPOINT", Kind.DATA, "A regular checkpoint failed: the next version tries again.",
+        "CHECKPOINT", Kind.DATA, "A regular checkpoint failed. The next version tries again.",
         "[DilocoCheckpointFailing](runbook.md#dilococheckpointfailing)", "the system's own words in the log",
         is_logged=True,
     ),
@@ -153,12 +151,12 @@ LINK = (
     ),
     _finding(
         "PORT_SILENT", "Nobody answers: a firewall, or a wrong address.",
-        "Let TCP to that port through, from learners to shards.",
+        "Allow TCP from learners to that port.",
         "firewalls on and between both machines; [ports](wan.md#ports-and-direction)",
     ),
     _finding(
-        "NO_ANSWER", "The port connects, but the process is stopped, or its machine overloaded.",
-        "Look at the process, and restart it if it hangs.",
+        "NO_ANSWER", "The port connects, but the process is stopped, or its machine is overloaded.",
+        "Restart the process if it hangs.",
         "`diloco health --grpc HOST:PORT` on the shard's machine",
     ),
     _finding(
@@ -167,12 +165,12 @@ LINK = (
     ),
     _finding(
         "CLOCK_SKEWED",
-        "The clocks differ: certificates and tokens begin and end at the wrong time.",
+        "The clocks differ, so certificates begin and end at the wrong time.",
         "Set both clocks by NTP (`timedatectl set-ntp true`).", "`date -u` on both machines",
     ),
-    _finding("CLOCK_UNKNOWN", "The shard is older, and does not tell the time.", "Install equal versions."),
+    _finding("CLOCK_UNKNOWN", "The shard is older, and does not report the time.", "Install equal versions."),
     _finding(
-        "PACKAGES_DIFFER", "The packages differ, but the protocol is one.",
+        "PACKAGES_DIFFER", "The packages differ, but the protocol is the same.",
         "Install equal versions when you can.", "`diloco --version` on both machines",
     ),
     _finding(
@@ -185,13 +183,13 @@ LINK = (
         "the route to the shards: a VPN, a satellite, a full line",
     ),
     _finding(
-        "LINK_THIN", "The link cannot carry what the settings ask for: the learner would always be late.",
-        "Do what the finding proposes, or use a faster link.",
+        "LINK_THIN", "The link is too thin for the settings: the learner would always be late.",
+        "Follow the finding, or use a faster link.",
         "[WAN](wan.md); `diloco plan`",
     ),
     _finding(
         "LINK_UNMEASURED", "The bandwidth could not be measured.",
-        "Start one learner, and ask again.",
+        "Start one learner, and run the doctor again.",
     ),
 )  # fmt: skip
 
@@ -207,14 +205,14 @@ MACHINE = (
     ),
     _finding(
         "DISK_UNUSABLE", "The data folder cannot be made or written to.",
-        "Make it, and give it to the user who runs the shard.", "the system's own words in the finding",
+        "Create it, owned by the user who runs the shard.", "the system's own words in the finding",
     ),
     _finding(
-        "NOT_DURABLE", "No data folder is set: a restart of the shard begins anew.",
+        "NOT_DURABLE", "No data folder is set, so a restarted shard has no versions.",
         "Set `shard.data_dir`, except for a test.", "`shard.data_dir`",
     ),
     _finding(
-        "FILES_FEW", "The shard may open fewer files than its learners need.",
+        "FILES_FEW", "The shard may not open enough files for its learners.",
         "Raise the hard limit: `ulimit -Hn`, `LimitNOFILE=` of systemd, `--ulimit nofile=` of Docker.",
         "`shard.max_learners`, 4 connections for each",
     ),
@@ -223,31 +221,31 @@ MACHINE = (
         "Use a larger machine or limit, or more shards.", "[memory of a shard](performance.md#memory-of-a-shard)",
     ),
     _finding(
-        "KERNELS_MISSING", "No native kernels: merging and encoding take several times as long.",
-        "Install the wheel for this machine, or a C compiler (Debian: `gcc libc6-dev`) and then "
-        "again: `pip install --force-reinstall --no-deps .`.",
+        "KERNELS_MISSING", "There are no native kernels: merging and encoding take several times as long.",
+        "Install the wheel for this machine; or install a C compiler (Debian: `gcc libc6-dev`), then "
+        "`pip install --force-reinstall --no-deps .`.",
         "`python -m diloco_common.codec`",
     ),
     _finding(
         "DEVICE_MISSING", "torch cannot use the device that was named.",
-        "Look whether this build of torch is for it, and whether the driver sees it (`nvidia-smi`).",
+        "Check that this build of torch supports it, and that the driver sees it (`nvidia-smi`).",
     ),
     _finding(
-        "DEVICE_FULL", "Hardly any memory of the device is free.", "End what else runs there (`nvidia-smi` lists it).",
+        "DEVICE_FULL", "The device has hardly any free memory.", "Stop what else runs there (`nvidia-smi` lists it).",
     ),
     _finding(
-        "DEVICE_WRONG", "The device came to other bits from the same numbers: it must not train.",
-        "Take it out of the run, reset it, and ask again. If it stays so, have it replaced.",
+        "DEVICE_WRONG", "The device computed different bits from the same numbers: it must not train.",
+        "Take it out of the run, reset it, and run the doctor again. If this persists, replace it.",
     ),
 )  # fmt: skip
 
 OF_DOCTOR = (
     _finding(
-        "CHECK_TIMED_OUT", "A check did not end in its time. The others go on.",
+        "CHECK_TIMED_OUT", "A check timed out. The others continue.",
         "Run the doctor again.", "the check's name",
     ),
-    _finding("CHECK_FAILED", "A check broke, which is a bug of the doctor.", "Please file an issue."),
-    _finding("SKIPPED", "The check needs one that failed.", "Mend that one first."),
+    _finding("CHECK_FAILED", "A check failed because of a bug in the doctor.", "File an issue."),
+    _finding("SKIPPED", "The check needs one that failed.", "Fix that one first."),
 )  # fmt: skip
 
 FINDINGS = (*LINK, *MACHINE, *OF_DOCTOR)
@@ -271,13 +269,13 @@ OUTCOMES = (
     _outcome(
         "LATE",
         "The contribution came after its round. No work is lost: it is in the next one.",
-        "Nothing if it is rare. Otherwise raise `sync.sync_every` or `sync.patience`, or choose a smaller encoding.",
+        "Nothing if it is rare. Otherwise raise `sync.sync_every` or `sync.patience`, or use a smaller encoding.",
         "`diloco doctor` on that learner's machine, [WAN](wan.md)",
     ),
     _outcome(
         "REJECTED",
-        "A guard refused the contribution; a code says why. Its work is in the next one.",
-        "`diloco explain` with that code.", "`diloco_shard_contributions_rejected_total`",
+        "A guard refused the contribution, with a code. Its work is in the next one.",
+        "Run `diloco explain` with that code.", "`diloco_shard_contributions_rejected_total`",
     ),
     _outcome("MERGED", "The work is in a version."),
     _outcome("CARRIED", "The work was late or refused, and is in the next contribution."),
@@ -287,24 +285,23 @@ OUTCOMES = (
         NOTHING, "LEASE_EXPIRED",
     ),
     _outcome(
-        "READER_AWAY", "`diloco status`: a mirror or a standby that followed a shard does not any more "
-        "([mirrors and standbys](mirrors.md))."
+        "READER_AWAY", "`diloco status`: a [mirror or standby](mirrors.md) no longer follows its shard."
     ),
-    _outcome("RECOVERING", "`/readyz` of a shard: it reads its data folder, and serves soon."),
+    _outcome("RECOVERING", "`/readyz`: a shard is reading its data folder, and will serve soon."),
     _outcome("EVICTED", "A learner's lease has ended. Rounds do not wait for it."),
 )  # fmt: skip
 
 EXITS = (
     _exit(0, "ok", NOTHING),
-    _exit(1, "unexpected: a bug, a broken promise, or a finding", "Please file a bug with the traceback."),
-    _exit(2, "command line, configuration, or a model that cannot be synchronised", "Correct what the message names."),
+    _exit(1, "unexpected: a bug, a broken promise, or a finding", "File an issue with the traceback."),
+    _exit(2, "command line, configuration, or a model that cannot be synchronized", "Correct what the message names."),
     _exit(3, "data, a checkpoint, or the data folder of a shard", "See the code of the message."),
     _exit(4, "in use: another process has the port, the data folder or the learner id", "End it, or choose another."),
     _exit(5, "cannot connect", "`diloco doctor --shards HOST:PORT` names the cause."),
     _exit(6, "refused by a shard", "See the code of the message."),
-    _exit(7, "`diloco status --strict`: something is wrong", "Do what it says of each."),
+    _exit(7, "`diloco status --strict`: something is wrong", "Follow what it says."),
     _exit(130, "interrupted", NOTHING),
-    _exit(143, "ended by SIGTERM, once what a learner had trained was handed over", NOTHING),
+    _exit(143, "ended by SIGTERM, after the learner handed over its work", NOTHING),
 )
 
 

@@ -27,7 +27,7 @@ def up(
     tokens: Annotated[
         str | None, setting("run.tokens", "N", "end when this many tokens are merged, such as 2M; 0: never")
     ] = None,
-    seed: Annotated[str | None, setting("run.seed", "N", "of the initial weights and of the order of the data")] = None,
+    seed: Annotated[str | None, setting("run.seed", "N", "seed of the initial weights and the data order")] = None,
     data: Annotated[str | None, setting("data.source", "PATH", "file or folder of text, or 'stdlib'")] = None,
     folder: Annotated[
         str | None, setting("cluster.folder", "PATH", "folder for versions, logs, addresses and results")
@@ -35,7 +35,7 @@ def up(
     track: Annotated[
         str | None, setting("worker.track", "TRACKER", "tensorboard:DIR, wandb:PROJECT or csv:FILE: learners' curves")
     ] = None,
-    fresh: Annotated[Flag, Parameter(help="delete the run in the folder and begin anew")] = False,
+    fresh: Annotated[Flag, Parameter(help="delete the run in the folder and start a new one")] = False,
     report: Annotated[
         Path | None, Parameter(metavar="FILE.json", help="the report", show_default="report.json in the folder")
     ] = None,
@@ -43,9 +43,7 @@ def up(
         Path | None,
         Parameter(metavar="FILE.safetensors", help="the model", show_default="model.safetensors in the folder"),
     ] = None,
-    on: Annotated[
-        Literal["here", "ray"], Parameter(help="where: this machine, or the Ray cluster that this machine is in")
-    ] = "here",
+    on: Annotated[Literal["here", "ray"], Parameter(help="where to run: this machine, or its Ray cluster")] = "here",
     options: SettingsOptions = NO_SETTINGS,
 ) -> int:
     """Run shards and workers as processes of this machine and show their state. At the end, evaluate and export the
@@ -157,18 +155,19 @@ def init(folder: Annotated[Path, Parameter(metavar="FOLDER", help="a new folder;
 
 
 def resume(
-    folder: Annotated[Path, Parameter(metavar="FOLDER", help="of an earlier `diloco up`")] = Path("runs/local"),
+    folder: Annotated[Path, Parameter(metavar="FOLDER", help="folder of an earlier `diloco up`")] = Path("runs/local"),
     /,
     *,
     shards: Annotated[
         str | None,
-        Parameter(metavar="M", help="as many shards as this from now on (cluster.shards)", show_default="as before"),
+        Parameter(metavar="M", help="new number of shards (cluster.shards)", show_default="as before"),
     ] = None,
     workers: Annotated[
-        str | None, Parameter(metavar="N", help="as many workers (cluster.workers)", show_default="as before")
+        str | None, Parameter(metavar="N", help="new number of workers (cluster.workers)", show_default="as before")
     ] = None,
     tokens: Annotated[
-        str | None, Parameter(metavar="N", help="end at so many merged tokens (run.tokens)", show_default="as before")
+        str | None,
+        Parameter(metavar="N", help="end after this many merged tokens (run.tokens)", show_default="as before"),
     ] = None,
     set: Annotated[
         list[str] | None, Parameter(metavar="SECTION.KEY=VALUE", help="one setting; may be repeated")
@@ -200,7 +199,7 @@ def resume(
         if not files.holds_versions:
             raise BadCheckpoint(
                 f"the run of {shown(folder)} has no versions in {shown(files.data)}, so there is nothing to go on "
-                "with. If its shard.data_dir is a relative path, go to where `diloco up` was started; to begin anew: "
+                "with. If its shard.data_dir is a relative path, go to where `diloco up` was started; to start anew: "
                 f"diloco up --folder {shown(folder)} --fresh"
             )
         if mine.cluster.shards != before.cluster.shards:
@@ -210,7 +209,7 @@ def resume(
 
 def scale(
     *,
-    workers: Annotated[int, Parameter(metavar="N", help="so many from now on")],
+    workers: Annotated[int, Parameter(metavar="N", help="new number of workers")],
     folder: Annotated[
         str | None, setting("cluster.folder", "PATH", "folder of the cluster that `diloco up` runs")
     ] = None,

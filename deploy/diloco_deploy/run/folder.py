@@ -107,7 +107,7 @@ class ClusterFolder:
             if left and not fresh:  # somebody may be about to restore one
                 raise ConfigError(
                     f"{self.folder} holds checkpoints ({left[-1].parent}) but no versions. To go on from one, use "
-                    "`diloco restore`; to delete them and begin anew, use --fresh"
+                    "`diloco restore`; to delete them and start anew, use --fresh"
                 )
             for path in (*shards, *workers):
                 shutil.rmtree(path)
@@ -149,7 +149,7 @@ class ClusterFolder:
             raise ConfigError(
                 f"{self.folder} holds another run (its settings <-> these):\n  "
                 + "\n  ".join(lines)
-                + "\ngive the settings of that run, another --folder, or --fresh to delete the run and begin anew"
+                + "\ngive the settings of that run, another --folder, or --fresh to delete the run and start anew"
             )
 
     def clear_addresses(self) -> None:

@@ -51,7 +51,7 @@ def bring_up_on_ray(settings: Settings, outputs: Outputs, *, fresh: bool = False
     with files.owned(), Interrupts() as interrupts:
         settle(files)
         if files.prepare(settings, fresh=fresh):
-            _say(f"going on with the run in {files.folder} (--fresh begins anew)")
+            _say(f"continuing the run in {files.folder} (--fresh begins anew)")
         save(settings, files.settings)
         files.runs("ray")
         if not settings.security.insecure:
@@ -193,7 +193,7 @@ class _RayRun:
                 self._is_dead(name)
             except errors.RayTaskError as error:  # such as a folder of the network that failed for once
                 if (why := str(error).strip().rpartition("\n")[2]) != self._failed.get(name):
-                    _say(f"{name}: looking after it failed ({why}); it is tried again")
+                    _say(f"{name}: looking after it failed ({why}); it is retried")
                 self._failed[name] = why
             else:
                 self._failed.pop(name, None)

@@ -360,7 +360,7 @@ class Hanging:
             if name in self._hung:
                 found[name] = "its training thread makes no progress (worker.hung_s)"
             elif self._limit_s and now - at > self._limit_s:
-                found[name] = f"it has answered nothing for {now - at:.0f} s (cluster.hung_s)"
+                found[name] = f"it has not answered for {now - at:.0f} s (cluster.hung_s)"
         for name in found:
             del self._heard_at[name]
         self._hung.clear()

@@ -116,7 +116,7 @@ class LocalRun:
     def run(self, *, is_resumed: bool) -> int:
         self._poller.start()
         if is_resumed:
-            self._display.tell(f"going on with the run in {self._files.folder} (--fresh begins anew)")
+            self._display.tell(f"continuing the run in {self._files.folder} (--fresh begins anew)")
         if self._certificates is not None:
             folder = self._files.certs
             self._display.tell(f"each process has a certificate; more: diloco certs issue learner/ID --folder {folder}")
@@ -226,7 +226,7 @@ class LocalRun:
         print(
             f"interrupted after {wall_s:.0f} s, {when}; no model was exported.\n"
             f"the report so far: {shown(self._files.report)}, logs: {shown(self._files.logs)}\n"
-            f"every announced version is on disk; to go on: diloco resume {shown(self._files.folder)}",
+            f"every announced version is on disk; to continue: diloco resume {shown(self._files.folder)}",
             flush=True,
         )
         return EXIT_INTERRUPTED

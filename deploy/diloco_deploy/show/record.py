@@ -85,7 +85,7 @@ def record(
     token_file: Annotated[
         str | None, Parameter(metavar="FILE", help="with --http: send this token, so that other machines show all")
     ] = None,
-    follow: Annotated[Flag, Parameter(name=("--follow", "-f"), help="go on with what comes, until Ctrl-C")] = False,
+    follow: Annotated[Flag, Parameter(name=("--follow", "-f"), help="follow new contributions until Ctrl-C")] = False,
     json: Json = False,
 ) -> int:
     """Say whose work is in each version: its share of the weights, and how much of its length was left.

@@ -66,7 +66,7 @@ def summary(report: Report, files: Mapping[str, Path | None], folder: Path | Non
         budget, merged = int(report["settings"]["run"]["tokens"]), int(report["tokens_merged"])
         budget = 2 * (budget if merged < 2 * budget else merged)  # a resumed run can be far above its budget
         facts.append(
-            ("what next", f"diloco resume {shown(folder)} --tokens {units.count(budget)} trains on; docs/index.md")
+            ("what next", f"diloco resume {shown(folder)} --tokens {units.count(budget)} trains longer; docs/index.md")
         )
     wide = max(len(name) for name, _ in facts)
     return "\n".join(f"{name:<{wide}}  {fact}".rstrip() for name, fact in facts)
@@ -85,7 +85,7 @@ def _lost(report: Report) -> str:
     """Of accepted work nothing ever is; the rest is what workers had at the end, after the last version."""
     rest = report["tokens_dropped"] - _dropped_on_the_way(report)  # with what is merged, it adds up to what was trained
     if report["tokens"] < report["tokens_merged"]:
-        return "nothing that was merged; workers that began anew do not know how much they had trained before"
+        return "no merged work; workers that started anew do not know how much they had trained before"
     if not rest:
         return "nothing"
     share = rest / report["tokens"] if report["tokens"] else 0.0
@@ -110,6 +110,6 @@ def _unusual(report: Report) -> Iterator[str]:
     if report["late"]:
         yield f"{report['late']} contributions came after their round had closed; their work went into the next ones"
     if report["evictions"]:
-        yield f"{report['evictions']} times a shard went on without a silent learner"
+        yield f"{report['evictions']} times a shard continued without a silent learner"
     if report["restarts"]:
         yield "started again: " + ", ".join(f"{name} {times} x" for name, times in sorted(report["restarts"].items()))

@@ -205,7 +205,7 @@ def _screen(glance: _Glance, width: int) -> RenderableType:
     """The page, below how far the run is."""
     head = Text(line(snapshot_of(glance.roll), width), style="bold")
     if glance.silence:
-        head = Text(f"! {glance.silence}; this is from before", style="red")
+        head = Text(f"! {glance.silence}; these figures are older", style="red")
     return Group(head, page(glance.roll, width))
 
 
@@ -232,7 +232,7 @@ def status(
         str | None, Parameter(metavar="FILE", help="with --http: send this token, so that other machines show all")
     ] = None,
     strict: Annotated[Flag, Parameter(help="exit code 7 if anything is wrong")] = False,
-    watch: Annotated[Flag, Parameter(help="show it again every 2 s, until Ctrl-C")] = False,
+    watch: Annotated[Flag, Parameter(help="repeat every 2 s, until Ctrl-C")] = False,
     json: Json = False,
 ) -> int:
     """Show a running cluster: shards and workers, those that are away or dead too, and what that means.

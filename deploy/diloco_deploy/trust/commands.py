@@ -21,7 +21,7 @@ from diloco_deploy.trust.authority import CA_DAYS, is_good, make_authority, open
 from diloco_deploy.trust.registry import Issued
 from diloco_deploy.trust.tending import LOOK_S, Tending
 
-Folder = Annotated[Path, Parameter(metavar="PATH", help="of the authority")]
+Folder = Annotated[Path, Parameter(metavar="PATH", help="folder of the authority")]
 Run = Annotated[str, Parameter(metavar="ID", help="run.id")]
 Identities = Annotated[
     list[str], Parameter(metavar="IDENTITY", help="learner/ID, shard/N, observer/NAME or admin/NAME")
@@ -50,7 +50,8 @@ def issue(
     /,
     *,
     host: Annotated[
-        list[str] | None, Parameter(metavar="NAME|IP", help="of a shard, as workers dial it; may be repeated")
+        list[str] | None,
+        Parameter(metavar="NAME|IP", help="name or address of a shard, as workers dial it; may be repeated"),
     ] = None,
     days: Annotated[Days, _VALID] = 90.0,
     out: Annotated[
@@ -58,7 +59,7 @@ def issue(
         Parameter(metavar="FOLDER", help="where it is put", show_default="SCOPE-NAME in the folder of the authority"),
     ] = None,
     keep: Annotated[
-        Flag, Parameter(help="leave alone what is still good for a third of its time and these hosts")
+        Flag, Parameter(help="keep certificates that have a third of their time left and cover these hosts")
     ] = False,
     folder: Folder = CERTS,
 ) -> int:
@@ -123,7 +124,7 @@ def revoke(
     return 0
 
 
-@certs.command(help="stay, and see to the certificates of all containers on a host")
+@certs.command(help="keep running, and maintain the certificates of all containers on a host")
 def tend(
     identities: Identities,
     /,

@@ -35,12 +35,13 @@ def web(
         Parameter(metavar="FOLDER", help="shards serve over TLS: folder of an observer's or admin's certificate"),
     ] = None,
     token_file: Annotated[
-        str | None, Parameter(metavar="FILE", help="the shared secret of the run; viewers are asked for it, too")
+        str | None, Parameter(metavar="FILE", help="the shared secret of the run; viewers need it too")
     ] = None,
     certificate: Annotated[
-        Path | None, Parameter(metavar="FOLDER", help="serve over HTTPS with this one, such as that of a shard here")
+        Path | None,
+        Parameter(metavar="FOLDER", help="serve over HTTPS with this certificate, such as that of a shard here"),
     ] = None,
-    insecure: Annotated[Flag, Parameter(help="let --listen be in plaintext where other machines reach it")] = False,
+    insecure: Annotated[Flag, Parameter(help="allow plaintext on a --listen that other machines reach")] = False,
 ) -> int:
     """Serve a page that shows a run as it happens: loss, learners, rounds, shards, events. Ends with Ctrl-C.
 

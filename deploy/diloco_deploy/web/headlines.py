@@ -50,7 +50,7 @@ def headlines(
     which the page lists below. `trends`: of the spans of the course, shortest first.
     """
     if not answering:
-        words = "No shard has answered yet." if not heard else "No shard answers; this is from before."
+        words = "No shard has answered yet." if not heard else "No shard answers; these figures are older."
         unknown = {"level": "bad", "title": "Not known", "words": words}
         return {"learning": unknown, "here": _here(states, answering, shards_away, wrong, run), "lost": dict(unknown)}
     return {

@@ -1,6 +1,7 @@
 """The shard's decisions as pure code: no sockets, threads, clocks, randomness or logging.
 
 shard.py        the face that callers use; start here
+mirrored.py     the same of a mirror, which makes no versions
 membership.py   who may speak: leases and generations
 taking.py       what becomes of a push
 rounds.py       when rounds open and close

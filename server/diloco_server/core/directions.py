@@ -26,12 +26,12 @@ KEPT = 512
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """Where a contribution points, among at least three of its round."""
+    """Where a contribution points, in a round where one of them at least has two others."""
 
     cosine: float
     """With the others: the mean, weighted by how much each of them counts for. Among strangers the median."""
     others: float
-    """The same of these with each other."""
+    """The same of these with each other; 0 where there is only one."""
     again: float | None = None
     """With what its learner contributed to the version before; None: nothing."""
 
@@ -46,8 +46,8 @@ def directions(
 ) -> dict[str, Direction]:
     """Of each contribution to a fragment of so many elements: those that take part, and those that do not.
 
-    Of those beside which at least two others take part: of two alone, either may be the one that points away. `said`:
-    learner -> a sample of what it said last. Those of this round take its place. `median`: as among strangers.
+    Of two alone, either may be the one that points away, so there are none. `said`: learner -> a sample of what it said
+    last. Those of this round take its place. `median`: as among strangers.
     """
     taken = [c for c in (*part, *beside) if c.norm > 0]
     shares = dict(zip((c.learner_id for c in part), shares_of(part), strict=True))
@@ -71,7 +71,7 @@ def directions(
     said.clear()
     said.update((c.learner_id, now.clone()) for c, now in zip(taken, sample, strict=True))
     found = map(Direction, with_others.tolist(), agreeing.tolist(), again)
-    return {c.learner_id: one for c, one, count in zip(taken, found, others.tolist(), strict=True) if count > 1}
+    return {c.learner_id: one for c, one in zip(taken, found, strict=True)}
 
 
 def _compared(taken: Sequence[Contribution], num_elements: int) -> tuple[Tensor, Tensor]:

@@ -1,27 +1,23 @@
 """How much one contribution may move the model: bounded by the others of its round, and by nothing else.
 
-The shard does not guess who is honest. It looks at what a round holds. There the longest contribution counts for at
-most twice as long as the second longest, and among strangers (`guard.trust`) for as long as the median:
+The shard does not guess who is honest. In each round, the longest contribution counts for at most twice as long as the
+second longest; among strangers (`guard.trust`), for as long as the median:
 
     v_i <- v_i min(1, limit_i / |v_i|)
-    limit_i = max(times_i * second longest at equal steps, FALLS * as long as i or the second counted before)
+    limit_i = max(times_i * second longest at equal steps, FALLS * what i or the second counted for before)
 
-`times_i` lies between `APART` and `TWICE`: twice, as far as the learner has pointed where the others point.
+`times_i` lies between `APART` and `TWICE`: twice, as far as the learner has pointed where the others point. At equal
+steps: another's length is first multiplied by max(1, steps_i / its steps). Strangers' steps are not believed. Clipping
+against the round itself is adaptive robust clipping (arXiv 2405.14432); a run among strangers clipped to the median
+(arXiv 2603.08163). Ordinary learners are not cut, so their merge is the published formula, bit for bit. What is cut off
+is gone: carried, it would wind up. In a round of one or two, nobody can say who is right: a contribution may be `RISES`
+times as long as before. A contribution with more than half of the weight of its round is not cut either.
 
-At equal steps: another's length is first multiplied by max(1, steps_i / its steps); what strangers say of their steps
-is not believed. Clipping against the round itself is adaptive robust clipping (arXiv 2405.14432), and against its
-median what a run among strangers used (arXiv 2603.08163). Ordinary learners are not cut at all, so a merge is the
-published formula, bit for bit. What is cut off is gone: it is not told and not carried, as a remainder that came back
-would wind up. In a round of one or two nobody can say who is right: a contribution may be `RISES` times as long as
-before, once rounds of three have said how long that is. Nor can anybody where one has more than half of the weight of a
-round: that one is not cut.
+A length says nothing about direction. A learner that points away from the others nearly as much as these agree without
+it, beyond chance, is left out as long as that lasts; a stranger, if it points away at all. So is one that alone repeats
+itself. It is asked like everybody else, and takes the global values as if it were merged.
 
-A length says nothing about direction. Whoever points away from the others nearly as much as these agree without it,
-beyond chance, is left out as long as that lasts; a stranger, if it points away at all. So is whoever says the same
-again and again, if nobody else says it. It is asked like everybody, and takes the global values as if it were merged,
-so it cannot wind up either.
-
-Claims of members are believed. A stranger's weight and its tokens count for at most the lower median of its round, and
+Claims of members are believed. A stranger's weight and tokens count for at most the lower median of its round, and
 strangers need a majority for a round.
 """
 
@@ -43,20 +39,24 @@ from diloco_server.core.round import Contribution, LengthLimit
 
 TWICE = 2.0
 """The second longest: healthy learners that point with each other are within it, or come near it as they warm up."""
-APART = 1.25
-"""The same where a learner points nowhere, as noise does and what is long out of date. At 2 noise costs more than the
-learner's absence. At 1 a healthy one that alone reads another text is cut by more than half for long."""
 FALLS = 0.8
 """What is left of a limit in the next round: newcomers with a rate near zero do not silence the learners that are
-there. Were it more, a learner ten times too long would keep the length that all had before their rates fell."""
-RISES = 4.0
-"""As long as before, where nobody can say whether it is too long. In a warm-up two rounds are that far apart."""
+there. With more, a learner ten times too long would keep the length that all had before their rates fell."""
+APART = 1 / FALLS
+"""The limit of a learner that points nowhere, as noise does and what is long out of date: it may be as long as the
+second longest in the round before, as this was remembered. At twice, noise costs more than the learner's absence."""
+RISES = TWICE * TWICE
+"""As long as before, where nobody can say whether it is too long: in a warm-up, two rounds are that far apart."""
 OPPOSED = 0.75
 """Of the cosine of the others with each other. A flipped sign has -1 times that. A healthy learner that alone has met
 some rare words goes down to -0.5 times, as the others pull the model back to what they know."""
+FEW = 16
+"""Members among which one that points away is left out. Among 17, a flipped sign that nobody leaves out costs 1.0 %,
+and a healthy learner that alone knows some rare words may point further away than that, as all the others pull the
+model back to what they know."""
 STILL = 0.1
-"""Of what the contributions of another change from one to the next. Whoever pulls alone, its own way, changes 0.4
-times as much as the others in the lab; whoever sends the same values again nothing, or the rounding of its encoding."""
+"""Of what the contributions of another change from one to the next. A learner that pulls alone, its own way, changes
+0.4 times as much as the others in the lab; one that sends the same values again, by the rounding of its encoding."""
 ERRORS = 3.0
 """Standard errors beyond which a mean is no chance."""
 TOLD = 24
@@ -248,8 +248,8 @@ class Influence:
         repeating = self._repeating(directions)
         back = tuple(i for i in sorted(self.left_out & directions.keys() - repeating) if self._told[i].is_back(opposed))
         self.left_out.difference_update(back)
-        taking = directions.keys() - self.left_out
-        away = [i for i in taking if i in repeating or self._told[i].points_away(opposed)]
+        taking, judged = directions.keys() - self.left_out, self.strangers or len(directions) <= FEW
+        away = [i for i in taking if i in repeating or (judged and self._told[i].points_away(opposed))]
         out = min(away, key=lambda i: (self._told[i].mean_cosine, i), default=None)
         if out is not None:
             self.left_out.add(out)

@@ -14,11 +14,9 @@ versions when somebody comes or goes; the other decisions are in five parts, whi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from diloco_common.codec import Payload
 from diloco_common.errors import (
-    BadRequest,
     Draining,
     NotJoined,
     NotSeeded,
@@ -29,13 +27,12 @@ from diloco_common.errors import (
     VersionGone,
 )
 from diloco_common.settings import BLEND_ALPHA, Settings
-from diloco_common.wire.manifest import Manifest, TensorSpec, Tie
+from diloco_common.wire.manifest import Manifest, TensorSpec
 from diloco_common.wire.messages import (
     Drain,
     Evicted,
-    FrozenTensor,
-    Held,
     JoinAnswer,
+    JoinRequest,
     LearnerPolicy,
     Progress,
     PullHeader,
@@ -67,8 +64,6 @@ class Shard:
         self.membership = Membership(settings.lease, settings.shard.max_learners)
         self.draining = False
         """No joins and no new rounds any more."""
-        self.told: JoinAnswer | None = None
-        """Of a mirror: what its shard says to readers."""
         self._likeness = Likeness()
         self._outbox = Outbox(self.membership)
         self.influence = Influence(settings.guard.trust)
@@ -82,27 +77,17 @@ class Shard:
 
     # ------------------------------------------------------------ learners
 
-    def join(
-        self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held] = (),
-        frozen: Sequence[FrozenTensor] = (), ties: Sequence[Tie] = (), index: int | None = None, age_s: float = 0.0,
-        tokens_seen: int = 0,
-    ) -> Member:  # fmt: skip
-        """Grant a lease; the one before it ends. `held`: the versions that the learner has. `frozen`: what it holds
-        fixed, if that must agree. `ties`: the keys of its state_dict. `index`: the number that it had
-        before. `age_s`: of its process. `tokens_seen`: merged into the newest version that it has seen.
+    def join(self, learner_id: str, request: JoinRequest, now: float) -> Member:
+        """Grant a lease; the one before it ends.
 
         Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or Busy.
         """
         self._check_not_draining()
-        if self.settings.shard.mirror_of:
-            raise BadRequest(
-                f"this is a mirror of {self.settings.shard.mirror_of}, which takes no work; join the shards"
-            )
         self._outbox.now = now
-        membership, versions = self.membership, self.versions
-        membership.welcome(learner_id, process_id, now - age_s)
-        versions.adopt_or_check(tensors)
-        versions.check_frozen(frozen)
+        membership, versions, process_id = self.membership, self.versions, request.process_id
+        membership.welcome(learner_id, process_id, now - request.age_s)
+        versions.adopt_or_check(request.tensors)
+        versions.check_frozen(request.frozen)
         old = membership.get(learner_id)
         if old is not None and old.live:
             if old.process_id == process_id:
@@ -111,15 +96,15 @@ class Shard:
                 self._end(old, Superseded.code, str(superseded(learner_id)))
         if old is None or old.process_id != process_id:
             self.influence.begin(learner_id)
-        member = membership.join(learner_id, process_id, now, index, age_s)
-        versions.frozen.adopt(learner_id, frozen)
-        versions.tell_keys(ties)
+        member = membership.join(learner_id, process_id, now, request.index, request.age_s)
+        versions.frozen.adopt(learner_id, request.frozen)
+        versions.tell_keys(request.ties)
         membership.replace(member, versions.forget_others(learner_id, process_id))
         self._outbox.note(LearnerJoined(learner_id, member.generation, returned=old is not None))
-        for state in versions.look_for_losses(learner_id, held, tokens_seen):
+        for state in versions.look_for_losses(learner_id, request.held, request.tokens_seen):
             self.rounds.ask_missing(state)
-        if all(theirs.epoch != self.epoch for theirs in held):
-            versions.look_for_more(learner_id, tokens_seen, now - self.settings.lease.lease_s)
+        if all(theirs.epoch != self.epoch for theirs in request.held):
+            versions.look_for_more(learner_id, request.tokens_seen, now - self.settings.lease.lease_s)
         return member
 
     def take_number(self, learner_id: str, now: float) -> int:
@@ -217,15 +202,6 @@ class Shard:
         """Go on from versions that were kept, before anybody joins."""
         self.versions.restore(manifest, fragments)
 
-    def mirror(self, told: JoinAnswer, manifest: Manifest) -> None:
-        """The shard that this one mirrors has described the run."""
-        self.told = told
-        self.versions.mirror(manifest, told.shard_index)
-
-    def mirrored(self, record: Record, published: Published) -> None:
-        """It has announced this version, and here are its bytes."""
-        self.versions.mirrored(record, published)
-
     def seed_record(self, fragment_id: int) -> Record:
         """Of version 0, which is being made."""
         return self.versions.seed_record(fragment_id)
@@ -314,8 +290,6 @@ class Shard:
         return len(self.versions.phases.collecting)
 
     def pulse(self) -> Pulse:
-        if self.told is not None:
-            return self.told.pulse
         return Pulse(self.tokens_merged, self.settings.run.tokens, len(self.membership.live()))
 
     def owned(self, fragment_id: int) -> FragmentState:
@@ -367,9 +341,6 @@ class Shard:
     ) -> JoinAnswer:  # fmt: skip
         """What a learner, or an observer (neither id nor generation), needs to know of the run."""
         settings, sync = self.settings, self.settings.sync
-        if self.told is not None:
-            fragments = tuple(state.status("") for _, state in sorted(self.fragments.items()))
-            return replace(self.told, fragments=fragments)
         return JoinAnswer(
             generation=generation,
             epoch=self.epoch,

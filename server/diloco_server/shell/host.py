@@ -10,15 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from diloco_common import ports
-from diloco_common.codec import Chunk, Payload, PayloadHeader, encode_payload
-from diloco_common.codec.change import decode_version
-from diloco_common.codec.parts import cut_header
-from diloco_common.errors import BadRequest, Draining, NoAverage, Refusal, Superseded, VersionGone
+from diloco_common.codec import Chunk, Payload
+from diloco_common.errors import BadRequest, Draining, Refusal, Superseded
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
@@ -27,38 +24,30 @@ from diloco_common.trust.identity import Identity
 from diloco_common.wire.follower import Follower
 from diloco_common.wire.manifest import Manifest, TensorSpec
 from diloco_common.wire.messages import (
-    AVERAGE,
-    FILE,
-    FILE_CHUNK,
     Committed,
-    Directive,
     Drain,
     Evicted,
     FollowRequest,
     JoinAnswer,
     JoinRequest,
-    Near,
     Progress,
-    PullHeader,
-    PullRequest,
     PushAnswer,
     PushHeader,
-    Range,
     Stop,
-    VersionId,
 )
 from diloco_server.core.admission import PART
 from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import PieceNorms
+from diloco_server.core.mirrored import MirroredShard
 from diloco_server.core.parts import places_of
 from diloco_server.core.shard import Shard
+from diloco_server.shell.awake_clock import AwakeClock
 from diloco_server.shell.control_streams import ControlStreams, LearnerStream
 from diloco_server.shell.driver import EffectDriver, Job
 from diloco_server.shell.keeper import Checkpointer, Keeper, recover
 from diloco_server.shell.readers import Reader, Readers
 from diloco_server.shell.telemetry import ShardTelemetry
-from diloco_server.storage.filesystem import OldFile
 from diloco_server.storage.store import Store
 from diloco_server.storage.version_file import StoredVersion
 
@@ -66,9 +55,6 @@ TICK_S = 0.02
 """The resolution of grace windows and leases."""
 DECISION_WAIT = 4.0
 """How long events wait for the next decision, in durations of the last one: so a fifth of a core decides, at most."""
-
-MAY_COME_S = 10.0
-"""How long a mirror waits for a version that it is asked for, and has not heard of or not got yet."""
 
 T = TypeVar("T")
 
@@ -93,7 +79,7 @@ class ShardHost:
         `tick_s`: how often time passes for the core.
         """
         self.settings = settings
-        self.shard = Shard(settings, store.epoch)
+        self.shard = (MirroredShard if settings.shard.mirror_of else Shard)(settings, store.epoch)
         self.clock: Clock = clock or AwakeClock(settings.lease.heartbeat_s, world.clock)
         self.stopwatch = world.clock
         self.started_at = self.clock()
@@ -105,7 +91,7 @@ class ShardHost:
         self.driver.is_mirrored = lambda: self.readers.has_mirrors
         self._checkpointer = Checkpointer(settings, world, metrics, log)
         self.keeper = Keeper(store, settings.shard, world, metrics, log, self._written)
-        self._store = store
+        self.store = store
         self.keeps_files = store.keeps_files
         self._tick_s = tick_s
         self._compute = world.threads(1, "diloco-compute")
@@ -123,10 +109,10 @@ class ShardHost:
         """Another process is this shard now."""
         self.follower: Follower | None = None
         """Of a mirror: what brings its versions."""
-        self._closed = False
+        self.closed = False
         self._later: asyncio.TimerHandle | None = None  # the decision that events wait for
         self._decision_s = 0.0  # how long the last decision took
-        self._moved = asyncio.Event()  # set whenever something that `_until` asks about may have changed
+        self._moved = asyncio.Event()  # set whenever something that `until` asks about may have changed
         metrics.registry.before_scrape = self._sample
 
     # ------------------------------------------------------------ from start to end
@@ -134,7 +120,7 @@ class ShardHost:
     async def recover(self) -> None:
         """Go on from what the store holds, before anybody is served. Raises DataError and OSError."""
         self._recovering, began = True, self.stopwatch()
-        work = partial(recover, self._store, self.settings, self.driver.making, self.log)
+        work = partial(recover, self.store, self.settings, self.driver.making, self.log)
         recovered = await asyncio.get_running_loop().run_in_executor(self._compute, work)
         self._recovering = False
         if recovered is None:
@@ -176,7 +162,7 @@ class ShardHost:
         self.advance()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):  # not by `clock`: the process is about to be killed in real time
-                await self._until(lambda: not self._jobs and not (self.shard.open_rounds and self.streams))
+                await self.until(lambda: not self._jobs and not (self.shard.open_rounds and self.streams))
         await self.keeper.flush(timeout_s)
 
     def close(self) -> None:
@@ -184,7 +170,7 @@ class ShardHost:
 
         A version that is still being made is not announced then: what goes into it is pushed again.
         """
-        self._closed = True
+        self.closed = True
         if self._later is not None:
             self._later.cancel()
         for job in self._jobs:
@@ -243,7 +229,7 @@ class ShardHost:
         self._later = None
         self.advance()
 
-    async def _until(self, is_so: Callable[[], bool]) -> None:
+    async def until(self, is_so: Callable[[], bool]) -> None:
         """Wait until something is so that only this host's events change."""
         while not is_so():
             self._moved.clear()
@@ -263,10 +249,7 @@ class ShardHost:
 
     def join(self, learner_id: str, request: JoinRequest) -> JoinAnswer:
         """Grant a lease. Raises Draining, ManifestMismatch, FrozenMismatch, Superseded or Busy."""
-        member = self.shard.join(
-            learner_id, request.process_id, request.tensors, self.clock(), request.held, request.frozen, request.ties,
-            request.index, request.age_s, request.tokens_seen,
-        )  # fmt: skip
+        member = self.shard.join(learner_id, request, self.clock())
         self.advance()
         return self.shard.join_answer(learner_id, member.generation, index=member.index, rules=self.driver.rules.words)
 
@@ -313,7 +296,7 @@ class ShardHost:
         if request.epoch < mine:
             return Evicted(Superseded.code, f"this shard is in epoch {mine} here, which is later than {request.epoch}")
         lost = max(0, self.shard.tokens_merged - request.tokens_merged)
-        await self.keeper.read(partial(self._store.supersede, request.epoch))
+        await self.keeper.read(partial(self.store.supersede, request.epoch))
         words = (
             f"a standby of shard {self.settings.shard.index} was promoted, and serves in epoch {request.epoch}; the "
             f"one of epoch {mine} ends, and {lost} tokens that it has merged since are lost"
@@ -326,16 +309,6 @@ class ShardHost:
         self.replaced = Superseded(why)
         self._break(why)
         return self.replaced
-
-    def near(self, directive: Directive, learner_id: str, address: str) -> Directive:
-        """What is announced, with how to have its bytes from the mirror at this address, if they have names."""
-        if not isinstance(directive, Committed):
-            return directive
-        state = self.shard.owned(directive.fragment_id)
-        names = None if state.published is None else state.published.sha256
-        if names is None or state.version_id != (directive.epoch, directive.version):
-            return directive  # mirrors came later, or something newer is announced by now
-        return replace(directive, near=Near(address, *names, self.shard.pull_header(learner_id, directive.fragment_id)))
 
     def leave(self, caller: Identity) -> bool:
         """A learner says goodbye: nothing more is told to it. Whether a lease ended. Repeating it is fine."""
@@ -395,92 +368,6 @@ class ShardHost:
         self.advance_later()
         return answer
 
-    # ------------------------------------------------------------ versions
-
-    def pull(self, caller: Identity, request: PullRequest) -> tuple[PullHeader, Payload | None, Payload]:
-        """A version: what is said of it, the change since what the caller has (if there is one), the values.
-
-        Raises UnknownFragment, NotSeeded, VersionGone, and as `member` does, where the caller names a lease.
-        """
-        if caller.generation:
-            self.member(caller)
-        if request.want is not None:
-            holder = caller.learner_id if caller.generation else ""
-            record, published = self.shard.named(request.fragment_id, VersionId(*request.want), holder)
-            if record is not self.shard.owned(request.fragment_id).record:
-                return self.shard.pull_header(caller.learner_id, request.fragment_id, record), None, published.values
-        _, values = self.shard.published(request.fragment_id)
-        have = None if request.have is None else VersionId(*request.have)
-        change = self.shard.change_since(request.fragment_id, have)
-        return self.shard.pull_header(caller.learner_id, request.fragment_id), change, values
-
-    async def may_come(self, request: PullRequest) -> None:
-        """Of a mirror: wait for a version that its shard may have announced a moment ago."""
-        if (follower := self.follower) is None or request.want is None:
-            return
-        state, want = self.shard.owned(request.fragment_id), VersionId(*request.want)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MAY_COME_S):
-                await self._until(
-                    lambda: (
-                        not follower.is_up
-                        or state.epoch > want.epoch
-                        or (state.published is not None and state.version_id >= want)
-                    )
-                )
-
-    def pulled(self, caller: Identity, header: PullHeader) -> None:
-        """A learner has taken all bytes of a version, and had an earlier one."""
-        with contextlib.suppress(Refusal):
-            self.shard.pulled(self.member(caller), header.fragment_id, header.version, self.clock())
-
-    async def open_file(self, fragment_id: int, want: VersionId) -> tuple[PullHeader, OldFile]:
-        """The file of a version of this line, and what is said of it. Raises UnknownFragment and VersionGone."""
-        state, file = self.shard.owned(fragment_id), None
-        if want.epoch in (self.shard.epoch, state.epoch):
-            with contextlib.suppress(OSError):
-                file = await self.keeper.read(partial(self._store.open, fragment_id, want.version))
-        if file is None:
-            raise VersionGone(
-                f"fragment {fragment_id}: version {want.version} of epoch {want.epoch} is not on the disk of this "
-                "shard; take what is announced next"
-            )
-        payload = PayloadHeader(FILE, file.size, FILE_CHUNK, file.size, 0)
-        return PullHeader(fragment_id, want.version, want.epoch, 0, 0, state.tokens_merged, payload), file
-
-    async def cut_header(
-        self, values: Payload, ranges: Sequence[Range], chunk_elements: int | None = None
-    ) -> PayloadHeader:
-        """Of what a pull asks for of a version. Holds a chunk at a time. Raises Draining once the shard has ended."""
-        return await self.compute("encode", lambda: cut_header(values, ranges, chunk_elements))
-
-    async def encode_for(self, caller: Identity, fragment_id: int, encoding: str) -> tuple[PullHeader, Payload]:
-        """The latest version in an encoding other than the run's, or the average, for one caller alone.
-
-        Raises Draining, and NoAverage.
-        """
-        if encoding == AVERAGE and not self.driver.making(self.shard.owned(fragment_id).fragment).average:
-            raise NoAverage(
-                "the run keeps no average of its versions: set outer.average on all shards (0.97, for example), and "
-                "start them again"
-            )
-        await self._until(lambda: self._closed or not self.shard.owned(fragment_id).computing)
-        header = self.shard.pull_header(caller.learner_id, fragment_id)  # of the very values that are read next
-        return header, await self.encode(fragment_id, encoding)
-
-    async def encode(self, fragment_id: int, encoding: str) -> Payload:
-        """The values as they are when this is called: what changes them later comes later on the compute thread.
-
-        Raises Draining.
-        """
-        values = self.shard.owned(fragment_id).values
-        if values is None:  # a mirror has what was announced
-            published = self.shard.published(fragment_id)[1]
-            return await self.compute("encode", lambda: encode_payload(decode_version(published, None)[0], encoding))
-        if encoding == AVERAGE:
-            return await self.compute("encode", lambda: encode_payload(values.averaged(), "float32"))
-        return await self.compute("encode", lambda: encode_payload(values.theta, encoding))
-
     # ------------------------------------------------------------ the shell of its effects
 
     def tell(self, tell: Tell) -> None:
@@ -488,7 +375,7 @@ class ShardHost:
 
     def start(self, job: Job, name: str) -> None:
         """Run a job and let the core go on after it; nothing once the shard has ended."""
-        if self._closed:  # the last pushes have closed a round
+        if self.closed:  # the last pushes have closed a round
             return
         task = asyncio.create_task(self._run(job), name=name)
         self._jobs[task] = None
@@ -521,7 +408,7 @@ class ShardHost:
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise Draining("this shard has ended; call again when it is back")
 
     @contextlib.asynccontextmanager
@@ -545,29 +432,21 @@ class ShardHost:
         self.readers.is_on_disk(Committed(fragment_id, version, self.shard.epoch))
 
     async def keep(self, version: StoredVersion) -> None:
-        """Make a version durable, as far as the settings ask for it. It may be announced when this returns."""
+        """Make a version durable, as far as the settings ask for it. It may be announced when this returns.
+
+        A standby that keeps pace holds the one before by then. It is waited for as long as a lease, once.
+        """
         assert self.shard.manifest is not None
         await self.keeper.keep(version, self.shard.manifest)
+        fragment_id, number = version.record.fragment_id, version.record.version
+        try:
+            async with asyncio.timeout(self.settings.lease.lease_s):
+                await self.until(lambda: self.closed or self.readers.copies.may_announce(fragment_id, number))
+        except TimeoutError:
+            self.log.warning("the standby does not keep pace", fragment=fragment_id, version=number)
+            self.readers.copies.falls_behind(fragment_id)
 
-
-class AwakeClock:
-    """Monotonic seconds of a shard, but only those during which the shard itself is awake.
-
-    A process may be frozen for longer than a lease (SIGSTOP, a suspended machine). On waking, it may look at the time
-    before it reads the messages of its learners. With a plain clock, it would then take all of them for silent.
-
-    A gap between two calls counts as at most `longest_s`: the shard asks many times a second.
-    """
-
-    def __init__(self, longest_s: float, clock: Clock) -> None:
-        self._longest_s = longest_s
-        self._clock = clock
-        self._asked_at = clock()
-        self._asleep_s = 0.0
-
-    def __call__(self) -> float:
-        now = self._clock()
-        asleep_s, self._asked_at = now - self._asked_at - self._longest_s, now
-        if asleep_s > 0:
-            self._asleep_s += asleep_s
-        return now - self._asleep_s
+    def copied(self, fragment_id: int, version: int) -> None:
+        """A standby holds this version."""
+        self.readers.copies.holds(fragment_id, version)
+        self._moved.set()

@@ -13,6 +13,7 @@ from diloco_common.wire.follower import Follower
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Committed, Directive, JoinAnswer, Near, PullRequest, Pulse, Stop
 from diloco_server.core.arithmetic import Published
+from diloco_server.core.mirrored import MirroredShard
 from diloco_server.core.record import empty_record
 from diloco_server.shell.host import ShardHost
 
@@ -21,7 +22,8 @@ class Mirror:
     """Fills a host. Owned by its event loop."""
 
     def __init__(self, host: ShardHost, follower: Follower) -> None:
-        self._host, self._follower = host, follower
+        assert isinstance(host.shard, MirroredShard)
+        self._host, self._shard, self._follower = host, host.shard, follower
         host.follower = follower
 
     async def run(self, site: str, address: str) -> None:
@@ -30,24 +32,23 @@ class Mirror:
         await self._follower.run(self)
 
     def joined(self, answer: JoinAnswer) -> None:
-        manifest = self._host.shard.manifest
+        manifest = self._shard.manifest
         if manifest is None or manifest.digest != answer.manifest_digest:
             manifest = cut(answer.tensors, answer.num_fragments, answer.num_shards)
             if manifest.digest != answer.manifest_digest:
                 raise ManifestMismatch("the shard cuts its model in another way: install equal versions")
             self._follower.held.clear()
-        self._host.shard.mirror(answer, replace(manifest, ties=answer.ties))
+        self._shard.mirror(answer, replace(manifest, ties=answer.ties))
 
     def hear(self, directive: Directive) -> None:
-        shard = self._host.shard
-        if isinstance(directive, Pulse) and shard.told is not None:
-            shard.told = replace(shard.told, pulse=directive)
+        if isinstance(directive, Pulse) and self._shard.told is not None:
+            self._shard.told = replace(self._shard.told, pulse=directive)
         if isinstance(directive, Pulse | Stop):
             self._host.readers.tell(directive)
 
     async def take(self, committed: Committed) -> None:
         """As the change since the version that is held, where there is one; else as values."""
-        host, state = self._host, self._host.shard.owned(committed.fragment_id)
+        host, state = self._host, self._shard.owned(committed.fragment_id)
         assert self._follower.answer is not None
         encodings = pull_encodings(state.fragment.encoding(self._follower.answer.policy.pull_encoding))
         before = state.published
@@ -69,7 +70,7 @@ class Mirror:
             empty_record(committed.fragment_id), epoch=header.epoch, version=header.version,
             tokens_merged=header.tokens_merged,
         )  # fmt: skip
-        host.shard.mirrored(record, published)
+        self._shard.mirrored(record, published)
         host.advance()
 
 

@@ -35,8 +35,41 @@ class Reader:
     stream: LearnerStream = field(default_factory=lambda: LearnerStream("", 0))
 
 
+class Copies:
+    """How far the shard may be ahead of a standby: by one version of each fragment, as long as it keeps pace."""
+
+    def __init__(self) -> None:
+        self._on_disk: dict[int, tuple[int, int]] = {}  # fragment -> the newest version, and the one before
+        self._held: dict[int, int] = {}  # of fragments in which the standby keeps pace
+        self._fell_behind: set[int] = set()
+
+    def is_on_disk(self, fragment_id: int, version: int) -> None:
+        self._on_disk[fragment_id] = version, self._on_disk.get(fragment_id, (-1, -1))[0]
+
+    def holds(self, fragment_id: int, version: int) -> None:
+        """A standby has this version on its disk."""
+        if fragment_id not in self._fell_behind or version >= self._on_disk.get(fragment_id, (0, 0))[1]:
+            self._held[fragment_id] = version
+
+    def may_announce(self, fragment_id: int, version: int) -> bool:
+        """Whether the standby holds what was written before this version, or does not keep pace."""
+        newest, before = self._on_disk.get(fragment_id, (-1, -1))
+        return self._held.get(fragment_id, version) >= (before if newest == version else newest)
+
+    def falls_behind(self, fragment_id: int) -> None:
+        """It is not waited for until it has caught up by itself: else it could hold the run up again and again."""
+        self._held.pop(fragment_id, None)
+        self._fell_behind.add(fragment_id)
+
+    def clear(self) -> None:
+        """No standby follows."""
+        self._held.clear()
+        self._fell_behind.clear()
+
+
 class Readers:
     def __init__(self) -> None:
+        self.copies = Copies()
         self._open: dict[Reader, None] = {}  # oldest first
         self.away: dict[tuple[Role, str], float] = {}
         """Mirrors and standbys that followed, and do not now: since when."""
@@ -60,6 +93,8 @@ class Readers:
                 yield reader
             finally:
                 del self._open[reader]
+                if role is Role.STANDBY:
+                    self.copies.clear()
                 if role is not Role.OBSERVER and len(self.away) < READERS_MAX:
                     self.away[role, reader.name] = now()
 
@@ -72,6 +107,7 @@ class Readers:
                     reader.stream.send(directive)
 
     def is_on_disk(self, committed: Committed) -> None:
+        self.copies.is_on_disk(committed.fragment_id, committed.version)
         for reader in self._open:
             if reader.role is Role.STANDBY:
                 reader.stream.send(committed)

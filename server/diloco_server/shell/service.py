@@ -50,6 +50,7 @@ from diloco_common.wire.messages import (
 )
 from diloco_server.shell.control_streams import LearnerStream
 from diloco_server.shell.host import ShardHost
+from diloco_server.shell.pulls import Pulls
 from diloco_server.shell.quotas import SHOWN_BYTES, OpenPushes, Places, Ranks, Rate, Takers
 from diloco_server.shell.rules import check_codecs
 from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
@@ -96,7 +97,7 @@ class Service:
 
     def __init__(self, host: ShardHost) -> None:
         limits = host.settings.shard
-        self._host = host
+        self._host, self._answers = host, Pulls(host)
         self._pushes = OpenPushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, limits.bytes_in_max)
         self._rank_pushes = Ranks("pushes", max(PUSHES_AT_ONCE, limits.max_pushes // 2))
         self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](HOST_PULLS_AT_ONCE)
@@ -195,7 +196,7 @@ class Service:
         try:
             while (directive := await stream.next()) is not None:
                 mirror = self._host.readers.mirror_at(self._sites.get(caller.learner_id, ""))
-                yield self._host.near(directive, caller.learner_id, mirror) if mirror else directive
+                yield self._answers.near(directive, caller.learner_id, mirror) if mirror else directive
                 if isinstance(directive, Evicted):
                     break
             if reader.done():
@@ -217,7 +218,7 @@ class Service:
         with self._host.readers.opened(caller, request, self._host.clock) as reader:
             self._host.follow(reader)
             while (directive := await reader.stream.next()) is not None:
-                yield self._host.near(directive, "", "") if reader.role is Role.MIRROR else directive
+                yield self._answers.near(directive, "", "") if reader.role is Role.MIRROR else directive
 
     async def _read_reports(self, caller: Identity, reports: AsyncIterator[Progress], stream: LearnerStream) -> None:
         """Hand in the learner's reports until its side ends; then end ours. Raises BadRequest."""
@@ -321,8 +322,8 @@ class Service:
         self, caller: Identity, request: PullRequest, ends_in_s: float
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
         with self._pull_place(caller) as account, self._takers.pulling(account) as pulled:
-            await self._host.may_come(request)
-            header, change, values = self._host.pull(caller, request)
+            await self._answers.may_come(request)
+            header, change, values = self._answers.answer(caller, request)
             ranges = request.ranges
             if ranges:
                 _check_ranges(ranges, values.header.num_elements)
@@ -345,7 +346,7 @@ class Service:
                 if small is not None and not ranges:
                     ranges = (Range(0, size),)
                 if ranges:
-                    header = replace(header, payload=await self._host.cut_header(payload, ranges, small))
+                    header = replace(header, payload=await self._answers.cut_header(payload, ranges, small))
                     chunks = cut_chunks(payload, ranges, small)
                 unread = Unread(chunks, self._host.settings.lease.lease_s if pulled.is_trusted else UNTRUSTED_PAUSE_S)
                 del change, values, made, payload, chunks  # so that `unread` alone holds the version
@@ -354,11 +355,11 @@ class Service:
                         yield part
                 pulled.num_bytes = header.payload.num_bytes if header.payload is not None else 0
                 if caller.generation and (request.have or request.want):
-                    self._host.pulled(caller, header)
+                    self._answers.pulled(caller, header)
             else:
                 whose = f"pulls of {caller.account or 'this host'} in an encoding of their own"
                 with self._observers.held(caller.account, whose):
-                    header, payload = await self._host.encode_for(caller, request.fragment_id, encoding)
+                    header, payload = await self._answers.encode_for(caller, request.fragment_id, encoding)
                     header = replace(header, payload=payload.header)
                     unread = Unread(payload.chunks, self._host.settings.lease.lease_s)
                     async with aclosing(self._parts(header, unread)) as parts:
@@ -366,13 +367,17 @@ class Service:
                             yield part
 
     async def _file(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | Chunk, None]:
-        """A version file for a standby, read from the disk as it is taken."""
+        """A version file for a standby, read from the disk as it is taken. One that has it says so by asking again."""
         caller.check_may("Standby")
         if request.want is None or request.ranges:
             raise BadRequest(f"a Pull of {FILE} names the version that it wants, and no ranges")
         with self._pull_place(caller):
-            header, file = await self._host.open_file(request.fragment_id, VersionId(*request.want))
+            header, file = await self._answers.open_file(request.fragment_id, VersionId(*request.want))
             with closing(file):
+                if request.have == request.want:
+                    self._host.copied(header.fragment_id, header.version)
+                    yield replace(header, payload=None)
+                    return
                 yield header
                 for start in range(0, file.size, FILE_CHUNK):
                     num_bytes = min(FILE_CHUNK, file.size - start)

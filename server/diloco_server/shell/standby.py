@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -13,7 +15,7 @@ from diloco_common.codec.frames import crc32c, said_crc32c
 from diloco_common.errors import BadChecksum, BadRequest, Refusal, Superseded, Unavailable, VersionGone
 from diloco_common.ports import Transport
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import call_s
+from diloco_common.wire.calls import CALL_S, call_s
 from diloco_common.wire.follower import Follower, Says
 from diloco_common.wire.messages import (
     FILE,
@@ -126,6 +128,10 @@ class Standby:
             found = await self._do(partial(self._folder.end, file, fragment_id, version))
         self.bytes_saved += header.payload.num_bytes
         check_origin(self._origin, found)
+        with contextlib.suppress(Refusal, Unavailable):  # the shard is away, or has newer ones
+            has = replace(request, have=request.want)
+            async with aclosing(self.follower.transport.pull(self.follower.caller, has, CALL_S)) as said:
+                await anext(said, None)
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)

@@ -37,9 +37,9 @@ class Network:
     """All paths of one cluster."""
 
     def __init__(
-        self, timeline: Timeline, options: Options, faults: Counter[str], said: Callable[[Any, int], None]
+        self, timeline: Timeline, options: Options, faults: Counter[str], said: Callable[[Any, Path], None]
     ) -> None:
-        """`said` is told of every item that a shard sends, and of the shard's index."""
+        """`said` is told of every item that a shard sends, and of the way that it goes."""
         self.timeline = timeline
         self.said = said
         self.healed = False
@@ -156,7 +156,7 @@ class NetworkCall:
     def answer(self, *items: Any) -> None:
         """The shard says something; an Exception, or End, is its last word."""
         for item in items:
-            self._network.said(item, self.path[1])
+            self._network.said(item, self.path)
         if self.loses_answer:
             self._break_or_not()
         else:

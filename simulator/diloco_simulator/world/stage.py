@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diloco_common.observe.history import MemoryHistory
 from diloco_simulator.options import Options
-from diloco_simulator.world.network import Network
+from diloco_simulator.world.network import Network, Path
 from diloco_simulator.world.process import Timeline
 
 
@@ -70,7 +70,7 @@ class Stage(ABC):
         """A process has written a line of its history."""
 
     @abstractmethod
-    def said(self, item: Any, shard: int) -> None:
+    def said(self, item: Any, path: Path) -> None:
         """A shard says something to a learner."""
 
     @abstractmethod

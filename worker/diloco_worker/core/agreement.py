@@ -206,8 +206,8 @@ class Diverging:
             return None
         return NotFinite(
             f"the model holds NaN or infinite values, and {REFUSALS_MAX} rounds in a row refused them. This learner "
-            "ends. Start it again with a new optimizer, and without state=: it begins with the values of the run. "
-            "If it happens again, lower its rate, or clip its gradients"
+            "ends. Restart it with a new optimizer and without state=: it starts from the values of the run. If this "
+            "happens again, lower its rate, or clip its gradients"
         )
 
     def begin_anew(self) -> bool:

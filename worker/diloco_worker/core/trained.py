@@ -47,11 +47,11 @@ class Differences:
         """Of each: what is different, which tensors, and what to do."""
         if self.untrained:
             do = f"join(private={[*self.patterns]}) keeps it local, or freeze it before join, if it never changes"
-            yield "shared, and in no optimizer: a target network, a teacher?", _some(self.untrained), do
+            yield "shared, but in no optimizer: a target network, a teacher?", _some(self.untrained), do
         if self.unshared:
             shapes = _some([str(shape) for shape in self.unshared])
             do = "join([model, loss]) shares what is in both; else every learner keeps its own"
-            yield "in the optimizer, and not in the model: a head in the loss?", f"tensors of shape {shapes}", do
+            yield "in the optimizer, but not in the model: a head in the loss?", f"tensors of shape {shapes}", do
 
 
 def differences(chosen: SharedSet, optimizers: Iterable[Any], others: Collection[str] = ()) -> Differences:

@@ -49,7 +49,7 @@ SHARE_LEAST, SHARE_MOST = 0.35, 1.5
 LIKENESS_LEAST = 0.7
 OUTSTANDING = 2.0
 IN_A_ROW = 3
-FINDING = "inner steps take versions back, one after the other: nothing that others train stays here"
+FINDING = "inner steps undo one version after another: this model keeps nothing that others train"
 COPIES = "if the optimizer steps on a copy of the weights (float32 masters, Lookahead): join(masters=optimizer)"
 CLAMPS = "if the loop clamps or projects the parameters: join(after_version=f)"
 REST = 40

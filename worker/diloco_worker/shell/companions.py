@@ -177,7 +177,7 @@ def _kind(optimizer: Optimizer, group: dict[str, Any]) -> Momentum:
             "leave it out of companions="
         )
     raise UnsupportedModel(
-        f"companions=: how a {type(optimizer).__module__}.{type(optimizer).__name__} keeps its momentum is not known. "
+        f"companions=: how a {type(optimizer).__module__}.{type(optimizer).__name__} keeps its momentum is unknown. "
         "Known are torch's Adam, AdamW, Muon, and SGD with momentum and without dampening: take one of them, or leave "
         "the momentum local"
     )

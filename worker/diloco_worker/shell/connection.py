@@ -268,7 +268,7 @@ class Connection:
         older = [h for h in held if now[h.fragment_id].seeded and now[h.fragment_id].version < h.version]
         if older:
             self._c.telemetry.log.warning(
-                "the shard goes on from earlier versions than this learner has seen: what was merged since is lost",
+                "the shard continues from older versions than this learner has seen: what was merged since is lost",
                 code="VERSIONS_LOST", shard=self.address, fragments=len(older),
                 version=min(now[h.fragment_id].version for h in older), seen=max(h.version for h in older),
             )  # fmt: skip

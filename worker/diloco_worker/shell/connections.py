@@ -96,7 +96,7 @@ class Connections:
     def failing_pushes(self) -> str:
         """Where the bytes of this learner do not get through, and why not; empty: nowhere."""
         found = ((c, failing) for c in self._connections if c.is_up and (failing := c.pusher.failing) is not None)
-        return "; ".join(f"no push gets through to {c.address} for {f.for_s:.0f} s: {f.why}" for c, f in found)
+        return "; ".join(f"pushes to {c.address} have failed for {f.for_s:.0f} s: {f.why}" for c, f in found)
 
     def _num_gone(self) -> int:
         return sum(connection.is_gone for connection in self._connections)

@@ -160,7 +160,7 @@ class Finishing(Ending):
         if steps and not tokens:
             why.insert(0, "every step said tokens=0")
         elif work == "none" and shards.have_stopped:
-            why.insert(0, "no round came before the run had its budget")
+            why.insert(0, "no round opened before the run reached its budget")
         is_global = regardless or work == "all" or shards.have_stopped
         return Finished(work, tokens, math.ceil(unmerged), is_global, "; ".join(filter(None, why)))
 
@@ -179,7 +179,7 @@ class Leaving(Ending):
     """
 
     usual_s = LEAVE_S
-    waits = "waiting until what was trained is merged"
+    waits = "waiting until this learner's work is merged"
 
     def missing(self) -> Mapping[str, str]:
         return self.unmerged()

@@ -58,7 +58,7 @@ class Notice:
             _end_by_signal()
         if self._is_too_long and not self._is_heeded.is_set():
             self._is_heeded.set()
-            raise as_exit("the step takes too long, and is broken off")
+            raise as_exit("the step took too long and was interrupted")
         if not self._has_come:
             self._waits.put(self._patience_s())
         self._has_come = True

@@ -75,7 +75,7 @@ class Mirrors:
                     await asyncio.sleep(AGAIN_S)
         expected = near.values_sha256 if header.base_version is None else near.change_sha256
         if payload is None or await self._c.codec.name(payload) != expected:
-            raise BadChecksum("what came is not what the shard announced")
+            raise BadChecksum("these are not the bytes that the shard announced")
         return replace(near.header, payload=payload.header, base_version=header.base_version), payload
 
 

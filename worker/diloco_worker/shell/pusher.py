@@ -89,7 +89,7 @@ class Pusher:
         if failing is not None and failing.for_s >= FAILING_S <= now - self._said_at:
             self._said_at = now
             self._c.telemetry.log.warning(
-                "no push gets through: nothing that is trained here is merged", code="PUSHES_FAIL",
+                "pushes fail: this learner's work is not merged", code="PUSHES_FAIL",
                 shard=self._state.address, for_s=round(failing.for_s), why=failing.why,
             )  # fmt: skip
 

@@ -11,18 +11,18 @@ class FollowingMetrics:
     """How it is with its shard. What is asked for at each scrape belongs to the process that follows."""
 
     def __init__(self, declare: Declare) -> None:
-        self.up = declare.gauge("diloco_reader_up", "1 while its shard speaks.", "role")
+        self.up = declare.gauge("diloco_reader_up", "1 while its shard sends.", "role")
         self.ready = declare.gauge("diloco_reader_ready", "1 while it holds a version of every fragment.", "role")
         self.behind_versions = declare.gauge(
-            "diloco_reader_behind_versions", "Versions that were announced and not taken yet, of one fragment.", "role"
+            "diloco_reader_behind_versions", "Announced versions of one fragment that it has not taken yet.", "role"
         )
         self.behind_seconds = declare.gauge(
             "diloco_reader_behind_seconds",
-            "Since it first lacked one of these; while its shard is silent, since it heard it last.",
+            "Since it first lacked one of these; if its shard is silent, since its last message.",
             "role",
         )
         self.skipped = declare.totals(
-            "diloco_reader_skipped_versions_total", "Versions that it never took, as newer ones came first."
+            "diloco_reader_skipped_versions_total", "Versions that it skipped for newer ones."
         ).begin()
 
 

@@ -30,15 +30,15 @@ class Itself:
     """The shard and its part of the run."""
 
     def __init__(self, declare: Declare) -> None:
-        self.ready = declare.gauge("diloco_shard_ready", "1 while the shard is ready.")
-        self.epoch = declare.gauge("diloco_shard_epoch", "Epoch of this shard.")
-        self._settings = declare.gauge("diloco_shard_settings", "Settings that alerts compare with.", "setting")
+        self.ready = declare.gauge("diloco_shard_ready", "1 while ready.")
+        self.epoch = declare.gauge("diloco_shard_epoch", "Its epoch.")
+        self._settings = declare.gauge("diloco_shard_settings", "Settings that alerts use.", "setting")
         self._refused_calls = declare.counter("diloco_shard_refused_calls_total", "Calls refused, by code.", "code")
         self.tokens_merged = declare.totals(
-            "diloco_shard_tokens_merged_total", "Tokens merged in this run, averaged over the shard's fragments."
+            "diloco_shard_tokens_merged_total", "Tokens merged in this run, averaged over fragments."
         )
         self.tokens_budget = declare.gauge(
-            "diloco_shard_tokens_budget", "Merged tokens at which the run ends; 0 for a run without end."
+            "diloco_shard_tokens_budget", "Merged tokens at which the run ends; 0: never."
         )
 
     def call_refused(self, code: str) -> None:
@@ -56,41 +56,35 @@ class Learners:
     def __init__(self, declare: Declare) -> None:
         self._learners = declare.gauge(
             "diloco_shard_learners",
-            'Learners with a lease. "alive" counts all; "stalled" counts those that send heartbeats but end no step.',
+            'Learners with a lease. "alive" counts all, "stalled" those that end no step.',
             "state",
         )
         self.joins = declare.totals("diloco_shard_joins_total", "Leases given.").begin()
         self.evictions = declare.totals(
             "diloco_shard_evictions_total", "Leases ended by the shard, by code.", "code"
         ).begin("LEASE_EXPIRED", "STALLED")
-        self.inner_step = declare.gauge(
-            "diloco_shard_learner_inner_step", "Inner steps the learner has taken.", "learner"
-        )
-        self.tokens = declare.gauge("diloco_shard_learner_tokens", "Tokens the learner has trained on.", "learner")
+        self.inner_step = declare.gauge("diloco_shard_learner_inner_step", "Inner steps.", "learner")
+        self.tokens = declare.gauge("diloco_shard_learner_tokens", "Tokens trained on.", "learner")
         self.step_seconds = declare.gauge(
-            "diloco_shard_learner_step_seconds", "Moving average of the seconds per inner step.", "learner"
+            "diloco_shard_learner_step_seconds", "Seconds per inner step, moving average.", "learner"
         )
-        self.loss = declare.gauge("diloco_shard_learner_loss", "Training loss of the learner's last step.", "learner")
-        self.silent = declare.gauge(
-            "diloco_shard_learner_silent_seconds", "Time since the learner's last message.", "learner"
-        )
-        self.left_out = declare.gauge("diloco_shard_learner_left_out", "1 while the learner is not merged.", "learner")
-        self.left_outs = declare.totals(
-            "diloco_shard_left_out_total", "Times that a learner was left out, as it points away."
-        ).begin()
+        self.loss = declare.gauge("diloco_shard_learner_loss", "Training loss of the last step.", "learner")
+        self.silent = declare.gauge("diloco_shard_learner_silent_seconds", "Time since the last message.", "learner")
+        self.left_out = declare.gauge("diloco_shard_learner_left_out", "1 while it is left out.", "learner")
+        self.left_outs = declare.totals("diloco_shard_left_out_total", "Times that a learner was left out.").begin()
         self.kept = declare.gauge(
-            "diloco_shard_learner_kept", "What counted of the length of its contributions, mean over two H.", "learner"
+            "diloco_shard_learner_kept", "Part of its contributions' length that counted, mean over two H.", "learner"
         )
         self.cosine = declare.gauge(
-            "diloco_shard_learner_cosine", "Of its contributions with the others', mean over two H.", "learner"
+            "diloco_shard_learner_cosine", "Cosine of its contributions with the others', mean over two H.", "learner"
         )
         self._state = declare.gauge(
-            "diloco_shard_learner_state", "1 for the state of the learner, 0 for the other states.", "learner", "state"
+            "diloco_shard_learner_state", "1 for its state, 0 for the others.", "learner", "state"
         )
         self._states: dict[str, LearnerState] = {}
         self.contributions = declare.totals(
             "diloco_shard_learner_contributions_total",
-            "Contributions by learner and fate: asked for, contributed, merged.",
+            "Contributions asked for, contributed, merged.",
             "learner",
             "fate",
         )
@@ -126,15 +120,15 @@ class Contributions:
 
     def __init__(self, declare: Declare) -> None:
         self.outcomes = declare.totals(
-            "diloco_shard_contributions_total", "Contributions that arrived whole and valid, by outcome.", "outcome"
+            "diloco_shard_contributions_total", "Valid contributions, by outcome.", "outcome"
         ).begin("accepted", "duplicate", "late")
         self.rejected = declare.totals(
-            "diloco_shard_contributions_rejected_total", "Contributions that a guard refused, by code.", "code"
+            "diloco_shard_contributions_rejected_total", "Refused contributions, by code.", "code"
         ).begin(*rejections())
         self.tokens = declare.totals(
             "diloco_shard_contributed_tokens_total",
-            "Tokens of contributions, once per fragment, by fate. Accepted tokens end as merged, or as fenced if their "
-            "learner lost its lease first. A live learner carries late, refused and fenced tokens on.",
+            "Tokens of contributions, once per fragment. Accepted tokens end as merged, or as fenced if their learner "
+            "lost its lease first. A live learner carries late, refused and fenced tokens.",
             "fate",
         )
         self.staleness = declare.histogram(
@@ -150,13 +144,11 @@ class RoundMetrics:
     """Rounds, from opening to version."""
 
     def __init__(self, declare: Declare) -> None:
-        self.open = declare.gauge("diloco_shard_open_rounds", "Rounds that are collecting contributions.")
-        self.oldest = declare.gauge(
-            "diloco_shard_oldest_round_seconds", "Age of the oldest open round; 0 if none is open."
-        )
+        self.open = declare.gauge("diloco_shard_open_rounds", "Open rounds.")
+        self.oldest = declare.gauge("diloco_shard_oldest_round_seconds", "Age of the oldest open round; 0: none.")
         self.overdue_after = declare.gauge(
             "diloco_shard_overdue_after_seconds",
-            "An open round that is older is overdue: ten times the usual time until its version, and at least 10 s.",
+            "Age at which an open round is overdue: ten times the usual, at least 10 s.",
         )
         self.grace = declare.gauge("diloco_shard_grace_seconds", "Grace window of the newest round.")
         self.quorum_seconds = declare.histogram(
@@ -164,15 +156,13 @@ class RoundMetrics:
         )
         self.closed = declare.totals(
             "diloco_shard_rounds_closed_total",
-            "Rounds closed, by reason: all contributed, the grace window ended, or the missing lost their leases.",
+            "Rounds closed, because all contributed, the grace window ended, or the missing lost their leases.",
             "why",
         ).begin("all", "grace", "lease")
         self.participants = declare.histogram(
             "diloco_shard_round_participants", "Contributions merged per round.", COUNTS
         )
-        self.merge_seconds = declare.histogram(
-            "diloco_shard_merge_seconds", "Merging contributions and taking the outer step.", SECONDS
-        )
+        self.merge_seconds = declare.histogram("diloco_shard_merge_seconds", "Merging, and the outer step.", SECONDS)
         self._compute_seconds = declare.counter(
             "diloco_shard_compute_seconds_total", "CPU time of the compute thread, by phase.", "phase"
         )
@@ -194,23 +184,19 @@ class Storage:
     """Versions on their way to the disk, and lost versions."""
 
     def __init__(self, declare: Declare) -> None:
-        self.save_seconds = declare.histogram(
-            "diloco_shard_save_seconds", "Time to make a version durable: writing, and waiting for the disk.", SECONDS
-        )
+        self.save_seconds = declare.histogram("diloco_shard_save_seconds", "Time to make a version durable.", SECONDS)
         self.saved_bytes = declare.totals("diloco_shard_saved_bytes_total", "Bytes of versions made durable.").begin()
         self.save_failures = declare.counter(
             "diloco_shard_save_failures_total",
-            "Attempts to make a version durable that the disk refused; repeats count.",
+            "Attempts to save a version that the disk refused.",
         )
-        self.not_durable = declare.gauge(
-            "diloco_shard_versions_not_durable", "Versions that are computed but not on disk yet."
-        )
+        self.not_durable = declare.gauge("diloco_shard_versions_not_durable", "Versions that are not on disk yet.")
         self.versions_lost = declare.totals(
             "diloco_shard_versions_lost_total",
-            "Announced versions that this shard came back without, as reported by learners that hold them.",
+            "Announced versions that this shard came back without, as learners report.",
         ).begin()
         self.disk_free = declare.gauge(
-            "diloco_shard_disk_free_bytes", "Free space where versions are kept; NaN if they are kept in memory only."
+            "diloco_shard_disk_free_bytes", "Free space for versions; NaN if they are in memory only."
         )
         self.disk_free.set(float("nan"))  # unknown is not zero
         self.checkpoint_version = declare.gauge(
@@ -218,7 +204,7 @@ class Storage:
         )
         self.checkpoint_failures = declare.counter(
             "diloco_shard_checkpoint_failures_total",
-            "Attempts to add to a regular checkpoint that failed; repeats count.",
+            "Failed attempts to add to a regular checkpoint.",
         )
 
 

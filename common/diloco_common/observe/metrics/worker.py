@@ -17,10 +17,10 @@ _STALL_SECONDS = (0.00001, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1
 
 
 class Training:
-    """The training loop, and the cost of synchronisation for it."""
+    """The training loop, and the cost of synchronization for it."""
 
     def __init__(self, declare: Declare) -> None:
-        self._learner = declare.gauge("diloco_worker_learner", "The learner that this process is; always 1.", "learner")
+        self._learner = declare.gauge("diloco_worker_learner", "Names the learner; always 1.", "learner")
         self.inner_steps = declare.counter("diloco_worker_inner_steps_total", "Inner steps taken.")
         self.tokens = declare.counter("diloco_worker_tokens_total", "Tokens trained on.")
         self.loss = declare.gauge("diloco_worker_loss", "Training loss of the last inner step.")
@@ -29,11 +29,11 @@ class Training:
             "diloco_worker_inner_step_seconds", "From the end of one inner step to the end of the next.", SECONDS
         )
         self.stall_seconds = declare.histogram(
-            "diloco_worker_sync_stall_seconds", "How long learner.step held the training loop.", _STALL_SECONDS
+            "diloco_worker_sync_stall_seconds", "How long learner.step took.", _STALL_SECONDS
         )
         self._sync_seconds = declare.counter(
             "diloco_worker_sync_seconds_total",
-            "CPU time of synchronisation, by phase. Only apply runs in the training thread.",
+            "CPU time of synchronization. Only the phase apply runs in the training thread.",
             "phase",
         )
         for phase in get_args(SyncPhase):
@@ -60,17 +60,17 @@ class ExchangeMetrics:
     def __init__(self, declare: Declare, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pushes = declare.counter(
-            "diloco_worker_pushes_total", "Pushes of contributions, by outcome; repeats count.", "outcome"
+            "diloco_worker_pushes_total", "Pushes of contributions, with repeats.", "outcome"
         )
         self.unmerged = declare.gauge(
             "diloco_worker_contributions_unmerged",
-            "Contributions pushed, or waiting to be pushed, that are in no version yet.",
+            "Contributions that are in no version yet.",
         )
         self.tokens_carried = declare.counter(
             "diloco_worker_tokens_carried_total",
-            "Tokens that missed a round and were carried into a later one, averaged over fragments.",
+            "Tokens carried into a later round, averaged over fragments.",
         )
-        self._pushed_bytes = declare.counter("diloco_worker_pushed_bytes_total", "Payload bytes pushed; repeats count.")
+        self._pushed_bytes = declare.counter("diloco_worker_pushed_bytes_total", "Payload bytes pushed, with repeats.")
         self.pulled_bytes = declare.counter("diloco_worker_pulled_bytes_total", "Payload bytes pulled.")
         self.near_bytes = declare.counter("diloco_worker_near_bytes_total", "Of these, from a mirror of its site.")
         self.encode_seconds = declare.histogram(
@@ -80,15 +80,11 @@ class ExchangeMetrics:
         self._version_age = declare.gauge(
             "diloco_worker_version_age_seconds", "Time since the last version was applied, by fragment.", "fragment"
         )
-        self._apply_seconds = declare.histogram(
-            "diloco_worker_apply_seconds", "Time to lay one version under the learner's own progress.", SECONDS
-        )
+        self._apply_seconds = declare.histogram("diloco_worker_apply_seconds", "Time to apply one version.", SECONDS)
         self.connected_shards = declare.gauge(
             "diloco_worker_connected_shards", "Shards where the learner holds a lease."
         )
-        self.reconnects = declare.counter(
-            "diloco_worker_reconnects_total", "Control streams opened after the first one."
-        )
+        self.reconnects = declare.counter("diloco_worker_reconnects_total", "Control streams opened after the first.")
         for outcome in get_args(PushOutcome):
             self._pushes.labels(outcome)
 
