@@ -15,7 +15,7 @@ from torch import Tensor
 
 from builders import make_contribution, one_piece
 from diloco_server.core.directions import STRETCH, STRETCHES, Direction, directions
-from diloco_server.core.influence import APART, FALLS, FEW, OPPOSED, RISES, STILL, TOLD, TWICE, Influence, Told
+from diloco_server.core.influence import APART, FALLS, FEW, OPPOSED, RISES, SHORT, STILL, TOLD, TWICE, Influence, Told
 from diloco_server.core.ledger import LearnerLeftOut, LearnerTakesPart
 from diloco_server.core.merge import merge
 from diloco_server.core.round import Contribution, LengthLimit
@@ -257,6 +257,15 @@ def test_who_says_the_same_again_and_again_stays_out_as_long_as_it_does(learners
         influence.hear(taken, directions(part, beside, 4096, said))
         out.append(influence.left_out.copy())
     assert out == [set()] * (TOLD - 1) + [{"a"}] * (5 * TOLD + 1)
+
+
+@pytest.mark.parametrize(("length", "is_out"), [(1.0, True), (2 * SHORT, True), (SHORT / 2, False)])
+def test_what_is_far_shorter_than_the_others_is_not_judged(length: float, is_out: bool) -> None:
+    """A learner whose rate has come to zero before that of the others."""
+    influence, usual = Influence("members"), Direction(0.2, 0.2, 0.5)
+    for _ in range(2 * TOLD):
+        influence.hear(sent(1, 1, length), {"a": usual, "b": usual, "c": Direction(0.0, 0.2, 1.0)})
+    assert influence.left_out == ({"c"} if is_out else set())
 
 
 def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:

@@ -57,6 +57,9 @@ model back to what they know."""
 STILL = 0.1
 """Of what the contributions of another change from one to the next. A learner that pulls alone, its own way, changes
 0.4 times as much as the others in the lab; one that sends the same values again, by the rounding of its encoding."""
+SHORT = 0.1
+"""Of the longest that counts: what is shorter moves next to nothing, and is not judged. A learner whose rate is zero
+before that of the others sends what rounding has left, again and again."""
 ERRORS = 3.0
 """Standard errors beyond which a mean is no chance."""
 TOLD = 24
@@ -233,12 +236,15 @@ class Influence:
         return self._told.get(learner_id) or Told()
 
     def hear(
-        self, taken: Iterable[Contribution], directions: Mapping[str, Direction]
+        self, taken: Collection[Contribution], directions: Mapping[str, Direction]
     ) -> tuple[tuple[str, ...], str | None]:
         """A round of the model has become a version. `taken`: including those that are left out.
 
         Returns who takes part again from now on, and who does not any more.
         """
+        counted = {c.learner_id: c.kept * c.norm for c in taken}
+        longest = max((length for i, length in counted.items() if i not in self.left_out), default=0.0)
+        directions = {i: d for i, d in directions.items() if counted[i] >= SHORT * longest}
         for c in taken:
             told = self._told[c.learner_id] = self.told(c.learner_id)
             told.kept.append(c.kept)
