@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import diloco_worker
 from diloco_common.errors import FrozenMismatch, ManifestMismatch
+from diloco_common.program import main
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.bounds import FROZEN_MAX
 from diloco_common.wire.messages import PROTOCOL, FrozenTensor
-from diloco_deploy.cli import main
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.learner import Learner
 from waiting import until

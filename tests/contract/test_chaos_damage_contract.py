@@ -1,4 +1,4 @@
-"""The disks that `diloco chaos --disk-full` fills and the links that it cuts: in processes of their own.
+"""The disks that `diloco_chaos --disk-full` fills and the links that it cuts: in processes of their own.
 
 They mount, and enter a network namespace.
 """
@@ -15,7 +15,7 @@ import pytest
 DISKS = """
 import sys
 from pathlib import Path
-from diloco_deploy.chaos.damage import SmallDisks
+from diloco_chaos.damage import SmallDisks
 
 folder = Path(sys.argv[1])
 disks = SmallDisks({"shard-0": folder})
@@ -53,7 +53,7 @@ def test_where_it_may_not_mount_it_says_so(tmp_path: Path) -> None:
 
 LINKS = """
 import socket
-from diloco_deploy.chaos.damage import Links, NoLinks
+from diloco_chaos.damage import Links, NoLinks
 
 try:
     links = Links()

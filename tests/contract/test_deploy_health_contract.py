@@ -15,8 +15,8 @@ from in_process import settings_with
 from prometheus_client import CollectorRegistry
 
 from certificates import Certificates
+from diloco_common import program as cli
 from diloco_common.observe.http import HttpServer
-from diloco_deploy import cli
 from diloco_deploy.health import main
 
 STATUS = health_pb2.HealthCheckResponse

@@ -16,7 +16,7 @@ from in_process import settings_with
 from torch import Tensor, nn
 
 import diloco_worker
-from diloco_deploy.cli import main
+from diloco_common.program import main
 
 transformers = pytest.importorskip(
     "transformers", reason="NOT RUN: transformers is not installed (pip install 'decoupled-diloco[hf]')"

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from diloco_common import program as diloco
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
-from diloco_deploy import cli as diloco
 from diloco_lab import runner
 from diloco_lab.arms import Arm, load_arm, make_arm
 from diloco_lab.report import comparison, paired_gap, ranking

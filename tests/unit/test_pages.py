@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from diloco_common.codec import encode_payload, encoding_names, num_payload_bytes
+from diloco_common.program import main
 from diloco_common.settings import SyncSettings
-from diloco_deploy.cli import main
 from pages import UNTESTED, blocks, followed
 
 ROOT = Path(__file__).resolve().parents[2]
