@@ -285,9 +285,10 @@ def test_among_many_members_one_may_point_away(
     learners: int, trust: Literal["members", "strangers"], is_out: bool
 ) -> None:
     told = {f"{i}": Direction(0.2 if i else -0.2, 0.2) for i in range(learners)}
+    lengths = [1.0] * 4 + [SHORT / 2] * (learners - 4)  # who is not judged is there, too
     influence = Influence(trust)
     for _ in range(2 * TOLD):
-        influence.hear([make_contribution(name, torch.ones(1)) for name in told], told)
+        influence.hear([make_contribution(i, torch.tensor([n])) for i, n in zip(told, lengths, strict=True)], told)
     assert influence.left_out == ({"0"} if is_out else set())
 
 

@@ -254,7 +254,7 @@ class Influence:
         repeating = self._repeating(directions)
         back = tuple(i for i in sorted(self.left_out & directions.keys() - repeating) if self._told[i].is_back(opposed))
         self.left_out.difference_update(back)
-        taking, judged = directions.keys() - self.left_out, self.strangers or len(directions) <= FEW
+        taking, judged = directions.keys() - self.left_out, self.strangers or len(self._told) <= FEW
         away = [i for i in taking if i in repeating or (judged and self._told[i].points_away(opposed))]
         out = min(away, key=lambda i: (self._told[i].mean_cosine, i), default=None)
         if out is not None:
