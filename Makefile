@@ -46,7 +46,7 @@ install: $(INSTALLED) ## Make .venv and install the locked set (the other target
 
 # `pip check`: what is listed is complete, also for the build of torch that was found. Without a C compiler there are no
 # kernels, and torch does their work.
-$(INSTALLED): pyproject.toml hatch_build.py $(LOCKED) $(wildcard common/diloco_common/codec/kernels/*.[ch])
+$(INSTALLED): pyproject.toml deploy/pyproject.toml simulator/pyproject.toml hatch_build.py $(LOCKED) $(wildcard common/diloco_common/codec/kernels/*.[ch])
 	@for python in $(PYTHONS); do \
 	  if "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1; then found=$$python; break; fi; \
 	done; \
@@ -54,7 +54,7 @@ $(INSTALLED): pyproject.toml hatch_build.py $(LOCKED) $(wildcard common/diloco_c
 	echo "$$found -m venv $(VENV)"; \
 	"$$found" -m venv $(VENV) || { echo "make: could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 	$(BIN)/python $(INSTALL) torch run dev
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable . --editable deploy --editable simulator
 	$(BIN)/python -m pip --disable-pip-version-check check >/dev/null
 	@touch $@
 
@@ -131,7 +131,7 @@ round-trips: $(INSTALLED) ## Train, pull and load 200 models of transformers and
 
 .PHONY: chaos
 chaos: $(INSTALLED) ## Kill and freeze the processes of a cluster for a minute; nothing may be lost
-	$(BIN)/diloco chaos $(CHAOS)
+	$(BIN)/python -m diloco_chaos $(CHAOS)
 
 .PHONY: check
 check: check-format check-types check-proto check-images docs audit ## Check style, types, protocol, pages and packages
@@ -192,7 +192,7 @@ $(WHEELS_INSTALLED): requirements/wheels.txt $(INSTALLED)
 	@touch $@
 
 .PHONY: wheels
-wheels: $(WHEELS_INSTALLED) ## Build the sources and the wheels, with kernels for x86_64 and aarch64, into dist/, and try them
+wheels: $(WHEELS_INSTALLED) ## Build the sources and all wheels, with kernels for x86_64 and aarch64, into dist/, and try them
 	$(BIN)/python tools/wheels.py --zig $(WHEELS_VENV)/bin/python
 	$(BIN)/python -m pytest -q tests/artifacts/test_wheels.py
 

@@ -1,5 +1,6 @@
-"""Compiles the kernels of the encodings while a wheel is built: `pip install .` brings them, with no second command.
+"""What building wheels takes beside hatchling: kernels for the node, and one version for all.
 
+The kernels of the encodings are compiled while its wheel is built: `pip install .` brings them, with no second command.
 An editable install has them beside their sources. Without a C compiler, or with DILOCO_NATIVE=0, the wheel is one for
 any machine, and torch does their work. `diloco_common/codec/library.py` knows how; this file only packs.
 """
@@ -15,12 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 CODEC = "common/diloco_common/codec"
 
 
+class SameVersion(MetadataHookInterface):
+    """Of the tools: each needs the node of its own version."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        metadata["dependencies"] = [f"decoupled-diloco=={metadata['version']}"]
+
+
 class CustomBuildHook(BuildHookInterface[Any]):
-    """Of the wheel."""
+    """Of the node's wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """`version`: "standard" or "editable"."""

@@ -1,7 +1,7 @@
 """Sick and cunning learners among healthy ones, by what they do to the loss.
 
     python benchmarks/hostile.py                    # both tables; exits 1 where a promise is broken
-    python benchmarks/hostile.py --page             # and write benchmarks/results/hostile.md and docs/quality.md
+    python benchmarks/hostile.py --record           # and write benchmarks/results/hostile.md
 
 Whole runs in the lab: production cores in virtual time, a small GPT over bytes, H = 12, 40 versions, int4 up and int8
 down. All learners train for as long, and lower their rates to zero. A member is sick for four fifths of the run and
@@ -16,7 +16,6 @@ import argparse
 import itertools
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -37,7 +36,6 @@ from diloco_lab.tasks import EVALUATION_TOKENS, BuiltIn, Stream
 from diloco_server.core.ledger import Fact, LearnerLeftOut
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "quality.md"
 RECORD = HERE / "results" / "hostile.md"
 RATES = {"muon": "four_h12", "adamw": "adamw_h12_agreement"}
 """Arms of `benchmarks/frequency`, whose rates were tuned."""
@@ -322,7 +320,7 @@ def main() -> int:
     parser.add_argument("--trust", nargs="+", choices=["members", "strangers"], default=["members", "strangers"])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--page", action="store_true", help="write the record, and docs/quality.md")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/hostile.md")
     args = parser.parse_args()
     seeds = range(args.seeds)
     wanted = [replace(case, seed=seed) for trust in args.trust for case in cases(trust) for seed in seeds]
@@ -335,10 +333,8 @@ def main() -> int:
     tables, broken = zip(*(table(trust, seeds, results) for trust in args.trust), strict=True)
     shown = "\n\n".join("\n".join(lines) for lines in (*tables, directions(results)))
     print(shown, *itertools.chain(*broken), sep="\n")
-    if args.page:
+    if args.record:
         RECORD.write_text(shown + "\n")
-        filled = re.sub(r"(?s)(<!-- hostile -->\n\n).*?(\n\n<!-- end -->)", rf"\g<1>{shown}\g<2>", PAGE.read_text())
-        PAGE.write_text(filled)
     return int(any(broken))
 
 

@@ -21,11 +21,11 @@ from torch import nn
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
+from diloco_common.formulas import BITS
 from diloco_common.settings import Settings, SyncSettings
 from diloco_common.wire.messages import PROTOCOL, Collect, Committed, Directive, JoinRequest, Progress, PushHeader
 from diloco_lab.lockstep import EPOCH, Clock
 from diloco_lab.shard import LockstepShard, run_to_end
-from diloco_planner.formulas import BITS
 from diloco_server.core.effects import Tell
 from diloco_server.core.ledger import Fact, RoundClosed
 from diloco_server.core.merge import piece_norms

@@ -5,7 +5,7 @@ and another process takes over when it says so; it has imported torch before. Th
 asked what it comes to. It is also told how long joining took, the median of the run, and when the real run was looked
 at: a lease may have ended just before. A row has what is real, and in brackets how far off the simulation is.
 
-    python benchmarks/planner_reality.py                       # the table of docs/planner.md; 9 minutes
+    python benchmarks/planner_reality.py                       # the figures of docs/planner.md; 9 minutes
     python benchmarks/planner_reality.py --learners 4 --seeds 1 --seconds 30
 """
 

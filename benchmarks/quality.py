@@ -5,18 +5,14 @@ Each table is between `<!-- NAME -->` and `<!-- end -->` in the page, and the te
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from diloco_common.settings import Settings
 from diloco_lab import runner
 from diloco_lab.arms import Arm, load_arm
 from diloco_lab.report import gap
@@ -34,31 +30,11 @@ def _filled(text: str, place: re.Match[str]) -> str:
 
 def rebuilt(page: str) -> str:
     """The page with all of its tables."""
-    texts = {"arms": arms_table(FOLDERS), "default": default_table(), "demo": demo_table()}
+    texts = {"arms": arms_table(FOLDERS), "default": default_table()}
     for name, text in texts.items():
         mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         page = re.sub(mark, partial(_filled, text), page, flags=re.DOTALL)
     return page
-
-
-def demo_table() -> str:
-    """How `make demo` ended, by defaults. A default that has changed since is said by its value."""
-    today = Settings().model_dump(mode="json")
-    lines = [json.loads(text) for text in (RESULTS / "demo.jsonl").read_text().splitlines()]
-    by_defaults: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for line in lines:
-        others = [
-            f"{section}.{key} = {value}"
-            for section in ("sync", "outer")
-            for key, value in line[section].items()
-            if today[section][key] != value
-        ]
-        by_defaults[", ".join(others) or "today's"].append(line)
-    rows = ["| defaults | seed: loss | contributions a round |", "| --- | --- | ---: |"]
-    for defaults, found in by_defaults.items():
-        losses = ", ".join(f"{line['seed']}: {line['loss']:.3f}" for line in found)
-        rows.append(f"| {defaults} | {losses} | {fmean(line['participants'] for line in found):.2f} |")
-    return "\n".join(rows)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -184,24 +184,52 @@ def loss_at(r: Result, seconds: float) -> float:
     return next((float(loss) for at, loss in reversed(r["losses"]) if at <= seconds), float("nan"))
 
 
-def _filled(table: str, place: re.Match[str]) -> str:
-    return f"{place[1]}\n{table}\n\n{place[2]}"
+def _filled(text: str, place: re.Match[str]) -> str:
+    return f"{place[1]}\n{text}\n\n{place[2]}"
 
 
 def write(results: Sequence[Result], longer: Sequence[Result]) -> None:
     """Put tables of what is there into the page, and draw the picture anew."""
     page = PAGE.read_text()
-    made = tables(results) | {"longer": longer_table(longer), "age": age([*results, *longer])}
-    for name, table in made.items():
+    made = {"cases": table(results), "age": age([*results, *longer])}
+    for name, text in made.items():
         found = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        page = found.sub(partial(_filled, table), page)
+        page = found.sub(partial(_filled, text), page)
     PAGE.write_text(page)
     draw(results, PICTURE)
 
 
-def tables(results: Sequence[Result]) -> dict[str, str]:
-    """Name -> table."""
-    return {case: _case([r for r in results if r["case"] == case], with_bytes=case == "plain") for case in CASES}
+def table(results: Sequence[Result]) -> str:
+    """A row for each link and system: all alike, then with one slow worker, then with one killed."""
+    heads = [head for what in ("merged tokens/s", "longest stall, ms", "loss") for head in (what, "slow", "killed")]
+    rows = [
+        f"| link | system | {' | '.join(heads)} | bytes per token |",
+        f"| --- | --- |{' ---: |' * len(heads)} ---: |",
+    ]
+    for link, system in dict.fromkeys((r["link"], r["system"]) for r in results):
+        of = {r["case"]: r for r in results if (r["link"], r["system"]) == (link, system)}
+        found = [of.get(case, {"failed": ""}) for case in CASES]
+        cells = [cell(r) for cell in (_merged_cell, _stall_cell, _loss_cell) for r in found]
+        rows.append(f"| {LINKS[link]} | {NAMES[system]} | {' | '.join(cells)} | {_bytes_cell(found[0])} |")
+    return "\n".join(rows)
+
+
+def _merged_cell(r: Result) -> str:
+    if "failed" in r:
+        return f"could not: {_cell(r['failed'])}" if r["failed"] else "-"
+    return f"{r['merged_per_s']:.0f}" + (f"; {len(r['deaths'])} processes ended by themselves" if r["deaths"] else "")
+
+
+def _stall_cell(r: Result) -> str:
+    return "-" if "failed" in r else f"{1000 * r['stall_max_s']:,.0f}"
+
+
+def _loss_cell(r: Result) -> str:
+    return "-" if "failed" in r else f"{loss_at_end(r):.2f}"
+
+
+def _bytes_cell(r: Result) -> str:
+    return "-" if "failed" in r else f"{r['bytes_per_token']:,.0f}"
 
 
 def defaults() -> dict[str, Any]:
@@ -252,39 +280,6 @@ def draw(results: Sequence[Result], picture: Path) -> None:
     figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
-
-
-def _case(results: Sequence[Result], *, with_bytes: bool) -> str:
-    rows = [f"| link | system | merged tokens/s | longest stall, ms |{' bytes per token |' * with_bytes} loss | load |"]
-    rows.append(f"| --- | --- | ---: | ---: |{' ---: |' * with_bytes} ---: | ---: |")
-    for r in results:
-        head = f"| {LINKS[r['link']]} | {NAMES[r['system']]} "
-        if "failed" in r:
-            rows.append(f"{head}| could not: {_cell(r['failed'])} |{' |' * (3 + with_bytes)}")
-            continue
-        died = f"; {len(r['deaths'])} processes ended by themselves" if r["deaths"] else ""
-        sent = f" {r['bytes_per_token']:,.0f} |" if with_bytes else ""
-        rows.append(
-            f"{head}| {r['merged_per_s']:.0f}{died} | {1000 * r['stall_max_s']:,.0f} |{sent} {loss_at_end(r):.2f} "
-            f"| {r['load']:.0f} |"
-        )
-    return "\n".join(rows)
-
-
-def longer_table(results: Sequence[Result]) -> str:
-    """The same runs, longer, with more than one seed."""
-    rows = [
-        "| link | system | merged tokens/s | loss after 200 s, of each seed | mean |",
-        "| --- | --- | ---: | --- | ---: |",
-    ]
-    for link, system in dict.fromkeys((r["link"], r["system"]) for r in results if "failed" not in r):
-        found = [r for r in results if (r["link"], r["system"]) == (link, system) and "failed" not in r]
-        losses = [loss_at(r, 200.0) for r in found]
-        rows.append(
-            f"| {LINKS[link]} | {NAMES[system]} | {fmean(r['merged_per_s'] for r in found):.0f} "
-            f"| {', '.join(f'{x:.3f}' for x in losses)} | {fmean(losses):.3f} |"
-        )
-    return "\n".join(rows)
 
 
 def _stalls(r: Result) -> str:

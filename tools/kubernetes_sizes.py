@@ -12,10 +12,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from diloco_common import units
+from diloco_common import formulas, units
+from diloco_common.formulas import BITS
 from diloco_common.settings import CheckpointSettings, SyncSettings
-from diloco_planner import formulas
-from diloco_planner.formulas import BITS
 from diloco_worker.core.sizes import Share, learner_bytes
 
 WORKERS = 8

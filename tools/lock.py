@@ -5,7 +5,7 @@ lists wheels for Linux on x86_64 and aarch64, and no sources: building them woul
 
     torch.txt    torch alone: it has builds for CPU and CUDA under one version, in indexes of its own
     cuda.txt     what the CUDA build of torch loads
-    run.txt      what the product imports besides
+    run.txt      what the node and the page import besides: what the images have
     dev.txt      and what tests and tools import
     build.txt    what makes the wheel; the others are groups that are installed on their own (pyproject.toml)
 
@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
 PYTHONS = [(3, 11), (3, 12), (3, 13), (3, 14)]
 MACHINES = ["x86_64", "aarch64"]
+TOOLS = ROOT / "deploy/pyproject.toml"
 GROUPS = ["docs", "proto", "tools", "wheels", "kubectl"]
 """Groups that are installed on their own, each into an environment of its own."""
 OF_CUDA = re.compile(r"nvidia-|cuda-|triton$")
@@ -197,6 +198,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _of_tools(extra: str, folder: Path) -> str:
+    """A file that lists an extra of the tools: uv cannot read theirs, as they need a node that is in no index yet."""
+    path = folder / f"{extra}.in"
+    path.write_text("\n".join(tomllib.loads(TOOLS.read_text())["project"]["optional-dependencies"][extra]))
+    return str(path)
+
+
 def _locked(
     uv: Path,
     pins: Mapping[str, str],
@@ -205,11 +213,13 @@ def _locked(
     torch_index: str | None,
 ) -> dict[str, str]:
     """The texts of all files, by name."""
-    # Not the extra `ray`: 240 MB that one test wants.
-    extras = [f"--extra={name}" for name in ("dev", "hf", "object-store")]
-    everything = Resolver(uv, pins).resolve("pyproject.toml", *extras, "--group", "build")
-    chosen = Resolver(uv, {package.name: package.version for package in everything})
-    run = {package.name for package in chosen.resolve("pyproject.toml")}
+    extras = [f"--extra={name}" for name in ("dev", "hf")]
+    with tempfile.TemporaryDirectory() as scratch:
+        # Not the extra `ray`: 240 MB that one test wants.
+        page, store = (_of_tools(name, Path(scratch)) for name in ("web", "object-store"))
+        everything = Resolver(uv, pins).resolve("pyproject.toml", page, store, *extras, "--group", "build")
+        chosen = Resolver(uv, {package.name: package.version for package in everything})
+        run = {package.name for package in chosen.resolve("pyproject.toml", page)}
     build = {package.name for package in chosen.resolve("--group", "build")}
 
     cuda = [package for package in everything if OF_CUDA.match(package.name)]
@@ -227,7 +237,7 @@ def _locked(
     texts = {
         "torch": written([torch], "torch alone, every build that may be installed.", builds),
         "cuda": written(cuda, "What the CUDA build of torch loads."),
-        "run": written([p for p in rest if p.name in run], "What the product imports, besides torch."),
+        "run": written([p for p in rest if p.name in run], "What the node and the page import, besides torch."),
         "dev": written([p for p in rest if p.name not in run], "What tests and tools import, besides run.txt."),
         "build": written([p for p in rest if p.name in build], "What makes the wheel."),
     }

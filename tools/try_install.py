@@ -1,9 +1,9 @@
 """Installs what is to be published as a stranger would, and trains with it: `make try-install`, before a release.
 
-For each supported Python on this machine, and for the wheel and the sources each: an empty environment, `pip install`
-with build isolation, `pip check`, and a run of a shard and a worker that ends by itself. It takes two minutes or more
-for each, most of them to unpack torch. So CI does without it, and looks at the contents alone
-(tests/artifacts/test_packaging.py and test_versions.py).
+For each supported Python on this machine, and for the wheel and the sources of the node each: an empty environment,
+`pip install` of it and the tools, with build isolation, `pip check`, and a run of a shard and a worker that ends by
+itself. It takes two minutes or more for each, most of them to unpack torch. So CI does without it, and looks at the
+contents alone (tests/artifacts/test_packaging.py and test_versions.py).
 
 Versions are those of requirements/, as constraints. torch is looked for in TORCH_INDEX, where that is set.
 """
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from lock import PYTHONS, pins_in  # noqa: E402
+from wheels import build  # noqa: E402
 
 LIMIT_S = 1800
 """Of one step. At a load of 40 on two cores, sources took 1,017 s to be installed and to train."""
@@ -39,15 +40,20 @@ def main() -> int:
     if not pythons:
         parser.error("none of the supported Pythons is on PATH; name one: --python /path/to/python3")
     with tempfile.TemporaryDirectory() as folder:
-        files = [file.resolve() for file in args.files] or built(Path(folder, "built"))
+        built = Path(folder, "built")
+        if not args.files:
+            build(built)
+        files = [file.resolve() for file in args.files] or sorted(built.iterdir())
+        nodes = [file for file in files if file.name.startswith("decoupled_diloco-")]
+        tools = [file for file in files if file not in nodes]
         constraints = Path(folder, "constraints.txt")
         pins = {name: version for part in ("run", "torch") for name, version in pins_of(part).items()}
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
         failed = 0
         for python in pythons:
-            for file in files:
+            for node in nodes:
                 place = Path(folder, "environment")
-                failed += not tried(python, file, constraints, place)
+                failed += not tried(python, node, tools, constraints, place)
                 shutil.rmtree(place, ignore_errors=True)
     return 1 if failed else 0
 
@@ -56,13 +62,7 @@ def pins_of(part: str) -> dict[str, str]:
     return pins_in((ROOT / f"requirements/{part}.txt").read_text())
 
 
-def built(folder: Path) -> list[Path]:
-    """The wheel and the sources, from this checkout."""
-    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT], ROOT)
-    return sorted(folder.iterdir())
-
-
-def tried(python: str, file: Path, constraints: Path, place: Path) -> bool:
+def tried(python: str, node: Path, tools: Sequence[Path], constraints: Path, place: Path) -> bool:
     """Print what came of it; whether all went well."""
     own = place / "environment/bin"
     pip: list[str | Path] = [own / "python", "-m", "pip", "--disable-pip-version-check"]
@@ -71,7 +71,7 @@ def tried(python: str, file: Path, constraints: Path, place: Path) -> bool:
     steps: list[list[str | Path]] = [
         [python, "-m", "venv", place / "environment"],
         *([[*pip, "install", "-q", "--no-deps", "--index-url", index, torch]] if index else []),
-        [*pip, "install", "-q", "--constraint", constraints, file],
+        [*pip, "install", "-q", "--constraint", constraints, node, *tools],
         [*pip, "check"],
         [own / "diloco", "--version"],
         [own / "diloco", "up", *RUN, "--set", f"cluster.folder={place / 'run'}"],
@@ -82,10 +82,10 @@ def tried(python: str, file: Path, constraints: Path, place: Path) -> bool:
         try:
             run(step, place)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            print(f"{python}  {file.name}: FAILED\n  {' '.join(map(str, step))}", flush=True)
+            print(f"{python}  {node.name}: FAILED\n  {' '.join(map(str, step))}", flush=True)
             print((error.stderr or b"").decode(errors="replace")[-2000:], file=sys.stderr)
             return False
-    print(f"{python}  {file.name}: installed, and trained, in {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{python}  {node.name}: installed, and trained, in {time.monotonic() - began:.0f} s", flush=True)
     return True
 
 

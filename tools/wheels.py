@@ -1,8 +1,9 @@
-"""Builds what is published: the sources, the wheel for any machine, and a wheel with prebuilt kernels for each of two.
+"""Builds what is published: the node's sources and wheels, and the wheels of the tools.
 
-`make wheels` runs it. A platform wheel is the wheel for any machine and the libraries of C kernels for that machine
-(`diloco_common.codec.library`). zig compiles them, for glibc 2.17 on, whatever machine this is. pip takes the platform
-wheel where it fits. Elsewhere torch does their work, until they are built there.
+`make wheels` runs it. The node has a wheel for any machine, and one with prebuilt kernels for each of two. A platform
+wheel is the wheel for any machine and the libraries of C kernels for that machine (`diloco_common.codec.library`). zig
+compiles them, for glibc 2.17 on, whatever machine this is. pip takes the platform wheel where it fits. Elsewhere torch
+does their work, until they are built there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pathlib import Path
 from diloco_common.codec import library
 
 ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("deploy", "simulator")
+"""Folders of distributions that are a wheel alone, for any machine."""
 GLIBC = (2, 17)
 MADE = (1980, 1, 1, 0, 0, 0)
 """When a library was made, as archives say it: the same each time, so equal sources make equal wheels."""
@@ -65,6 +68,15 @@ def _record(files: Iterable[tuple[str, bytes]], own_name: str) -> str:
     return "".join([*lines, f"{own_name},,\n"])
 
 
+def build(folder: Path) -> None:
+    """The node's sources, and all wheels for any machine. Raises CalledProcessError."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
+    for what in ([str(ROOT)], *(["--wheel", str(ROOT / name)] for name in TOOLS)):
+        subprocess.run(
+            [*command, *what], check=True, stdout=subprocess.DEVNULL, env={**os.environ, "DILOCO_NATIVE": "0"}
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--zig", type=Path, required=True, metavar="PYTHON", help="a Python with ziglang")
@@ -72,9 +84,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, str(ROOT)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "DILOCO_NATIVE": "0"})
-        (pure,) = Path(folder).glob("*.whl")
+        build(Path(folder))
+        (pure,) = Path(folder).glob("decoupled_diloco-*.whl")
         for machine, sets in library.PORTABLE.items():
             compiled = {}
             for one in sets:
@@ -82,7 +93,7 @@ def main() -> None:
                 compile_library(args.zig, machine, one, path)
                 compiled[path.name] = path.read_bytes()
             platform_wheel(pure, machine, compiled, Path(folder))
-        for made in sorted(Path(folder).glob("*-*.*")):
+        for made in sorted(Path(folder).glob("decoupled_diloco*")):
             print(made.replace(args.out / made.name))
 
 

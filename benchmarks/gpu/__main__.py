@@ -28,7 +28,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SOURCES = ("protos", "common", "server", "worker", "simulator", "deploy", "examples/demo", "benchmarks")
+SOURCES = ("protos", "common", "server", "worker", "simulator", "deploy", "benchmarks")
 sys.path[:0] = [str(HERE), *(str(ROOT / folder) for folder in (*SOURCES, "tests", "tests/contract"))]
 
 from plan import STEPS, bounds  # noqa: E402

@@ -146,16 +146,16 @@ WORK: dict[str, tuple[str, ...]] = {
     # A module of what_works -> lines of docs/what-works.md.
     "precision": (
         "parameters in float32", "parameters in bfloat16", "parameters in float16", "autocast",
-        "GradScaler, with steps that it leaves out",
+        "GradScaler, with skipped steps",
     ),
     "optimizers": (
         "AdamW", "AdamW(fused=True)", "AdamW(foreach=True)", "Muon for matrices, AdamW for the rest",
-        "gradients accumulated, and clipped", "float32 masters beside bfloat16 weights, with masters=",
+        "gradient accumulation and clipping", "float32 masters beside bfloat16 weights, with masters=",
     ),
     "layouts": ("channels_last",),
     "models": ("BatchNorm and others with running statistics",),
     "values": (
-        "an average that is swapped in to evaluate, and back (p.data.copy_)",
+        "an average swapped in to evaluate, and back (p.data.copy_)",
         "learner.values(ema), learner.global_values() and learner.global_values(average=True)",
     ),
     "loaders": ("DataLoader with spawned workers",),

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target .gpu/site .gpu/wheels/*.whl
 here=$PWD
-for folder in protos common server worker simulator deploy examples/demo benchmarks .gpu/site; do
+for folder in protos common server worker simulator deploy benchmarks .gpu/site; do
   path=${path:+$path:}$here/$folder
 done
 # In front of the machine's own: grpcio and protobuf must be those that were packed.

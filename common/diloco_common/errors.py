@@ -249,14 +249,6 @@ class VersionDamaged(DataError):
         self.name, self.why = name, why
 
 
-class NeverReady(DilocoError):
-    """In `diloco chaos`: a worker did not train within two minutes, or a process ended."""
-
-    code = "CHAOS_NOT_READY"
-    do = "Fix what its log says."
-    look = "the log that the message names"
-
-
 WORDS_MAX = 2000
 """Bytes of the words of a refusal. They may quote what a caller sent, and go into statuses, answers and logs."""
 

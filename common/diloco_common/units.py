@@ -23,6 +23,11 @@ def size(num_bytes: float) -> str:
     return _scaled(num_bytes, "B")
 
 
+def bit_rate(bits_per_s: float) -> str:
+    """12345678 -> "12.3 Mbit/s"."""
+    return _scaled(bits_per_s, "bit/s")
+
+
 def _scaled(value: float, unit: str) -> str:
     for prefix in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5 or prefix == "T":

@@ -1,4 +1,4 @@
-"""The `diloco` command: brings up a cluster on this machine, supervises it, and shows its state.
+"""The operator's tools: bring up a cluster on this machine, supervise it, and show the state of any.
 
     cluster/     one pure model of a cluster, and how processes are asked
     show/        the model on a terminal: status, tables, the report of a run
@@ -6,10 +6,9 @@
     run/         `diloco up`, on this machine or on Ray: children, folder, members, other numbers of them
     trust/       certificates and tokens
     checkpoint/  checkpoints, exports, `diloco pull`
-    doctor/, explain/, plan/   what is wrong, what it means, and what will be needed
-    chaos/       a run with faults, and what became of its work
+    doctor/, explain/   what is wrong, and what it means
 
-`cli.py` is the table of commands. A command lies where its work is.
+`cli.py` is the table of commands; `diloco_common/program.py` runs it. A command lies where its work is.
 """
 
 import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)

@@ -6,16 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from diloco_common import units
+from diloco_common import formulas, units
 from diloco_common.errors import ConfigError
+from diloco_common.formulas import BITS, LINK_SHARE
 from diloco_common.settings import EVERY_MOST, SyncSettings
 from diloco_common.wire.bounds import FRAGMENTS_MAX
-from diloco_planner import formulas
-from diloco_planner.formulas import BITS
 from diloco_planner.plans import Link
 
-LINK_SHARE = 0.5
-"""Of a link, or of a core, or of a disk, that the run may take on average: the rest is for bursts and repeats."""
 DEFAULTS = SyncSettings()
 EVERY, EVERY_MEASURED = DEFAULTS.first_every, 48
 """H: the default, and the largest whose quality was measured. None above that of "auto" is proposed."""
@@ -202,7 +199,7 @@ def _machines(asked: PlannedRun, encodings: Encodings, every: int, fragments: in
     ]
     if asked.shard_link is not None:
         busier = asked.learners * formulas.rate(asked.params_moved, max(push, pull), every, asked.step_s)
-        why = f"{bit_rate(busier)} one way, and a shard's machine has {bit_rate(asked.shard_link)}"
+        why = f"{units.bit_rate(busier)} one way, and a shard's machine has {units.bit_rate(asked.shard_link)}"
         needs.append(_Machines(busier / asked.shard_link, why))
     if asked.disk is not None:
         written = formulas.disk_rate(asked.params, written_of(asked, encodings.pull), every, asked.step_s)
@@ -211,11 +208,7 @@ def _machines(asked: PlannedRun, encodings: Encodings, every: int, fragments: in
     return max(needs)
 
 
-def bit_rate(bits_per_s: float) -> str:
-    """12345678 -> "12.3 Mbit/s"."""
-    return f"{units.size(bits_per_s).removesuffix('B')}bit/s"
-
-
 def link_words(link: Link) -> str:
     """12.3 Mbit/s up, 45.6 Mbit/s down, 80 ms there and back."""
-    return f"{bit_rate(link.up)} up, {bit_rate(link.down)} down, {1000 * link.round_trip_s:g} ms there and back"
+    up, down = units.bit_rate(link.up), units.bit_rate(link.down)
+    return f"{up} up, {down} down, {1000 * link.round_trip_s:g} ms there and back"

@@ -12,14 +12,13 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco_common import quantities, units
+from diloco_common import formulas, quantities, units
 from diloco_common.command import new_app
 from diloco_common.errors import ConfigError
+from diloco_common.formulas import BITS, LINK_SHARE
 from diloco_common.options import Json, number, refuse_idle
 from diloco_common.wire.bounds import FRAGMENTS_MAX
-from diloco_planner import formulas
-from diloco_planner.choice import INSIDE, LINK_SHARE, Choice, Encodings, PlannedRun, bit_rate, choose, link_words
-from diloco_planner.formulas import BITS
+from diloco_planner.choice import INSIDE, Choice, Encodings, PlannedRun, choose, link_words
 from diloco_planner.plans import Link
 from diloco_planner.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
 
@@ -272,7 +271,8 @@ def _said(asked: PlannedRun, choice: Choice) -> Iterator[str]:
     yield f"  (the run may take {LINK_SHARE:.0%} of a link; the rest is for bursts and repeats)"
     one = formulas.rate(asked.params_moved, BITS[choice.encodings.pull], choice.every, asked.step_s)
     if (sent := asked.learners * one / choice.shards) > asked.link.up:
+        sends, carries = units.bit_rate(sent), units.bit_rate(asked.link.up)
         yield (
-            f"  ! a shard sends {bit_rate(sent)}, and a learner's link carries {bit_rate(asked.link.up)} up: host it "
-            "where there is more (docs/home.md), raise H, or train fewer parameters (LoRA)"
+            f"  ! a shard sends {sends}, and a learner's link carries {carries} up: "
+            "host it where there is more (docs/home.md), raise H, or train fewer parameters (LoRA)"
         )

@@ -6,8 +6,8 @@ import math
 import random
 from dataclasses import dataclass, field
 
+from diloco_common.formulas import BYTES_PER_S
 from diloco_planner.chips import ChipTimeline, Failures, Island, island_timeline
-from diloco_planner.formulas import BYTES_PER_S
 
 
 @dataclass(frozen=True)

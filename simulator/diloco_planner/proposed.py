@@ -13,12 +13,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from diloco_common import formulas
+from diloco_common.formulas import BITS
 from diloco_common.settings import EVERY_MOST
-from diloco_planner import formulas, money
+from diloco_planner import money
 from diloco_planner.choice import INSIDE, LADDER, Choice, PlannedRun, choose, settle
 from diloco_planner.described import Described, Site
 from diloco_planner.effort import changes
-from diloco_planner.formulas import BITS
 from diloco_planner.plans import LearnerPlan
 from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
 

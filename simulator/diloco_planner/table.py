@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from diloco_common import units
+from diloco_common import formulas, units
+from diloco_common.formulas import BITS
 from diloco_common.settings import EVERY_LEAST, EVERY_MOST
-from diloco_planner import formulas
-from diloco_planner.choice import OVERLAP, Choice, Encodings, PlannedRun, bit_rate, calls_of, written_of
-from diloco_planner.formulas import BITS
+from diloco_planner.choice import OVERLAP, Choice, Encodings, PlannedRun, calls_of, written_of
 from diloco_server.core.every import Measured, carried
 
 
@@ -31,7 +30,7 @@ class PlanFigure(NamedTuple):
             case "bytes/s":
                 return f"{units.size(self.value)}/s"
             case "bit/s":
-                return bit_rate(self.value)
+                return units.bit_rate(self.value)
             case "s":
                 return f"{self.value:.3g} s"
         return units.count(self.value)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from diloco_planner import formulas
+from diloco_common import formulas
 from diloco_planner.choice import EVERY_MEASURED, INSIDE, Choice, PlannedRun, choose
 from diloco_planner.plans import LearnerPlan, Link
 from diloco_planner.proposed import PlannedTask, Way, decoupled, parallel, second_best

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
+from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.trust.tls import CA, CERTIFICATE, KEY, read_folder
-from diloco_deploy.cli import main
 from programs import need
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

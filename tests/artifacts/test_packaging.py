@@ -1,4 +1,4 @@
-"""What is shipped: the wheel holds the named packages and nothing else, and pins agree with ranges."""
+"""What is shipped: each wheel holds the named packages and nothing else, and pins agree with ranges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -18,31 +19,43 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from tools.lock import pins_in
+from tools.wheels import TOOLS
 
 from diloco_common.codec import library
 
 PACKAGES = {
-    f"diloco_{name}"
-    for name in ["protos", "common", "server", "worker", "simulator", "lab", "planner", "deploy", "demo"]
+    "decoupled-diloco": {"diloco_protos", "diloco_common", "diloco_server", "diloco_worker", "diloco_demo"},
+    "decoupled-diloco-ops": {"diloco_deploy"},
+    "decoupled-diloco-lab": {"diloco_lab", "diloco_planner"},
 }
+"""What proves them, diloco_simulator and diloco_chaos, is in none."""
 
 
-@pytest.fixture(scope="module")
-def wheel(pure: Path) -> Iterator[zipfile.ZipFile]:
-    with zipfile.ZipFile(pure) as archive:
+@pytest.fixture(params=PACKAGES)
+def name(request: pytest.FixtureRequest) -> str:
+    """Of a distribution."""
+    return request.param
+
+
+@pytest.fixture
+def wheel(wheels: Mapping[str, Path], name: str) -> Iterator[zipfile.ZipFile]:
+    with zipfile.ZipFile(wheels[name]) as archive:
         yield archive
 
 
-@pytest.fixture(scope="module")
-def project(repository: Path) -> dict[str, object]:
-    project: dict[str, object] = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
-    return project
+def metadata_of(wheel: zipfile.ZipFile) -> Message:
+    (path,) = (path for path in wheel.namelist() if path.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(wheel.read(path).decode())
+
+
+def projects(repository: Path) -> list[dict[str, object]]:
+    return [tomllib.loads((repository / f / "pyproject.toml").read_text())["project"] for f in (".", *TOOLS)]
 
 
 def requirements(project: dict[str, object]) -> list[Requirement]:
     """All but those of the extra `ray`, which is not in the locked set: 240 MB that one test wants."""
-    extras = [texts for name, texts in project["optional-dependencies"].items() if name != "ray"]
-    return [Requirement(text) for texts in (project["dependencies"], *extras) for text in texts]
+    extras = [texts for name, texts in project.get("optional-dependencies", {}).items() if name != "ray"]
+    return [Requirement(text) for texts in (project.get("dependencies", []), *extras) for text in texts]
 
 
 def pins(repository: Path) -> dict[str, Version]:
@@ -50,15 +63,15 @@ def pins(repository: Path) -> dict[str, Version]:
     return {name: Version(version) for text in texts for name, version in pins_in(text).items()}
 
 
-def test_the_wheel_holds_the_named_packages_which_are_typed_and_nothing_else(wheel):
-    tops = {name.partition("/")[0] for name in wheel.namelist()}
+def test_a_wheel_holds_the_named_packages_which_are_typed_and_nothing_else(wheel, name):
+    tops = {path.partition("/")[0] for path in wheel.namelist()}
 
-    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
-    assert len(tops) == len(PACKAGES) + 1
-    assert {f"{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())
+    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES[name]
+    assert len(tops) == len(PACKAGES[name]) + 1
+    assert {f"{package}/py.typed" for package in PACKAGES[name]} <= set(wheel.namelist())
 
 
-def test_the_wheel_holds_every_module_and_no_rubbish(wheel, repository):
+def test_a_wheel_holds_every_module_and_no_rubbish(wheel, name, repository):
     """A file that git does not ignore is in, others are not."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*diloco_*/*"]
     listed = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
@@ -67,29 +80,42 @@ def test_the_wheel_holds_every_module_and_no_rubbish(wheel, repository):
     sources = {
         path[path.index("diloco_") :]
         for path in listed.stdout.splitlines()
-        if path[path.index("diloco_") :].partition("/")[0] in PACKAGES and (repository / path).exists()
+        if path[path.index("diloco_") :].partition("/")[0] in PACKAGES[name] and (repository / path).exists()
     }
 
-    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    packed = {path for path in wheel.namelist() if ".dist-info/" not in path}
     assert packed == sources
 
 
-def test_the_wheel_carries_its_license_its_protocol_and_its_commands(wheel):
-    names = wheel.namelist()
-    (entry_points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
-    (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+def test_a_wheel_carries_its_license(wheel, repository):
+    (license,) = (path for path in wheel.namelist() if path.endswith(".dist-info/licenses/LICENSE"))
 
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    assert "diloco_protos/parameter_server.proto" in names
-    commands = set(re.findall(r"^(\S+) =", wheel.read(entry_points).decode(), re.MULTILINE))
-    assert commands == {"diloco", "diloco-server", "diloco-worker"}
-    assert Parser().parsestr(wheel.read(metadata).decode())["License-Expression"] == "Apache-2.0"
+    assert wheel.read(license) == (repository / "LICENSE").read_bytes()
+    assert metadata_of(wheel)["License-Expression"] == "Apache-2.0"
 
 
-def test_every_requirement_is_pinned_within_its_range(project, repository):
+def test_the_node_brings_the_protocol_and_all_programs(pure):
+    with zipfile.ZipFile(pure) as wheel:
+        (entry_points,) = (path for path in wheel.namelist() if path.endswith(".dist-info/entry_points.txt"))
+        commands = set(re.findall(r"^(\S+) =", wheel.read(entry_points).decode(), re.MULTILINE))
+        assert commands == {"diloco", "diloco-server", "diloco-worker"}
+        assert "diloco_protos/parameter_server.proto" in wheel.namelist()
+
+
+@pytest.mark.parametrize("tools", ["decoupled-diloco-ops", "decoupled-diloco-lab"])
+def test_tools_need_the_node_of_their_own_version(wheels, tools):
+    with zipfile.ZipFile(wheels["decoupled-diloco"]) as node, zipfile.ZipFile(wheels[tools]) as wheel:
+        told = metadata_of(wheel)
+        assert told["Version"] == metadata_of(node)["Version"]
+        assert [each for each in told.get_all("Requires-Dist") if "extra ==" not in each] == [
+            f"decoupled-diloco=={told['Version']}"
+        ]
+
+
+def test_every_requirement_is_pinned_within_its_range(repository):
     pinned = pins(repository)
 
-    for requirement in requirements(project):
+    for requirement in (each for project in projects(repository) for each in requirements(project)):
         name = canonicalize_name(requirement.name)
         assert name in pinned, f"{name} is not in requirements/: run `make lock`"
         assert pinned[name] in requirement.specifier, f"{requirement} excludes the pinned {pinned[name]}"
@@ -102,12 +128,12 @@ def test_every_requirement_is_pinned_within_its_range(project, repository):
         ("protobuf", "parameter_server_pb2.py", r"# Protobuf Python Version: ([\d.]+)"),
     ],
 )
-def test_the_lowest_runtime_allowed_is_the_generators(project, repository, requirement, file, pattern):
+def test_the_lowest_runtime_allowed_is_the_generators(repository, requirement, file, pattern):
     """Generated code refuses an older runtime, so an older one must not be installable."""
     text = (repository / "protos" / "diloco_protos" / file).read_text()
     generator = Version(re.search(pattern, text)[1])
 
-    (ours,) = (r for r in requirements(project) if r.name == requirement)
+    (ours,) = (r for r in requirements(projects(repository)[0]) if r.name == requirement)
     (lowest,) = (Version(s.version) for s in ours.specifier if s.operator == ">=")
     assert lowest == generator
 

@@ -19,12 +19,27 @@ def sources(repository: Path, tmp_path: Path) -> Path:
     """As much of the repository as its version depends on, outside of any checkout."""
     folder = tmp_path / "sources"
     folder.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(repository / name, folder)
+    (folder / "deploy").mkdir()
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "hatch_build.py",
+        "deploy/pyproject.toml",
+        "deploy/README.md",
+    ):
+        shutil.copy(repository / name, folder / name)
     return folder
 
 
 def version(folder: Path) -> str:
+    """That of the node, which is that of the tools."""
+    found = {_version(folder), _version(folder / "deploy")}
+    assert len(found) == 1
+    return found.pop()
+
+
+def _version(folder: Path) -> str:
     told = {name: value for name, value in os.environ.items() if not name.startswith(("SETUPTOOLS_SCM", "GIT_"))}
     command = [sys.executable, "-m", "hatchling", "version"]
     asked = subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, check=False)

@@ -40,8 +40,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import diloco_worker
+from diloco_common.program import main as diloco
 from diloco_common.wire.bounds import FROZEN_BYTES_MAX
-from diloco_deploy.cli import main as diloco
 from diloco_worker.core.shared_set import as_module
 from diloco_worker.shell import frozen_tensors
 

@@ -11,7 +11,7 @@ from training import EXACT
 
 import diloco_worker
 from diloco_common.errors import NoAverage, WrongCall
-from diloco_deploy.cli import main
+from diloco_common.program import main
 from diloco_worker.export import lay_out
 from waiting import until
 

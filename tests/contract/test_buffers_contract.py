@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import diloco_worker
 from diloco_common.errors import FrozenMismatch, ManifestMismatch
-from diloco_deploy.cli import main
+from diloco_common.program import main
 from diloco_worker.learner import Learner
 from waiting import until
 

@@ -1,4 +1,4 @@
-"""The disks that `diloco chaos --disk-full` fills and the links that it cuts: in processes of their own.
+"""The disks that `diloco_chaos --disk-full` fills and the links that it cuts: in processes of their own.
 
 They mount, and enter a network namespace.
 """
@@ -14,7 +14,7 @@ import pytest
 DISKS = """
 import sys
 from pathlib import Path
-from diloco_deploy.chaos.damage import SmallDisks
+from diloco_chaos.damage import SmallDisks
 
 folder = Path(sys.argv[1])
 disks = SmallDisks({"shard-0": folder})
@@ -45,7 +45,7 @@ def test_a_disk_is_full_and_has_room_again_and_goes_with_its_process(tmp_path: P
 
 LINKS = """
 import socket
-from diloco_deploy.chaos.damage import Links, NoLinks
+from diloco_chaos.damage import Links, NoLinks
 
 try:
     links = Links()

@@ -11,7 +11,6 @@ import pytest
 QUICK = [
     ["--help"],
     ["up", "--help"],
-    ["chaos", "--every", "x"],
     ["status", "--http", "127.0.0.1:1"],
     ["--version"],
     ["explain", "LATE"],
@@ -27,7 +26,7 @@ QUICK = [
 ]
 TRY_ALL = """
 import sys
-from diloco_deploy.cli import main
+from diloco_common.program import main
 for argv in ARGVS:
     try:
         main(argv)
@@ -60,7 +59,7 @@ def command():
 sys.exit(run_command(command, name="diloco"))
 """
 HELPS = """
-from diloco_deploy.cli import main
+from diloco_common.program import main
 sys.stdin.readline()
 sys.exit(main(["--help"]))
 """

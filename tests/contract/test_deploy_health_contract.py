@@ -13,8 +13,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from in_process import settings_with
 from prometheus_client import CollectorRegistry
 
+from diloco_common import program as cli
 from diloco_common.observe.http import HttpServer
-from diloco_deploy import cli
 from diloco_deploy.health import main
 
 STATUS = health_pb2.HealthCheckResponse

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
+from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_common.wire.addresses import read_address
-from diloco_deploy.cli import main
 from diloco_deploy.cluster.record import ClusterRecord, read_record
 from diloco_deploy.run.children import Programs
 from diloco_deploy.run.folder import Outputs

@@ -11,8 +11,8 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from diloco_common.errors import BadCheckpoint
+from diloco_common.program import main
 from diloco_deploy.checkpoint import objects
-from diloco_deploy.cli import main
 from diloco_server.storage.checkpoint import MANIFEST
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.folders import is_checkpoint

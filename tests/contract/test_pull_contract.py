@@ -14,10 +14,10 @@ from torch import nn
 
 import diloco_worker
 from diloco_common.errors import ManifestMismatch
+from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_address
-from diloco_deploy.cli import main
 from diloco_worker.core.shared_set import as_module
 
 EXACT = {"push": "float32", "pull": "float32", "quorum": 1}

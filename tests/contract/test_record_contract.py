@@ -11,7 +11,7 @@ from builders import make_settings
 from diloco_common.observe.http import HttpServer
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
-from diloco_deploy.cli import main
+from diloco_common.program import main
 from diloco_server.core.ledger import RECORD_ANSWER_MAX, Merged, VersionCommitted
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.server import real_world

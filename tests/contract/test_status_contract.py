@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from diloco_common.program import main
 from diloco_common.wire.addresses import write_address
-from diloco_deploy.cli import main
 from diloco_deploy.cluster.asking import fetch_all, fetch_status
 from diloco_deploy.show import status
 from waiting import DEADLINE_S

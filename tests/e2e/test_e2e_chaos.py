@@ -1,4 +1,4 @@
-"""`diloco chaos` from the outside, for a minute: reliability.md 24 in small."""
+"""`python -m diloco_chaos` from the outside, for a minute: reliability.md 24 in small."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_deploy.chaos.result import CHECKS
+from diloco_chaos.result import CHECKS
 from processes import run_module
 
 pytestmark = pytest.mark.xdist_group("chaos")  # one after the other: each has a dozen processes
@@ -20,7 +20,7 @@ GAP_S = 20
 def test_the_command_hurts_a_small_cluster_and_finds_no_violation(tmp_path: Path) -> None:
     written = tmp_path / "chaos.json"
     said = run_module(
-        "diloco_deploy", "chaos", "--minutes=0.1", "--every=2s", "--shards=1", "--workers=2", "--seed=1",
+        "diloco_chaos", "--minutes=0.1", "--every=2s", "--shards=1", "--workers=2", "--seed=1",
         "--no-baseline", f"--folder={tmp_path / 'run'}", f"--json={written}", "--gap=100s",
         timeout_s=280.0, forks_children=True,
     )  # fmt: skip
@@ -37,7 +37,7 @@ def test_the_command_hurts_a_small_cluster_and_finds_no_violation(tmp_path: Path
 def test_a_cluster_that_is_hurt_loses_nothing_and_counts_nothing_twice(tmp_path: Path) -> None:
     written, picture = tmp_path / "out" / "chaos.json", tmp_path / "out" / "chaos.png"
     said = run_module(
-        "diloco_deploy", "chaos", "--minutes=1", "--every=5s", "--shards=2", "--workers=8", "--seed=1", "--no-baseline",
+        "diloco_chaos", "--minutes=1", "--every=5s", "--shards=2", "--workers=8", "--seed=1", "--no-baseline",
         f"--folder={tmp_path / 'run'}", f"--json={written}", f"--timeline={picture}", f"--gap={GAP_S}s",
         timeout_s=780.0, own_interpreter=True,
     )  # fmt: skip
@@ -59,7 +59,7 @@ def test_a_cluster_that_is_hurt_loses_nothing_and_counts_nothing_twice(tmp_path:
 def test_beside_a_hostile_process_the_promises_to_the_others_hold(tmp_path: Path) -> None:
     written = tmp_path / "chaos.json"
     said = run_module(
-        "diloco_deploy", "chaos", "--minutes=0.5", "--every=5s", "--shards=2", "--workers=6", "--hostile=1", "--seed=1",
+        "diloco_chaos", "--minutes=0.5", "--every=5s", "--shards=2", "--workers=6", "--hostile=1", "--seed=1",
         "--no-baseline", f"--folder={tmp_path / 'run'}", f"--json={written}", f"--gap={GAP_S}s",
         timeout_s=580.0, own_interpreter=True,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_deploy.cli import main
+from diloco_common.program import main
 
 ONE = '[[site]]\nname = "a"\nchips = 64\nstep_time = "2s"\n'
 PRICED = ONE + "[shards]\nprice_hour = 1\n[prices]\ndate = 2026-05-01\n"

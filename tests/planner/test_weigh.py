@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_deploy.cli import main
+from diloco_common.program import main
 from diloco_planner.proposed import PlannedPhase, ends
 
 SITE = """

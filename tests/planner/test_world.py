@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
+from diloco_common.program import main
 from diloco_common.settings import Settings, SyncSettings
-from diloco_deploy.cli import main
 from diloco_planner.chips import Failures, Island
 from diloco_planner.plans import LearnerPlan, Link, RunOutcome, ShardPlan
 from diloco_planner.report import SimulationProgress

@@ -1,4 +1,4 @@
-"""`diloco chaos`: the plan is a function of the seed, and histories say how much work got through."""
+"""`diloco_chaos`: the plan is a function of the seed, and histories say how much work got through."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from recorded import EPOCH, accepted, announced, clean, find, histories, merging, push, sent
 
+from diloco_chaos.goodput import LOSSES, longest_gaps, losses, work_of
+from diloco_chaos.plan import LINK, START_S, ChaosRun, Fault, FaultKind, make_plan
+from diloco_chaos.plan import InjectedFault as Hit
+from diloco_chaos.result import make_baseline, make_result, summary
 from diloco_common.observe.histories import Histories, gather
-from diloco_deploy.chaos.goodput import LOSSES, longest_gaps, losses, work_of
-from diloco_deploy.chaos.plan import LINK, START_S, ChaosRun, Fault, FaultKind, make_plan
-from diloco_deploy.chaos.plan import InjectedFault as Hit
-from diloco_deploy.chaos.result import make_baseline, make_result, summary
 from diloco_simulator.verify.judge import stood_still
 
 SHARDS = ["shard-0", "shard-1"]

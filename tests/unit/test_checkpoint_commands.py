@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_common.settings_loader import save as save_settings
 from diloco_common.wire.manifest import TensorSpec, companion_of, cut
 from diloco_deploy.checkpoint.sources import open_whole
 from diloco_deploy.checkpoint.work import model_in
-from diloco_deploy.cli import main
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import Origin
@@ -189,11 +189,20 @@ def test_what_cannot_be_is_refused_in_one_line(run_folder, capsys, words, exit_c
     assert sorted(run_folder.rglob("*")) == before, "something is left"
 
 
-def test_without_the_extra_a_url_is_refused_with_its_name(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    assert main(["checkpoint", "verify", "s3://bucket/path"]) == 2
+@pytest.mark.parametrize(
+    ("module", "extra", "words"),
+    [
+        ("obstore", "object-store", "checkpoint verify s3://bucket/path"),
+        ("diloco_deploy.web.app", "web", "web --shards 127.0.0.1:1 --listen 127.0.0.1:0"),
+    ],
+)
+def test_what_an_extra_brings_is_refused_with_its_name(
+    module: str, extra: str, words: str, monkeypatch, capsys
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(words.split()) == 2
     said = capsys.readouterr().err
-    assert "pip install 'decoupled-diloco[object-store]'" in said
+    assert f"pip install 'decoupled-diloco-ops[{extra}]'" in said
     assert said.endswith("[BAD_CONFIG]\n")
 
 

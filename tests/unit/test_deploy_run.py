@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -167,6 +168,15 @@ def test_another_run_in_the_same_folder_is_refused_with_the_differences(
 def test_a_fresh_run_deletes_the_old_one_and_nothing_else(files: ClusterFolder) -> None:
     assert files.prepare(settings_for(files.folder, "run.seed=5"), fresh=True) is False
     assert folders(files) == ["shard-notes"]
+
+
+def test_a_volume_that_is_mounted_as_a_data_folder_is_emptied_and_stays(files, monkeypatch) -> None:
+    def busy(path: Path, **_: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(Path, "rmdir", busy)
+    assert files.prepare(settings_for(files.folder, "run.seed=5"), fresh=True) is False
+    assert [*files.shard_folder(0).iterdir()] == []
 
 
 def test_checkpoints_of_workers_go_where_no_shard_kept_a_version(files: ClusterFolder) -> None:

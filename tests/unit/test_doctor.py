@@ -19,7 +19,6 @@ from diloco_deploy.doctor import command, machine, shards
 from diloco_deploy.doctor.checks import Check, CheckedLine, ReportLine, failure, ok, run_checks
 from diloco_deploy.doctor.machine import PlannedShard, Written
 from diloco_deploy.explain.catalogue import CODES
-from diloco_planner.plans import Link
 from diloco_server.storage.filesystem import Disk, NewFile
 
 SHARD = PlannedShard(
@@ -72,7 +71,7 @@ AVERAGING = SHARD._replace(companions_every=1)
 
 def link(mbit: float, step_s: float = 1.0) -> ReportLine:
     """Of a run that asks for 667 Mbit/s down: 10^9 parameters, H = 24, at 1 s."""
-    return shards.advice(Link(mbit * 1e6, mbit * 1e6, 0.02), ANSWER, 1e9, step_s, "so much")
+    return shards.advice(mbit * 1e6, mbit * 1e6, ANSWER, 1e9, step_s, "so much")
 
 
 def clock(skew_s: float, *, proven: bool) -> ReportLine:

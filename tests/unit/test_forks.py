@@ -17,7 +17,7 @@ from diloco_common.errors import WrongCall
 from diloco_common.forks import danger
 from diloco_worker.shell import home as children
 
-ROOTS = ("common", "server", "worker", "deploy", "simulator", "examples/demo")
+ROOTS = ("common", "server", "worker", "deploy", "simulator")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from tools import kubernetes_sizes as sizes
 
 from diloco_common import units
-from diloco_deploy.cli import main
+from diloco_common.program import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/kubernetes-sizes.md"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from diloco_common import program as diloco
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_demo import cli as worker
-from diloco_deploy import cli as diloco
 from diloco_server import cli as server
 
 Main = Callable[[Sequence[str]], int]
@@ -58,7 +58,6 @@ MISTAKES: list[tuple[Main, str, int, str, str]] = [
     (D, "pull --out m", 2, "BAD_CONFIG", "give --shards or --folder"),
     (D, "certs issue learner/a", 2, "BAD_CONFIG", "`diloco certs init` makes one"),
     (D, "token", 2, "BAD_CONFIG", "FILE is missing"),
-    (D, "chaos --every x", 2, "BAD_CONFIG", "such as 5s"),
     (D, "status --http 127.0.0.1:1 --token-file absent", 2, "BAD_CONFIG", "absent: No such file"),
     (D, "pull --shards 127.0.0.1:1 --out m --wait 100ms", 5, "CANNOT_CONNECT", "no shard answers at 127.0.0.1:1"),
     (D, "web --shards 127.0.0.1:1 --listen here:99999", 2, "BAD_CONFIG", "a number from 0 to 65535"),
@@ -132,4 +131,4 @@ def test_shown_settings_are_a_file_that_gives_the_same(tmp_path: Path, capsys: p
 def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert diloco.main(["completion", shell]) == 0
     said = capsys.readouterr().out
-    assert [one.name for one in diloco.COMMANDS if one.name not in said] == []
+    assert [one.name for one in diloco.installed() if one.name not in said] == []

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from diloco_common import formulas
 from diloco_common.codec import encoding_names, num_payload_bytes
 from diloco_common.errors import ConfigError
+from diloco_common.formulas import BITS
+from diloco_common.program import main
 from diloco_common.quantities import bits_per_s
 from diloco_common.settings import Settings, SyncSettings
-from diloco_deploy.cli import main
-from diloco_planner import formulas
 from diloco_planner.choice import PlannedRun, choose
-from diloco_planner.formulas import BITS
 from diloco_planner.plan_command import parameters_of
 from diloco_planner.plans import Link
 from diloco_planner.table import auto_every, figures, learner_figures

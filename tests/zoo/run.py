@@ -23,20 +23,20 @@ from zoo import HIGHER_IS_BETTER, ZOO, Found, Program, by_itself, keep, preload
 
 BEGIN, END = "<!-- zoo: begin -->", "<!-- zoo: end -->"
 HEAD = (
-    "| program | lines | metric | pulled | worst learner | mean of its learners | 3 x batch | third of the data |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| program | metric | pulled | worst learner | 3 x batch | third of the data |\n"
+    "| --- | --- | --- | --- | --- | --- |"
 )
 
 
 def row(program: Program, found: Found) -> str:
     about = f"[{program.name}](../tests/zoo/programs/{program.name}.py): {program.about}"
     better = "↑" if found.metric in HIGHER_IS_BETTER else "↓"
-    shown = (found.pulled, found.worst, found.mean, found.larger, found.third)
+    shown = (found.pulled, found.worst, found.larger, found.third)
     numbers = ["-" if one is None else f"{one:.4g}" for one in shown]
     if not found.holds:
         numbers[0] += f" **FAILED: {found.behind:.1%} worse than the worst learner**"
     what = f"{about}{', **unequal data**' if found.unequal else ''}"
-    return f"| {' | '.join([what, str(found.added), f'{found.metric}{better}', *numbers])} |"
+    return f"| {' | '.join([what, f'{found.metric}{better}', *numbers])} |"
 
 
 def write(page: Path, rows: list[str]) -> None:

@@ -78,7 +78,7 @@ def decode_version(
     If the payload is a change, `base` is the anchor to add it to; it is only read, and it is bfloat16. Without `base`,
     the payload holds the values themselves. The version is the learner's next anchor: (n,) bfloat16 where the run pulls
     bfloat16 or changes, for 2 bytes per parameter lose nothing there, else float32. It is a copy in the pool of large
-    tensors: what came lies in malloc's heap, and would make holes there for as long as it is the anchor (decision 121).
+    tensors: what came lies in malloc's heap, and would make holes there for as long as it is the anchor.
     Raises as `decode_payload`.
     """
     header = payload.header

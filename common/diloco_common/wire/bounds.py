@@ -1,4 +1,4 @@
-"""The limits of every number, text and list that a caller sends: one table, the same as in docs/wire-format.md.
+"""The limits of every number, text and list that a caller sends: one table, for clients in other languages too.
 
 `by_name.py` holds each message to it, on both sides, before the message becomes values. Whatever is within the limits
 fits what carries it further on: int64, JSON, the 12 digits in file names, and float64 without a loss. Counters that add

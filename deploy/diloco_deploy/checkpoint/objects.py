@@ -31,7 +31,8 @@ class ObjectFolder:
             import obstore
         except ModuleNotFoundError:
             raise ConfigError(
-                "URLs of checkpoints need obstore, which is not installed: pip install 'decoupled-diloco[object-store]'"
+                "URLs of checkpoints need obstore, which is not installed: "
+                "pip install 'decoupled-diloco-ops[object-store]'"
             ) from None
         self.url, self._obstore = url.rstrip("/"), obstore
         remote = {"client_options": {"allow_http": True}, "retry_config": TRIED_AGAIN}

@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
-from diloco_common import units
+from diloco_common import formulas, units
 from diloco_common.errors import HandshakeFailed, NotSeeded, Unavailable
+from diloco_common.formulas import BITS, LINK_SHARE
+from diloco_common.settings import SyncSettings
 from diloco_common.trust.tls import TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
 from diloco_common.wire.handshake import certificate_at, find_cause
@@ -19,10 +21,6 @@ from diloco_common.wire.messages import JoinAnswer
 from diloco_deploy.cluster.findings import SKEW_S
 from diloco_deploy.doctor import calls
 from diloco_deploy.doctor.checks import Door, Known, ReportLine, failure, of_error, ok, warning
-from diloco_planner import formulas
-from diloco_planner.choice import LINK_SHARE, PlannedRun, bit_rate, choose
-from diloco_planner.formulas import BITS
-from diloco_planner.plans import Link
 
 DIAL_S = 3.0
 DIALS = 3
@@ -187,38 +185,34 @@ def link(door: Door, known: Known, step_s: float, params: float | None) -> Repor
     params = params or float(_params(answer))
     if up is None and down is None:
         return warning("LINK_UNMEASURED", f"the bandwidth to {door.address} was not measured: too few bytes arrived")
-    found = Link(up or down or 0.0, down or up or 0.0, known.round_trip_s.get(door.address, 0.0))
-    return advice(found, answer, params, step_s, _rates(up, down))
+    return advice(up or down or 0.0, down or up or 0.0, answer, params, step_s, _rates(up, down))
 
 
-def advice(found: Link, answer: JoinAnswer, params: float, step_s: float, measured: str) -> ReportLine:
-    """What the link allows, beside what the run asks for."""
-    policy = answer.policy
-    companions_every = (
-        1 if any(not tensor.traits.is_of_model for tensor in answer.tensors) else None
-    )  # shards do not say how often
-    # one learner: this is about its link, and not about what the shards carry
-    asked = PlannedRun(params, 1, found, step_s, answer.num_fragments, companions_every=companions_every)
+def advice(up: float, down: float, answer: JoinAnswer, params: float, step_s: float, measured: str) -> ReportLine:
+    """What a link of so many bits per second allows, beside what the run asks for."""
+    # Companions are as many parameters again. Shards do not say how rarely they travel; never more often.
+    moved = params * (1 if all(tensor.traits.is_of_model for tensor in answer.tensors) else 2)
+    policy, defaults = answer.policy, SyncSettings()
     every, push, pull = policy.sync_every, policy.push_encoding, policy.pull_encoding
-    needs = [
-        formulas.rate(asked.params_moved, BITS.get(encoding, 32.0), every, step_s) / rate
-        for encoding, rate in ((push, found.up), (pull, found.down))
-    ]
+    share = max(
+        formulas.rate(moved, BITS.get(encoding, 32.0), every, step_s) / rate
+        for encoding, rate in ((push, up), (pull, down))
+    )
     asks = (
-        f"{measured}; at {step_s:g} s per step the run asks for {max(needs):.0%} of it "
+        f"{measured}; at {step_s:g} s per step the run asks for {share:.0%} of it "
         f"(H = {every}, {push} up, {pull} down, {units.count(params)} parameters)"
     )
-    choice = choose(asked)
-    proposal = (
-        f"sync_every = {choice.every}, push = {choice.encodings.push}, pull = {choice.encodings.pull}, "
-        f"fragments = {choice.fragments}: {choice.why_every}"
+    enough = max(
+        formulas.every_for_rate(moved, BITS[encoding], rate, step_s, LINK_SHARE)
+        for encoding, rate in ((defaults.push, up), (defaults.pull, down))
     )
-    figures = {"up_bits_per_s": found.up, "down_bits_per_s": found.down, "share": max(needs)}
-    slowest = max(needs) * step_s / LINK_SHARE
+    proposal = f"sync_every = {max(defaults.first_every, enough)}, push = {defaults.push}, pull = {defaults.pull}"
+    figures = {"up_bits_per_s": up, "down_bits_per_s": down, "share": share}
+    slowest = share * step_s / LINK_SHARE
     do = f"this link allows {proposal}. As the run is set, it is enough for steps of {slowest:.3g} s or longer"
-    if max(needs) > 1:
+    if share > 1:
         return failure("LINK_THIN", asks, do, **figures)
-    if max(needs) > LINK_SHARE:
+    if share > LINK_SHARE:
         return warning("LINK_THIN", asks, do, **figures)
     return ok(f"{asks}. It allows {proposal}", **figures)
 
@@ -230,5 +224,5 @@ def _params(answer: JoinAnswer) -> int:
 
 def _rates(up: float | None, down: float | None) -> str:
     """The measured ones, in words."""
-    found = [f"{bit_rate(rate)} {way}" for rate, way in ((up, "up"), (down, "down")) if rate is not None]
+    found = [f"{units.bit_rate(rate)} {way}" for rate, way in ((up, "up"), (down, "down")) if rate is not None]
     return ", ".join(found) or "nothing measured"

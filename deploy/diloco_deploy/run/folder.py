@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
@@ -109,8 +109,9 @@ class ClusterFolder:
                     f"{self.folder} holds checkpoints ({left[-1].parent}) but no versions. To go on from one, use "
                     "`diloco restore`; to delete them and start anew, use --fresh"
                 )
-            for path in (*shards, *workers):
-                shutil.rmtree(path)
+            with disk_errors():
+                for path in (*shards, *workers):
+                    _remove(path)
         return is_resumed
 
     @property
@@ -244,3 +245,14 @@ def shards_in(folder: Path) -> LocalShards:
         raise CannotConnect(f"no shards are up in {folder}; start them with `diloco up`, or name the shards (--shards)")
     run = load_saved(folder / "settings.json").settings.run.id
     return LocalShards(addresses, run, OwnCertificates.observer_in(folder))
+
+
+def _remove(folder: Path) -> None:
+    """With all that is in it; a volume that is mounted there stays. Raises OSError."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    with suppress(OSError):
+        folder.rmdir()

@@ -298,7 +298,7 @@ def _connected() -> Any:
         import ray
     except ImportError:
         raise ConfigError(
-            "Ray is not installed here: pip install 'decoupled-diloco[ray]', on every node of the cluster"
+            "Ray is not installed here: pip install 'decoupled-diloco-ops[ray]', on every node of the cluster"
         ) from None
     try:
         ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")

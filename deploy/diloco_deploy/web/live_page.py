@@ -26,7 +26,6 @@ from diloco_common.trust.tls import TlsFiles, TlsFolder
 from diloco_common.wire.addresses import parse_address
 from diloco_deploy.cluster.asking import ASK_S, Asker, NoAnswer, ask
 from diloco_deploy.cluster.record import addresses_in, read_record
-from diloco_deploy.web.app import Access, make_app
 from diloco_deploy.web.feed import Feed
 
 
@@ -149,6 +148,12 @@ class LivePage:
         self._threads = ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="diloco-web-ask")
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._telling: asyncio.Task[None] | None = None
+        try:
+            from diloco_deploy.web.app import Access, make_app
+        except ImportError:
+            raise ConfigError(
+                "the live page needs starlette, which is not installed: pip install 'decoupled-diloco-ops[web]'"
+            ) from None
         app = make_app(self, Access(self._key, credentials.token, None if door is None else door.admits))
         self._listener = HttpListener(listen, app, door)
 

@@ -2,7 +2,7 @@
 
 It holds a lease with every shard, reports on it, hears what is asked, and every now and then tries one of its tactics.
 `lies.py` draws what it says. It runs in any world: in schedules of the simulator, and beside the real processes of
-`diloco chaos`.
+`diloco_chaos`.
 """
 
 from __future__ import annotations

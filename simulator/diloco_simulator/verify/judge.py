@@ -1,6 +1,6 @@
 """The judge: do histories keep the promises? Pure functions of what processes wrote. Each names every violation.
 
-The same judge serves real processes (`diloco chaos`), simulated ones and contract tests. It follows versions from base
+The same judge serves real processes (`diloco_chaos`), simulated ones and contract tests. It follows versions from base
 to base (`lineage.py`). It compares the tokens in the versions with the tokens that each process of a learner trained,
 as that process counted them.
 """

@@ -49,23 +49,23 @@ def trains_with_transformers(ground: Ground, **arguments: Any) -> Any:
     return training
 
 
-@CASES("Trainer of transformers, with DilocoCallback")
+@CASES("transformers' Trainer with DilocoCallback")
 def trainer(ground: Ground) -> None:
     training = trains_with_transformers(ground)
     assert training.diloco.learner.inner_step == STEPS
     holds_the_global_values(ground, training.model)
 
 
-@CASES("Trainer of transformers with dataloader_num_workers")
+@CASES("transformers' Trainer with dataloader_num_workers")
 def trainer_with_workers(ground: Ground) -> None:
     holds_the_global_values(ground, trains_with_transformers(ground, dataloader_num_workers=2).model)
 
 
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": STEPS}
-CASES("Trainer of transformers with load_best_model_at_end")(partial(trains_with_transformers, **BEST))
+CASES("transformers' Trainer with load_best_model_at_end")(partial(trains_with_transformers, **BEST))
 
 
-@CASES("models of transformers in a loop of one's own")
+@CASES("transformers models in your own loop")
 def own_loop(ground: Ground) -> None:
     sizes = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
     model, inputs = of_transformers("t5", **sizes), text()
@@ -96,11 +96,11 @@ def fits_with_lightning(ground: Ground, **more: Any) -> None:
     holds_the_global_values(ground, module)
 
 
-CASES("Trainer of Lightning, with DilocoCallback")(fits_with_lightning)
-CASES("Trainer of Lightning with loader workers")(partial(fits_with_lightning, loaders=1))
+CASES("Lightning's Trainer with DilocoCallback")(fits_with_lightning)
+CASES("Lightning's Trainer with loader workers")(partial(fits_with_lightning, loaders=1))
 
 
-@CASES("Fabric of Lightning")
+@CASES("Lightning's Fabric")
 def fabric(ground: Ground) -> None:
     lightning = pytest.importorskip("lightning", reason="NOT RUN: lightning is not installed")
     fabric = lightning.Fabric(accelerator="cpu", devices=1)

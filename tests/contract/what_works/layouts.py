@@ -57,7 +57,7 @@ def lists() -> Script:
     return Script(model, loop(model, torch.optim.Adam(model.parameters(), lr=RATE)))
 
 
-@CASES.script("two Parameters that are the same memory (a.data = b.data)")
+@CASES.script("two Parameters in the same memory (a.data = b.data)")
 def same_memory() -> Script:
     def made() -> nn.Module:
         torch.manual_seed(0)
@@ -73,7 +73,7 @@ def overlapping() -> nn.Module:
     return nn.Sequential(Own(memory[:16].view(4, 4)), Own(memory[12:20].view(4, 2)))
 
 
-CASES.joins("parameters that overlap in part", overlapping)
+CASES.joins("parameters that overlap partly", overlapping)
 
 
 @CASES.script("channels_last")
@@ -85,7 +85,7 @@ def channels_last() -> Script:
 
 
 CASES.script("a transposed weight")(lambda: usual(Own(drawn(2, 4).t())))
-CASES.joins("a weight that is expanded: one number in several places", lambda: Own(drawn(1, 2).expand(4, 2)))
+CASES.joins("an expanded weight (one number in several places)", lambda: Own(drawn(1, 2).expand(4, 2)))
 CASES.joins("a weight with gaps between its numbers", lambda: Own(drawn(4, 4)[:, :2]))
 CASES.joins("a sparse parameter", lambda: Own(drawn(4, 2).to_sparse()))
 

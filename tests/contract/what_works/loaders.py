@@ -83,7 +83,7 @@ def spawned() -> Script:
     )
 
 
-@CASES.script("DataLoader with workers by forkserver")
+@CASES.script("DataLoader with forkserver workers")
 def forkserver() -> Script:
     return fed(
         lambda: DataLoader(Rows(), batch_size=8, num_workers=1, multiprocessing_context="forkserver"), after=True
@@ -136,7 +136,7 @@ def child_calls(ground: Ground) -> None:
             pool.submit(_step_of_parent).result(30)
 
 
-@CASES("training in a thread that is not the main one")
+@CASES("training in another thread than the main one")
 def in_thread(ground: Ground) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(ground.trains, usual(small())).result(60)
@@ -152,7 +152,7 @@ def thread_after_join(ground: Ground) -> None:
         assert pool.submit(learner.finish).result(30)
 
 
-@CASES("a thread of the script's own beside the loop (a prefetcher)")
+@CASES("another thread of the script (a prefetcher)")
 def beside(ground: Ground) -> None:
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait, name="prefetcher")
@@ -164,7 +164,7 @@ def beside(ground: Ground) -> None:
         thread.join()
 
 
-@CASES("a notebook: an event loop runs in the thread that trains")
+@CASES("a notebook, with an event loop in the thread that trains")
 def notebook(ground: Ground) -> None:
     async def cell() -> None:
         ground.trains(usual(small()))

@@ -45,7 +45,7 @@ def recurrent() -> Script:
     return Script(model, loop(model, torch.optim.Adam(model.parameters(), lr=RATE)))
 
 
-@CASES.script("a Transformer of torch, with dropout")
+@CASES.script("torch's Transformer, with dropout")
 def transformer() -> Script:
     model = seeded(partial(nn.TransformerEncoderLayer, 4, 2, 8))
     words = X.reshape(8, 1, 4)
@@ -53,7 +53,7 @@ def transformer() -> Script:
     return Script(model, loop(model, optimizer, lambda: (model(words)[:, 0, :2] - Y).square().mean()))
 
 
-@CASES.script("embeddings and a head that is tied to them")
+@CASES.script("embeddings tied to the head")
 def tied() -> Script:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -69,7 +69,7 @@ def tied() -> Script:
     return Script(model, loop(model, loss=lambda: nn.functional.cross_entropy(model(rows), rows.roll(1))))
 
 
-@CASES.script("a layer that is used at several places")
+@CASES.script("a layer used in several places")
 def reused() -> Script:
     layer = seeded(partial(nn.Linear, 4, 4))
     return usual(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 2)))
@@ -119,10 +119,10 @@ def with_infinities() -> nn.Module:
     return model
 
 
-CASES.joins("a buffer that holds infinities, and is persistent", with_infinities)
+CASES.joins("a persistent buffer with infinities", with_infinities)
 
 
-@CASES.script("a mixture of experts: some get no gradient in a step")
+@CASES.script("a mixture of experts, some without a gradient in a step")
 def experts() -> Script:
     class Mixture(nn.Module):
         def __init__(self) -> None:
@@ -136,7 +136,7 @@ def experts() -> Script:
     return Script(model, loop(model, torch.optim.AdamW(model.parameters(), lr=RATE)))
 
 
-@CASES.script("LoRA and other adapters: the base is frozen")
+@CASES.script("LoRA and other adapters on a frozen base")
 def adapters() -> Script:
     class Adapter(nn.Module):
         def __init__(self) -> None:
@@ -196,7 +196,7 @@ def sharing() -> Script:
 
 
 CASES.joins("model.parameters(), an optimizer, None", lambda: small().parameters())
-CASES.joins("a model in which nothing is trained", lambda: small().requires_grad_(False))
+CASES.joins("a model without trained parameters", lambda: small().requires_grad_(False))
 CASES.joins("a lazy module before its first batch", partial(nn.LazyLinear, 2))
 
 
@@ -217,4 +217,4 @@ def not_finite() -> nn.Module:
     return model
 
 
-CASES.joins("a model that holds NaN", not_finite)
+CASES.joins("a model with NaN", not_finite)

@@ -97,7 +97,7 @@ def groups() -> Script:
     )  # fmt: skip
 
 
-@CASES.script("an optimizer that is made after join")
+@CASES.script("an optimizer made after join")
 def made_later() -> Script:
     model, optimizers = small(), list[Optimizer]()
     return Script(
@@ -115,7 +115,7 @@ def state_loaded() -> Script:
     )
 
 
-@CASES.script("the step inside backward (a hook of each gradient)")
+@CASES.script("the step inside backward (a gradient hook)")
 def in_backward() -> Script:
     model = small()
     each = {p: torch.optim.SGD([p], lr=RATE) for p in model.parameters()}
@@ -167,7 +167,7 @@ def by_hand_with_new_memory() -> Script:
     return Script(model, step)
 
 
-@CASES.script("gradients accumulated, and clipped")
+@CASES.script("gradient accumulation and clipping")
 def accumulated() -> Script:
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -184,7 +184,7 @@ def accumulated() -> Script:
     return Script(model, step)
 
 
-@CASES.script("a scheduler of torch")
+@CASES.script("torch's schedulers")
 def scheduled() -> Script:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -314,14 +314,14 @@ def target() -> Script:
     return Script(model, step, {"private": ["target.*"], "optimizer": optimizer})
 
 
-@CASES("a target network that is shared, with optimizer=")
+@CASES("a shared target network, with optimizer=")
 def target_unsaid(ground: Ground) -> None:
     model = WithTarget()
     optimizer = torch.optim.SGD(model.net.parameters(), lr=RATE)
     ground.trains(Script(model, loop(model.net, optimizer), {"optimizer": optimizer}))
 
 
-@CASES.script("a head that lives in the loss")
+@CASES.script("a head in the loss")
 def head_in_loss() -> Script:
     both = nn.ModuleList([small(), nn.Linear(2, 1)])
     optimizer = torch.optim.SGD(both.parameters(), lr=RATE)
@@ -336,7 +336,7 @@ def head_in_loss() -> Script:
     return Script([both[0], both[1]], step, {"optimizer": optimizer})
 
 
-@CASES("a head that lives in the loss and is not joined, with optimizer=")
+@CASES("a head in the loss that is not joined, with optimizer=")
 def head_unsaid(ground: Ground) -> None:
     model, loss = small(), nn.Linear(2, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=RATE)

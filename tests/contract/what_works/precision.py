@@ -49,7 +49,7 @@ def autocast() -> Script:
     return Script(model, loop(model, loss=loss))
 
 
-@CASES.script("GradScaler, with steps that it leaves out")
+@CASES.script("GradScaler, with skipped steps")
 def scaled() -> Script:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -80,7 +80,7 @@ def in_float8() -> nn.Module:
 
 CASES.joins("parameters in float64", lambda: small().double())
 CASES.joins("complex parameters", lambda: small().to(torch.complex64))
-CASES.joins("parameters in float8 that are trained", in_float8)
+CASES.joins("trained parameters in float8", in_float8)
 
 
 @CASES.script("a frozen base in float64, int8 or float8")
@@ -92,7 +92,7 @@ def base() -> Script:
     return usual(model)
 
 
-@CASES.script("a base of torch.ao that is quantised, and an adapter that is trained")
+@CASES.script("a base quantized by torch.ao, with a trained adapter")
 def quantised() -> Script:
     class Adapted(nn.Module):
         def __init__(self) -> None:
@@ -107,7 +107,7 @@ def quantised() -> Script:
     return usual(Adapted())
 
 
-@CASES.script("a loss that is not a scalar, or no loss at all")
+@CASES.script("a loss that is not a scalar, or no loss")
 def losses() -> Script:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)

@@ -30,7 +30,7 @@ def averaged() -> Script:
     return Script(model, step)
 
 
-@CASES.script("an average that is swapped in to evaluate, and back (p.data.copy_)")
+@CASES.script("an average swapped in to evaluate, and back (p.data.copy_)")
 def swapped() -> Script:
     model = small()
     ema = [torch.zeros_like(p) for p in model.parameters()]
@@ -46,7 +46,7 @@ def swapped() -> Script:
     return usual(model, between=evaluate)
 
 
-@CASES.script("an average that is swapped in by load_state_dict, and back")
+@CASES.script("an average swapped in by load_state_dict, and back")
 def swapped_by_loading() -> Script:
     model = small()
     average = copy.deepcopy(model.state_dict())
@@ -121,7 +121,7 @@ def other_memory() -> Script:
     return usual(model, between=replace)
 
 
-@CASES("a layer that is tied, or made anew, after join")
+@CASES("a layer tied or made anew after join")
 def tied_later(ground: Ground) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
@@ -164,7 +164,7 @@ def modes() -> Script:
     return usual(model, between=evaluate)
 
 
-@CASES.script("weights that are clamped or projected in place")
+@CASES.script("weights clamped or projected in place")
 def clamped() -> Script:
     model = small()
     usual_step = loop(model)
@@ -193,13 +193,13 @@ def thawed() -> Script:
     )  # fmt: skip
 
 
-@CASES("layers that are frozen or unfrozen after join, without shared=")
+@CASES("layers frozen or unfrozen after join, without shared=")
 def thawed_unsaid(ground: Ground) -> None:
     model = small()
     ground.trains(usual(model, between=lambda learner: model[0].requires_grad_(False)))  # type: ignore[index,operator]
 
 
-@CASES("a layer that is added or removed after join")
+@CASES("a layer added or removed after join")
 def added(ground: Ground) -> None:
     model = small()
     with ground.learner(model, "script") as learner:

@@ -78,12 +78,12 @@ class Fixed(nn.Module):
         return self.act(x) * self.scale
 
 
-@CASES.script("modules of TorchScript without parameters")
+@CASES.script("TorchScript modules without parameters")
 def generated() -> Script:
     return usual(nn.Sequential(small(), torch.jit.script(Fixed())), plain=lambda: nn.Sequential(small(), Fixed()))
 
 
-CASES.joins("what torch.jit.script returned, or torch.jit.load", lambda: torch.jit.script(small()))
+CASES.joins("the result of torch.jit.script or torch.jit.load", lambda: torch.jit.script(small()))
 CASES.script("torch.fx and torch.export")(lambda: usual(torch.fx.symbolic_trace(small())))
 
 
@@ -94,7 +94,7 @@ def functional() -> Script:
     return Script(model, loop(model, loss=lambda: loss_of(lambda x: torch.func.functional_call(model, named, (x,)))))
 
 
-@CASES.script("checkpointed activations, both ways")
+@CASES.script("activation checkpointing, both kinds")
 def checkpointed() -> Script:
     model = small()
     model[0] = checkpoint_wrapper(model[0])  # type: ignore[index,operator]
@@ -149,7 +149,7 @@ DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
 CASES("DeepSpeed")(refused(DeepSpeedEngine))
 
 
-@CASES("torchrun with several processes, and no island=")
+@CASES("torchrun with several processes, without island=")
 def torchrun(ground: Ground) -> None:
     with patch.dict(os.environ, RANK="0", WORLD_SIZE="2"), ground.learner(small(), "script"):
         pass
@@ -167,7 +167,7 @@ def made_again(make: Callable[[], nn.Module]) -> Script:
     return usual(make(), plain=make)
 
 
-CASES.script("weight_norm, the older one (weight_g, weight_v)")(
+CASES.script("the old weight_norm (weight_g, weight_v)")(
     lambda: made_again(lambda: nn.utils.weight_norm(nn.Linear(4, 2)))
 )
 CASES.script("parametrizations.weight_norm and orthogonal")(
@@ -177,14 +177,14 @@ CASES.script("parametrizations.weight_norm and orthogonal")(
         )
     )
 )
-CASES.script("spectral_norm, both")(
+CASES.script("spectral_norm, both kinds")(
     lambda: made_again(
         lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 2)))
     )
 )
 
 
-@CASES.script("a parametrization of one's own, also inside parametrize.cached()")
+@CASES.script("your own parametrization, also inside parametrize.cached()")
 def own_parametrization() -> Script:
     class Symmetric(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def pruned_later(ground: Ground) -> None:
     ground.trains(script)
 
 
-@CASES.script("hooks of modules and of gradients")
+@CASES.script("module and gradient hooks")
 def hooks() -> Script:
     model = small()
     model[0].register_forward_hook(lambda module, inputs, output: output * 1.0)  # type: ignore[index]

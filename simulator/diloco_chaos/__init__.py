@@ -1,4 +1,4 @@
-"""`diloco chaos`: run a local cluster, inject faults by a seeded plan, and judge what every process recorded.
+"""`python -m diloco_chaos`: run a local cluster, inject faults by a seeded plan, and judge what every process recorded.
 
 command.py   the command, from the fault-free run to the exit code
 plan.py      the targets and times of the faults: a pure function of the seed; what was injected, as plain values
@@ -11,3 +11,5 @@ timeline.py  the result as a picture
 
 diloco_simulator/verify/judge.py judges whether the promises were kept.
 """
+
+import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)

@@ -16,8 +16,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from diloco_chaos.plan import LINK, ChaosRun
 from diloco_common.observe.histories import Histories, Process
-from diloco_deploy.chaos.plan import LINK, ChaosRun
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco_chaos.goodput import alive_times
+from diloco_chaos.plan import LINK, ChaosRun, InjectedFault
+from diloco_chaos.result import lines_of
 from diloco_common.errors import ConfigError
 from diloco_common.observe.histories import Histories, Process
-from diloco_deploy.chaos.goodput import alive_times
-from diloco_deploy.chaos.plan import LINK, ChaosRun, InjectedFault
-from diloco_deploy.chaos.result import lines_of
 
 STEP, VERSION, PACE = "#2a8c82", "#3b4cc0", "#b8860b"
 STARTING = "#fbe3e0"
@@ -239,7 +239,7 @@ def _title(figure: Any, height: float, result: dict[str, Any]) -> None:
     second = (
         f"{share}workers away "
         f"for {result['dead_share']:.0%} of the time; no living worker went longer than "
-        f"{result['longest_step_gap_s']:.2f} s without a step.   diloco chaos --seed {result['seed']}"
+        f"{result['longest_step_gap_s']:.2f} s without a step.   python -m diloco_chaos --seed {result['seed']}"
     )
     colour = MARKS["kill"][1] if result["violations"] else INK
     figure.text(0.012, 1 - 0.34 / height, first, fontsize=17, fontweight="bold", color=colour)

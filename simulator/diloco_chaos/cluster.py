@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from diloco_common.errors import NeverReady
+from diloco_chaos.damage import Links, SmallDisks
+from diloco_chaos.plan import LINK, ChaosRun, Fault, FaultKind, InjectedFault
+from diloco_common.errors import DilocoError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_json
-from diloco_deploy.chaos.damage import Links, SmallDisks
-from diloco_deploy.chaos.plan import LINK, ChaosRun, Fault, FaultKind, InjectedFault
 from diloco_deploy.run.children import Children, Programs
 from diloco_deploy.run.folder import ClusterFolder
 from diloco_deploy.run.supervisor import ChildSpec, Interrupts, Supervisor
 
-HOSTILE_PROGRAM = "diloco_deploy.chaos.hostile"
+HOSTILE_PROGRAM = "diloco_chaos.hostile"
 _TICK_S = 0.02
 _READY_S = 120.0
 """Seconds for the cluster to come up, until every worker trains."""
@@ -46,7 +46,7 @@ class ChaosCluster:
     def run(self, plan: Sequence[Fault], seconds: float, heal_s: float) -> ChaosRun:
         """Start the cluster, inject faults for `seconds` while it trains, let it heal, and stop it.
 
-        Raises NeverReady, or KeyboardInterrupt if the user asks to stop.
+        Raises DilocoError, or KeyboardInterrupt if the user asks to stop.
         """
         run = self._run
         save(self._settings, self._files.settings)
@@ -97,7 +97,7 @@ class ChaosCluster:
         self._supervise(time.monotonic())
         if time.monotonic() > deadline or self._run.exits:
             why = "; ".join(self._run.exits) or f"not every worker trained within {_READY_S:.0f} s"
-            raise NeverReady(f"the cluster did not come up: {why}; its logs are in {self._files.logs}")
+            raise DilocoError(f"the cluster did not come up: {why}; its logs are in {self._files.logs}")
         self._wait()
 
     def _heal(self, heal_s: float) -> None:

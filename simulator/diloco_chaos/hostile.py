@@ -1,4 +1,4 @@
-"""`python -m diloco_deploy.chaos.hostile`: a hostile learner beside the workers of `diloco chaos`, over real gRPC.
+"""`python -m diloco_chaos.hostile`: a hostile learner beside the workers of `diloco_chaos`, over real gRPC.
 
 `diloco_simulator/chaos/hostile.py` is what it does: the same as in simulated schedules, under its own learner id.
 """
@@ -93,7 +93,7 @@ class HeldCall:
         self._call.cancel()
 
 
-app = new_app("hostile", "Do harm to a run on this machine, for `diloco chaos`.")
+app = new_app("hostile", "Do harm to a run on this machine, for `diloco_chaos`.")
 
 
 @app.default

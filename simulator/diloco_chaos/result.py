@@ -1,4 +1,4 @@
-"""The result of `diloco chaos`, as numbers for `--json` and as words for people; and what hostile processes got."""
+"""The result of `diloco_chaos`, as numbers for `--json` and as words for people; and what hostile processes got."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from diloco_chaos.goodput import LOSSES, ClusterWork, longest_gaps, losses, work_of
+from diloco_chaos.plan import LINK, ChaosRun, Fault
 from diloco_common.observe.histories import Histories, Line
-from diloco_deploy.chaos.goodput import LOSSES, ClusterWork, longest_gaps, losses, work_of
-from diloco_deploy.chaos.plan import LINK, ChaosRun, Fault
 from diloco_simulator.verify.judge import BrokenPromise, stood_still, violations
 
 

@@ -27,6 +27,8 @@ MOMENTUM_BYTES: Mapping[str, int] = MappingProxyType({"nesterov": 2, "sgd": 2, "
 """Of each outer optimizer, per parameter (docs/version-file.md); a rule of the user's own is taken to keep 4."""
 VERSIONS_KEPT = 2
 """Of each fragment, on disk (docs/performance.md, keeping versions)."""
+LINK_SHARE = 0.5
+"""Of a link, or of a core, or of a disk, that the run may take on average: the rest is for bursts and repeats."""
 
 
 def rate(params: float, bits: float, every: float, step_s: float) -> float:

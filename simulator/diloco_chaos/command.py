@@ -1,4 +1,4 @@
-"""`diloco chaos`: a run without faults, a run with faults, and the comparison of both."""
+"""`python -m diloco_chaos`: a run without faults, a run with faults, and the comparison of both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from diloco_chaos.cluster import ChaosCluster
+from diloco_chaos.damage import LISTEN, Links, NoLinks, SmallDisks
+from diloco_chaos.plan import ChaosRun, Fault, make_plan
+from diloco_chaos.result import Result, make_baseline, make_result, summary
+from diloco_chaos.timeline import check_timeline, draw
 from diloco_common import quantities
+from diloco_common.command import new_app, run_app
 from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
 from diloco_common.observe.histories import Histories
 from diloco_common.observe.history import read_histories
@@ -18,11 +24,6 @@ from diloco_common.options import NO_SETTINGS, Flag, SettingsOptions, number, se
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import Given
 from diloco_common.wire.addresses import write_json
-from diloco_deploy.chaos.cluster import ChaosCluster
-from diloco_deploy.chaos.damage import LISTEN, Links, NoLinks, SmallDisks
-from diloco_deploy.chaos.plan import ChaosRun, Fault, make_plan
-from diloco_deploy.chaos.result import Result, make_baseline, make_result, summary
-from diloco_deploy.chaos.timeline import check_timeline, draw
 from diloco_deploy.run.children import names
 from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.supervisor import Interrupts, Supervisor
@@ -44,7 +45,8 @@ _OURS: dict[str, object] = {
     "lease.lease_s": 2.0,
     "lease.heartbeat_s": 0.5,
 }
-DEFAULTS = {name: Given(value, "a default of `diloco chaos`") for name, value in _OURS.items()}
+app = new_app("diloco_chaos", "Hurt a cluster on this machine, and check that nothing is lost.")
+DEFAULTS = {name: Given(value, "a default of chaos") for name, value in _OURS.items()}
 """A week of training in minutes: small steps of a fixed length that leave the machine mostly idle."""
 HEAL_S = 60.0
 """Every process must make progress within this many seconds after the last fault."""
@@ -54,6 +56,7 @@ _SHARE = number(float, 0.0, 0.9, "a share, from 0 to 0.9")
 _COUNT = number(quantities.count, 0, 1000, "a number, from 0 to 1000")
 
 
+@app.default
 def chaos(
     *,
     minutes: Annotated[float, Parameter(converter=_MINUTES, metavar="M", help="length of each run")] = 1.0,
@@ -199,7 +202,7 @@ def _read_baseline(path: Path) -> Result:
         found = loads(path.read_text(encoding="utf-8"))
         return dict(found["baseline"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path} is not a result of `diloco chaos`; give the file of an earlier --json") from None
+        raise ConfigError(f"{path} is not a result of chaos; give the file of an earlier --json") from None
 
 
 def _comparable(settings: Settings) -> dict[str, Any]:
@@ -213,3 +216,8 @@ def _comparable(settings: Settings) -> dict[str, Any]:
 
 def _tell(words: str) -> None:
     print(words, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_app(app, argv)

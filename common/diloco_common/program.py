@@ -1,0 +1,84 @@
+"""The `diloco` command: one program, whose commands are those of every distribution that is installed.
+
+A distribution names its table of commands as an entry point of the group `diloco.commands`. A command's module is
+imported when the command is asked for, and imports neither torch nor grpc before its function runs, so help is fast.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib import metadata
+from typing import NamedTuple, NoReturn
+
+from cyclopts import App, Group
+
+from diloco_common.command import new_app, run_app, run_command
+from diloco_common.errors import ConfigError
+
+RUN = Group("Run", sort_key=1)
+LOOK = Group("Look", sort_key=2)
+MODEL = Group("Model", sort_key=3)
+TRUST = Group("Who may call", sort_key=4)
+STUDY = Group("Try out", sort_key=5)
+SETTINGS = Group("Settings", sort_key=6)
+
+
+class Command(NamedTuple):
+    """One row of a table: its name, where it is (module:function, or module:app), what it does, and with whom it is
+    shown."""
+
+    name: str
+    at: str
+    about: str
+    group: Group
+
+
+ELSEWHERE: Mapping[str, Sequence[str]] = {
+    "decoupled-diloco-ops": (
+        "up", "init", "resume", "scale", "status", "record", "web", "logs", "health", "doctor", "explain", "checkpoint",
+        "restore", "promote", "export", "pull", "certs", "token", "config", "completion",
+    ),
+    "decoupled-diloco-lab": ("plan", "simulate", "lab"),
+}  # fmt: skip
+"""Distribution -> its commands: what is said of a command that is not installed here."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `diloco` command; returns its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    asked = words[0] if words else ""
+    if where := missing(installed()).get(asked):
+        return run_command(partial(_refuse, where), name=f"diloco {asked}")
+    return run_app(program(asked), words)
+
+
+def installed() -> list[Command]:
+    """The tables of all distributions, one after the other."""
+    return [command for point in metadata.entry_points(group="diloco.commands") for command in point.load()]
+
+
+def missing(commands: Sequence[Command]) -> dict[str, str]:
+    """Command of ours -> the distribution that brings it, where it is not among these."""
+    here = {command.name for command in commands}
+    return {name: distribution for distribution, names in ELSEWHERE.items() for name in names if name not in here}
+
+
+def _refuse(distribution: str) -> NoReturn:
+    raise ConfigError(f"not installed; pip install {distribution}")
+
+
+def program(asked: str = "") -> App:
+    """`diloco` with all commands that are installed, none of them imported yet. `asked`: the one whose help is told at
+    length."""
+    commands = installed()
+    about = ["Train one model on many machines that fail, lag and sit behind thin links."]
+    absent = missing(commands)
+    for distribution in dict.fromkeys(absent.values()):
+        names = ", ".join(name for name, where in absent.items() if where == distribution)
+        about.append(f"Not installed (pip install {distribution}): {names}")
+    app = new_app("diloco", "\n\n".join(about))
+    for order, (name, at, line, group) in enumerate(commands):
+        app.command(at, name=name, help=None if name == asked else line, group=group, sort_key=order)
+    return app
