@@ -190,6 +190,3 @@ def test_a_pull_without_a_deadline_is_refused(serve) -> None:
 
     assert "must have a deadline" in shard.loop.run(pull())
     assert ann.pull()[0].version == 0
-
-
-# ---------------------------------------------------------------- waits

@@ -268,6 +268,3 @@ def test_a_checkpoint_comes_back_bit_for_bit_on_any_number_of_shards(contents, c
     assert sorted(found) == list(range(6))
     for fragment_id, stored in found.items():
         assert_equal(stored, version_of(fragment_id, 2))
-
-
-# ------------------------------------------------------------------ companions

@@ -706,6 +706,3 @@ def test_the_run_ends_only_when_every_fragment_has_its_tokens() -> None:
     assert rig.shard.fragments[0].round is None, "this fragment has its tokens"
     assert rig.contribute("a", 1, fragment_id=1).outcome is ACCEPTED
     assert rig.shard.done
-
-
-# ------------------------------------------------------------------ over many rounds
