@@ -6,6 +6,7 @@ import io
 import logging
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from front import Front
 from in_process import Clock, InProcessShard, LoopThread, settings_with
 from training import Training
 
+from certificates import Certificates
 from diloco_common.observe.logs import TextFormatter
 from diloco_common.settings import Settings
 from diloco_worker.shell.exits import Notice
@@ -38,6 +40,12 @@ def loop() -> Iterator[LoopThread]:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Certificates:
+    """The authority of a run, and what it has issued."""
+    return Certificates(tmp_path / "certs")
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from in_process import settings_with
 from torch import Tensor, nn
 
 import diloco_worker
-from diloco_common.errors import WrongCall
 from waiting import until
 
 OVERSHOOTS = {"optimizer": "nesterov", "lr": 1.0, "momentum": 0.9}
@@ -68,8 +67,3 @@ def test_versions_lie_in_the_set_of_the_loop(serve, written, name: str) -> None:
     assert learner.finish()
     assert is_in(model.weights.detach())
     assert "VERSION_UNDONE" not in written.getvalue()
-
-
-def test_it_is_a_function(serve) -> None:
-    with pytest.raises(WrongCall, match=r"after_version= .*: give a function without arguments"):
-        diloco_worker.join(serve().address, Mixture(), after_version="clamp")  # type: ignore[arg-type]

@@ -6,17 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import TENSORS, InProcessShard, refusal, settings_with
+from in_process import InProcessShard, settings_with
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import diloco_worker
 from diloco_common.errors import FrozenMismatch, ManifestMismatch
 from diloco_common.program import main
-from diloco_common.wire import protobuf, rpc
-from diloco_common.wire.bounds import FROZEN_MAX
-from diloco_common.wire.messages import PROTOCOL, FrozenTensor
-from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.learner import Learner
 from waiting import until
 
@@ -231,38 +227,3 @@ def test_after_a_restart_the_learners_that_are_there_bring_their_base_again(serv
         until(lambda: second.member_state("a") == "alive", "a is back")
         refused(second, lora(seed=1))
         assert learner.state == "training"
-
-
-@pytest.mark.parametrize(
-    ("mean_merge", "said"), [(None, '"1.weight 2.weight"'), (["1.weight"], "1.weight"), ([], "nothing")]
-)
-def test_a_learner_says_what_it_trains_and_what_takes_the_mean(serve, written, mean_merge, said):
-    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Embedding(11, 4), nn.Linear(4, 11, bias=False))
-    join(serve(settings_with()), "a", model, mean_merge=mean_merge).close()
-    assert f" trained=88 frozen=20 plain_mean={said}\n" in written.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("frozen", "words"),
-    [
-        ([FrozenTensor(str(i), "", 0) for i in range(FROZEN_MAX + 1)], "JoinRequest.frozen"),
-        ([FrozenTensor("n" * 513, "", 0)], "FrozenTensor.name"),
-        ([FrozenTensor("n", "f" * 513, 0)], "FrozenTensor.form"),
-    ],
-    ids=["too many", "long name", "long form"],
-)
-def test_a_shard_keeps_no_more_than_it_must(serve, frozen, words):
-    shard = serve(settings_with())
-    caller = shard.caller("a")
-    request = pb.JoinRequest(
-        protocol=PROTOCOL, process_id="x", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES,
-        frozen=[protobuf.to_pb(one) for one in frozen],
-    )  # fmt: skip
-
-    async def call() -> pb.JoinResponse:
-        return await caller.stub.Join(request, metadata=caller.metadata())
-
-    found = refusal(lambda: shard.loop.run(call()))
-    assert found.code == "BAD_REQUEST"
-    assert words in found.words
-    assert shard.core.manifest is None

@@ -126,15 +126,15 @@ def test_what_is_said_of_a_version_in_another_encoding_is_of_one_moment(serve, c
     shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
     joined(shard).seed(0.25)
     host, state = shard.server.host, shard.core.fragments[0]
-    encode, named = host.encode, state.version_id
+    compute, named = host.compute, state.version_id
 
-    async def encode_slowly(*args):
-        encoded = await encode(*args)
+    async def compute_slowly(*args):
+        encoded = await compute(*args)
         epoch = state.epoch + 1
         state.record = replace(state.record, epoch=epoch, version=1, tokens_merged=100, merged_versions={"a": 1})
         return encoded
 
-    monkeypatch.setattr(host, "encode", encode_slowly)
+    monkeypatch.setattr(host, "compute", compute_slowly)
     header, _ = shard.caller("a").pull(encodings=["float32"])
 
     assert ((header.epoch, header.version), header.merged_version, header.tokens_merged) == (named, 0, 0)
@@ -270,22 +270,6 @@ def heard(shard: InProcessShard, what: Any) -> None:
     until(lambda: what(shard.core.membership.get("a")), "the report is heard")
 
 
-def test_silence_for_longer_than_the_lease_evicts(shard, a, clock):
-    stream = a.attend()
-    for step in (1, 2):
-        stream.say(step)
-        heard(shard, lambda member, step=step: member.progress.inner_step == step)
-        clock.now += 1.9
-    assert shard.member_state("a") == "alive"
-    clock.now += 0.2
-
-    assert stream.hear(Evicted).code == "LEASE_EXPIRED"
-    assert stream.ends()
-    assert shard.member_state("a") == "evicted"
-    assert shard.metric("evictions_total", code="LEASE_EXPIRED") == 1
-    assert refusal(lambda: a.attend().ends()).code == "LEASE_EXPIRED"
-
-
 def test_heartbeats_without_steps_evict_by_the_progress_rule_alone(serve, clock):
     """Fault 17."""
     shard = serve(settings_with(lease={"stalled_s": 5.0, "progress_timeout_s": 8.0}), clock)
@@ -359,13 +343,6 @@ def test_a_shard_that_ends_tells_its_learners(shard):
     assert stream.ends()
 
 
-def test_a_shard_that_ends_at_once_tells_its_learners_all_the_same(shard):
-    stream = joined(shard).attend()
-    stream.hear(Pulse)
-    shard.loop.run(shard.server.stop())
-    assert stream.hear(Drain) == Drain()
-
-
 # ---------------------------------------------------------------- Pull
 
 
@@ -397,20 +374,6 @@ def test_pull_refuses_what_is_not_there(a, shard, pull, status, code, words):
 
     assert (found.status, found.code) == (status, code)
     assert words in found.words
-
-
-def test_a_pull_that_is_cancelled_leaves_the_shard_serving(a, shard):
-    a.seed()
-
-    async def cut_off() -> None:
-        for _ in range(10):
-            call = a.stub.Pull(pb.PullRequest(), metadata=a.metadata(), timeout=60.0)
-            await call.read()
-            call.cancel()
-
-    shard.loop.run(cut_off())
-
-    assert a.pull()[0].version == 0
 
 
 # ---------------------------------------------------------------- Leave
@@ -458,16 +421,6 @@ def watch(shard: InProcessShard, service: str = "") -> Any:
     return call, lambda: shard.loop.run(hear())
 
 
-def test_a_watch_tells_what_becomes_of_a_shard(shard):
-    _, hear = watch(shard)
-    _, hear_unknown = watch(shard, "nobody")
-    status = health_pb2.HealthCheckResponse
-
-    assert (hear(), hear_unknown()) == (status.SERVING, status.SERVICE_UNKNOWN)
-    shard.loop.look(lambda: shard.server._health.set(status.NOT_SERVING))
-    assert hear() == status.NOT_SERVING
-
-
 def test_one_host_has_two_watches(shard):
     first, hear = watch(shard)
     assert hear() == watch(shard)[1]()
@@ -509,12 +462,3 @@ def test_bytes_that_are_no_message_end_the_call_and_nothing_else(a, shard, metho
     assert (found.status, found.code) == (STATUS.INVALID_ARGUMENT, "BAD_REQUEST")
     assert shard.state() == before
     assert a.pull()[0].version == 0
-
-
-def test_a_method_that_does_not_exist_is_unimplemented(serve, clock):
-    a = joined(serve(settings_with(), clock))
-
-    async def call() -> Any:
-        return await a.channel.unary_unary("/diloco.v1.ParameterServer/Obey")(b"", metadata=a.metadata())
-
-    assert refusal(lambda: a.loop.run(call())).status == STATUS.UNIMPLEMENTED

@@ -84,11 +84,6 @@ def test_a_change_is_for_those_who_have_the_version_before(at_version_2, have_ve
     assert sum(map(len, chunks)) == header.payload.num_bytes
 
 
-def test_who_has_the_version_gets_a_header_alone(at_version_2):
-    header, chunks = at_version_2.pull(have_version=2, encodings=["int8", "bfloat16"])
-    assert (header.HasField("payload"), header.HasField("base_version"), chunks) == (False, False, [])
-
-
 def test_a_version_of_another_epoch_is_no_base(at_version_2):
     epoch = at_version_2.identity.epoch
     at_version_2.identity = replace(at_version_2.identity, generation=0, epoch=epoch + 1)

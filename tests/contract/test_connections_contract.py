@@ -13,10 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from in_process import TENSORS, InProcessShard, settings_with
-from training import tiny_model
 
-import diloco_worker
-from diloco_common.errors import CannotConnect
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.addresses import write_address
 from diloco_common.wire.messages import PROTOCOL, Committed, Pulse
@@ -249,12 +246,3 @@ def test_a_learner_follows_a_shard_that_moves(serve, train, tmp_path):
     came_back_with = new.version()
 
     a.until(lambda: new.version() > came_back_with, "a contributes where the shard is now")
-
-
-def test_a_learner_waits_for_a_shard_that_has_not_started_yet(serve, tmp_path):
-    file = tmp_path / "shard-0.json"
-    with pytest.raises(CannotConnect, match="no run to join"):
-        diloco_worker.join(f"@{file}", tiny_model(), learner_id="a", wait_s=0.2)
-
-    tell(file, serve())
-    diloco_worker.join(f"@{file}", tiny_model(), learner_id="a", wait_s=20.0).close()

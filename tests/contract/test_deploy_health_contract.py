@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent import futures
-from pathlib import Path
 
 import grpc
 import pytest
@@ -14,7 +13,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from in_process import settings_with
 from prometheus_client import CollectorRegistry
 
-from certificates import Certificates
 from diloco_common import program as cli
 from diloco_common.observe.http import HttpServer
 from diloco_deploy.health import main
@@ -57,11 +55,6 @@ def test_a_worker_is_well_while_it_is_ready(capsys, loop, ready: tuple[bool, str
     assert capsys.readouterr().out == f"{ready[1]}\n"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Certificates:
-    return Certificates(tmp_path / "certs")
-
-
 def test_a_shard_that_asks_for_certificates_is_asked_with_its_own(serve, run, capsys, monkeypatch) -> None:
     own = run.issue("shard/0")
     shard = serve(settings_with(security={"tls": own}))
@@ -74,12 +67,6 @@ def test_a_shard_that_asks_for_certificates_is_asked_with_its_own(serve, run, ca
     assert main(["--http", shard.server.http_address]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == ["serving", "serving"]
-
-
-def test_a_folder_without_certificates_is_named(run, capsys, tmp_path) -> None:
-    for flag in ("--grpc", "--http"):
-        assert main([flag, "127.0.0.1:1", "--tls", str(tmp_path / "nothing")]) == 1
-    assert capsys.readouterr().out.count(f"{tmp_path / 'nothing'} cannot be used: ") == 2
 
 
 @pytest.mark.parametrize("flag", ["--grpc", "--http"])

@@ -22,7 +22,7 @@ from diloco_common.wire.addresses import read_address
 from diloco_deploy.cluster.record import ClusterRecord, read_record
 from diloco_deploy.run.children import Programs
 from diloco_deploy.run.folder import Outputs
-from diloco_deploy.run.members import take_wish, wish_file
+from diloco_deploy.run.members import take_wish
 from diloco_deploy.run.supervisor import DEATHS_MAX, ChildSpec, Supervisor
 from diloco_deploy.run.up import bring_up
 from waiting import until
@@ -175,13 +175,6 @@ def test_a_shard_that_cannot_start_ends_everything_before_any_worker(tmp_path, m
     assert not (tmp_path / "logs" / "worker-0.log").exists()
 
 
-def test_a_failed_evaluation_leaves_the_report_of_the_training(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("FAKE_EVALUATION", "fails")
-    assert bring_up(settings_for(tmp_path), Outputs(), PROGRAMS) == 1
-    assert json.loads((tmp_path / "report.json").read_text())["eval_loss_final"] is None
-    assert "no shard answers" in capsys.readouterr().err
-
-
 def test_ctrl_c_ends_in_order_and_says_what_lies_where(command: Callable[..., Command]) -> None:
     up = command("waits")
     children = up.children()
@@ -253,44 +246,11 @@ def test_workers_come_and_go_while_it_runs_and_who_was_told_to_leave_is_no_end(c
     assert "2 -> 3 workers (1 start)" in capsys.readouterr().out
 
 
-def test_a_worker_that_does_not_leave_is_killed_and_the_number_can_change_again(command) -> None:
-    up = command("deaf", drain_s=0.5).trains()
-    for workers in (1, 2):
-        assert main(["scale", "--workers", str(workers), "--folder", str(up.folder)]) == 0
-
-
-def test_a_worker_that_was_still_leaving_is_waited_for_at_the_end(command: Callable[..., Command]) -> None:
-    up = command("deaf").trains()
-    assert main(["scale", "--workers", "1", "--folder", str(up.folder)]) == 0
-    up.process.send_signal(signal.SIGINT)
-    until(lambda: (found := read_record(up.folder)) and not found.training, "the end of training")
-    up.process.send_signal(signal.SIGINT)
-    _, said = up.end()
-    assert "worker-1 did not end by itself" in said
-
-
 def test_a_cluster_that_does_not_train_refuses_another_number_at_once(tmp_path, capsys) -> None:
     (tmp_path / "run").mkdir()
     ClusterRecord(run="r", shards=2, workers=2, fragments=4).write(tmp_path)
     assert main(["scale", "--workers", "3", "--folder", str(tmp_path)]) != 0
     assert "not training yet, or no more" in capsys.readouterr().err
-    assert take_wish(tmp_path) is None
-
-
-def test_a_wish_that_is_written_while_another_is_read_is_not_lost(tmp_path, monkeypatch) -> None:
-    wish_file(tmp_path).parent.mkdir()
-    wish_file(tmp_path).write_text('{"workers": 3}')
-    read = Path.read_text
-
-    def read_slowly(path: Path, encoding: str | None = None) -> str:
-        found = read(path, encoding)
-        wish_file(tmp_path).write_text('{"workers": 4}')
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", read_slowly)
-        assert take_wish(tmp_path) == 3
-    assert take_wish(tmp_path) == 4
     assert take_wish(tmp_path) is None
 
 

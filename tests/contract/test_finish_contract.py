@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 
@@ -14,7 +13,6 @@ from training import EXACT, Training, global_values, tiny_model
 import diloco_worker
 from diloco_common.errors import NotFinite
 from diloco_worker.core.agreement import REFUSALS_MAX
-from diloco_worker.export import lay_out
 from diloco_worker.shell import connection
 from diloco_worker.shell.ending import Finishing
 from diloco_worker.shell.exits import Interrupted
@@ -136,25 +134,6 @@ def test_the_first_steps_without_tokens_are_said_once(serve, train, written):
     assert written.getvalue().count("code=NO_TOKENS") == 1
 
 
-def test_finish_says_which_shard_is_away_and_gives_what_there_is(serve, train, written):
-    shard = serve(settings_with(sync=EXACT | {"fragments": 4}))
-    a = train(shard.address, "a")
-    a.until(lambda: shard.version() >= 2, "versions")
-    shard.stop()
-    until(lambda: not a.connection.is_up, "the loss is noticed")
-    before = a.values()
-
-    assert not a.learner.finish(wait_s=0.3, regardless=True)
-
-    assert f'why="no answer from {shard.address}"' in written.getvalue()
-    fragments = [(f.fragment, f.tensors.values()) for f in a.learner.core.fragments.values()]
-    tensors = {name: torch.empty_like(p) for name, p in a.model.named_parameters()}
-    for fragment, values in fragments:
-        lay_out(values, fragment, tensors)
-    assert all(torch.equal(p, tensors[name]) for name, p in a.model.named_parameters())
-    assert not torch.equal(a.values(), before)
-
-
 def test_finish_does_not_wait_for_shards_that_are_gone(serve, train, written, monkeypatch):
     """Nobody listens there any more: it says so, long before the minute that it would wait for a silent one."""
     monkeypatch.setattr(connection, "GONE_S", 0.5)
@@ -208,31 +187,6 @@ def test_every_learner_has_a_number_and_knows_how_many_there_are(serve, train):
     learners[1].close()
     until(lambda: learners[0].learners_alive == 2, "one has left")
     assert train(shard.address, "d").learner.index == 1
-
-
-def test_a_number_outlives_the_restart_of_the_shard(serve, train):
-    first = serve(settings_with())
-    a, b = train(first.address, "a"), train(first.address, "b")
-    a.learner.close()
-    address = first.address
-    first.stop()
-    second = serve(settings_with(shard={"listen": address}))
-    b.until(lambda: second.member_state("b") == "alive", "b is back")
-    assert train(address, "c").learner.index == 0  # b still has 1
-    assert b.learner.index == 1
-
-
-def test_learners_with_the_same_batches_are_named_by_the_shard(serve, train, written):
-    shard = serve(settings_with(sync={"sync_every": 10_000}))
-    a, b = train(shard.address, "a"), train(shard.address, "b")  # both with seed 0
-
-    def both_stepped() -> bool:
-        a.step()
-        b.step()
-        return "same losses" in written.getvalue()
-
-    until(both_stepped, "the shard says it", every_s=0.03)  # reports that follow faster are drawn together
-    assert "learner=b other=a" in written.getvalue() or "learner=a other=b" in written.getvalue()
 
 
 # ------------------------------------------------------------------ a model that is not what it was
@@ -293,15 +247,3 @@ def test_ctrl_c_is_one_line_and_leaves_the_run(serve, capsys):
     assert told.value.code == 130
     assert capsys.readouterr().err.splitlines()[-1] == "diloco: interrupted; a has left the run after 0 steps"
     assert shard.member_state("a") == "left"
-
-
-def test_a_learner_leaves_no_task_behind_in_its_loop(serve, train):
-    """grpc.aio has some of its own, which end a moment after their calls."""
-    shard = serve(settings_with(sync={"fragments": 4}))
-    for _ in range(10):
-        a = train(shard.address, "a")
-        a.until(lambda: shard.version() >= 1, "a version")
-        loop = a.learner._background._loop
-        a.learner.close()
-        assert loop.is_closed()
-        assert not asyncio.all_tasks(loop)

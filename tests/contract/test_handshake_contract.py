@@ -29,11 +29,6 @@ from diloco_worker.global_model import pull_global_model
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Certificates:
-    return Certificates(tmp_path / "certs")
-
-
-@pytest.fixture
 def shard(serve: Callable[..., InProcessShard], run: Certificates) -> InProcessShard:
     return serve(settings_with(security={"tls": run.issue("shard/0")}))
 

@@ -122,18 +122,6 @@ def test_a_trainer_that_resumes_goes_on_as_the_same_learner_where_it_was_in_the_
     assert whole.drawn[:40] == first.drawn[:20] + second.drawn[:20]
 
 
-def test_a_trainer_that_resumes_from_another_folder_says_that_it_is_a_new_learner(serve, tmp_path, written):
-    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
-    trainer(shard.address, tmp_path / "one", max_steps=5, save_strategy="steps", save_steps=5).train()
-    assert "it is a new one" not in written.getvalue()
-
-    again = trainer(shard.address, tmp_path / "other", learner_id="b", max_steps=6)
-    again.train(resume_from_checkpoint=str(tmp_path / "one/checkpoint-5"))
-
-    assert "it joins as a new learner" in written.getvalue()
-    assert again.diloco.learner.inner_step == 1
-
-
 @pytest.mark.parametrize("off", ["no", False])
 def test_tokens_are_counted_whatever_a_trainer_calls_not_counting(serve, tmp_path, off):
     """In older versions it is a bool."""
@@ -185,7 +173,7 @@ def test_the_rate_follows_the_run_and_not_the_steps_of_the_trainer(serve, tmp_pa
     rates = [line["learning_rate"] for line in training.state.log_history if "learning_rate" in line]
     assert rates[0] == pytest.approx(1e-2)
     assert rates == sorted(rates, reverse=True)
-    assert rates[-1] < 0.8e-2, "by the steps of the Trainer it would still be 0.998e-2"
+    assert rates[-1] < 0.98e-2, "by the steps of the Trainer it would still be 0.998e-2"
 
 
 def test_where_there_are_no_tokens_samples_count(serve, tmp_path):

@@ -23,11 +23,6 @@ from diloco_deploy.cluster.asking import ask as ask_shard
 from waiting import DEADLINE_S
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Certificates:
-    return Certificates(tmp_path / "certs")
-
-
 @asynccontextmanager
 async def serving(folder: Path, may_look: Callable[[Any], bool] = lambda _: True) -> AsyncIterator[str]:
     """A shard's HTTP side with these certificates; gives its address."""
@@ -137,15 +132,6 @@ async def test_a_caller_whose_certificate_has_expired_does_not_get_in(run):
     async with serving(run.issue("shard/0")) as address:
         with pytest.raises(httpx.TransportError):
             await ask(address, "/metrics", run, run.issue("observer/x", begins=timedelta(days=-2)))
-
-
-async def test_plaintext_at_the_tls_port_ends_the_connection_and_no_more(run):
-    async with serving(run.issue("shard/0")) as address:
-        reader, writer = await asyncio.open_connection(*address.split(":"))
-        writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert not (await reader.read()).startswith(b"HTTP")
-        writer.close()
-        assert (await ask(address, "/healthz", run)).status_code == 200
 
 
 async def test_a_learner_is_scraped_under_a_name_that_nobody_can_dial(run):

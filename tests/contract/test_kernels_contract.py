@@ -135,10 +135,3 @@ def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(here: Installa
         (here.of.folder / here.of.built_name(one)).write_bytes(b"not a library")
     assert "cannot be loaded" in str(here.find())
     assert torch_encodes()
-
-
-def test_without_its_sources_nothing_is_built(here: Installation) -> None:
-    for source in here.of.sources():
-        source.unlink()
-    assert "there is no C in" in str(here.of.build())
-    assert torch_encodes()

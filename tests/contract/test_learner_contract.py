@@ -61,27 +61,6 @@ def test_contributions_become_versions_that_all_learners_get(serve, train):
     assert sum(shard.ledger.rejected.values()) == 0
 
 
-def test_learners_of_two_shards_hold_every_fragment(serve, train):
-    shards = [serve(settings_with(sync={"fragments": 4}, shard={"index": i, "count": 2})) for i in (1, 0)]
-
-    a = train(",".join(s.address for s in shards), "a")
-    a.until(lambda: all(f.version > 0 for f in a.learner.core.fragments.values()), "a version of every fragment")
-
-    assert {len(s.core.fragments) for s in shards} == {2}
-    assert [s.member_state("a") for s in shards] == ["alive", "alive"]
-
-
-def test_the_budget_ends_the_run(serve, train):
-    shard = serve(settings_with(run={"tokens": 200}))
-    a = train(shard.address, "a")
-
-    a.until(lambda: a.learner.done, "the budget is reached")
-    a.learner.close()
-
-    assert a.learner.state == "done"
-    assert shard.core.tokens_merged >= 200
-
-
 def test_samples_are_called_samples_wherever_one_looks(serve, train):
     """Beside it, an optimizer that is followed: each of its steps is one of the learner."""
     shard = serve(settings_with(sync=EXACT))
@@ -217,29 +196,6 @@ def test_an_evicted_learner_joins_again_by_itself(serve, front, train, written):
     a.until(lambda: a.generation > generation and shard.version() > version, "a contributes again")
 
     assert "was silent for more than 0.4 s (lease.lease_s); join again" in written.getvalue()
-
-
-def test_a_lease_that_is_over_is_replaced_without_the_waits_of_a_silent_shard(serve, front, train, monkeypatch):
-    """Fault 10: after an outage the shard answers that the lease is over; the wait until then was long enough."""
-    monkeypatch.setattr("diloco_common.wire.calls.FIRST_S", 0.05)
-    monkeypatch.setattr("diloco_common.wire.calls.GROWTH", 1.5)
-    monkeypatch.setattr("diloco_common.wire.calls.LONGEST_S", 0.5)
-    shard = serve(settings_with(lease={"lease_s": 0.4, "heartbeat_s": 0.1}))
-    between = front(shard)
-    a = train(between.address, "a")
-    between.cut_attend = True
-    between.loop.look(between.attends.clear)
-    shard.break_streams()
-    a.until(lambda: len(between.attends) >= 7, "seven attempts, and the next wait would be the longest")
-    a.until(lambda: shard.ledger.evictions["LEASE_EXPIRED"] >= 1, "its lease is over")
-    joins, attends = len(between.joins), len(between.attends)
-
-    between.cut_attend = False
-
-    a.until(lambda: len(between.joins) > joins, "a joins again")
-    joined = between.joins[joins]
-    # One that was on its way may still be cut off. How short the wait is after the answer: unit/test_dialing.py.
-    assert len([at for at in between.attends[attends:] if at < joined]) <= 2, "the first answer leads to a new lease"
 
 
 def test_a_resumed_learner_trains_on_without_a_shard_that_is_away_and_its_work_arrives_after(serve, front, train):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,15 +16,14 @@ from typing import Any
 import pytest
 from in_process import InProcessShard, settings_with
 from torch import nn
-from training import Training, state_of
+from training import Training
 
 import diloco_worker
-from diloco_common.errors import CannotConnect, WrongCall
+from diloco_common.errors import WrongCall
 from diloco_common.trust.identity import Identity
 from diloco_server.shell import server
 from diloco_server.shell.servicer import ParameterServer
 from diloco_worker import learner
-from diloco_worker.shell import boundary, connection
 from diloco_worker.shell.exits import Notice
 from waiting import DEADLINE_S
 
@@ -166,28 +164,6 @@ def test_a_step_that_is_too_long_to_wait_for_is_broken_off(serve, train, capsys,
     assert said.endswith("a has left the run after 7 steps; all of it is merged\n")
 
 
-def test_an_error_without_the_notice_hands_nothing_over(serve, train):
-    shard = serve(settings_with(sync=EXACT))
-    a = train(shard.address, "a")
-    a.step()
-    with pytest.raises(ZeroDivisionError), a.learner:
-        raise ZeroDivisionError
-    assert shard.version(0) == 0
-
-
-def test_sigterm_says_what_is_not_merged(serve, train, capsys, monkeypatch):
-    monkeypatch.setattr(connection, "GONE_S", 0.5)
-    gone, there = shards_of(serve)
-    a = train(f"{gone.address},{there.address}", "a")
-    a.step()
-    gone.stop()
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(SystemExit):
-        a.learner.poll()
-    words = f"50% of what it alone had is merged, but not work on 1 fragments of {gone.address}"
-    assert words in capsys.readouterr().err
-
-
 def test_a_wait_for_shards_ends_by_sigterm(train, capsys):
     """In the main thread nothing else would: `join` looks, and sees that it is to leave."""
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -218,19 +194,6 @@ def test_a_learner_waits_for_the_answer_to_its_goodbye(serve, monkeypatch: pytes
     learner.close()
 
     assert shard.member_state("a") == "left"
-
-
-def test_a_learner_does_not_wait_for_seeds_on_hold(serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed learner holds its seeds back for 10 s. Pushes under way get half of that."""
-    shard = serve()
-    monkeypatch.setattr(learner, "SETTLE_S", 10 * DEADLINE_S)
-    monkeypatch.setattr(boundary, "SEED_HOLD_S", 20 * DEADLINE_S)
-    began = time.monotonic()
-
-    with pytest.raises(CannotConnect, match="fragments are not there yet"):
-        diloco_worker.join(shard.address, nn.Linear(4, 2), learner_id="a", wait_s=2.0, state=state_of("a"))
-
-    assert time.monotonic() - began < DEADLINE_S
 
 
 # ---------------------------------------------------------------- whom SIGTERM is for

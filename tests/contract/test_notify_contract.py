@@ -105,12 +105,6 @@ def test_a_server_hears_of_a_folder(kind: str, answers: Any, asked: list[str], t
     assert path in server.bodies
 
 
-def test_a_server_that_is_away_costs_no_more_than_its_tries() -> None:
-    waits: list[float] = []
-    assert "did not take version-000012" in Notified("sglang+http://127.0.0.1:9", waits.append).tell(FOLDER)
-    assert len(waits) == TRIES - 1
-
-
 @pytest.mark.parametrize("url", ["http://a:1", "vllm+a:1", "vllm+ftp://a", "sglang+http://", "other+http://a:1", ""])
 def test_what_is_no_server_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--notify"):

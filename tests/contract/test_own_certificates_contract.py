@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from cryptography import x509
 
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
@@ -60,13 +58,6 @@ def test_every_child_is_given_its_own(tmp_path):
         "shard-0": "shard/0", "shard-1": "shard/1", "worker-0": "learner/worker-0", "worker-1": "learner/worker-1",
         "evaluate": "observer/up",
     }  # fmt: skip
-
-
-def test_on_every_interface_shards_are_known_by_the_names_of_this_machine(tmp_path):
-    certificates = own_certificates(settings_with("shard.listen=0.0.0.0:0"), tmp_path)
-    found = read_folder(certificates.of("shard/0")).certificate
-    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert {socket.gethostname(), "localhost"} <= set(names.get_values_for_type(x509.DNSName))
 
 
 def test_a_run_that_goes_on_keeps_them_and_what_is_old_is_renewed(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -301,22 +299,3 @@ def test_shards_that_start_again_and_files_know_the_names(serve, tmp_path):
     for found in (load_file(tmp_path / "pulled/model.safetensors"), load_file(out)):
         assert found.keys() == {"head.weight", "wte.weight", "scale"}
         assert torch.equal(found["wte.weight"], model.wte.weight)
-
-
-def test_another_run_is_one_line(addresses, tmp_path, capsys):
-    trained(addresses, nn.Linear(4, 4))
-    assert main(["pull", "--shards", addresses, "--out", str(tmp_path), "--run", "another"]) != 0
-    said = capsys.readouterr().err.strip()
-    assert said.endswith("[WRONG_RUN]")
-    assert len(said.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_evaluation_of_the_built_in_model_refuses_another_one(addresses, tmp_path):
-    trained(addresses, nn.Linear(4, 4))
-    out = tmp_path / "model.safetensors"
-    command = [sys.executable, "-m", "diloco_demo", "evaluate", "--shards", addresses, "--export", str(out)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 2
-    assert "`diloco pull --out DIR` writes it [BAD_CONFIG]" in ended.stderr
-    assert not out.exists()

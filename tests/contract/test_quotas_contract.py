@@ -16,9 +16,8 @@ from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_deploy.health import main
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server.shell import waits
 from http2 import CALL, HalfCall
-from waiting import DEADLINE_S, until
+from waiting import until
 
 RSS_MORE = 64 << 20
 """Bytes that an attack may cost at most."""
@@ -191,19 +190,3 @@ def test_a_pull_without_a_deadline_is_refused(serve) -> None:
 
     assert "must have a deadline" in shard.loop.run(pull())
     assert ann.pull()[0].version == 0
-
-
-# ---------------------------------------------------------------- waits
-
-
-def test_a_message_that_comes_slowly_makes_room_for_others(serve, crowd, monkeypatch) -> None:
-    monkeypatch.setattr(waits, "BODIES_AT_ONCE", 1)
-    monkeypatch.setattr(waits, "BODY_SURE_S", 0.0)
-    shard = a_shard(serve)
-    metadata = rpc.metadata_of(shard.caller("ghost").identity, None)
-    slow = crowd.enter_context(closing(HalfCall(shard.address, f"{CALL}Join", metadata)))
-    slow.begin_message(BODY)
-    until(lambda: shard.loop.look(lambda: shard.server.service._bodies._reading), "the slow one to be read")
-    shard.caller("ann").join()
-    until(lambda: slow.listen() or slow.is_over, "the slow one to end", DEADLINE_S)
-    assert shard.metric("refused_calls_total", code="BUSY") == 1

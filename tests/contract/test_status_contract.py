@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from diloco_common.program import main
 from diloco_common.wire.addresses import write_address
-from diloco_deploy.cluster.asking import Poller, fetch_all, fetch_status
+from diloco_deploy.cluster.asking import fetch_all, fetch_status
 from diloco_deploy.show import status
 from waiting import DEADLINE_S
 
@@ -126,14 +125,3 @@ def test_one_silent_member_does_not_hide_the_others(shard: Answering, nobody: st
         frozen.hold.set()
         frozen.shutdown()
     assert found == {"shard-1": SHARD}
-
-
-def test_the_poller_forgets_who_is_not_asked_any_more(shard: Answering) -> None:
-    poller = Poller(every_s=0.01)
-    poller.ask({"shard-1": shard.address})
-    poller.start()
-    deadline = time.monotonic() + 30
-    while not (answers := poller.take()):
-        assert time.monotonic() < deadline
-    poller.stop()
-    assert answers == {"shard-1": SHARD}

@@ -19,25 +19,18 @@ from test_thin_link_contract import ThinLink
 from certificates import Certificates
 from diloco_common.codec import encode_payload, usual_chunk_elements
 from diloco_common.errors import ConfigError, Revoked
-from diloco_common.observe.logs import Log
 from diloco_common.trust.identity import MAY
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell import service
-from diloco_server.shell.access import AccessFiles
 from diloco_worker.global_model import pull_global_model
 from waiting import DEADLINE_S, until
 
 STATUS = grpc.StatusCode
 OUT_S = 1.0
 """Whoever is revoked is out within this time."""
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Certificates:
-    return Certificates(tmp_path / "certs")
 
 
 @pytest.fixture
@@ -101,16 +94,6 @@ def test_what_proves_one_learner_is_no_good_for_another(shard, run):
     assert shard.metric("refused_calls_total", code="WRONG_IDENTITY") >= len(found)  # a push is repeated: ANSWER_LOST
 
 
-def test_a_shard_says_once_that_its_certificate_has_expired(run, caplog):
-    folder, now = run.issue("shard/0"), [time.time()]
-    access = AccessFiles(settings_with(security={"tls": folder}), lambda: now[0], Log("shard-0"))
-    for hours, times in ((0, 0), (23, 0), (2, 1), (1, 1)):
-        now[0] += hours * 3600
-        access.refresh(lambda serials: [])
-        assert caplog.text.count("nobody can call this shard") == times
-    assert "expired at" in caplog.text
-
-
 @pytest.mark.parametrize("who", ["learner/a", "observer/x", "admin/x", "shard/1"])
 def test_a_scope_makes_the_calls_of_its_row_and_no_others(shard, run, who):
     seeded(shard, run)
@@ -163,17 +146,6 @@ def test_a_shard_does_not_start_with_a_certificate_that_nobody_would_take(loop, 
 
 
 # ---------------------------------------------------------------- hostile callers
-
-
-def test_a_real_worker_is_not_superseded_by_somebody_with_another_certificate(shard, run, train):
-    training = train(shard.address, "b", tls=run.issue("learner/b"))
-    impostor = shard.caller("b", tls=run.issue("learner/a"))
-
-    assert refusal(lambda: impostor.join(process_id="impostor")).code == "WRONG_IDENTITY"
-
-    tokens = shard.core.tokens_merged
-    training.until(lambda: shard.core.tokens_merged > tokens, "the worker goes on")
-    assert training.generation == 1
 
 
 def test_one_certificate_takes_one_lease_whatever_ids_it_makes_up(serving, run):
@@ -300,20 +272,6 @@ def test_a_damaged_deny_list_pardons_nobody(shard, run, written, damaged):
     until(lambda: _code_of(later.pull) == Revoked.code, "the list is read once it is whole")
 
 
-def test_whatever_goes_wrong_with_the_files_they_are_looked_at_again(shard, run, written, monkeypatch):
-    bad = seeded(shard, run, "a")
-
-    def fails(_: object) -> Any:
-        raise AttributeError("nobody thought of this")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shard.server._access, "refresh", fails)
-        until(lambda: "nobody thought of this" in written.getvalue(), "it is said")
-    run.revoke(run.serials["learner/a"])
-
-    until(lambda: _code_of(bad.pull) == Revoked.code, "the deny-list is read all the same")
-
-
 def _code_of(call: Callable[[], Any]) -> str:
     """With which it is refused; "" if it is not."""
     try:
@@ -437,16 +395,6 @@ def test_the_audit_log_names_whoever_was_revoked_under_any_name(serving, run, tm
     (line,) = [line for line in _audited(tmp_path, "Join") if line["outcome"] == "REVOKED"]
 
     assert (line["who"], line["serial"]) == ("diloco://local/learner/b", run.serials["learner/b"])
-
-
-def test_the_audit_log_tells_of_a_goodbye_only_where_a_lease_ended(serving, run, tmp_path):
-    shard = serving(audit=tmp_path / "audit")
-    learner = shard.caller("a", tls=run.issue("learner/a"))
-    learner.leave()
-    learner.join()
-    learner.leave()
-
-    assert [line["what"] for line in _audited(tmp_path, "Leave")] == ["Join", "Leave"]
 
 
 def _audited(folder: Path, last: str) -> list[dict[str, Any]]:

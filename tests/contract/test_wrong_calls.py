@@ -201,6 +201,8 @@ JOIN: list[Row] = [
     ("model: all frozen", lambda h: h.join(frozen_model()), "UNSUPPORTED_MODEL", "require"),
     ("model: another one", lambda h: [h.training, h.join(tiny_model(width=8))], "MANIFEST_MISMATCH", ""),
     ("model: one with a string as key", lambda h: h.join({1: h.model}), "WRONG_CALL", "dict of models"),
+    ("model: a name with a dot", lambda h: h.join({"a.b": h.model}), "WRONG_CALL", "can't contain"),
+    ("model: a name that a dict has", lambda h: h.join({"keys": h.model}), "WRONG_CALL", "already exists"),
     ("arguments swapped", lambda h: diloco_worker.join(h.model, h.address), "WRONG_CALL", "shards"),  # type: ignore[arg-type]
     ("shards: None", lambda h: h.join(shards=None), "WRONG_CALL", "shards"),
     ("shards: a number", lambda h: h.join(shards=50051), "WRONG_CALL", "shards"),

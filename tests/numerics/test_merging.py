@@ -93,16 +93,6 @@ def test_centered_clipping_from_the_examples_is_its_formula(liar: float) -> None
     assert_close(merged(vectors, centered_clip, [(10, 1)] * 5), by_formula)
 
 
-def test_the_mean_is_weighted_by_tokens_squared_over_steps() -> None:
-    a, b = (v / v.norm() for v in randoms(2))
-    # 20^2 / 4 = 100 and 30^2 / 6 = 150, as steps are to each other
-    assert_close(merged([a, b], "mean", [(20, 4), (30, 6)]), 0.4 * a + 0.6 * b)
-
-
-def test_a_contribution_weighs_tokens_squared_over_steps() -> None:
-    assert make_contribution("a", torch.ones(3), tokens=30, steps=4).weight == 225.0
-
-
 # ------------------------------------------------------------------ properties of RDA
 
 
@@ -110,12 +100,6 @@ def test_a_contribution_weighs_tokens_squared_over_steps() -> None:
 def test_one_contribution_comes_back_as_it_is(rule: str) -> None:
     v = random_values(SIZE, 0)
     assert torch.equal(merged([v], rule, [(123, 7)]), v)
-
-
-@pytest.mark.parametrize(("rule", "share"), [("rda", 1.0), ("mean", 1.0), ("agreement", 0.5)])
-def test_equal_contributions_come_back_as_they_are_or_shortened(rule: str, share: float) -> None:
-    v = random_values(SIZE, 0)
-    assert_close(merged([v, v, v], rule, [(1, 1), (50, 3), (7, 2)]), share * v)
 
 
 @pytest.mark.parametrize(
@@ -132,18 +116,6 @@ def test_rda_of_equal_norms_has_that_norm_and_the_mean_has_less() -> None:
     vectors = [v / v.norm() * 5.0 for v in randoms(8)]
     assert float(merged(vectors, "rda").norm()) == pytest.approx(5.0, rel=1e-5)
     assert float(merged(vectors, "mean").norm()) == pytest.approx(5.0 / 8**0.5, rel=0.1)
-
-
-@pytest.mark.parametrize("rule", BY_FORMULA)
-def test_scaling_all_weights_changes_nothing(rule: str) -> None:
-    weights = [(3, 2), (5, 1), (9, 4)]
-    scaled = [(100 * tokens, steps) for tokens, steps in weights]
-    assert_close(merged(randoms(3), rule, scaled), merged(randoms(3), rule, weights))
-
-
-def test_directions_that_cancel_fall_back_to_the_mean() -> None:
-    v = random_values(SIZE, 0)
-    assert_close(merged([v, -1.5 * v], "rda"), -0.25 * v)  # the mean; RDA would divide by zero
 
 
 def test_only_the_piece_whose_directions_cancel_falls_back() -> None:

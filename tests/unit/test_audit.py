@@ -72,18 +72,6 @@ def test_a_crowd_of_refusals_hides_nobody_who_joins(tmp_path: Path, clock: Clock
     assert lines(tmp_path)[-1]["who"] == "diloco://r/learner/a"
 
 
-def test_callers_under_many_names_share_a_line(tmp_path: Path, clock: Clock) -> None:
-    log = AuditLog(tmp_path / "audit", "shard-0", clock)
-    for i in range(REPEATED_MAX + 1000):
-        log.note("Join", "UNAUTHENTICATED", Identity("r", f"ghost-{i}"))
-    log.close()
-
-    found = lines(tmp_path)
-    assert len(found) == REPEATED_MAX + 2
-    assert found[-1]["what"] == "many"
-    assert found[-1]["repeated"] == 999
-
-
 def test_files_are_exchanged_when_full_and_old_ones_go(log: AuditLog, tmp_path: Path) -> None:
     for i in range(400):
         log.note("Seed", "OK", A, fragment=i)

@@ -81,13 +81,6 @@ def test_it_is_the_formula_and_a_restart_changes_no_bit(average: float, error: f
     assert off < error
 
 
-def test_after_the_first_version_it_is_that_version() -> None:
-    run = Run(0.97)
-    assert torch.equal(run.values.averaged(), run.values.theta), "of a seed, too"
-    run.make(1)
-    assert torch.equal(run.values.averaged(), run.values.theta)
-
-
 def test_off_it_takes_no_byte_and_it_may_come_and_go_with_a_restart() -> None:
     run = Run(0.0).make(3)
     assert run.values.average is None

@@ -287,13 +287,6 @@ def test_an_enormous_entry_of_a_join_is_not_parsed() -> None:
         protobuf.parse(pb.JoinRequest, data)
 
 
-def test_the_largest_model_with_the_longest_list_is_parsed() -> None:
-    tensors = [pb.Tensor(name=f"blocks.{i:05}.weight", shape=[26, 26]) for i in range(bounds.TENSORS_MAX)]
-    data = pb.JoinRequest(tensors=tensors).SerializeToString()
-    message = protobuf.parse(pb.JoinRequest, data)
-    assert sum(map(len, protobuf.tensors_in_turns(message.tensors))) == bounds.TENSORS_MAX
-
-
 def adapters(count: int) -> list[TensorSpec]:
     """Named as PEFT names them."""
     path = "base_model.model.model.layers.{}.mlp.experts.{}.{}_proj.lora_{}.default.weight"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -157,13 +156,6 @@ def test_what_is_proven_is_charged_under_its_own_name() -> None:
     assert account("learner/a") == "a", "also where it only observes"
     assert account("observer/a") == "observer/a"
     assert Identity("r", "a", peer="ipv4:10.0.0.1").account == "ipv4:10.0.0.1", "it may make up any id"
-
-
-def test_those_who_revoke_at_once_lose_nothing_of_each_other(folder: Path) -> None:
-    serials = [format(0x3AA6C68D58750000 + i, "x") for i in range(64)]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda one: open_authority(folder).registry.revoke_serial(one, datetime.now(UTC)), serials))
-    assert {one.serial for one in read_revocations(folder / "revoked.json")} == set(serials)
 
 
 def everything_in(folder: Path) -> dict[Path, bytes]:

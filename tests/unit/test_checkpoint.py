@@ -14,7 +14,6 @@ import pytest
 
 from diloco_common.errors import (
     BadCheckpoint,
-    ConfigError,
     VersionDamaged,
 )
 from diloco_common.wire.manifest import TensorSpec, cut
@@ -269,16 +268,3 @@ def test_a_checkpoint_comes_back_bit_for_bit_on_any_number_of_shards(contents, c
     assert sorted(found) == list(range(6))
     for fragment_id, stored in found.items():
         assert_equal(stored, version_of(fragment_id, 2))
-
-
-def test_a_restore_touches_nothing_of_another_one_that_is_at_work(contents: Contents, cluster: Path) -> None:
-    """Or of a person's who called a folder so."""
-    theirs = cluster / "new.restoring" / "theirs"
-    theirs.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"new.restoring exists: .* delete that folder"):
-        restore([], place(contents, 2), cluster / "new")
-    assert theirs.is_dir()
-    assert not (cluster / "new").exists()
-
-
-# ------------------------------------------------------------------ companions

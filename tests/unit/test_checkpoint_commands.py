@@ -17,7 +17,6 @@ from diloco_common.settings_loader import save as save_settings
 from diloco_common.wire.manifest import TensorSpec, companion_of, cut
 from diloco_deploy.checkpoint.sources import open_whole
 from diloco_deploy.checkpoint.work import model_in
-from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import Origin
@@ -265,15 +264,6 @@ def test_the_identity_of_a_run_is_checked_before_its_shards_move(run_folder, res
     assert sorted(path.name for path in run_folder.glob("shard-*")) == ["shard-0", "shard-1"]
     assert main(["resume", str(run_folder), "--shards", "3"]) == 0
     assert resumed == ["here"]
-
-
-def test_a_run_on_ray_goes_on_on_ray(run_folder: Path, resumed: list[str]) -> None:
-    save_run(run_folder)
-    files = ClusterFolder(run_folder, Outputs())
-    for where in ("ray", "here"):
-        files.runs(where)
-        assert main(["resume", str(run_folder)]) == 0
-    assert resumed == ["ray", "here"]
 
 
 class Killed(BaseException):

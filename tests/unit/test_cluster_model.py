@@ -107,16 +107,6 @@ def test_sums_are_taken_over_shards_and_workers() -> None:
     assert (found.bytes_pushed, found.bytes_pulled, found.done) == (200, 400, False)
 
 
-def test_a_shard_with_more_fragments_weighs_more_in_the_progress() -> None:
-    three = shard(0, tokens_merged=400, fragments=[{"id": i, "version": 1} for i in range(3)])
-    assert (
-        of(
-            SeenMember("a", "shard", "up", three), SeenMember("b", "shard", "up", shard(1, tokens_merged=800))
-        ).tokens_merged
-        == 500
-    )
-
-
 def test_progress_and_budget_do_not_move_while_a_shard_starts_again() -> None:
     watch = Watch(0.0)
     for index, merged in enumerate((400, 800)):
@@ -210,22 +200,6 @@ def test_the_record_says_who_died_and_since_when(process: str, presence: str, si
     known = record(shard_0="up", shard_1="up", worker_0="up", worker_1=process)
     roll = called(shard(1), worker("worker-0"), known=known)
     assert [(o.presence, o.since_s) for o in roll.present if o.name == "worker-1"] == [(presence, since_s)]
-
-
-@pytest.mark.parametrize(
-    ("process", "then"),
-    [
-        ("died", "if `diloco up` still runs, it starts it again"),
-        ("lost", "`diloco up` has given up on it: see `diloco logs shard-0`"),
-        (None, "restart it with its data folder"),
-    ],
-)
-def test_nobody_is_told_to_start_what_starts_by_itself(process: str | None, then: str) -> None:
-    known = None if process is None else record(shard_0=process, shard_1="up")
-    roll = called(shard(1), known=known, silent=("shard-0",))
-    assert str(roll.problems[0]).endswith(f"lose nothing; {then} [SHARD_AWAY]")
-    assert presences(roll)["shard-1"] == "alive"
-    assert presences(roll)["shard-0"] != "alive", "although its record says up"
 
 
 def test_what_is_printed_as_json_is_what_the_schema_reads() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from diloco_common.wire.manifest import cut
-from diloco_common.wire.messages import Collect, Held, LearnerPolicy
+from diloco_common.wire.messages import Collect, LearnerPolicy
 from diloco_worker.core.events import Arrived
 from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
@@ -110,13 +110,3 @@ def test_a_push_that_is_cancelled_leaves_the_job_to_be_done() -> None:
     rig.parts.jobs.run()
     assert not rig.core.is_being_read(0)
     assert rig.values(contribution) == [-1.0, -1.0]
-
-
-def test_a_damaged_change_costs_the_base_and_not_what_is_held() -> None:
-    rig = Rig()
-    assert (rig.codec.base(0), rig.codec.tokens_merged(0)) == (None, 0)
-    rig.codec.hold(arrived(4), tokens_merged=123)
-    assert (rig.codec.base(0), rig.codec.tokens_merged(0)) == ((EPOCH, 4), 123)
-    rig.codec.lose_base(0)
-    assert (rig.codec.base(0), rig.codec.tokens_merged(0)) == (None, 123)
-    assert rig.codec.held([0, 1]) == (Held(0, EPOCH, 4),)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tools.images import FILES, images_in
 
 from diloco_common.settings_loader import load
 
@@ -65,14 +64,6 @@ def test_every_setting_of_a_service_is_one(compose: dict[str, Any]) -> None:
         }
         found += len(load(None, given).given)
     assert found > 10
-
-
-def test_images_start_from_one_base(repository: Path) -> None:
-    """tools/images.py pins both places; somebody who changes one by hand would build from two bases."""
-    dockerfile, compose = ((repository / file).read_text() for file in FILES)
-    (default,) = re.findall(r"BASE_IMAGE:-([^}]+)", compose)
-    assert images_in(dockerfile) == [default]
-    assert len(images_in(compose)) == 3
 
 
 def test_a_worker_on_a_gpu_is_no_replica_and_the_page_adds_another(repository: Path, compose: dict[str, Any]) -> None:

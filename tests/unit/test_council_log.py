@@ -102,16 +102,6 @@ def test_words_are_read_as_they_were_written(word: Any) -> None:
     assert read_word(line[:-1]) == word
 
 
-def test_tokens_of_a_step_are_the_sum_over_ranks_and_count_one_boundary_later() -> None:
-    island = Island(2)
-    assert [island.cross(5).tokens, island.cross(7).tokens, island.cross(None).tokens, island.cross(3).tokens] == [
-        None,
-        10,
-        14,
-        None,
-    ]
-
-
 def test_ranks_that_do_not_go_in_step_are_told() -> None:
     logs = [CouncilLog(rank, 2) for rank in range(2)]
     frames = [logs[0].frame(8), logs[1].frame(None)]

@@ -127,15 +127,6 @@ def test_streams_differ_by_learner_seed_and_pass():
     assert len(orders) == 4
 
 
-def test_no_held_out_byte_is_ever_in_a_training_batch(tmp_path):
-    write_files(tmp_path, 60)
-    corpus = load_corpus(str(tmp_path), held_out=0.2)
-    a = stream(corpus.train)
-    seen = {byte for _ in range(300) for part in a.next_batch() for byte in part.unique().tolist()}
-    assert seen
-    assert not seen & set(corpus.held_out.tolist())
-
-
 @pytest.mark.parametrize(("length", "enough"), [(15, False), (16, True)])
 def test_a_text_shorter_than_two_windows_is_refused(length, enough):
     if enough:

@@ -96,17 +96,6 @@ def test_ten_steps_are_five_a_checkpoint_and_five(tmp_path):
         assert torch.equal(again.state_dict()[name], value), name
 
 
-def test_every_step_is_reported_with_its_tokens_and_rate():
-    steps = []
-    synchroniser, _ = run(20, *parts(), on_step=steps.append)
-    assert [s.progress.inner_step for s in steps] == list(range(1, 21))
-    assert [s.progress.tokens for s in steps] == [TOKENS_PER_STEP * i for i in range(1, 21)]
-    assert [s.loss for s in steps] == synchroniser.losses
-    shares = [s.rate_share for s in steps]
-    assert shares[0] < max(shares) <= 1
-    assert shares[-1] < max(shares)
-
-
 def test_a_straggler_sleeps_for_what_is_left_of_a_step():
     naps = []
     times = iter([0.0, 0.25, 1.0, 3.5, 3.5, 4.25, 4.5])  # after the start: when a step waits, and ends

@@ -12,13 +12,7 @@ from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import Endpoints, read_address, write_address
 from diloco_deploy.cluster.record import ClusterRecord
-from diloco_deploy.run.folder import ClusterFolder, Outputs, shown
-
-
-def test_status_names_the_settings_that_the_environment_decided(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("DILOCO_CLUSTER__FOLDER", str(tmp_path))
-    assert main(["status"]) == 5
-    assert "from the environment variable DILOCO_CLUSTER__FOLDER" in capsys.readouterr().err
+from diloco_deploy.run.folder import ClusterFolder, Outputs
 
 
 def test_status_of_a_cluster_that_starts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,13 +31,6 @@ def test_a_cluster_is_found_by_the_settings_of_its_run(argv, tmp_path, capsys) -
     (tmp_path / "run.toml").write_text('[cluster]\nfolder = "elsewhere"\n')
     assert main([*argv, "--config", str(tmp_path / "run.toml")]) != 0
     assert "elsewhere" in capsys.readouterr().err
-
-
-def test_a_folder_is_named_as_it_was_typed(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["resume", "absent"]) == 3
-    assert capsys.readouterr().err.startswith("diloco: absent holds no run of `diloco up`")
-    assert shown(Path("/elsewhere/a run")) == "'/elsewhere/a run'"
 
 
 @pytest.mark.parametrize(

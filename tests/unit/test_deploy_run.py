@@ -18,7 +18,7 @@ from diloco_common.wire.messages import Pulse
 from diloco_deploy.run.children import Programs
 from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored
 from diloco_deploy.run.supervisor import DEATHS_MAX, Action, Hanging, verdict_on_exit
-from diloco_deploy.run.up import bring_up, check_cluster
+from diloco_deploy.run.up import bring_up
 from diloco_worker.core.connection import Caller
 from diloco_worker.shell.telemetry import LearnerTelemetry
 
@@ -44,14 +44,6 @@ from diloco_worker.shell.telemetry import LearnerTelemetry
 def test_the_exit_of_a_child_is_judged(kind, code, was_up, deaths, restart, action, exit_code) -> None:
     verdict = verdict_on_exit(kind, code, was_up=was_up, deaths=deaths, restart=restart)
     assert (verdict.action, verdict.exit_code) == (action, exit_code)
-
-
-def test_the_wait_before_a_new_start_doubles_up_to_a_bound() -> None:
-    waits = [
-        verdict_on_exit("worker", -9, was_up=True, deaths=deaths, restart=True).wait_s
-        for deaths in range(1, DEATHS_MAX + 1)
-    ]
-    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0]
 
 
 @pytest.mark.parametrize(
@@ -127,24 +119,6 @@ def test_a_second_cluster_in_the_same_folder_is_refused_with_the_owner(tmp_path:
     files = ClusterFolder(tmp_path, Outputs())
     with files.owned(), pytest.raises(InUse, match=f"pid {os.getpid()}"):
         bring_up(settings_for(tmp_path), Outputs(), NO_PROGRAMS)
-
-
-@pytest.mark.parametrize("outputs", [Outputs(report=Path("folder"))])
-def test_an_output_that_is_a_folder_is_refused_before_anything_starts(tmp_path, monkeypatch, outputs) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(ConfigError, match="folder: cannot be written: it is a folder"):
-        bring_up(settings_for(tmp_path / "run"), outputs, NO_PROGRAMS)
-
-
-@pytest.mark.parametrize(("quorum", "fits"), [("2", True), ("all", True), ("3", False)])
-def test_a_quorum_above_the_number_of_workers_is_refused(tmp_path: Path, quorum: str, fits: bool) -> None:
-    settings = settings_for(tmp_path, f"sync.quorum={quorum}")
-    if fits:
-        check_cluster(settings)
-        return
-    with pytest.raises(ConfigError, match=r"sync.quorum \(3\) is above cluster.workers \(2\)"):
-        check_cluster(settings)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,17 +102,6 @@ def test_what_a_shard_tells_is_said_once(answers: list[tuple[float, Any, list[st
             assert watch.heard("shard-0", status, now) == lines
 
 
-def test_the_course_of_the_loss_is_bounded() -> None:
-    watch = Watch(0.0)
-    watch.expect("worker-0", "worker")
-    for step in range(2000):
-        watch.heard("worker-0", worker(loss=2000.0 - step), 0.0)
-        watch.sample_loss()
-    losses = watch.snapshot(0.0).losses
-    assert 100 < len(losses) <= 512
-    assert list(losses) == sorted(losses, reverse=True)
-
-
 @pytest.mark.parametrize("width", [40, 120])
 def test_everything_fits_the_terminal(width: int) -> None:
     for lines in (drawn(view(cluster(), width), width), [line(cluster(), width)]):
@@ -162,15 +150,6 @@ def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
     ):
         assert said in text
     assert "model" not in text
-
-
-@pytest.mark.parametrize(("budget", "merged", "proposed"), [(200_000, 201_000, "400k"), (5, 31_000, "62.0k")])
-def test_the_budget_that_is_proposed_next_is_above_what_is_merged(budget: int, merged: int, proposed: str) -> None:
-    report = make_report(
-        cluster().cluster, Settings.model_validate({"run": {"tokens": budget}}), wall_s=1.0, evaluation=None
-    )
-    said = summary(report | {"tokens_merged": merged}, {}, Path("run"))
-    assert f"diloco resume run --tokens {proposed} trains longer" in said
 
 
 @pytest.mark.parametrize(

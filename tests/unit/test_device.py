@@ -33,14 +33,6 @@ def test_a_device_of_any_make_is_waited_for(module: str, monkeypatch: pytest.Mon
     assert stream.was_waited_for
 
 
-def test_on_a_cpu_everything_is_there_at_once() -> None:
-    values = torch.ones(3)
-    same, is_there = device.on_its_way(values)
-    assert same is values
-    assert is_there()
-    assert device.queued_until(values) is None
-
-
 def test_no_other_file_of_the_worker_names_a_make(repository: Path) -> None:
     names = re.compile(r"torch\.(cuda|xpu|mps|npu)\b|\.is_cuda\b|== \"cuda\"")
     sources = [p for p in (repository / "worker/diloco_worker").rglob("*.py") if p.name != "device.py"]

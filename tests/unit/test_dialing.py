@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from diloco_common.errors import (
@@ -19,9 +17,8 @@ from diloco_common.errors import (
     WrongRun,
 )
 from diloco_common.ports import Unavailable
-from diloco_common.wire.calls import FIRST_S, LONGEST_S, backoff_s
+from diloco_common.wire.calls import FIRST_S, backoff_s
 from diloco_worker.core.dialing import (
-    ANNOUNCE_WAIT_S,
     REVOKED_S,
     STAYS_S,
     STEADY_S,
@@ -99,19 +96,6 @@ def test_waits_grow_until_the_shard_answers_that_the_lease_is_over(errors: tuple
 @pytest.mark.parametrize(("lasting_s", "waits"), [(STEADY_S - 1, 3), (STEADY_S + 1, 0)])
 def test_a_connection_that_held_is_dialed_again_without_the_waits_before_it(lasting_s: float, waits: int) -> None:
     assert attempts(CUT, CUT, CUT, CUT, lasting_s=lasting_s).after_s == backoff_s(waits, 0.0)
-
-
-def test_a_shard_that_is_away_is_spoken_of_at_once_and_then_every_ten_seconds() -> None:
-    dialing, now, said = Dialing(), 0.0, []
-    while now < 35.0:
-        dialing.begin(now, has_lease=False)
-        redial = dialing.ended(CUT, now, 0.5)
-        if redial.is_news:
-            said.append(now)
-        now += redial.after_s
-    assert len(said) == 4
-    assert said[0] == 0.0
-    assert all(ANNOUNCE_WAIT_S <= later - earlier < ANNOUNCE_WAIT_S + LONGEST_S for earlier, later in pairwise(said))
 
 
 SUPERSEDED, OTHER_MODEL = Superseded("another process is cat now"), ManifestMismatch("cut in another way")

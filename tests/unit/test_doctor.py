@@ -112,12 +112,6 @@ def test_what_a_measurement_means(found: ReportLine, state: str, code: str) -> N
     assert verdict(found) == (state, code)
 
 
-def test_a_thin_link_is_told_what_it_allows() -> None:
-    found = link(100)
-    assert "sync_every = 163, push = int4, pull = int8" in found.do
-    assert "steps of 13.3 s or longer" in found.do
-
-
 # ---------------------------------------------------------------- the disk
 
 

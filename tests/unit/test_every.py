@@ -71,25 +71,12 @@ def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
     assert waits == [QUIET, 2 * QUIET, 4 * QUIET]
 
 
-def test_rounds_that_were_opened_by_the_h_before_say_nothing_of_this_one() -> None:
-    every = Every(AUTO)
-    look(every, 12.0)
-    for _ in range(4):
-        every.closed(8, 8)
-    assert not every.is_time(4)
-    assert look(every, 12.0) == ""
-
-
 def test_a_number_stays() -> None:
     every = Every(SyncSettings(sync_every=12))
     for _ in range(100):
         every.closed(1, 99)
     assert not every.is_time(1)
     assert every.steps == 12
-
-
-def test_auto_begins_with_the_usual_h() -> None:
-    assert SyncSettings(sync_every="auto").first_every == SyncSettings().sync_every
 
 
 def test_a_version_takes_no_longer_because_it_waited_in_line() -> None:

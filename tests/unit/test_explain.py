@@ -17,7 +17,7 @@ import diloco_worker
 from diloco_common.errors import ConfigError, DilocoError, Refusal
 from diloco_common.observe.metrics.shard import rejections
 from diloco_common.wire import rpc
-from diloco_deploy.explain.catalogue import CODES, ENTRIES, explain, find, of_kind, plain_text, with_parts
+from diloco_deploy.explain.catalogue import CODES, ENTRIES, find, of_kind, plain_text, with_parts
 from diloco_deploy.explain.codes import Kind
 
 NOT_IMPORTED = ("__main__", ".hf", ".lightning")
@@ -96,11 +96,3 @@ def test_a_code_is_found_in_any_spelling(spelling: str) -> None:
 def test_an_unknown_code_gets_suggestions(typed: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"{meant}.*lists all"):
         find(typed)
-
-
-def test_one_code_is_printed_with_meaning_place_and_deed(capsys: pytest.CaptureFixture[str]) -> None:
-    explain("late")
-    said = capsys.readouterr().out
-    assert said.startswith("LATE (outcomes)\n")
-    assert re.findall(r"^(\w.*):$", said, re.MULTILINE) == ["Means", "Look at", "Do"]
-    assert "No work is lost" in said

@@ -50,11 +50,6 @@ def path(name: str, steps: range, state: tuple[torch.Tensor, list[torch.Tensor]]
 
 
 @pytest.mark.parametrize("name", OUTER)
-def test_equal_gradients_make_equal_versions_bit_by_bit(name: str) -> None:
-    assert torch.equal(path(name, range(1, 5))[0], path(name, range(1, 5))[0])
-
-
-@pytest.mark.parametrize("name", OUTER)
 def test_theta_and_buffers_are_all_that_is_remembered(name: str) -> None:
     """What a shard keeps is enough to go on after a restart."""
     theta, buffers = path(name, range(1, 3))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco_deploy.cluster.findings import Finding
 from diloco_deploy.cluster.roll_call import Roll, roll_call
 from diloco_deploy.doctor.command import of_roll
 from diloco_deploy.explain.catalogue import CODES
@@ -194,19 +193,3 @@ def test_a_finding_is_told_once_and_when_it_is_over() -> None:
         told += [(second, words.split(";")[0]) for words in watch.wrong(NOW + second)]
     assert [second for second, _ in told] == [8, 20]
     assert told[1][1] == "shard-0: STORAGE is over"
-
-
-@pytest.mark.parametrize(("recorded", "card", "title"), [("a round stays open", "learning", "Stands still")])
-def test_a_card_of_the_page_says_that_it_stands(recorded: str, card: str, title: str) -> None:
-    feed = Feed(NOW)
-    feed.expect(["shard-0"])
-    feed.heard("shard-0", RECORDED[recorded].statuses()["shard-0"], None, NOW, NOW)
-    said = feed.since(0, NOW)["headlines"][card]
-    assert (said["level"], said["title"]) == ("bad", title)
-
-
-def test_the_longest_list_of_names_is_cut() -> None:
-    away = tuple(learner(f"l-{i}", "evicted") for i in range(9))
-    (found, *_) = called(Recorded("", "", (), away, overdue(100.0))).problems
-    assert isinstance(found, Finding)
-    assert "and 5 more" in found.words

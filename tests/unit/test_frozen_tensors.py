@@ -123,8 +123,3 @@ def test_small_ones_are_told_with_their_values(tensor: torch.Tensor) -> None:
 def test_a_base_is_told_without_its_values() -> None:
     assert only(torch.rand(FROZEN_BYTES_MAX // 4 + 1)).values == b""
     assert only(TwoTensor(torch.rand(2), torch.rand(2))).values == b"", "of more than one tensor"
-
-
-@pytest.mark.parametrize("form", ["float32 [3]", "float32 [", "Tensor [2]", "load [2]", "float32", "2 tensors"])
-def test_values_that_do_not_fit_their_form_are_none(form: str) -> None:
-    assert frozen_tensors.values_of(FrozenTensor("w", form, None, bytes(8))) is None

@@ -46,26 +46,6 @@ def test_a_run_that_is_cut_off_has_told_what_it_knew(gpu: ModuleType, tmp_path: 
     assert "dies" in gpu.table(tmp_path)
 
 
-def test_the_page_keeps_its_words_and_shows_each_row_with_its_goal(gpu: ModuleType, tmp_path: Path) -> None:
-    before = f"# On a GPU\n\nWords.\n\n{gpu.MARK}\n| old | results |\n"
-    assert gpu.page(before, tmp_path) == f"# On a GPU\n\nWords.\n\n{gpu.MARK}\n{gpu.NEVER}"
-
-    machine = {"card": "H100", "date": "2026-11-28", "commit": "abc1234"}
-    for step, result in (("correct", "pass"), ("correct-seed", "FAIL"), ("cost", "measured")):
-        record = gpu.Record(tmp_path / f"{step}.json", step, ["a"], machine)
-        record.end("a", [gpu.Row("a row", "equal | or better", result, "figures")], 1.0)
-    page = gpu.page(before, tmp_path)
-    assert "Words." in page
-    assert "old" not in page
-    assert "Last run: card H100, date 2026-11-28, commit abc1234." in page
-    assert "| a row | equal / or better | pass | FAIL | figures |" in page  # with another seed, in the same line
-    assert "| a row | equal / or better | measured | figures |" in page
-
-
-def test_the_page_of_today_has_its_mark(gpu: ModuleType, repository: Path) -> None:
-    assert gpu.MARK in (repository / "docs/gpu.md").read_text(encoding="utf-8")
-
-
 def test_what_is_packed_has_hashes_and_leaves_torch_alone(gpu: ModuleType) -> None:
     import pack
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco_common.observe.history import HistoryFile, fingerprint, read_histories, read_history
+from diloco_common.observe.history import HistoryFile, read_histories, read_history
 
 
 def ticking():
@@ -42,7 +42,3 @@ def test_all_histories_of_a_folder_are_read(tmp_path: Path) -> None:
     found = read_histories(tmp_path)
     assert [process.epoch for process in found.shards["shard-0"]] == [3]
     assert [process.number for process in found.learners["ann"]] == [0, 1]
-
-
-def test_the_fingerprint_is_crc32c() -> None:
-    assert fingerprint(b"123456789") == fingerprint(b"1234", b"56789") == "e3069283"

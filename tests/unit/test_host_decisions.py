@@ -59,18 +59,6 @@ async def test_events_that_come_together_are_decided_on_once_and_soon() -> None:
     assert counts == [0, 1, 1, 2]
 
 
-async def test_no_decision_follows_the_end() -> None:
-    clock = CountingClock()
-    host = make_host(clock)
-    host.advance()
-    host.advance_later()
-    host.close()
-    asked = clock.asked
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert clock.asked == asked
-
-
 async def test_a_merge_that_fails_half_way_ends_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The values in memory are of no version then; those on disk are whole."""
 

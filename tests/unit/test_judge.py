@@ -349,14 +349,6 @@ def test_nothing_excuses_a_version_that_was_never_made():
     assert checks(lines, excused=EXCUSED) == ["lost_versions"]
 
 
-def test_lost_versions_are_counted():
-    lines = clean()
-    rolled_back(lines)
-    (violation,) = (v for v in violations(histories(lines)) if v.check == "lost_versions")
-    assert violation.count == 1
-    assert str(violation) == ("lost_versions: shard-0 had announced version 2 of fragment 0, but came back with 1")
-
-
 # ---------------------------------------------------------------- learners that lie
 
 

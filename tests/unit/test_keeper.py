@@ -148,18 +148,3 @@ async def test_by_interval_a_disk_that_refuses_holds_up_no_merge(store: SlowStor
     store.error = None
     await until_async(lambda: store.saved[-1] == (0, 3), "version 3 on disk")
     await until_async(lambda: not keeper.failing, "the disk to take it")
-
-
-@pytest.mark.parametrize("interval_s", [0.0, 0.005])
-async def test_versions_that_wait_for_the_disk_are_counted(store: SlowStore, keeping, interval_s: float) -> None:
-    keeper = keeping(interval_s=interval_s)
-    keeper.recovered(0)
-    store.gates[0] = threading.Event()
-    counts = [keeper.not_durable]
-    waiting = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
-    await until_async(lambda: keeper.not_durable, "a version that waits")
-    counts.append(keeper.not_durable)
-    store.gates[0].set()
-    await asyncio.wait_for(waiting, 20.0)
-    await until_async(lambda: not keeper.not_durable, "the write of it")
-    assert counts == [0, 1]

@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_common import program as diloco
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
 from diloco_lab import runner
 from diloco_lab.arms import Arm, load_arm, make_arm
-from diloco_lab.report import comparison, paired_gap, ranking
+from diloco_lab.report import comparison, paired_gap
 from diloco_lab.tasks import part_of
 
 HERE = "tests.unit.test_lab" if __name__.startswith("tests.") else __name__
@@ -177,53 +176,6 @@ def test_nothing_is_run_twice_and_a_line_that_was_cut_off_is_run_again(tmp_path:
     assert json.loads(whole.splitlines()[0])["settings"]["train"]["batch"] == 8
 
 
-def test_a_result_is_known_again_after_a_setting_was_added(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    mine = arm("a")
-    line = {"key": "of then", "arm": "a", "seed": 0, **mine.facts(0), "result": {"loss": 1.0}}
-    del line["settings"]["outer"]["momentum"]
-    line["settings"]["outer"]["eps"] = 1e-8  # a constant by now
-    path.write_text(json.dumps(line) + "\n")
-    assert mine.key(0) in runner.load(path)
-    assert arm(outer={"momentum": 0.9}).key(0) not in runner.load(path)
-    line["settings"]["outer"]["eps"] = 1e-6
-    path.write_text(json.dumps(line) + "\n")
-    assert runner.load(path) == {}
-
-
-@pytest.mark.parametrize("what", ["outer.optimizer", "model"])
-def test_what_is_not_ours_and_was_edited_is_run_again(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    file = tmp_path / f"edited_{what.replace('.', '_')}.py"
-    source = (
-        "from diloco_server.core.outer import OuterOptimizer\n"
-        "class Outer(OuterOptimizer):\n    num_buffers = 0\n    def update(self, *step): pass\n"
-        "def other(*arguments):\n    return None\n"
-    )
-    file.write_text(source)
-    name = f"{file.stem}:{'Outer' if what == 'outer.optimizer' else 'other'}"
-    content = {key: dict(table) for key, table in TINY.items()}
-    if what != "model":
-        section, _, key = what.partition(".")
-        content.setdefault(section, {})[key] = name
-    mine = make_arm("a", content, name if what == "model" else "")
-    before = mine.key(0)
-    assert mine.key(0) == before
-    file.write_text(source + "# edited\n")
-    assert mine.key(0) != before
-
-
-def test_the_best_at_the_edge_of_its_grid_is_no_optimum() -> None:
-    base = arm()
-    values = [{"train.lr": lr} for lr in (0.01, 0.02, 0.03)]
-    arms = [base.with_value("train.lr", value["train.lr"]) for value in values]
-    for losses, edge in (((3.0, 2.0, 1.0), True), ((3.0, 1.0, 2.0), False)):
-        lines = {a.key(0): {"result": {"loss_select": x, "diverged": False}} for a, x in zip(arms, losses, strict=True)}
-        assert ("lies at the edge" in ranking(arms, values, [0], lines)) is edge
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -250,16 +202,3 @@ def test_an_arm_that_cannot_be_is_refused_by_its_file(tmp_path: Path, text: str,
     with pytest.raises(ConfigError, match=says.replace("?", "[?]")) as refused:
         load_arm(path)
     assert "pydantic" not in str(refused.value)
-
-
-@pytest.mark.parametrize("option", ["--out", "--csv", "--plot"])
-def test_a_file_that_cannot_be_written_is_refused_before_the_first_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "arm.toml").write_text("")
-    (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(runner, "run_all", None)  # never called
-    assert diloco.main(["lab", "compare", "arm.toml", option, "folder"]) == 2
-    said = capsys.readouterr().err
-    assert said == "diloco: folder: cannot be written: it is a folder; name a file [BAD_CONFIG]\n"

@@ -13,8 +13,6 @@ from diloco_lab.arms import Arm
 from diloco_lab.protocol import (
     FIRST_TUNE_SEED,
     Protocol,
-    ProtocolArm,
-    carried_out,
     carry_out,
     doubts,
     page,
@@ -51,13 +49,6 @@ def test_an_edge_and_a_spent_budget_are_no_optimum(losses: Any, trials: int, dou
     tried = search(losses, trials)
     assert len(tried) <= trials
     assert doubt in "; ".join(doubts(AXES, tried))
-
-
-def test_no_edge_is_that_of_a_closed_axis_or_of_what_has_no_order() -> None:
-    axes = {"train.warmup": (0.0, 0.1), "train.average_momentum": (False, True)}
-    tried = {(0, 0): 1.0, (1, 0): 2.0, (0, 1): 2.0}
-    assert doubts(axes, tried) == ["train.warmup = 0.0 lies at the edge of its axis"]
-    assert doubts(axes, tried, closed=["train.warmup"]) == []
 
 
 PROTOCOL = Protocol.model_validate({
@@ -128,30 +119,3 @@ def test_every_h_of_an_arm_has_the_tokens_of_the_base() -> None:
     with pytest.raises(ConfigError, match="with H = 24, 80 inner steps are no whole number of rounds"):
         list(carry_out(odd, runs))
     assert not runs.seeds, "nothing was run"
-
-
-@pytest.mark.parametrize("path", ["train.batch", "model.context"])
-def test_no_arm_gets_another_budget_than_its_rivals(path: str) -> None:
-    section, key = path.split(".")
-    for own in ({"axes": {path: [8, 16]}}, {"axes": {"train.lr": [1e-3]}, "settings": {section: {key: 8}}}):
-        with pytest.raises(ValueError, match=r"another budget of tokens; set it in \[base\]"):
-            ProtocolArm.model_validate(own)
-
-
-def test_what_is_on_record_is_shown_without_running_anything() -> None:
-    runs = FakeRuns()
-    record: dict[str, Line] = {}
-
-    def recorded(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Line]:
-        found = runs(arms, seeds)
-        record.update(found)
-        return found
-
-    for _ in carry_out(PROTOCOL, recorded):
-        pass
-    cells, lines = carried_out(PROTOCOL, record)
-    assert "+2.00 % (+2.00 to +2.00)" in page(cells, lines)
-    until_seed_0 = {key: line for key, line in record.items() if line["seed"] not in (1, 2)}
-    cells, lines = carried_out(PROTOCOL, until_seed_0)
-    assert "+2.00 % | 1 |" in page(cells, lines)
-    assert carried_out(PROTOCOL, {}) == ([], {})

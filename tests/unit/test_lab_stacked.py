@@ -84,26 +84,3 @@ def test_what_is_not_quite_built_in_is_not_stepped_as_if_it_were() -> None:
     assert task(Alone, "muon").stack(models) is None
     models[1].__class__ = Own
     assert task(BuiltIn, "muon").stack(models) is None
-
-
-def test_momentum_is_averaged_by_the_shards_with_and_without_a_stack() -> None:
-    losses, outcomes = [], []
-    for kind, average in ((BuiltIn, False), (BuiltIn, True), (Alone, True)):
-        of = task(kind, "muon", tokens=3 * 2 * 8 * 40)
-        train = of.settings.train.model_copy(update={"average_momentum": average})
-        of.settings = of.settings.model_copy(update={"train": train})
-        run = LockstepRun(of.settings, of, Conditions(learners=3, drop=0.3, kill_every=1, noise=0.2))
-        outcomes.append(run.run())
-        losses.append(of.evaluate(run.global_model(), 1, 512))
-        assert not outcomes[-1].stalled
-        companions = [
-            s for rig in run.shards for s in rig.shard.fragments.values() if not s.fragment.traits.is_of_model
-        ]
-        assert {s.version > 0 for s in companions} == ({True} if average else set())
-    local, averaged, alone = outcomes
-    assert averaged.bytes_pushed == pytest.approx(2 * local.bytes_pushed, rel=0.2)
-    assert averaged.versions == pytest.approx(local.versions, abs=1)
-    assert averaged.tokens_trained == pytest.approx(local.tokens_trained, rel=0.3)
-    assert losses[0] != losses[1]
-    assert losses[1] == pytest.approx(losses[2], rel=3e-2 if averaged.deaths else 3e-3)
-    assert averaged.deaths == alone.deaths

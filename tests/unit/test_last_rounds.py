@@ -78,15 +78,6 @@ def test_the_round_waits_for_it_beyond_the_grace_window_and_not_for_ever() -> No
     assert rig.state.version == 2
 
 
-def test_nobody_waits_for_one_that_is_gone() -> None:
-    rig = leaving("a", "b", "c", quorum=2)
-    for learner_id in "ab":
-        rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3)
-    rig.shard.leave(rig.members["c"])
-    rig.advance()
-    assert rig.state.version == 2
-
-
 def test_a_learner_that_leaves_is_asked_for_nothing_that_it_does_not_have() -> None:
     """It waits for other fragments. So it counts neither for when a round of this one is due, nor in it."""
     rig = leaving("a", "b")

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from builders import make_settings
 from diloco_common.errors import UnsupportedModel
 from diloco_common.wire.manifest import cut
 from diloco_worker.core import layout
 from diloco_worker.core.replica import Replica
-from lockstep import Lockstep
 
 SHAPE = 5, 3, 2, 4
 COUNT = 120
@@ -99,31 +97,6 @@ def test_learners_of_different_layouts_agree(dtype: torch.dtype) -> None:
     for one, other in zip(plain.parameters(), permuted.parameters(), strict=True):
         assert torch.equal(one, other)
         assert other.dim() < 4 or other.is_contiguous(memory_format=torch.channels_last)
-
-
-def trained_together(*formats: torch.memory_format) -> list[Tensor]:
-    """What learners hold after some versions."""
-    cluster = Lockstep(make_settings(sync={"sync_every": 2, "push": "int8", "pull": "bfloat16"}))
-    models = {f"learner-{i}": Convolutions().to(memory_format=memory) for i, memory in enumerate(formats)}
-    for name, model in models.items():
-        cluster.join(name, model)
-    for _ in range(12):
-        cluster.shards[0].advance(1.0)
-        for name, model in models.items():
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(numbered(*parameter.shape), alpha=1e-3)
-            cluster.stepped(name, 8)
-        cluster.exchange()
-    assert cluster.shards[0].shard.fragments[0].version > 3
-    return [parameter for model in models.values() for parameter in model.parameters()]
-
-
-def test_a_learner_with_channels_last_trains_with_one_without() -> None:
-    plain = trained_together(torch.contiguous_format, torch.contiguous_format)
-    mixed = trained_together(torch.contiguous_format, torch.channels_last)
-    assert all(map(torch.equal, plain, mixed))
-    assert not all(parameter.is_contiguous() for parameter in mixed)
 
 
 # ------------------------------------------------------------------ memory that is shared

@@ -23,7 +23,6 @@ from diloco_worker.core.tensors import Difference
 
 EPOCH = 7
 ACCEPTED = PushAnswer(Outcome.ACCEPTED)
-DUPLICATE = PushAnswer(Outcome.DUPLICATE)
 LATE = PushAnswer(Outcome.LATE)
 
 
@@ -400,18 +399,6 @@ def test_no_version_can_be_applied_while_the_snapshot_is_taken(fails: bool) -> N
 
 
 # ------------------------------------------------------------------ what is computed ahead
-
-
-def test_what_was_computed_ahead_is_what_is_added() -> None:
-    rig = Rig(at=10.0)
-    rig.trains(by=2.0)
-    values = torch.full((2,), 20.0)
-    difference = computed_ahead(rig, values, 1, 0)
-    assert difference is not None
-    difference.values.add_(100.0)  # to be seen in the result
-    with torch.no_grad():
-        rig.core.arrived(0, 1, EPOCH, values, 0, difference)
-    assert rig.theta == 122.0
 
 
 def overtaken(rig: Rig) -> None:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
 
 from diloco_common.errors import Superseded
-from diloco_common.wire.manifest import cut
-from diloco_common.wire.messages import Collect, FragmentStatus
+from diloco_common.wire.messages import Collect
 from diloco_worker import learner as shell
-from diloco_worker.core.acts import OfferSeed, PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.events import Asked, Failed
-from diloco_worker.core.replica import Replica
-from diloco_worker.shell.boundary import SEED_HOLD_S
-from parts import EPOCH, POLICY, Parts, Rig, joined
+from parts import EPOCH, Rig
 
 
 @pytest.fixture
@@ -88,43 +83,8 @@ def test_the_end_is_heard_even_while_a_version_waits(reading: Rig) -> None:
         reading.learner.step(1)
 
 
-@pytest.mark.usefixtures("all_the_time")
-def test_a_step_wakes_the_network_thread_once(rig: Rig) -> None:
-    """However much happened in it: contributions, applied versions, progress."""
-    rig.hears(Asked(Collect(2, 1, EPOCH), EPOCH))
-    rig.arrives(0, 1, 20.0)
-    rig.arrives(1, 1, 20.0)
-    rig.learner.step(1)
-    assert [[type(act) for act in acts] for acts in rig.parts.posted.acts] == [
-        [VersionApplied, VersionApplied, PushContribution, StepEnded]
-    ]
-
-
 @pytest.mark.parametrize(("error", "settle_s"), [(KeyboardInterrupt, shell.HURRY_S), (ValueError, shell.SETTLE_S)])
 def test_pushes_under_way_get_less_time_after_ctrl_c(rig: Rig, error: type[BaseException], settle_s: float) -> None:
     with pytest.raises(error), rig.learner:
         raise error
     assert rig.parts.posted.settle_s == settle_s
-
-
-@pytest.mark.parametrize(
-    ("joins", "holds"),
-    [
-        # A shard with a progress timeout of 4 s takes back the lease of a learner that waits; it would never seed.
-        ([(0.0, 5), (4.0, 5), (4.0, 5), (4.0, 5)], [SEED_HOLD_S, SEED_HOLD_S - 4.0, SEED_HOLD_S - 8.0, 0.0]),
-        # Those that have trained on it come back when the shard does.
-        ([(0.0, 5), (SEED_HOLD_S, 6)], [SEED_HOLD_S, SEED_HOLD_S]),
-    ],
-    ids=["it goes on through leases that are shorter", "it begins anew with the shard"],
-)
-def test_a_resumed_learner_leaves_it_to_others_for_a_while_to_seed_a_shard_that_has_nothing(
-    joins: list[tuple[float, int]], holds: list[float]
-) -> None:
-    model, parts, found = nn.Linear(2, 2, bias=False), Parts(), []
-    learner, digest = parts.learner(model, resumed=True), cut(Replica(model).specs, 1, 1).digest
-    for after_s, epoch in joins:
-        parts.clock.now += after_s
-        learner._inbox.put(joined(epoch, POLICY, fragments=[FragmentStatus(0, False, 0, 0, epoch)], digest=digest))
-        learner.poll()
-        found += [act.hold_s for act in parts.posted.acts[-1] if isinstance(act, OfferSeed)]
-    assert found == holds

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from builders import asking, make_settings
+from builders import make_settings
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
-from diloco_common.wire.manifest import TensorSpec
-from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
+from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_server.core import ledger as module
 from diloco_server.core.ledger import (
     RECORD_ANSWER_MAX,
@@ -47,7 +46,6 @@ from diloco_server.storage.store import MemoryStore
 EPOCH = 7
 NO_PAYLOAD: Any = None
 JOINED = LearnerJoined("ann", 1, returned=False)
-ANN = {"learner": "ann", "generation": 2}
 
 
 def answered(number: int, outcome: Outcome, code: str = "", *, fragment: int = 0, tokens: int = 100) -> Fact:
@@ -183,39 +181,6 @@ def test_status_metrics_and_rounds_agree(shard: Shard, seed: int) -> None:
     for traced in told["rounds"]:
         refused += Counter(traced["refused"])
     assert all(count <= status["rejected"][code] for code, count in refused.items()), "some were of no open round"
-
-
-def test_the_staleness_of_a_learner_is_kept_as_long_as_the_learner(shard: Shard) -> None:
-    shard.note(answered(1, Outcome.ACCEPTED))
-    assert shard.ledger.staleness == {"ann": 2}
-    shard.note(LearnerForgotten("ann"))
-    assert shard.ledger.staleness == {}
-
-
-@pytest.mark.parametrize(
-    ("fact", "told"),
-    [
-        (LearnerJoined("ann", 2, returned=True), ("returned", ANN, "event")),
-        (LearnerGone("ann", 2, "LEFT"), ("left", ANN, "event")),
-        (LearnerGone("ann", 2, "SUPERSEDED"), ("replaced", ANN | {"code": "SUPERSEDED"}, "event")),
-        (LearnerGone("ann", 2, "STALLED"), ("evicted", ANN | {"code": "STALLED"}, "event")),
-        (BudgetReached(80), ("budget reached", {"tokens_merged": 80}, "event")),
-        (LearnerLeftOut("ann", -0.25), ("left out", {"learner": "ann", "cosine": -0.25}, "warning")),
-        (RoundClosed(0, 1, CloseReason.ALL, 2, 3, 1, 1.23456),
-         ("round closed",
-          {"fragment": 0, "round": 1, "why": "all", "participants": 2, "asked": 3, "open_s": 1.235}, "debug")),
-    ],
-)  # fmt: skip
-def test_a_fact_is_told_in_words_and_names_that_people_know(fact: Fact, told: Any) -> None:
-    assert module.told_of(fact) == told
-
-
-def test_a_loss_that_nobody_has_reported_is_not_zero(shard: Shard) -> None:
-    member = shard.host.shard.join("ann", asking([TensorSpec("w", (4,))]), 0.0)
-    for loss, shown in ((None, {}), (2.5, {"ann": 2.5})):
-        shard.host.shard.progress(member, Progress(1, 10, loss), 0.0)
-        assert series(shard.metrics.registry, "diloco_shard_learner_inner_step") == {"ann": 1}
-        assert series(shard.metrics.registry, "diloco_shard_learner_loss") == shown
 
 
 # ------------------------------------------------------------------ what is told of rounds

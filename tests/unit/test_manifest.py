@@ -182,13 +182,6 @@ def test_differences_are_named_with_both_sides() -> None:
     ]
 
 
-@pytest.mark.parametrize(("count", "lines"), [(5, 5), (6, 6), (9, 6)])
-def test_only_the_first_differences_are_listed(count: int, lines: int) -> None:
-    listed = differences([TensorSpec(f"t{i}", (1,)) for i in range(count)], [])
-    assert len(listed) == lines
-    assert (listed[-1] == f"and {count - 5} more") == (count > 5)
-
-
 # ------------------------------------------------------------------ companions
 
 

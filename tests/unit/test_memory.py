@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -79,19 +78,3 @@ def test_a_tensor_may_go_in_the_midst_of_a_take() -> None:
     with pool._lock:
         del view
     assert len(pool) == 1
-
-
-def test_threads_never_share_a_block() -> None:
-    pool = memory.Pool()
-
-    def fill(value: int) -> bool:
-        for _ in range(200):
-            view = pool.take(memory.LEAST)
-            view[:8] = bytes([value]) * 8
-            if bytes(view[:8]) != bytes([value]) * 8:
-                return False
-        return True
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(fill, range(4)))
-    assert len(pool) <= 8, "each thread holds one while it takes the next"

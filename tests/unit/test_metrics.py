@@ -117,15 +117,6 @@ def test_a_learner_that_is_forgotten_leaves_no_series():
     assert left == ["diloco_shard_learner_silent_seconds{learner=worker-2}"]
 
 
-@pytest.mark.parametrize("metrics", [busy_shard(), busy_worker()], ids=["shard", "worker"])
-def test_every_process_says_what_it_runs_and_what_it_uses(metrics):
-    text = generate_latest(metrics.registry).decode()
-
-    assert 'diloco_build_info{grpcio="' in text
-    assert "process_resident_memory_bytes" in text
-    assert "_created" not in text
-
-
 def test_every_code_of_a_rejected_contribution_has_a_series_before_its_first_event(repository: Path):
     page = (repository / "docs/errors.md").read_text(encoding="utf-8")
     rows = page.partition("<!-- explain: rejections -->\n\n")[2].partition("\n\n")[0].splitlines()

@@ -12,7 +12,6 @@ from diloco_common import program as diloco
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_demo import cli as worker
-from diloco_deploy.doctor.command import Patient
 from diloco_server import cli as server
 
 Main = Callable[[Sequence[str]], int]
@@ -104,12 +103,6 @@ def test_a_mistake_is_at_most_three_lines_and_has_a_code(here, capsys, program, 
     assert "Traceback" not in said
 
 
-def test_each_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    for code in {code for *_, code, _ in MISTAKES} | {"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY"}:
-        assert diloco.main(["explain", code]) == 0
-        assert code in capsys.readouterr().out
-
-
 def test_a_new_folder_has_settings_that_are_taken_and_a_script_that_compiles(tmp_path, capsys) -> None:
     folder = tmp_path / "my run"
     assert diloco.main(["init", str(folder)]) == 0
@@ -139,11 +132,3 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
     assert diloco.main(["completion", shell]) == 0
     said = capsys.readouterr().out
     assert [one.name for one in diloco.installed() if one.name not in said] == []
-
-
-def test_the_doctor_is_called_as_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    patients: list[Patient] = []
-    monkeypatch.setattr("diloco_deploy.doctor.command.examine", lambda patient, **_: patients.append(patient) or 0)
-    for named in (["ps-0:1,ps-1:1"], ["--shards", "ps-0:1,ps-1:1"]):
-        assert diloco.main(["doctor", *named, "--run", "mine"]) == 0
-        assert (tuple(patients[-1].shards), patients[-1].settings.run.id) == (("ps-0:1", "ps-1:1"), "mine")

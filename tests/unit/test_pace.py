@@ -142,28 +142,6 @@ def test_a_fast_learner_counts_in_full(crowd: Crowd, times: int) -> None:
     assert crowd.refused == []
 
 
-def test_what_was_not_reported_for_long_counts_at_once_when_it_is(crowd: Crowd) -> None:
-    """A learner that was cut off: its reports are dropped, and only the newest is sent."""
-    cut_off, *_ = honest(crowd)
-    crowd.run(50)
-    cut_off.silent_until = crowd.now + 300
-    crowd.run(302)
-    assert cut_off.member.reported.inner_step == cut_off.steps
-    assert crowd.refused == []
-
-
-def test_a_new_generation_of_a_process_keeps_what_is_known_of_it(crowd: Crowd) -> None:
-    first, *_ = honest(crowd)
-    crowd.run(100)
-    known = first.member.reports
-    first.member = crowd.shard.join(first.learner_id, asking(MODEL, f"process of {first.learner_id}"), crowd.now)
-    assert first.member.reports is known
-    crowd.run(100)
-    assert {code for _, code in crowd.refused} <= {"WRONG_ROUND"}, "at most what the lease before was asked for"
-    replaced = crowd.shard.join(first.learner_id, asking(MODEL, "another process"), crowd.now)
-    assert replaced.reports is None
-
-
 def test_learners_whose_others_hang_go_on_at_their_own_pace(crowd: Crowd) -> None:
     worker, *others = honest(crowd)
     crowd.run(100)

@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -155,20 +154,6 @@ KNOWN_PAGES |= {"results.md", "a.md", "b.md"}  # what a command writes, and what
 DECISIONS = {int(number) for number in re.findall(r"^### (\d+)\.", text_of("decisions.md"), re.MULTILINE)}
 
 
-@pytest.mark.parametrize(
-    ("text", "broken"),
-    [
-        ("as in docs/reliability.md, P3 and P12", []),
-        ("faults.md 5", ["faults.md"]),
-        ("P8 holds", ["P8"]),
-        ("P10, and docs/nowhere.md", ["docs/nowhere.md"]),
-        ("decision 19, and decision 88", ["decision 88"]),
-    ],
-)
-def test_a_reference_to_what_is_not_there_is_found(text: str, broken: list[str]) -> None:
-    assert _broken(text) == broken
-
-
 def test_what_sources_and_pages_refer_to_is_there() -> None:
     mine = Path(__file__)
     found = {
@@ -248,23 +233,6 @@ def test_getting_started_shows_commands_of_the_page_that_is_followed() -> None:
         assert line.partition("  #")[0].strip() in commands
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["```\ndocker ps\n```\n", "```sh\ndocker ps\n```\n", "  ```sh\n  docker ps\n  ```\n", "```bash up\nls\n```\n",
-     "```sh up\nls\n```\n```sh up\nls\n```\n"],
-    ids=["no language", "no name", "indented", "another shell", "twice"],
-)  # fmt: skip
-def test_a_block_that_nobody_would_run_is_found(tmp_path: Path, text: str) -> None:
-    (tmp_path / "page.md").write_text(text)
-    with pytest.raises(ValueError, match="name of its own"):
-        blocks(tmp_path / "page.md")
-
-
-def test_a_block_that_is_no_command_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text("```text\nworker_1 | serving\n```\n\n```sh up\nls\n```\n")
-    assert blocks(tmp_path / "page.md") == {"up": "ls\n"}
-
-
 # ---------------------------------------------------------------- quality.md
 
 
@@ -277,29 +245,6 @@ def test_a_figure_that_was_typed_is_replaced_by_the_result() -> None:
 
 # ---------------------------------------------------------------- comparison.md
 
-FAILED = {"system": "torchft", "link": "100mbit", "case": "plain", "failed": "too many deaths; the last: a | b"}
-
-
-def result(deaths: list[str]) -> dict[str, Any]:
-    return {
-        "system": "ours", "link": "100mbit", "case": "plain", "merged_per_s": 1000.0, "stall_max_s": 0.051,
-        "bytes_per_token": 7.0, "deaths": deaths, "losses": [[0.0, 5.6], [5.0, 3.0], [10.0, 0.1]], "seconds": 2.0,
-        "times": {"warm": 8.0}, "load": 2.4, "when": "2026-11-22T10:24:38+00:00",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("measured", "said"),
-    [
-        (result([]), "| 100 Mbit/s | ours | 1000 | - | - | 51 | - | - | 3.00 | - | - | 7 |"),
-        (result(["a"]), "| ours | 1000; 1 processes ended by themselves | - | - | 51 | - | - | 3.00 | - | - | 7 |"),
-        (FAILED, "torchft | could not: too many deaths; the last: a / b | - |"),
-    ],
-    ids=["well", "with a death", "not at all"],
-)
-def test_a_row_has_the_loss_before_the_end_and_the_longest_stall(measured: dict[str, Any], said: str) -> None:
-    assert said in versus_page.table([measured])
-
 
 def test_the_page_has_what_is_on_record() -> None:
     results = [r for r in versus.read(versus.RESULTS) if r["seed"] == 0]
@@ -307,14 +252,6 @@ def test_the_page_has_what_is_on_record() -> None:
     longer = versus.read(versus.LONGER)
     for text in (versus_page.table(results), versus_page.age([*results, *longer])):
         assert text in page
-
-
-def test_the_page_says_by_itself_which_rows_are_older_than_the_defaults() -> None:
-    today = result([]) | {"defaults": versus_page.defaults()}
-
-    assert "1 of 2 rows" in versus_page.age([today, result([])])
-    assert "1 of 1 rows" in versus_page.age([today | {"defaults": {"sync": {"sync_every": 24}}}])
-    assert versus_page.age([today]) == "All rows of ours have today's defaults."
 
 
 # ---------------------------------------------------------------- wan.md

@@ -182,17 +182,6 @@ def test_of_what_is_refused_all_parts_go_and_those_of_the_next_one_stay() -> Non
     assert answer == PushAnswer(Outcome.ACCEPTED)
 
 
-def test_a_copy_of_what_was_refused_gets_its_answer_again_whatever_was_taken_since() -> None:
-    rig = Islands().started("island", "other")
-    ranges = cut_in(600)
-    bad = rig.push_part("island", torch.ones(SIZE), ranges, 1, not_finite=True)
-    for part in (0, 1):
-        rig.push_part("island", torch.ones(SIZE), ranges, part, tokens=39)
-    assert rig.round.contributions
-
-    assert rig.push_part("island", torch.ones(SIZE), ranges, 0) == bad
-
-
 @pytest.mark.parametrize("ending", ["joins again", "leaves", "is silent"])
 def test_half_a_contribution_ends_with_the_lease(ending: str) -> None:
     rig = Islands().started("island", "other")

@@ -28,11 +28,3 @@ def test_a_wait_is_said_soon_and_then_now_and_then() -> None:
         ("waiting", {"for_s": 12, "why": "no answer from ps:1"}),
         ("waiting: done", {"for_s": 20}),
     ]
-
-
-def test_what_is_over_at_once_is_not_worth_a_line() -> None:
-    said: Any = Said()
-    patience = Patience(said, "waiting", began=0.0)
-    patience.still("no answer", FIRST_S - 0.1)
-    patience.over(FIRST_S)
-    assert said.lines == []

@@ -123,14 +123,6 @@ def test_a_rate_that_the_loop_halves_stays_halved_also_after_a_restart() -> None
     assert rates(again, resumed, 1) == pytest.approx([0.125, 2.5])
 
 
-def test_a_group_that_is_added_later_follows_with_its_own_rate() -> None:
-    run = Run(fraction=0.5)
-    optimizer, schedule = scheduler(run, shape="linear", warmup=0.0, final=0.0)
-    rates(optimizer, schedule, WARMUP_STEPS)
-    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters(), "lr": 4.0})
-    assert rates(optimizer, schedule, 1) == pytest.approx([0.5, 5.0, 2.0])
-
-
 @pytest.mark.parametrize(
     ("fraction", "step", "rate"),
     [(0.0, 0, 0.25), (0.0, 1, 0.5), (0.0, 50, 0.97), (0.02, 0, 0.75), (0.5, 3, 0.5), (0.5, 99, 0.5), (1.0, 0, 0.0)],

@@ -97,14 +97,6 @@ async def test_what_waits_for_its_turn_is_not_pushed_into_the_next_epoch_of_the_
     assert rig.context.inbox.pop() is None, "and no answer of the earlier epoch counts"
 
 
-async def test_all_that_wait_are_pushed_in_the_end() -> None:
-    rig = Rig()
-    rig.pushes()
-    rig.shard.may_answer.set()
-    await rig.pusher.settle(10.0)
-    assert [header.fragment_id for _, header in rig.shard.pushed] == list(range(FRAGMENTS))
-
-
 @pytest.mark.parametrize(("value", "may_have_arrived"), [(1.0, True), (math.nan, False)])
 async def test_a_shard_cannot_have_forgotten_values_that_were_never_sent(value: float, may_have_arrived: bool) -> None:
     """Else what is not finite would be taken for merged, and be in the model with the next version."""

@@ -96,25 +96,6 @@ def test_a_later_push_of_a_fragment_ends_the_earlier_one() -> None:
     assert begin(now_open, "ann", "newer", 7) == ["new"]
 
 
-def test_what_broken_connections_have_left_does_not_keep_a_learner_out() -> None:
-    now_open = pushes(each=2)
-    begin(now_open, "ann", "ghost 1", 1)
-    begin(now_open, "ann", "ghost 2", 2)
-    assert begin(now_open, "ann", "push 3", 3) == ["ghost 1"]
-    assert begin(now_open, "ann", "push 2", 2) == ["ghost 2"]
-    assert (len(now_open), now_open.bytes_held) == (2, 2)
-
-
-def test_64_pushes_of_one_account_leave_60_places() -> None:
-    now_open = pushes()
-    for number in range(64):
-        now_open.opened("mallory", f"header {number}")
-    for number in range(60):
-        now_open.opened(f"learner {number}", f"push {number}")
-    with pytest.raises(Busy, match=r"64 pushes are open \(shard\.max_pushes\)"):
-        now_open.opened("one more", "push")
-
-
 def test_with_all_places_taken_a_learner_may_still_replace_its_own_push() -> None:
     now_open = pushes(together=2)
     begin(now_open, "ann", "ghost", 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,14 +11,14 @@ import pytest
 import torch
 
 from builders import random_values
-from diloco_common.errors import DataError, WrongFolder
+from diloco_common.errors import WrongFolder
 from diloco_common.observe.logs import Log
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Fragment, model_digest
 from diloco_server.core.arithmetic import Making, Values
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.shell.keeper import recover
-from diloco_simulator.world.disk import FakeDisk, FakeFile
+from diloco_simulator.world.disk import FakeDisk
 from stores import MANIFEST, SIZE, make_version, open_store
 
 
@@ -63,18 +61,6 @@ def test_a_folder_with_another_model_than_the_shard_was_told_is_not_served(disk,
     words = rf"{model_digest(MANIFEST.tensors)}, but run.model is {model}"
     with nullcontext() if is_taken else pytest.raises(WrongFolder, match=words):
         assert recovered_from(disk, Settings.model_validate({"run": {"model": model}})) is not None
-
-
-def test_a_version_that_cannot_be_read_now_ends_the_start_in_words(disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be intact, so the one before is not used in its place."""
-    open_store(disk).save(make_version(3), MANIFEST)
-
-    def refuse(name: str) -> FakeFile:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES), name)
-
-    monkeypatch.setattr(disk, "open", refuse)
-    with pytest.raises(DataError, match=r"\(fragment-0000-\S+: Permission denied\).* start the shard again$"):
-        recovered_from(disk, Settings())
 
 
 def test_a_shard_goes_on_from_a_folder_whose_momentum_is_float32(disk) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,21 +112,6 @@ def test_a_life_that_ends_in_the_middle_of_one_leaves_it_to_the_next(shard: Shar
     assert third.finished == []
     assert third.write(0, 3) == []
     assert third.checkpoints == {2: [2, 2]}
-
-
-@pytest.mark.parametrize("what", ["checkpoints", "checkpoints/version-000000000002", "a link"])
-def test_one_that_somebody_deletes_before_it_is_whole_gives_way_to_the_next(shard, tmp_path, what) -> None:
-    shard.write(0, 2)
-    if what == "a link":
-        next((tmp_path / "checkpoints").glob("*/fragment-0000-*")).unlink()
-    else:
-        shutil.rmtree(tmp_path / what)
-    assert shard.write(1, 2) == []
-    assert not list((tmp_path / "checkpoints").glob("*/checkpoint.json"))
-    for version in (3, 4):
-        for fragment_id in (1, 0):
-            shard.write(fragment_id, version)
-    assert shard.checkpoints == {2: [3, 2 if what == "a link" else 3], 4: [4, 4]}
 
 
 def test_one_with_a_damaged_file_gives_way_to_the_next(shard: Shard, tmp_path: Path) -> None:

@@ -37,35 +37,11 @@ def names(model: nn.Module) -> list[str]:
     return sorted(spec.name for spec in Replica(model).specs if spec.kind == "parameter")
 
 
-def averaged(model: nn.Module) -> list[str]:
-    return sorted(spec.name for spec in Replica(model).specs if spec.rule == "mean" and spec.kind == "parameter")
-
-
 # ------------------------------------------------------------------ which, and under which names
 
 
 def test_trainable_parameters_count_and_no_others() -> None:
     assert names(Block()) == ["gain", "norm.bias", "norm.weight", "nothing", "submodule.bias", "submodule.weight"]
-
-
-def test_frozen_parameters_stay_out_so_that_lora_synchronises_its_adapters_alone() -> None:
-    model = Language(tied=False)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    model.body.add_module("lora", nn.Linear(4, 1, bias=False))
-    assert names(model) == ["body.lora.weight"]
-
-
-@pytest.mark.parametrize("head_first", [False, True])
-def test_tied_weights_count_once_and_take_the_mean_in_whatever_order_they_are_defined(head_first: bool) -> None:
-    model = Language(tied=True, head_first=head_first)
-    assert names(model) == ["body.bias", "body.weight", "head.bias", "head.weight"]
-    assert averaged(model) == ["head.bias", "head.weight"]
-
-
-def test_embeddings_and_heads_of_their_size_take_the_mean() -> None:
-    assert averaged(Language(tied=False)) == ["head.bias", "head.weight", "tokens.weight"]
-    assert averaged(Block()) == []
 
 
 def test_the_user_may_say_what_takes_the_mean() -> None:

@@ -199,16 +199,6 @@ async def test_a_fragment_is_taken_from_one_learner_at_a_time_and_then_from_the_
     assert (await rig.push(bob, 0)).outcome is Outcome.ACCEPTED
 
 
-async def test_a_later_push_of_a_fragment_takes_the_place_of_one_that_stands_still(rig: Rig) -> None:
-    ann = await rig.join()
-    still = asyncio.create_task(rig.push_slowly(ann, asyncio.Event()))
-    await until_async(lambda: rig.service._pushes.bytes_held, "its header")
-    assert (await rig.push(ann, 0)).outcome is Outcome.ACCEPTED
-    with pytest.raises(TornUpload, match="a later push of this learner came"):
-        await still
-    assert rig.service._pushes.bytes_held == 0
-
-
 async def test_a_push_has_to_keep_pace_although_each_chunk_comes_soon(rig_of, monkeypatch) -> None:
     monkeypatch.setattr(waits, "SLOWEST_BYTES_PER_S", 1e12)
     rig = rig_of(lease={"lease_s": 0.2, "heartbeat_s": 0.1})
@@ -279,17 +269,6 @@ async def test_one_host_leaves_leases_to_others(rig_of: RigOf, monkeypatch: pyte
     await rig.service.join(Identity("local", "cat", peer="ipv4:10.0.0.2"), JOIN)
     proof = Proof(Subject("local", Scope.LEARNER, "dan"), "1", 0.0)
     await rig.service.join(Identity("local", "dan", peer="ipv4:10.0.0.1", proof=proof), JOIN)
-
-
-async def test_a_host_that_joins_without_end_is_told_to_wait(rig_of: RigOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HOST_JOINS", 3)
-    monkeypatch.setattr(module, "HOST_JOINS_PER_S", 0.0)
-    rig = rig_of()
-    for _ in range(3):
-        await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
-    with pytest.raises(Busy, match="too many joins from this host"):
-        await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
-    await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.2"), JOIN)
 
 
 async def test_an_observer_that_waits_for_a_version_hears_of_the_end(rig_of: RigOf) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_common.errors import DilocoError, UnsupportedModel, WrongCall
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.shell.frozen_tensors import declare
@@ -78,25 +77,3 @@ def test_a_tie_is_one_tensor_to_the_run(tied: str) -> None:
 )  # fmt: skip
 def test_several_models_are_one_with_names_that_say_which(models, expected: list[str]) -> None:
     assert list(SharedSet(models).shared) == expected
-
-
-LAYER = nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize(
-    ("model", "more", "kind", "words"),
-    [
-        ({}, {}, WrongCall, r"the model is \{\}"),
-        (list(LAYER.parameters()), {}, WrongCall, "of type list"),
-        ({"a.b": LAYER}, {}, WrongCall, "can't contain"),
-        ({"keys": LAYER}, {}, WrongCall, "already exists"),
-        (LAYER, {"private": "wieght"}, WrongCall, "private='wieght' fits nothing in the model; did you mean weight"),
-        (LAYER, {"shared": {"weight": True}}, WrongCall, "give names of parameters, or patterns"),
-        (LAYER, {"shared": ["bias"]}, UnsupportedModel, "weight requires a gradient, and is neither shared nor"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused_in_one_line(model, more, kind: type[DilocoError], words: str) -> None:
-    """And what is no model at all: contract/test_wrong_calls.py."""
-    with pytest.raises(kind, match=words) as caught:
-        SharedSet(model, **more)
-    assert "\n" not in str(caught.value)

@@ -92,16 +92,3 @@ def test_a_learner_holds_the_tensors_that_are_counted(pull: str, *, error_feedba
     moving = num_bytes(contribution.snapshot, difference) + payload_bytes(payload)
     assert most.under_way == moving + payload_bytes(came)
     assert most.per_element == most.peak / 210_000
-
-
-def test_bytes_of_a_rank_go_with_its_share() -> None:
-    """An island of 8 ranks: each holds and moves an eighth, but for DDP, where each pulls everything."""
-    tensors = [TensorSpec(f"layer.{i}", (1024, 512)) for i in range(48)]
-    whole = learner_bytes(shares(cut(tensors, 24, 2)))
-    fsdp = learner_bytes(shares(cut(tensors, 24, 2), ranks=8))
-    ddp = learner_bytes(shares(cut(tensors, 24, 2), replicas=8))
-    assert fsdp.peak == pytest.approx(whole.peak / 8, rel=0.01)
-    assert fsdp.pulled == pytest.approx(whole.pulled / 8, rel=0.01)
-    assert ddp.pulled == whole.pulled
-    assert fsdp.pushed == ddp.pushed == pytest.approx(whole.pushed / 8, rel=0.01)
-    assert whole.per_element < 10

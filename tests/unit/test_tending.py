@@ -11,7 +11,6 @@ import pytest
 from cryptography import x509
 
 from diloco_common.errors import ConfigError
-from diloco_common.program import main
 from diloco_common.trust.identity import subject_of
 from diloco_common.trust.revocations import read_revocations
 from diloco_common.trust.tls import read_folder
@@ -148,13 +147,6 @@ def test_in_a_crowd_of_folders_those_that_are_known_are_served_and_new_ones_are_
         shutil.rmtree(path)
     tending.look(NOW + timedelta(days=61))
     assert not tending.why_not
-
-
-@pytest.mark.parametrize("lent", ["shard/0", "observer/other"])
-def test_only_the_key_of_a_known_observer_is_lent(tmp_path, lent, capsys):
-    argv = ["certs", "tend", "shard/0", "--run", "r", "--folder", str(tmp_path / "ca"), "--out", str(tmp_path)]
-    assert main([*argv, "--lend", lent]) == 2
-    assert f"--lend {lent}: name an observer that is among the identities" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["key.pem", "cert.pem"])

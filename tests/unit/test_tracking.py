@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import csv
-import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from diloco_common.errors import ConfigError
-from diloco_common.settings import Settings, WorkerSettings
-from diloco_demo import cli, tracking
-from diloco_demo.checkpoint import TrainingProgress
-from diloco_demo.tracking import FIGURES, WAITING_MAX, StepTracker, Tracker, open_tracker
-from diloco_demo.training import InnerStep
-from diloco_worker import joining
+from diloco_demo.tracking import WAITING_MAX, Tracker, open_tracker
 
 
 class Kept:
@@ -81,43 +73,3 @@ def test_a_csv_file_of_several_learners_has_one_head(tmp_path: Path) -> None:
 def test_a_tracker_that_cannot_be_is_refused_at_the_start(spec: str) -> None:
     with pytest.raises(ConfigError, match="tensorboard:DIR"):
         open_tracker(spec, run="r", name="n")
-
-
-def test_a_worker_whose_tracker_cannot_be_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "join", lambda *_, **__: pytest.fail("it has joined"))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    nothing = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
-    monkeypatch.setattr(tracking, "importlib", nothing)
-    settings = Settings(worker=WorkerSettings(shards=("127.0.0.1:1",), track="wandb:p"))
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        cli._train(settings, cli._Outputs(None, None, None, None, None))
-
-
-def test_tensorboard_gets_a_folder_for_each_name(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    tracker = open_tracker(f"tensorboard:{tmp_path}", run="r", name="worker-0")
-    tracker.log(1, {"loss": 2.0})
-    tracker.close()
-    assert any((tmp_path / "r" / "worker-0").glob("events*"))
-
-
-class Merged:
-    tokens_merged, fraction, done = 48, 0.25, False
-
-    def step(self, tokens: int, loss: object = None) -> None: ...
-
-
-def test_steps_are_tracked_by_the_second_with_their_mean_loss() -> None:
-    sink, now = Kept(), [0.0]
-    sink.may_write.set()
-    tracker = Tracker(lambda: sink)
-    steps = StepTracker(tracker, Merged(), every_s=1.0, clock=lambda: now[0])
-    for i, loss in enumerate((4.0, 2.0, 9.0)):
-        now[0] += 0.5
-        steps(InnerStep(TrainingProgress(i + 1, 8 * (i + 1), 0), torch.tensor(loss), 0.5))
-    steps.close()
-    assert [step for step, _ in sink.points] == [2, 3], "the last steps count too"
-    assert sink.points[:1] == [
-        (2, {"loss": 3.0, "rate_share": 0.5, "tokens": 16, "tokens_merged": 48, "fraction": 0.25})
-    ]
-    assert tuple(sink.points[0][1]) == FIGURES

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_common.errors import OptimizerDiffers, WrongCall
+from diloco_common.errors import OptimizerDiffers
 from diloco_common.observe.logs import Log
 from diloco_common.wire.messages import ADAM, OTHER
 from diloco_worker.core.shared_set import SharedSet
@@ -121,11 +121,6 @@ def test_the_line_that_mends_it_does() -> None:
     with pytest.raises(OptimizerDiffers, match=r"shape \(3, 6\), \(3,\); join\(\[model, loss\]\)"):
         Compared(*head_in_the_loss())
     Compared(*head_is_joined())
-
-
-def test_what_is_no_optimizer_is_a_wrong_call() -> None:
-    with pytest.raises(WrongCall, match="optimizer="):
-        Compared(SharedSet(nn.Linear(2, 2)), optimizer="adam")
 
 
 @pytest.mark.parametrize(("program", "is_said"), [(target, True), (head_in_the_loss, True), (plain, False)])

@@ -11,12 +11,12 @@ from test_watch import Sam
 from torch import Tensor, nn
 
 from builders import TinyText, make_settings
-from diloco_common.wire.manifest import Fragment, Piece, cut
+from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import LearnerPolicy
 from diloco_worker.core.events import Arrived
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.core.undone import IN_A_ROW, ROW, STEPS, Laid, is_gone
+from diloco_worker.core.undone import IN_A_ROW, ROW, STEPS, is_gone
 from diloco_worker.shell.masters import Masters, find_copies
 from lockstep import Lockstep
 from optimizers import SGD, Lookahead, OnMasters, ScheduleFree
@@ -108,38 +108,6 @@ def test_and_is_not_where_its_copies_get_versions(kind: str) -> None:
     refused, loss = trained(make, dtype=dtype, masters=masters)
     assert not refused
     assert loss < 2.6
-
-
-def test_it_is_found_once_and_counted_from_then_on() -> None:
-    laid, theta, piece = overwritten(IN_A_ROW - 1)
-    assert laid.undone == 0
-    assert one_version(laid, theta, piece, is_undone=True)
-    assert laid.undone == IN_A_ROW
-    assert not one_version(laid, theta, piece, is_undone=True)
-    assert laid.undone == IN_A_ROW + 1
-
-
-def overwritten(times: int) -> tuple[Laid, Tensor, Fragment]:
-    theta = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    laid = Laid(lambda name: theta, lambda name: theta.data_ptr())
-    fragment = Fragment(0, 0, (Piece("w", 0, 200, 0),))
-    for _ in range(times):
-        one_version(laid, theta, fragment, is_undone=True)
-    return laid, theta, fragment
-
-
-def one_version(laid: Laid, theta: Tensor, fragment: Fragment, *, is_undone: bool) -> bool:
-    """Whether it was found."""
-    found = False
-    version = torch.randn(theta.shape)
-    with laid.under(fragment):
-        theta.add_(version)
-    for step in range(STEPS):
-        theta.add_(torch.randn(theta.shape), alpha=0.01)
-        if is_undone and step == 2:
-            theta.sub_(version)
-        found |= laid.check()
-    return found
 
 
 def test_a_step_of_a_learner_says_it_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -211,37 +210,3 @@ class Sam:
             p.data = self.old[p]
         self.base.step()
         self.base.zero_grad()
-
-
-def sam_step(model: nn.ParameterList, optimizer: Sam) -> None:
-    for step in (optimizer.first_step, optimizer.second_step):
-        torch.stack([p.square().sum() for p in model]).sum().backward()
-        step()
-
-
-def test_sam_gets_versions_and_contributes_what_it_trains() -> None:
-    rig = Rig()
-    rig.learner._watch = ModelWatch(SharedSet(rig.model))
-    optimizer = Sam(rig.model, torch.optim.SGD(rig.model.parameters(), lr=0.05))
-    alone = nn.ParameterList(nn.Parameter(p.detach().clone()) for p in rig.model)
-    of_alone = Sam(alone, torch.optim.SGD(alone.parameters(), lr=0.05))
-    for number in itertools.count(1):
-        sam_step(rig.model, optimizer)
-        sam_step(alone, of_alone)
-        if number == 3:
-            rig.asks()
-        rig.learner.step(tokens=8)
-        assert rig.values == [p.item() for p in alone]
-        if number == 3:
-            break
-    assert rig.contributed() == pytest.approx([10.0 - value for value in rig.values])
-    before = rig.values
-    rig.arrives(0, 1, 11.0)
-    rig.learner.poll()
-    assert rig.values == pytest.approx([before[0] + 1.0, before[1]])
-    with torch.no_grad():
-        alone[0].add_(1.0)
-    sam_step(rig.model, optimizer)
-    sam_step(alone, of_alone)
-    rig.learner.step(tokens=8)
-    assert rig.values == pytest.approx([p.item() for p in alone])

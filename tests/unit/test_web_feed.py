@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from diloco_deploy.cluster import learners
-from diloco_deploy.run.members import Watch
 from diloco_deploy.web import drawn
 from diloco_deploy.web.feed import PAGE, Feed
 from statuses import learner, shard, traced
@@ -45,12 +44,6 @@ def row_of(feed: Feed, name: str, now: float = NOW) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------ who is here
-
-
-def test_a_page_of_which_nobody_has_heard_says_so():
-    state = feed_of().since(0, NOW)
-    assert [state["headlines"][which]["title"] for which in ("learning", "lost")] == ["Not known", "Not known"]
-    assert (state["run"]["tokens_merged"], state["run"]["silent_since"]) == (None, NOW)
 
 
 def test_a_learner_that_is_expected_and_was_never_seen_is_on_the_page():
@@ -181,17 +174,6 @@ def test_whether_it_learns_is_told_from_more_than_scatter(losses, title):
     assert feed.since(0, NOW)["headlines"]["learning"]["title"] == title
 
 
-def test_the_rest_is_the_same_as_on_the_terminal():
-    feed, watch = feed_of("shard-0"), Watch(NOW)
-    watch.expect("shard-0", "shard")
-    for second in range(0, 100, 5):
-        said = shard(tokens_merged=second * second // 10)
-        feed.heard("shard-0", said, now=NOW + second)
-        watch.heard("shard-0", said, NOW + second)
-        assert feed.since(0, NOW)["run"]["left_s"] == watch.snapshot(NOW + second).eta_s
-    assert watch.snapshot(NOW).eta_s is not None
-
-
 # ------------------------------------------------------------ what is sent, and how much
 
 
@@ -207,15 +189,6 @@ def test_only_what_is_new_is_sent_again():
     second = feed.since(first["seq"], NOW + 1)
     assert ([row[2] for row in second["rounds"]], second["events"], second["whole"]) == ([3], [], False)
     assert feed.since(10**9, NOW)["whole"], "a number of another life"
-
-
-def test_a_round_that_is_open_is_drawn_however_old_it_is():
-    feed = feed_of("shard-0")
-    open_one = {"quorum_s": None, "closed_s": None, "announced_s": None}
-    feed.heard("shard-0", shard(), traced(1, 1, **open_one), NOW)
-    for second in (0, 600, 1200):
-        feed.heard("shard-0", shard(), traced(2 + second, 100 + second), NOW + second)
-    assert [row[2] for row in feed.since(0, NOW + 1200)["rounds"]] == [1, 700, 1300]
 
 
 def test_two_hundred_learners_that_join_at_once_are_one_event():
@@ -265,25 +238,6 @@ def test_the_page_is_told_nothing_that_lets_one_speak_as_a_learner(secret):
     feed.heard("shard-0", shard(learners=[learner("ann", generation=99)]), traced(1, 1), NOW)
     shown = json.dumps([feed.since(0, NOW), feed.learners(sort="id", descending=False, find="", page=0, now=NOW)])
     assert secret not in shown
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"learners": [{"id": "x"}]},
-        {"learners": [learner("x", inner_step=float("inf"))]},
-        {"uptime_s": "long"},
-    ],
-)
-def test_an_odd_answer_of_one_shard_changes_nothing(odd):
-    feed = feed_of()
-    feed.heard("shard-0", shard())
-    before = feed.since(0, NOW)
-    with pytest.raises((KeyError, TypeError, ValueError, OverflowError)):
-        feed.heard("shard-1", shard(1, **odd))
-    assert feed.since(0, NOW) == before
-    feed.heard("shard-1", shard(1))
-    assert feed.since(0, NOW)["shards"][1]["answers"]
 
 
 def test_a_loss_that_is_no_number_is_none():

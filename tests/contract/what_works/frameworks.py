@@ -14,6 +14,24 @@ from what_works.script import RATE, Cases, Ground, Script, X, loop, loss_of, sma
 
 CASES = Cases()
 STEPS = 4
+VOCABULARY = 48
+
+
+def of_transformers(kind: str, **options: Any) -> Any:
+    """A tiny model, made from its configuration."""
+    transformers = pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
+    torch.manual_seed(0)
+    small = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return transformers.AutoModelForPreTraining.from_config(transformers.AutoConfig.for_model(kind, **small | options))
+
+
+def gpt2() -> Any:
+    return of_transformers("gpt2", n_layer=2, n_head=2, n_embd=32, n_positions=16)
+
+
+def text() -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
 
 
 def holds_the_global_values(ground: Ground, model: Any) -> None:
@@ -49,10 +67,8 @@ CASES("transformers' Trainer with load_best_model_at_end")(partial(trains_with_t
 
 @CASES("transformers models in your own loop")
 def own_loop(ground: Ground) -> None:
-    pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
-    from test_model_zoo_contract import KINDS, made
-
-    model, inputs = made(KINDS["t5"]), KINDS["t5"].inputs(torch.Generator().manual_seed(1))
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    model, inputs = of_transformers("t5", **sizes), text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     ground.trains(Script(model, loop(model, optimizer, lambda: model(**inputs).loss)))
 
@@ -60,14 +76,12 @@ def own_loop(ground: Ground) -> None:
 @CASES("peft: LoRA")
 def lora(ground: Ground) -> None:
     peft = pytest.importorskip("peft", reason="NOT RUN: peft is not installed")
-    from test_model_zoo_contract import KINDS, made
 
     def adapted() -> Any:
-        torch.manual_seed(0)
-        return peft.get_peft_model(made(KINDS["gpt2"]), peft.LoraConfig(target_modules=["c_attn"], r=2))
+        return peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_attn"], r=2))
 
     model = adapted()
-    inputs = KINDS["gpt2"].inputs(torch.Generator().manual_seed(1))
+    inputs = text()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
     ground.trains(Script(model, loop(model, optimizer, lambda: model(**inputs).loss), plain=adapted))
 
