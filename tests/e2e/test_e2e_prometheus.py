@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from diloco_common.observe.metrics.reader import ReaderMetrics
 from processes import LocalCluster, http_get, until
 from programs import find, need
 from promql import FROM_TARGETS, Query, in_dashboards, in_rules
@@ -30,8 +31,9 @@ SERVED_ELSEWHERE = {
     "up": {"job": {"diloco-shard"}},
     "ALERTS": {"alertname": set(), "alertstate": {"firing"}},
     "diloco_certificate_expires_timestamp_seconds": {"which": {"own", "ca"}},
+    **{one.name: {"role": {"mirror", "standby"}} for one in ReaderMetrics().registry.collect() if "reader" in one.name},
 }
-"""By Prometheus itself, or where there are certificates (test_compose.py)."""
+"""By Prometheus itself, where there are certificates (test_compose.py), or by mirrors and standbys."""
 Series = dict[str, dict[str, set[str]]]
 """Metric -> label -> values."""
 Ask = Callable[[str], list[dict[str, Any]]]

@@ -68,7 +68,7 @@ id = "{run}"                # learners and shards of other runs are refused
 tokens = 200_000            # the run ends when so many tokens are merged; 2M and 1.5e9 will do, as text: "2M"
 
 [sync]
-fragments = 4               # the model is cut into so many, each synchronised on its own
+fragments = 4               # the model is cut into so many, each synchronized on its own
 sync_every = 24             # inner steps between two rounds of a fragment
 quorum = 1                  # contributions that let a round close
 
