@@ -43,6 +43,8 @@ ELSEWHERE: Mapping[str, Sequence[str]] = {
     "decoupled-diloco-lab": ("plan", "simulate", "lab"),
 }  # fmt: skip
 """Distribution -> its commands: what is said of a command that is not installed here."""
+IN_A_CLONE: Mapping[str, str] = {"decoupled-diloco-ops": "./deploy", "decoupled-diloco-lab": "./simulator"}
+"""Where its sources are: an index has no version of a clone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +68,7 @@ def missing(commands: Sequence[Command]) -> dict[str, str]:
 
 
 def _refuse(distribution: str) -> NoReturn:
-    raise ConfigError(f"not installed; pip install {distribution}")
+    raise ConfigError(f"not installed; pip install {distribution} (in a clone: pip install {IN_A_CLONE[distribution]})")
 
 
 def program(asked: str = "") -> App:

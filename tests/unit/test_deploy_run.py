@@ -170,6 +170,15 @@ def test_a_fresh_run_deletes_the_old_one_and_nothing_else(files: ClusterFolder) 
     assert folders(files) == ["shard-notes"]
 
 
+def test_what_a_link_leads_to_is_not_deleted(files, tmp_path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    files.shard_folder(0).rename(elsewhere)
+    files.shard_folder(0).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="is a link"):
+        files.prepare(settings_for(files.folder, "run.seed=5"), fresh=True)
+    assert [*elsewhere.iterdir()]
+
+
 def test_a_volume_that_is_mounted_as_a_data_folder_is_emptied_and_stays(files, monkeypatch) -> None:
     def busy(path: Path, **_: object) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))

@@ -255,6 +255,13 @@ def test_what_is_far_shorter_than_the_others_is_not_judged(length: float, is_out
     assert influence.left_out == ({"c"} if is_out else set())
 
 
+def test_those_that_left_long_ago_are_not_among_the_many() -> None:
+    influence = Influence("members")
+    gone = {f"gone-{i}": Direction(0.2, 0.2) for i in range(FEW + 1)}
+    influence.hear([make_contribution(i, torch.ones(1)) for i in gone], gone)
+    assert rounds(influence, 2 * TOLD, a=0.2, b=0.2, c=-0.2) == [((), "c")]
+
+
 def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:
     influence = Influence("members")
     assert rounds(influence, TOLD - 1, a=0.2, b=0.2, c=-0.2) == [], "too few to tell"

@@ -19,7 +19,10 @@ def test_what_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     of_ops = [command for command in program.installed() if command.name in program.ELSEWHERE["decoupled-diloco-ops"]]
     monkeypatch.setattr(program, "installed", lambda: of_ops)
     assert program.main(["plan", "--params", "1B"]) == 2
-    assert capsys.readouterr().err == "diloco plan: not installed; pip install decoupled-diloco-lab [BAD_CONFIG]\n"
+    assert capsys.readouterr().err == (
+        "diloco plan: not installed; pip install decoupled-diloco-lab (in a clone: pip install ./simulator) "
+        "[BAD_CONFIG]\n"
+    )
 
     assert program.main(["--help"]) == 0
     said = capsys.readouterr().out

@@ -248,7 +248,13 @@ def shards_in(folder: Path) -> LocalShards:
 
 
 def _remove(folder: Path) -> None:
-    """With all that is in it; a volume that is mounted there stays. Raises OSError."""
+    """With all that is in it; a volume that is mounted there stays. Raises ConfigError for a link, and OSError."""
+    if folder.is_symlink():
+        if any(folder.iterdir()):
+            raise ConfigError(
+                f"{folder} is a link, and what it leads to is not deleted: empty it by hand, and start again"
+            )
+        return
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -67,6 +67,7 @@ def directions(
         with_others = _ratio(along, rest)
         pairs = own @ along - 2 * own * along  # of the others with each other, both ways
         agreeing = _ratio(pairs, rest.square() - own.square().sum() + own.square())
+    agreeing = torch.where(others > 1, agreeing, 0.0)
     again = [_again(said.get(c.learner_id), now) for c, now in zip(taken, sample, strict=True)]
     said.clear()
     said.update((c.learner_id, now.clone()) for c, now in zip(taken, sample, strict=True))

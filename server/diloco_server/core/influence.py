@@ -244,17 +244,17 @@ class Influence:
         """
         counted = {c.learner_id: c.kept * c.norm for c in taken}
         longest = max((length for i, length in counted.items() if i not in self.left_out), default=0.0)
-        directions = {i: d for i, d in directions.items() if counted[i] >= SHORT * longest}
+        said = {i: d for i, d in directions.items() if i in self.left_out or counted[i] >= SHORT * longest}
         for c in taken:
             told = self._told[c.learner_id] = self.told(c.learner_id)
             told.kept.append(c.kept)
-            if c.learner_id in directions:
-                told.directions.append(directions[c.learner_id])
+            if c.learner_id in said:
+                told.directions.append(said[c.learner_id])
         opposed = 0.0 if self.strangers else OPPOSED
-        repeating = self._repeating(directions)
-        back = tuple(i for i in sorted(self.left_out & directions.keys() - repeating) if self._told[i].is_back(opposed))
+        repeating = self._repeating(said)
+        back = tuple(i for i in sorted(self.left_out & said.keys() - repeating) if self._told[i].is_back(opposed))
         self.left_out.difference_update(back)
-        taking, judged = directions.keys() - self.left_out, self.strangers or len(self._told) <= FEW
+        taking, judged = said.keys() - self.left_out, self.strangers or len(counted) <= FEW
         away = [i for i in taking if i in repeating or (judged and self._told[i].points_away(opposed))]
         out = min(away, key=lambda i: (self._told[i].mean_cosine, i), default=None)
         if out is not None:

@@ -434,19 +434,22 @@ class ShardHost:
     async def keep(self, version: StoredVersion) -> None:
         """Make a version durable, as far as the settings ask for it. It may be announced when this returns.
 
-        A standby that keeps pace holds the one before by then. It is waited for as long as a lease, once.
+        A standby that keeps pace holds the one before by then. It is waited for as long as a lease, and then not again
+        before it has caught up by itself.
         """
         assert self.shard.manifest is not None
         await self.keeper.keep(version, self.shard.manifest)
         fragment_id, number = version.record.fragment_id, version.record.version
         try:
             async with asyncio.timeout(self.settings.lease.lease_s):
-                await self.until(lambda: self.closed or self.readers.copies.may_announce(fragment_id, number))
+                await self.until(
+                    lambda: self.closed or self.shard.draining or self.readers.copies.may_announce(fragment_id, number)
+                )
         except TimeoutError:
             self.log.warning("the standby does not keep pace", fragment=fragment_id, version=number)
             self.readers.copies.falls_behind(fragment_id)
 
     def copied(self, fragment_id: int, version: int) -> None:
         """A standby holds this version."""
-        self.readers.copies.holds(fragment_id, version)
+        self.readers.copied(fragment_id, version)
         self._moved.set()

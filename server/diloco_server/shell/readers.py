@@ -49,7 +49,7 @@ class Copies:
     def holds(self, fragment_id: int, version: int) -> None:
         """A standby has this version on its disk."""
         if fragment_id not in self._fell_behind or version >= self._on_disk.get(fragment_id, (0, 0))[1]:
-            self._held[fragment_id] = version
+            self._held[fragment_id] = max(version, self._held.get(fragment_id, version))
 
     def may_announce(self, fragment_id: int, version: int) -> bool:
         """Whether the standby holds what was written before this version, or does not keep pace."""
@@ -93,7 +93,7 @@ class Readers:
                 yield reader
             finally:
                 del self._open[reader]
-                if role is Role.STANDBY:
+                if not self._has(Role.STANDBY):
                     self.copies.clear()
                 if role is not Role.OBSERVER and len(self.away) < READERS_MAX:
                     self.away[role, reader.name] = now()
@@ -112,9 +112,17 @@ class Readers:
             if reader.role is Role.STANDBY:
                 reader.stream.send(committed)
 
+    def copied(self, fragment_id: int, version: int) -> None:
+        """A standby has this version. One that does not follow may be waited for in vain."""
+        if self._has(Role.STANDBY):
+            self.copies.holds(fragment_id, version)
+
     @property
     def has_mirrors(self) -> bool:
-        return any(reader.role is Role.MIRROR for reader in self._open)
+        return self._has(Role.MIRROR)
+
+    def _has(self, role: Role) -> bool:
+        return any(reader.role is role for reader in self._open)
 
     def mirror_at(self, site: str) -> str:
         """The address of the mirror that has been at this site for longest; empty: there is none."""
