@@ -12,8 +12,8 @@ Needs root, iproute2, nsenter and unshare, and the peers, each in an environment
     ... versus.py --venvs VENVS
 
 DDP and ours run under the Python of this script. A run takes about a minute; a peer that is not installed is skipped.
-Let nothing else run on the machine. Results are lines in benchmarks/results/versus.jsonl, one for each system, link, case
-and seed; the newest one counts.
+Let nothing else run on the machine. Results are lines in benchmarks/results/versus.jsonl, one for each system, link,
+case and seed; the newest one counts.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ WORKERS = 4
 VICTIM = 3
 """The worker that is slow, or is killed. No service runs beside it."""
 START_S = 300.0
+STEP_S = 0.4
+"""Four workers compute for about 0.1 s of a core in each step: half of the machine, so that systems differ by what they
+do with the links, and not by what two cores allow."""
 LOOK_S = 0.05
 TRIES = 8
 """A worker that ends by itself is started again this often, as any cluster manager would."""
@@ -164,9 +167,9 @@ class Cell:
 class Times:
     """In seconds, of one run."""
 
-    warm: float = 8.0
+    warm: float = 10.0
     """From the first step; not measured."""
-    measured: float = 32.0
+    measured: float = 40.0
     kill_after: float = 10.0
     """From the beginning of what is measured."""
     away: float = 30.0
@@ -250,7 +253,7 @@ def run_cell(cell: Cell, python: str, times: Times, text: tuple[bytes, bytes]) -
         for name, content in zip(("train.bin", "held.bin"), text, strict=True):
             Path(folder, name).write_bytes(content)
         task = Task(
-            str(folder), machines.hosts, cell.link, step_s=0.25, slow_rank=VICTIM if cell.case == "slow" else -1,
+            str(folder), machines.hosts, cell.link, step_s=STEP_S, slow_rank=VICTIM if cell.case == "slow" else -1,
             seed=cell.seed,
         )  # fmt: skip
         cluster = Cluster(cell, task, python, machines)

@@ -1,7 +1,7 @@
 """What the processes of each system of versus.py run: `versus_systems.py SYSTEM service|worker NUMBER TASK`.
 
     ours        a shard lives beside worker 0, another beside worker 1: no machine and no link more. Default settings.
-    float32     ours with torchft's numbers on the wire, H and outer optimizer: what encodings and defaults do not explain.
+    float32     ours with torchft's numbers on the wire, H and outer optimizer, so that encodings explain nothing.
     ddp         torch DistributedDataParallel over Gloo, started by torchrun. Rank 0 writes a checkpoint to a disk that
                 all share; whoever is (re)started goes on from it. That is how torchrun's own examples survive a death.
     torchft     Streaming DiLoCo, a lighthouse beside worker 0. Every worker is a replica group of one.
