@@ -21,8 +21,6 @@ Amount = int | Callable[[], int]
 
 
 class Stepping(Protocol):
-    """The part of a learner used here."""
-
     @property
     def done(self) -> bool:
         """Whether the run is over."""
@@ -37,7 +35,6 @@ class Following:
     def __init__(
         self, learner: Stepping, optimizer: Optimizer, tokens: Amount | None, samples: Amount | None, log: Log
     ) -> None:
-        """Raises ConfigError."""
         if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise ConfigError(
                 f"follow() has a {type(optimizer).__name__}, which calls no hooks: give the optimizer of torch.optim "
@@ -49,7 +46,6 @@ class Following:
         self._handle = optimizer.register_step_post_hook(self._stepped)
 
     def remove(self) -> None:
-        """Remove the hook from the optimizer. May be repeated."""
         self.is_removed = True
         self._handle.remove()
 

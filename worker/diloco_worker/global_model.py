@@ -59,9 +59,7 @@ class GlobalModel:
     tensors: dict[str, Tensor]
     """Parameter or buffer name -> values: parameters as float32, buffers in their own dtype."""
     buffers: frozenset[str]
-    """The names in `tensors` that are buffers."""
     versions: dict[int, int]
-    """Fragment -> version."""
     tokens_merged: int
     keys: dict[str, str]
     """The model's state_dict: key -> name in `tensors`, or "" for entries that the run does not hold (frozen, private,
@@ -150,7 +148,6 @@ def buffers_of(manifest: Manifest) -> frozenset[str]:
 
 
 def keys_of(tensors: Collection[str], ties: Iterable[Tie]) -> dict[str, str]:
-    """The keys of a state_dict, from its `Tie`s."""
     ties = list(ties)
     absent = {tie.of for tie in ties if not tie.name}
     told = {tie.name: tie.of for tie in ties if tie.name and (tie.of in tensors or not tie.of)}
@@ -334,7 +331,6 @@ async def _pull(
 
 
 def _manifest(answers: Mapping[str, JoinAnswer]) -> Manifest:
-    """The manifest that all shards agree on."""
     first_address, first = next(iter(answers.items()))
     found = sorted(answer.shard_index for answer in answers.values())
     if found != list(range(first.num_shards)):

@@ -54,7 +54,6 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         if save_to is not None and Path(save_to).exists() and not Path(save_to).is_dir():
             raise ConfigError(f"save_to={str(save_to)!r} is a file; give a folder, in which the global model is saved")
         self.learner: Learner | None = None
-        """None before training begins."""
         self._shards = shards
         self._save_to = None if save_to is None else Path(save_to)
         self._options = options
@@ -103,12 +102,10 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the rate to the progress of the run."""
         if self._schedule is not None:
             self._schedule.set(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Report the step. Raises what `Learner.step` raises."""
         learner = self._joined()
         tokens = state.num_input_tokens_seen - self._tokens_seen
         self._tokens_seen = state.num_input_tokens_seen
@@ -127,7 +124,6 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._loss = (logs or {}).get("loss", self._loss)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the learner's state in the Trainer's checkpoint."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self.learner is not None and folder.is_dir():
             (folder / STATE).write_text(json.dumps(self.learner.state_dict()))
@@ -152,7 +148,6 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     # ------------------------------------------------------------ helpers
 
     def _joined(self) -> Learner:
-        """Raises WrongCall."""
         if self.learner is None:
             raise WrongCall("this DilocoCallback has joined no run: give it to the Trainer before train()")
         return self.learner

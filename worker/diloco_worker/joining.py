@@ -248,7 +248,6 @@ def _replica_of(
     chosen: SharedSet, mean_merge: Collection[str] | None, companions: Optimizer | Sequence[Optimizer] | None,
     masters: Masters | None, group: IslandGroup | None,
 ) -> tuple[Replica, Companions | None]:  # fmt: skip
-    """The part of the model that this process holds, and its companions. Raises UnsupportedModel and ConfigError."""
     if group is None:
         replica, averaged = _synchronised(chosen, mean_merge, companions)
     elif companions is not None:
@@ -263,7 +262,6 @@ def _replica_of(
 
 
 def _listen(log: Literal["stderr"] | None) -> None:
-    """Raises WrongCall."""
     check_word("log", log, ("stderr", None))
     if log == "stderr":
         logs.listen()
@@ -275,7 +273,6 @@ def _listen(log: Literal["stderr"] | None) -> None:
 def _telemetry(
     caller: Caller, name: str, world: World, history: str | Path | None, credentials: Credentials
 ) -> LearnerTelemetry:
-    """Raises ConfigError."""
     recorded = None
     if history is not None:
         with _written(f"history={str(history)!r}: {{}}; give a folder that can be written"):

@@ -137,15 +137,12 @@ class Learner(LearnerView):
         self._is_leaving = False
         self._says_no_tokens = True  # whether every step of this process did
         self._finished: Finished | None = None
-        """The result of `finish`."""
         self._has_left: bool | None = None
-        """The result of `leave`."""
         self._steps_told = boundary.figures().inner_step
 
     # ------------------------------------------------------------ joining
 
     def start(self) -> None:
-        """Start dialing the shards. Raises what the background raises."""
         self._began = self._clock()
         self._background.start(self.connections)
 
@@ -491,7 +488,6 @@ class Learner(LearnerView):
             self.leave()
 
     def _end(self, how: Ending, look: Callable[[float, float | None], tuple[bool, str]], wait_s: float | None) -> str:
-        """Wait as long as `look` says. Returns what is missing, as text."""
         self._check_not_ended()
         self._others.check()
         self._is_leaving |= how is self._leaving

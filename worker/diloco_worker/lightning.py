@@ -87,7 +87,6 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         check_callback(shards, options, join, own)
         check_word("rate", rate, SHAPES)
         self.learner: Learner | None = None
-        """None before training begins."""
         self._shards, self._options = shards, options
         self._save_to = None if save_to is None else Path(save_to)
         self._rate: Shape = rate
@@ -168,12 +167,10 @@ class DilocoCallback(Callback):  # type: ignore[misc]
             learner.telemetry.log.event(f"{what} saved", file=self._save_to)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Leave the run."""
         if self.learner is not None:
             self.learner.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The callback's state in the Trainer's checkpoints."""
         if self.learner is None:
             return self._saved
         return {"learner": self.learner.state_dict(), "schedules": [s.state_dict() for s in self._schedules]}
@@ -183,7 +180,6 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         self._saved, self.learner = state_dict, None
 
     def _joined(self) -> Learner:
-        """Raises WrongCall."""
         if self.learner is None:
             raise WrongCall("this DilocoCallback has joined no run: give it to the Trainer before fit()")
         return self.learner

@@ -30,7 +30,6 @@ ATTEMPT_S = 1.0
 """Seconds to wait for the answers of all shards before trying again."""
 
 _taken: dict[tuple[str, str], int] = {}
-"""(run, learner id) -> the number that this process has taken."""
 
 
 def take_number(
@@ -73,7 +72,6 @@ def take_number(
 
 
 def taken(run: str, learner_id: str) -> int | None:
-    """The number that this process has taken for this learner."""
     return _taken.get((run, learner_id))
 
 

@@ -85,7 +85,6 @@ class ProgressLR(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Any]:
-        """The rate of each group of the optimizer."""
         self._look_at_others()
         return self._rates()
 
@@ -136,7 +135,6 @@ class Followed:
         """The first step at which the rate no longer rises."""
 
     def set(self, step: int) -> None:
-        """Set the rate for step `step` of this process, from 0."""
         at, schedule = max(round(self._learner.fraction * self._steps), min(step, self.rise)), self._schedule
         rates = [base * part(at) for base, part in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
         for group, rate in zip(schedule.optimizer.param_groups, rates, strict=False):  # groups may be added later

@@ -16,15 +16,12 @@ from diloco_common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LearnerState:
-    """The state of one learner, over all its processes."""
-
     run: str
     learner_id: str
     index: int | None
     """Its number among the learners; None: it had none yet."""
     inner_step: int
     tokens: int
-    """Tokens trained on."""
     tokens_merged: int = 0
     """Tokens merged by the run, as far as this learner knew. Where a shard has no values, the learner with the highest
     count seeds it."""

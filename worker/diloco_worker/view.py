@@ -58,7 +58,6 @@ class LearnerView:
         return self._index or 0
 
     def number(self, index: int) -> None:
-        """Set the index: other ranks get it from the leader."""
         self._index = index
 
     @property
@@ -77,7 +76,6 @@ class LearnerView:
 
     @property
     def tokens_merged(self) -> int:
-        """Tokens merged by the run so far, over all learners."""
         return self._boundary.pulse.tokens_merged
 
     @property

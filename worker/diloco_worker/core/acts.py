@@ -20,8 +20,6 @@ from diloco_worker.core.tensors import FragmentTensors
 
 @dataclass(frozen=True, slots=True)
 class ModelCut:
-    """The model is cut: fragments can be pulled and pushed now."""
-
     manifest: Manifest
     tensors: Mapping[int, FragmentTensors]
     """Fragment -> tensors, for the codec thread."""
@@ -48,13 +46,10 @@ class OfferSeed:
 
 @dataclass(frozen=True, slots=True)
 class VersionApplied:
-    """A version is in the model."""
-
     fragment_id: int
     version: int
     epoch: int
     values: Tensor
-    """The new anchor."""
     contribution: PendingContribution | None
     """The contribution whose fate this version decides."""
     fate: Fate | None
@@ -68,8 +63,6 @@ class VersionApplied:
 
 @dataclass(frozen=True, slots=True)
 class WorkCarried:
-    """A contribution was not merged: the next one holds its work."""
-
     contribution: PendingContribution
 
 
@@ -79,7 +72,6 @@ class StepEnded:
 
     progress: Progress
     tokens: int
-    """Tokens of this step."""
     step_s: float
     """Seconds since the end of the previous step."""
     stall_s: float
@@ -103,16 +95,12 @@ cannot go on, which comes last."""
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The progress of a learner."""
-
     inner_step: int = 0
     tokens: int = 0
     contributions: Mapping[str, int] | None = None
     """As in `LearnerCore`; None: the model is not cut yet."""
     tokens_carried: float = 0.0
-    """Averaged over the fragments."""
     unmerged: int = 0
-    """Contributions in flight, whose fate is not known."""
     tokens_unmerged: float = 0.0
     """As in `LearnerCore`."""
     versions_undone: int = 0

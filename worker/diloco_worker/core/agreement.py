@@ -54,7 +54,6 @@ class Agreement:
         self._index_of[joined.address] = joined.shard_index
 
     def _cut(self, joined: Joined) -> Manifest:
-        """The manifest, from the settings of the first shard."""
         if joined.num_shards != self._num_addresses:
             raise ConfigError(
                 f"the run has {joined.num_shards} shards (shard.count of {joined.address}), "
@@ -124,11 +123,9 @@ class Shards:
 
     @property
     def have_stopped(self) -> bool:
-        """Whether all have reached the token budget."""
         return len(self._stopped) == self._num_addresses
 
     def has_stopped(self, shard_index: int) -> bool:
-        """Whether this shard has reached the token budget."""
         return shard_index in self._stopped
 
     def join(self, joined: Joined) -> bool:
@@ -168,7 +165,6 @@ class Objections:
         return 2 * alike > voters
 
     def withdrawn(self, address: str) -> None:
-        """The shard accepts this learner now."""
         self._has_joined = True
         self._against.pop(address, None)
 

@@ -49,8 +49,6 @@ _SPECTRAL_NORM = "torch.nn.utils.parametrizations._SpectralNorm"
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One buffer of a module."""
-
     spec: TensorSpec
     owner: dict[str, Tensor | None]
     """`module._buffers`."""

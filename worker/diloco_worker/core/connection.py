@@ -18,10 +18,7 @@ Name = tuple[int, int]
 
 
 class Lease(NamedTuple):
-    """The right of one learner to contribute to one shard."""
-
     epoch: int
-    """Epoch of the shard that gave it."""
     generation: int
     """Starts again in each epoch; 0: no lease."""
 
@@ -60,7 +57,6 @@ class ToPull:
         """Fragment -> version; cleared when the shard's epoch changes."""
 
     def announced(self, fragment_id: int, version: Name) -> None:
-        """The shard has this version."""
         self.now[fragment_id] = version
 
     def newest(self, fragment_id: int) -> Name | None:
@@ -86,7 +82,6 @@ class ToPull:
         """All ranks have applied it, or dropped it."""
 
     def forget(self) -> None:
-        """The shard has a new epoch."""
         self.now.clear()
 
     def _drop(self, fragment_id: int, version: Name) -> None:
@@ -189,16 +184,13 @@ class ConnectionState:
         self.lease = NO_LEASE
         """The latest lease, until it is over."""
         self.joined: Joined | None = None
-        """The latest answer to Join."""
         self.manifest: Manifest | None = None
-        """Known after the first Join."""
         self.pulse = Pulse(0, 0)
         self.owned: frozenset[int] = frozenset()
         """Fragments that the shard has named as its own. It may speak of no others."""
 
     @property
     def epoch(self) -> int:
-        """Epoch of the shard at the latest Join; 0: none."""
         return 0 if self.joined is None else self.joined.epoch
 
     @property
@@ -232,7 +224,6 @@ class ConnectionState:
 
     @property
     def identity(self) -> Identity:
-        """The identity under the current lease."""
         return self.caller.under(self.lease)
 
     def take_lease(self, joined: Joined) -> bool:
@@ -247,5 +238,4 @@ class ConnectionState:
         return is_another
 
     def lost_lease(self) -> None:
-        """The lease is over."""
         self.lease = NO_LEASE

@@ -27,8 +27,6 @@ FindCopies = Callable[[str], Sequence[Tensor]]
 
 
 class Copied(Parameters):
-    """The parameters of one model and their copies."""
-
     def __init__(self, tensors: Mapping[str, Tensor], find: FindCopies) -> None:
         super().__init__(tensors)
         self._find = find

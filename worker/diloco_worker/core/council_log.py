@@ -31,7 +31,6 @@ from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event
 
 LEADER = 0
 LEADER_BYTES = 4096
-"""Size of the leader's frame: a few dozen words."""
 RANK_BYTES = 512
 """Size of the frame of every other rank."""
 APPLY_ELEMENTS = 1 << 22
@@ -51,7 +50,6 @@ class Ready:
     merged_version: int
     forgotten_version: int
     sent: int
-    """As in `Arrived`."""
 
     @classmethod
     def of(cls, arrived: Arrived) -> Ready:
@@ -122,8 +120,6 @@ def _from_json(said: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Every rank should pull its own ranges of this version."""
-
     fragment_id: int
     epoch: int
     version: int
@@ -163,11 +159,8 @@ class CouncilLog:
         self.rank = rank
         self.size = size
         self.pulse = Pulse(0, 0)
-        """The state of the run, equal on all ranks."""
         self.is_stop_asked = False
-        """Whether a rank has asked all to stop."""
         self.is_leave_asked = False
-        """Whether a rank has asked all to leave."""
         self.elements: Mapping[int, int] = {}
         """Fragment -> its elements, once the model is cut."""
         self._unsaid: Newest[Word] = Newest()

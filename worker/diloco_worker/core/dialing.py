@@ -16,7 +16,6 @@ from diloco_common.wire.calls import backoff_s
 JOIN_AGAIN = (errors.NotJoined, errors.LeaseExpired, errors.Stalled, errors.StaleGeneration, errors.WrongEpoch)
 """The lease is over, or a repeated Join of this process replaced it: join again."""
 TRY_AGAIN = (errors.Draining, errors.Busy, errors.NotSeeded, errors.TornUpload)
-"""Temporary: try again."""
 ALWAYS = (Superseded, ConfigError, errors.ManifestMismatch)
 """Objections even if the shard accepted this learner before: another process is this learner now, or the shard has
 changed. Unknown errors count as such, too."""

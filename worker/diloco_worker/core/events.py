@@ -16,8 +16,6 @@ from diloco_worker.core.tensors import Difference
 
 @dataclass(frozen=True, slots=True)
 class Joined(JoinAnswer):
-    """A shard gave a lease."""
-
     address: str = field(kw_only=True)
 
     @classmethod
@@ -27,16 +25,12 @@ class Joined(JoinAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A round asks for a fragment."""
-
     directive: Collect
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A push has its outcome."""
-
     fragment_id: int
     round: int
     answer: PushAnswer
@@ -74,7 +68,6 @@ class Arrived:
     difference: Difference | None = None
     """Computed ahead, to apply the version."""
     forgotten_version: int = 0
-    """As in FragmentStatus."""
     sent: int = 0
     """Between ranks: tokens of the contribution of which this rank had sent its part, all finite, before it saw this
     version (0: none). When applied: of which all ranks had sent theirs. No version can hold any other contribution."""
@@ -82,8 +75,6 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A shard has reached the token budget."""
-
     shard_index: int
 
 
@@ -143,7 +134,6 @@ class EventQueue:
         )
 
     def pop(self) -> Event | None:
-        """The oldest event; None: there is none."""
         return self._events.pop(next(iter(self._events))) if self._events else None
 
     def put_back(self, event: Event) -> None:
@@ -158,7 +148,6 @@ def _key(event: Event) -> tuple[type[Event], _Subject]:
 
 
 def _subject(event: Event) -> _Subject:
-    """The fragment, contribution, shard or learner that an event is about."""
     match event:
         case Joined():
             return event.address

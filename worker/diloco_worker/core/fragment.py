@@ -20,8 +20,6 @@ from diloco_worker.core.tensors import ContributionTensors, Difference, Fragment
 
 
 class Fate(Enum):
-    """The fate of a contribution."""
-
     MERGED = "merged"  # a version holds it
     CARRIED = "carried"  # no version holds it; the next contribution holds the work
     FORGOTTEN = "forgotten"  # the shard no longer knows; counted as merged, so that nothing counts twice
@@ -106,8 +104,6 @@ class PendingContribution:
 
 @dataclass(frozen=True, slots=True)
 class AskedRound:
-    """A round that asked for the fragment."""
-
     round: int
     shard_epoch: int
     epoch: int
@@ -115,8 +111,6 @@ class AskedRound:
 
 
 class LearnerFragment:
-    """The state of one fragment in one learner."""
-
     def __init__(self, fragment: Fragment, tensors: FragmentTensors) -> None:
         self.fragment = fragment
         self.tensors = tensors
@@ -124,7 +118,6 @@ class LearnerFragment:
         """Version of the anchor; comparable only within `epoch`, in which it was made."""
         self.epoch = -1  # not made by a shard
         self.contribution: PendingContribution | None = None
-        """The one in flight."""
         self.asked: AskedRound | None = None
         """The latest round that asked for this fragment and was not answered yet."""
         self._base_tokens = 0  # the learner's count when this fragment's counters began
@@ -160,7 +153,6 @@ class LearnerFragment:
         self._restart_counters(tokens, steps)
 
     def adopt(self, values: Tensor, version: int, epoch: int, tokens: int, steps: int) -> None:
-        """Take the first version in place of the model's values."""
         self.tensors.adopt(values)
         self.version, self.epoch = version, epoch
         self._restart_counters(tokens, steps)

@@ -33,7 +33,6 @@ def flat(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 def put(tensor: Tensor, start: int, stop: int, values: Tensor) -> None:
-    """Write flat values to the elements start to stop."""
     for first, part in parts(tensor, start, stop):
         part.copy_(values[first - start : first - start + part.numel()].view(part.shape))
 
@@ -92,7 +91,6 @@ def refuse_overlaps(tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor])
 
 
 def refuse_several_devices(parameters: Mapping[str, Tensor]) -> None:
-    """Raises UnsupportedModel."""
     of: dict[torch.device, str] = {}
     for name, parameter in parameters.items():
         if parameter.numel():
@@ -125,7 +123,6 @@ def _boxes(tensor: Tensor, start: int, stop: int, at: int) -> Iterator[tuple[int
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the first to the last in memory."""
     return 1 + sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 

@@ -22,8 +22,6 @@ from diloco_worker.core.tensors import Difference, FragmentTensors
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A version was applied."""
-
     contribution: PendingContribution | None = None
     """The contribution whose fate the version decides; None: none."""
     fate: Fate | None = None
@@ -54,7 +52,6 @@ class LearnerCore:
 
     @property
     def unmerged(self) -> int:
-        """Contributions in flight, whose fate is not known."""
         return sum(f.contribution is not None for f in self.fragments.values())
 
     @property
@@ -73,7 +70,6 @@ class LearnerCore:
     # ------------------------------------------------------------ at a step boundary
 
     def stepped(self, tokens: int) -> None:
-        """An inner step with `tokens` tokens ended."""
         self.inner_step += 1
         self.tokens += tokens
 
@@ -173,7 +169,6 @@ class LearnerCore:
                 self._carry_on(fragment)
 
     def take_carried(self) -> list[PendingContribution]:
-        """The contributions found not to be merged since the last call."""
         carried, self._carried = self._carried, []
         return carried
 

@@ -25,8 +25,6 @@ longer than the longest, and 24 inner steps keep 0.29 of it at mu = 0.95, so lie
 
 
 class MomentumUse(NamedTuple):
-    """How an optimizer currently treats its momentum."""
-
     keeps: float = 1.0
     """Share of the values that an inner step keeps: beta1 of AdamW, mu of Muon."""
     most: float = math.inf

@@ -86,7 +86,6 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def join(path: str, leaf: str) -> str:
-    """A dotted path with one more part."""
     return f"{path}.{leaf}" if path else leaf
 
 
@@ -107,7 +106,6 @@ class _Scripted(nn.Module):
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether it is a TorchScript module."""
     return "torch.jit._script.ScriptModule" in type_names(module)
 
 
@@ -128,7 +126,6 @@ def _without(wrapped: Iterable[str], key: str) -> str:
 
 
 def _by_name(owners: Iterable[tuple[str, Mapping[str, T | None]]]) -> dict[str, T]:
-    """`owners`: paths of modules, and their tensors."""
     found: dict[str, T] = {}
     for path, tensors in owners:
         for leaf, tensor in tensors.items():

@@ -114,7 +114,6 @@ class Parameters:
                 yield Piece(piece.tensor, first, part.numel(), begins + first, piece.rule), part
 
     def _kept(self, piece: Piece, steps: int) -> float:
-        """The share of a value that is left after so many inner steps."""
         return 1.0
 
     def _bounded(self, fragment: Fragment) -> AbstractContextManager[None]:
@@ -129,7 +128,6 @@ def form_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 def changed_form(
     name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> ModelChanged:
-    """The error for a parameter whose form has changed since it joined."""
     return ModelChanged(
         f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, and when the model joined it was {dtype} "
         f"{tuple(shape)} on {device}: move and convert the model before `join`. This learner ends"
@@ -143,5 +141,4 @@ def _clear_gaps(fragment: Fragment, out: Tensor) -> None:
 
 
 def _like(theta: Tensor, values: Tensor) -> Tensor:
-    """Flat values, viewed in the shape of a part of the model."""
     return values if theta.dim() == 1 else values.view(theta.shape)

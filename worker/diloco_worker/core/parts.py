@@ -91,14 +91,10 @@ ALONE = Seat()
 
 @dataclass(frozen=True, slots=True)
 class HeldByRank:
-    """The part of a model that one rank holds."""
-
     seat: Seat
     tensors: Mapping[str, Tensor]
-    """The local tensors of the parameters."""
     holdings: Mapping[str, Holding]
     sharing: Sharing
-    """How ranks share the parameters."""
     sharing_beside: Sharing
     """How ranks share everything else: each holds all of it, and pushes a part."""
     is_spread: bool

@@ -23,7 +23,6 @@ Island: TypeAlias = Any
 """Who trains this replica: a process group or a device mesh of torch, whose ranks train it together; or None or
 "alone", this process by itself, whatever torch.distributed has started."""
 IN_ISLANDS = frozenset({"DistributedDataParallel", "fully_shard (FSDP2)"})
-"""The wrappers that ranks of an island may use."""
 SUPPORTED = (
     "islands take DistributedDataParallel, and fully_shard (FSDP2) on a mesh of one dimension, or of two (HSDP), whose "
     "parameters are Replicate or Shard(0)"

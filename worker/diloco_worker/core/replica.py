@@ -69,14 +69,12 @@ class Replica:
         self.laid = Laid(
             lambda name: self.parameters.theta(name), lambda name: self.parameters.tensors[name].data_ptr()
         )
-        """Watches whether versions stay in the model."""
         self.ties = tuple(Tie(key, of) for key, of in chosen.saved())[:TIES_MAX]
         """Where the model's state_dict differs from what is shared."""
         self.device = next(p.device for p in (*self._holding.tensors.values(), *parameters.values()) if p.numel())
         self.stow: Callable[[Tensor], Tensor] | None = None
         """Copies a residual to where it is kept between contributions. None: it stays where it was computed."""
         self.model = chosen.model
-        """The model that joined."""
         self.reads_later = False
         """Whether the codec thread takes snapshots after the step boundary."""
         self.has_copies = False
@@ -84,7 +82,6 @@ class Replica:
 
     @property
     def is_spread(self) -> bool:
-        """Whether other processes hold parts of the parameters."""
         return self._holding.is_spread
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
@@ -103,7 +100,6 @@ class Replica:
     # ------------------------------------------------------------ values of a fragment, float32 [num_elements]
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
-        """out <- theta."""
         self.of_kind[fragment.kind].read(fragment, out)
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
@@ -133,7 +129,6 @@ class Replica:
         return self._addable(fragment).left(fragment, difference, steps)
 
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
-        """theta <- alpha * theta + (1 - alpha) * values."""
         self._reshard()
         self.of_kind[fragment.kind].blend(fragment, values, alpha)
 
@@ -143,7 +138,6 @@ class Replica:
         return found
 
     def _reshard(self) -> None:
-        """Make the modules hold only the sharded tensors of FSDP2."""
         for module in self._sharded:
             module.reshard()  # type: ignore[operator]
 

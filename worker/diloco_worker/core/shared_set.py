@@ -29,7 +29,6 @@ from diloco_worker.core import names
 from diloco_worker.core.buffers import buffers_of
 
 Models: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-"""The models that `join` accepts."""
 Patterns: TypeAlias = str | Collection[str]
 """Names, with `*`, `?` and `[...]` as in the shell; a single one may be a plain string."""
 
@@ -43,7 +42,6 @@ class SharedSet:
         Raises WrongCall for an invalid model or pattern, and UnsupportedModel for a model that cannot be shared.
         """
         self.model = as_module(model)
-        """One module, even if several have joined."""
         self.is_named = shared is not None
         """Whether the user has named what is shared, so that it may be frozen and unfrozen at any time."""
         _refuse_scripted(self.model)

@@ -58,7 +58,6 @@ class Difference:
     reference: Reference
     """The difference is valid only while local progress is counted from these very tensors."""
     values: Tensor
-    """float32 [num_elements]."""
 
 
 class ContributionTensors:
@@ -78,11 +77,9 @@ class ContributionTensors:
         self.residual = residual
         """The previous residual, until `encode` replaces it with the loss."""
         self.snapshot: Tensor | None = None
-        """None until taken."""
         self.loss: Tensor | None = None
         """Set by `encode` with error feedback; in host memory if the learner keeps residuals there."""
         self.payload: Payload | None = None
-        """Set by `encode`."""
         self.is_being_read = True
         """Whether the snapshot is not complete yet."""
         self.read = read
@@ -192,7 +189,6 @@ class FragmentTensors:
         self._residual: Tensor | None = None
         self._given_back: ContributionTensors | None = None
         self.fragment = fragment
-        """The part that this process holds."""
         self._replica = replica
         self._policy = policy
 
@@ -298,7 +294,6 @@ class FragmentTensors:
         self._settle(values, merged=merged)
 
     def _is_rounded(self, values: Tensor | None) -> bool:
-        """Whether the model must round these values."""
         return values is not None and self._replica.rounds(self.fragment, values.dtype)
 
     def overwrite(self, values: Tensor, *, merged: bool) -> None:
@@ -311,7 +306,6 @@ class FragmentTensors:
         self._settle(values, merged=merged)
 
     def _settle(self, values: Tensor, *, merged: bool) -> None:
-        """Set the new anchor and, if it holds the contribution, the new residual."""
         if merged:
             assert self.contribution is not None
             self._residual = self.contribution.loss

@@ -40,7 +40,6 @@ class Differences:
         return bool(self.untrained or self.unshared)
 
     def __str__(self) -> str:
-        """The differences, and what to do."""
         return "; ".join(f"{words}: {which}; {do}" for words, which, do in self.said())
 
     def said(self) -> Iterator[tuple[str, str, str]]:

@@ -57,7 +57,6 @@ REST = 40
 """Inner steps without a watch after a version that stayed: an optimizer that undoes versions undoes all."""
 
 Where = Callable[[str], int]
-"""Name of a tensor -> its address."""
 
 
 class RowPlace(NamedTuple):
@@ -74,7 +73,6 @@ class Watched:
     def __init__(
         self, fragment_id: int, places: list[RowPlace], read: Callable[[RowPlace], Tensor], where: Where
     ) -> None:
-        """`read` returns a view of a row."""
         self.fragment_id = fragment_id
         self._places = places
         self._read, self._where = read, where
@@ -173,7 +171,6 @@ class Laid:
             self.undone += 1
 
     def _places(self, fragment: Fragment) -> list[RowPlace]:
-        """Rows in some of the fragment's tensors, in turn."""
         found = [RowPlace(p.tensor, p.tensor_offset, p.tensor_offset + p.num_elements) for p in fragment.pieces]
         found = [place for place in found if self._memory(place).numel() >= ROW]
         if not found:
@@ -192,7 +189,6 @@ class Laid:
         return part.new_empty(0) if flat is None else flat
 
     def _row(self, place: RowPlace) -> Tensor:
-        """[RUNS, RUN]"""
         memory = self._memory(place)
         return memory.as_strided((RUNS, RUN), (memory.numel() // RUNS, 1))
 
