@@ -31,14 +31,11 @@ TAIL = 60
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a schedule."""
-
     seed: int
     events: int
     virtual_s: float
     counts: dict[str, int]
     faults: dict[str, int]
-    """Counts by kind."""
     trace: str
     """SHA-256 over everything that happened: all histories, and all faults."""
 
@@ -83,8 +80,6 @@ def run_schedule(options: Options) -> Result:
 
 
 class SimulatedCluster(Processes):
-    """Everything of one schedule."""
-
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._is_buried = False
@@ -140,7 +135,6 @@ class SimulatedCluster(Processes):
     # ------------------------------------------------------------ what happens
 
     def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
-        """A process has written a line of its history."""
         if self._is_buried:
             return
         self.note(name, what, *facts.items())

@@ -38,8 +38,6 @@ RANKS_MAX = 4
 
 
 class IslandProcess(Trainer):
-    """All ranks of one island."""
-
     def __init__(self, cluster: Stage, learner_id: str, flat: Tensor, start: Start) -> None:
         super().__init__(cluster, learner_id)
         size = self._random.randint(2, RANKS_MAX)
@@ -61,7 +59,6 @@ class IslandProcess(Trainer):
         rank.die()
 
     async def goodbye(self) -> None:
-        """All ranks leave together."""
         self._left += 1
         if self._left == len(self.ranks):
             self._leaving.set()
@@ -245,7 +242,6 @@ class Rows(Counting):
         self.offsets = {name: int(p.storage_offset()) for name, p in self.named_parameters()}
 
     def save_rows(self, flat: Tensor, holdings: dict[str, Holding]) -> None:
-        """flat <- the rank's own rows."""
         for name, held in holdings.items():
             rows = slice(self.offsets[name] + held.start, self.offsets[name] + held.stop)
             flat[rows] = self.flat[rows]

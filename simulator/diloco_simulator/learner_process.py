@@ -41,8 +41,6 @@ TORN = 0.3
 
 @dataclass(eq=False)
 class Taken:
-    """A contribution that was taken."""
-
     low: Tensor
     """The least that it holds: trained until the step boundary, and not merged."""
     lost: Tensor | None = None
@@ -50,8 +48,6 @@ class Taken:
 
 
 class LearnerProcess(Trainer, FollowedRun):
-    """A learner of one process."""
-
     def __init__(self, cluster: Stage, learner_id: str, flat: Tensor, start: Start) -> None:
         Trainer.__init__(self, cluster, learner_id)
         FollowedRun.__init__(self, cluster, self.process, self.name)
@@ -111,7 +107,6 @@ class LearnerProcess(Trainer, FollowedRun):
         self.stage.counts["left with everything merged" if not missing else "left with something"] += 1
 
     async def _step(self) -> None:
-        """One inner step, and its boundary."""
         takes_s = self._step_s * self._random.uniform(0.8, 1.2)
         due = self.stage.timeline.now + takes_s
         self._tokens, self._ahead = self._random.randint(1, TOKENS_MAX), 0

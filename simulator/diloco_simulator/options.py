@@ -79,7 +79,6 @@ class Options:
     max_pushes: int
     """Pushes that a shard accepts at once; others are answered BUSY."""
     call_s: float
-    """Deadline of a call."""
     delay_s: float
     """Mean time of one way through the network."""
     long_delays: float
@@ -87,7 +86,6 @@ class Options:
     loss: float
     duplicates: float
     faults_s: float
-    """When the faults end."""
     fault_every_s: float
     faults: tuple[str, ...]
     disks: tuple[bool, ...]
@@ -97,11 +95,9 @@ class Options:
     interval_s: float
     """As `shard.interval_s`; 0: versions are durable before they are announced."""
     family: str = "memory"
-    """The family from which it was drawn."""
     outer: OuterSettings = SUM
     """The outer optimizer. If somebody lies, values must count tokens, so versions are sums."""
     faults_from_s: float = 0.0
-    """When the faults begin."""
     starts_s: float = 2.0
     """All learners are started within this time."""
     heartbeat_s: float = 1.0
@@ -122,7 +118,6 @@ class Options:
     identities_proven: bool = True
     """Whether callers can use only their own learner ids, as with mTLS. If not, hostile learners use others', too."""
     tactics: tuple[str, ...] = ()
-    """Tactics of the hostile learners."""
     answers: float = 1.0
     """Probability that they contribute to a round that opens."""
     manners: tuple[str, ...] = ("honest",)
@@ -151,7 +146,6 @@ class Options:
 
     @cached_property
     def settings(self) -> tuple[Settings, ...]:
-        """The settings of each shard."""
         return tuple(self._settings(index) for index in range(self.shards))
 
     def _settings(self, shard_index: int) -> Settings:

@@ -73,8 +73,6 @@ TURNS_BEFORE_A_KILL = 60
 
 
 class Processes(Stage):
-    """The processes of one schedule; none is started yet."""
-
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.learners: list[Trainer] = []
@@ -175,7 +173,6 @@ class Processes(Stage):
         return any(s.seeded for s in host.shard.fragments.values()) or bool(host.shard.membership.live())
 
     def fragment(self, shard: str, fragment_id: int) -> FragmentState:
-        """Of a shard that serves."""
         host = self.shards[int(shard.removeprefix("shard-"))].host
         assert host is not None
         return host.shard.fragments[fragment_id]
@@ -334,7 +331,6 @@ class Processes(Stage):
                 call.break_off(tell_client=tell_client, tell_shard=tell_shard)
 
     def heal(self) -> None:
-        """End all faults."""
         self.note("healed")
         self.healed = True
         for hostile in self.hostile:

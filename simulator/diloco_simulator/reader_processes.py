@@ -40,8 +40,6 @@ def _nothing(*_: Any) -> None:
 
 
 class _Reader:
-    """A process that follows a shard."""
-
     def __init__(self, cluster: Stage, role: Role, shard: int) -> None:
         self.name, self.shard = f"{role}-{shard}", shard
         self._cluster, self._options = cluster, cluster.options

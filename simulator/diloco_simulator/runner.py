@@ -22,14 +22,11 @@ CHUNK = 25
 
 @dataclass
 class ScheduleTally:
-    """The summed results of schedules."""
-
     schedules: int = 0
     events: int = 0
     virtual_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    """Counts by kind."""
     failures: dict[int, str] = field(default_factory=dict)
     """Seed -> how to replay it."""
 

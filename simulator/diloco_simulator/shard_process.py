@@ -47,7 +47,6 @@ class ShardProcess:
         self.process.start(self._run(options.settings[index]), self.name)
 
     async def _run(self, settings: Any) -> None:
-        """Runs from start until killed."""
         store = self._open(settings)
         if store is None:
             self._cluster.crash_shard(self.index, noticed=True, back_after_s=self._options.look_every_s)
@@ -123,7 +122,6 @@ class ShardProcess:
         self.process.thaw()
 
     def check(self) -> None:
-        """Checks on rounds at any moment."""
         host = self.host
         if host is None or self.process.frozen or not self.process.alive:
             return

@@ -69,7 +69,6 @@ class HostileLearner:
         self._sessions = [Session(n, transport, me, self._new_process()) for n, transport in enumerate(transports)]
 
     async def run(self) -> None:
-        """Until cancelled."""
         for session in self._sessions:
             self._start(self._stay(session))
         while True:

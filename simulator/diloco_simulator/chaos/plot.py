@@ -29,8 +29,6 @@ MANNERS = ("honest", "fast", "slow", "liar", "still", "silent")
 
 
 class OpenCall(Protocol):
-    """A call that is left open."""
-
     async def receive(self) -> Any:
         """Wait for the shard's first message. Raises a Refusal or Unavailable."""
 
@@ -80,7 +78,6 @@ class Plot:
     step_s: float
     """Step time of an honest learner."""
     call_s: float
-    """Deadline of a call."""
 
 
 @dataclass

@@ -31,7 +31,6 @@ class Fairness:
         """Shard and fragment -> values before the merge in progress, and its contributions."""
 
     def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
-        """A process has written a line of its history."""
         match what:
             case "stepped":
                 self._steps += 1

@@ -46,8 +46,6 @@ REFUSALS_A_FRAME = 2
 
 
 class Violation(Exception):
-    """An invariant was broken."""
-
     def __init__(self, name: str, words: str) -> None:
         super().__init__(f"{name}: {words}")
         self.name = name

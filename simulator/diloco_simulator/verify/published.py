@@ -186,7 +186,6 @@ class PublishedFormula:
         self._merging: dict[tuple[str, int], Before] = {}
 
     def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
-        """A process has written a line of its history."""
         match what:
             case "born" if facts["role"] == "shard":
                 self._accepted = {key: taken for key, taken in self._accepted.items() if key[0] != name}

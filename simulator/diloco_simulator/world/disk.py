@@ -105,7 +105,6 @@ class FakeDisk:
         inode.synced = bytes(inode.content)
 
     def truncate(self, name: str, size: int) -> None:
-        """Remove the end of a file."""
         inode = self._names[name]
         del inode.content[size:]
         inode.synced = bytes(inode.content)
@@ -114,7 +113,6 @@ class FakeDisk:
         return bytes(self._names[name].content)
 
     def lose(self, name: str) -> None:
-        """Remove a file."""
         del self._names[name]
         self._synced_names.pop(name, None)
 
@@ -143,8 +141,6 @@ class FakeDisk:
 
 
 class FakeFile:
-    """Of a FakeDisk, open."""
-
     def __init__(self, disk: FakeDisk, inode: _Inode) -> None:
         self.size = len(inode.content)
         self._disk = disk
@@ -184,8 +180,6 @@ INTERRUPTED_STARTS = 0.15
 
 
 class ShardDisk:
-    """The disk of one shard."""
-
     def __init__(self, index: int, options: Options) -> None:
         self.fake = FakeDisk(options.seed * 8 + index)
         self.random = random.Random(f"shard disk {options.seed} {index}")

@@ -34,8 +34,6 @@ class End:
 
 
 class Network:
-    """All paths of one cluster."""
-
     def __init__(
         self, timeline: Timeline, options: Options, faults: Counter[str], said: Callable[[Any, Path], None]
     ) -> None:
@@ -52,13 +50,11 @@ class Network:
         self.sniffed: deque[Sniffed] = deque(maxlen=SNIFFED_MAX)
         """Recent pushes of all learners, including hostile ones."""
         self.calls: list[NetworkCall] = []
-        """Those that are open."""
         self.random = random.Random(f"network {options.seed}")
         self._options = options
         self._faults = faults
 
     def delay_s(self) -> float:
-        """Delay of one way."""
         if not self.healed and self.random.random() < self._options.long_delays:
             self._faults["message late"] += 1
             return self.random.uniform(0.0, 3 * self._options.lease_s)
@@ -120,7 +116,6 @@ class NetworkCall:
 
     @property
     def is_over(self) -> bool:
-        """At both ends."""
         return self._given_up and all(handler.is_over for handler in self._handlers)
 
     # ------------------------------------------------------------ the client's end
@@ -239,7 +234,6 @@ class NetworkCall:
             act(*args)
 
     def _come(self, *items: Any) -> None:
-        """Items arrive at the client."""
         for item in items:
             if item is End or isinstance(item, Exception):
                 self._given_up = True

@@ -39,7 +39,6 @@ class Timeline:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        """Acts so far."""
         self._later: list[tuple[float, int, SimulatedProcess | None, Act, tuple[Any, ...]]] = []
         self._soon: deque[tuple[SimulatedProcess | None, Act, tuple[Any, ...]]] = deque()
         self._asked = 0
@@ -52,7 +51,6 @@ class Timeline:
         heappush(self._later, (time_s, self._asked, process, act, args))
 
     def later(self, delay_s: float, act: Act, *args: Any) -> None:
-        """Call `act` in `delay_s` seconds."""
         self.at(self.now + delay_s, act, *args)
 
     def soon(self, process: SimulatedProcess | None, act: Act, *args: Any) -> None:
@@ -96,7 +94,6 @@ class SimulatedProcess:
         self.alive = True
         self.frozen = False
         self.turns = 0
-        """Callbacks that it has run."""
         self.kill_at: tuple[int, Callable[[], None]] | None = None
         """After this number of callbacks, the function is called instead of the next one."""
         self.random = random.Random(f"process {seed}")
@@ -120,7 +117,6 @@ class SimulatedProcess:
         return now
 
     def start(self, work: Coroutine[Any, Any, Any], name: str) -> Task[Any]:
-        """Run a coroutine in this process."""
         task: Task[Any] = self.loop.create_task(work, name=name)
         return task
 
