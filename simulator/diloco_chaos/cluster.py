@@ -27,8 +27,6 @@ _DRAIN_S = 20.0
 
 
 class ChaosCluster:
-    """A local cluster, and its faults."""
-
     def __init__(
         self, settings: Settings, files: ClusterFolder, supervisor: Supervisor, interrupts: Interrupts,
         tell: Callable[[str], None], disks: SmallDisks | None = None, links: Links | None = None,

@@ -21,7 +21,7 @@ STEP, VERSION, PACE = "#2a8c82", "#3b4cc0", "#b8860b"
 STARTING = "#fbe3e0"
 AWAY = {"kill": "#f3b8b8", "freeze": "#bfe0f5", "fill": "#f5e2a9", "cut": "#dcc8ee"}
 MARKS = {"kill": ("X", "#c0272d"), "freeze": ("s", "#1b78b4"), "fill": ("D", "#a67c00"), "cut": ("P", "#7b3fb0")}
-"""Kind of a fault -> marker and colour."""
+"""Kind of a fault -> marker and color."""
 HARM = "#7a1f1f"
 EVICTED, JOINED = "#e07b1a", "#2e8b3d"
 ANNOUNCED = ("announced", "restored")

@@ -45,7 +45,6 @@ def compare(
     plot: Annotated[Path | None, Parameter(metavar="FILE", help="losses, and paired gaps with intervals (PNG)")] = None,
     options: LabOptions = LabOptions(),
 ) -> int:
-    """Run arms over the same seeds, and show their paired gaps."""
     from diloco_lab.arms import load_arm
     from diloco_lab.report import comparison, draw, write_csv
     from diloco_lab.runner import run_all
@@ -70,7 +69,6 @@ def sweep(
     grid: Annotated[list[str], Parameter(metavar="SETTING=A,B,...", help="such as train.lr=1e-3,2e-3,4e-3")],
     options: LabOptions = LabOptions(),
 ) -> int:
-    """Run an arm with all combinations of values, and rank them."""
     from diloco_lab.arms import load_arm
     from diloco_lab.report import ranking, write_csv
     from diloco_lab.runner import run_all

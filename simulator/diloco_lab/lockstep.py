@@ -177,7 +177,6 @@ class LearnerRig:
 
     @property
     def core(self) -> LearnerCore:
-        """The core of the current life, or of the last one."""
         return self.cores[-1]
 
     def told(self, rig: ShardRig, directive: Directive) -> None:
@@ -236,7 +235,6 @@ class LearnerRig:
         self.after(delay, lambda: self._arrive(rig, header, payload))
 
     def _arrive(self, rig: ShardRig, header: PushHeader, payload: Payload) -> None:
-        """A push has reached its shard."""
         answer = self._hand_in(rig, header, payload)
         self._inbox.append(lambda core: core.answered(header.fragment_id, header.round, answer))
 

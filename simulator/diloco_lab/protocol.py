@@ -101,8 +101,6 @@ RunAll = Callable[[Sequence[Arm], Sequence[int]], dict[str, Line]]
 
 
 class ProtocolArm(Section):
-    """One arm and its axes."""
-
     settings: Tables = Field(default_factory=dict)
     axes: dict[str, tuple[Any, ...]] = Field(min_length=1)
     closed: tuple[str, ...] = ()
@@ -117,8 +115,6 @@ class ProtocolArm(Section):
 
 
 class Protocol(Section):
-    """The content of a protocol file."""
-
     trials: int = Field(ge=1)
     tune_versions: int | None = Field(default=None, ge=1)
     tune_seeds: int = Field(default=3, ge=1)
@@ -152,7 +148,6 @@ class Protocol(Section):
         return make_arm(name, content)
 
     def values(self, name: str, point: Point) -> dict[str, Any]:
-        """The values at a point of the axes."""
         return {path: of[i] for (path, of), i in zip(self.arms[name].axes.items(), point, strict=True)}
 
 

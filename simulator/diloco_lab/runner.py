@@ -30,9 +30,7 @@ from diloco_lab.references import classic_diloco, data_parallel
 from diloco_lab.tasks import CURVE_TOKENS, EVALUATION_TOKENS, Task, builder
 
 Pair = tuple[Arm, int]
-"""An arm and a seed."""
 Line = dict[str, Any]
-"""One result."""
 DIVERGED = 1.05
 """A run has diverged if it stalled, or its loss is not finite or above this many times its loss before training."""
 CURVE_POINTS = 12
@@ -131,7 +129,6 @@ def load(path: Path) -> dict[str, Line]:
 
 
 def _track(spec: str, line: Line) -> None:
-    """Send the curve of a run, over its tokens."""
     tracker = open_tracker(spec, run="lab", name=f"{line['arm']}-{line['seed']}")
     budget, result = line["settings"]["run"]["tokens"], line["result"]
     for fraction, loss in [*result["curve"], (1.0, result["loss"])]:

@@ -29,8 +29,6 @@ ADAMW_EPS = 1e-8
 
 
 class Stack:
-    """The models, and the state of their optimizers."""
-
     def __init__(self, models: Sequence[GPT], train: TrainSettings) -> None:
         """Turns the parameters of `models` into views of the stack. Call before anything else refers to them."""
         shape = models[0]
