@@ -185,9 +185,7 @@ NOT_WRITTEN = "cannot be written: "
 
 def check_outputs(*paths: Path | None) -> None:
     """Create the folders of these output files; None is skipped.
-
-    Raises ConfigError for a file that cannot be written, before hours of work instead of after them.
-    """
+    Raises ConfigError for a file that cannot be written, before hours of work instead of after them."""
     for path in paths:
         if path is None:
             continue

@@ -532,8 +532,7 @@ def all_kinds() -> list[type[DilocoError]]:
 
 
 def _with_words(kind: type[E], message: str) -> E:
-    """An error with this message as it is: some kinds build theirs from facts that the other side has already put
-    in."""
+    """An error with this message as it is, since some kinds build theirs from facts, which the message already has."""
     error = kind.__new__(kind)
     Exception.__init__(error, plain(message))
     return error

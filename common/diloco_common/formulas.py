@@ -18,8 +18,7 @@ VALUES = ("float32", "bfloat16")
 """Encodings that pulls use for values; all others send changes."""
 
 CALLS_PER_S = 450.0
-"""Contributions (a push and a pull each) per second that one core of a shard can serve (docs/performance.md,
-growth)."""
+"""Contributions (a push and a pull each) per second and core of a shard (docs/performance.md, growth)."""
 BYTES_PER_S = 1.28e9
 """Payload bytes per second that one core of a shard can receive and send (docs/performance.md, growth)."""
 IDLE_BYTES = 260e6

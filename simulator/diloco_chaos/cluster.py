@@ -43,9 +43,7 @@ class ChaosCluster:
 
     def run(self, plan: Sequence[Fault], seconds: float, heal_s: float) -> ChaosRun:
         """Start the cluster, inject faults for `seconds` while it trains, let it heal, and stop it.
-
-        Raises DilocoError, or KeyboardInterrupt if the user asks to stop.
-        """
+        Raises DilocoError, or KeyboardInterrupt if the user asks to stop."""
         run = self._run
         save(self._settings, self._files.settings)
         self._start()

@@ -81,8 +81,7 @@ class LockstepOutcome:
     fates: dict[str, int] = field(default_factory=dict)
     """Number of contributions by fate."""
     stalled: bool = False
-    """Whether it ended before its budget was merged: nothing was merged for long, or a learner's values are not finite.
-    Counts as diverged."""
+    """Whether it ended early: nothing was merged for long, or values are not finite. Counts as diverged."""
 
 
 class Clock:

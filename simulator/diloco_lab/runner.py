@@ -116,8 +116,7 @@ def _results(pairs: Sequence[Pair], jobs: int) -> Iterator[Line]:
 
 
 def load(path: Path) -> dict[str, Line]:
-    """The results in a file, by key; empty if there is no file. Skips lines cut off by a crash, and those with settings
-    that no longer exist."""
+    """The results in a file, by key; none without a file. Skips torn lines, and those with settings that are gone."""
     found: dict[str, Line] = {}
     for text in path.read_text().splitlines() if path.exists() else ():
         try:

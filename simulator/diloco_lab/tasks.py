@@ -61,8 +61,7 @@ class Stackable(Protocol):
 
 
 Build = Callable[[Settings, float], Task]
-"""Makes a task. The number says how much the data of learners differ. 0: all draw from all data; 1: each from its
-part."""
+"""Makes a task. The number says how much learners' data differ. 0: all draw from all data; 1: each from its part."""
 
 
 class BuiltIn:

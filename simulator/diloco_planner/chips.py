@@ -56,8 +56,7 @@ class Failures:
     """Mean time between two preemptions of a whole island."""
     preempt_for_s: float = 1800.0
     notice_s: float = 30.0
-    """Warning time before a preemption. Below `LAST_NOTICE_S`, the learner cannot say goodbye, and loses what it has
-    not contributed."""
+    """Warning before a preemption. Below `LAST_NOTICE_S` there is no goodbye: what was not contributed is lost."""
 
 
 PRESETS = {

@@ -63,8 +63,7 @@ class PlannedRun:
 
     @property
     def companions_share(self) -> float:
-        """What companions add to the contributions and bytes of the model: as much again, but this many times as
-        rarely."""
+        """What companions add to contributions and bytes of the model: as much again, this many times as rarely."""
         return 1 / self.companions_every if self.companions_every else 0.0
 
     @property

@@ -63,8 +63,7 @@ class ShardPlan:
     count: int | None = None
     """Number of machines; each makes one version after another. None: enough, so that no version waits."""
     merge_bytes_s: float = BYTES_PER_S
-    """Bytes of contributions and versions per second that one machine receives, merges and sends
-    (docs/performance.md)."""
+    """Bytes of contributions and versions per second per machine: received, merged and sent (docs/performance.md)."""
     disk_bytes_s: float = math.inf
     """Write rate; a version is written before it is announced."""
     restart_every_s: float = math.inf

@@ -156,8 +156,7 @@ def decoupled(
 
 
 def second_best(task: PlannedTask, learners: Sequence[LearnerPlan], asked: PlannedRun, choice: Choice) -> Way | None:
-    """The other careful encodings with the H that they need, or else the same encodings with twice the H. None: that is
-    more than the planner proposes."""
+    """The other careful encodings with their H, or else the same ones with twice the H. None: more than we propose."""
     rung = next(rung for rung in LADDER if rung.push != choice.encodings.push)
     other, why = settle(asked, rung), rung.price
     if other.every > choice.every:

@@ -31,9 +31,7 @@ def lay_out(values: Tensor, fragment: Fragment, tensors: Mapping[str, Tensor]) -
 
 def write_model(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file atomically, replacing an existing one. Equal tensors give equal bytes.
-
-    Raises DataError.
-    """
+    Raises DataError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

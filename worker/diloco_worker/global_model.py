@@ -72,8 +72,7 @@ class GlobalModel:
     """The version that every fragment of parameters has reached. Buffers may be due less often."""
 
     def load_into(self, module: nn.Module) -> None:
-        """Load all values; the module keeps only what the run does not hold (frozen, private). Raises
-        ManifestMismatch."""
+        """Load all values. The module keeps what the run does not hold (frozen, private). Raises ManifestMismatch."""
         there, keys = names.saved(module), self.keys
         wrong = there.keys() ^ keys.keys()
         found = {key: self.tensors[name] for key, name in keys.items() if name and key in there}
@@ -261,8 +260,7 @@ async def _pull_all(
 async def _news(
     transports: Mapping[str, Transport], observer: Identity, than: GlobalModel, of_model: Collection[int], every: int
 ) -> None:
-    """Wait until `every` further versions are announced, the run is final, its learners have left, or a stream ends
-    because a shard is away."""
+    """Wait until `every` more versions are announced, the run is final, its learners have left, or a stream ends."""
     told, is_far = dict(than.versions), asyncio.Event()
     pulses: dict[str, Pulse] = {}
 

@@ -38,9 +38,7 @@ AVERAGING = "WeightAveraging"
 
 def counted_in(batch: Any) -> Counted:
     """Count by the first tensor in a batch: the elements of an integer tensor are tokens, the rows of others samples.
-
-    Raises ConfigError.
-    """
+    Raises ConfigError."""
     first = next(_tensors_in(batch), None)
     if first is None:
         raise ConfigError(

@@ -23,8 +23,7 @@ class LearnerState:
     inner_step: int
     tokens: int
     tokens_merged: int = 0
-    """Tokens merged by the run, as far as this learner knew. Where a shard has no values, the learner with the highest
-    count seeds it."""
+    """Tokens merged by the run, as far as known here. If a shard has no values, the highest count seeds it."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for torch.save, JSON and the like."""
@@ -57,9 +56,7 @@ def blank_state() -> dict[str, Any]:
 
 def read_state(state: Mapping[str, Any] | None, run: str) -> LearnerState | None:
     """The state given to `join(state=...)`; None if there is none, or a blank one.
-
-    Raises ConfigError if it is invalid, or of a run other than `run`.
-    """
+    Raises ConfigError if it is invalid, or of a run other than `run`."""
     if state is None or state in ({}, blank_state()):
         return None
     if wrong := _what_is_wrong(state):

@@ -136,9 +136,7 @@ class Codec(ABC):
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Decode a whole chunk: `data` (num_bytes(n),) uint8 into `out` (n,) float32.
-
-        Raises BadPayload before anything is written to `out`.
-        """
+        Raises BadPayload before anything is written to `out`."""
         num_elements = out.numel()
         self.check(data, num_elements)
         for part in slices(num_elements):
@@ -146,9 +144,7 @@ class Codec(ABC):
 
     def accumulate(self, data: Tensor, out: Tensor, weight: float) -> None:
         """out += weight * decoded, in float32; `data` (num_bytes(n),) uint8, `out` (n,) float32.
-
-        Raises BadPayload before anything is written to `out`.
-        """
+        Raises BadPayload before anything is written to `out`."""
         num_elements = out.numel()
         self.check(data, num_elements)
         for part in slices(num_elements):

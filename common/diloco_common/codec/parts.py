@@ -52,8 +52,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def sha256(payload: Payload) -> bytes:
-    """Identifies the bytes of a payload securely, as a CRC does against chance: its encoding, number of elements, chunk
-    size where that affects the meaning, and all chunks in order."""
+    """Identifies a payload securely, not just against chance: encoding, size, chunk size if it matters, all chunks."""
     header = payload.header
     chunk_elements = 0 if header.encoding in ITEM_BYTES else header.chunk_elements
     digest = hashlib.sha256(f"{header.encoding} {header.num_elements} {chunk_elements}\n".encode())

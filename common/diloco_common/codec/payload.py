@@ -31,9 +31,7 @@ CHUNK_BYTES_MAX = (4 << 20) + (64 << 10)
 @cache
 def usual_chunk_elements(encoding: str) -> int:
     """Default number of elements per chunk: the most allowed, since each message costs CPU time.
-
-    Raises UnknownEncoding.
-    """
+    Raises UnknownEncoding."""
     codec, size = get_codec(encoding), CHUNK_ELEMENTS_MAX
     while codec.num_bytes(size) > CHUNK_BYTES_MAX:
         size //= 2
@@ -209,9 +207,7 @@ def decode_payload(payload: Payload, out: Tensor) -> None:
 @torch.no_grad()
 def decode_chunk(header: PayloadHeader, index: int, data: Chunk, out_slice: Tensor) -> None:
     """Decode chunk `index` alone, into `out_slice` (its elements,) float32, contiguous, on any device.
-
-    Raises BadPayload, with the index of the block, before anything is written.
-    """
+    Raises BadPayload, with the index of the block, before anything is written."""
     _check_flat(out_slice)
     bounds = header.chunk_slice(index)
     if out_slice.numel() != bounds.stop - bounds.start:

@@ -27,9 +27,7 @@ class HistoryFile:
 
     def __init__(self, folder: Path, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Append to `folder`/`name`.jsonl. The default clock is the same for all processes of one machine.
-
-        Raises OSError.
-        """
+        Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.jsonl"
         self._clock = clock

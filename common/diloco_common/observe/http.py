@@ -89,9 +89,7 @@ class HttpServer:
 
     async def start(self) -> str:
         """Listen, and return the bound "host:port". From then on systemd is told of progress, too.
-
-        Raises ConfigError or InUse.
-        """
+        Raises ConfigError or InUse."""
         address = await self._listener.start()
         self._watchdog = asyncio.create_task(feed_watchdog(lambda: self._alive()[0]), name="watchdog")
         return address

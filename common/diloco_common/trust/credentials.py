@@ -27,16 +27,13 @@ MISSING: Stamp = (None,)
 
 
 DRAWN = secrets.token_hex(3)
-"""Random part of generated learner names, the same for all that this process joins: containers may share host name and
-process id."""
+"""Random part of generated learner names, one per process: containers may share host name and process id."""
 
 
 class Credentials:
     def __init__(self, tls: Path | None = None, token: str | Path | None = None) -> None:
         """`tls`: a folder of `diloco certs issue`. `token`: the bearer token, or a file that holds it.
-
-        Raises ConfigError, SecretExposed.
-        """
+        Raises ConfigError, SecretExposed."""
         self._tls = None if tls is None else TlsFolder(tls)
         self._token_file = token if isinstance(token, Path) else None
         self._token = None if isinstance(token, Path) else token
@@ -112,9 +109,7 @@ class Whereabouts:
 
     def now(self) -> str:
         """host:port; the last known one while the file is gone, as the shard may still be there.
-
-        Raises Unavailable if the shard has never had an address.
-        """
+        Raises Unavailable if the shard has never had an address."""
         if self._file is not None and (stamp := stamp_of([self._file])) != self._stamp:
             found = read_address(self._file)
             if found is not None and found.role == "shard" and found.grpc:

@@ -101,9 +101,7 @@ def is_no_name(host: str) -> bool:
 
 def bind_socket(address: str) -> socket.socket:
     """Bind and listen on "host:port"; port 0 takes a free one. Non-blocking, for an event loop.
-
-    Raises ConfigError (malformed address, host of another machine, no permission) or InUse.
-    """
+    Raises ConfigError (malformed address, host of another machine, no permission) or InUse."""
     wanted = parse_address(address)
     try:
         found = socket.getaddrinfo(wanted.host, wanted.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -41,8 +41,7 @@ def check_ranges(what: str, ranges: Sequence[Range]) -> None:
 
 
 PROTOCOL = 2
-"""2: a checksum for each chunk, parts and ranges, chunks of up to 4 MiB. A Join with version 1 is refused
-(PROTOCOL_MISMATCH)."""
+"""2: a checksum per chunk, parts and ranges, chunks of up to 4 MiB. Version 1 is refused (PROTOCOL_MISMATCH)."""
 SLOWEST_BYTES_PER_S = 50_000
 """Slower transfers are ended and retried. 0.4 Mbit/s."""
 PROBE_MESSAGE_BYTES, PROBE_BYTES_MAX, PROBE_S = 64 << 10, 4 << 20, 2.0
@@ -66,8 +65,7 @@ promoted shard is above all epochs of the shard that it replaced, whenever that 
 
 
 def check_no_way_back(answer: JoinAnswer, seen: int) -> None:
-    """Refuse an epoch from before a promotion, once a later epoch was seen; unless the folder may have been emptied
-    since. Raises Unavailable."""
+    """Refuse an epoch from before a known promotion, unless the folder may have been emptied. Raises Unavailable."""
     epoch, is_newer = answer.epoch, answer.began_with_nothing and answer.epoch % LINE > seen % LINE
     if epoch // LINE < seen // LINE and not is_newer:
         raise Unavailable(
@@ -97,8 +95,7 @@ class Progress:
     away: tuple[ShardAway, ...] = ()
     counts_samples: bool = False
     last_rounds: frozenset[int] | None = None
-    """Set if the learner is about to leave: fragments with work of it that is neither in a version nor in a
-    contribution in flight."""
+    """Set before leaving: fragments with work that is neither in a version nor in a contribution in flight."""
     inner: str = ""
     """Type of its optimizer: ADAM (Adam and similar), OTHER; empty: unknown."""
     pushes_fail_why: str = ""

@@ -59,9 +59,7 @@ class Timeline:
 
     def run(self) -> None:
         """Run scheduled acts in order, each with all that follows from it immediately, until `stop`.
-
-        Raises the error passed to `fail`.
-        """
+        Raises the error passed to `fail`."""
         later, soon = self._later, self._soon
         while not self._stopped:
             if soon:

@@ -89,8 +89,7 @@ Act = (
     ModelCut | PushContribution | OfferSeed | VersionApplied | WorkCarried | StepEnded | LastRounds | Fetch
     | FetchEnded | Answered | Joined | Failed
 )  # fmt: skip
-"""`Answered`, `Joined` and `Failed` report what arrived: a push has its outcome; all ranks have a lease; the learner
-cannot go on, which comes last."""
+"""`Answered`: a push has its outcome. `Joined`: all ranks have a lease. `Failed`: the learner cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_worker.core.events import Joined
 
 REFUSALS_MAX = 5
-"""Rounds in a row that refuse a fragment because it is not finite. After the last one the learner restarts from the
-global values."""
+"""Rounds in a row that refuse a fragment as not finite, until the learner restarts from the global values."""
 ANEW_MAX = 3
 """Most such restarts. Then the learner ends: its data or rates cause it again and again."""
 
@@ -184,8 +183,7 @@ class Diverging:
         self._full: dict[int, int] = {}
         """Fragment -> shard, of fragments with too many refusals in a row."""
         self._refused: defaultdict[int, set[int]] = defaultdict(set)
-        """Fragment -> rounds that refused it since it was last accepted or merged. The answers to all ranks count as
-        one per round."""
+        """Fragment -> rounds that refused it since it was last accepted or merged, however many ranks they answered."""
 
     def answered(
         self, fragment_id: int, shard_index: int, round_number: int, answer: PushAnswer

@@ -348,9 +348,7 @@ class CouncilLog:
 
 def tokens_of(frames: Sequence[bytes]) -> int | None:
     """Tokens trained by all ranks in the step before these frames; None: there was no step.
-
-    Raises IslandBroken if only some ranks took a step.
-    """
+    Raises IslandBroken if only some ranks took a step."""
     tokens = [count for count, _ in map(_HEAD.unpack_from, frames) if count >= 0]
     if tokens and len(tokens) != len(frames):
         raise IslandBroken(

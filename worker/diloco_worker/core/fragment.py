@@ -161,8 +161,7 @@ class LearnerFragment:
         self, values: Tensor, version: int, epoch: int, *, merged: bool, difference: Difference | None = None,
         steps: int = 0,
     ) -> None:  # fmt: skip
-        """Add a version under the local progress, and keep the work that no version holds. `steps`: the learner's
-        total."""
+        """Add a version under the local progress, and keep the work that no version holds. `steps`: in total."""
         since = steps - self._base_steps
         before = self.contribution.steps if self.contribution is not None else 0
         if merged:

@@ -38,8 +38,7 @@ class LearnerCore:
         self.contributions: Counter[str] = Counter()
         """Counts of contributions taken, of each `Fate`, and of refusals by code."""
         self.tokens_carried = 0
-        """Tokens of contributions that were not merged, and whose work the next ones hold; summed over the model's
-        fragments."""
+        """Tokens of contributions that were not merged, and whose work the next ones hold; over all model fragments."""
         self._carried: list[PendingContribution] = []
         self.fragments = {
             f.fragment_id: LearnerFragment(f, FragmentTensors(replica.held(f), replica, policy))
@@ -155,8 +154,7 @@ class LearnerCore:
                 fragment.begin_with_own(self.tokens, self.inner_step)
 
     def rejoined(self, statuses: Sequence[FragmentStatus], epoch: int) -> None:
-        """A shard in that epoch answered Join. Contributions that no version of an earlier epoch holds are lost there,
-        and must be sent again."""
+        """A shard in that epoch answered Join. Contributions in no version of an earlier epoch are to be sent again."""
         for status in statuses:
             fragment = self.fragments[status.fragment_id]
             contribution = fragment.contribution

@@ -22,8 +22,7 @@ WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.optim.swa_utils.AveragedModel": "module",
 }
-"""Type of a wrapper -> its name for the wrapped module. As strings: importing the types takes seconds, and not all
-torch builds have them."""
+"""Type of a wrapper, as a string since importing takes seconds and may fail -> its name for the wrapped module."""
 
 T = TypeVar("T", bound=Tensor)
 

@@ -48,8 +48,7 @@ class Parameters:
             _like(theta, out[piece.bounds]).copy_(theta)
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-        """out <- anchor - theta, in the dtype of `out`. The anchor is first rounded as theta is: rounding was not
-        trained."""
+        """out <- anchor - theta, in the dtype of `out`. The anchor is rounded as theta is: rounding was not trained."""
         used_here(anchor)
         _clear_gaps(fragment, out)
         flat: list[tuple[int, Tensor]] = []
@@ -102,8 +101,7 @@ class Parameters:
                     theta.copy_(theta.float().lerp_(new, 1 - alpha))
 
     def views(self, fragment: Fragment) -> Iterator[tuple[Piece, Tensor]]:
-        """Each piece of a fragment with its part of the model as a view: flat if contiguous; otherwise the piece is cut
-        into parts that are views."""
+        """Each piece of a fragment with its part of the model: a flat view, or several views if not contiguous."""
         for piece in fragment.pieces:
             theta = self.theta(piece.tensor)
             if theta.is_contiguous():

@@ -57,9 +57,7 @@ class Rank:
 
 def check(model: nn.Module, rank: Rank, island: Island) -> None:
     """Refuse what several processes train together without an island, or in a way that an island does not support.
-
-    Raises UnsupportedModel, whose message says what to do, and WrongCall if `island` is invalid.
-    """
+    Raises UnsupportedModel, whose message says what to do, and WrongCall if `island` is invalid."""
     if isinstance(island, str) and island != "alone":
         raise UnsupportedModel(f'island={island!r} is neither "alone", nor a process group, nor a device mesh')
     if not isinstance(island, str | None) and not hasattr(island, "size"):

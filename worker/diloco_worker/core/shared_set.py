@@ -38,9 +38,7 @@ class SharedSet:
 
     def __init__(self, model: Models, shared: Patterns | None = None, private: Patterns = ()) -> None:
         """`shared`: everything that will ever be trained together, or "all"; None: what requires a gradient now.
-
-        Raises WrongCall for an invalid model or pattern, and UnsupportedModel for a model that cannot be shared.
-        """
+        Raises WrongCall for an invalid model or pattern, and UnsupportedModel for a model that cannot be shared."""
         self.model = as_module(model)
         self.is_named = shared is not None
         """Whether the user has named what is shared, so that it may be frozen and unfrozen at any time."""
@@ -106,9 +104,7 @@ class SharedSet:
 
 def as_module(model: object) -> nn.Module:
     """The joined modules as one: names in a list begin with "0.", "1.", ..., those in a dict with its keys.
-
-    Raises WrongCall.
-    """
+    Raises WrongCall."""
     if isinstance(model, nn.Module):
         return model
     several = model.values() if isinstance(model, Mapping) else model if isinstance(model, list | tuple) else ()

@@ -103,8 +103,7 @@ class ContributionTensors:
 
     @property
     def reference(self) -> Reference:
-        """What local progress since the snapshot is counted from: theta at the snapshot, moved by all versions applied
-        since. The snapshot must be taken."""
+        """Progress since the snapshot is counted from here: theta at the snapshot, plus versions applied since."""
         assert self.snapshot is not None
         return Reference(self.anchor, self.snapshot) if self._moved is None else Reference(self._moved)
 

@@ -17,8 +17,7 @@ from diloco_worker.core.shared_set import SharedSet
 
 SHOWN = 3
 KIN = ("adam", "lamb", "adafactor", "soap", "adan")
-"""Parts of the class names of Adam-like optimizers, which divide by a running mean of squared gradients: AdamW8bit,
-FusedAdam, AdamWScheduleFree."""
+"""Parts of class names of Adam-like optimizers, which divide by a mean of squared gradients, such as AdamW8bit."""
 NO_KIN = ("muon",)
 """MuonWithAuxAdam treats the matrices, nearly all of a model, differently."""
 INSIDE = ("optimizer", "_optimizer", "optim", "base_optimizer")
@@ -54,8 +53,7 @@ class Differences:
 
 
 def differences(chosen: SharedSet, optimizers: Iterable[Any], others: Collection[str] = ()) -> Differences:
-    """`optimizers`: all that step on this model. Parameters that are frozen now, and those named in `others`, need not
-    be in one."""
+    """`optimizers`: all of this model. Parameters that are frozen now, or named in `others`, need not be in one."""
     known = {id(one): name for name, objects in chosen.objects.items() for one in objects}
     held: dict[int, Tensor] = {}
     for optimizer in optimizers:

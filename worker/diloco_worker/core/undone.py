@@ -38,8 +38,7 @@ ROWS = 4
 """Tensors of a fragment watched at once; other ones for each version."""
 RUNS, RUN = 4, 16
 ROW = RUNS * RUN
-"""Elements per row: a few runs of neighbors, because each run costs a cache miss at every step. Smaller tensors are not
-watched."""
+"""Elements per row: a few runs, since each run costs a cache miss per step. Smaller tensors are not watched."""
 STEPS = 10
 """Inner steps to watch after a version. Lookahead writes its slow weights every 5, 6 or 10."""
 STEPS_LEAST = 3
@@ -139,8 +138,7 @@ class Laid:
             self._watched.look()
 
     def check(self) -> bool:
-        """Call after every inner step, before versions are applied. Returns true once, when steps are found to undo
-        versions."""
+        """Call after every inner step, before versions are applied. True once: steps were found to undo versions."""
         before = self.undone
         self._rest -= 1
         if self._watched is not None:

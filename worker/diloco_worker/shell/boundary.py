@@ -50,8 +50,7 @@ class StepBoundary:
         self, replica: Replica, addresses: Sequence[str], council: Council, pulse: Callable[[], Pulse], world: World,
         start: Start, after_version: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """`pulse`: the state of the run as this process knows it. `after_version`: called after versions were written
-        to the model."""
+        """`pulse`: the state of the run, as known here. `after_version`: called after versions were written."""
         self.core: LearnerCore | None = None
         """None until the first shard says how to cut the model."""
         self.shards = Shards(len(addresses))

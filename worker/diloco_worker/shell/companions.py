@@ -58,9 +58,7 @@ class Companions:
 
     def __init__(self, optimizers: Optimizer | Iterable[Optimizer], chosen: SharedSet) -> None:
         """Create momentum that the optimizers have not created yet. Parameters of no optimizer have no companion.
-
-        Raises ConfigError if these are not optimizers of this model, and UnsupportedModel for an unknown kind.
-        """
+        Raises ConfigError if these are not optimizers of this model, and UnsupportedModel for an unknown kind."""
         every = _listed(optimizers)
         name_of = {id(p): name for name, p in chosen.shared.items()}
         self.by_name: dict[str, Companion] = {}

@@ -275,8 +275,7 @@ class Connection:
             self._c.codec.drop(lambda c: c.fragment_id in mine and c.shard_epoch != joined.epoch)
 
     def _fails(self, error: DilocoError) -> None:
-        """The shard did something wrong outside the control stream: end that stream, and start over with a new
-        lease."""
+        """The shard did something wrong outside the control stream: end that stream, and get a new lease."""
         self._fault = error
         if self._deadline is not None:
             self._deadline.reschedule(asyncio.get_running_loop().time())

@@ -83,8 +83,7 @@ def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def beside(model: nn.Module, values: Values) -> list[tuple[Tensor, Tensor]]:
-    """Each model tensor that the values name, with its new value; wrappers on either side do not matter. Raises
-    WrongCall."""
+    """Each named model tensor with its new value; wrappers on either side do not matter. Raises WrongCall."""
     known: dict[str, Tensor] = {**names.buffers(model), **names.parameters(model)}
     plain = {_plain(name): tensor for name, tensor in known.items()}
     found: list[tuple[Tensor, Tensor]] = []

@@ -82,9 +82,7 @@ class Puller:
 
     async def _pull(self, fragment_id: int, want: tuple[int, int]) -> None:
         """Try once. `want` matters if versions are pulled by name; otherwise the latest one is pulled.
-
-        Raises Unavailable, or a Refusal of the call or of the bytes.
-        """
+        Raises Unavailable, or a Refusal of the call or of the bytes."""
         state, codec = self._state, self._c.codec
         assert state.manifest is not None
         epoch, local = state.epoch, codec.local(fragment_id)
