@@ -76,8 +76,6 @@ class _Endless:
 
 
 class HeldCall:
-    """A call that is left open."""
-
     def __init__(self, call: Any, *, reads: bool) -> None:
         self._call = call
         self._reads = reads

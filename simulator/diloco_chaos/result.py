@@ -130,7 +130,6 @@ def make_result(
 
 
 def summary(result: Result) -> str:
-    """The result in words."""
     baseline = result["baseline"]
     kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(result["faults_by_kind"].items()))
     lines = [

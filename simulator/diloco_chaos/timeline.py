@@ -139,7 +139,6 @@ def _versions(axes: Any, processes: Sequence[Process], run: ChaosRun, y: float, 
 
 
 def _steps(axes: Any, processes: Sequence[Process], run: ChaosRun, y: float) -> None:
-    """A tick per inner step."""
     times = (line["t"] for process in processes for line in process.of("stepped"))
     at = [t - run.began for t in times if run.began <= t <= run.ended]
     axes.vlines(at, y - 0.17, y + 0.17, color=STEP, linewidth=_tick(run), alpha=0.8, zorder=2)
@@ -182,7 +181,6 @@ def _apart(times: Sequence[float]) -> Iterator[float]:
 
 
 def _marks(axes: Any, run: ChaosRun, place: dict[str, float]) -> None:
-    """A mark for each fault, at its beginning."""
     size = 64 if len(run.faults) < 50 else 44
     for fault in run.faults:
         marker, colour = MARKS[fault.kind]

@@ -312,7 +312,6 @@ def multiplier(cells: Sequence[Cell], lines: Lines, cell: Cell, name: str, base:
 
 
 def gaps(cells: Sequence[Cell], lines: Lines) -> str:
-    """The paired gaps between the first arm and each other one."""
     first = next(iter(cells[0].arms))
     rows = [
         f"| learners | versions | {first} | held against | its loss | {first} above it, 95 % | pairs | "

@@ -97,7 +97,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_csv(path: Path, lines: Mapping[str, Line]) -> None:
-    """One row per run."""
     with path.open("w", newline="") as out:
         writer = csv.DictWriter(out, COLUMNS, extrasaction="ignore")
         writer.writeheader()

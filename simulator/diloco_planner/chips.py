@@ -240,7 +240,6 @@ class _Drawing:
         self._began = self._now
 
     def _restart(self, waits_s: float = 0.0) -> None:
-        """Restart from the last checkpoint."""
         self.line.lost_s += (self._now - self._began) % self._failures.checkpoint_s
         self._stand_still(waits_s)
         self._stand_still(self._failures.restart_s)
@@ -308,7 +307,6 @@ class _Drawing:
 
 
 def repair_s(mean_s: float, chance: random.Random) -> float:
-    """Draw the duration of one repair."""
     u = 1.0 - math.pow(chance.random(), 1 / POWER)
     return mean_s / _UNIT_MEAN * math.pow(-math.log(max(u, 1e-300)), 1 / SHAPE)
 

@@ -205,7 +205,6 @@ def eight_sites() -> tuple[float, float, float]:
 
 
 def tables() -> Iterator[str]:
-    """The tables as markdown."""
     cells = goodput_table()
     yield "| chips | " + " | ".join(WAYS) + " |\n| --- |" + " --- |" * len(WAYS)
     for chips in GOODPUT:

@@ -22,7 +22,6 @@ def late(task: PlannedTask, way: Way | None) -> Iterator[str]:
 
 
 def left_out(task: PlannedTask) -> Iterator[str]:
-    """Sites that cannot hold the model."""
     unable = [(site, plan) for site, plan in task.first_of_each() if not task.holds(plan)]
     return _few([f"{site.name} cannot hold it: {_needs(task, site, plan)}" for site, plan in unable])
 

@@ -63,7 +63,6 @@ def weigh(task: PlannedTask, base: PlannedRun) -> Weighed:
 
 
 def lines_of(task: PlannedTask, found: Weighed) -> Iterator[str]:
-    """The text to print."""
     yield f"{found.verdict}: {found.because}"
     yield ""
     width = max((len(way.name) for way in found.ways), default=0)

@@ -63,7 +63,6 @@ class Options:
     lease_s: float
     progress_timeout_s: float
     step_s: tuple[float, ...]
-    """Step time of each learner."""
     tick_s: float
     """Interval between two ticks of a shard's core."""
     compute_s: float
@@ -80,7 +79,6 @@ class Options:
     """Pushes that a shard accepts at once; others are answered BUSY."""
     call_s: float
     delay_s: float
-    """Mean time of one way through the network."""
     long_delays: float
     """Share of messages that take very long, before the faults end."""
     loss: float
@@ -91,7 +89,6 @@ class Options:
     disks: tuple[bool, ...]
     """For each shard, whether it has a disk; without one it serves from memory. Empty: none has."""
     save_s: float
-    """Mean time of a write."""
     interval_s: float
     """As `shard.interval_s`; 0: versions are durable before they are announced."""
     family: str = "memory"
@@ -106,7 +103,6 @@ class Options:
     companions_every: int = 0
     """Factor by which the companion, one parameter of the model, is due less often; 0: no companion."""
     has_buffer: bool = False
-    """Whether the model has one."""
     islands: int = 0
     """Number of learners, from the first on, that are islands of several ranks."""
     mirrors: bool = False

@@ -255,7 +255,6 @@ class Processes(Stage):
                 learner.is_warned = True
 
     def diverge(self, learner_id: str, snapshots: int) -> None:
-        """Its next `snapshots` snapshots hold NaN."""
         for learner in self.running(learner_id):
             learner.not_finite = snapshots
 
@@ -275,7 +274,6 @@ class Processes(Stage):
             self._kill_soon(shard, kill, at_await=at_await)
 
     def drain_shard(self, index: int, *, back_after_s: float) -> None:
-        """A shard is told to end, and is started again."""
         shard = self.shards[index]
         if shard.process.alive and not shard.process.frozen and shard.is_serving:
 

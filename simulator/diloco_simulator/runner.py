@@ -41,7 +41,6 @@ class ScheduleTally:
 
 
 def run_seeds(family: str, seeds: Sequence[int]) -> ScheduleTally:
-    """Run schedules in this process, one after the other."""
     tally = ScheduleTally()
     for seed in seeds:
         tally.schedules += 1

@@ -46,8 +46,6 @@ HELD_MAX = 64
 
 
 class HostileLearner:
-    """Does harm while `run` runs."""
-
     def __init__(
         self, learner_id: str, transports: Sequence[HostileTransport], plot: Plot, random: Random,
         note: Callable[[str], None],
@@ -131,7 +129,6 @@ class HostileLearner:
                 session.base[directive.fragment_id] = directive.epoch, directive.version
 
     async def _answer(self, session: Session, fragment_id: int) -> None:
-        """Contribute in some way to a round that has just opened."""
         await asyncio.sleep(self._r.random() * ANSWER_S)
         ways = [tactic for tactic in self._plot.tactics if tactic in PUSHES] or [AS_OTHERS]
         await self._contribute(session, self._r.choice(ways), fragment_id)

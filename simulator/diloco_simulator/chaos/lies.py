@@ -39,7 +39,6 @@ def number(r: random.Random, truth: int, *, bits: int = 64) -> int:
 
 
 def seconds(r: random.Random, truth: float) -> float:
-    """A time instead of the true one."""
     return r.choice((0.0, truth, 60.0, 1e6, 1e18, 1e308, float("inf"), float("nan"), -1.0))
 
 
@@ -130,7 +129,6 @@ def chunks(r: random.Random, truth: Payload) -> tuple[bytes, ...]:
 
 
 def tensors(r: random.Random, truth: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """A model instead of the true one."""
     first = truth[0]
     shape = r.choice(((), (0,), (1,) * 9, (2**63 - 1,), (2**40, 2**40), (1,) * 2000, (7, 3)))
     return tuple(

@@ -76,14 +76,11 @@ class Plot:
     answers: float
     """Probability of contributing to a round that opens."""
     step_s: float
-    """Step time of an honest learner."""
     call_s: float
 
 
 @dataclass
 class Session:
-    """Its knowledge of one shard."""
-
     shard: int
     transport: HostileTransport
     caller: Identity

@@ -18,8 +18,6 @@ from diloco_common.observe.histories import Histories, Line, Merge, Name, Proces
 
 @dataclass(frozen=True)
 class BrokenPromise:
-    """A promise that was not kept."""
-
     check: str
     """Name of the function that found it."""
     what: str

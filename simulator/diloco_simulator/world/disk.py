@@ -99,7 +99,6 @@ class FakeDisk:
         self.calls, self.crash_at = 0, None
 
     def rot(self, name: str, offset: int, flip: int = 1) -> None:
-        """Change a byte of a file."""
         inode = self._names[name]
         inode.content[offset] ^= flip
         inode.synced = bytes(inode.content)
@@ -188,11 +187,9 @@ class ShardDisk:
         self.hurt_versions: dict[int, int] = {}
         """Fragment -> number of the version in the file last damaged."""
         self.was_hurt = False
-        """Whether a file was ever damaged."""
         self._refusals = 0
 
     def plan_interruption(self) -> None:
-        """Let the power fail during some starts."""
         fake, r = self.fake, self.random
         fake.crash_at = fake.calls + r.randint(1, 4) if r.random() < INTERRUPTED_STARTS else None
 

@@ -44,7 +44,6 @@ class Counting(nn.Module):
             offset += size
 
     def train_on(self, tokens: int) -> None:
-        """One inner step of an optimizer."""
         self.flat.add_(PATTERN, alpha=tokens)
         self.trained.add_(PATTERN, alpha=tokens)
 

@@ -241,8 +241,6 @@ class NetworkCall:
 
 
 class _Handler:
-    """A shard process's side of one call."""
-
     def __init__(
         self, call: NetworkCall, process: SimulatedProcess, answer: Answer, service: ShardService, *, answers: bool
     ) -> None:

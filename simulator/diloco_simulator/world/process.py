@@ -34,8 +34,6 @@ STUTTER_S = 0.01
 
 
 class Timeline:
-    """The clock, and everything scheduled."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
@@ -46,7 +44,6 @@ class Timeline:
         self._error: BaseException | None = None
 
     def at(self, time_s: float, act: Act, *args: Any, process: SimulatedProcess | None = None) -> None:
-        """Call `act` at a later time, in `process` if given."""
         self._asked += 1
         heappush(self._later, (time_s, self._asked, process, act, args))
 

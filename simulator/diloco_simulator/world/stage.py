@@ -30,8 +30,6 @@ class Checkpoint:
 
 
 class Stage(ABC):
-    """The stage of one schedule."""
-
     def __init__(self, options: Options) -> None:
         self.options = options
         self.timeline = Timeline()
@@ -48,15 +46,12 @@ class Stage(ABC):
         self.events: list[tuple[Any, ...]] = []
 
     def note(self, *what: Any) -> None:
-        """Record an event for the trace."""
         self.events.append((self.timeline.now, *what))
 
     def count(self, what: str) -> None:
-        """Count an event for the report of a run."""
         self.counts[what] += 1
 
     def history_of(self, name: str) -> Chronicle:
-        """The history of a process that is being started."""
         chronicle = Chronicle(self, name)
         self.chronicles.append(chronicle)
         return chronicle

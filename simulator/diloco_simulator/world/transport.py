@@ -95,7 +95,6 @@ class MemoryTransport:
         """Nothing: calls end with their callers."""
 
     async def _ask(self, act: Callable[[ShardService, Any], Awaitable[T]], timeout_s: float, *parts: Any) -> T:
-        """A call that is answered once."""
         call = self._open(_once(act), is_short=True)
         deadline = self._deadline(timeout_s)
         try:
@@ -142,8 +141,6 @@ class UntrustedTransport(MemoryTransport):
 
 
 class MemoryStream:
-    """The learner's end of one Attend."""
-
     def __init__(self, call: NetworkCall) -> None:
         self._call = call
 
