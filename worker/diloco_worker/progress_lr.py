@@ -85,6 +85,7 @@ class ProgressLR(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Any]:
+        """The current rate of each group of the optimizer."""
         self._look_at_others()
         return self._rates()
 

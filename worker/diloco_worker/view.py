@@ -76,6 +76,7 @@ class LearnerView:
 
     @property
     def tokens_merged(self) -> int:
+        """Tokens that the run has merged so far, over all learners."""
         return self._boundary.pulse.tokens_merged
 
     @property
