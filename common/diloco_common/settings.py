@@ -258,12 +258,12 @@ class TrainSettings(Section):
     """Share of the token budget over which rates rise. If AdamW is the only optimizer, 0.2 to 0.4 was better in short
     runs (docs/quality.md)."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Of matrices, in both optimizers."""
+    """Weight decay of matrices, with either optimizer."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.99, ge=0, lt=1)
-    """Of AdamW."""
+    """Decay of the running means of AdamW."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Of Muon."""
+    """Momentum of Muon."""
     clip: float = Field(default=1.0, gt=0)
     """Norm to which gradients are clipped."""
     average_momentum: bool = False

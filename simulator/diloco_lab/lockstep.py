@@ -119,7 +119,7 @@ class LearnerRig:
         settings, conditions = run.settings, run.conditions
         self.learner_id = f"worker-{index}"
         self.cores: list[LearnerCore] = []
-        """Of all its lives. The last one is the current one, if the learner is alive."""
+        """One core per life. The last one is the current one, if the learner is alive."""
         self.alive = False
         self.generations: dict[ShardRig, int] = {}
         self._run = run

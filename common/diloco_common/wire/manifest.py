@@ -96,7 +96,7 @@ class TensorSpec(NamedTuple):
     rule: Rule = "run"
     kind: Kind = "parameter"
     dtype: Dtype = "float32"
-    """Of a buffer. Parameters and momentum are sent as float32, whatever their local dtype."""
+    """Dtype of a buffer. Parameters and momentum are sent as float32, whatever their local dtype."""
 
     @property
     def num_elements(self) -> int:

@@ -34,7 +34,7 @@ class Caller:
     learner_id: str
     process_id: str
     rank: int = 0
-    """Of this process within the island."""
+    """Rank of this process within its island."""
 
     @property
     def identity(self) -> Identity:

@@ -3,8 +3,8 @@
     held    the elements in the rank's own tensors: all of them under DDP, rows of each tensor under FSDP2
     own     the elements that the rank pushes: ranks that hold the same elements split them in whole blocks
 
-Both are laid out by part_layout.py, so blocks begin where those of the whole fragment begin. `own` is one slice of
-`held`.
+Both are laid out by `diloco_common/codec/parts.py`, so blocks begin where those of the whole fragment begin. `own` is
+one slice of `held`.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Certificates:
 
 
 def _expires(pem: bytes) -> float:
-    """Of several certificates, that of the first."""
+    """When a certificate expires, or the first of several."""
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
