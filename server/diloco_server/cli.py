@@ -44,7 +44,7 @@ def serve(
 
     end_on_sigterm()
     tune_allocator()  # before threads and large buffers
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # anybody may dial, and each failed handshake writes a line
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # each failed handshake of any caller would write a line
     import asyncio
     import gc
     import logging
