@@ -1,4 +1,4 @@
-"""The commands of this distribution, which `diloco` finds here (`diloco_common/program.py`)."""
+"""The commands of this distribution, found by `diloco` (`diloco_common/program.py`)."""
 
 from __future__ import annotations
 

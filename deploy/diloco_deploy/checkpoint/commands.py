@@ -1,4 +1,4 @@
-"""`diloco checkpoint`, `restore`, `export` and `pull`. What takes torch is imported when they run."""
+"""`diloco checkpoint`, `restore`, `export` and `pull`. Modules that need torch are imported inside the commands."""
 
 from __future__ import annotations
 

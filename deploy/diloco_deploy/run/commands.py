@@ -1,4 +1,4 @@
-"""`diloco up`, `init`, `resume` and `scale`, as they are typed."""
+"""The commands `diloco up`, `init`, `resume` and `scale`."""
 
 from __future__ import annotations
 

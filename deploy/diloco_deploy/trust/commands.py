@@ -1,4 +1,4 @@
-"""`diloco certs` and `diloco token`: their options, what they do, and what they print."""
+"""The commands `diloco certs` and `diloco token`."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def tend(
             for words in tending.look(datetime.now(UTC), renews=renews):
                 log.event("issued", to=words)
             why = tending.why_not
-        except ConfigError as error:  # what was issued before goes on
+        except ConfigError as error:  # earlier certificates stay valid
             why = str(error)
         if why and why != said:
             log.error("not everything could be seen to", why=why)
@@ -201,7 +201,7 @@ BEARER_TOKEN_BYTES = 32
 def make_bearer_token(path: Path) -> bool:
     """Write a random bearer token to `path` (mode 0600), unless the file exists. Returns whether it did.
 
-    Processes that start together agree on one token: the first to create the file decides, and the file is whole when
+    Processes that start together agree on one token: the first to create the file wins, and the file is complete when
     it appears. Raises ConfigError.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
