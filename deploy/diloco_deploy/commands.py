@@ -88,7 +88,6 @@ def logs(
 
 
 def _show_end(name: str, path: Path, lines: int, named: bool) -> int:
-    """Returns the size of the file so far."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in deque(file, maxlen=lines):
             _print(name, line, named)

@@ -18,7 +18,6 @@ from diloco_server.storage.filesystem import Files, OldFile
 from diloco_server.storage.version_file import check_version
 
 BLOCK_BYTES = 8 * 2**20
-"""Size of a read."""
 TRIED_AGAIN = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 
 

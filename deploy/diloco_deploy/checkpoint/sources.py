@@ -25,8 +25,6 @@ from diloco_server.storage.version_file import Header, StoredVersion, version_na
 
 @dataclass(frozen=True)
 class Source:
-    """One named folder or URL, and the versions in it."""
-
     where: str
     files: Files
     contents: Contents
@@ -51,8 +49,6 @@ class Source:
 
 @dataclass(frozen=True)
 class Whole:
-    """Sources that together hold a complete model."""
-
     sources: tuple[Source, ...]
     contents: Contents
 

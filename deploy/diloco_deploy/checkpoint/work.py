@@ -71,7 +71,6 @@ def _facts(*paths: Path) -> dict[str, Any]:
 
 
 def show(checkpoints: Sequence[dict[str, Any]], *, as_json: bool) -> None:
-    """Print the result of `find_checkpoints`."""
     if as_json:
         print(json.dumps(checkpoints, indent=2))
         return
@@ -83,7 +82,6 @@ def show(checkpoints: Sequence[dict[str, Any]], *, as_json: bool) -> None:
 
 
 def words(contents: Contents) -> str:
-    """Describe the contents in words."""
     total = len(contents.files) + len(contents.missing)
     shards = ", ".join(map(str, sorted({file.shard_index for file in contents.files})))
     part = f" (a part: shards {shards} of {contents.num_shards})" if contents.missing else ""

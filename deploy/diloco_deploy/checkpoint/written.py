@@ -44,8 +44,6 @@ OR_ELSE = "save the model of a learner, after `finish`"
 
 @dataclass(frozen=True)
 class Loader:
-    """The library that will load the model."""
-
     name: str
     wants: Mapping[str, Tensor]
     """Every name -> the values of the base; tied ones share memory."""
@@ -142,10 +140,7 @@ def _differs(frozen: FrozenTensor, values: Tensor) -> bool:
 
 
 def _check(loader: Loader, values: Mapping[str, Tensor], other: set[str], lost: set[str], is_partial: bool) -> set[str]:
-    """Check that tensors and places match. Returns the names that are left out.
-
-    Raises DataError, unless `is_partial`.
-    """
+    """Check that tensors and places match. Returns the names left out. Raises DataError, unless `is_partial`."""
     same, wants = canonical(loader.wants), loader.wants
     differing = {same[want] for want in other}
     other = {want for want in wants if same[want] in differing}

@@ -21,8 +21,6 @@ ASK_S = 3.0
 
 
 class Asker:
-    """Sends requests with the caller's credentials."""
-
     def __init__(self, tls: Path | None = None, bearer_token: str | None = None) -> None:
         """`tls`: folder with an observer's certificate; None: plaintext. Raises ConfigError, SecretExposed.
 
@@ -54,8 +52,7 @@ def _status(address: str, timeout_s: float, asker: Asker) -> dict[str, Any] | No
 
 
 def _read(body: bytes) -> dict[str, Any]:
-    """The status, with `clock_skew_s`, seconds by which its clock is ahead of ours, if it reports its time. Raises
-    Unreadable."""
+    """The status, with `clock_skew_s`: seconds by which its clock, if reported, is ahead of ours. Raises Unreadable."""
     status = reading.read_status(body)
     return status if (clock := status.get("clock")) is None else {**status, "clock_skew_s": clock - time.time()}
 
@@ -110,8 +107,6 @@ def fetch_all(
 
 
 class ShardReply(NamedTuple):
-    """The answers of a shard."""
-
     asked_at: float
     """When its status was requested, in seconds of the monotonic clock."""
     status: dict[str, Any]

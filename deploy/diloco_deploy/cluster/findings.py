@@ -36,7 +36,6 @@ STANDS = frozenset({"STORAGE", "NO_PROGRESS"})
 GONE = frozenset({"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY", "LEFT_OUT", Revoked.code, Expired.code})
 """Codes that mean that an expected member is missing."""
 OF_SHARDS = frozenset({"SHARD_AWAY", "SHARD_UNKNOWN", Expired.code})
-"""Those of them that concern shards."""
 _HERE = ("up", "heard")
 _DONE = ("ended", "left")
 
@@ -47,12 +46,10 @@ class Finding:
 
     code: str
     member: str
-    """The member concerned."""
     words: str
     """The problem, its effect, and its cause."""
     do: str
     since_s: float | None = None
-    """For how long; None: unknown."""
 
     def __str__(self) -> str:
         return f"{self.words}; {self.do} [{self.code}]"
@@ -98,7 +95,6 @@ def _of_shard(cluster: Cluster, shard: SeenMember, now: float, silent_after_s: f
 
 
 def _readers(shard: SeenMember) -> Iterator[Finding]:
-    """Mirrors and standbys that are away."""
     for away in shard.get("readers_away", ()):
         since_s, role = float(away.get("for_s") or 0.0), away.get("role")
         if since_s < READER_S:

@@ -83,7 +83,6 @@ class SeenLearner:
 
     @property
     def who_says(self) -> str:
-        """Which shards say so, in words."""
         verb = "heard" if self.is_here else "evicted"
         count = sum((word in WITH_LEASE) == self.is_here and word != "left" for word in self.at.values())
         return f"{verb} by {count} shard{'' if count == 1 else 's'}"
@@ -145,7 +144,6 @@ def forget_most(learners: dict[str, SeenLearner]) -> int:
 
 
 def _state_at(said: Status) -> str:
-    """The state of a learner at one shard."""
     state = str(said["state"])
     return "left_out" if said.get("left_out") and state in WITH_LEASE else state
 

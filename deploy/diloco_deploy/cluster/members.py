@@ -10,7 +10,6 @@ from typing import Any
 from diloco_common.wire.addresses import Role
 
 Status = Mapping[str, Any]
-"""One answer of /status."""
 COUNTERS = (
     "rounds", "late", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled", "tokens_carried",
 )  # fmt: skip
@@ -20,8 +19,6 @@ COUNTERS_OF_LEARNERS = ("asked", "merged")
 
 @dataclass
 class SeenMember:
-    """One shard or worker, and its answers."""
-
     name: str
     """The name under which it is asked, which may be only an address."""
     role: Role
@@ -31,7 +28,6 @@ class SeenMember:
     status: Status = field(default_factory=dict)
     """The last answer of its current process."""
     label: str = ""
-    """The name to show."""
     heard_at: float | None = None
     asked_at: float = 0.0
     """When its last answer was requested, by a monotonic clock."""
@@ -114,12 +110,10 @@ class SeenMember:
 
     @property
     def tokens_budget(self) -> int:
-        """The run's budget, as a shard reports it."""
         return int(self.get("tokens_budget", 0)) if self.status else self.budget_before
 
     @property
     def contributions(self) -> float:
-        """Contributions in all rounds of a shard."""
         return self.contributions_before + self._contributions()
 
     @property
@@ -138,7 +132,6 @@ class SeenMember:
 
     @property
     def learners_held(self) -> int:
-        """Learners with a lease at this shard."""
         return sum(one.get("state") in ("alive", "stalled") for one in self.get("learners", ()))
 
     def _contributions(self) -> float:
@@ -151,5 +144,4 @@ class SeenMember:
 
 
 def counts_of(said: Mapping[str, Any]) -> Counter[str]:
-    """One shard's counts of a learner."""
     return Counter({key: int(said.get(key) or 0) for key in COUNTERS_OF_LEARNERS})

@@ -27,7 +27,7 @@ class Totals:
     """Totals of a cluster. Shards share nothing, so their counters are summed."""
 
     unit: str
-    """The unit of tokens: "tokens" or "samples"."""
+    """"tokens" or "samples"."""
     tokens: int
     """Tokens trained by all workers, by their own count. A worker that returns continues from its checkpoint."""
     tokens_merged: int
@@ -45,7 +45,6 @@ class Totals:
     bytes_pushed: int
     bytes_pulled: int
     done: bool
-    """Every shard has reached the token budget."""
 
 
 class Cluster:
@@ -69,15 +68,12 @@ class Cluster:
     # ------------------------------------------------------------ answers
 
     def expect(self, name: str, role: Role) -> None:
-        """Add a member."""
         self.members.setdefault(name, SeenMember(name, role))
 
     def await_learner(self, learner_id: str) -> None:
-        """Add an expected learner."""
         self._learners.setdefault(learner_id, SeenLearner(learner_id, "awaited"))
 
     def begins_anew(self, name: str) -> None:
-        """A member has a new process."""
         self._before_change_of(name)
         self.members[name].begins_anew()
 
@@ -130,7 +126,6 @@ class Cluster:
         return max((shard.tokens_budget for shard in self.shards), default=0)
 
     def count(self, key: str) -> int:
-        """The sum of a counter over all shards."""
         return sum(shard.count(key) for shard in self.shards)
 
     def totals(self) -> Totals:

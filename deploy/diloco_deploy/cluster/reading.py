@@ -61,7 +61,7 @@ def get(
 
 
 def _left(ends_at: float) -> float:
-    """Remaining seconds. Raises TimeoutError."""
+    """Raises TimeoutError."""
     left = ends_at - time.monotonic()
     if left <= 0:
         raise TimeoutError("no answer in time")

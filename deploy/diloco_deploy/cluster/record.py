@@ -13,8 +13,6 @@ from diloco_common.wire.addresses import dialable, read_address, write_json
 
 
 class MemberRecord(BaseModel):
-    """One member's process, as its supervisor knows it."""
-
     role: Literal["shard", "worker"]
     process: str
     """starting, up, died, ended or lost; see `members.SeenMember`."""
@@ -40,7 +38,6 @@ class ClusterRecord(BaseModel):
 
     @classmethod
     def of(cls, settings: Settings) -> ClusterRecord:
-        """The record of a new cluster, without members."""
         cluster, sync = settings.cluster, settings.sync
         return cls(
             run=settings.run.id, shards=cluster.shards, workers=cluster.workers, fragments=sync.fragments,

@@ -61,16 +61,12 @@ class Present:
 
 @dataclass(frozen=True)
 class Roll:
-    """The members, their model, and the findings about them."""
-
     present: tuple[Present, ...]
-    """Shards first."""
     cluster: Cluster
     problems: tuple[Finding, ...]
 
     @property
     def workers_expected(self) -> int:
-        """Workers that are present or expected."""
         return sum(one.role == "worker" and one.presence != "left" for one in self.present)
 
 
@@ -119,7 +115,6 @@ def _member(one: Present, recorded: MemberRecord | None) -> SeenMember:
 
 
 def _again(one: Present, recorded: MemberRecord | None) -> str:
-    """What restarts it."""
     if one.presence == "starting":
         return "wait: `diloco up` starts it"
     if recorded is not None and recorded.process == "lost":
@@ -130,8 +125,6 @@ def _again(one: Present, recorded: MemberRecord | None) -> str:
 
 
 class _Call:
-    """The data of one roll call."""
-
     def __init__(
         self, asked: Mapping[str, str], answers: Mapping[str, Status], record: ClusterRecord | None, now: float
     ) -> None:
@@ -213,7 +206,6 @@ class _Call:
         return Present(name, "shard", "alive", why=why)
 
     def _learners(self) -> Iterator[Present]:
-        """The learners known to shards."""
         members = [SeenMember(f"{number}", "shard", "up", shard) for number, shard in enumerate(self._shards)]
         for name, learner in sorted(put_together(members, {}).items()):
             presence: Presence = "alive" if learner.is_here else "left" if learner.state == "left" else "away"

@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 CALL_S = 4.0
 DOWN_S, DOWN_BYTES_MAX = 2.0, 16 << 20
-"""Limits of a pull."""
 PACKAGE_CHARACTERS_MAX = 64
 ENOUGH_BYTES = 64 << 10
 """Fewest bytes from which a bandwidth is computed."""
@@ -63,8 +62,7 @@ def describe(door: Door, protocol: int) -> JoinAnswer:
 
 
 def measure(door: Door) -> MeasuredShard:
-    """Measure the upload rate, the shard's clock and its package. Raises Refusal, NoShard (it has no Probe),
-    Silence."""
+    """Measure upload rate, clock and package of a shard. Raises Refusal, NoShard (it has no Probe), Silence."""
 
     async def ask(channel: grpc.aio.Channel) -> MeasuredShard:
         probe = channel.stream_unary(

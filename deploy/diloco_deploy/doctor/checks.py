@@ -28,8 +28,6 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class ReportLine:
-    """One line of a report."""
-
     state: State
     code: str
     """OK, or a code of `diloco explain`."""
@@ -60,8 +58,6 @@ def of_error(error: DilocoError) -> ReportLine:
 
 
 class Door(NamedTuple):
-    """How to call a shard."""
-
     address: str
     run_id: str
     files: TlsFiles | None = None
@@ -96,15 +92,12 @@ class Check(NamedTuple):
     about: str
     """What it checks, such as an address or a folder; shown beside the name."""
     seconds: float
-    """Time limit."""
     look: Callable[[], ReportLine | Sequence[ReportLine]]
     needs: tuple[str, ...] = ()
     """Checks of the same `about` that must have passed."""
 
 
 class CheckedLine(NamedTuple):
-    """A finding, and the check that made it."""
-
     check: Check
     finding: ReportLine
 

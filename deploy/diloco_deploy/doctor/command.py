@@ -41,18 +41,14 @@ if TYPE_CHECKING:
 
 MARKS = {State.OK: "ok", State.WARNING: "WARNING", State.FAILURE: "FAILURE", State.SKIPPED: "skipped"}
 AT_ONCE = 16
-"""Shards checked in parallel."""
 
 
 @dataclass(frozen=True)
 class Patient:
-    """What to check."""
-
     settings: Settings
     shards: Sequence[str] = ()
     """Addresses of shards to check the connection to; empty: none."""
     is_shard: bool = False
-    """Whether this machine will run the shard of the settings."""
     params: float | None = None
     """Parameters of the whole model; None: unknown."""
     step_s: float = 1.0
@@ -85,7 +81,6 @@ def examine(patient: Patient, *, as_json: bool = False) -> int:
 
 
 def look(patient: Patient) -> Iterator[CheckedLine]:
-    """The findings, as they are made."""
     # Imports torch, for the codec: two seconds, or many on a busy machine. No check should pay for that.
     import_module("diloco_deploy.doctor.shards")
     ends_at = time.monotonic() + TOTAL_S
@@ -123,7 +118,6 @@ def _ways(patient: Patient, ends_at: float) -> Iterator[CheckedLine]:
 
 
 def _walked(door: Door, known: Known, ends_at: float) -> Iterator[CheckedLine]:
-    """Check the connection to one shard."""
     from diloco_common.wire.messages import PROTOCOL
     from diloco_deploy.doctor import shards
 

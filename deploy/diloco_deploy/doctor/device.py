@@ -25,8 +25,6 @@ FEW = 0.05
 
 
 class Sizes(NamedTuple):
-    """Sizes of the work for a device."""
-
     matrix: int
     copied_bytes: int
 
@@ -90,7 +88,6 @@ def same_bits(work: Callable[[], Sequence[Tensor]], soak_s: float, clock: Callab
 
 
 def bandwidth(device: torch.device) -> ReportLine:
-    """Bandwidth of the device's own memory."""
     one = torch.ones(_sizes(device).copied_bytes, dtype=torch.uint8, device=device)
     other = torch.empty_like(one)
     rate = 2 * one.numel() / _seconds(lambda: other.copy_(one), device)
@@ -98,7 +95,6 @@ def bandwidth(device: torch.device) -> ReportLine:
 
 
 def copies(device: torch.device) -> ReportLine:
-    """Copy pinned host memory to the device and back, and compare."""
     is_apart = device.type != "cpu"
     host = torch.randint(256, (_sizes(device).copied_bytes // 4,), dtype=torch.uint8)
     host = host.pin_memory() if is_apart else host
@@ -129,7 +125,6 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The fastest of `COPIES` runs."""
     took = []
     for _ in range(COPIES):
         began = time.perf_counter()

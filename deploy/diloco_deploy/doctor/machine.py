@@ -39,8 +39,6 @@ class Written(NamedTuple):
 
 
 class PlannedShard(NamedTuple):
-    """The planned load of a shard."""
-
     params: float
     fragments: int
     learners: int
@@ -100,7 +98,6 @@ def speed(folder: Path, shard: PlannedShard | None, clock: Callable[[], float]) 
 
 
 def fast_enough(folder: Path, written: Written, shard: PlannedShard | None) -> ReportLine:
-    """Whether versions are durable in time."""
     what = (
         f"{folder}: {units.size(written.num_bytes)} are durable after {written.seconds:.2g} s "
         f"({units.size(written.bytes_per_s)}/s)"
@@ -126,7 +123,6 @@ def fast_enough(folder: Path, written: Written, shard: PlannedShard | None) -> R
 
 
 def room(folder: Path, shard: PlannedShard | None) -> ReportLine:
-    """Whether the disk has room for the versions that are kept."""
     place = _nearest(folder)
     try:
         free = float(Disk(place).free_bytes())
@@ -168,7 +164,6 @@ def files(settings: ShardSettings) -> ReportLine:
 
 
 def enough_files(hard: int, settings: ShardSettings) -> ReportLine:
-    """Whether that many open files suffice for all learners."""
     wanted, allowed = connections_wanted(settings), connections_allowed(settings, hard)
     learners = allowed // CONNECTIONS_PER_LEARNER
     what = f"{hard} files may be open: enough for {learners} learners ({CONNECTIONS_PER_LEARNER} connections each)"

@@ -1,5 +1,4 @@
-"""Checks the connection to a shard: its name, port, TLS and certificates; then its version, clock, bandwidth, and the
-settings that the link allows."""
+"""Checks the connection to a shard, from its name and port to TLS, then its version, clock, and bandwidth."""
 
 from __future__ import annotations
 
@@ -57,7 +56,6 @@ def port(address: str, dial_s: float = DIAL_S) -> ReportLine:
 
 
 def round_trip(address: str, seconds: float) -> ReportLine:
-    """The finding for an open port."""
     what = f"{address} answers; a round trip takes {1000 * seconds:.3g} ms"
     if seconds > FAR_S:
         return warning("LINK_FAR", what, round_trip_s=seconds)
@@ -83,7 +81,6 @@ def handshake(
 
 
 def validity(whose: str, until: datetime, now: datetime) -> ReportLine:
-    """How long a certificate is valid."""
     what = f"{whose} holds until {shown(until)}"
     return warning("CERTIFICATE_ENDS_SOON", what) if until - now < ENDS_SOON else ok(what)
 
@@ -166,7 +163,6 @@ def clock(address: str, skew_s: float, *, proven: bool) -> ReportLine:
 
 
 def package(address: str, theirs: str, ours: str) -> ReportLine:
-    """Whether both run the same version."""
     if theirs == ours:
         return ok(f"{address} runs {theirs}, as this machine does")
     return warning("PACKAGES_DIFFER", f"{address} runs {theirs}, this machine {ours}")
@@ -216,7 +212,6 @@ def advice(up: float, down: float, answer: JoinAnswer, params: float, step_s: fl
 
 
 def _params(answer: JoinAnswer) -> int:
-    """Parameters of the model without companions."""
     return sum(tensor.num_elements for tensor in answer.tensors if tensor.traits.is_of_model)
 
 

@@ -1,5 +1,4 @@
-"""The explanation of every code: errors, findings of `diloco doctor`, outcomes, exit codes. alerts.md has the
-alerts."""
+"""The explanation of every code: errors, findings, outcomes and exit codes. alerts.md has the alerts."""
 
 from __future__ import annotations
 
@@ -42,7 +41,6 @@ class Entry:
     exit_code: int | None = None
     """Exit code of a command that ends with it."""
     also: str = ""
-    """Where else it appears."""
     is_logged: bool = False
     """Whether it appears in the log of a process that goes on."""
 

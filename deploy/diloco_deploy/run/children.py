@@ -19,8 +19,6 @@ EVALUATE = "evaluate"
 
 @dataclass(frozen=True)
 class Programs:
-    """Modules that the children run."""
-
     server: str = "diloco_server"
     worker: str = "diloco_demo"
 
@@ -64,8 +62,7 @@ class Children:
         return ChildSpec(name, "shard", self._programs.server, arguments, self.log(name), address_file)
 
     def worker(self, index: int, host: str = "") -> ChildSpec:
-        """Worker number `index`. All shards must be up. `host`: the host at which it reaches them, if not their own
-        address."""
+        """All shards must be up. `host`: the host at which the worker reaches them, if not their own address."""
         name = self.workers[index]
         worker, address_file = self._settings.worker, self._files.run / f"{name}.json"
         given = {
@@ -90,7 +87,6 @@ class Children:
         return self._files.logs / f"{name}.log"
 
     def port(self, shard: str) -> int:
-        """The gRPC port of a shard that is up."""
         return int(self._ports[shard][0].rpartition(":")[2])
 
     def shard_addresses(self, host: str = "") -> str:

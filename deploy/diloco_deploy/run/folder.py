@@ -47,7 +47,6 @@ class ClusterFolder:
         """`data`: the parent of the shards' data folders, if not `folder`."""
         self.folder = folder
         self.data = data or folder
-        """The parent of the shards' data folders."""
         self.run = folder / "run"
         self.logs = folder / "logs"
         self.certs = folder / "certs"
@@ -56,7 +55,6 @@ class ClusterFolder:
         self._where = folder / "where"
         self.evaluation = folder / "evaluation.json"
         self.evaluated = self.run / "evaluated.json"
-        """Progress of the evaluation."""
         self.report = outputs.report or folder / "report.json"
         self.model = outputs.model or folder / "model.safetensors"
 
@@ -114,7 +112,6 @@ class ClusterFolder:
 
     @property
     def holds_versions(self) -> bool:
-        """Whether there is a run to continue."""
         return _hold_versions(self.data)
 
     def _held_versions_elsewhere(self) -> bool:
@@ -129,7 +126,6 @@ class ClusterFolder:
         return self._where.exists() and self._where.read_text(encoding="utf-8").strip() == "ray"
 
     def runs(self, where: Literal["here", "ray"]) -> None:
-        """Remember where the run was started, for `diloco resume`."""
         self._where.write_text(where + "\n", encoding="utf-8")
 
     def check(self, settings: Settings) -> None:

@@ -137,7 +137,6 @@ class Members:
         self._write()
 
     def expect(self, name: str, role: Role) -> None:
-        """A member has a process, perhaps a new one."""
         self.watch.expect(name, role)
         old = self._record.members.get(name)
         self._record.members[name] = MemberRecord(

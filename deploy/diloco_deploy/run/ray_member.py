@@ -30,7 +30,7 @@ IN_USE_AGAIN_S = 5.0
 
 @dataclass(frozen=True)
 class Plan:
-    """The description of one member, in a folder shared by all nodes."""
+    """One member; the folder is shared by all nodes."""
 
     name: str
     role: Role
@@ -48,8 +48,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class Look:
-    """The state of a member."""
-
     host: str
     life: int
     is_up: bool
@@ -57,7 +55,6 @@ class Look:
     """Set when it will not be restarted here."""
     exit_code: int
     events: tuple[str, ...]
-    """Events since the last look."""
 
 
 class OnRay:

@@ -66,8 +66,6 @@ def bring_up_on_ray(settings: Settings, outputs: Outputs, *, fresh: bool = False
 
 
 class _RayRun:
-    """The actors of one run."""
-
     def __init__(self, ray: Any, settings: Settings, files: ClusterFolder, interrupts: Interrupts) -> None:
         self._ray, self._settings, self._files, self._interrupts = ray, settings, files, interrupts
         self._groups: list[Any] = []
@@ -200,7 +198,6 @@ class _RayRun:
                 self._heard(name, found)
 
     def _is_dead(self, name: str) -> None:
-        """Its actor died and will not be recreated."""
         if name.startswith("shard"):
             self._note(name, "lost")
             raise DilocoError(f"{name}: its actor died and is not made again, so a part of the model is away")
@@ -293,7 +290,7 @@ class _Actor(OnRay):
 
 
 def _connected() -> Any:
-    """Ray, connected. Raises ConfigError, CannotConnect."""
+    """Raises ConfigError, CannotConnect."""
     try:
         import ray
     except ImportError:

@@ -34,8 +34,6 @@ Kind = Literal["shard", "worker", "job"]
 
 
 class Action(enum.Enum):
-    """The consequence of a child's exit."""
-
     ENDED = "ended"  # it did its work
     AGAIN = "again"  # start it again after a while
     LOST = "lost"  # go on without it
@@ -119,10 +117,8 @@ class Exit:
 
 
 class Supervisor:
-    """The child processes of one command. All calls come from the main thread.
-
-    The kernel ends a child with the thread that started it, and the main thread lives longest.
-    """
+    """The child processes of one command. All calls come from the main thread: the kernel ends a child with its
+    thread."""
 
     def __init__(self, restart: bool) -> None:
         self._restart = restart
@@ -141,7 +137,6 @@ class Supervisor:
         self._spawn(child)
 
     def endpoints(self, name: str) -> Endpoints | None:
-        """The addresses of a child, once its current process is up."""
         child = self._children[name]
         if child.process is None or child.spec.address_file is None:
             return None
@@ -228,7 +223,6 @@ class Supervisor:
         self.signal(name, signal.SIGTERM)
 
     def forget(self, name: str) -> None:
-        """Forget a child that has ended and will not be restarted."""
         self._kill([self._children.pop(name)])
 
     def kill(self) -> None:
@@ -340,8 +334,7 @@ class Hanging:
             self._hung.add(name)
 
     def look(self, names: Iterable[str], now: float) -> dict[str, str]:
-        """The processes in `names`, which have bound their ports, that hang, and why. Each is reported once per
-        process."""
+        """The processes in `names` that hang, and why. Each is reported once. Their ports must be bound."""
         if self._looked_at is not None and (gap := now - self._looked_at) > LOOKS_WITHIN_S:
             self._heard_at = {name: at + gap for name, at in self._heard_at.items()}
         self._looked_at = now

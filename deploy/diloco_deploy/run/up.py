@@ -247,7 +247,6 @@ class LocalRun:
     # ------------------------------------------------------------ the loop
 
     def _until(self, is_over: Callable[[], bool]) -> None:
-        """Supervise the cluster until a condition holds."""
         while True:
             now = time.monotonic()
             if self._certificates is not None:
@@ -344,7 +343,6 @@ class LocalRun:
         self._supervisor.start(self._children.worker(index))
 
     def _has_left(self, name: str) -> None:
-        """A worker that was told to leave has ended."""
         self._leaving.pop(name, None)
         self._supervisor.forget(name)
         self._members.left(name)

@@ -32,7 +32,6 @@ class Line(BaseModel):
     at: float
     """Unix time of the version's announcement, by the caller's clock."""
     shard: str
-    """host:port."""
     epoch: int
     fragment: int
     version: int
@@ -46,8 +45,6 @@ class Line(BaseModel):
 
 
 class AskedShards(NamedTuple):
-    """The shards to ask, and the last line known from each."""
-
     addresses: list[str]
     known: dict[str, tuple[int, int]]
     """Address -> epoch and number of the last line."""
@@ -118,7 +115,6 @@ def record(
 
 
 def table(lines: list[Line]) -> Table:
-    """A row for each learner, over all versions in `lines`."""
     shown = Table("learner", "versions", "left out", "tokens", "mean share", "cut", "mean cut", box=None)
     versions = len({(one.shard, one.epoch, one.fragment, one.version) for one in lines})
     for learner in sorted({one.learner for one in lines}):

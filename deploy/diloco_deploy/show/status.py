@@ -42,8 +42,6 @@ WATCH_EVERY_S = 2.0
 
 
 class ExpectedStatus(BaseModel):
-    """The expected number of members."""
-
     shards: int | None
     """None: unknown, as no shard answered."""
     workers: int | None
@@ -51,13 +49,9 @@ class ExpectedStatus(BaseModel):
 
 
 class ClusterStatus(BaseModel):
-    """A cluster at one moment."""
-
     schema_version: int = SCHEMA
     run: str | None = None
-    """run.id, as a member reports it."""
     complete: bool
-    """Whether all expected members are present."""
     expected: ExpectedStatus
     problems: list[Finding] = Field(default_factory=list)
     totals: Totals
@@ -84,8 +78,6 @@ class ClusterStatus(BaseModel):
 
 @dataclass(frozen=True)
 class Where:
-    """The processes to ask."""
-
     folder: Path
     http: Sequence[str] = ()
     """Addresses to ask instead of those in the folder."""
@@ -156,8 +148,7 @@ def show_status(where: Where, *, as_json: bool, strict: bool, console: Console, 
 def watch_status(
     where: Where, *, console: Console, asker: Asker = IN_PLAINTEXT, wait: Callable[[float], None] = time.sleep
 ) -> int:
-    """Show the status repeatedly, until Ctrl-C; without a terminal, one line each time. Raises CannotConnect at the
-    first."""
+    """Repeat the status until Ctrl-C; without a terminal, as one line. Raises CannotConnect at the first."""
     glances = _glances(where, asker, wait)
     if not console.is_terminal:
         for glance in glances:
@@ -171,8 +162,6 @@ def watch_status(
 
 @dataclass(frozen=True)
 class _Glance:
-    """The last answers."""
-
     roll: Roll
     silence: str = ""
     """How long no process has answered since; empty: some do."""

@@ -48,8 +48,6 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A cluster at one moment."""
-
     cluster: Cluster
     elapsed_s: float = 0.0
     now: float = 0.0
@@ -57,7 +55,6 @@ class Snapshot:
     """The training loss over time, oldest first."""
     eta_s: float | None = None
     doing: str = "training"
-    """The current activity, in a few words."""
 
 
 def tables(snapshot: Snapshot, width: int) -> Group:
@@ -195,8 +192,6 @@ def _cell(column: _Column, text: str) -> Text:
 
 
 class Display(Protocol):
-    """The output of `diloco up`."""
-
     def show(self, snapshot: Snapshot, now: float) -> None:
         """Draw the current state, but no more often than a person can read."""
 

@@ -194,7 +194,6 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 def _begun(
     name: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, now: datetime, days: float, *, is_ca: bool
 ) -> x509.CertificateBuilder:
-    """The common part of all certificates."""
     usage = x509.KeyUsage(
         digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, content_commitment=False,
         key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,

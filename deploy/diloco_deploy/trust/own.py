@@ -26,8 +26,6 @@ OBSERVER = "observer/up"
 
 
 class OwnCertificates:
-    """The certificates of one cluster."""
-
     def __init__(self, folder: Path, run_id: str, shards: int, workers: Sequence[str], hosts: Sequence[str]) -> None:
         """`folder`: of the authority, which is made if missing. `hosts`: names of the shards. Raises ConfigError."""
         make_authority(folder, run_id, datetime.now(UTC))
@@ -47,10 +45,8 @@ class OwnCertificates:
         return self._authority.folder / who.replace("/", "-")
 
     def renew(self, now: float) -> None:
-        """Make missing certificates, and renew those that expire soon. `now`: seconds, of any clock.
-
-        Raises ConfigError.
-        """
+        """Make missing certificates, and renew those that expire soon. `now`: seconds, of any clock. Raises
+        ConfigError."""
         if now < self._renew_at:
             return
         self._renew_at = now + RENEW_EVERY_S
@@ -70,8 +66,7 @@ class OwnCertificates:
 
 
 def own_certificates(settings: Settings, folder: Path) -> OwnCertificates | None:
-    """The certificates of a cluster that other machines may reach, made and renewed; otherwise None. Raises
-    ConfigError."""
+    """The certificates of a cluster that other machines may reach, renewed; otherwise None. Raises ConfigError."""
     security, addresses = settings.security, (settings.shard.listen, settings.shard.http, settings.worker.http)
     if security.tls is not None:
         raise ConfigError(

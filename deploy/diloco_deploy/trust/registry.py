@@ -39,12 +39,9 @@ SERIAL_DIGITS_MIN = 12
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """An issued certificate."""
-
     kind: str
     """"certificate"; in older folders also "token"."""
     who: str
-    """URI."""
     serial: str
     expires: int
     """Seconds since 1970."""
@@ -60,8 +57,6 @@ class Issued:
 
 
 class Registry:
-    """The records in an authority's folder."""
-
     def __init__(self, folder: Path) -> None:
         self._issued = folder / ISSUED
         self.deny_list = folder / REVOKED
@@ -69,7 +64,6 @@ class Registry:
 
     @property
     def files(self) -> list[Path]:
-        """The files that change with the records."""
         return [self._issued, self.deny_list]
 
     def note(self, issued: Issued) -> Issued:
@@ -106,8 +100,7 @@ class Registry:
         return bool(serials) and serials[-1] in self.revoked()
 
     def revoke(self, who: Subject, now: datetime) -> tuple[list[Revocation], list[Revocation]]:
-        """Revoke all certificates of an identity. Returns the newly revoked and those revoked before. Raises
-        ConfigError."""
+        """Revoke an identity's certificates. Returns those revoked now, and before. Raises ConfigError."""
         serials = [one.serial for one in self.issued() if one.who == who.uri]
         if not serials:
             raise ConfigError(f"{who} was issued nothing here; see `diloco certs list`")

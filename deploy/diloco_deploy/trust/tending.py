@@ -41,8 +41,6 @@ _LEARNER = re.compile(r"learner-([A-Za-z0-9._-]{1,64})\Z")
 
 
 class Tending:
-    """The certificates below one folder."""
-
     def __init__(
         self, authority: Authority, out: Path, subjects: Sequence[Subject], hosts: Sequence[str],
         days: float = CERTIFICATE_DAYS, lent: Collection[Subject] = (),
@@ -80,7 +78,7 @@ class Tending:
 
     @property
     def why_not(self) -> str:
-        """Why something failed; empty if nothing did."""
+        """Empty if nothing failed."""
         first = next(iter(self._troubles.values()), "")
         return f"{first} (and {len(self._troubles) - 1} more)" if len(self._troubles) > 1 else first
 

@@ -40,10 +40,8 @@ class Access:
     def __init__(
         self, key: str | None, token: str | None = None, admits: Callable[[bytes | None], bool] | None = None
     ) -> None:
-        """`key`: required from viewers; None: nothing is. `token`: the run's token, accepted as well.
-
-        `admits`: whether a certificate suffices.
-        """
+        """`key`: required from viewers; None: nothing is. `token`: the run's token, accepted as well. `admits`: whether
+        a certificate suffices."""
         self._key, self._admits = key, admits
         self._words = [word.encode() for word in (key, token) if word]
         session = "" if key is None else hmac.new(key.encode(), _SESSION, hashlib.sha256).hexdigest()
@@ -64,7 +62,7 @@ class Access:
         return hmac.compare_digest(cookie.encode(), self.session.encode())
 
     def answers_to(self, host: str) -> bool:
-        """Whether a request with this Host header is meant for us. With a key, any is: other sites have no cookie for
+        """Whether we answer to this Host header: to any, if a key is required, since other sites have no cookie for
         it."""
         return self._key is not None or is_no_name(host)
 
@@ -88,8 +86,6 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 
 class Hub(Protocol):
-    """The source of the application's data."""
-
     def stream(self, last_seen: str) -> AsyncIterator[bytes]:
         """Messages of server-sent events. `last_seen`: the id of the last one that the caller has, or empty."""
 
@@ -98,7 +94,6 @@ class Hub(Protocol):
 
 
 def make_app(hub: Hub, access: Access) -> Callable[[Any, Any, Any], Awaitable[None]]:
-    """The ASGI application."""
     entering = asyncio.Semaphore(ENTERING_MAX)
 
     def may_look(request: Request) -> bool:

@@ -19,8 +19,6 @@ SPANS_S = (60.0, 600.0, 7200.0)
 
 @dataclass(frozen=True)
 class Point:
-    """The run at one moment."""
-
     seq: int
     at: float
     """Seconds since 1970."""
@@ -42,8 +40,6 @@ class Point:
 
 @dataclass(frozen=True)
 class Trend:
-    """The change of the loss over a span."""
-
     change: float
     noise: float
     """Standard error of the change, from the scatter of the points."""
@@ -76,7 +72,6 @@ class Course:
         return seq == 0, [*takewhile(lambda point: point.seq > seq, reversed(self.points))][::-1]
 
     def trends(self, spans_s: Iterable[float]) -> list[Trend]:
-        """Trends over the spans for which there are enough points."""
         return [trend for over_s in spans_s if (trend := self.trend(over_s)) is not None]
 
     def trend(self, over_s: float) -> Trend | None:
@@ -156,7 +151,6 @@ class DrawnRounds:
                 self._rounds.move_to_end(key)
 
     def since(self, seq: int) -> list[DrawnRound]:
-        """Those that changed after a number."""
         return [*takewhile(lambda drawn: drawn.seq > seq, reversed(self._rounds.values()))][::-1]
 
 
@@ -250,7 +244,6 @@ class Events:
         self._add(EventLine(next(self._numbers), seq, at, kind, level, "", words, {shard: None} if shard else {}))
 
     def since(self, seq: int) -> list[EventLine]:
-        """Those that changed after a number."""
         return [event for event in self._events if event.seq > seq]
 
     def _add(self, event: EventLine) -> bool:

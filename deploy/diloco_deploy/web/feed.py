@@ -22,7 +22,6 @@ from diloco_deploy.web.headlines import WORDS, headlines
 OUTAGES_MAX = 128
 FINDINGS_SHOWN = 20
 PAGE = 50
-"""Learners per page."""
 _COUNTERS = ("rounds", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled")
 _AS_SAID = ("ready", "reason", "uptime_s", "memory_bytes", "disk_free_bytes", "bytes_saved", "unwritten")
 """Fields copied from a shard's status."""
@@ -30,8 +29,6 @@ _AS_SAID = ("ready", "reason", "uptime_s", "memory_bytes", "disk_free_bytes", "b
 
 @dataclass
 class Outage:
-    """A time in which a shard did not answer."""
-
     seq: int
     shard: str
     began: float
@@ -249,19 +246,15 @@ class Feed:
 
 
 class Column(NamedTuple):
-    """A column of the table of learners."""
-
     title: str
     key: str
     """Key of a row, and of an order."""
     kind: str
     """How learners.js draws it."""
     word: str = ""
-    """Word of the glossary."""
     unit: str = ""
     """The title with `*` for "tokens", if learners count something else."""
     wide: bool = False
-    """Hidden on narrow screens."""
 
 
 COLUMNS = (

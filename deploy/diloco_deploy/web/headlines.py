@@ -17,15 +17,12 @@ NOISE = 4.0
 
 
 class Words(NamedTuple):
-    """How a state of learners is shown."""
-
     letter: str
     """Its letter in the overview of all learners."""
     level: str
     pill: str
     title: str
     sentence: str
-    """Follows "2 learners"."""
 
 
 WORDS = {

@@ -31,8 +31,6 @@ from diloco_deploy.web.feed import Feed
 
 @dataclass(frozen=True)
 class PageMembers:
-    """The members to watch."""
-
     shards: Mapping[str, str | None]
     """Name -> host:port of HTTP; None: it has none now."""
     learners: Sequence[str] = ()
@@ -70,10 +68,8 @@ class PageCredentials:
     """The credentials for asking shards, read again when their files change. Owned by one event loop."""
 
     def __init__(self, tls: Path | None, token: str | None) -> None:
-        """`tls`: folder with an observer's or admin's certificate; shards are then asked over TLS.
-
-        Raises ConfigError, SecretExposed.
-        """
+        """`tls`: folder of an observer's or admin's certificate, for asking over TLS. Raises ConfigError,
+        SecretExposed."""
         self.tls, self.token = tls, token
         self._folder = None if tls is None else TlsFolder(tls, needs_pair=True)
         self._asker = Asker(tls, token)
@@ -114,8 +110,7 @@ EVERY_S = 1.0
 REST = 9.0
 """After an answer that took long to process, pause this many times as long, to use at most a tenth of a core."""
 STREAM_S = 25.0
-"""Seconds after which a stream ends and the browser opens the next: connections have a deadline
-(`http_connections.py`)."""
+"""Seconds of a stream; the browser then opens the next, as connections have a deadline (`http_connections.py`)."""
 STREAMS_MAX = 64
 """Most streams, half of all connections; the rest are for the page itself. A new one ends the oldest, whose viewer
 reconnects."""
