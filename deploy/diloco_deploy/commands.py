@@ -123,9 +123,8 @@ def show(
     json: Json = False,
     options: SettingsOptions = NO_SETTINGS,
 ) -> int:
-    """Show every setting with its value, as TOML that --config takes. With --origin each says where it comes from: a
-    line of the file, an environment variable, --set, or the default.
-    """
+    """Show every setting with its value, as TOML for --config. With --origin, each shows its source: a line of the
+    file, an environment variable, --set, or the default."""
     found = settings_with_origins(load_from(options, {}), only_given=given)
     if json:
         print(dumps({name: {"value": one.value, "origin": one.source} for name, one in found.items()}, indent=2))

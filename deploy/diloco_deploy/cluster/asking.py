@@ -129,7 +129,7 @@ def ask(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = A
     except reading.Unreadable as error:
         raise NoAnswer(f"{address}: {error}") from None
     if status["role"] != "shard":
-        raise NoAnswer(f"{address} is no shard")
+        raise NoAnswer(f"{address} is not a shard")
     try:
         rounds = reading.read_json(_get(asker, address, f"/rounds?epoch={epoch}&after={after}", timeout_s))
     except (NoAnswer, reading.Unreadable):  # an older shard, or one that requires the token

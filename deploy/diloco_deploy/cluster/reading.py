@@ -105,7 +105,7 @@ def _split(data: bytes) -> tuple[int, bytes]:
         answer.begin()
         return answer.status, answer.read()
     except http.client.HTTPException as error:
-        raise Unreadable(f"it speaks no HTTP: {error!r}") from None
+        raise Unreadable(f"it does not speak HTTP: {error!r}") from None
 
 
 # ------------------------------------------------------------------ JSON
@@ -118,9 +118,9 @@ def read_json(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body, parse_int=_int, parse_float=_float, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"the answer is no JSON that is taken: {error}") from None
+        raise Unreadable(f"the answer is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Unreadable("the answer is no object")
+        raise Unreadable("the answer is not an object")
     return cast(dict[str, Any], _clean(found, DEPTH_MAX))
 
 
@@ -136,7 +136,7 @@ def _float(text: str) -> float:
 
 
 def _constant(text: str) -> NoReturn:
-    raise Unreadable(f"{text[:32]} is no number")
+    raise Unreadable(f"{text[:32]} is not a number")
 
 
 def _clean(value: Any, depth: int) -> Any:
@@ -217,7 +217,7 @@ def read_status(body: bytes) -> dict[str, Any]:
 
 def _check(where: str, found: Any, fields: _Fields) -> None:
     if not isinstance(found, dict):
-        raise Unreadable(f"{where or 'the status'} is no object")
+        raise Unreadable(f"{where or 'the status'} is not an object")
     for name, kind in fields.items():
         value, place = found.get(name), f"{where}{name}"
         if value is None:
@@ -230,6 +230,6 @@ def _check(where: str, found: Any, fields: _Fields) -> None:
             _check(f"{place}.", value, kind[0])
         else:
             if not isinstance(value, list):
-                raise Unreadable(f"{place} is no list")
+                raise Unreadable(f"{place} is not a list")
             for entry in value:
                 _check(f"{place}.", entry, kind[0])

@@ -164,7 +164,7 @@ def _of_machine(patient: Patient) -> list[Check]:
         _kernels(),
     ]
     if folder is None:
-        none = warning("NOT_DURABLE", "no data folder is set (shard.data_dir): a restart begins anew")
+        none = warning("NOT_DURABLE", "no data folder is set (shard.data_dir): a restart starts from nothing")
         return [Check("disk", "", 1.0, lambda: none), *checks]
     return [
         Check("disk speed", about, 10.0, partial(machine.speed, folder, shard, time.monotonic)),
@@ -219,15 +219,13 @@ _SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250
 
 def doctor(
     shards: Annotated[
-        str | None, setting("worker.shards", "HOST:PORT,...", "look at the way from here to these shards")
+        str | None, setting("worker.shards", "HOST:PORT,...", "check the connection from here to these shards")
     ] = None,
     *,
     folder: Annotated[
         Path | None, Parameter(metavar="PATH", help="check the shards of the cluster that `diloco up` runs there")
     ] = None,
-    shard: Annotated[
-        Flag, Parameter(help="check whether this machine is fit to run the shard of the settings")
-    ] = False,
+    shard: Annotated[Flag, Parameter(help="check whether this machine can run the shard of the settings")] = False,
     device: Annotated[
         str | None,
         Parameter(
@@ -248,11 +246,10 @@ def doctor(
     options: SettingsOptions = NO_SETTINGS,
     json: Json = False,
 ) -> int:
-    """Say what is wrong, with a code for `diloco explain`, and what to do. On a learner's machine: the way to the
-    shards, from the name to the bandwidth, and which settings the link allows. With --shard: disk, files, memory and
-    kernels. It changes nothing, and ends within 20 s. With --device: a minute in which a card does the same work again
-    and again, and every bit is compared. Exit code 1 if something fails.
-    """
+    """Report problems, each with a code for `diloco explain` and what to do. On a learner's machine: the connection to
+    the shards, from host name to bandwidth, and the settings that the link allows. With --shard: disk, files, memory
+    and kernels. Changes nothing, and ends within 20 s. With --device: for a minute, a device repeats the same work, and
+    every bit is compared. Exit code 1 if something fails."""
     if folder is not None:
         if shards is not None:
             raise ConfigError("give --shards or --folder, one of them")

@@ -51,7 +51,7 @@ def bring_up_on_ray(settings: Settings, outputs: Outputs, *, fresh: bool = False
     with files.owned(), Interrupts() as interrupts:
         settle(files)
         if files.prepare(settings, fresh=fresh):
-            _say(f"continuing the run in {files.folder} (--fresh begins anew)")
+            _say(f"continuing the run in {files.folder} (--fresh starts over)")
         save(settings, files.settings)
         files.runs("ray")
         if not settings.security.insecure:

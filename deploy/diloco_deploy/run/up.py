@@ -116,7 +116,7 @@ class LocalRun:
     def run(self, *, is_resumed: bool) -> int:
         self._poller.start()
         if is_resumed:
-            self._display.tell(f"continuing the run in {self._files.folder} (--fresh begins anew)")
+            self._display.tell(f"continuing the run in {self._files.folder} (--fresh starts over)")
         if self._certificates is not None:
             folder = self._files.certs
             self._display.tell(f"each process has a certificate; more: diloco certs issue learner/ID --folder {folder}")

@@ -85,10 +85,10 @@ def record(
     follow: Annotated[Flag, Parameter(name=("--follow", "-f"), help="follow new contributions until Ctrl-C")] = False,
     json: Json = False,
 ) -> int:
-    """Say whose work is in each version: its share of the weights, and how much of its length was left.
+    """Show whose work is in each version: its share of the weights, and how much of its length was kept.
 
-    Without --json a table of all versions that shards remember: of each learner, how often it was merged, its mean
-    share, and what was cut. With --json a line for each contribution to each version.
+    Without --json, a table over all versions that shards remember: how often each learner was merged, its mean share,
+    and what was cut. With --json, a line for each contribution to each version.
     """
     where, asker = whom_to_ask(folder, config, http, tls, token_file)
     found = where.addresses()

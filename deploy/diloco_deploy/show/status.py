@@ -223,10 +223,10 @@ def status(
     watch: Annotated[Flag, Parameter(help="repeat every 2 s, until Ctrl-C")] = False,
     json: Json = False,
 ) -> int:
-    """Show a running cluster: shards and workers, those that are away or dead too, and what that means.
+    """Show a running cluster: shards and workers, including those that are away or dead, and what that means.
 
-    Any one shard is enough to ask: it knows how many there are, and hears from its learners which they do not reach.
-    Exit code 0 if somebody answers, 5 if nobody does; with --strict, 7 if anything is wrong.
+    Asking any one shard is enough: it knows how many there are, and hears from its learners which they do not reach.
+    Exit code 0 if any process answers, 5 if none does; with --strict, 7 if anything is wrong.
     """
     whom, asker = whom_to_ask(folder, config, http, tls, token_file)
     if watch and (json or strict):

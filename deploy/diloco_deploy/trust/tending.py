@@ -123,7 +123,7 @@ class Tending:
         room = max(0, LEARNERS_MAX - len(known))
         if len(new) > room or len(looked_at) == LOOKED_AT_MAX:
             self._troubles["learners"] = (
-                f"{learners} holds more than {LEARNERS_MAX} folders: whoever is new gets no certificate; remove some"
+                f"{learners} holds more than {LEARNERS_MAX} folders: new learners get no certificate; remove some"
             )
         return known + new[:room]
 

@@ -121,7 +121,7 @@ def make_app(hub: Hub, access: Access) -> Callable[[Any, Any, Any], Awaitable[No
         except (TimeoutError, ClientDisconnect):
             return JSONResponse({"error": "the key did not arrive"}, 408, {"connection": "close"})
         if len(body) > ENTER_BYTES_MAX:
-            return JSONResponse({"error": "that is no key"}, 413)
+            return JSONResponse({"error": "that is not a key"}, 413)
         if not access.is_key(body.decode("utf-8", "replace")):
             return JSONResponse({"error": "that is not the key"}, 403)
         answer = Response(status_code=204)

@@ -43,10 +43,10 @@ def web(
     ] = None,
     insecure: Annotated[Flag, Parameter(help="allow plaintext on a --listen that other machines reach")] = False,
 ) -> int:
-    """Serve a page that shows a run as it happens: loss, learners, rounds, shards, events. Ends with Ctrl-C.
+    """Serve a page that shows a run live: loss, learners, rounds, shards, events. Ends with Ctrl-C.
 
-    Shards are asked once per second. The page is for this machine alone, unless --listen says otherwise. Where shards
-    ask for a certificate or a token, viewers are asked for the key in the address that is printed.
+    Shards are asked once per second. Only this machine can open the page, unless --listen says otherwise. If shards
+    require a certificate or a token, viewers need the key in the printed address.
     """
     flags = {
         "cluster.folder": folder, "security.token_file": token_file, "security.insecure": "true" if insecure else None,

@@ -8,8 +8,8 @@ second longest; among strangers (`guard.trust`), for as long as the median:
 
 `times_i` lies between `APART` and `TWICE`, and grows with the learner's agreement in direction with the others. "At
 equal steps" multiplies another's length by max(1, steps_i / its steps). Strangers' steps are not believed. Clipping
-against the round itself is adaptive robust clipping (arXiv 2405.14432); for a run among strangers clipped to the median
-see arXiv 2603.08163. Ordinary learners are not cut, so their merge is the published formula, bit for bit. The part cut
+against the round itself is adaptive robust clipping (arXiv 2405.14432); arXiv 2603.08163 has a run among strangers,
+clipped to the median. Ordinary learners are not cut, so their merge is the published formula, bit for bit. The part cut
 off is lost: carried along, it would accumulate. In a round of one or two there is no majority, so a contribution may be
 `RISES` times as long as before. A contribution with more than half of the weight of its round is not cut either.
 
@@ -48,8 +48,8 @@ the round before, after that has fallen. At `TWICE`, noise costs more than the l
 RISES = TWICE * TWICE
 """Limit relative to the round before, in rounds of one or two: two warm-up rounds differ by up to this factor."""
 OPPOSED = 0.75
-"""A learner points away below this negative multiple of the others' mean cosine. A flipped sign has -1 times it. A
-healthy learner that alone has met some rare words goes down to -0.5 times, as the others pull the model back."""
+"""A learner points away if its cosine is below minus this multiple of the others' own. A flipped sign has -1 times it.
+A healthy learner that alone has met some rare words goes down to -0.5 times, as the others pull the model back."""
 FEW = 16
 """Largest number of members among which one that points away is left out. Among 17, a flipped sign that stays in costs
 1.0 %, and a healthy learner that alone knows some rare words may point further away than a flipped sign."""

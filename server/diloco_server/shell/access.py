@@ -165,7 +165,7 @@ class AccessFiles:
     def say(self) -> None:
         if self.tls is None and self.bearer_token is not None:
             self._log.warning(
-                "a shared token is the only protection: whoever has it can be any learner, and end the run; it "
+                "a shared token is the only protection: anyone who has it can act as any learner, and end the run; it "
                 "travels, as everything does, in plaintext (security.tls gives every caller an identity of its own)"
             )
 
@@ -186,7 +186,7 @@ class AccessFiles:
             self._log.event("revoked", serials=sorted(serials), leases=[lease.learner_id for lease in leases])
             self._audit.note("Revoke", "OK", serials=sorted(serials), leases=[lease.learner_id for lease in leases])
         why_not = (self._tls.why_not if self._tls is not None else "") or self._deny_list.why_not
-        wrong = {"not used, what was read before holds on": why_not, "nobody can call this shard": self._expired()}
+        wrong = {"new files not used; the earlier ones stay": why_not, "nobody can call this shard": self._expired()}
         for words, why in wrong.items():
             if why and why != self._said.get(words):
                 self._log.error(words, why=why)
@@ -209,7 +209,7 @@ class AccessFiles:
         try:
             _check_certificate(self._tls.files, self._itself, self._wall_clock)
         except ConfigError as error:
-            self._log.error("new certificate not used, the one before holds on", why=error)
+            self._log.error("new certificate not used; the earlier one stays", why=error)
             return None
         self._log.event("certificate read again", folder=self._tls.files.folder)
         self.tls = self._tls.files

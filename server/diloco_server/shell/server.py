@@ -159,11 +159,11 @@ class ShardServer:
             self.host.log.event("kernels", origin=native.origin())
         if self._connections_max < (wanted := connections_wanted(self.settings.shard)):
             self.host.log.warning(
-                "few files may be open, so fewer connections are let in: raise the hard limit (ulimit -Hn)",
+                "few files may be open, so fewer connections are accepted: raise the hard limit (ulimit -Hn)",
                 files=files_max(), connections=self._connections_max, wanted=wanted,
             )  # fmt: skip
         if self.settings.shard.data_dir is None and self._mirror is None:
-            self.host.log.warning("versions are kept in memory only: a restart begins anew (shard.data_dir keeps them)")
+            self.host.log.warning("versions are kept in memory only: a restart loses them (shard.data_dir keeps them)")
         self._access.say()
         self.host.log.event(
             "serving",

@@ -53,7 +53,7 @@ async def tell_replaced(host: ShardHost, transport: Transport, caller: Identity)
             if isinstance(answer, Evicted):
                 return host.end_as_replaced(answer.message)
         except Superseded as told:
-            host.log.error("the shard before has ended", why=told, code=told.code)
+            host.log.error("the replaced shard has ended", why=told, code=told.code)
             return told
         except (Refusal, Unavailable, TimeoutError):
             pass
