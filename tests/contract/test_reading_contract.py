@@ -115,7 +115,7 @@ def test_of_a_body_without_an_end_no_more_is_read_than_may_come() -> None:
         (b'{"a": 99999999999999999999}', "20 digits"),
         (b'{"a": 1e999}', "1e999 is not a number"),
         (b'{"a": NaN}', "NaN is not a number"),
-        (b"[1]", "no object"),
+        (b"[1]", "not an object"),
         (b"\xff\xfe", "not valid JSON"),
     ],
 )

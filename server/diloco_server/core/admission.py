@@ -51,7 +51,7 @@ def by_header(
         if (state.seeded or state.computing) and learner_id not in state.may_bring:
             return DUPLICATE
         if state.computing:
-            raise Busy(f"fragment {header.fragment_id}: a version is being made; bring your values in a moment")
+            raise Busy(f"fragment {header.fragment_id}: a version is being made; send your values in a moment")
         check_sizes(header, state, SEED_ENCODINGS)
         half_seed = state.half_seed_of(learner_id, quiet_since) if is_part(header) else None
         return _by_other_parts(header, None if half_seed is None else half_seed.parts)
@@ -125,7 +125,7 @@ def check_epoch(header: PushHeader, state: FragmentState, epoch: int) -> None:
     if not is_in_line(header, state, epoch):
         raise WrongEpoch(
             f"fragment {header.fragment_id}: version {header.base_version} of epoch {header.epoch} is over, "
-            f"version {state.version} of epoch {state.epoch or epoch} did not come from it; pull first"
+            f"version {state.version} of epoch {state.epoch or epoch} was not made from it; pull first"
         )
 
 

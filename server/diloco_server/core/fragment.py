@@ -395,7 +395,7 @@ class FragmentState:
             return half
         if half.grown_at <= quiet_since:
             return None
-        raise Busy(f"fragment {self.fragment.fragment_id}: {half.learner_id} is bringing version 0 in parts")
+        raise Busy(f"fragment {self.fragment.fragment_id}: {half.learner_id} is sending version 0 in parts")
 
     def drop_half_seed(self, learner_id: str) -> None:
         """Drop this learner's parts of version 0, which will not be completed."""

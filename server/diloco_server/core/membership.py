@@ -108,7 +108,7 @@ class Member:
 
     @property
     def sets_pace(self) -> bool:
-        """It counts for what is usual: it is alive and answers requests, even late."""
+        """It counts when the usual pace is measured: it is alive and answers requests, even late."""
         answers = self.silent_rounds is not None and self.silent_rounds < IDLE_ROUNDS
         return answers and self.state is LeaseState.ALIVE
 

@@ -60,7 +60,7 @@ class Callers:
         subject = proof.subject
         if subject.run_id != claimed.run_id:
             raise WrongIdentity(
-                f"{subject.uri} is of another run than this shard's {claimed.run_id!r}; issue one for it"
+                f"{subject.uri} belongs to another run than this shard's {claimed.run_id!r}; issue one for it"
             )
         # Without a learner id the caller is an observer. A learner may be one: both read the same model.
         if claimed.learner_id and (subject.scope is not Scope.LEARNER or subject.name != claimed.learner_id):

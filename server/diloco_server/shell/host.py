@@ -291,7 +291,7 @@ class ShardHost:
         """
         mine = self.shard.epoch
         if request.epoch == mine:
-            raise BadRequest("this is that shard itself")
+            raise BadRequest("the caller is this shard itself")
         if request.epoch < mine:
             return Evicted(Superseded.code, f"this shard is in epoch {mine} here, which is later than {request.epoch}")
         lost = max(0, self.shard.tokens_merged - request.tokens_merged)

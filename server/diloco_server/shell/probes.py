@@ -107,7 +107,7 @@ class Health:
 
     async def _asked_for(self, requests: Messages) -> str:
         """Read the name of a service. Raises Busy, BadRequest."""
-        late = Busy(f"the message did not come within {BODY_S:g} s; try again")
+        late = Busy(f"the message did not arrive within {BODY_S:g} s; try again")
         async with self._bodies.place() as wait:
             message = await wait.until(asyncio.get_running_loop().time() + BODY_S, late, partial(only, requests))
         if len(message) > MESSAGE_BYTES_MAX:

@@ -79,7 +79,7 @@ class Readers:
         """Hold this while a stream is open. Raises BadRequest, Busy, and WrongIdentity if the caller's scope forbids
         the role."""
         if request.role not in {*Role}:
-            raise BadRequest(f"FollowRequest.role is {request.role!r}, none of {', '.join(Role)}")
+            raise BadRequest(f"FollowRequest.role is {request.role!r}, not one of {', '.join(Role)}")
         role = Role(request.role)
         caller.check_may(CALLS[role])
         with self._places.held(caller.account, f"streams of {caller.account or 'this host'}"):

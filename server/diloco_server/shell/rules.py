@@ -46,11 +46,11 @@ def find_rules(settings: Settings) -> Rules:
             extension = find(_GROUPS[setting], name)
             found[setting], sources[setting] = extension.thing, f"{name} {extension.source}"
     if not callable(found.get("sync.merge", find_rules)):
-        raise ConfigError(f"sync.merge {sync.merge} is no function (diloco_server.core.merge.MergeRule)")
+        raise ConfigError(f"sync.merge {sync.merge} is not a function (diloco_server.core.merge.MergeRule)")
     outer = found.get("outer.optimizer")
     if outer is not None and not (isinstance(outer, type) and issubclass(outer, OuterOptimizer)):
         name = by_name["outer.optimizer"]
-        raise ConfigError(f"outer.optimizer {name} is no subclass of diloco_server.core.outer.OuterOptimizer")
+        raise ConfigError(f"outer.optimizer {name} is not a subclass of diloco_server.core.outer.OuterOptimizer")
     if outer is not None:
         _try_outer(outer, settings)
     words = ", ".join(f"{setting} {sources.get(setting, name)}" for setting, name in by_name.items())

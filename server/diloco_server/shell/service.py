@@ -116,7 +116,7 @@ class Service:
     async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
         """Read the one message of a call. Its size is unknown before it arrives, so few are read at once. Raises
         Busy."""
-        late = Busy(f"the message did not come within {BODY_S:g} s; try again")
+        late = Busy(f"the message did not arrive within {BODY_S:g} s; try again")
         account = self._account(caller)
         if account is None:
             async with self._bodies.place() as wait:
@@ -302,7 +302,7 @@ class Service:
         seeding, key = self._seeding, (header.fragment_id, header.part)
         others = [p for (f, _), p in seeding.items() if f == header.fragment_id and p.learner_id != push.learner_id]
         if others or (key not in seeding and len(seeding) >= SEEDS_AT_ONCE):
-            raise Busy(f"others are bringing {len(seeding)} fragments; try again in a moment")
+            raise Busy(f"others are sending {len(seeding)} fragments; try again in a moment")
         seeding[key] = push
         try:
             yield

@@ -165,7 +165,7 @@ class Bodies:
             if loop.time() < since + BODY_SURE_S:
                 self._room = loop.call_at(since + BODY_SURE_S, self._make_room)
                 return
-            wait.end(Busy("others wait, and this message did not come in time; try again"))
+            wait.end(Busy("others wait, and this message did not arrive in time; try again"))
         self._room = loop.call_later(BODY_SURE_S, self._make_room)
 
 

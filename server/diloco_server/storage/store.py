@@ -57,7 +57,7 @@ class Recovered:
     """The versions found in a folder."""
 
     manifest: Manifest | None
-    """None: there is no version."""
+    """None: there are no versions."""
     versions: list[Found] = field(default_factory=list)
     """Sorted by fragment. Fragments without a version are left out."""
     damage: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ class MemoryStore:
     keeps_files = False
 
     def __init__(self, epoch: int) -> None:
-        """`epoch` is drawn at random, so a learner can tell a restarted shard from the one before."""
+        """`epoch`: drawn at random, so that learners notice a restart."""
         self.epoch = epoch
 
     def recover(self) -> Recovered:
