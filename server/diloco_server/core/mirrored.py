@@ -26,9 +26,7 @@ class MirroredShard(Shard):
 
     def join(self, learner_id: str, request: JoinRequest, now: float) -> Member:
         """Raises BadRequest."""
-        raise BadRequest(
-            f"this is a mirror of {self.settings.shard.mirror_of}; it takes no contributions: join the shards"
-        )
+        raise BadRequest(f"this is a mirror of {self.settings.shard.mirror_of}; join its shards instead")
 
     def pulse(self) -> Pulse:
         return super().pulse() if self.told is None else self.told.pulse
