@@ -63,8 +63,7 @@ SWEEPS = {
 
 
 async def measure(case: Cost, rounds: int, at_least_s: float) -> Cost:
-    """Warm up for one round, then measure at least `rounds`. With several shards, a learner is one light learner per
-    shard."""
+    """Warm up for one round, then measure at least `rounds`. Each learner is one light learner per shard."""
     manifest = cut(tensors_of(case.parameters), case.fragments, case.shards)
     contributions = noise_of(manifest.fragments, 0.001, "int8")
     settings = (

@@ -219,8 +219,7 @@ class Run:
 def measure(
     sync: SyncSettings, step_s: float, bits_per_s: float, args: argparse.Namespace
 ) -> tuple[int, float, float, float]:
-    """The final H, the absent share of requests, the late share of pushes, and merged tokens per second. "auto" settles
-    first."""
+    """The final H, the absent share of requests, the late share of pushes, and merged tokens per second."""
     run = Run(
         sync, args.learners, step_s, bits_per_s, LATENCY_S[round(bits_per_s / 1e6)], args.params, args.burst, args.rest
     )

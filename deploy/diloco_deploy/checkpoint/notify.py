@@ -45,8 +45,8 @@ class Notified:
         self._sleep = sleep
 
     def tell(self, folder: Path) -> str:
-        """Tell the server that this folder is complete. Returns the result in words. A server that refused is told of
-        the next."""
+        """Tell the server that this folder is complete. Returns the result in words. Later folders are announced even
+        if it fails."""
         try:
             if self._is_vllm:
                 self._transfer(folder)

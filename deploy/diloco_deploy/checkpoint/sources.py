@@ -32,8 +32,7 @@ class Source:
     """A data folder, from which a running shard removes versions once it has newer ones."""
 
     def read(self, file: CheckpointFile) -> tuple[Header, StoredVersion]:
-        """A version, with every byte checked; from a data folder, the newest if this one is gone. Raises VersionDamaged
-        and OSError."""
+        """A checked version; from a data folder, the newest if this one is gone. Raises VersionDamaged and OSError."""
         try:
             return read_listed(self.files, file, self.contents)
         except (VersionDamaged, FileNotFoundError) as error:

@@ -112,8 +112,7 @@ def write_out(found: GlobalModel, how: Writing, of: str = "") -> int:
 
 
 def write_each(found: Iterable[GlobalModel], how: Writing, keep: int | None, told: Sequence[Notified] = ()) -> int:
-    """Write a folder for each model, with `DONE` last. `keep`: folders to keep. `told`: servers to notify. Raises
-    DataError."""
+    """Write a folder per model, `DONE` last. `keep`: folders to keep. `told`: servers to notify. Raises DataError."""
     written: list[Path] = []
     if there := next(how.out.glob("version-*"), None):
         raise DataError(f"{there} is of another run, or of an earlier command: give --out another folder")

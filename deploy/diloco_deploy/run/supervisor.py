@@ -117,8 +117,7 @@ class Exit:
 
 
 class Supervisor:
-    """The child processes of one command. All calls come from the main thread: the kernel ends a child with its
-    thread."""
+    """The child processes of one command. Call it from the main thread: the kernel ends a child with its thread."""
 
     def __init__(self, restart: bool) -> None:
         self._restart = restart

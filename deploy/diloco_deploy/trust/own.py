@@ -45,8 +45,7 @@ class OwnCertificates:
         return self._authority.folder / who.replace("/", "-")
 
     def renew(self, now: float) -> None:
-        """Make missing certificates, and renew those that expire soon. `now`: seconds, of any clock. Raises
-        ConfigError."""
+        """Make missing certificates, and renew those that expire soon. `now`: seconds. Raises ConfigError."""
         if now < self._renew_at:
             return
         self._renew_at = now + RENEW_EVERY_S

@@ -62,8 +62,7 @@ class Access:
         return hmac.compare_digest(cookie.encode(), self.session.encode())
 
     def answers_to(self, host: str) -> bool:
-        """Whether we answer to this Host header: to any, if a key is required, since other sites have no cookie for
-        it."""
+        """Whether we answer to this Host header: to any, if a key is required, as other sites lack its cookie."""
         return self._key is not None or is_no_name(host)
 
 

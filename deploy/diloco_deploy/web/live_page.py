@@ -68,8 +68,7 @@ class PageCredentials:
     """The credentials for asking shards, read again when their files change. Owned by one event loop."""
 
     def __init__(self, tls: Path | None, token: str | None) -> None:
-        """`tls`: folder of an observer's or admin's certificate, for asking over TLS. Raises ConfigError,
-        SecretExposed."""
+        """`tls`: folder of an observer's or admin's certificate. Raises ConfigError, SecretExposed."""
         self.tls, self.token = tls, token
         self._folder = None if tls is None else TlsFolder(tls, needs_pair=True)
         self._asker = Asker(tls, token)
@@ -112,8 +111,7 @@ REST = 9.0
 STREAM_S = 25.0
 """Seconds of a stream; the browser then opens the next, as connections have a deadline (`http_connections.py`)."""
 STREAMS_MAX = 64
-"""Most streams, half of all connections; the rest are for the page itself. A new one ends the oldest, whose viewer
-reconnects."""
+"""Most streams: half of all connections; the rest are for the page. A new one ends the oldest, which reconnects."""
 _THREADS_MAX = 16
 _RETRY = b"retry: 500\n\n"
 _log = logging.getLogger("diloco.web")

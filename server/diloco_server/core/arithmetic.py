@@ -137,8 +137,7 @@ def _round_by_turns(values: Tensor, start: int, turn: int) -> Tensor:
 
 
 def publish(values: Values, encoding: str, before: Published | None = None) -> Published:
-    """Encode the current values for learners that hold `before`. None: they hold nothing, or a version of another
-    epoch."""
+    """Encode the current values for learners that hold `before`; None: they hold no version of this epoch."""
     whole = pull_encodings(encoding)[-1]
     if before is None or encoding == whole:
         return Published(encode_payload(values.theta, whole))

@@ -1,5 +1,4 @@
-"""Effects: what the core asks of its shell, in order. Send a message, compute a version, or report a fact
-(`ledger.py`)."""
+"""Effects, which the core asks of its shell: send a message, compute a version, or report a fact (`ledger.py`)."""
 
 from __future__ import annotations
 

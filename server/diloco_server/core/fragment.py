@@ -143,8 +143,7 @@ class FragmentState:
     seen: int = 0
     """Tokens merged into the newest version that the seeding learner had seen."""
     may_bring: dict[str, int] = field(default_factory=dict)
-    """Learner -> the same. These have seen more tokens than the fragment's versions hold, and may replace its
-    values."""
+    """Learner -> the same. These have seen more tokens than this fragment has merged, and may replace its values."""
     replaced: Record | None = None
     """While SEEDING: the record of the version that the seed replaces; None: there is none."""
     values: Values | None = None
@@ -269,8 +268,7 @@ class FragmentState:
         self.declined.clear()
 
     def mirror(self, record: Record, published: Published) -> None:
-        """Any -> RESTING: the mirrored shard announced a version. The one before is kept for learners that were told of
-        it."""
+        """Any -> RESTING: the mirrored shard announced a version. The one before stays for learners that know it."""
         self.kept = {} if self.published is None else {self.version_id: (self.record, self.published)}
         self.before = None if published.change is None else self.version_id
         self.record, self.published = record, published
@@ -369,7 +367,7 @@ class FragmentState:
         return recovered is not None and theirs.epoch > recovered.epoch and theirs.version < recovered.version
 
     def knows_less(self, tokens_seen: int, since: float) -> bool:
-        """Whether the fragment was seeded from nothing in this epoch, after `since`, and the caller has seen more
+        """Whether the fragment was seeded from nothing in this epoch, after `since`, by a learner that had seen fewer
         tokens."""
         has_begun = self.phase is not Phase.UNSEEDED and self.recovered is None and self.seeded_at >= since
         return has_begun and tokens_seen > max(self.seen, self.tokens_merged)

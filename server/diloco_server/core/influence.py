@@ -184,7 +184,7 @@ class Influence:
     def _limits(
         self, taken: Sequence[Contribution], before: LengthLimit | None, own: Mapping[str, LengthLimit]
     ) -> tuple[dict[str, float], LengthLimit | None]:
-        """The length limit of each contribution, and of the next round. `own`: by learner, the length that counted
+        """The length limit of each contribution, and of the next round. `own`: by learner, the length counted
         before."""
         steps = {c.learner_id: self._steps(c) for c in taken}
         known = {

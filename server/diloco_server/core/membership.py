@@ -28,8 +28,7 @@ NUMBER_S = 600.0
 REPLACED_MAX = 16
 """Most replaced processes remembered per learner id."""
 LAST_S = 30.0
-"""How long a leaving learner may stand still, and a round waits for its last work. Reclaimed machines get no more
-warning."""
+"""How long a leaving learner may stand still, and a round waits for it. Reclaimed machines get no more warning."""
 LAST_TRIES = 3
 """Most rounds that a leaving learner gets for its work, if that is lost on the way."""
 SLOW_S = 1.0
@@ -124,8 +123,7 @@ class Member:
         return self.progress.last_rounds is not None
 
     def takes_part(self, fragment_id: int) -> bool:
-        """Whether rounds of this fragment ask it. While leaving, it takes part only where it has work that no one else
-        has."""
+        """Whether rounds of this fragment ask it. While leaving, it takes part only where it has work of its own."""
         return self.progress.last_rounds is None or fragment_id in self.progress.last_rounds
 
     def wants_last(self, fragment_id: int) -> bool:
@@ -192,8 +190,7 @@ class Membership:
     def join(
         self, learner_id: str, process_id: str, now: float, index: int | None = None, age_s: float = 0.0
     ) -> Member:  # fmt: skip
-        """Grant a lease under a new generation. `index`: the number the learner says it had. Raises Busy if too many
-        are held."""
+        """Grant a lease under a new generation. `index`: the number that the learner says it had. Raises Busy."""
         old = self._members.get(learner_id)
         if (old is None or not old.live) and len(self.live()) >= self._max_learners:
             raise Busy(f"{self._max_learners} learners hold a lease already (shard.max_learners); try again later")

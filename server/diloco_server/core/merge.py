@@ -113,7 +113,7 @@ class PieceNorms:
             self._first += 1
 
     def finish(self) -> tuple[float, ...]:
-        """The norms: non-finite exactly where an element is, or where the sum of squares overflows float32. Raises
+        """The norms: non-finite exactly where an element is, or a sum of squares overflows float32. Raises
         BadPayload."""
         if self._error is not None:
             raise self._error
@@ -189,8 +189,7 @@ def shares_of(ordered: Sequence[Contribution]) -> list[float]:
 
 
 def rows(ordered: Sequence[Contribution], bounds: slice) -> Iterator[tuple[slice, Tensor]]:
-    """Decoded elements of all contributions, at most `DOT_SLICE` at a time, float32 (M, n), with their place in the
-    fragment."""
+    """Decoded elements of all contributions, at most `DOT_SLICE` at a time: their place, and float32 (M, n)."""
     yield from _rows([_source(c.payload) for c in ordered], bounds)
 
 
@@ -250,8 +249,7 @@ def _rda_weights(
 
 
 def _dot_products(sources: Sequence[_Addend], piece: Piece, kept: Sequence[float]) -> Tensor:
-    """Dot products of all pairs of contributions to a piece, scaled by `kept`: float64 (M, M). Reads them once; holds
-    12 M DOT_SLICE bytes."""
+    """Dot products of all pairs, scaled by `kept`: float64 (M, M). Reads them once; holds 12 M DOT_SLICE bytes."""
     parts = torch.tensor(kept, dtype=torch.float64)
     products = torch.zeros(len(sources), len(sources), dtype=torch.float64)
     for _, values in _rows(sources, piece.bounds):

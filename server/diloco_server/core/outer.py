@@ -77,8 +77,8 @@ class OuterOptimizer(ABC):
 
     @abstractmethod
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
-        """As `step`, for part of a fragment. Keep state only in theta and buffers, which are stored and restored;
-        buffers start as zeros."""
+        """As `step`, for part of a fragment. Keep state only in theta and buffers, which are stored; buffers start as
+        zeros."""
 
 
 class Sgd(OuterOptimizer):

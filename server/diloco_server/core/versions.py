@@ -213,8 +213,7 @@ class Versions:
             state.forget(learner_id)
 
     def forget_others(self, learner_id: str, process_id: str) -> set[str]:
-        """Forget merges of other processes under this id, which a new process does not have. Returns those
-        processes."""
+        """Forget merges of earlier processes under this id. Returns those processes."""
         others = set()
         for state in self.fragments.values():
             merged_by = state.record.merged_by.get(learner_id, process_id)

@@ -70,8 +70,7 @@ class ControlStreams:
             del self._by_learner[stream.learner_id]
 
     def tell(self, tell: Tell) -> None:
-        """Send a directive to a learner. It is lost if this generation has no stream: a new stream starts with the full
-        state."""
+        """Send a directive. It is lost if this generation has no stream: a new stream starts with the full state."""
         stream = self._by_learner.get(tell.learner_id)
         if stream is not None and stream.generation == tell.generation:
             stream.send(tell.directive)

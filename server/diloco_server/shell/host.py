@@ -54,8 +54,7 @@ from diloco_server.storage.version_file import StoredVersion
 TICK_S = 0.02
 """The resolution of grace windows and leases."""
 DECISION_WAIT = 4.0
-"""Events wait this many times the duration of the last decision for the next, so decisions take at most a fifth of a
-core."""
+"""Events wait this many times the last decision's duration for the next, so decisions take at most 20 % of a core."""
 
 T = TypeVar("T")
 
@@ -103,8 +102,7 @@ class ShardHost:
         self._jobs: dict[asyncio.Task[None], None] = {}
         # Not a set: `close` cancels them in the order of their start, the same in every run of a seed.
         self.broken = asyncio.Event()
-        """Set when this process must end: ticks stopped, or a merge failed halfway, so the values in memory belong to
-        no version."""
+        """Set when this process must end: ticks stopped, or a merge failed halfway and left values of no version."""
         self.why_broken = ""
         self.replaced: Superseded | None = None
         self.follower: Follower | None = None

@@ -101,8 +101,7 @@ class Pulls:
         return await self._host.compute("encode", lambda: cut_header(values, ranges, chunk_elements))
 
     async def encode_for(self, caller: Identity, fragment_id: int, encoding: str) -> tuple[PullHeader, Payload]:
-        """The latest version in another encoding than the run's, or the average, for one caller. Raises Draining, and
-        NoAverage."""
+        """The latest version, or the average, in another encoding for one caller. Raises Draining, and NoAverage."""
         if encoding == AVERAGE and not self._host.driver.making(self._shard.owned(fragment_id).fragment).average:
             raise NoAverage(
                 "the run keeps no average of its versions: set outer.average on all shards (0.97, for example), and "

@@ -76,8 +76,8 @@ class Readers:
 
     @contextmanager
     def opened(self, caller: Identity, request: FollowRequest, now: Clock) -> Iterator[Reader]:
-        """Hold this while a stream is open. Raises BadRequest, Busy, and WrongIdentity if the caller's scope forbids
-        the role."""
+        """Hold this while a stream is open. Raises BadRequest, Busy, and WrongIdentity if the scope forbids the
+        role."""
         if request.role not in {*Role}:
             raise BadRequest(f"FollowRequest.role is {request.role!r}, not one of {', '.join(Role)}")
         role = Role(request.role)
@@ -96,8 +96,7 @@ class Readers:
                     self.away[role, reader.name] = now()
 
     def tell(self, directive: Directive) -> None:
-        """Pass on directives about versions and the shard. A standby hears of a version once it is on disk
-        (`is_on_disk`)."""
+        """Pass on directives about versions and the shard. Standbys hear of versions once they are on disk."""
         if isinstance(directive, Committed | Pulse | Drain | Stop):
             for reader in self._open:
                 if reader.role is not Role.STANDBY or not isinstance(directive, Committed):

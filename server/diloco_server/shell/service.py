@@ -114,8 +114,7 @@ class Service:
         self._proven: dict[str, Identity] = {}  # learner id -> the identity that last used its lease
 
     async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
-        """Read the one message of a call. Its size is unknown before it arrives, so few are read at once. Raises
-        Busy."""
+        """Read the one message of a call. Few are read at once, since their size is unknown before. Raises Busy."""
         late = Busy(f"the message did not arrive within {BODY_S:g} s; try again")
         account = self._account(caller)
         if account is None:
@@ -367,8 +366,7 @@ class Service:
                             yield part
 
     async def _file(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | Chunk, None]:
-        """Send a version file to a standby, read from disk as it is taken. The standby repeats the call once it has the
-        file."""
+        """Send a version file to a standby, read from disk as it is taken. It repeats the call once it has the file."""
         caller.check_may("Standby")
         if request.want is None or request.ranges:
             raise BadRequest(f"a Pull of {FILE} names the version that it wants, and no ranges")

@@ -199,8 +199,7 @@ class ShardHistory:
         )  # fmt: skip
 
     def merging(self, merge: MergeRound) -> None:
-        """A closed round is about to be merged. Written first: after a crash, the version's file shows whether it
-        was."""
+        """Written before a closed round is merged: after a crash, the version's file shows whether it was."""
         contributions = [
             {"learner": c.learner_id, "generation": c.generation, "round": c.round, "base": c.base_version,
              "tokens": c.tokens, "steps": c.steps} | ({} if c.counted == c.tokens else {"counted": c.counted})

@@ -174,8 +174,7 @@ def _crowded() -> Busy:
 
 
 class Unread(Generic[T]):
-    """The chunks that a pull has not taken. They keep a version in memory, so a caller that pauses too long loses
-    them."""
+    """The chunks that a pull has not taken. They keep a version in memory, so a caller that pauses loses them."""
 
     def __init__(self, chunks: Iterable[T], pause_s: float) -> None:
         """`pause_s`: longest pause, in addition to the time of a slow link for a chunk."""

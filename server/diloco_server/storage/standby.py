@@ -106,8 +106,7 @@ class StandbyFolder:
         return newest(self._fs)
 
     def drop_later(self, newest: Mapping[int, int]) -> None:
-        """Remove versions above the shard's, which the shard has lost. `newest`: fragment -> version; -1: it has
-        none."""
+        """Remove versions above the shard's, which has lost them. `newest`: fragment -> version; -1: it has none."""
         later = [version_name(f, v) for f, v in _versions(self._fs) if v > newest.get(f, v)]
         for name in later:
             self._fs.remove(name)
