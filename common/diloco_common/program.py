@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 from cyclopts import App, Group
 
 from diloco_common.command import new_app, run_app, run_command
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, plain
 
 RUN = Group("Run", sort_key=1)
 LOOK = Group("Look", sort_key=2)
@@ -56,8 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def installed() -> list[Command]:
-    """The tables of all distributions, concatenated."""
-    return [command for point in metadata.entry_points(group="diloco.commands") for command in point.load()]
+    """The tables of all distributions, concatenated. Prints and skips one that cannot be imported."""
+    found: list[Command] = []
+    for point in metadata.entry_points(group="diloco.commands"):
+        try:
+            found += point.load()
+        except Exception as error:
+            where = point.dist.name if point.dist else point.value
+            print(f"diloco: the commands of {where} cannot be imported: {plain(str(error))}", file=sys.stderr)
+    return found
 
 
 def missing(commands: Sequence[Command]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import itertools
 import tomllib
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +53,8 @@ def compare(
     seeds = _seeds(options)
     chosen = [load_arm(path, options.model) for path in arms]
     check_outputs(options.out, options.csv, plot)
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
     lines = run_all(chosen, seeds, options.out, options.jobs, tell, options.track)
     print("\n" + comparison(chosen, seeds, lines))
     if options.csv is not None:

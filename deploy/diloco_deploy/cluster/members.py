@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_common.wire.addresses import Role
 
@@ -15,6 +15,18 @@ COUNTERS = (
 )  # fmt: skip
 """Counters that each process starts at 0."""
 COUNTERS_OF_LEARNERS = ("asked", "merged")
+
+
+class SeenReader(NamedTuple):
+    """A mirror or a standby, as its shard tells of it."""
+
+    role: str
+    name: str
+    site: str
+    """Empty: none."""
+    state: str
+    """"following" or "away"."""
+    for_s: float
 
 
 @dataclass
@@ -129,6 +141,17 @@ class SeenMember:
     @property
     def open_rounds(self) -> int:
         return sum(bool(one.get("round_open")) for one in self.get("fragments", ()))
+
+    @property
+    def followers(self) -> list[SeenReader]:
+        """Mirrors and standbys of this shard: those that follow it, then those that are away."""
+        told = (("following", self.get("readers", ())), ("away", self.get("readers_away", ())))
+        return [
+            SeenReader(str(one["role"]), str(one.get("name")), str(one.get("site") or ""), state, float(one["for_s"]))
+            for state, those in told
+            for one in those
+            if one.get("role") in ("mirror", "standby")
+        ]
 
     @property
     def learners_held(self) -> int:

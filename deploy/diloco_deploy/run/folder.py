@@ -249,6 +249,8 @@ def _remove(folder: Path) -> None:
             )
         return
     for path in folder.iterdir():
+        if path.name == "lost+found":  # of a volume's file system, and root's
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -52,7 +52,10 @@ def summary(report: Report, files: Mapping[str, Path | None], folder: Path | Non
 
     `folder`: of the run, to show how to continue; None: omit that.
     """
-    tokens = f"{units.count(report['tokens'])} {report['unit']} trained, {units.count(report['tokens_merged'])} merged"
+    trained, merged = (units.count(report[key]) for key in ("tokens", "tokens_merged"))
+    if report["tokens"] < report["tokens_merged"]:  # what a killed worker had trained is known to the shards alone
+        trained = f"at least {merged}"
+    tokens = f"{trained} {report['unit']} trained, {merged} merged"
     moved = f"pushed {units.size(report['bytes_pushed'])}, pulled {units.size(report['bytes_pulled'])}"
     facts = [
         ("did it learn", _learned(report)),
@@ -63,8 +66,8 @@ def summary(report: Report, files: Mapping[str, Path | None], folder: Path | Non
     ]
     facts += [(name, shown(path)) for name, path in files.items() if path is not None]
     if folder is not None:
-        budget, merged = int(report["settings"]["run"]["tokens"]), int(report["tokens_merged"])
-        budget = 2 * (budget if merged < 2 * budget else merged)  # a resumed run can be far beyond its budget
+        budget, done = int(report["settings"]["run"]["tokens"]), int(report["tokens_merged"])
+        budget = 2 * (budget if done < 2 * budget else done)  # a resumed run can be far beyond its budget
         facts.append(
             ("what next", f"diloco resume {shown(folder)} --tokens {units.count(budget)} trains longer; docs/index.md")
         )

@@ -58,9 +58,11 @@ class Snapshot:
 
 
 def tables(snapshot: Snapshot, width: int) -> Group:
-    """Shards and workers, in as many columns as fit."""
+    """Shards, mirrors and standbys, and workers, in as many columns as fit."""
+    shards = snapshot.cluster.shards
     return Group(
-        _table(_OF_SHARDS, snapshot, snapshot.cluster.shards, width),
+        _table(_OF_SHARDS, snapshot, shards, width),
+        *([_followers(shards)] if any(shard.followers for shard in shards) else []),
         _table(_OF_WORKERS, snapshot, snapshot.cluster.workers, width),
     )
 
@@ -178,6 +180,15 @@ def _table(columns: Sequence[_Column], snapshot: Snapshot, members: Sequence[See
         table.add_column(title, justify="right" if column.right else "left", no_wrap=True)
     for member in members:
         table.add_row(*(_cell(column, column.cell(snapshot, member)) for column in shown))
+    return table
+
+
+def _followers(shards: Sequence[SeenMember]) -> Table:
+    table = Table("reader", "state", "of", "site", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for shard in shards:
+        for one in shard.followers:
+            state = Text(f"{one.state} {units.clock(one.for_s)}", style=_STYLES.get(one.state, "green"))
+            table.add_row(f"{one.role} {one.name}", state, shard.name, one.site or "-")
     return table
 
 

@@ -238,6 +238,7 @@ class Feed:
             "open_rounds": shard.open_rounds,
             "sync_every": shard.get("sync_every"),
             "learners": shard.learners_held,
+            "readers": Counter(f"{one.role} {one.state}" for one in shard.followers),
             "bytes_pushed": shard.count("bytes_pushed"),
             "bytes_pulled": shard.count("bytes_pulled"),
             "in_memory_only": shard.get("data_dir") is None if shard.status else None,

@@ -435,6 +435,7 @@ class ShardHost:
         assert self.shard.manifest is not None
         await self.keeper.keep(version, self.shard.manifest)
         fragment_id, number = version.record.fragment_id, version.record.version
+        began = self.stopwatch()
         try:
             async with asyncio.timeout(self.settings.lease.lease_s):
                 await self.until(
@@ -443,6 +444,8 @@ class ShardHost:
         except TimeoutError:
             self.log.warning("the standby does not keep pace", fragment=fragment_id, version=number)
             self.readers.copies.falls_behind(fragment_id)
+        if self.readers.has_standby:
+            self.metrics.storage.standby_wait_seconds.observe(self.stopwatch() - began)
 
     def copied(self, fragment_id: int, version: int) -> None:
         self.readers.copied(fragment_id, version)

@@ -90,7 +90,7 @@ class Readers:
                 yield reader
             finally:
                 del self._open[reader]
-                if not self._has(Role.STANDBY):
+                if not self.has_standby:
                     self.copies.clear()
                 if role is not Role.OBSERVER and len(self.away) < READERS_MAX:
                     self.away[role, reader.name] = now()
@@ -110,12 +110,16 @@ class Readers:
 
     def copied(self, fragment_id: int, version: int) -> None:
         """A standby has this version. Ignored unless a standby follows: its disk would be waited for in vain."""
-        if self._has(Role.STANDBY):
+        if self.has_standby:
             self.copies.holds(fragment_id, version)
 
     @property
     def has_mirrors(self) -> bool:
         return self._has(Role.MIRROR)
+
+    @property
+    def has_standby(self) -> bool:
+        return self._has(Role.STANDBY)
 
     def _has(self, role: Role) -> bool:
         return any(reader.role is role for reader in self._open)

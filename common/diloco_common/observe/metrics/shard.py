@@ -182,6 +182,11 @@ class Storage:
     def __init__(self, declare: Declare) -> None:
         self.save_seconds = declare.histogram("diloco_shard_save_seconds", "Time to make a version durable.", SECONDS)
         self.saved_bytes = declare.totals("diloco_shard_saved_bytes_total", "Bytes of versions made durable.").begin()
+        self.standby_wait_seconds = declare.histogram(
+            "diloco_shard_standby_wait_seconds",
+            "How long a version waited for the standby to hold the one before.",
+            SECONDS,
+        )
         self.save_failures = declare.counter(
             "diloco_shard_save_failures_total",
             "Attempts to save a version that the disk refused.",
