@@ -67,11 +67,11 @@ def directions(
         pairs = own @ along - 2 * own * along  # of the others with each other, each pair twice
         agreeing = _ratio(pairs, rest.square() - own.square().sum() + own.square())
     agreeing = torch.where(others > 1, agreeing, 0.0)
-    again = [_again(said.get(c.learner_id), now) for c, now in zip(taken, sample, strict=True)]
+    now = {c.learner_id: kept.clone() for c, kept in zip(taken, sample, strict=True)}
+    again = [_cosine(said[i], now[i]) if i in said else None for i in now]
     said.clear()
-    said.update((c.learner_id, now.clone()) for c, now in zip(taken, sample, strict=True))
-    found = map(Direction, with_others.tolist(), agreeing.tolist(), again)
-    return {c.learner_id: one for c, one in zip(taken, found, strict=True)}
+    said.update(now)
+    return dict(zip(now, map(Direction, with_others.tolist(), agreeing.tolist(), again), strict=True))
 
 
 def _compared(taken: Sequence[Contribution], num_elements: int) -> tuple[Tensor, Tensor]:
@@ -103,8 +103,8 @@ def _medians(cosines: Tensor, part: Tensor) -> Tensor:
     return cosines.masked_fill(own | ~part, math.nan).nanmedian(1).values
 
 
-def _again(before: Tensor | None, now: Tensor) -> float | None:
-    return None if before is None else float(torch.cosine_similarity(before.float(), now.float(), dim=0))
+def _cosine(one: Tensor, other: Tensor) -> float:
+    return float(torch.cosine_similarity(one.float(), other.float(), dim=0))
 
 
 def _ratio(dots: Tensor, sizes: Tensor) -> Tensor:

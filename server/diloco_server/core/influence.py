@@ -1,21 +1,19 @@
 """Limits how much one contribution may move the model, from the other contributions of its round.
 
-The shard does not guess who is honest. In each round, the longest contribution counts for at most twice as long as the
-second longest; among strangers (`guard.trust`), for as long as the median:
+In each round, the longest contribution counts for at most twice as long as the second longest; among strangers
+(`guard.trust`), for as long as the median (adaptive robust clipping, arXiv 2405.14432):
 
     v_i <- v_i min(1, limit_i / |v_i|)
     limit_i = max(times_i * second longest at equal steps, FALLS * what i or the second counted for before)
 
 `times_i` lies between `APART` and `TWICE`, and grows with the learner's agreement in direction with the others. "At
-equal steps" multiplies another's length by max(1, steps_i / its steps). Strangers' steps are not believed. Clipping
-against the round itself is adaptive robust clipping (arXiv 2405.14432); arXiv 2603.08163 has a run among strangers,
-clipped to the median. Ordinary learners are not cut, so their merge is the published formula, bit for bit. The part cut
+equal steps" multiplies another's length by max(1, steps_i / its steps); strangers' steps are not believed. The part cut
 off is lost: carried along, it would accumulate. In a round of one or two there is no majority, so a contribution may be
 `RISES` times as long as before. A contribution with more than half of the weight of its round is not cut either.
 
-A length does not show direction. A learner is left out while it points away from the others, beyond chance, nearly as
-much as they agree without it; a stranger, if it points away at all. So is a learner that alone repeats itself. It is
-asked like the others, and applies the global values as if it were merged.
+A learner is left out while it points away from the others, beyond chance, nearly as much as they agree without it; a
+stranger, if it points away at all. So is a learner that alone repeats itself. It is asked like the others, and applies
+the global values as if it were merged.
 
 Claims of members are believed. A stranger's weight and tokens count for at most the lower median of its round, and a
 round of strangers needs a majority.
@@ -28,7 +26,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median_low, stdev
-from typing import Literal
 
 import torch
 
@@ -53,13 +50,10 @@ A healthy learner that alone has met some rare words goes down to -0.5 times, as
 FEW = 16
 """Largest number of members among which one that points away is left out. Among 17, a flipped sign that stays in costs
 1.0 %, and a healthy learner that alone knows some rare words may point further away than a flipped sign."""
-STILL = 0.1
-"""A learner repeats itself if its contributions change less than this share of another's. In the lab, a learner that
-pulls alone in its own direction changes 0.4 times as much as the others; one that resends the same values, only by
-rounding."""
-SHORT = 0.1
-"""Contributions shorter than this share of the longest are not judged: they barely move the model. A learner whose rate
-reaches zero before the others' sends only rounding errors, again and again."""
+LITTLE = 0.1
+"""Of what another does. A contribution this much shorter is not judged: once a rate has reached zero, only rounding is
+sent. A learner that changes this much less repeats itself; one that pulls alone in its own direction changes 0.4 times
+as much."""
 ERRORS = 3.0
 """Standard errors beyond which a mean is not chance."""
 TOLD = 24
@@ -92,21 +86,21 @@ class Told:
 
     def repeats(self, usual: float) -> bool:
         """Whether it repeats itself and disagrees with the others. `usual`: how much another learner changes."""
-        return self.along < OPPOSED and self.change < STILL * usual
+        return self.along < OPPOSED and self.change < LITTLE * usual
 
     def is_back(self, opposed: float) -> bool:
         return self.is_full and (fmean(self._against(opposed)) <= 0 or not self._others_agree())
+
+    @property
+    def change(self) -> float:
+        """Change from one contribution to the next: the mean of 1 - their cosine."""
+        return fmean(1.0 if d.again is None else 1.0 - d.again for d in self.directions)
 
     def _others_agree(self) -> bool:
         return _sure([d.others for d in self.directions])
 
     def _against(self, opposed: float) -> list[float]:
         return [-d.cosine - opposed * d.others for d in self.directions]
-
-    @property
-    def change(self) -> float:
-        """Change from one contribution to the next: the mean of 1 - their cosine."""
-        return fmean(1.0 if d.again is None else 1.0 - d.again for d in self.directions)
 
     @property
     def mean_cosine(self) -> float | None:
@@ -121,17 +115,11 @@ class Told:
 class Influence:
     """The influence of each learner of one shard. Kept in memory only; a restarted shard starts from nothing."""
 
-    trust: Literal["members", "strangers"]
+    strangers: bool = False
     left_out: set[str] = field(default_factory=set)
     _told: dict[str, Told] = field(default_factory=dict)
     _own: dict[int, dict[str, LengthLimit]] = field(default_factory=dict)
     """Fragment -> learner -> the length for which its last contribution counted."""
-
-    @property
-    def strangers(self) -> bool:
-        return self.trust == "strangers"
-
-    # ------------------------------------------------------------ a round
 
     def quorum(self, asked: Iterable[Member], quorum: Quorum) -> Quorum:
         """The quorum for opening and closing rounds: among strangers, more than half of the learners that answer."""
@@ -186,7 +174,7 @@ class Influence:
     ) -> tuple[dict[str, float], LengthLimit | None]:
         """The length limit of each contribution, and of the next round. `own`: by learner, the length counted
         before."""
-        steps = {c.learner_id: self._steps(c) for c in taken}
+        steps = {c.learner_id: 1 if self.strangers else c.steps for c in taken}
         known = {
             i: max((limit.at(its) for limit in (before, own.get(i)) if limit is not None), default=0.0)
             for i, its in steps.items()
@@ -208,7 +196,7 @@ class Influence:
                 for c, most in zip(taken, reach, strict=True)
             }
         usual = int(taken_in.kthvalue(rank).indices)
-        told = LengthLimit(reach[usual], self._steps(taken[usual]))
+        told = LengthLimit(reach[usual], int(taken_in[usual]))
         fallen = told if before is None else LengthLimit(FALLS * before.length, before.steps)
         most_steps = max(told.steps, fallen.steps)
         return limits, max(told, fallen, key=lambda limit: limit.at(most_steps))
@@ -216,11 +204,6 @@ class Influence:
     def _times(self, contribution: Contribution) -> float:
         """The limit relative to the second longest."""
         return APART + (TWICE - APART) * self.told(contribution.learner_id).along
-
-    def _steps(self, contribution: Contribution) -> int:
-        return 1 if self.strangers else contribution.steps
-
-    # ------------------------------------------------------------ what rounds have shown
 
     def begin(self, learner_id: str) -> None:
         """Forget a learner: a new process joined under its id, or the shard has forgotten it."""
@@ -241,12 +224,11 @@ class Influence:
         """
         counted = {c.learner_id: c.kept * c.norm for c in taken}
         longest = max((length for i, length in counted.items() if i not in self.left_out), default=0.0)
-        said = {i: d for i, d in directions.items() if i in self.left_out or counted[i] >= SHORT * longest}
+        said = {i: d for i, d in directions.items() if i in self.left_out or counted[i] >= LITTLE * longest}
         for c in taken:
-            told = self._told[c.learner_id] = self.told(c.learner_id)
+            told = self._told.setdefault(c.learner_id, Told())
             told.kept.append(c.kept)
-            if c.learner_id in said:
-                told.directions.append(said[c.learner_id])
+            told.directions.extend([said[c.learner_id]] if c.learner_id in said else ())
         opposed = 0.0 if self.strangers else OPPOSED
         repeating = self._repeating(said)
         back = tuple(i for i in sorted(self.left_out & said.keys() - repeating) if self._told[i].is_back(opposed))

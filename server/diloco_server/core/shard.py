@@ -65,7 +65,7 @@ class Shard:
         self.draining = False
         self._likeness = Likeness()
         self._outbox = Outbox(self.membership)
-        self.influence = Influence(settings.guard.trust)
+        self.influence = Influence(settings.guard.trust == "strangers")
         self.versions = Versions(
             settings.run, settings.shard, settings.sync, epoch, self.influence, self.membership, self._outbox
         )
