@@ -2,8 +2,8 @@
 
 A part names its ranges of the fragment. Parts wait in the round until they cover the fragment exactly; only then are
 they a contribution. They are dropped with the round, or with the generation that it asked. Parts do not overlap, but
-each range may bring 255 elements of padding (parts.py of the worker). So ranges and padding of all parts together are bounded:
-an incomplete contribution holds at most twice the fragment's elements plus PADDING_MAX.
+each range may bring 255 elements of padding (parts.py of the worker). So ranges and padding of all parts together are
+bounded: an incomplete contribution holds at most twice the fragment's elements plus PADDING_MAX.
 """
 
 from __future__ import annotations
