@@ -50,6 +50,7 @@ def busy_shard() -> ShardMetrics:
     rounds.version(3, 7)
     storage.saved_bytes.follow(4096)
     storage.save_seconds.observe(0.05)
+    storage.standby_wait_seconds.observe(0.01)
     storage.save_failures.inc()
     storage.versions_lost.follow(2)
     storage.not_durable.set(3)

@@ -1,4 +1,4 @@
-"""Everything that servers and workers share: errors, settings, manifest, encodings, RPC conventions, histories."""
+"""Shared by servers and workers: errors, settings, manifest, encodings, RPC conventions, histories."""
 
 import sys
 

@@ -1,9 +1,9 @@
 """Settings of glibc's malloc for processes that move large chunks.
 
 By default glibc returns large chunks to the kernel as soon as they are freed, so the next chunk faults in every page
-again. That is 50 to 200 faults per MB: a gRPC stream is 1.3 to 2 times slower, and the server uses twice the CPU
-(measured with grpcio 1.85 on loopback, 1 MiB messages). An mmap threshold of 1 GiB gains nothing more, and makes peak
-RSS 2.5 times as large.
+again: 50 to 200 faults per MB. A gRPC stream is then 1.3 to 2 times slower, and the server uses twice the CPU (measured
+with grpcio 1.85 on loopback, 1 MiB messages). An mmap threshold of 1 GiB gains nothing more, and makes peak RSS 2.5
+times as large.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def tune_allocator() -> bool:
 
 
 def trim() -> None:
-    """Give the kernel all freed pages, also those between others that are in use. Nothing if libc is not glibc."""
+    """Give the kernel all free pages, even those between pages in use. Does nothing if libc is not glibc."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)

@@ -1,8 +1,8 @@
 """Run a module as a child that ends with its parent, even when the parent is killed with SIGKILL.
 
 `diloco up` starts `python -m diloco_common.child PARENT_PID MODULE ARGUMENTS...`. On Linux the kernel sends SIGTERM to
-this process when the parent dies. For other systems, a thread checks every second whether the parent is alive. That
-thread kills the process if it does not end within `GRACE_S`.
+this process when the parent dies. For other systems, a thread checks every second whether the parent is alive, and
+kills the process if it does not end within `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def _follow(parent_pid: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Tie this process to its parent, then run the module in it."""
     parent_pid, module, arguments = int(argv[0]), argv[1], argv[2:]
     end_with_parent(parent_pid)
     sys.argv = [module, *arguments]

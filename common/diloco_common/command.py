@@ -1,7 +1,7 @@
-"""What all commands of this project share: how they are declared, and how they end.
+"""Shared by all commands: how they are declared, and how they end.
 
-A command is a function; cyclopts makes its options, help and completion out of the signature. It ends with one clear
-line for a known error, and with the exit code of that error. Nothing slow is imported here.
+A command is a function; cyclopts derives options, help and completion from its signature. A known error ends it with
+one clear line and the error's exit code. Nothing slow is imported here.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from rich.console import Console
 from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataError, DilocoError, did_you_mean, one_line
 
 OPTIONS = Parameter(negative=(), allow_repeating=True)
-"""Of all options: no second name with --no-, and the last one of several wins, so scripts may add theirs."""
-_PLAIN_WIDTH = 120  # of help that goes into a file or a pipe
+"""For all options: no --no- form, and the last of several values wins, so scripts may append theirs."""
+_PLAIN_WIDTH = 120  # of help text in a file or a pipe
 
 
 class QuietConsole(Console):
-    """Of rich, but a reader that leaves is told to `run_command`, as it is by `print`; rich itself ends the process."""
+    """rich's Console, but a closed pipe raises BrokenPipeError as `print` does. rich itself would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def new_app(name: str, about: str, **more: Any) -> App:
-    """A program, or a command that has commands of its own."""
+    """A program, or a command with its own subcommands."""
     _open_what_is_closed()
     is_seen = sys.stdout.isatty()
     width = None if is_seen or "COLUMNS" in os.environ else _PLAIN_WIDTH
@@ -59,15 +59,13 @@ def new_app(name: str, about: str, **more: Any) -> App:
 
 
 def _open_what_is_closed() -> None:
-    """Python has None for a standard stream that is closed, as some supervisors start their processes. What is said
-    there is lost, and nothing else."""
+    """Open standard streams that are closed: Python sets them to None. Some supervisors start processes like that."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as the process
 
 
 def version() -> str:
-    """What --version prints."""
     try:
         return f"diloco {metadata.version('decoupled-diloco')}"
     except metadata.PackageNotFoundError:
@@ -80,7 +78,6 @@ def run_app(app: App, argv: Sequence[str] | None = None) -> int:
 
 
 def _called(app: App, argv: Sequence[str] | None) -> int | None:
-    """Raises DilocoError."""
     tokens = list(sys.argv[1:] if argv is None else argv)
     try:
         code = app(tokens, exit_on_error=False, print_error=False, verbose=False)
@@ -91,7 +88,6 @@ def _called(app: App, argv: Sequence[str] | None) -> int | None:
 
 
 def _words(error: CycloptsError) -> str:
-    """What is wrong with a command line, in our words."""
     option = error.argument.name if error.argument is not None else ""
     match error:
         case UnknownCommandError(app=App() as app, unused_tokens=[word, *_]):
@@ -124,16 +120,16 @@ def _choices(error: CoercionError) -> list[str]:
 
 
 def end_on_sigterm() -> None:
-    """From now on, SIGTERM ends this process at once with exit code 0.
+    """Make SIGTERM end this process at once with exit code 0.
 
-    A service calls this before its slow imports, because it has nothing to hand over until they are done. It replaces
-    the handler afterwards. Raising an exception would not work: some import catches it, and the process goes on.
+    A service calls this before its slow imports, when it has nothing to hand over, and replaces the handler afterwards.
+    Raising an exception would not work: an import may catch it, and the process would go on.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_OK))
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, its work done: with torch loaded, the interpreter would take seconds to tidy up."""
+    """End this process now: with torch loaded, the interpreter would take seconds to clean up."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -145,7 +141,7 @@ def run_command(command: Callable[[], int | None], *, name: str) -> int:
     """Run the body of a command and return its exit code.
 
     A `DilocoError` becomes `name: message [CODE]` on stderr, one line per problem, without a traceback. Ctrl-C gives
-    exit code 130. If the reader of our stdout closes it, the command ends quietly. Anything else is a bug and keeps
+    exit code 130. If the reader of our stdout closes it, the command ends quietly. Any other error is a bug and keeps
     its traceback.
     """
     try:
@@ -165,7 +161,7 @@ def run_command(command: Callable[[], int | None], *, name: str) -> int:
 
 
 def _stdout_is_broken() -> bool:
-    """True if the reader of our stdout has gone, and not the peer of some socket."""
+    """Whether the reader of our stdout has gone, and not the peer of some socket."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLERR)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):
@@ -177,7 +173,7 @@ def _stdout_is_broken() -> bool:
 
 @contextlib.contextmanager
 def disk_errors(kind: type[DilocoError] = DataError, what: str = "") -> Iterator[None]:
-    """What the disk does not do is one line: the file, what could not be done with it, and why. Raises `kind`."""
+    """Turn an OSError into one line: the file, what could not be done with it, and why. Raises `kind`."""
     try:
         yield
     except OSError as error:
@@ -188,10 +184,8 @@ NOT_WRITTEN = "cannot be written: "
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Make the folders of these files; None is passed over.
-
-    Raises ConfigError for a file that cannot be written, before hours of work and not after them.
-    """
+    """Create the folders of these output files; None is skipped.
+    Raises ConfigError for a file that cannot be written, before hours of work instead of after them."""
     for path in paths:
         if path is None:
             continue

@@ -1,8 +1,8 @@
-"""Every error that leaves a process: one class, which is its row.
+"""Every error that leaves a process, as one class each.
 
-Its name in capitals is its stable code (WrongRun: WRONG_RUN), its docstring what the code means. `diloco explain`,
-docs/errors.md, the gRPC status of an answer and the exit code of a command follow from it. The message of an error says
-what happened this time. Texts are Markdown, with links as from a page in docs/.
+The class name in capitals is its stable code (WrongRun: WRONG_RUN), and its docstring is the meaning of the code.
+`diloco explain`, docs/errors.md, the gRPC status of an answer and the exit code of a command are derived from the
+class. The message of an error says what happened this time. Texts are Markdown, with links as from a page in docs/.
 """
 
 from __future__ import annotations
@@ -36,19 +36,17 @@ class DilocoError(Exception):
     """Base of all errors that a user sees as one line, without a traceback."""
 
     code: ClassVar[str] = "UNEXPECTED"
-    """Travels, and never changes. A class without one has its name in capitals."""
+    """Sent to others, and never changes. By default the class name in capitals."""
     exit_code: ClassVar[int] = EXIT_UNEXPECTED
-    """Of a command that ends with it."""
+    """Exit code of a command that ends with this error."""
     met: ClassVar[str] = COMMANDS
     """Where people meet it."""
     also: ClassVar[str] = ""
-    """Where else."""
+    """Another such place."""
     do: ClassVar[str] = ""
-    """What to do."""
     look: ClassVar[str] = ""
-    """What to look at first: a setting, a file, a figure; empty where `do` or the message itself says it."""
+    """What to look at first: a setting, a file, a figure; empty if `do` or the message says it."""
     is_logged: ClassVar[bool] = False
-    """It stands in the log of a process that goes on."""
 
     def __init_subclass__(cls) -> None:
         cls.code = vars(cls).get("code", re.sub(r"\B(?=[A-Z])", "_", cls.__name__).upper())
@@ -250,12 +248,12 @@ class VersionDamaged(DataError):
 
 
 WORDS_MAX = 2000
-"""Bytes of the words of a refusal. They may quote what a caller sent, and go into statuses, answers and logs."""
+"""Most bytes of a refusal's text. It may quote a caller, and goes into statuses, answers and logs."""
 
 
 def plain(words: str) -> str:
-    """Words as one line of at most `WORDS_MAX` bytes of UTF-8: control characters are escaped, what is over is cut."""
-    words = words[: WORDS_MAX + 1]  # an escape is never shorter
+    """Text as one line of at most `WORDS_MAX` bytes of UTF-8: control characters are escaped, and the rest is cut."""
+    words = words[: WORDS_MAX + 1]  # escaping never shortens
     line = words if words.isprintable() else "".join(map(_escaped, words))
     if len(line.encode()) <= WORDS_MAX:
         return line
@@ -276,7 +274,7 @@ class Refusal(DilocoError):
     look = "`diloco --version` on both machines"
 
     status: ClassVar[str] = "UNKNOWN"
-    """Name of the gRPC status of a call that ends with it: FAILED_PRECONDITION where a class says nothing."""
+    """Name of the gRPC status of a call that ends with it; by default FAILED_PRECONDITION."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -518,17 +516,15 @@ class Busy(Refusal):
 
 
 def refusal_from(code: str, message: str) -> Refusal:
-    """The error with this stable code."""
     return _with_words(next((kind for kind in Refusal.__subclasses__() if kind.code == code), Refusal), message)
 
 
 def error_from(code: str, message: str) -> DilocoError:
-    """The error with this stable code, whatever kind it is."""
+    """The error of any kind with this stable code."""
     return _with_words(next((kind for kind in all_kinds() if kind.code == code), DilocoError), message)
 
 
 def all_kinds() -> list[type[DilocoError]]:
-    """Every class of this file."""
     kinds = [DilocoError]
     for kind in kinds:
         kinds += kind.__subclasses__()
@@ -536,7 +532,7 @@ def all_kinds() -> list[type[DilocoError]]:
 
 
 def _with_words(kind: type[E], message: str) -> E:
-    """Some kinds make their words of facts, which the other side has put into the message already."""
+    """An error with this message as it is, since some kinds build theirs from facts, which the message already has."""
     error = kind.__new__(kind)
     Exception.__init__(error, plain(message))
     return error
@@ -549,13 +545,13 @@ def one_line(error: DilocoError, name: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The nearest of the known words, as the end of a message; empty if none is near."""
+    """The nearest known word, as the end of a message; empty if none is near."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def shown(value: object) -> str:
-    """As a message quotes what was given: itself, if it is a short plain value, else of which type it is."""
+    """A given value as messages quote it: the value if it is short and plain, else its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}, not an instance"
     is_plain = value is None or isinstance(value, bool | int | float | str | list | tuple | dict | set)

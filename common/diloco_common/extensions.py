@@ -1,10 +1,10 @@
-"""Rules of others: found by a dotted name, `mypkg.mymod:thing`, or as `plugin:NAME`, an installed entry point.
+"""Third-party rules: found by a dotted name, `mypkg.mymod:thing`, or as `plugin:NAME`, an installed entry point.
 
-group            what it gives
+group            type of the rule
 diloco.outer     a subclass of diloco_server.core.outer.OuterOptimizer
 diloco.merge     a function, diloco_server.core.merge.MergeRule
 diloco.inner     a function of model and TrainSettings that returns a torch optimizer
-diloco.codec     an instance of diloco_common.codec.Codec; by entry point alone, as its name travels
+diloco.codec     an instance of diloco_common.codec.Codec; by entry point only, since its name is sent to others
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ PLUGIN = "plugin:"
 
 @dataclass(frozen=True)
 class Extension:
-    """A rule that was found."""
-
     thing: Any
     source: str
-    """SHA-256 of the file that it is defined in, 16 hex digits; "" if there is none. Equal where runs are the same."""
+    """SHA-256 of the defining file, 16 hex digits; "" if there is no file. Must be equal in all processes of a run."""
 
 
 def is_extension(name: str) -> bool:
-    """Whether a setting names a rule of others and not one of ours."""
     return ":" in name
 
 
 def find(group: str, name: str) -> Extension:
-    """What a setting names. Raises ConfigError."""
+    """Find the rule that a setting names. Raises ConfigError."""
     thing = _plugin(group, name.removeprefix(PLUGIN)) if name.startswith(PLUGIN) else _dotted(name)
     try:
         path = inspect.getsourcefile(thing if inspect.isroutine(thing) or inspect.isclass(thing) else type(thing))
@@ -50,7 +47,7 @@ def find(group: str, name: str) -> Extension:
 
 @cache
 def plugin_names(group: str) -> tuple[str, ...]:
-    """Of the entry points that are installed, as settings name them."""
+    """The installed entry points of a group, as settings name them."""
     return tuple(sorted({PLUGIN + point.name for point in entry_points(group=group)}))
 
 

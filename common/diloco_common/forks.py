@@ -1,10 +1,10 @@
-"""What a forked child gets from its parent: none of gRPC's threads, and no port.
+"""Keeps gRPC's threads and our ports out of forked children.
 
-gRPC's library registers handlers that run in each forked child. Half of them is skipped while a thread waits inside
-gRPC, as one of ours always does ("Other threads are currently calling into gRPC, skipping fork() handlers"). The other
-half starts gRPC's threads in the child, on the parent's connections: about every third child dies of a segmentation
-fault. Without handlers a child leaves gRPC alone. The library looks for `GRPC_ENABLE_FORK_SUPPORT` once, while it is
-loaded. So `diloco_common` imports this module before anything else, and packages of ours import `diloco_common` first.
+gRPC registers handlers that run in each forked child. Half of them are skipped while a thread waits inside gRPC, as one
+of ours always does ("Other threads are currently calling into gRPC, skipping fork() handlers"). The other half start
+gRPC's threads in the child, on the parent's connections: about every third child dies of a segmentation fault. Without
+handlers a child leaves gRPC alone. gRPC reads `GRPC_ENABLE_FORK_SUPPORT` once, when it is loaded. So `diloco_common`
+imports this module before anything else, and our packages import `diloco_common` first.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LIBRARY = "grpc._cython.cygrpc"
 
 
 def danger(value: str, *, is_loaded: bool) -> str:
-    """Why forked children may die; empty if they do not.
+    """Why forked children may crash; empty if they cannot.
 
-    value: what the variable says; empty: nothing. is_loaded: whether gRPC's library has looked for it already.
+    value: of the variable; empty: not set. is_loaded: whether gRPC has already read it.
     """
     if value:
         return "" if value.lower() in _OFF else f"{VARIABLE}={value} is set"
@@ -40,17 +40,17 @@ _is_listening = _refuses = False
 
 
 def close_in_children(listening: socket.socket) -> None:
-    """A child that outlives its parent must not keep the port from whoever comes in the parent's place."""
+    """Close this port in forked children: a child that outlives its parent must not keep it from a new process."""
     _ports.add(listening)
 
 
 def refuse(refuses: bool) -> None:
-    """From now on a fork raises ForkUnsafe, if children may die; or no longer."""
+    """Set whether a fork raises ForkUnsafe if children may crash."""
     global _is_listening, _refuses
     _refuses = refuses
     if DANGER and not _is_listening:
         _is_listening = True
-        sys.addaudithook(_hear)  # Python has no way to take it away again
+        sys.addaudithook(_hear)  # Python cannot remove it again
 
 
 def _hear(event: str, _: tuple[Any, ...]) -> None:

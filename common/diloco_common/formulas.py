@@ -15,20 +15,20 @@ BITS: Mapping[str, float] = MappingProxyType({
 })  # fmt: skip
 """Bits per parameter of each encoding, with scales and indices (docs/wan.md)."""
 VALUES = ("float32", "bfloat16")
-"""Encodings of pulls that send the values; all others send changes."""
+"""Encodings that pulls use for values; all others send changes."""
 
 CALLS_PER_S = 450.0
-"""Contributions per second that one core of a shard can serve, each a push and a pull (docs/performance.md, growth)."""
+"""Contributions (a push and a pull each) per second and core of a shard (docs/performance.md, growth)."""
 BYTES_PER_S = 1.28e9
 """Payload bytes per second that one core of a shard can receive and send (docs/performance.md, growth)."""
 IDLE_BYTES = 260e6
-"""An idle shard: Python, torch, gRPC (docs/performance.md, memory of a shard)."""
+"""Memory of an idle shard: Python, torch, gRPC (docs/performance.md, memory of a shard)."""
 MOMENTUM_BYTES: Mapping[str, int] = MappingProxyType({"nesterov": 2, "sgd": 2, "adam": 8})
-"""Of each outer optimizer, per parameter (docs/version-file.md); a rule of the user's own is taken to keep 4."""
+"""State of each outer optimizer, per parameter (docs/version-file.md); 4 is assumed for a user's own."""
 VERSIONS_KEPT = 2
-"""Of each fragment, on disk (docs/performance.md, keeping versions)."""
+"""Versions of each fragment on disk (docs/performance.md, keeping versions)."""
 LINK_SHARE = 0.5
-"""Of a link, or of a core, or of a disk, that the run may take on average: the rest is for bursts and repeats."""
+"""Share of a link, core or disk that the run may take on average: the rest is for bursts and repeats."""
 
 
 def rate(params: float, bits: float, every: float, step_s: float) -> float:
@@ -37,7 +37,7 @@ def rate(params: float, bits: float, every: float, step_s: float) -> float:
 
 
 def every_for_rate(params: float, bits: float, bits_per_s: float, step_s: float, share: float) -> int:
-    """The smallest H with which the rate is at most this share of a link: `rate` solved for H."""
+    """The smallest H at which the rate is at most this share of a link: `rate` solved for H."""
     return max(1, math.ceil(params * bits / (share * bits_per_s * step_s)))
 
 
@@ -50,17 +50,17 @@ def round_trip_of_fragment(
 
 
 def every_for_patience(push_s: float, patience: float, overlap: int, step_s: float) -> int:
-    """The smallest H with which a round waits for a push of `push_s`: max(patience H, tau) t (docs/wan.md)."""
+    """The smallest H at which a round waits for a push of `push_s`: max(patience H, tau) t (docs/wan.md)."""
     return 1 if push_s <= overlap * step_s else math.ceil(push_s / (patience * step_s))
 
 
 def under_way(fragment_s: float, every: int, fragments: int, step_s: float) -> int:
-    """Fragments that are under way at once: their rounds begin H t / P apart (diloco_worker/core/sizes.py)."""
+    """Fragments in flight at once: their rounds begin H t / P apart (diloco_worker/core/sizes.py)."""
     return min(fragments, max(1, math.ceil(fragment_s / (every * step_s / fragments))))
 
 
 def calls_rate(learners: int, fragments: int, every: int, step_s: float) -> float:
-    """Contributions per second, of all learners: L P / (H t)."""
+    """Contributions per second of all learners: L P / (H t)."""
     return learners * fragments / (every * step_s)
 
 
@@ -83,12 +83,12 @@ def shard_memory(
     params_owned: float, fragments: int, learners: int, push_bits: float, outer: str, pull: str,
     *, companions: bool = False,
 ) -> float:  # fmt: skip
-    """Bytes of a shard at its peak: 260 MB + 8 MB + n (10 + ...) + 8.5 n_fragment + 0.62 MB L + contributions.
+    """Peak bytes of a shard: 260 MB + 8 MB + n (10 + ...) + 8.5 n_fragment + 0.62 MB L + contributions.
 
     n: parameters that it owns. 10 bytes with Nesterov and bfloat16 pulls; Adam takes 6 more, changes or float32 pulls 2
     more. At most one contribution per learner and fragment is open: n L push / 8. Companions are as many parameters
-    again, with no state of an outer optimizer: 8 bytes each, and their contributions. Measured by
-    benchmarks/shard_memory.py (docs/performance.md), without companions.
+    again, without outer state: 8 bytes each, and their contributions. Measured by benchmarks/shard_memory.py
+    (docs/performance.md), without companions.
     """
     per_parameter = 10.0 + (version_bytes(outer, pull) - 6) + (2 if pull == "float32" else 0)
     largest = params_owned / max(1, fragments)
@@ -102,7 +102,7 @@ def shard_memory(
 def shard_disk(params_owned: float, largest: float, each: float, checkpoints: int) -> float:
     """Bytes of a data folder: two versions of everything, regular checkpoints, and two files being written.
 
-    `largest`: parameters of its largest fragment; `each`: bytes per parameter of a version (docs/runbook.md,
+    `largest`: parameters of the largest fragment; `each`: bytes per parameter of a version (docs/runbook.md,
     DilocoDiskNearlyFull).
     """
     return each * ((VERSIONS_KEPT + checkpoints) * params_owned + 2 * largest)

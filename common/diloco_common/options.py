@@ -1,4 +1,4 @@
-"""Options that commands share: those of the settings, and numbers within bounds."""
+"""Options shared by commands: those of the settings, and bounded numbers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from diloco_common.settings_loader import Given, Loaded, default_of, from_text, 
 
 _SETTINGS = Group("Settings", sort_key=12)
 _FLAGS = {"data.source": "--data", "run.id": "--run"}
-"""Setting -> its option, where that does not have the name of its key."""
+"""Setting -> its option, if not named after the key."""
 
 Flag = Annotated[bool, Parameter(show_default=False)]
-"""An option without a value."""
 Json = Annotated[bool, Parameter(help="print it as JSON", show_default=False)]
 
 
@@ -31,7 +30,7 @@ Config = Annotated[Path | None, Parameter(metavar="FILE.toml", help="settings of
 @Parameter(name="*", group=_SETTINGS)
 @dataclass(frozen=True)
 class SettingsOptions:
-    """--config, --set and --settings: the same for every command that takes settings."""
+    """--config, --set and --settings, for every command that takes settings."""
 
     config: Config = None
     set: Annotated[
@@ -47,13 +46,12 @@ class SettingsOptions:
 
 
 NO_SETTINGS = SettingsOptions()
-"""None of them given."""
 
 
 def setting(name: str, metavar: str, about: str, default: object = None) -> Parameter:
     """The option of one setting. Its value stays text until all settings are checked together.
 
-    `default`: the command's own, instead of that of the setting.
+    `default`: the command's own default, instead of the setting's.
     """
     shown = default_of(name) if default is None else str(default)
     return Parameter(name=_flag(name), metavar=metavar, help=f"{about} ({name})", show_default=shown or False)
@@ -65,12 +63,12 @@ def load_from(
     environ: Mapping[str, str] | None = None,
     defaults: Mapping[str, Given] | None = None,
 ) -> Loaded:
-    """The settings of a command line, and where each comes from. Prints which of them the environment decided.
+    """The settings of a command line, with their sources. Prints those that the environment decided.
 
     Args:
-        options: the shared options, as given.
-        flags: setting -> the value of its own option; None: it was not given.
-        environ: the process environment unless given.
+        options: the shared options.
+        flags: setting -> the value of its own option; None: not given.
+        environ: the environment; default: the process's.
         defaults: see `settings_loader.load`.
 
     Raises:
@@ -107,10 +105,10 @@ def _flag(name: str) -> str:
 
 
 def refuse_idle(given: Mapping[str, object], idle: Mapping[str, str]) -> None:
-    """A flag that is given applies, or is refused. Raises ConfigError.
+    """Refuse flags that would change nothing. Raises ConfigError.
 
     Args:
-        given: flag -> its value; None: it was not given.
+        given: flag -> its value; None: not given.
         idle: flag -> why it would change nothing here, and what to do.
     """
     for flag, why in idle.items():
@@ -122,7 +120,7 @@ def refuse_idle(given: Mapping[str, object], idle: Mapping[str, str]) -> None:
 
 
 def number(parse: Callable[[str], float], low: float, high: float, words: str) -> Callable[[Any, Sequence[Token]], Any]:
-    """A converter that refuses, with these words, what is not a number from `low` to `high`."""
+    """A converter that accepts numbers from `low` to `high`, and refuses others with `words`."""
 
     def convert(_: Any, tokens: Sequence[Token]) -> float:
         try:
@@ -144,5 +142,5 @@ def _dtype(_: Any, tokens: Sequence[Token]) -> str:
 
 
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], Parameter(converter=_dtype)]
-"""Of a model file; bf16 and the like will do."""
+"""The dtype of a model file; short names such as bf16 are accepted."""
 Days = Annotated[float, Parameter(converter=number(float, 0.01, 3650, "days, from 0.01 to 3650"), metavar="N")]

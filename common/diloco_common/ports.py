@@ -1,9 +1,9 @@
-"""The ports of a shell. Each shell is given its time, randomness, threads, history and transport from outside.
+"""The ports of a shell: time, randomness, threads, history and transport, passed in from outside.
 
-There are two worlds. In production these are the wall clock, the system's randomness, real threads, files and gRPC.
+There are two worlds. In production the ports are the wall clock, the system's randomness, real threads, files and gRPC.
 Each process builds its world in one file (`diloco_server/shell/server.py`, `diloco_worker/joining.py`). In the
-simulator they are virtual time, a seeded generator, memory and faults. The shells are the same in both. They wait with
-asyncio alone: the event loop belongs to the world too, and a virtual loop sleeps in no time.
+simulator they are virtual time, a seeded generator, memory and faults. Shells are the same in both, and wait only with
+asyncio: the event loop belongs to the world too, and a virtual loop sleeps in no time.
 """
 
 from __future__ import annotations
@@ -39,28 +39,25 @@ class World:
     """The surroundings of one process."""
 
     clock: Clock
-    """The time of leases, waits and reports."""
+    """Time for leases, waits and reports."""
     cpu_clock: Clock
-    """CPU seconds of the calling thread."""
     random: Random
-    """Jitter of waits, and ids of processes."""
+    """For the jitter of waits, and process ids."""
     threads: Callable[[int, str], Executor]
     """Makes an executor from a number of threads and a name. Shells use it through the event loop's `run_in_executor`
     or through `submit`, and end it with `shutdown(wait=False, cancel_futures=True)`."""
     give_back: Callable[[], None] = lambda: None
-    """Gives memory back that was freed and that nothing soon will fill. Takes milliseconds."""
+    """Returns free memory that nothing will use soon to the system. Takes milliseconds."""
 
 
 class History(Protocol):
-    """A process records here what happens to it, so that promises can be checked (the simulator's judge)."""
+    """A process's record of events, by which promises can be checked (the simulator's judge)."""
 
     def write(self, what: str, **facts: Any) -> None:
         """Append one line. Safe from any thread."""
 
 
 class ControlStream(Protocol):
-    """The learner's end of one Attend call."""
-
     async def report(self, progress: Progress) -> None:
         """Send progress. Raises Unavailable."""
 
@@ -71,11 +68,11 @@ class ControlStream(Protocol):
         """
 
     def cancel(self) -> None:
-        """Give the stream up. Repeating it is fine."""
+        """Give up the stream. May be repeated."""
 
 
 class Heard(Protocol):
-    """A reader's end of one Follow call: a control stream without reports."""
+    """A reader's end of a Follow call: a control stream without reports."""
 
     async def hear(self) -> Directive | None: ...
 
@@ -104,7 +101,7 @@ class Transport(Protocol):
     async def leave(self, caller: Identity, timeout_s: float) -> None: ...
 
     async def close(self, grace_s: float) -> None:
-        """End all connections. Repeating it is fine."""
+        """End all connections. May be repeated."""
 
 
 class ShardService(Protocol):
@@ -114,18 +111,18 @@ class ShardService(Protocol):
     """
 
     async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
-        """Take in the one message of a call that sends just one, where the transport can leave it unread until then.
+        """Read the message of a call that sends just one, where the transport can leave it unread until then.
 
-        Few are taken in at once. `message` also parses it: a large one takes several times its bytes then.
+        Few are read at once. `message` also parses it; a large message then takes several times its size.
         """
 
     async def join(self, caller: Identity, request: JoinRequest) -> JoinAnswer: ...
 
     def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
-        """Directives until the lease, or the learner's side, ends. Close it with `aclose`."""
+        """Directives until the lease or the learner's side ends. Close it with `aclose`."""
 
     def follow(self, caller: Identity, request: FollowRequest) -> AsyncGenerator[Directive, None]:
-        """Directives until the shard, or the reader's side, ends. Close it with `aclose`."""
+        """Directives until the shard or the reader's side ends. Close it with `aclose`."""
 
     async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | Chunk]) -> PushAnswer:
         """`parts`: the header, then the chunks. The lease is checked before the first part is read."""
@@ -135,8 +132,8 @@ class ShardService(Protocol):
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
         """The header, then the chunks of its payload, if any. Close it early with `aclose`.
 
-        `ends_in_s`: when the transport ends the call if the caller does not take what it asked for; infinity: never.
+        `ends_in_s`: time after which the transport ends the call of a caller that does not read; infinity: never.
         """
 
     async def leave(self, caller: Identity) -> bool:
-        """Whether a lease ended. Repeating it is fine."""
+        """End the lease. Returns whether there was one. May be repeated."""

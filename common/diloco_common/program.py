@@ -1,7 +1,7 @@
-"""The `diloco` command: one program, whose commands are those of every distribution that is installed.
+"""The `diloco` command: one program with the commands of every installed distribution.
 
 A distribution names its table of commands as an entry point of the group `diloco.commands`. A command's module is
-imported when the command is asked for, and imports neither torch nor grpc before its function runs, so help is fast.
+imported only for that command, and imports neither torch nor grpc before its function runs, so help is fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 from cyclopts import App, Group
 
 from diloco_common.command import new_app, run_app, run_command
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, plain
 
 RUN = Group("Run", sort_key=1)
 LOOK = Group("Look", sort_key=2)
@@ -26,8 +26,7 @@ SETTINGS = Group("Settings", sort_key=6)
 
 
 class Command(NamedTuple):
-    """One row of a table: its name, where it is (module:function, or module:app), what it does, and with whom it is
-    shown."""
+    """One row of a table: the command's name, its module:function or module:app, its description, and its group."""
 
     name: str
     at: str
@@ -42,9 +41,9 @@ ELSEWHERE: Mapping[str, Sequence[str]] = {
     ),
     "decoupled-diloco-lab": ("plan", "simulate", "lab"),
 }  # fmt: skip
-"""Distribution -> its commands: what is said of a command that is not installed here."""
+"""Distribution -> its commands, for the message about a command that is not installed."""
 IN_A_CLONE: Mapping[str, str] = {"decoupled-diloco-ops": "./deploy", "decoupled-diloco-lab": "./simulator"}
-"""Where its sources are: an index has no version of a clone."""
+"""Distribution -> its folder in a clone, for which an index has no package."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,12 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def installed() -> list[Command]:
-    """The tables of all distributions, one after the other."""
-    return [command for point in metadata.entry_points(group="diloco.commands") for command in point.load()]
+    """The tables of all distributions, concatenated. Prints and skips one that cannot be imported."""
+    found: list[Command] = []
+    for point in metadata.entry_points(group="diloco.commands"):
+        try:
+            found += point.load()
+        except Exception as error:
+            where = point.dist.name if point.dist else point.value
+            print(f"diloco: the commands of {where} cannot be imported: {plain(str(error))}", file=sys.stderr)
+    return found
 
 
 def missing(commands: Sequence[Command]) -> dict[str, str]:
-    """Command of ours -> the distribution that brings it, where it is not among these."""
+    """Commands of ours that are not among these -> the distribution that brings them."""
     here = {command.name for command in commands}
     return {name: distribution for distribution, names in ELSEWHERE.items() for name in names if name not in here}
 
@@ -72,8 +78,7 @@ def _refuse(distribution: str) -> NoReturn:
 
 
 def program(asked: str = "") -> App:
-    """`diloco` with all commands that are installed, none of them imported yet. `asked`: the one whose help is told at
-    length."""
+    """`diloco` with all installed commands, none imported yet. `asked`: the command whose full help is shown."""
     commands = installed()
     about = ["Train one model on many machines that fail, lag and sit behind thin links."]
     absent = missing(commands)

@@ -1,4 +1,4 @@
-"""Numbers as people write them: 2M tokens, 1.5e9, 512MiB, 30s. Pure."""
+"""Parses numbers as people write them: 2M tokens, 1.5e9, 512MiB, 30s. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _DTYPES = {
 
 
 def count(text: str) -> int:
-    """2M, 1.5e9, 2_000_000, 3k, 1B. Raises ValueError, also if it is no whole number."""
+    """2M, 1.5e9, 2_000_000, 3k, 1B. Raises ValueError, also for a fraction."""
     number, unit = _split(text)
-    if unit.lower() not in _THOUSANDS or unit == "b":  # a small b is a byte or a bit
+    if unit.lower() not in _THOUSANDS or unit == "b":  # a lower-case b is a byte or a bit
         raise ValueError(text)
     return _whole(number * 1000 ** _THOUSANDS[unit.lower()], text)
 
@@ -53,7 +53,7 @@ def seconds(text: str) -> float:
 
 
 def dtype(text: str) -> str:
-    """bf16 is bfloat16; a name that is no short one stays."""
+    """Expand a short name: bf16 is bfloat16. Other names stay."""
     return _DTYPES.get(text.lower(), text)
 
 

@@ -1,9 +1,9 @@
 """Loads settings: TOML file, environment, `--set` and flags become one checked `Settings`.
 
 Later sources win: defaults < file < environment (DILOCO_SECTION__KEY) < `--set section.key=value` < flags.
-All problems are reported in one `ConfigError`, one line each. A line names the setting, its source and the allowed
-values. `diloco up` gives its children `--settings FILE.json`, which holds every effective setting. The environment is
-then not read, so a child uses exactly what its parent decided.
+All problems are reported in one `ConfigError`, one line each, with the setting, its source and the allowed values.
+`diloco up` passes `--settings FILE.json` to its children, which holds every effective setting. The environment is then
+not read, so a child uses exactly what its parent decided.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENV_PREFIX = "DILOCO_"
 
 @dataclass(frozen=True)
 class Given:
-    """A value and where it came from: "run.toml:4", "DILOCO_SYNC__QUORUM", "--set" or the name of a flag."""
+    """A value and its source: "run.toml:4", "DILOCO_SYNC__QUORUM", "--set" or the name of a flag."""
 
     value: object
     source: str
@@ -45,7 +45,7 @@ class Loaded:
     given: Mapping[str, Given]
 
     def describe_sources(self) -> list[str]:
-        """One line for each setting that an environment variable decided, so that none wins in secret."""
+        """One line for each setting that an environment variable decided, so that none wins unnoticed."""
         return [
             f"{name} = {given.value} from the environment variable {given.source}"
             for name, given in sorted(self.given.items())
@@ -70,7 +70,7 @@ def load(
         environ: the environment. Only variables that begin with DILOCO_ are read.
         overrides: the arguments of `--set`, each "section.key=value".
         flags: section.key -> the value of an explicit flag.
-        defaults: section.key -> the command's own default, instead of the default of the setting.
+        defaults: section.key -> the command's own default, instead of the setting's.
 
     Raises:
         ConfigError: the file is missing or malformed, a name is unknown, a value is out of range, or values contradict
@@ -85,7 +85,7 @@ def load(
 
 
 def load_saved(path: Path, overrides: Sequence[str] = (), flags: Mapping[str, Given] | None = None) -> Loaded:
-    """Read the file that `save` wrote. `--set` and flags still win over it. Raises `ConfigError` like `load`."""
+    """Read the file that `save` wrote. `--set` and flags still override it. Raises `ConfigError` like `load`."""
     problems: list[str] = []
     try:
         tree = json.loads(_read_text(path))
@@ -121,7 +121,7 @@ def _finish(
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a mark
+        return path.read_text(encoding="utf-8-sig")  # Windows editors begin a file with a byte-order mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except UnicodeDecodeError:
@@ -143,7 +143,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _from_tree(tree: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, Given]:
-    """Flatten the sections of a file."""
     given: dict[str, Given] = {}
     text = _read_text(path)
     for section, keys in tree.items():
@@ -209,7 +208,7 @@ def _from_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str, 
 
 
 def from_text(name: str, text: str) -> object:
-    """The text of a variable or of `--set`, in a form that pydantic understands: lists by commas, "" for none."""
+    """The text of a variable or of `--set`, in a form that pydantic understands: tuples for lists, None for ""."""
     allowed = _FIELDS[name].annotation
     if get_origin(allowed) is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
@@ -219,12 +218,12 @@ def from_text(name: str, text: str) -> object:
 
 
 def _read_quantity(name: str, value: object) -> object:
-    """2M, 512MiB, 30s and bf16 as pydantic understands them. Whatever else it is stays, for pydantic to judge."""
+    """Convert 2M, 512MiB, 30s and bf16 for pydantic. Other values stay, for pydantic to judge."""
     if not isinstance(value, str):
         return value
     kinds = set(_kinds(_FIELDS[name].annotation))
     if Path in kinds:
-        return os.path.expanduser(value)  # no shell has done so in a file, nor after `--set section.key=`
+        return os.path.expanduser(value)  # no shell has done it in a file, nor after `--set section.key=`
     if name in ("sync.push", "sync.pull"):
         return quantities.dtype(value)
     parse: Callable[[str], float]
@@ -241,7 +240,6 @@ def _read_quantity(name: str, value: object) -> object:
 
 
 def _kinds(annotation: object) -> Iterator[object]:
-    """The plain types that a value may have."""
     if get_args(annotation) and get_origin(annotation) is not Literal:
         for part in get_args(annotation):
             yield from _kinds(part)
@@ -288,7 +286,7 @@ def _explain(error: ValidationError, given: Mapping[str, Given]) -> list[str]:
 
 
 def allowed(name: str) -> str:
-    """The allowed values of a setting, in words: "a whole number from 1 to 4096", "a number above 0 (seconds)"."""
+    """The allowed values of a setting, as text: "a whole number from 1 to 4096", "a number above 0 (seconds)"."""
     field = _FIELDS[name]
     unit = "seconds" if _is_time(name) else "tokens, such as 2M" if name == "run.tokens" else ""
     words = _allowed_type(field.annotation) + _allowed_range(field.metadata)
@@ -296,7 +294,7 @@ def allowed(name: str) -> str:
 
 
 def default_of(name: str) -> str:
-    """The default of a setting, as people write it; empty if it has none."""
+    """The default of a setting as text; empty if it has none."""
     section, key = name.split(".")
     value = getattr(getattr(Settings(), section), key)
     return "" if value is None or value == () else str(value)

@@ -1,4 +1,4 @@
-"""Numbers for people: short, with units, and without needless digits."""
+"""Formats numbers for people: short, with units, and without needless digits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loss(value: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of a value in `width` characters; each shows the mean of a stretch."""
+    """The course of a value in `width` characters, each the mean of a stretch."""
     if not values or width < 1:
         return ""
     n = min(width, len(values))

@@ -5,8 +5,8 @@ plan.py      the targets and times of the faults: a pure function of the seed; w
 cluster.py   runs a cluster for a while and injects the faults of a plan
 damage.py    disks that can be filled, network links that can be cut
 goodput.py   how much work got through, the longest pause of a living worker, and where the rest of the work went
-hostile.py   a hostile learner beside them
-result.py    the result as numbers and words, with what hostile learners got out of the run
+hostile.py   a hostile learner next to the honest ones
+result.py    the result as numbers and words, with what hostile learners achieved
 timeline.py  the result as a picture
 
 diloco_simulator/verify/judge.py judges whether the promises were kept.

@@ -27,8 +27,6 @@ _DRAIN_S = 20.0
 
 
 class ChaosCluster:
-    """A local cluster, and its faults."""
-
     def __init__(
         self, settings: Settings, files: ClusterFolder, supervisor: Supervisor, interrupts: Interrupts,
         tell: Callable[[str], None], disks: SmallDisks | None = None, links: Links | None = None,
@@ -45,9 +43,7 @@ class ChaosCluster:
 
     def run(self, plan: Sequence[Fault], seconds: float, heal_s: float) -> ChaosRun:
         """Start the cluster, inject faults for `seconds` while it trains, let it heal, and stop it.
-
-        Raises DilocoError, or KeyboardInterrupt if the user asks to stop.
-        """
+        Raises DilocoError, or KeyboardInterrupt if the user asks to stop."""
         run = self._run
         save(self._settings, self._files.settings)
         self._start()

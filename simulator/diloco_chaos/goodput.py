@@ -48,7 +48,6 @@ class ClusterWork:
 
 
 def work_of(histories: Histories, run: ChaosRun) -> ClusterWork:
-    """The work of the measured time."""
     fragments = max(1, histories.num_fragments)
     accepted = sum(
         line["tokens"]

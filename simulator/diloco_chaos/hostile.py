@@ -1,6 +1,6 @@
-"""`python -m diloco_chaos.hostile`: a hostile learner beside the workers of `diloco_chaos`, over real gRPC.
+"""`python -m diloco_chaos.hostile`: a hostile learner next to the workers of `diloco_chaos`, over real gRPC.
 
-`diloco_simulator/chaos/hostile.py` is what it does: the same as in simulated schedules, under its own learner id.
+It does the same as in simulated schedules (`diloco_simulator/chaos/hostile.py`), under its own learner id.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ ANSWERS = 0.7
 LOOK_S = 0.5
 SAY_EVERY_S = 5.0
 HONEST = 1e-3
-"""About the size of a value of an honest contribution."""
+"""Rough size of a value in an honest contribution."""
 
 
 class HoldingTransport(GrpcTransport):
     """`hostile.HostileTransport` over gRPC."""
 
     def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> HeldCall:
-        """A push that never ends."""
+        """Start a push that never ends."""
         push = self._pushes.dialed("Push", "stream_unary", serializer=None)
         return HeldCall(push(_Endless(parts), metadata=self._metadata(caller)), reads=False)
 
     def hold_pull(self, caller: Identity, request: PullRequest) -> HeldCall:
-        """A pull that nobody reads."""
+        """Start a pull that nobody reads."""
         message = protobuf.pull_request_to_pb(request)
         return HeldCall(
             self._pulls.dialed("Pull", "unary_stream")(message, metadata=self._metadata(caller)), reads=True
         )
 
     def hold_stream(self, caller: Identity) -> HeldCall:
-        """A control stream that nobody reads, and on which nothing is reported."""
+        """Open a control stream that nobody reads, and on which nothing is reported."""
         return HeldCall(self._control.dialed("Attend", "stream_stream")(metadata=self._metadata(caller)), reads=True)
 
 
 class _Endless:
-    """The messages of a push; after the last of them the caller waits for ever."""
+    """The messages of a push; after the last one, the caller waits forever."""
 
     def __init__(self, parts: Sequence[PushHeader | Chunk]) -> None:
         self._parts = iter(parts)
@@ -76,14 +76,12 @@ class _Endless:
 
 
 class HeldCall:
-    """A call that is left open."""
-
     def __init__(self, call: Any, *, reads: bool) -> None:
         self._call = call
         self._reads = reads
 
     async def receive(self) -> Any:
-        """Wait for what the shard says first. Raises a Refusal or Unavailable."""
+        """Wait for the shard's first answer. Raises a Refusal or Unavailable."""
         try:
             return await (self._call.read() if self._reads else self._call)
         except grpc.aio.AioRpcError as error:
@@ -98,7 +96,7 @@ app = new_app("hostile", "Do harm to a run on this machine, for `diloco_chaos`."
 
 @app.default
 def harm(*, options: SettingsOptions = NO_SETTINGS) -> None:
-    """Until it is told to end."""
+    """Do harm until told to end."""
     settings = settings_from(options, {})
     end_on_sigterm()
     torch.set_num_threads(1)
@@ -111,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _live(settings: Settings) -> None:
-    """Until it is told to end."""
+    """Do harm until told to end."""
     name, credentials = settings.worker.learner_id, Credentials(settings.security.tls, settings.security.token_file)
     found: dict[int, HoldingTransport] = {}
     for address in settings.worker.shards:
@@ -134,7 +132,7 @@ async def _live(settings: Settings) -> None:
 
 
 async def _described(transport: HoldingTransport, run_id: str) -> JoinAnswer:
-    """What a shard says of the run, once it has a model."""
+    """The shard's description of the run, once it has a model."""
     while True:
         try:
             return await transport.join(Identity(run_id), JoinRequest(PROTOCOL, "", observe=True), CALL_S)

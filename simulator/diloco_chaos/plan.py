@@ -10,7 +10,7 @@ from enum import Enum
 START_S = 5.0
 """Assumed seconds from the start of a worker to its first step. They count as part of the cost of a kill."""
 SETTLE_S = 2.0
-"""A process that has recovered from a fault gets no other fault for this many seconds."""
+"""A process that has recovered from a fault gets no further fault for this many seconds."""
 FILL_SHARE = 1 / 3
 """Share of the faults on shards that fill a disk, if disks can be filled."""
 KILL_SHARE = 0.7
@@ -22,8 +22,6 @@ SHARD_SHARE = 0.2
 
 
 class FaultKind(Enum):
-    """The kind of a fault."""
-
     KILL = "kill"  # SIGKILL; the process is started again after a while
     FREEZE = "freeze"  # SIGSTOP; SIGCONT follows after a while
     FILL = "fill"  # the disk of a shard is full for a while
@@ -43,8 +41,6 @@ LINK = " to "
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of the plan."""
-
     at_s: float
     """Seconds after the beginning of the measured time."""
     kind: FaultKind

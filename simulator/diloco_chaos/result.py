@@ -1,4 +1,4 @@
-"""The result of `diloco_chaos`, as numbers for `--json` and as words for people; and what hostile processes got."""
+"""The result of `diloco_chaos`, as numbers for `--json` and in words; and what hostile processes achieved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diloco_simulator.verify.judge import BrokenPromise, stood_still, violations
 
 
 def harm_of(histories: Histories, name: str) -> dict[str, Any]:
-    """One hostile process, for the result."""
+    """What one hostile process achieved."""
     declined = Counter(line["code"] or line["outcome"] for line in lines_of(histories, name, "declined"))
     merged = [m for m in histories.merges() if m.learner == name and m.fragment not in histories.companions]
     versions = sum(v.survives for v in histories.lineage.versions if v.fragment not in histories.companions)
@@ -34,7 +34,7 @@ def lines_of(histories: Histories, name: str, what: str) -> Iterator[Line]:
 
 
 def _words_of(one: dict[str, Any]) -> str:
-    """The same for people."""
+    """The result of one hostile process, in words."""
     declined = ", ".join(f"{count} x {code}" for code, count in one["declined"].items()) or "none"
     return (
         f"{one['name']}: joined {one['joined']} times; {one['accepted']} contributions accepted, "
@@ -130,7 +130,6 @@ def make_result(
 
 
 def summary(result: Result) -> str:
-    """The result in words."""
     baseline = result["baseline"]
     kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(result["faults_by_kind"].items()))
     lines = [

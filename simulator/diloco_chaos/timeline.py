@@ -21,7 +21,7 @@ STEP, VERSION, PACE = "#2a8c82", "#3b4cc0", "#b8860b"
 STARTING = "#fbe3e0"
 AWAY = {"kill": "#f3b8b8", "freeze": "#bfe0f5", "fill": "#f5e2a9", "cut": "#dcc8ee"}
 MARKS = {"kill": ("X", "#c0272d"), "freeze": ("s", "#1b78b4"), "fill": ("D", "#a67c00"), "cut": ("P", "#7b3fb0")}
-"""Kind of a fault -> marker and colour."""
+"""Kind of a fault -> marker and color."""
 HARM = "#7a1f1f"
 EVICTED, JOINED = "#e07b1a", "#2e8b3d"
 ANNOUNCED = ("announced", "restored")
@@ -139,7 +139,6 @@ def _versions(axes: Any, processes: Sequence[Process], run: ChaosRun, y: float, 
 
 
 def _steps(axes: Any, processes: Sequence[Process], run: ChaosRun, y: float) -> None:
-    """A tick per inner step."""
     times = (line["t"] for process in processes for line in process.of("stepped"))
     at = [t - run.began for t in times if run.began <= t <= run.ended]
     axes.vlines(at, y - 0.17, y + 0.17, color=STEP, linewidth=_tick(run), alpha=0.8, zorder=2)
@@ -182,7 +181,6 @@ def _apart(times: Sequence[float]) -> Iterator[float]:
 
 
 def _marks(axes: Any, run: ChaosRun, place: dict[str, float]) -> None:
-    """A mark for each fault, at its beginning."""
     size = 64 if len(run.faults) < 50 else 44
     for fault in run.faults:
         marker, colour = MARKS[fault.kind]

@@ -1,6 +1,6 @@
-"""One arm of a comparison: all settings of the product, and the conditions that a run is put under.
+"""One arm of a comparison: all settings of the product, and the conditions of its runs.
 
-A file is TOML: the settings as everywhere else, and the conditions as a table `lab`:
+An arm is a TOML file: the usual settings, and the conditions in a table `lab`:
 
     [train]
     optimizer = "adamw"
@@ -44,9 +44,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def validated(model: type[M], tree: Mapping[str, Any], where: str, section: str = "") -> M:
-    """`tree` as a `model`. Raises ConfigError, with a line for each mistake.
+    """Validate `tree` as a `model`. Raises ConfigError, with a line for each mistake.
 
-    `where` is the file or the arm; `section`, the table that the tree is, if it is not the whole file.
+    `where` names the file or arm in messages; `section` is the name of the table, if `tree` is not a whole file.
     """
     try:
         return model.model_validate(tree)
@@ -68,7 +68,7 @@ def _lines(error: ValidationError, model: type[BaseModel], section: str) -> Iter
 
 
 def _names(model: type[BaseModel], section: str) -> list[str]:
-    """Of sections, and of what stands in them."""
+    """The names of sections and of their settings."""
     names = []
     for key, field in model.model_fields.items():
         names.append(f"{section}.{key}" if section else key)
@@ -78,60 +78,60 @@ def _names(model: type[BaseModel], section: str) -> list[str]:
 
 
 LEARNT_FROM = ("run", "sync", "outer", "guard", "model", "train", "data")
-"""The sections of the settings that what is learnt depends on."""
+"""The sections of settings that affect training."""
 VERSIONS = 40
-"""Of each fragment, if `run.tokens` is not given."""
+"""Default budget of a run, in versions of each fragment."""
 
 
 class Conditions(Section):
-    """What a run is put under."""
+    """The conditions of a run."""
 
     method: Literal["decoupled", "data-parallel", "classic", "one-process"] = "decoupled"
-    """"decoupled": the production cores. References that share no code with them: "data-parallel", one model that
-    steps on the batches of all learners; "classic", synchronous DiLoCo in float32; "one-process", one learner's batches
-    alone, `batches` of them per step. One learner with the outer step is "decoupled" with `learners` 1."""
+    """"decoupled": the production cores. The others are references that share no code with them. "data-parallel": one
+    model that steps on the batches of all learners; "classic": synchronous DiLoCo in float32; "one-process": `batches`
+    batches of one learner per step. For one learner with the outer step, use "decoupled" with `learners` 1."""
     learners: int = Field(default=4, ge=1, le=256)
     shards: int = Field(default=2, ge=1, le=64)
     speeds: tuple[float, ...] = ()
-    """Relative, one per learner; none: all 1."""
+    """Relative speed of each learner; empty: all 1."""
     noise: float = Field(default=0.0, ge=0, lt=1)
-    """Of every step time, at most this share more or less."""
+    """Each step time varies by up to this share."""
     delay: float = Field(default=0.0, ge=0)
-    """Inner steps by which every push and every new version comes later."""
+    """Added delay of every push and every new version, in inner steps."""
     drop: float = Field(default=0.0, ge=0, lt=1)
-    """Share of pushes that are lost on their way, and sent again `retry` later."""
+    """Share of pushes that are lost, and sent again after `retry`."""
     retry: float = Field(default=12.0, ge=0)
-    """Inner steps. A learner sends again 0.2 s after a call has failed, and 15 s after one that nobody answers."""
+    """In inner steps. A learner sends again 0.2 s after a call failed, and 15 s after one that was never answered."""
     kill_every: float = Field(default=0.0, ge=0)
-    """Versions between two deaths; learners die in turn. 0: nobody dies. All that the process held is lost."""
+    """Versions between two deaths; 0: no deaths. Learners die in turn, and lose everything that their process held."""
     away: float = Field(default=24.0, gt=0)
-    """Inner steps after which a dead learner is back, with the global model and new optimizer state."""
+    """Inner steps until a dead learner is back, with the global model and new optimizer state."""
     non_iid: float = Field(default=0.0, ge=0, le=1)
-    """How far the data of learners differ: 0, all draw from all of it; 1, each from a part of its own."""
+    """How much the data of learners differ. 0: all draw from all data; 1: each from its own part."""
     batches: int = Field(default=1, ge=1)
-    """Of one-process: batches per step."""
+    """Batches per step of "one-process"."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What is compared."""
+    """Settings and conditions to be compared with others."""
 
     name: str
     settings: Settings
-    """As the user gave them."""
+    """As given by the user."""
     conditions: Conditions
     model: str = ""
-    """mypkg.mymod:build; empty: the built-in one."""
+    """mypkg.mymod:build; empty: the built-in model."""
 
     def seeded(self, seed: int) -> Settings:
-        """The settings of one run, with a budget if none was given: 40 versions of each fragment."""
+        """The settings of one run. The default budget is 40 versions of each fragment."""
         settings, run, train = self.settings, self.settings.run, self.settings.train
         per_step = self.conditions.learners * train.batch * settings.model.context
         tokens = run.tokens or VERSIONS * settings.sync.first_every * per_step
         return settings.model_copy(update={"run": run.model_copy(update={"seed": seed, "tokens": tokens})})
 
     def facts(self, seed: int) -> dict[str, Any]:
-        """Everything that a run depends on, as JSON."""
+        """Everything that the result of a run depends on, as JSON."""
         settings = self.seeded(seed)
         content = settings.model_dump(mode="json")
         learnt = {key: content[key] for key in LEARNT_FROM}
@@ -139,7 +139,7 @@ class Arm:
         return {"settings": learnt, "lab": conditions, "model": self.model, "rules": self._sources(settings)}
 
     def _sources(self, settings: Settings) -> dict[str, str]:
-        """Setting -> name and digest of the source of everything that is not ours: an edited one is another run."""
+        """Setting -> name and source digest of each extension: after an edit, the run counts as another one."""
         learners = {"train.optimizer": ("diloco.inner", settings.train.optimizer), "model": ("diloco.task", self.model)}
         found = {
             what: f"{name} {find(group, name).source}" for what, (group, name) in learners.items() if is_extension(name)
@@ -147,11 +147,11 @@ class Arm:
         return find_rules(settings).sources | found
 
     def key(self, seed: int) -> str:
-        """Equal for runs that are equal, whatever their arm is called."""
+        """Equal for equal runs, whatever the names of their arms."""
         return _digest(self.facts(seed))
 
     def with_value(self, path: str, value: Any) -> Arm:
-        """The same arm with another setting, such as train.lr or lab.noise. Raises ConfigError."""
+        """The same arm with one setting changed, such as train.lr or lab.noise. Raises ConfigError."""
         content = self.settings.model_dump(mode="python", exclude_unset=True)
         lab = self.conditions.model_dump(exclude_unset=True)
         section, _, key = path.partition(".")
@@ -165,13 +165,13 @@ GONE = {
     "train.decay": 0.5, "data.held_out": 0.05, "guard.norm_factor": 1000.0, "guard.norm_window": 64,
     "guard.quarantine_s": 60.0, "shard.durability": "version", "shard.max_learners_per_host": 512,
 }  # fmt: skip
-"""Settings of results on record that there are no more, with what they are today."""
+"""Settings that were removed since results were recorded -> the constant that replaced each."""
 
 
 def key_today(line: Mapping[str, Any]) -> str:
-    """The key of a result on record. Settings that are younger than it count with their defaults, which change nothing.
-    Settings that are gone count for nothing where they had what is a constant now. Raises KeyError and ValidationError
-    if it is of others."""
+    """The key of a recorded result. Settings that are newer than the result get their defaults, which change nothing.
+    Removed settings are ignored if they had the value of today's constant. Raises KeyError and ValidationError if they
+    had another one."""
     known = {
         name: {key: value for key, value in section.items() if GONE.get(f"{name}.{key}", GONE) != value}
         for name, section in line["settings"].items()
@@ -187,7 +187,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def make_arm(name: str, content: dict[str, Any], model: str = "") -> Arm:
-    """From the tables of a file. Raises ConfigError."""
+    """Make an arm from the tables of a file. Raises ConfigError."""
     rest = dict(content)
     conditions = validated(Conditions, rest.pop("lab", {}), name, "lab")
     settings = validated(Settings, rest, name)
@@ -204,5 +204,5 @@ def make_arm(name: str, content: dict[str, Any], model: str = "") -> Arm:
 
 
 def load_arm(path: Path, model: str = "") -> Arm:
-    """Of a TOML file; it is called like the file. Raises ConfigError."""
+    """Read an arm from a TOML file, and name it after the file. Raises ConfigError."""
     return make_arm(path.stem, read_toml(path), model)

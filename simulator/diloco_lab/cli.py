@@ -6,6 +6,7 @@ import itertools
 import tomllib
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ app = new_app("lab", "Compare rules and settings by what they learn: production 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class LabOptions:
-    """What both commands take."""
+    """Options of both `compare` and `sweep`."""
 
     seeds: Annotated[int, Parameter(metavar="N", help="seeds per arm")] = 2
     first_seed: Annotated[int, Parameter(metavar="SEED", help="the others follow")] = 0
@@ -45,7 +46,6 @@ def compare(
     plot: Annotated[Path | None, Parameter(metavar="FILE", help="losses, and paired gaps with intervals (PNG)")] = None,
     options: LabOptions = LabOptions(),
 ) -> int:
-    """Run arms over the same seeds, and show their paired gaps."""
     from diloco_lab.arms import load_arm
     from diloco_lab.report import comparison, draw, write_csv
     from diloco_lab.runner import run_all
@@ -53,6 +53,8 @@ def compare(
     seeds = _seeds(options)
     chosen = [load_arm(path, options.model) for path in arms]
     check_outputs(options.out, options.csv, plot)
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
     lines = run_all(chosen, seeds, options.out, options.jobs, tell, options.track)
     print("\n" + comparison(chosen, seeds, lines))
     if options.csv is not None:
@@ -70,7 +72,6 @@ def sweep(
     grid: Annotated[list[str], Parameter(metavar="SETTING=A,B,...", help="such as train.lr=1e-3,2e-3,4e-3")],
     options: LabOptions = LabOptions(),
 ) -> int:
-    """Run an arm with all combinations of values, and rank them."""
     from diloco_lab.arms import load_arm
     from diloco_lab.report import ranking, write_csv
     from diloco_lab.runner import run_all
@@ -107,7 +108,7 @@ def protocol(
         str, Parameter(metavar="TRACKER", help="tensorboard:DIR, wandb:PROJECT or csv:FILE", show_default=False)
     ] = "",
 ) -> int:
-    """Run what is missing of a protocol; the page is written anew after every seed."""
+    """Run the missing parts of a protocol; the page is rewritten after every seed."""
     from diloco_lab.protocol import carry_out, load_protocol
     from diloco_lab.protocol import page as tables
     from diloco_lab.runner import run_all
@@ -137,7 +138,7 @@ def tell(text: str) -> None:
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
-    """A setting and the values that it takes. Raises ConfigError."""
+    """A setting and its values. Raises ConfigError."""
     path, equals, values = text.partition("=")
     if not equals or "." not in path:
         raise ConfigError(f"--grid {text!r} is not of the form section.setting=A,B,...")

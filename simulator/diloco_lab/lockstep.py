@@ -1,14 +1,14 @@
-"""Whole runs in one process, step by step and reproducible: the production cores over a virtual clock.
+"""Whole runs in one process, step by step and reproducible: the production cores with a virtual clock.
 
-Owns the clock, the order in which things happen, and the delays. All decisions and all arithmetic are production code:
+This file owns the clock, the order of events, and the delays. All decisions and all arithmetic are production code:
 shards (`diloco_server.core`), learners (`diloco_worker.core`) and encodings.
-There are no processes, no threads and no network, so comparing settings costs no more than the training itself.
+There are no processes, threads or network, so comparing settings costs no more than the training itself.
 
-Time is counted in inner steps of a learner of speed 1. At a step boundary a learner takes in the arrivals and
-answers the rounds that asked, in the order of `diloco_worker.learner`. Learners are out of phase, as in reality: their
-first steps end evenly spread over one step. A push reaches the shard `PUSH` after the snapshot. A new version reaches
-the learner `overlap_steps` - 1 after its commit, so learners of equal speed apply it `overlap_steps` boundaries after
-their snapshot. Conditions add a delay to both, lose pushes, or kill learners.
+Time is counted in inner steps of a learner of speed 1. At a step boundary, a learner processes arrivals and answers
+rounds in the order of `diloco_worker.learner`. Learners are out of phase, as in reality: their first steps end evenly
+spread over one step. A push reaches the shard `PUSH` after the snapshot. A new version reaches the learner
+`overlap_steps` - 1 after its commit, so learners of equal speed apply it `overlap_steps` boundaries after their
+snapshot. Conditions add a delay to both, lose pushes, or kill learners.
 """
 
 from __future__ import annotations
@@ -48,45 +48,44 @@ from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 
 PUSH = 0.1
-"""Inner steps from a snapshot until the shard has it."""
+"""Inner steps from a snapshot until it is at the shard."""
 TICK = 0.1
 """Inner steps between two ticks of the shards: the resolution of grace windows."""
 NOTICE = 0.02
 """Inner steps until a learner hears a directive."""
 STALLED = 50
-"""Times H inner steps without a merged token after which a run ends: what its learners have is refused."""
+"""A run ends after this many times H inner steps without a merged token: its contributions are being refused."""
 EPOCH = 1
 
 Arrival = Callable[[LearnerCore], object]
-"""A message from a shard. The learner takes it in at the next step boundary."""
+"""A message from a shard, processed by the learner at its next step boundary."""
 
 
 @dataclass
 class LockstepOutcome:
-    """What a run did, in figures. `LockstepRun.global_model` gives the model."""
+    """The results of a run, in figures. For the model, see `LockstepRun.global_model`."""
 
     tokens_trained: int = 0
-    """Of all learners, merged or not."""
+    """Tokens of all learners, merged or not."""
     duration: float = 0.0
     """Virtual time, in inner steps of a learner of speed 1."""
     versions: int = 0
-    """Outer steps of the fragment that took the fewest."""
+    """Outer steps of the fragment that has the fewest."""
     participants: float = 0.0
-    """Mean contributions of a round."""
+    """Mean number of contributions per round."""
     bytes_pushed: int = 0
     bytes_pulled: int = 0
     dropped: int = 0
-    """Pushes that were lost, and sent again."""
+    """Pushes that were lost and sent again."""
     deaths: int = 0
     fates: dict[str, int] = field(default_factory=dict)
-    """Contributions by what became of them."""
+    """Number of contributions by fate."""
     stalled: bool = False
-    """It ended before its budget was merged: nothing was for long, or a learner's values are not finite. Counts as
-    diverged."""
+    """Whether it ended early: nothing was merged for long, or values are not finite. Counts as diverged."""
 
 
 class Clock:
-    """Calls what is due in the order of time, and at equal times in the order of scheduling."""
+    """Makes the scheduled calls in order of time, and at equal times in order of scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -102,7 +101,7 @@ class Clock:
 
 
 class ShardRig(LockstepShard):
-    """One shard of the run, in the time of the run."""
+    """One shard of the run, on the run's clock."""
 
     def __init__(self, run: LockstepRun, index: int, count: int) -> None:
         settings = run.settings.model_copy(update={"shard": ShardSettings(index=index, count=count)})
@@ -120,7 +119,7 @@ class LearnerRig:
         settings, conditions = run.settings, run.conditions
         self.learner_id = f"worker-{index}"
         self.cores: list[LearnerCore] = []
-        """Of all its lives; the last one is the present one, if it is alive."""
+        """One core per life. The last one is the current one, if the learner is alive."""
         self.alive = False
         self.generations: dict[ShardRig, int] = {}
         self._run = run
@@ -153,20 +152,20 @@ class LearnerRig:
             core.arrived(fragment.fragment_id, version, EPOCH, values, 0)
 
     def die(self) -> None:
-        """The process ends, with all that it held and all that is on its way."""
+        """The process ends, and everything that it held or sent is lost."""
         self.alive = False
         self._inbox, self._held = [], {}
         self._run.inner.leave(self.index)
         self._run.outcome.deaths += 1
 
     def come_back(self) -> None:
-        """A new process with the same learner id, which has the global model and nothing else."""
+        """Start a new process with the same learner id and only the global model."""
         self._run.inner.begin(self.index)
         self.join(self._run.shards)
         self.step()
 
     def after(self, delay: float, call: Callable[[], object]) -> None:
-        """Call later, if this life lasts."""
+        """Make a call later, if the learner lives until then."""
         life = self.core
 
         def call_if_alive() -> None:
@@ -177,7 +176,6 @@ class LearnerRig:
 
     @property
     def core(self) -> LearnerCore:
-        """Of its present life, or of the last one."""
         return self.cores[-1]
 
     def told(self, rig: ShardRig, directive: Directive) -> None:
@@ -191,7 +189,7 @@ class LearnerRig:
                 self._pull(rig, directive)
 
     def step(self) -> None:
-        """One inner step, its boundary, and the next step."""
+        """Take one inner step, process its boundary, and schedule the next step."""
         core = self.core
         loss, tokens = self._run.inner.step(self.index, self._run.share_of)
         core.stepped(tokens)
@@ -236,7 +234,6 @@ class LearnerRig:
         self.after(delay, lambda: self._arrive(rig, header, payload))
 
     def _arrive(self, rig: ShardRig, header: PushHeader, payload: Payload) -> None:
-        """A push has reached its shard."""
         answer = self._hand_in(rig, header, payload)
         self._inbox.append(lambda core: core.answered(header.fragment_id, header.round, answer))
 
@@ -255,7 +252,7 @@ class LearnerRig:
         self.after(self._run.pull_delay, lambda: self._inbox.append(apply))
 
     def _fetch(self, rig: ShardRig, fragment_id: int) -> tuple[int, Tensor, int]:
-        """The latest version, its values, and the bytes it took on the wire: those of the change, if one was sent."""
+        """The latest version, its values, and the bytes it took on the wire, perhaps as a change."""
         version, payload = rig.shard.published(fragment_id)
         had, anchor = self._held.get(fragment_id, (None, None))
         change = rig.shard.change_since(fragment_id, None if had is None else VersionId(EPOCH, had))
@@ -272,7 +269,7 @@ class LearnerRig:
 
 
 class LockstepRun:
-    """Shards and learners of one run, and the clock that they share."""
+    """Shards and learners of one run, and their common clock."""
 
     def __init__(self, settings: Settings, task: Task, conditions: Conditions) -> None:
         self.settings, self.task, self.conditions = settings, task, conditions
@@ -285,7 +282,7 @@ class LockstepRun:
         self._merged, self._merged_at = 0, 0.0  # by all shards, and when that grew last
 
     def make_inner(self) -> InnerSteps:
-        """What trains the models. A benchmark may give each learner an optimizer of its own."""
+        """Trains the models. A benchmark may give each learner its own optimizer."""
         return InnerSteps(self.settings, self.task, self.conditions.learners)
 
     @property
@@ -294,7 +291,7 @@ class LockstepRun:
         return min(1.0, max(rig.shard.tokens_merged for rig in self.shards) / self.settings.run.tokens)
 
     def share_of(self, index: int) -> float:
-        """The share of its highest rates that a learner takes its present step with."""
+        """The share of its highest learning rates for a learner's current step."""
         learner = self.learners[f"worker-{index}"]
         return share_at(
             fraction=self.fraction, inner_step=learner.core.inner_step, budget=self.settings.run.tokens,
@@ -302,7 +299,7 @@ class LockstepRun:
         )  # fmt: skip
 
     def run(self, on_progress: Callable[[float], None] | None = None) -> LockstepOutcome:
-        """Train until every shard has merged the budget, or nothing is merged any more."""
+        """Train until every shard has merged the budget, or nothing has been merged for long."""
         self.begin()
         said = 0.0
         while not self.outcome.stalled and not all(rig.shard.done for rig in self.shards):
@@ -313,7 +310,7 @@ class LockstepRun:
         return self._finish()
 
     def begin(self) -> None:
-        """Everybody joins. From here on the clock leads."""
+        """All learners join. From here on the clock decides what happens."""
         for learner in self.learners.values():
             learner.join(self.shards)
         for i, learner in enumerate(self.learners.values()):
@@ -344,7 +341,7 @@ class LockstepRun:
         self.clock.after(TICK, self._tick)
 
     def _kill_one(self) -> None:
-        """Learners die in turn; the last one alive does not."""
+        """Kill the next learner in turn, unless it is the last one alive."""
         alive = [learner for learner in self.learners.values() if learner.alive]
         if len(alive) > 1:
             learner = alive[self.outcome.deaths % len(alive)]
@@ -352,7 +349,7 @@ class LockstepRun:
             self.clock.after(self.conditions.away, learner.come_back)
 
     def _versions(self) -> int:
-        """Of the fragment that has the fewest."""
+        """Number of versions of the fragment that has the fewest."""
         return min(state.version for rig in self.shards for state in rig.shard.versions.of_model)
 
     def _finish(self) -> LockstepOutcome:
@@ -368,6 +365,6 @@ class LockstepRun:
 
 
 def _step_times(speed: float, noise: float, key: str) -> Callable[[], float]:
-    """Durations of a learner's inner steps, the same ones in every run."""
+    """Durations of a learner's inner steps, equal in every run."""
     draw = random.Random(key)
     return lambda: (1.0 + noise * (2 * draw.random() - 1.0 if noise else 0.0)) / speed

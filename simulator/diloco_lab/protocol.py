@@ -1,25 +1,25 @@
-"""The honest comparison: every arm is tuned with as many trials, on seeds and text that the report does not use.
+"""A fair comparison: every arm is tuned with equally many trials, on seeds and text that the report does not use.
 
     trials = 12                   # per arm and number of learners
-    tune_versions = 40            # horizon of the trials; without it, every horizon is tuned for itself
+    tune_versions = 40            # horizon of the trials; without it, each horizon is tuned separately
     tune_seeds = 3                # counted from 1000 on
     report_seeds = 10             # counted from 0 on
-    edges = "refuse"              # a best value at the edge of its axis; or "report" it, as a doubt
-    [versions]                    # horizons, by the number of learners: so many times the H of [base]
+    edges = "refuse"              # a best value at the edge of its axis is an error; "report": only a doubt
+    [versions]                    # horizons by number of learners, in units of the H of [base]
     4 = [40, 160]
     8 = [160]
     [base.train]                  # settings of all arms
     batch = 4
     [arms.ours]
-    closed = ["train.warmup"]     # axes that nothing lies beyond
-    [arms.ours.axes]              # what is tuned, and the values; the search begins in the middle
+    closed = ["train.warmup"]     # axes that end where the possible values end
+    [arms.ours.axes]              # settings to tune, and their values; the search begins in the middle
     "train.muon_lr" = [2.5e-3, 5e-3, 1e-2]
     "train.warmup" = [0, 0.1, 0.2]
     "sync.sync_every" = [6, 12, 24, 48]
     [arms.parallel.settings.lab]  # settings of one arm
     method = "data-parallel"
 
-Selects by one half of the held-out text, and reports the other. The arms after the first are what it is held against.
+One half of the held-out text selects values, the other is reported. The first arm is compared with each other one.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from diloco_lab.report import Gap, gap, selecting
 from diloco_lab.runner import Line
 
 Axes = Mapping[str, Sequence[Any]]
-"""Setting -> the values that it may take: numbers in their order, or names."""
+"""Setting -> its possible values: numbers in order, or names."""
 Point = tuple[int, ...]
 """An index into each axis."""
 
 
 def proposals(axes: Axes, tried: Mapping[Point, float], trials: int) -> list[Point]:
-    """What to try next, all at once; none: the search is over. `tried`: point -> loss to select by."""
+    """The points to try next, all at once; empty: the search is over. `tried`: point -> loss to select by."""
     if not tried:
         return [tuple((len(values) - 1) // 2 for values in axes.values())]
     best = min(tried, key=lambda point: (tried[point], point))
@@ -61,7 +61,7 @@ def proposals(axes: Axes, tried: Mapping[Point, float], trials: int) -> list[Poi
 
 
 def neighbours(axes: Axes, point: Point, axis: int) -> list[Point]:
-    """Along one axis: the next number on either side, or every other name."""
+    """Neighbors along one axis: the next number on either side, or every other name."""
     values = list(axes.values())[axis]
     others = range(len(values)) if _are_names(values) else (point[axis] + 1, point[axis] - 1)
     return [
@@ -75,7 +75,7 @@ AT_EDGE = "lies at the edge of its axis"
 
 
 def doubts(axes: Axes, tried: Mapping[Point, float], closed: Sequence[str] = ()) -> list[str]:
-    """Why the best of a search may be no optimum; none: it is one. `closed`: axes that nothing lies beyond."""
+    """Why the best point may be no optimum; empty: it is one. `closed`: axes that end where the possible values end."""
     best = min(tried, key=lambda point: (tried[point], point))
     said = []
     for axis, (setting, values) in enumerate(axes.items()):
@@ -94,19 +94,17 @@ def _are_names(values: Sequence[Any]) -> bool:
 FIRST_TUNE_SEED = 1000
 Tables = dict[str, dict[str, Any]]
 IN_BUDGET = ("train.batch", "model.context")
-"""What the budget of an arm grows with: for all arms in `[base]`, or they would not have the same tokens. For H that of
-`[base]` counts, whatever the arm's own is."""
+"""An arm's budget grows with these, so they are set for all arms in `[base]`: all get the same tokens. For H, the
+budget always uses the value of `[base]`."""
 RunAll = Callable[[Sequence[Arm], Sequence[int]], dict[str, Line]]
-"""Runs every arm with every seed, and gives the results by key."""
+"""Runs every arm with every seed, and returns the results by key."""
 
 
 class ProtocolArm(Section):
-    """One arm, and what of it is tuned."""
-
     settings: Tables = Field(default_factory=dict)
     axes: dict[str, tuple[Any, ...]] = Field(min_length=1)
     closed: tuple[str, ...] = ()
-    """Axes that nothing lies beyond, such as from 0 to 1."""
+    """Axes that end where the possible values end, such as from 0 to 1."""
 
     @model_validator(mode="after")
     def _has_the_budget_of_its_rivals(self) -> Self:
@@ -117,21 +115,19 @@ class ProtocolArm(Section):
 
 
 class Protocol(Section):
-    """A file of the protocol."""
-
     trials: int = Field(ge=1)
     tune_versions: int | None = Field(default=None, ge=1)
     tune_seeds: int = Field(default=3, ge=1)
     report_seeds: int = Field(ge=1)
     edges: Literal["refuse", "report"] = "refuse"
-    """What is done with a best value at the edge of its axis: a better one may lie beyond."""
+    """What to do if the best value lies at the edge of its axis, so that a better one may lie beyond."""
     versions: dict[int, tuple[int, ...]] = Field(default={4: (160,)}, min_length=1)
-    """Horizons, by the number of learners: in versions at the H of `[base]`."""
+    """Number of learners -> horizons, in versions at the H of `[base]`."""
     base: Tables = Field(default_factory=dict)
     arms: dict[str, ProtocolArm] = Field(min_length=2)
 
     def arm(self, name: str, learners: int, versions: int, values: Mapping[str, Any]) -> Arm:
-        """With these values for its axes. Raises ConfigError."""
+        """An arm with these values for its axes. Raises ConfigError."""
         content = {key: dict(table) for key, table in self.base.items()}
         for key, table in self.arms[name].settings.items():
             content.setdefault(key, {}).update(table)
@@ -152,24 +148,23 @@ class Protocol(Section):
         return make_arm(name, content)
 
     def values(self, name: str, point: Point) -> dict[str, Any]:
-        """Of a point on the axes."""
         return {path: of[i] for (path, of), i in zip(self.arms[name].axes.items(), point, strict=True)}
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What the search found for an arm."""
+    """The best values found for an arm."""
 
     values: Mapping[str, Any]
     trials: int
     diverged: int
     doubts: Sequence[str]
-    """Why it may be no optimum."""
+    """Why they may be no optimum."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is reported together: the arms at one number of learners and one horizon."""
+    """A row group of the report: all arms at one number of learners and one horizon."""
 
     learners: int
     versions: int
@@ -183,9 +178,9 @@ def load_protocol(path: Path) -> Protocol:
 
 
 def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell], dict[str, Line]]]:
-    """Tune, then report. Gives what there is after every number of learners.
+    """Tune, then report. Yields everything found so far after every number of learners.
 
-    Raises ConfigError: a best value lies at the edge of its axis, or an H gives an arm other tokens.
+    Raises ConfigError if a best value lies at the edge of its axis, or an H gives an arm a different number of tokens.
     """
     _check_budgets(protocol)
     cells: list[Cell] = []
@@ -206,7 +201,7 @@ def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell],
 
 
 def _check_budgets(protocol: Protocol) -> None:
-    """Before anything runs. Raises ConfigError."""
+    """Check before anything runs. Raises ConfigError."""
     for learners, horizons in protocol.versions.items():
         for name, arm in protocol.arms.items():
             for every in arm.axes.get("sync.sync_every", ()):
@@ -225,8 +220,8 @@ def _at_edges(cells: Sequence[Cell]) -> list[str]:
 
 
 def carried_out(protocol: Protocol, lines: Mapping[str, Line]) -> tuple[list[Cell], dict[str, Line]]:
-    """What of it is in these results, without running anything: the numbers of learners that are tuned to the end,
-    and of their reports what there is."""
+    """The part of a protocol that is in these results, without running anything: the numbers of learners whose tuning
+    is complete, with as much of their reports as there is."""
     found: tuple[list[Cell], dict[str, Line]] = [], {}
     protocol = protocol.model_copy(update={"edges": "report"})
     with suppress(_NotRunError):
@@ -236,7 +231,7 @@ def carried_out(protocol: Protocol, lines: Mapping[str, Line]) -> tuple[list[Cel
 
 
 class _NotRunError(Exception):
-    """A trial is not on record, so what would be tried after it is not known."""
+    """A trial is not among the results, so later trials are not known."""
 
 
 class _Recorded(dict[str, Line]):
@@ -245,7 +240,7 @@ class _Recorded(dict[str, Line]):
 
 
 def _recorded(lines: Mapping[str, Line], arms: Sequence[Arm], seeds: Sequence[int]) -> _Recorded:
-    """In the place of running them: what there is. Raises _NotRunError when it is asked for another."""
+    """Like running the arms, but only looks up results. Raises _NotRunError if one is missing."""
     keys = [arm.key(seed) for arm in arms for seed in seeds]
     return _Recorded((key, lines[key]) for key in keys if key in lines)
 
@@ -280,27 +275,25 @@ Lines = Mapping[str, Line]
 
 
 def page(cells: Sequence[Cell], lines: Lines) -> str:
-    """All tables."""
+    """All tables, as markdown."""
     parts = [gaps(cells, lines), "What was tuned, and how:", _tuned(cells)]
     return "\n\n".join(parts) + "\n"
 
 
 def seeds_of(cell: Cell, lines: Lines, names: Sequence[str]) -> list[int]:
-    """The seeds that all of these arms were run with."""
+    """The seeds with which all of these arms were run."""
     seeds = sorted({line["seed"] for line in lines.values()})
     return [seed for seed in seeds if all(cell.arms[name].key(seed) in lines for name in names)]
 
 
 def gap_to(cell: Cell, lines: Lines, name: str, base: str) -> Gap | None:
-    """Paired, over the seeds in which neither diverged; None: there is none."""
+    """The paired gap over the seeds in which neither diverged; None if there are none."""
     return gap(cell.arms[name], cell.arms[base], seeds_of(cell, lines, (name, base)), lines)
 
 
 def multiplier(cells: Sequence[Cell], lines: Lines, cell: Cell, name: str, base: str) -> str:
-    """Our tokens over those that the other needs for our loss: between its horizons, linear in the log of tokens.
-
-    Of the seeds that there are of ours and of all of its horizons.
-    """
+    """The arm's tokens over those that `base` needs to reach the arm's loss. Interpolates between the horizons of
+    `base`, linearly in the log of tokens. Uses the seeds for which the arm and all horizons of `base` have results."""
     ours = _losses(cell, lines, name)
     horizons = {c.versions: _losses(c, lines, base) for c in cells if c.learners == cell.learners}
     horizons = {versions: losses for versions, losses in horizons.items() if losses}
@@ -319,7 +312,6 @@ def multiplier(cells: Sequence[Cell], lines: Lines, cell: Cell, name: str, base:
 
 
 def gaps(cells: Sequence[Cell], lines: Lines) -> str:
-    """The paired gaps of the first arm to each other one."""
     first = next(iter(cells[0].arms))
     rows = [
         f"| learners | versions | {first} | held against | its loss | {first} above it, 95 % | pairs | "
@@ -355,12 +347,12 @@ def _tuned(cells: Sequence[Cell]) -> str:
 
 
 def _results(cell: Cell, lines: Lines, name: str) -> dict[int, Line]:
-    """By seed."""
+    """Results by seed."""
     return {seed: lines[cell.arms[name].key(seed)]["result"] for seed in seeds_of(cell, lines, [name])}
 
 
 def _losses(cell: Cell, lines: Lines, name: str) -> dict[int, float]:
-    """By seed, where it did not diverge."""
+    """Losses by seed, without diverged runs."""
     return {seed: result["loss"] for seed, result in _results(cell, lines, name).items() if not result["diverged"]}
 
 

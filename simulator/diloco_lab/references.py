@@ -1,7 +1,7 @@
-"""The references for runs: plain, independent implementations of other methods.
+"""References for runs: plain, independent implementations of other methods.
 
-They share no code with shard or learner, only the task and the learning-rate schedule. Progress is the share of trained
-tokens. Every function returns the trained model.
+They share no code with shard or learner, except the task and the learning-rate schedule. Progress is the share of
+tokens trained so far. Every function returns the trained model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from diloco_demo.training import share_at
 from diloco_lab.tasks import Stream, Task, inner_step
 
 Watch = Callable[[float, nn.Module], None]
-"""Called now and then with the progress and the present model."""
+"""Called now and then with the progress and the current model."""
 
 
 def classic_diloco(settings: Settings, task: Task, learners: int, watch: Watch) -> nn.Module:
@@ -47,7 +47,7 @@ def classic_diloco(settings: Settings, task: Task, learners: int, watch: Watch) 
 
 
 def data_parallel(settings: Settings, task: Task, learners: int, watch: Watch, batches: int = 1) -> nn.Module:
-    """One model. Every step sees `batches` batches of each learner. With `learners` = 1 it is one process."""
+    """One model; every step uses `batches` batches of each learner. With `learners` = 1 this is a single process."""
     model = task.model()
     optimizer = task.optimizer(model)
     streams = [stream for m in range(learners) for stream in [task.stream(m, learners)] * batches]

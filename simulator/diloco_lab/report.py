@@ -1,4 +1,4 @@
-"""What a comparison or a sweep has found: for people, as CSV, and as a plot with intervals."""
+"""The results of a comparison or sweep: as text, as CSV, and as a plot with intervals."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ T_975 = (
 
 @dataclass(frozen=True)
 class Gap:
-    """How far an arm is above another, in percent of the other."""
+    """How far the loss of an arm is above that of another, in percent."""
 
     mean: float
     half_width: float
-    """Of the 95 % interval; inf from one pair."""
+    """Half of the 95 % interval; inf for one pair."""
     pairs: int
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Gap:
 
 
 def paired_gap(arm: Sequence[float], base: Sequence[float]) -> Gap:
-    """Of losses, seed by seed. At least one pair."""
+    """The mean gap between losses of equal seeds. Needs at least one pair."""
     gaps = [100 * (a / b - 1) for a, b in zip(arm, base, strict=True)]
     n = len(gaps)
     if n == 1:
@@ -55,7 +55,7 @@ COLUMNS = ("arm", "seed", "loss", "loss_select", "diverged", "versions", "partic
 
 
 def gap(arm: Arm, base: Arm, seeds: Sequence[int], lines: Mapping[str, Line]) -> Gap | None:
-    """Over the seeds in which neither diverged; None: there is none."""
+    """The paired gap over the seeds in which neither diverged; None if there are none."""
     pairs = [(lines[arm.key(s)]["result"], lines[base.key(s)]["result"]) for s in seeds]
     whole = [(a["loss"], b["loss"]) for a, b in pairs if not a["diverged"] and not b["diverged"]]
     return paired_gap([a for a, _ in whole], [b for _, b in whole]) if whole else None
@@ -76,7 +76,7 @@ def comparison(arms: Sequence[Arm], seeds: Sequence[int], lines: Mapping[str, Li
 def ranking(
     arms: Sequence[Arm], values: Sequence[Mapping[str, object]], seeds: Sequence[int], lines: Mapping[str, Line]
 ) -> str:
-    """The arms of a sweep, best first by the half that selects, and which settings of the best lie at an edge."""
+    """The arms of a sweep, best first by the selecting half, and the best arm's values at an edge of the grid."""
     losses = [fmean(selecting(lines[arm.key(seed)]) for seed in seeds) for arm in arms]
     order = sorted(range(len(arms)), key=lambda i: losses[i])
     names = list(values[0])
@@ -91,13 +91,12 @@ def ranking(
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side; the first row is the head."""
+    """Align columns; the first row is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
 def write_csv(path: Path, lines: Mapping[str, Line]) -> None:
-    """One row per run."""
     with path.open("w", newline="") as out:
         writer = csv.DictWriter(out, COLUMNS, extrasaction="ignore")
         writer.writeheader()

@@ -1,7 +1,7 @@
-"""Runs arms, seed by seed: several at once, none twice, and says when it will be done.
+"""Runs arms with all seeds, several at once and none twice, and estimates the time left.
 
-Results are JSON lines with every setting. A run whose line is there is not repeated, so a command that was stopped goes
-on where it was.
+Results are JSON lines with every setting. A run whose line is in the file is not repeated, so a stopped command resumes
+where it was.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from diloco_lab.references import classic_diloco, data_parallel
 from diloco_lab.tasks import CURVE_TOKENS, EVALUATION_TOKENS, Task, builder
 
 Pair = tuple[Arm, int]
-"""An arm and a seed."""
 Line = dict[str, Any]
-"""One result."""
 DIVERGED = 1.05
-"""A run has diverged if its loss is not finite or so many times what it was before the first step, or if it stalled."""
+"""A run has diverged if it stalled, or its loss is not finite or above this many times its loss before training."""
 CURVE_POINTS = 12
 TRACK_S = 60.0
-"""A tracker gets so long to open, and to write the curve of a run."""
+"""Time for a tracker to open, and to write the curve of a run."""
 
 
 def run_all(
     arms: Sequence[Arm], seeds: Sequence[int], path: Path, jobs: int, say: Callable[[str], None], track: str = ""
 ) -> dict[str, Line]:
-    """Run what is missing in the file of results. Returns all that were asked for, by key. `track`: where their curves
-    go too, as `diloco_demo.tracking` has it. Raises ConfigError."""
+    """Run whatever is missing in the file of results. Returns all requested results by key. `track`: also send their
+    curves to this tracker (`diloco_demo.tracking`). Raises ConfigError."""
     if track:
         check_tracker(track)
     done = load(path)
@@ -70,7 +68,7 @@ def run_all(
 
 
 def run(arm: Arm, seed: int) -> Line:
-    """One run on one thread: the same line every time, but for `wall_s`."""
+    """One run on one thread. Equal runs give equal lines, except for `wall_s`."""
     torch.set_num_threads(1)
     tune_allocator()  # tensors of a step come and go: 15 % of the time of data-parallel runs
     began = time.perf_counter()
@@ -103,7 +101,7 @@ def _line(arm: Arm, seed: int, result: Line) -> Line:
 
 
 def _results(pairs: Sequence[Pair], jobs: int) -> Iterator[Line]:
-    """As they come: here, or in so many processes of their own, which end with this one."""
+    """Results in order of completion, from this process or from `jobs` child processes, which end with this one."""
     if jobs == 1:
         yield from (run(*pair) for pair in pairs)
         return
@@ -118,8 +116,7 @@ def _results(pairs: Sequence[Pair], jobs: int) -> Iterator[Line]:
 
 
 def load(path: Path) -> dict[str, Line]:
-    """The results in a file, by key; none if it is not there. Left out are a line that was cut off by a crash, and
-    one of settings that there are no more."""
+    """The results in a file, by key; none without a file. Skips torn lines, and those with settings that are gone."""
     found: dict[str, Line] = {}
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -131,7 +128,6 @@ def load(path: Path) -> dict[str, Line]:
 
 
 def _track(spec: str, line: Line) -> None:
-    """The curve of a run, over its tokens."""
     tracker = open_tracker(spec, run="lab", name=f"{line['arm']}-{line['seed']}")
     budget, result = line["settings"]["run"]["tokens"], line["result"]
     for fraction, loss in [*result["curve"], (1.0, result["loss"])]:

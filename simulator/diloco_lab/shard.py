@@ -1,6 +1,6 @@
-"""One shard without threads, disk or network: whatever its core asks for is done at once, in one order.
+"""One shard without threads, disk or network: whatever its core asks for is done at once, in order.
 
-The lab and the numerics tests drive it, and pass its time by hand.
+The lab and the numerics tests drive it, and pass in the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class LockstepShard:
-    """A core and its effects. What it tells and what happens is lost, unless a subclass takes it."""
+    """A core and its effects. Messages and events are dropped, unless a subclass handles them."""
 
     def __init__(self, settings: Settings, epoch: int, clock: Clock) -> None:
         self.settings = settings
@@ -37,12 +37,12 @@ class LockstepShard:
         self.driver = EffectDriver(self.shard, self, self)
 
     def advance(self) -> None:
-        """Let the core decide, and do what it asks for."""
+        """Let the core decide, and carry out its decisions."""
         self.shard.tick(self.clock())
         self.driver.carry_out_all()
 
     def push(self, member: Member, header: PushHeader, payload: Payload) -> PushAnswer:
-        """Decide by the header, look at the bytes, hand them in."""
+        """Check the header, then the bytes, then accept the contribution."""
         answer = self.shard.admit(member, header)
         if answer is None:
             try:
@@ -82,7 +82,7 @@ class LockstepShard:
 
 
 def run_to_end(job: Job) -> None:
-    """Run a job that waits for nothing."""
+    """Run a job that never waits."""
     try:
         job().send(None)
     except StopIteration:

@@ -1,8 +1,8 @@
-"""The built-in models of many learners as one, so that an inner step of all of them is a few large operations.
+"""The built-in models of many learners as one, so that one inner step of all learners is a few large operations.
 
-A row is one learner. All parameters of a row lie behind each other in one flat row, as do the moments of its optimizer.
-The mathematics is that of `diloco_demo`, row by row: forward, backward, clip, Muon or AdamW, in float32. Only the order
-in which sums are rounded differs. Written out, because `torch.func.vmap` loses the fused attention.
+A row is one learner. A row holds all of its parameters one after another, as do the moments of its optimizer. The
+mathematics is that of `diloco_demo`, row by row: forward, backward, clip, Muon or AdamW, in float32. Only the order in
+which sums are rounded differs. It is written out because `torch.func.vmap` would lose the fused attention.
 
 Shapes: R rows that step, P parameters of a model, B sequences, T bytes, N = B T.
 """
@@ -25,18 +25,16 @@ from diloco_worker.core.momentum import Companion, MomentumUse
 from diloco_worker.shell.companions import most_of
 
 ADAMW_EPS = 1e-8
-"""As torch has it."""
+"""The default of torch."""
 
 
 class Stack:
-    """The models, and the state of their optimizers."""
-
     def __init__(self, models: Sequence[GPT], train: TrainSettings) -> None:
-        """Makes the parameters of `models` views into the stack: before anything else refers to them."""
+        """Turns the parameters of `models` into views of the stack. Call before anything else refers to them."""
         shape = models[0]
         self.theta = torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models])
         self.momentum, self._second = torch.zeros_like(self.theta), torch.zeros_like(self.theta)
-        """Second moments are zero where Muon steps."""
+        """Second moments are zero for parameters trained by Muon."""
         self._steps = torch.zeros(len(models), device=self.theta.device)
         self._train, self._rotary = train, shape.get_buffer("rotary")
         self._layers = [layer for layer in shape.layers if isinstance(layer, Layer)]
@@ -44,7 +42,7 @@ class Stack:
         matrices = shape.hidden_matrices() if train.optimizer == "muon" else []
         self._parts = {names[id(matrix)]: parts for matrix, parts in matrices}
         self._at: dict[str, slice] = {}
-        """Where each parameter lies in a row."""
+        """The place of each parameter in a row."""
         self._sizes = {name: parameter.shape for name, parameter in shape.named_parameters()}
         for name, size in self._sizes.items():
             begin = max((bounds.stop for bounds in self._at.values()), default=0)
@@ -54,12 +52,12 @@ class Stack:
                 parameter.data = self._view(self.theta, name)[row]
 
     def begin(self, row: int) -> None:
-        """The state of its optimizer begins again."""
+        """Reset the optimizer state of a row."""
         for values in (self.momentum, self._second, self._steps):
             values[row] = 0.0
 
     def companions(self, row: int) -> dict[str, Companion]:
-        """The first moments of one row's optimizer, by name of the parameter: views into the stack."""
+        """The first moments of one row's optimizer, by parameter name: views into the stack."""
         train, found = self._train, {}
         for name in self._at:
             values = self._view(self.momentum, name)[row]
@@ -72,7 +70,7 @@ class Stack:
 
     def step(self, rows: Tensor | None, inputs: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
         """An inner step of these rows, int64 [R] (None: all), at these shares of their highest rates, float32 [R].
-        Inputs and targets are int64 [R, B, T]. Returns their losses, [R]."""
+        Inputs and targets are int64 [R, B, T]. Returns the losses, [R]."""
         values = self.theta if rows is None else self.theta[rows]
         with torch.enable_grad():
             flat = values.detach().requires_grad_()
@@ -88,7 +86,7 @@ class Stack:
         return flat[:, self._at[name]].view(len(flat), *self._sizes[name])
 
     def _losses(self, flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of each row, in nats per byte: [R]."""
+        """The loss of each row in nats per byte, [R]."""
         theta = {name: self._view(flat, name) for name in self._at}
         num, batch, length = inputs.shape
         rotary = self._rotary[:length]
@@ -107,7 +105,7 @@ class Stack:
         return losses.view(num, -1).mean(1)
 
     def _update(self, rows: Tensor | None, values: Tensor, gradient: Tensor, shares: Tensor) -> None:
-        """Clip as clip_grad_norm_, then step."""
+        """Clip as clip_grad_norm_ does, then step."""
         length = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
         gradient.mul_((self._train.clip / (length + 1e-6)).clamp(max=1.0))
         momentum = self.momentum if rows is None else self.momentum[rows]
@@ -118,7 +116,7 @@ class Stack:
             self.theta[rows], self.momentum[rows], self._steps[rows] = values, momentum, steps
 
     def _muon(self, values: Tensor, gradient: Tensor, momentum: Tensor, shares: Tensor) -> None:
-        """As `diloco_demo.muon`."""
+        """Same as `diloco_demo.muon`."""
         mu, rate = self._train.muon_momentum, self._train.muon_lr * shares
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for name, parts in self._parts.items():
@@ -136,7 +134,7 @@ class Stack:
     def _adamw(
         self, rows: Tensor | None, values: Tensor, gradient: Tensor, momentum: Tensor, shares: Tensor, steps: Tensor
     ) -> None:  # fmt: skip
-        """As torch.optim.AdamW."""
+        """Same as torch.optim.AdamW."""
         train = self._train
         rate = train.lr * shares / (1 - train.beta1**steps)
         root = (1 - train.beta2**steps).sqrt()

@@ -1,4 +1,4 @@
-"""What is trained: a model, its data, its loss, its inner optimizer, and how it is judged."""
+"""Training tasks: a model, its data, its loss, its inner optimizer, and its evaluation."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Stream(Protocol):
 
 
 class Task(Protocol):
-    """A model with everything that training it takes. Equal seeds give equal values and equal data."""
+    """Everything needed to train a model. Equal seeds give equal values and equal data."""
 
     tokens_per_batch: int
 
     def model(self) -> nn.Module:
-        """With its initial values, on the CPU."""
+        """A model with initial values, on the CPU."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """For one learner. A group's rate is its `lr_highest`, or its `lr` where it has none, times the schedule."""
+        """For one learner. The rate of a group is `lr_highest`, or else `lr`, times the schedule."""
 
     def stream(self, learner: int, learners: int) -> Stream: ...
 
@@ -49,7 +49,7 @@ class Task(Protocol):
         """A scalar."""
 
     def evaluate(self, model: nn.Module, half: int, tokens: int) -> float:
-        """The loss on so many tokens of one half of what is held out: 0 to select by, 1 to report."""
+        """The loss on this many tokens of one half of the held-out data: 0 selects, 1 is reported."""
 
 
 @runtime_checkable
@@ -57,11 +57,11 @@ class Stackable(Protocol):
     """A task that can step all learners at once, which is faster."""
 
     def stack(self, models: Sequence[nn.Module]) -> Stack | None:
-        """The models become views into it. None: step them one by one."""
+        """Turns the models into views of the stack. None: step them one by one."""
 
 
 Build = Callable[[Settings, float], Task]
-"""Makes a task. The number is how far the learners' data differ: 0, all draw from all of it; 1, each from a part."""
+"""Makes a task. The number says how much learners' data differ. 0: all draw from all data; 1: each from its part."""
 
 
 class BuiltIn:
@@ -76,7 +76,7 @@ class BuiltIn:
         return build_gpt(self.settings.model, self.settings.run.seed)
 
     def stack(self, models: Sequence[nn.Module]) -> Stack | None:
-        """All learners as one; None where they have an optimizer of others, or where a subclass may do other things."""
+        """All learners as one. None if their optimizer is an extension, or a subclass may change the task."""
         gpts, train = [model for model in models if type(model) is GPT], self.settings.train
         if type(self) is not BuiltIn or len(gpts) < max(2, len(models)) or is_extension(train.optimizer):
             return None
@@ -104,7 +104,7 @@ def inner_step(
     task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, share: float,
     clip: float,
 ) -> Tensor:  # fmt: skip
-    """Forward, backward, clip, step at this share of the highest rates. Returns the detached loss."""
+    """Forward, backward, clip, and a step at this share of the highest rates. Returns the detached loss."""
     loss = task.loss(model, inputs, targets)
     loss.backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -116,14 +116,14 @@ def inner_step(
 
 
 def part_of(text: Tensor, learner: int, learners: int, non_iid: float) -> Tensor:
-    """Where a learner's data lie: from all of the text (0) to one of `learners` parts that follow each other (1)."""
+    """The data of one learner: from all of the text (0) to one of `learners` consecutive parts (1)."""
     size = round(len(text) * (1 - non_iid * (1 - 1 / learners)))
     begin = 0 if learners == 1 else round((len(text) - size) * learner / (learners - 1))
     return text[begin : begin + size]
 
 
 def builder(name: str) -> Build:
-    """The function that `mypkg.mymod:build` names; "" is the built-in model. Raises ConfigError."""
+    """The function named by `mypkg.mymod:build`; "" is the built-in model. Raises ConfigError."""
     if not name:
         return BuiltIn
     if not is_extension(name):
@@ -133,13 +133,13 @@ def builder(name: str) -> Build:
 
 
 def half_of(corpus: Corpus, half: int) -> Tensor:
-    """Of what is held out: 0 to select by, 1 to report."""
+    """Half of the held-out data: 0 selects, 1 is reported."""
     middle = len(corpus.held_out) // 2
     return corpus.held_out[middle:] if half else corpus.held_out[:middle]
 
 
 def corpus_of(settings: Settings) -> Corpus:
-    """Read once."""
+    """The corpus, read only once."""
     return _corpus(settings.data.source)
 
 
@@ -160,12 +160,12 @@ class InnerSteps:
         self._stack = task.stack(self.models) if isinstance(task, Stackable) else None
         self._optimizers = [] if self._stack else [task.optimizer(model) for model in self.models]
         self.kind = inner_of(self._optimizers[:1] or [task.optimizer(task.model())])
-        """What shards hear of their optimizers."""
+        """The optimizers as described to shards."""
         self._done: dict[int, tuple[float, int]] = {}  # learner -> loss and tokens of its next step
         self._gone: set[int] = set()
 
     def step(self, index: int, share_of: Callable[[int], float]) -> tuple[float, int]:
-        """The step of one learner: its loss and tokens. `share_of`: the share of its highest rates that one takes."""
+        """One learner's step: its loss and tokens. `share_of`: a learner's share of its highest rates."""
         if index not in self._done:
             rows = [index]
             if self._stack is not None:
@@ -184,7 +184,7 @@ class InnerSteps:
         return self._done.pop(index)
 
     def companions(self, index: int) -> Mapping[str, Companion]:
-        """The first moments of a learner's optimizer that are averaged, by parameter, as long as it lives."""
+        """A living learner's averaged first moments, by parameter."""
         if not self._average:
             return {}
         if self._stack is not None:
@@ -192,12 +192,12 @@ class InnerSteps:
         return Companions(self._optimizers[index], SharedSet(self.models[index])).by_name
 
     def leave(self, index: int) -> None:
-        """A learner is gone, and with it the step that was calculated ahead."""
+        """A learner is gone; drop the step that was calculated ahead."""
         self._gone.add(index)
         self._done.pop(index, None)
 
     def begin(self, index: int) -> None:
-        """It is back, and its optimizer begins again."""
+        """It is back; reset its optimizer."""
         self._gone.remove(index)
         if self._stack is not None:
             self._stack.begin(index)

@@ -1,11 +1,11 @@
-"""Chips that fail: when an island computes, and with how much of itself.
+"""Chips that fail: when an island computes, and with what share of its chips.
 
 An island trains in lockstep, so each loss stops all of it for a while. Then it goes on without the slice (elastic),
-with a spare in its place, or, without either, from its last checkpoint. Failures of all chips together are one Poisson
-process, whose clock runs while the island computes: a million chips cost as much as one.
+with a spare in its place, or, with neither, from its last checkpoint. Failures of all chips together are one Poisson
+process, whose clock runs while the island computes: a million chips cost no more time to simulate than one.
 
-Slices that were repaired join together, and stop the island once more. Repairs take a time from an exponentiated
-Weibull distribution (k 1.5, a 2).
+Repaired slices rejoin together, which stops the island once more. Repair times have an exponentiated Weibull
+distribution (k 1.5, a 2).
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from operator import itemgetter
 DAY_S = 86_400.0
 YEAR_S = 365.25 * DAY_S
 LAST_NOTICE_S = 30.0
-"""That a learner needs to say goodbye."""
+"""Time that a learner needs to say goodbye."""
 SHAPE, POWER = 1.5, 2.0
-"""Of repair times. With scale 1 their mean is `_UNIT_MEAN`."""
+"""Parameters of the distribution of repair times. With scale 1, its mean is `_UNIT_MEAN`."""
 ROUNDING = 1e-9
-"""Of shares that are added up."""
+"""Rounding error of summed shares."""
 _UNIT_MEAN = math.gamma(1 + 1 / SHAPE) * (2 - 2 ** (-1 / SHAPE))
 
 
 @dataclass(frozen=True)
 class Failures:
-    """How chips fail, and what it costs an island."""
+    """How often chips fail, and for how long each failure stops an island."""
 
     mtbi_s: float = YEAR_S
     """Mean time between two interruptions of one chip."""
     repair_s: float = 1200.0
-    """Mean time until a slice is back."""
+    """Mean time until a lost slice is back."""
     loss_s: float = 10.0
-    """An elastic island, or one with a spare, stands still for so long when a slice is lost."""
+    """Pause after losing a slice, if the island is elastic or has a spare."""
     join_s: float = 16.0
-    """And so long when slices come back."""
+    """Pause when slices come back."""
     restart_s: float = 80.0
-    """An island that cannot go on without a slice stands still for so long."""
+    """Pause of an island that cannot go on without a slice."""
     checkpoint_s: float = 1.0
-    """It loses what it has trained since its last checkpoint: they are so far apart."""
+    """Interval between checkpoints. An island that restarts loses what it has trained since the last one."""
     slow_every_s: float = math.inf
-    """Mean time between two moments at which one chip turns slow, and its island with it."""
+    """Mean time between slowdowns: one chip turns slow, and so does its island."""
     slow_pace: float = 0.7
     slow_for_s: float = 600.0
-    """Until it is found, and treated as lost."""
+    """Time until a slow chip is found, and treated as lost."""
     preempt_every_s: float = math.inf
     """Mean time between two preemptions of a whole island."""
     preempt_for_s: float = 1800.0
     notice_s: float = 30.0
-    """It is told so long before. Below `LAST_NOTICE_S` it cannot say goodbye: what it has not contributed is lost."""
+    """Warning before a preemption. Below `LAST_NOTICE_S` there is no goodbye: what was not contributed is lost."""
 
 
 PRESETS = {
@@ -67,20 +67,18 @@ PRESETS = {
                            checkpoint_s=1800.0),
 }  # fmt: skip
 """One interruption per chip and year, as the paper assumes; what large fleets report, 3.4 to 9.4 GPU-years (the middle
-of the logarithms); a poor cloud, under 400 GPU-days. Pauses of the last two are assumed."""
+of the logarithms); a poor cloud, under 400 GPU-days. The pauses of the last two are assumed."""
 
 
 @dataclass(frozen=True)
 class Island:
-    """One learner's chips."""
-
     chips: float
     slice_chips: float = 256.0
-    """What is lost together with one chip."""
+    """Number of chips that are lost together with one of them."""
     spares: int = 0
-    """Slices that wait to take the place of a lost one. An island that is not elastic has to wait without."""
+    """Slices ready to replace a lost one. An island with neither these nor elasticity has to wait."""
     elastic: bool = True
-    """Whether it goes on with fewer slices."""
+    """Whether it can go on with fewer slices."""
 
     @property
     def slices(self) -> int:
@@ -89,26 +87,26 @@ class Island:
 
 @dataclass
 class ChipTimeline:
-    """From each moment on until the next, how much of an island computes and how fast. Begins at 0."""
+    """How much of an island computes, and how fast, from each moment until the next. Begins at 0."""
 
     until: float
     at: list[float] = field(default_factory=lambda: [0.0])
     share: list[float] = field(default_factory=lambda: [1.0])
-    """Of its chips. 0: it stands still."""
+    """Share of its chips that compute; 0: it stands still."""
     pace: list[float] = field(default_factory=lambda: [1.0])
     """Steps per usual step time; 0: it stands still."""
     away: list[tuple[float, float, bool]] = field(default_factory=list)
-    """The learner is gone: from, until, and whether it could say goodbye."""
+    """When the learner is gone: from, until, and whether it could say goodbye."""
     lost_s: float = 0.0
-    """Of computing, that a restart threw away."""
+    """Computing time that restarts threw away."""
     interruptions: int = 0
     spent: list[float] = field(default_factory=list)
-    """By piece, in seconds; and what was done before each: steps, and steps times share."""
+    """Seconds by piece. Then, by piece, what was done before it: steps, and steps times share."""
     worked: list[float] = field(default_factory=list)
     trained: list[float] = field(default_factory=list)
 
     def change(self, at: float, share: float, pace: float = 1.0) -> None:
-        """From this moment on."""
+        """Set share and pace from this moment on."""
         if at >= self.until:
             return
         if self.at[-1] == at:
@@ -118,7 +116,7 @@ class ChipTimeline:
         self.pace.append(pace if share else 0.0)
 
     def freeze(self) -> None:
-        """It is whole: make it quick to look at."""
+        """The timeline is complete: prepare fast look-ups."""
         ends = [*self.at[1:], self.until]
         self.spent = [end - begin for begin, end in zip(self.at, ends, strict=True)]
         worked = [p * s for p, s in zip(self.pace, self.spent, strict=True)]
@@ -127,7 +125,7 @@ class ChipTimeline:
         self.trained = [0.0, *accumulate(tokens)]
 
     def at_work(self, work: float) -> float:
-        """When so many seconds of steps are done; inf: never."""
+        """The time at which this many seconds of steps are done; inf: never."""
         index = max(0, bisect_right(self.worked, work) - 1)
         while index < len(self.at) and not self.pace[index]:
             index += 1
@@ -141,18 +139,18 @@ class ChipTimeline:
         return self.worked[index] + (when - self.at[index]) * self.pace[index]
 
     def trained_at(self, work: float) -> float:
-        """What was trained in so many seconds of steps, in those of a whole island."""
+        """What was trained in this many seconds of steps, in seconds of a whole island."""
         index = min(bisect_right(self.worked, work), len(self.at)) - 1
         return self.trained[index] + (work - self.worked[index]) * self.share[index]
 
     @property
     def computed(self) -> float:
-        """What was trained, as a share of what unfailing chips would have."""
+        """What was trained, as a share of what chips that never fail would have trained."""
         return self.trained[-1] / self.until
 
     @property
     def goodput(self) -> float:
-        """Without what restarts from a checkpoint threw away."""
+        """As `computed`, without what restarts from a checkpoint threw away."""
         return self.computed - self.lost_s / self.until
 
     @property
@@ -162,16 +160,16 @@ class ChipTimeline:
 
 @dataclass(frozen=True)
 class Away:
-    """Chips of an island that are gone together: they were preempted, or come later."""
+    """Chips of an island that are gone together, because they were preempted or are not there yet."""
 
     begins_s: float
     ends_s: float
     share: float = 1.0
-    """Of the island."""
+    """Share of the island."""
 
 
 def preemptions(failures: Failures, until: float, chance: random.Random, share: float = 1.0) -> list[Away]:
-    """Draw those of one learner, which has this share of the island."""
+    """Draw the preemptions of one learner, which has this share of the island."""
     found, at = list[Away](), _after(chance, 1 / failures.preempt_every_s)
     while at < until:
         found.append(Away(at, at + failures.preempt_for_s, share))
@@ -182,7 +180,7 @@ def preemptions(failures: Failures, until: float, chance: random.Random, share: 
 def island_timeline(
     island: Island, failures: Failures, until: float, chance: random.Random, away: Sequence[Away] | None = None
 ) -> ChipTimeline:
-    """Draw one. `away`: who is gone, and when; None: the whole island, whenever its failures say so."""
+    """Draw a timeline. `away`: who is gone, and when; None: the whole island is, after each of its preemptions."""
     if away is None:
         away = preemptions(failures, until, chance)
     drawing = _Drawing(island, failures, until, chance, away)
@@ -191,7 +189,7 @@ def island_timeline(
 
 
 class _Drawing:
-    """Goes from event to event of one island."""
+    """Draws a timeline from event to event."""
 
     def __init__(
         self, island: Island, failures: Failures, until: float, chance: random.Random, away: Sequence[Away]
@@ -199,14 +197,14 @@ class _Drawing:
         self.line = ChipTimeline(until)
         self._island, self._failures, self._chance = island, failures, chance
         self._now = self._began = 0.0
-        """`_began`: to compute, without a pause since."""
+        """`_began`: since when it has computed without a pause."""
         self._out, self._spares = 0, island.spares
-        """`_out`: slices that are missed."""
+        """`_out`: number of missing slices."""
         self._repairs: list[float] = []
-        """When those in repair are ready."""
+        """When the slices under repair will be ready."""
         self._moves = deque(sorted(move for a in away for move in ((a.begins_s, a.share), (a.ends_s, -a.share))))
         self._gone = 0.0
-        """The share that is away now."""
+        """Share that is away now."""
         self._gone = self._moved()
 
     def draw(self) -> ChipTimeline:
@@ -217,11 +215,11 @@ class _Drawing:
 
     @property
     def _here(self) -> float:
-        """The share that computes."""
+        """Share that computes now."""
         return max(0.0, (1 - self._out / self._island.slices) * (1 - self._gone))
 
     def _compute(self) -> Callable[[], None] | None:
-        """Until something happens, which is returned; None: nothing does."""
+        """Compute until the next event, which is returned; None: nothing happens."""
         now, here, failures = self._now, self._here, self._failures
         self.line.change(now, here)
         events: list[tuple[float, Callable[[], None]]] = [
@@ -242,13 +240,12 @@ class _Drawing:
         self._began = self._now
 
     def _restart(self, waits_s: float = 0.0) -> None:
-        """From the last checkpoint."""
         self.line.lost_s += (self._now - self._began) % self._failures.checkpoint_s
         self._stand_still(waits_s)
         self._stand_still(self._failures.restart_s)
 
     def _join(self, seconds: float) -> None:
-        """Slices that are ready, now or once they have begun to."""
+        """Slices that are ready, now or during the pause, rejoin."""
         if not self._repairs or self._repairs[0] > self._now:
             return
         self._stand_still(seconds)
@@ -259,7 +256,6 @@ class _Drawing:
     # ------------------------------------------------------------ what happens
 
     def _lose(self) -> None:
-        """A slice."""
         island, failures = self._island, self._failures
         self.line.interruptions += 1
         heapq.heappush(self._repairs, self._now + repair_s(failures.repair_s, self._chance))
@@ -279,7 +275,6 @@ class _Drawing:
             self._join(failures.join_s - failures.loss_s)
 
     def _repaired(self) -> None:
-        """A slice is."""
         if self._out:
             self._join(self._failures.join_s)
         else:
@@ -287,13 +282,13 @@ class _Drawing:
             self._spares += 1
 
     def _slow_down(self) -> None:
-        """One chip does, and the island with it, until it is treated as lost."""
+        """One chip slows down, and the island with it, until it is treated as lost."""
         self.line.change(self._now, self._here, self._failures.slow_pace)
         self._now += self._failures.slow_for_s
         self._stand_still(self._failures.loss_s)
 
     def _move(self) -> None:
-        """Some go, or come. Those who stay change over; where nobody stays, nobody waits."""
+        """Some chips go or come. Those that stay change over; if none stay, nobody waits."""
         before, self._gone = self._gone, self._moved()
         self.line.interruptions += self._gone > before
         if max(before, self._gone) > 1 - ROUNDING:
@@ -304,7 +299,7 @@ class _Drawing:
             self._stand_still(self._failures.loss_s if self._gone > before else self._failures.join_s)
 
     def _moved(self) -> float:
-        """The share that is away, by now."""
+        """The share that is away by now."""
         gone = self._gone
         while self._moves and self._moves[0][0] <= self._now:
             gone += self._moves.popleft()[1]
@@ -312,18 +307,17 @@ class _Drawing:
 
 
 def repair_s(mean_s: float, chance: random.Random) -> float:
-    """How long one repair takes."""
     u = 1.0 - math.pow(chance.random(), 1 / POWER)
     return mean_s / _UNIT_MEAN * math.pow(-math.log(max(u, 1e-300)), 1 / SHAPE)
 
 
 def _after(chance: random.Random, rate: float) -> float:
-    """Until the next event."""
+    """Draw the time until the next event."""
     return chance.expovariate(rate) if rate > 0 else math.inf
 
 
 def uptime(lines: Sequence[tuple[float, ChipTimeline]], until: float) -> float:
-    """The share of the time in which anybody computes. Of each line: when it begins, and the line."""
+    """The share of time in which anybody computes. `lines`: when each timeline begins, and the timeline."""
     changes = sorted(
         (begins_s + at, i, share > 0)
         for i, (begins_s, line) in enumerate(lines)

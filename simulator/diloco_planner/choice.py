@@ -1,4 +1,4 @@
-"""Which settings suit a link and a number of learners, and why. Pure."""
+"""Chooses settings for a link and a number of learners, with reasons. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from diloco_planner.plans import Link
 
 DEFAULTS = SyncSettings()
 EVERY, EVERY_MEASURED = DEFAULTS.first_every, 48
-"""H: the default, and the largest whose quality was measured. None above that of "auto" is proposed."""
+"""H: the default, and the largest whose quality was measured. No larger one than that of "auto" is proposed."""
 FRAGMENTS, FRAGMENTS_MOST = DEFAULTS.fragments, 256
-"""P: the default, and the most where each of many shards has to own one."""
+"""P: the default, and the most if each of many shards has to own one."""
 FULL = 0.9
-"""Of a shard's machine, that given ones may be busy."""
+"""Highest allowed load of shard machines whose number is given."""
 PATIENCE, OVERLAP = DEFAULTS.patience, DEFAULTS.overlap_steps
 
 
 class Encodings(NamedTuple):
-    """Of contributions and of versions, and what is known of their price."""
+    """Encodings of contributions and versions, and their known effect on quality."""
 
     push: str
     pull: str
@@ -35,49 +35,46 @@ LADDER = (
     Encodings(DEFAULTS.push, DEFAULTS.pull, "the defaults"),
     Encodings("int8", "bfloat16", "twice the bytes; no gain that ten pairs can show (docs/quality.md)"),
 )  # fmt: skip
-"""What is proposed, and what else is usual."""
+"""The proposed encodings, and other usual ones."""
 
 
 INSIDE = Link()
-"""One site: no link slows anybody down."""
+"""Within one site: no link slows anybody down."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What a plan is made for."""
-
     params: float
     learners: int
     link: Link
     step_s: float
     fragments: int | None = None
-    """P, if it is given."""
+    """P, if given."""
     shards: int | None = None
     outer: str = "nesterov"
     shard_link: float | None = None
-    """Bits per second of a shard's machine, each way."""
+    """The link of a shard's machine, in bits per second each way."""
     disk: float | None = None
-    """Bytes per second that the disk of a shard's machine writes."""
+    """Write rate of a shard machine's disk, in bytes per second."""
     companions_every: int | None = None
     """`sync.companions_every` of a run that averages momentum; None: it does not."""
     merge: float = formulas.BYTES_PER_S
-    """Payload bytes per second that a shard's machine receives, merges and sends."""
+    """Payload bytes per second that a shard's machine can receive, merge and send."""
 
     @property
     def companions_share(self) -> float:
-        """What companions add to the contributions of the model, and to their bytes: all again, so many times as
-        rarely."""
+        """What companions add to contributions and bytes of the model: as much again, this many times as rarely."""
         return 1 / self.companions_every if self.companions_every else 0.0
 
     @property
     def params_moved(self) -> float:
-        """In H steps, to and from each learner: N, and what companions add."""
+        """Parameters moved in H steps, to and from each learner: N, and companions."""
         return self.params * (1 + self.companions_share)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings, and a reason for each."""
+    """The settings, with a reason for each."""
 
     encodings: Encodings
     every: int
@@ -90,17 +87,17 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether links and shards carry it at all."""
+        """Whether links and shards can carry the run at all."""
         return self.every <= EVERY_MOST
 
 
 def choose(asked: PlannedRun) -> Choice:
-    """The most careful settings that links and shards carry. Raises ConfigError: shards would own nothing."""
+    """The most careful settings that links and shards can carry. Raises ConfigError if shards would own nothing."""
     return settle(asked, LADDER[0])
 
 
 def settle(asked: PlannedRun, encodings: Encodings) -> Choice:
-    """With these encodings: the smallest H that links and shards carry, from the default on. Raises ConfigError."""
+    """With these encodings, the smallest H from the default on that links and shards can carry. Raises ConfigError."""
     every, why_every = EVERY, "the default, and the link carries it"
     if (for_link := needed_every(asked.params_moved, encodings, asked.link, asked.step_s)) > every:
         every, why_every = for_link, _link_asks(asked, for_link)
@@ -137,17 +134,17 @@ def settle(asked: PlannedRun, encodings: Encodings) -> Choice:
 
 
 def calls_of(asked: PlannedRun, fragments: int, every: int) -> float:
-    """Contributions per second, of all learners, those to companions included."""
+    """Contributions of all learners per second, including companions."""
     return formulas.calls_rate(asked.learners, fragments, every, asked.step_s) * (1 + asked.companions_share)
 
 
 def written_of(asked: PlannedRun, pull: str) -> float:
-    """Bytes per parameter of the model that a shard writes in H steps, those of companions included."""
+    """Bytes per parameter of the model that a shard writes in H steps, including companions."""
     return formulas.version_bytes(asked.outer, pull) + formulas.companion_bytes(pull) * asked.companions_share
 
 
 def needed_every(params: float, encodings: Encodings, link: Link, step_s: float) -> int:
-    """The smallest H with which half of the link is enough in both directions."""
+    """The smallest H for which half of the link is enough in both directions."""
     up = formulas.every_for_rate(params, BITS[encodings.push], link.up, step_s, LINK_SHARE)
     down = formulas.every_for_rate(params, BITS[encodings.pull], link.down, step_s, LINK_SHARE)
     return max(up, down)
@@ -161,7 +158,7 @@ def _link_asks(asked: PlannedRun, every: int) -> str:
 
 
 def _fragments(asked: PlannedRun, every: int) -> int:
-    """24, and fewer where small contributions of many learners would keep the shards busy with calls alone."""
+    """24, or fewer if small contributions of many learners would keep the shards busy with calls alone."""
     calls = calls_of(asked, FRAGMENTS, every)
     contribution = asked.params / FRAGMENTS
     if calls <= LINK_SHARE * formulas.CALLS_PER_S or contribution > 1e6:
@@ -178,15 +175,15 @@ def _why_fragments(asked: PlannedRun, fragments: int) -> str:
 
 
 class _Machines(NamedTuple):
-    """Of shards, and what decides it."""
+    """The number of shard machines, and what decides it."""
 
     most: float
-    """At full load."""
+    """The number at full load."""
     why: str
 
 
 def _machines(asked: PlannedRun, encodings: Encodings, every: int, fragments: int) -> _Machines:
-    """That make all versions."""
+    """The machines needed to make all versions."""
     push, pull = BITS[encodings.push], BITS[encodings.pull]
     calls = calls_of(asked, fragments, every)
     moved = formulas.bytes_rate(asked.params_moved, push, pull, asked.learners, every, asked.step_s)
@@ -209,6 +206,6 @@ def _machines(asked: PlannedRun, encodings: Encodings, every: int, fragments: in
 
 
 def link_words(link: Link) -> str:
-    """12.3 Mbit/s up, 45.6 Mbit/s down, 80 ms there and back."""
+    """Such as "12.3 Mbit/s up, 45.6 Mbit/s down, 80 ms there and back"."""
     up, down = units.bit_rate(link.up), units.bit_rate(link.down)
     return f"{up} up, {down} down, {1000 * link.round_trip_s:g} ms there and back"

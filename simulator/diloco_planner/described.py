@@ -1,6 +1,6 @@
-"""A run as a TOML file says it: sites with machines, links and prices, how chips fail, shards. See docs/planner.md.
+"""A run as described by a TOML file: sites with machines, links and prices, failures, shards. See docs/planner.md.
 
-What is wrong is said with its line, and with what to write instead.
+Errors name the line, and say what to write instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLAGS = {
     "--up": "up", "--down": "down", "--round-trip": "round_trip", "--shards": "count", "--disk": "disk",
     "--mtbi": "mtbi",
 }  # fmt: skip
-"""What a file leaves to a flag, where a site or [shards] does not say this key."""
+"""Keys for which a flag decides if the site or [shards] does not have them."""
 
 
 @dataclass(frozen=True)
@@ -35,46 +35,43 @@ class Site:
     name: str
     learners: int = 1
     chips: float | None = None
-    """Of each learner; None: its part of all."""
+    """Chips of each learner; None: an equal part of all chips."""
     price_chip_hour: float = 0.0
     price_egress_gb: float = 0.0
-    """Of what leaves the site, per GB of 10^9 bytes."""
+    """Price of traffic that leaves the site, per GB of 10^9 bytes."""
     price_ingress_gb: float = 0.0
     mirror: bool = False
-    """Each shard has a mirror here: versions come once, for all learners of the site."""
+    """Whether each shard has a mirror here: versions come once for all learners of the site."""
     memory: float | None = None
-    """Of a chip, in bytes."""
+    """Memory of a chip, in bytes."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What else the file says of it."""
+    """Everything else that the file says of the site."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """All of a file."""
-
     sites: tuple[Site, ...] = ()
     preset: str = "paper"
     failing: Mapping[str, float] = field(default_factory=dict)
-    """What the file says otherwise than the preset."""
+    """Differences from the preset."""
     shards: ShardPlan = field(default_factory=ShardPlan)
     shards_at: str = ""
-    """The site whose egress carries all versions, and whose learners need no link; else versions leave the first."""
+    """The site that pays for sending versions, and whose learners need no link; else the first site sends them."""
     price_shard_hour: float = 0.0
     currency: str = ""
     date: str = ""
-    """Of the prices."""
     idle: Mapping[str, str] = field(default_factory=dict)
-    """Flags that would change nothing, and why: the file says all that they say (`options.refuse_idle`)."""
+    """Flags that would change nothing -> why: the file already says all of it (`options.refuse_idle`)."""
 
     def failures(self, preset: str | None = None, mtbi_s: float | None = None) -> Failures:
-        """A preset that is given takes the place of the file's. What the file says otherwise stays."""
+        """A given preset replaces the file's, but the file's differences from its preset stay."""
         given = {} if mtbi_s is None else {"mtbi_s": mtbi_s}
         return replace(PRESETS[preset or self.preset], **{**self.failing, **given})
 
     def learners(self, template: LearnerPlan, chips: float, learners: int) -> list[LearnerPlan]:
-        """One plan per learner: those of the sites, else so many alike. `template` has what a site does not say.
+        """One plan per learner: those of the sites, or else equal ones. `template` has what a site does not say.
 
-        Learners of sites that say no chips share those that the others leave. Raises ConfigError if they are too few.
+        Sites without `chips` share what the others leave. Raises ConfigError if that is too little.
         """
         sites = self.sites or (Site("learner", learners),)
         sharing = sum(site.learners for site in sites if site.chips is None)
@@ -91,7 +88,7 @@ class Described:
         ]
 
     def _plan(self, site: Site, template: LearnerPlan, share: float) -> LearnerPlan:
-        """Of one of its learners. `share`: of the chips, if it says none."""
+        """The plan of one learner of a site. `share`: its chips, if the site does not say."""
         v, island, link = site.values, template.island, template.link
         return replace(
             template,
@@ -110,7 +107,7 @@ class Described:
 
     @property
     def home(self) -> Site | None:
-        """Of the shards: where their egress is counted."""
+        """The site of the shards, which pays for their egress."""
         return next((s for s in self.sites if s.name == self.shards_at), self.sites[0] if self.sites else None)
 
     def site_of(self, learner: str) -> Site | None:
@@ -210,7 +207,7 @@ class _File:
             raise self.wrong(["prices"], "there are prices and no site", "write a [[site]]")
 
     def _section(self, keys: Keys) -> dict[str, Any]:
-        """The values of a table, checked. Empty: there is none."""
+        """The checked values of a table; empty if there is none."""
         table: Any = self.tree
         for key in keys:
             table = table.get(key, {}) if isinstance(table, dict) else table[key]
@@ -227,7 +224,7 @@ class _File:
 
 
 def _failing(values: Mapping[str, Any]) -> dict[str, float]:
-    """What a section says of `Failures`."""
+    """The values for `Failures` in a section."""
     return {key if key == "slow_pace" else f"{key}_s": value for key, value in values.items() if key in FAILING}
 
 
@@ -238,7 +235,7 @@ def _site(values: Mapping[str, Any]) -> Site:
 
 
 def _of_every(sites: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Keys that each of them says. It has one learner where it says none, and its link is as fast down as up."""
+    """Keys that every site has. Without `learners` a site has one; without `down` its link is as fast down as up."""
     said = [{"learners", *site, *(["down"] if "up" in site else [])} for site in sites]
     return frozenset(set.intersection(*said)) if said else frozenset()
 

@@ -1,6 +1,6 @@
-"""What a simulation takes of one core, at most. One that would not end in a while is refused, with the reason.
+"""The most time that a simulation takes on one core. One that takes too long is refused, with the reason.
 
-Times were measured on one core of a server, and are rather too long.
+Times were measured on one core of a server, and are on the safe side.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from diloco_planner.plans import LearnerPlan, ShardPlan
 
 HOURS_MAX = 3.0
 CONTRIBUTIONS_MAX = 60_000
-"""That a run decides in detail: about a minute of one core."""
+"""Most contributions that a run decides in detail: about a minute of one core."""
 TICKS_PER_STEP = 8
-"""While a round waits. In production one every 20 ms."""
+"""Ticks while a round waits. In production there is one every 20 ms."""
 LOOK_S, EACH_S = 3e-4, 3e-6
-"""A learner comes to a boundary of a step; and for each learner, as all say how far they are."""
+"""Time for a learner at a step boundary; and for each other learner, since all report their progress."""
 TICK_S = 2e-5
-"""The shard ticks while a round waits."""
+"""Time for a tick of the shard while a round waits."""
 JOIN_S = 1e-3
-"""A learner joins again."""
+"""Time for a learner to join again."""
 CHANGES_MAX = 3e6
-"""Of chips that fail and come back. Each takes a kilobyte."""
+"""Most events of chips that fail and come back. Each takes a kilobyte."""
 
 
 def refuse_endless(sync: SyncSettings, learners: Sequence[LearnerPlan], shards: ShardPlan, until: float) -> None:
-    """Raises ConfigError."""
+    """Refuse a simulation that would take too long. Raises ConfigError."""
     refuse_restless(learners, until)
     hours = core_s(sync, learners, shards, until) / 3600
     if hours > HOURS_MAX:
@@ -39,7 +39,7 @@ def refuse_endless(sync: SyncSettings, learners: Sequence[LearnerPlan], shards: 
 
 
 def refuse_restless(learners: Sequence[LearnerPlan], until: float) -> None:
-    """Chips that change all the time. Raises ConfigError."""
+    """Refuse chips that fail and return too often. Raises ConfigError."""
     many = changes(learners, until)
     if many > CHANGES_MAX:
         raise ConfigError(
@@ -63,7 +63,7 @@ def core_s(sync: SyncSettings, learners: Sequence[LearnerPlan], shards: ShardPla
 
 
 def changes(learners: Sequence[LearnerPlan], until: float) -> float:
-    """How often their chips fail or come back, at most."""
+    """The most times that their chips fail or come back."""
     return sum(_changes(plan, until) for plan in learners)
 
 
@@ -78,6 +78,6 @@ def _changes(plan: LearnerPlan, until: float) -> float:
 
 
 def decided_fragments(fragments: int, contributions: float) -> int:
-    """How many of P fragments are simulated if a run has so many contributions."""
+    """How many of P fragments are simulated, if a run has this many contributions."""
     fits = [d for d in range(1, fragments + 1) if fragments % d == 0]
     return max((d for d in fits if contributions * d / fragments <= CONTRIBUTIONS_MAX), default=1)

@@ -1,4 +1,4 @@
-"""What a run costs: chips, shards, and bytes that leave a site. Every price is the user's, with its date."""
+"""The cost of a run: chips, shards, and bytes that leave a site. Every price is the user's, with its date."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from diloco_planner.plans import LearnerPlan, RunOutcome
 
 @dataclass(frozen=True)
 class Bill:
-    """Of so many hours."""
+    """The cost of this many hours."""
 
     hours: float
     chips: float
     shards: float
     egress: float
-    """Contributions that leave the learners' sites, and versions that leave that of the shards."""
+    """Cost of contributions that leave the learners' sites, and of versions that leave the shards' site."""
     currency: str
     date: str
 
@@ -26,12 +26,12 @@ class Bill:
         return self.chips + self.shards + self.egress
 
     def per_tokens(self, tokens: float) -> float:
-        """Of a billion tokens that were merged."""
+        """Cost per billion merged tokens."""
         return self.total / tokens * 1e9 if tokens else 0.0
 
 
 def bill(described: Described, learners: Sequence[LearnerPlan], outcome: RunOutcome) -> Bill | None:
-    """None: the file has no prices."""
+    """None if the file has no prices."""
     if not described.date:
         return None
     chips = egress = 0.0
@@ -44,15 +44,15 @@ def bill(described: Described, learners: Sequence[LearnerPlan], outcome: RunOutc
 
 
 def chips_hour(described: Described, plan: LearnerPlan) -> float:
-    """Of one learner, with its spares."""
+    """Cost per hour of one learner's chips, with its spares."""
     site, island = described.site_of(plan.name), plan.island
     each = island.chips / island.slices
     return 0.0 if site is None else (island.chips + island.spares * each) * site.price_chip_hour
 
 
 def per_gb(described: Described, plan: LearnerPlan) -> tuple[float, float]:
-    """What a learner's contributions and versions cost. Bytes within the site of the shards cost nothing. Versions that
-    come to a mirror are paid for once, by all learners of its site."""
+    """The cost per GB of a learner's contributions and versions. Traffic within the site of the shards is free.
+    Versions that come to a mirror are paid for once, shared among all learners of its site."""
     site, home = described.site_of(plan.name), described.home
     if site is None or home is None or site is home:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""`diloco plan` and `diloco plan memory`: what is asked, and what is printed: the plan, formulas, settings to paste."""
+"""`diloco plan` and `diloco plan memory`: their flags, and their output: the plan, formulas, settings to paste."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from diloco_planner.table import figures, learner_figures, lines_of, process_fig
 
 
 def parameters_of(name: str) -> int:
-    """Trainable parameters of what `pkg.module:build` makes, on the meta device. Raises ConfigError."""
+    """Number of trainable parameters of the model made by `pkg.module:build` on the meta device. Raises ConfigError."""
     import torch
     from torch import nn
 
@@ -62,7 +62,7 @@ Model = Annotated[
 ]  # fmt: skip
 LEARNERS, UP, ROUND_TRIP_S, STEP_S = 8, 1e8, 0.08, 1.0
 CHIPS, TOKENS, TOKENS_PER_STEP = 64, 10**12, 10**6
-"""Where neither a flag nor a file says otherwise."""
+"""Values without a flag or a file."""
 Up = Annotated[
     float | None,
     Parameter(

@@ -1,7 +1,7 @@
-"""Ways to train on the machines of a file (docs/planner.md), and what each comes to: goodput, days and money.
+"""Ways to train on the machines of a file (docs/planner.md), each with its goodput, days and cost.
 
-Goodput is of the planner's chips. Bytes are those of `formulas.py`, money that of the file's prices. Pure, but for what
-is drawn from a seed.
+Goodput comes from the planner's model of chips, bytes from `formulas.py`, costs from the file's prices. Pure, except
+for what is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -24,62 +24,62 @@ from diloco_planner.plans import LearnerPlan
 from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
 
 HOURS = 240.0
-"""That chips are drawn for, at least."""
+"""Least time for which chips are drawn."""
 CHANGES = 2e4
-"""Failures, preemptions and returns of chips: so many tell well enough which share of the time is lost."""
+"""Failures, preemptions and returns of chips that are enough to tell the share of time that is lost."""
 SEED = 0
 PHASES = 20
-"""Times at which sites come, at most."""
+"""Most different times at which sites start."""
 ALIKE = 0.02
-"""Of goodput: rarely synchronising costs about as much of the loss (docs/quality.md, H = 24)."""
+"""As a share of goodput: synchronizing rarely costs about as much in loss (docs/quality.md, H = 24)."""
 TRAINING_BYTES = 16
-"""Per parameter: weights, gradients, two moments of AdamW."""
+"""Bytes per parameter: weights, gradients, two moments of AdamW."""
 KEPT_BYTES, KEPT_WITH_COMPANIONS = 6, 10
-"""Anchor, residual and what is under way, at most (`diloco plan memory` is exact)."""
+"""Most bytes per parameter of anchor, residual and what is in flight (`diloco plan memory` is exact)."""
 ROOM = 0.7
-"""Of a chip's memory; the rest is for activations."""
+"""Usable share of a chip's memory; the rest is for activations."""
 
 
 @dataclass(frozen=True)
 class PlannedTask:
-    """What is to be trained, where, by when and for how much."""
+    """What to train, where, by when and for how much."""
 
     described: Described
     learners: tuple[LearnerPlan, ...]
     params: float
     tokens: float
     days: float | None = None
-    """By when; None: as soon as it is worth."""
+    """Deadline; None: there is none."""
     budget: float | None = None
-    """In the file's currency, at most."""
+    """Most to spend, in the file's currency."""
     has_companions: bool = False
-    """Momentum is averaged, too."""
+    """Whether momentum is averaged, too."""
 
     @cached_property
     def able(self) -> tuple[LearnerPlan, ...]:
-        """Those that can hold the model. No other takes part."""
+        """Learners that can hold the model. No others take part."""
         return tuple(plan for plan in self.learners if self.holds(plan))
 
     @cached_property
     def hours(self) -> float:
-        """That chips are drawn for: the longer, the rarer anything happens."""
+        """Time for which chips are drawn: longer if events are rarer."""
         return HOURS * max(1.0, CHANGES / changes(self.learners, HOURS * 3600))
 
     @cached_property
     def begins_days(self) -> float:
-        """When the first of them is there."""
+        """When the first learner starts."""
         return min(plan.begins_s for plan in self.able) / 86_400
 
     def holds(self, plan: LearnerPlan) -> bool:
         return self.least_chips(plan) <= plan.island.chips
 
     def of(self, sites: Sequence[str]) -> list[LearnerPlan]:
-        """Learners of these sites that can hold the model."""
+        """The learners of these sites that can hold the model."""
         names = set(sites)
         return [plan for plan in self.able if plan.site in names]
 
     def first_of_each(self) -> Iterator[tuple[Site, LearnerPlan]]:
-        """Each site with a learner of it: they are alike."""
+        """Each site with one of its learners, which are all alike."""
         first = {plan.site: plan for plan in reversed(self.learners)}
         return ((site, first[site.name]) for site in self.described.sites)
 
@@ -87,7 +87,7 @@ class PlannedTask:
         return self.described.site_of(plan.name)
 
     def least_chips(self, plan: LearnerPlan) -> float:
-        """That hold the model at this learner's site; 0 if its memory is not known."""
+        """Fewest chips that hold the model at this learner's site; 0 if their memory is not known."""
         site = self.site(plan)
         return 0.0 if site is None or site.memory is None else self.num_bytes / (ROOM * site.memory)
 
@@ -97,47 +97,44 @@ class PlannedTask:
 
     @property
     def num_bytes(self) -> float:
-        """Of the model, at one learner."""
+        """Bytes of the model at one learner."""
         return self.bytes_per_parameter * self.params
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train, and what it comes to."""
-
     name: str
     goodput: float
-    """When all are there."""
+    """Once all sites have started."""
     tokens_per_s: float
     days: float
     """inf: it never ends."""
     money: float
-    """In all; `egress` is part of it. 0 without prices."""
+    """Total cost, including `egress`; 0 without prices."""
     egress: float
     why: str
     settled: tuple[PlannedRun, Choice] | None = None
-    """What was asked and chosen, where learners train decoupled."""
+    """The question and the chosen settings, if learners train decoupled."""
 
 
 class PlannedPhase(NamedTuple):
-    """From when somebody comes on."""
+    """From one start of a site to the next."""
 
     since_s: float
     tokens_per_s: float
     egress_per_s: float = 0.0
-    """In money."""
+    """Cost of egress per second."""
 
 
 def decoupled(
     task: PlannedTask, learners: Sequence[LearnerPlan], asked: PlannedRun, choice: Choice, name: str, why: str
 ) -> Way:
-    """Shards are at home, or where all the learners are. Each sends at its own pace, and takes the versions of the
-    fastest."""
+    """Decoupled training, with shards at their home site, or where all learners are. Each learner sends at its own
+    pace, and receives the versions that the fastest one causes."""
     encodings, every, until = choice.encodings, choice.every, task.hours * 3600
     crosses, fastest_s = len({plan.site for plan in learners}) > 1, min(plan.step_s for plan in learners)
 
     def joins(plan: LearnerPlan) -> PlannedPhase:
-        """What it adds."""
         goodput = replace(plan, begins_s=0.0).drawn(until, plan.chance(SEED)).computed
         egress = 0.0
         if crosses:
@@ -159,8 +156,7 @@ def decoupled(
 
 
 def second_best(task: PlannedTask, learners: Sequence[LearnerPlan], asked: PlannedRun, choice: Choice) -> Way | None:
-    """The other careful encodings with the H that they need; else the same ones with twice the H. None: that is more
-    than we propose."""
+    """The other careful encodings with their H, or else the same ones with twice the H. None: more than we propose."""
     rung = next(rung for rung in LADDER if rung.push != choice.encodings.push)
     other, why = settle(asked, rung), rung.price
     if other.every > choice.every:
@@ -173,8 +169,8 @@ def second_best(task: PlannedTask, learners: Sequence[LearnerPlan], asked: Plann
 
 
 def parallel(task: PlannedTask, learners: Sequence[LearnerPlan], name: str) -> Way:
-    """Data-parallel, elastic where all of the islands are. A step is as long as its exchange over the thinnest link.
-    From when a site comes, it takes part; of many that come one by one, soon after."""
+    """Data-parallel training, elastic if all islands are. A step takes as long as its exchange over the thinnest link.
+    A site takes part once it starts; if many start one by one, soon after."""
     elastic, sent = all(plan.island.elastic for plan in learners), Sent(task.params, 0, 0, 1)
 
     def since(begins_s: float) -> PlannedPhase:
@@ -195,7 +191,7 @@ def parallel(task: PlannedTask, learners: Sequence[LearnerPlan], name: str) -> W
 
 
 def alone(task: PlannedTask, site: Site, asked: PlannedRun) -> Way:
-    """All that one site has, by the better of both ways inside it, where links count for nothing. `asked`: of it."""
+    """One site alone, by the better of both ways inside it, where links cost nothing. `asked`: the plan for it."""
     learners, name = task.of([site.name]), f"only {site.name}"
     in_step = parallel(task, learners, name)
     inside = replace(asked, link=INSIDE)
@@ -210,7 +206,7 @@ def _way(
     task: PlannedTask, learners: Sequence[LearnerPlan], name: str, phases: Sequence[PlannedPhase], shards: float,
     why: str, settled: tuple[PlannedRun, Choice] | None = None,
 ) -> Way:  # fmt: skip
-    """`shards`: money per second."""
+    """`shards`: cost per second."""
     seconds, egress = ends(task.tokens, phases)
     spent = egress + _times(shards, seconds - phases[0].since_s)
     spent += sum(_times(money.chips_hour(task.described, plan), plan.there_s(seconds) / 3600) for plan in learners)
@@ -219,7 +215,7 @@ def _way(
 
 
 def ends(tokens: float, phases: Sequence[PlannedPhase]) -> tuple[float, float]:
-    """Seconds until so many tokens are trained, and the money for egress. inf: never."""
+    """Seconds until this many tokens are trained (inf: never), and the cost of egress."""
     done = egress = 0.0
     for phase, following in pairwise([*phases, PlannedPhase(math.inf, 0.0)]):
         lasts_s = following.since_s - phase.since_s
@@ -232,10 +228,10 @@ def ends(tokens: float, phases: Sequence[PlannedPhase]) -> tuple[float, float]:
 
 
 def _times(price: float, amount: float) -> float:
-    """Of endlessly much that is free: nothing."""
+    """`price` times `amount`; an endless amount of something free costs nothing."""
     return price * amount if price else 0.0
 
 
 def _rate(learners: Sequence[LearnerPlan]) -> float:
-    """Tokens per second of chips that never fail."""
+    """Tokens per second if chips never failed."""
     return sum(plan.tokens_per_step / plan.step_s for plan in learners)

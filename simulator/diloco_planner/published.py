@@ -1,8 +1,8 @@
-"""Published figures beside ours, from inputs that are stated. `python -m diloco_planner.published` prints the tables.
+"""Published figures beside the planner's, from the same inputs. `python -m diloco_planner.published` prints the tables.
 
-`chips.py` has what was fitted: two pauses on the five elastic cells of the goodput table, by whole seconds, and the
-restart on the three cells up to 600,000 chips. Nothing else fixes a number, but decoupled cells were seen while the
-model was chosen.
+Fitted in `chips.py`: two pauses to the five elastic cells of the goodput table, in whole seconds, and the restart to
+the three cells up to 600,000 chips. No other number was fitted, but decoupled cells were known while the model was
+chosen.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PublishedCell:
     chips: float
     way: str
     published: float
-    """Percent."""
+    """In percent."""
     ours: float
 
     @property
@@ -52,7 +52,7 @@ class PublishedCell:
 
 
 def goodput_table(hours: float = 240.0, seed: int = 0) -> list[PublishedCell]:
-    """All thirty, each from so many simulated hours."""
+    """All thirty cells, each from this many simulated hours."""
     template, cells = LearnerPlan("", Island(1)), []
     for chips, row in GOODPUT.items():
         for way, published in zip(WAYS, row, strict=True):
@@ -72,8 +72,8 @@ def _available(island: Island, failures: Failures, hours: float) -> float:
 
 
 def _at_wall_rate(island: Island, failures: Failures, every_s: float, hours: float = 240.0) -> float:
-    """Where interruptions come so often by the wall clock, however many chips compute. Ours come per chip that does, so
-    the rate per chip is sought with which they are as many."""
+    """Goodput if interruptions come this often by the wall clock, however many chips compute. In the planner they come
+    per computing chip, so this searches for the rate per chip that gives equally many."""
     mtbi_s = island.chips * every_s
     for _ in range(12):
         line = island_timeline(island, replace(failures, mtbi_s=mtbi_s), hours * 3600, random.Random(0))
@@ -87,7 +87,7 @@ def _restarting(chips: float, every_s: float, restart_s: float, checkpoint_s: fl
 
 
 def _torchft(every_s: float) -> float:
-    """30 groups of 10. A group is back after five minutes: a round number, but chosen with the row of 60 s in sight."""
+    """30 groups of 10. A group is back after five minutes: a round number, but chosen with the row of 60 s in view."""
     return _at_wall_rate(Island(300, slice_chips=10), Failures(repair_s=BACK_S, loss_s=0.2, join_s=0.2), every_s)
 
 
@@ -99,13 +99,13 @@ class Figure:
     what: str
     published: str
     low: float
-    """In percent, as published; `high` where it is a range."""
+    """In percent, as published; with `high`, the start of a range."""
     high: float
     ours: Callable[[], float]
     inputs: str
-    """Published ones first, then what is assumed."""
+    """Published inputs first, then assumed ones."""
     why: str = ""
-    """Where it does not fit."""
+    """Reason for a difference."""
 
 
 _18_MIN = 18 * 60.0
@@ -149,21 +149,21 @@ FLEETS = (
 
 
 def uneven(learners: int = 8, slower: float = 1.18, noise: float = 0.10) -> list[LearnerPlan]:
-    """One of them is 18 % slower, and every step takes 10 % more or less."""
+    """One learner is 18 % slower, and every step takes up to 10 % more or less."""
     unfailing = Failures(mtbi_s=1e6 * YEAR_S)
     speeds = [*[1.0] * (learners - 1), slower]
     return [LearnerPlan(f"learner-{i}", Island(256), unfailing, s, noise) for i, s in enumerate(speeds)]
 
 
 UNEVEN = {"K = all": 84.0, "K = 1": 100.0, "K = 1, grace": 100.0}
-"""Goodput in percent, as published."""
+"""Published goodput in percent."""
 
 
 ROUNDS: Mapping[str, dict[str, object]] = {"K = all": {"quorum": "all"}, "K = 1": {"grace": 0.0}, "K = 1, grace": {}}
 
 
 def uneven_tokens(hours: float = 1.0, seed: int = 0) -> dict[str, RunOutcome]:
-    """What the cores make of it, by what learners do with versions and how rounds close."""
+    """The outcomes with production cores, by what learners do with versions and how rounds close."""
     found = {}
     for on_commit in ("carry", "overwrite"):
         for name, rules in ROUNDS.items():
@@ -174,19 +174,19 @@ def uneven_tokens(hours: float = 1.0, seed: int = 0) -> dict[str, RunOutcome]:
 
 
 def uneven_goodput(found: Mapping[str, RunOutcome], seed: int = 0) -> dict[str, float]:
-    """In percent, of what `uneven_tokens` found. With K = all learners wait, as published. Ours never do, so that row
-    is the synchronous way."""
+    """Goodput in percent, from the results of `uneven_tokens`. With K = all, learners wait in the published system. In
+    ours they never do, so that row is the synchronous way."""
     waits = synchronous(uneven(), Sent(0, 0, 0, 24), 6 * 3600, seed)
     ours = {name: 100 * found[f"{name}, carry"].goodput for name in ("K = 1", "K = 1, grace")}
     return {"K = all": 100 * waits} | ours
 
 
 SCAVENGING = {0.25: (1.07, 0.90), 0.5: (1.09, 0.83), 1.0: (1.02, 0.75), 3.0: (0.80, 0.62)}
-"""More compute by -> time to finish beside none: data-parallel, decoupled."""
+"""Additional compute -> time to finish relative to no addition: data-parallel, decoupled."""
 
 
 def scavenged(extra: float, learners: int = 8, hours: float = 1.0, seed: int = 0) -> float:
-    """Time to finish where so many more learners come after half of the tokens; the budget ends the run."""
+    """Time to finish if this share of learners joins after half of the tokens; the budget ends the run."""
     plans = uneven(learners, 1.0, 0.0)
     tokens = round(learners * hours * 3600 * plans[0].tokens_per_step)
     more = [
@@ -199,13 +199,12 @@ def scavenged(extra: float, learners: int = 8, hours: float = 1.0, seed: int = 0
 
 
 def eight_sites() -> tuple[float, float, float]:
-    """Gbit/s of each site: data-parallel, ours with int4 and H = 24, 5 B parameters, steps of 1 s; and the factor."""
+    """Gbit/s of each site, for 5 B parameters and steps of 1 s: data-parallel; int4 with H = 24; and their ratio."""
     dp, ours = data_parallel_bits(5e9, 8) / 1e9, 5e9 * bits_of("int4") / 24 / 1e9
     return dp, ours, dp / ours
 
 
 def tables() -> Iterator[str]:
-    """In markdown."""
     cells = goodput_table()
     yield "| chips | " + " | ".join(WAYS) + " |\n| --- |" + " --- |" * len(WAYS)
     for chips in GOODPUT:

@@ -1,4 +1,4 @@
-"""Why a site takes no part, and what its machines can hold."""
+"""Why a site takes no part, and which models its machines can hold."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from diloco_planner.together import NAMED, asked_of, every_of
 
 
 def late(task: PlannedTask, way: Way | None) -> Iterator[str]:
-    """Sites that come when all is trained."""
+    """Sites that start only when everything is trained."""
     begins = [(site.name, plan.begins_s / 86_400) for site, plan in task.first_of_each()]
     too_late = [(name, days) for name, days in begins if way is not None and days > way.days]
     return _few([f"{name} comes after {days:,.1f} days, when all is trained" for name, days in too_late])
 
 
 def left_out(task: PlannedTask) -> Iterator[str]:
-    """Sites that cannot hold the model."""
     unable = [(site, plan) for site, plan in task.first_of_each() if not task.holds(plan)]
     return _few([f"{site.name} cannot hold it: {_needs(task, site, plan)}" for site, plan in unable])
 
 
 def what_would_hold(task: PlannedTask) -> str:
-    """Hold it, where nobody does: at the site that is nearest to it."""
+    """What it takes to hold a model that no site can hold, at the site that is closest to it."""
     site, plan = min(task.first_of_each(), key=lambda one: task.least_chips(one[1]) / one[1].island.chips)
     return f"{site.name} is nearest: {_needs(task, site, plan)}"
 
@@ -42,7 +41,7 @@ def _needs(task: PlannedTask, site: Site, plan: LearnerPlan) -> str:
 
 
 def too_much(task: PlannedTask, base: PlannedRun, choice: Choice) -> str:
-    """Why nothing is decoupled."""
+    """Why decoupled training is not possible."""
     thinnest = max(dict.fromkeys(plan.site for plan in task.able), key=lambda name: every_of(task, base, name))
     if every_of(task, base, thinnest) <= EVERY_MOST:
         return f"not decoupled, as it would ask for H = {choice.every:,}: {choice.why_every}"
@@ -50,7 +49,7 @@ def too_much(task: PlannedTask, base: PlannedRun, choice: Choice) -> str:
 
 
 def thin_links(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> Iterator[str]:
-    """Sites that are left out for their links."""
+    """Sites that are left out because of their links."""
     measured = f"and quality was measured up to {EVERY_MEASURED}"
     return _few([f"{site} is left out, as {_link(task, base, site)}, {measured}" for site in sites])
 
@@ -61,14 +60,14 @@ def _link(task: PlannedTask, base: PlannedRun, site: str) -> str:
 
 
 def _few(lines: Sequence[str]) -> Iterator[str]:
-    """Of many that say the same the first ones."""
+    """The first of many similar lines, and how many more there are."""
     yield from lines[:NAMED]
     if len(lines) > NAMED:
         yield f"and so for {len(lines) - NAMED:,} more sites"
 
 
 def memory_of(task: PlannedTask) -> Iterator[str]:
-    """Which machines can hold what."""
+    """What a learner at each site can hold."""
     for site, plan in task.first_of_each():
         if site.memory is None:
             continue

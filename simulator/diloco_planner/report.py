@@ -20,11 +20,11 @@ WAYS = {
 WIDTH = 40
 SAID_EVERY_S = 10.0
 FULL = 0.9
-"""Shards that are busy for more of the time do not keep up; of tokens, less is worth a word."""
+"""Shards busier than this do not keep up; a lower share of merged tokens is worth a remark."""
 
 
 class SimulationProgress:
-    """Of a long simulation: a line every ten seconds."""
+    """Reports on a long simulation: a line every ten seconds."""
 
     def __init__(self, until: float, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._until, self._say, self._clock = until, say, clock
@@ -40,7 +40,7 @@ class SimulationProgress:
 
 
 def as_json(found: SimulatedRun) -> dict[str, Any]:
-    """Everything that was found; figures rounded as far as they mean something."""
+    """All results; figures are rounded to meaningful digits."""
     o = found.outcome
     answer: dict[str, Any] = {
         "goodput": round(o.goodput, 4), "uptime": round(o.uptime, 4), "rounds": o.rounds,
@@ -105,6 +105,5 @@ def _lines(found: SimulatedRun) -> Iterator[str]:
 
 
 def bar(share: float) -> str:
-    """A share of a line."""
     full = round(WIDTH * min(1.0, max(0.0, share)))
     return "█" * full + "░" * (WIDTH - full)

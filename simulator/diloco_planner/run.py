@@ -1,4 +1,4 @@
-"""One question to the planner, and its whole answer: the cores' run, other ways of training, money."""
+"""One question to the planner, and its whole answer: the run of the cores, other ways of training, costs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _MANY = 1 << 20
 
 
 def bits_of(encoding: str) -> float:
-    """Bits per parameter, with scales and indices."""
+    """Bits per parameter, including scales and indices."""
     return 8 * num_payload_bytes(encoding, _MANY) / _MANY
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is asked."""
+    """The question."""
 
     settings: Settings
     params: float
@@ -40,7 +40,7 @@ class Run:
         return Sent(self.params, bits_of(sync.push), bits_of(sync.pull), sync.first_every)
 
     def carry_out(self, told: Callable[[float], None] | None = None) -> SimulatedRun:
-        """`told`: called now and then, with the seconds that are simulated."""
+        """`told` is called now and then with the simulated seconds so far."""
         began = time.perf_counter()
         until = self.hours * 3600
         world = PlannedWorld(self.settings, self.params, self.learners, self.described.shards, until, self.seed)
@@ -53,11 +53,11 @@ class Run:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What it came to."""
+    """The answer."""
 
     asked: Run
     outcome: RunOutcome
     baselines: dict[str, float]
     bill: Bill | None
-    """None: the file has no prices."""
+    """None if the file has no prices."""
     wall_s: float

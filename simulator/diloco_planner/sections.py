@@ -1,4 +1,4 @@
-"""What a file of sites may say: the keys of each section, how a value is read, and the words for one that is wrong."""
+"""The format of a file of sites: the keys of each section, how each value is read, and errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _text(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    """Learners are called after their site, and a learner's id has 64 letters at most."""
+    """Learners are named after their site, and a learner id has at most 64 letters."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,58}", _text(value)):
         raise ValueError
     return str(value)
@@ -79,7 +79,7 @@ FAILING: Mapping[str, tuple[Parse, str]] = {
     "slow_every": _SOME_TIME, "slow_pace": _SHARE, "slow_for": _TIME, "preempt_every": _SOME_TIME, "preempt_for": _TIME,
     "notice": _TIME,
 }  # fmt: skip
-"""Keys of `Failures`: of all sites, and of one that fails otherwise."""
+"""Keys for `Failures`, allowed for all sites together and for a single site."""
 SITE: Mapping[str, tuple[Parse, str]] = {
     "name": (_name, 'a name, such as "oregon-2": up to 58 of A-Z a-z 0-9 . _ -'), "learners": _LEARNERS,
     "chips": _WHOLE, "slice": _WHOLE, "spares": _SPARES,

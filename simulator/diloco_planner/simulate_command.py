@@ -1,4 +1,4 @@
-"""`diloco simulate`: what is asked, and what is shown. Imports no torch before it runs, so help is fast."""
+"""`diloco simulate`: its flags and its output. Imports no torch before it runs, so help is fast."""
 
 from __future__ import annotations
 

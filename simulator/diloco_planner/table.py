@@ -1,4 +1,4 @@
-"""A plan in figures: each with its formula and its source. Pure."""
+"""The figures of a plan, each with its formula and its source. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from diloco_server.core.every import Measured, carried
 
 
 class PlanFigure(NamedTuple):
-    """One line of a plan."""
-
     name: str
     value: float
     unit: str
@@ -68,7 +66,7 @@ def _link(asked: PlannedRun, choice: Choice) -> Iterator[PlanFigure]:
 
 
 def auto_every(asked: PlannedRun, choice: Choice) -> int:
-    """What a shard would come to if nothing is late, by its own rule. All shards share the link of a learner."""
+    """The H that a shard's own rule would choose if nothing is late. All shards share the link of a learner."""
     push, pull = BITS[choice.encodings.push], BITS[choice.encodings.pull]
     link, owned = asked.link, asked.params_moved / choice.shards
     merged_bytes = owned * (asked.learners * push + pull) / 8
@@ -83,7 +81,7 @@ def auto_every(asked: PlannedRun, choice: Choice) -> int:
 
 
 def _fragment_s(asked: PlannedRun, choice: Choice) -> float:
-    """Of one fragment on the link of a learner, there and back."""
+    """Time to send a fragment over a learner's link, and to receive it."""
     push, pull, link = BITS[choice.encodings.push], BITS[choice.encodings.pull], asked.link
     return formulas.round_trip_of_fragment(
         asked.params, choice.fragments, push, pull, link.up, link.down, link.round_trip_s
@@ -123,12 +121,12 @@ def _shard(asked: PlannedRun, choice: Choice) -> Iterator[PlanFigure]:
 
 
 def _more(asked: PlannedRun) -> str:
-    """The factor by which companions add to what the model moves, in words."""
+    """The factor by which companions increase what the model moves, in words."""
     return f" (1 + 1/{asked.companions_every})" if asked.companions_every else ""
 
 
 def learner_figures(asked: PlannedRun, choice: Choice) -> list[PlanFigure]:
-    """What the process of a learner holds, without an island. Imports torch."""
+    """What a learner's process holds, if it is not an island. Imports torch."""
     encodings = choice.encodings
     waits_s = _fragment_s(asked, choice) + OVERLAP * asked.step_s
     under_way = formulas.under_way(waits_s, choice.every, choice.fragments, asked.step_s)

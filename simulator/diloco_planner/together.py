@@ -1,4 +1,4 @@
-"""Sites that train together: their learners, the settings that their links and shards allow, and both ways to do it."""
+"""Sites that train together: their learners, the settings that their links and shards allow, and both ways to train."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from diloco_planner.plans import LearnerPlan, Link
 from diloco_planner.proposed import PlannedTask, Way, decoupled, parallel, second_best
 
 LONGER = 2.0
-"""Sites whose links ask for an H whose quality was not measured are left out where the rest takes at most so many times
-the days."""
+"""Sites whose links need an H of unmeasured quality are left out if the others take at most this many times as long."""
 NAMED = 3
-"""Sites that are told by name; of more, how many."""
+"""Most sites that are listed by name; of more, only their number."""
 
 
 @dataclass(frozen=True)
 class Together:
-    """Sites that train together."""
-
     learners: Sequence[LearnerPlan]
     where: str
     asked: PlannedRun
     choice: Choice
     ours: Way | None
     over: Way | None
-    """Data-parallel. None for both: it is one site."""
+    """Data-parallel training. None, like `ours`, for a single site."""
 
     @classmethod
     def of(cls, task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> Together:
@@ -52,7 +49,7 @@ class Together:
         return None if self.ours is None else replace(self.ours, name=name)
 
     def is_better_than(self, whole: Together, task: PlannedTask) -> bool:
-        """Whether those with the thin links are better left out: H is as measured, and it does not take much longer."""
+        """Whether to leave out the other sites: H has measured quality, and training does not take much longer."""
         if whole.ours is None or self.ours is None:
             return self.ours is not None
         in_time = task.days is None or self.ours.days <= task.days
@@ -62,7 +59,7 @@ class Together:
 
 
 def worth_it(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> tuple[Together, Together, list[str]]:
-    """Those that should train together, all of them, and the sites that are left out for their links."""
+    """The sites that should train together, all sites, and those left out because of their links."""
     whole = Together.of(task, base, sites)
     thin = [name for name in sites if every_of(task, base, name) > EVERY_MEASURED] if len(sites) > 1 else []
     thick = [name for name in sites if name not in thin]
@@ -73,7 +70,7 @@ def worth_it(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> tuple
 
 
 def asked_of(task: PlannedTask, base: PlannedRun, learners: Sequence[LearnerPlan]) -> PlannedRun:
-    """The question to `choice.py`: the thinnest link decides, and the fastest step."""
+    """The question to `choice.py`: the thinnest link and the fastest step decide."""
     links, shards = [plan.to_shards for plan in learners], task.described.shards
     thinnest = Link(min(x.up for x in links), min(x.down for x in links), max(x.round_trip_s for x in links))
     return replace(
@@ -88,7 +85,7 @@ def asked_of(task: PlannedTask, base: PlannedRun, learners: Sequence[LearnerPlan
 
 
 def every_of(task: PlannedTask, base: PlannedRun, site: str) -> int:
-    """The H that its links and round trips ask for beside the fastest of all, whatever shards carry."""
+    """The H that a site's links and round trips need beside the fastest learner, whatever shards can carry."""
     asked, fastest_s = asked_of(task, base, task.of([site])), min(plan.step_s for plan in task.able)
     asked = replace(asked, step_s=fastest_s, learners=1, shards=None, disk=None, merge=formulas.BYTES_PER_S)
     return choose(asked).every

@@ -1,4 +1,4 @@
-"""At which line of a TOML file a key stands: `tomllib` keeps no positions."""
+"""Finds the line of a key in a TOML file, since `tomllib` keeps no positions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 Keys = Sequence[str | int]
-"""From the top: section, number of the table in a list of them, key."""
+"""A path from the top: section, index of the table in a list of tables, key."""
 
 
 def line_of(text: str, keys: Keys) -> int:
-    """Where the statement begins that brings it. The whole text is TOML, and has it."""
+    """The line where the statement with this key begins. `text` must be TOML that has it."""
     lines = text.replace("\r\n", "\n").split("\n")
 
     def is_there(end: int) -> bool:
-        """In the first so many lines, and what is left of their last statement."""
+        """Whether the first `end` lines, with the rest of their last statement, have the key."""
         while (tree := _parsed(lines[:end])) is None:
             end += 1
         return _has(tree, keys)
@@ -25,7 +25,7 @@ def line_of(text: str, keys: Keys) -> int:
 
 
 def _parsed(lines: Sequence[str]) -> Any:
-    """None: it ends in the middle of a statement."""
+    """None if the lines end in the middle of a statement."""
     try:
         return tomllib.loads("\n".join(lines))
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""What to do: data-parallel training, one site, or decoupled training (docs/planner.md), by goodput, days and money."""
+"""The recommendation: data-parallel, one site, or decoupled training (docs/planner.md), by goodput, days and cost."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 from diloco_planner.proposed import ALIKE, PlannedTask, Way
 
 SLOWER = 1.1
-"""One site is enough if it needs at most so many times the days of all, where no other time is asked for."""
+"""Without a deadline, one site is enough if it takes at most this many times as long as all."""
 SOME = 0.01
-"""Of goodput: a way that comes to less trains nothing."""
+"""Least goodput of a way that trains anything at all."""
 
 
 class PlanVerdict(NamedTuple):
@@ -22,7 +22,7 @@ class PlanVerdict(NamedTuple):
 
 
 def verdict_of(task: PlannedTask, where: str, ours: Way | None, over: Way | None, apart: Sequence[Way]) -> PlanVerdict:
-    """`over`: data-parallel over all links; `apart`: each site alone. None: this way is not possible."""
+    """`over`: data-parallel over all links; `apart`: each site alone. None: that way is not possible."""
     some = [way for way in (ours, over, *apart) if way is not None and way.goodput >= SOME]
     if not some:
         why = f"each has a goodput below {100 * SOME:g} %, by its links or its failures"
@@ -60,7 +60,7 @@ def verdict_of(task: PlannedTask, where: str, ours: Way | None, over: Way | None
 
 
 def _words_of_one(task: PlannedTask, way: Way) -> str:
-    """What to do with one site."""
+    """The recommendation if there is only one site."""
     name = way.name.removeprefix("only ")
     if len(task.described.sites) > 1:
         return f"one site is enough: {name}"
@@ -68,14 +68,14 @@ def _words_of_one(task: PlannedTask, way: Way) -> str:
 
 
 def _beside(task: PlannedTask, way: Way, rivals: Sequence[Way]) -> str:
-    """Its days and money, beside those of another way."""
+    """Days and cost of a way, compared with those of others."""
     days = [days_of(one.days) for one in (way, *rivals[:1])]
     prices = [money_of(task, one) for one in (way, *rivals[:1])]
     return f"it needs {' beside '.join(days)}" + (f", for {' beside '.join(prices)}" if task.described.date else "")
 
 
 def _is_as_good(task: PlannedTask, over: Way, best: Way) -> bool:
-    """Data-parallel training beside the best: it may take a little more time and money, as it learns a little more."""
+    """Whether data-parallel is as good as the best way. As it learns a little more, it may take a little more."""
     quick = over.days - task.begins_days <= SLOWER * (best.days - task.begins_days)
     cheap = over.money <= SLOWER * best.money
     return quick and cheap and over.goodput >= best.goodput - ALIKE

@@ -1,6 +1,6 @@
-"""Four ways to train on the same chips: data-parallel with restarts or elastic, synchronous DiLoCo, and ours.
+"""Four ways to train on the same chips: data-parallel with restarts or elastic, synchronous DiLoCo, and decoupled.
 
-Islands of the first three are those of `chips.py`. What each sends decides how long a step waits for its link.
+The first three use the islands of `chips.py`. How much each sends decides how long a step waits for its link.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from diloco_planner.plans import LearnerPlan
 
 SPARES_ENOUGH = 10**9
 GRADIENT_BITS = 16
-"""Per parameter, as data-parallel training sends them."""
+"""Bits per parameter sent by data-parallel training."""
 DRAWN = 500
-"""Steps, for the mean of the slowest."""
+"""Number of steps drawn for the mean of the slowest."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What training moves, in bits."""
+    """Traffic of training, in bits."""
 
     params: float
     push_bits: float
@@ -32,13 +32,13 @@ class Sent:
 
 
 def data_parallel_bits(params: float, replicas: int) -> float:
-    """Of one replica in one direction at each step, by a ring: it sends its gradients once as sums, once as results."""
+    """Bits per step of one replica in one direction, with a ring: gradients once as sums, once as results."""
     return 2 * (replicas - 1) / replicas * GRADIENT_BITS * params
 
 
 def data_parallel(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int, *, elastic: bool) -> float:
-    """Goodput of all chips as one island, whose every step is as long as that of the slowest. Where a learner is not
-    there, the others go on without its tokens."""
+    """Goodput of all chips as one island, whose every step takes as long as the slowest learner's. When a learner is
+    away, the others go on without its tokens."""
     island, failures = together(learners, elastic=elastic)
     tokens = sum(plan.tokens_per_step for plan in learners)
     away = [gone for plan in learners for gone in _away(plan, plan.tokens_per_step / tokens, until, seed)]
@@ -48,8 +48,8 @@ def data_parallel(learners: Sequence[LearnerPlan], sent: Sent, until: float, see
 
 
 def together(learners: Sequence[LearnerPlan], *, elastic: bool) -> tuple[Island, Failures]:
-    """All chips as one island: their failures add up, and each pause is as long as the longest. Where it restarts and
-    would be elastic, nobody has said how many spares there are: enough."""
+    """All chips as one island: their failures add up, and each pause is the longest of theirs. If elastic islands
+    are to restart instead, nobody has said how many spares they have, so enough are assumed."""
     chips = sum(plan.island.chips for plan in learners)
     own = elastic or not all(plan.island.elastic for plan in learners)
     island = Island(
@@ -70,7 +70,7 @@ def together(learners: Sequence[LearnerPlan], *, elastic: bool) -> tuple[Island,
 
 
 def _away(plan: LearnerPlan, share: float, until: float, seed: int) -> Iterator[Away]:
-    """When it is not there: the same preemptions as in every other way."""
+    """When a learner is away: the same preemptions as in every other way."""
     if plan.begins_s:
         yield Away(0.0, plan.begins_s, share)
     for gone in preemptions(plan.failures, plan.there_s(until), plan.chance(seed), share):
@@ -78,8 +78,8 @@ def _away(plan: LearnerPlan, share: float, until: float, seed: int) -> Iterator[
 
 
 def in_step_s(learners: Sequence[LearnerPlan], sent: Sent) -> float:
-    """Seconds of a step of data-parallel training: by the slowest machine, or by the thinnest link. A site sums inside,
-    and each of its links carries a part of that."""
+    """Seconds of a data-parallel step: of the slowest machine, or of the thinnest link. A site sums its gradients, and
+    each of its links carries a part of the sums."""
     chance = random.Random(0)
     worst = sum(max(_step(plan, chance) for plan in learners) for _ in range(DRAWN)) / DRAWN
     of_site = Counter(plan.site or plan.name for plan in learners)
@@ -90,7 +90,7 @@ def in_step_s(learners: Sequence[LearnerPlan], sent: Sent) -> float:
         bits[plan.site or plan.name] / min(plan.link.up, plan.link.down) + 2 * plan.link.round_trip_s
         for plan in learners
     )
-    return max(worst, over_link)  # the exchange is hidden behind the step, as far as it fits
+    return max(worst, over_link)  # as much of the exchange as fits is hidden behind the step
 
 
 def _step(plan: LearnerPlan, chance: random.Random) -> float:
@@ -98,7 +98,7 @@ def _step(plan: LearnerPlan, chance: random.Random) -> float:
 
 
 def synchronous(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int) -> float:
-    """Goodput of DiLoCo: every H steps all wait for the last one, and for what is sent, all at once."""
+    """Goodput of DiLoCo: every H steps, all wait for the slowest one, and for all of the transfers."""
     chance = random.Random(f"sync {seed}")
     lines = [plan.drawn(until, plan.chance(seed)) for plan in learners]
     waits_s = max(
@@ -123,12 +123,12 @@ def synchronous(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed:
 
 
 def _ideal(learners: Sequence[LearnerPlan], until: float) -> float:
-    """Tokens of learners that never fail."""
+    """Tokens of learners whose chips never fail."""
     return sum(plan.tokens_per_step * plan.there_s(until) / plan.step_s for plan in learners) or math.inf
 
 
 def baselines(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int) -> dict[str, float]:
-    """Goodput of each of the others."""
+    """Goodput of each of the other three ways."""
     return {
         "dp_restart": data_parallel(learners, sent, until, seed, elastic=False),
         "dp_elastic": data_parallel(learners, sent, until, seed, elastic=True),
@@ -137,7 +137,7 @@ def baselines(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: i
 
 
 def decoupled(chips: float, learners: int, template: LearnerPlan, hours: float, seed: int) -> float:
-    """Goodput of ours, without the cores: no learner waits for anybody, so chips alone decide it."""
+    """Goodput of decoupled training without simulated cores: no learner waits for others, so only chips matter."""
     island = replace(template.island, chips=chips / learners)
     lines = [
         island_timeline(island, template.failures, hours * 3600, random.Random(f"{seed} {chips} {learners} {i}"))
@@ -147,6 +147,6 @@ def decoupled(chips: float, learners: int, template: LearnerPlan, hours: float, 
 
 
 def one_island(chips: float, template: LearnerPlan, hours: float, seed: int, *, elastic: bool) -> float:
-    """Goodput of data-parallel training in one place, which its links do not slow down."""
+    """Goodput of data-parallel training in one place, whose links are fast enough."""
     island: Island = replace(template.island, chips=chips)
     return data_parallel([replace(template, island=island)], Sent(0, 0, 0, 1), hours * 3600, seed, elastic=elastic)

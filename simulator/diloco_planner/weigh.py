@@ -1,4 +1,4 @@
-"""Which way to train on the machines of a file (docs/planner.md), and why. Settings come from `choice.py`."""
+"""Weighs ways to train on the machines of a file (docs/planner.md), with reasons. Settings come from `choice.py`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from diloco_planner.verdict import days_of, money_of, verdict_of
 
 @dataclass(frozen=True)
 class Weighed:
-    """All that machines and links allow, and what to do."""
+    """All ways that machines and links allow, and which to take."""
 
     ways: tuple[Way, ...]
     verdict: str
     because: str
     works: bool
-    """Whether one of them is proposed."""
+    """Whether any way is proposed."""
     memory: tuple[str, ...]
     """What each site's machines can hold."""
     asked: PlannedRun
     choice: Choice
-    """Settings of the way that is proposed; where it needs none, those with which all would train decoupled."""
+    """Settings of the proposed way. If it has none, those with which all sites would train decoupled."""
     is_ours: bool
-    """Whether it needs them."""
+    """Whether the proposed way needs them."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -39,7 +39,7 @@ class Weighed:
 
 
 def weigh(task: PlannedTask, base: PlannedRun) -> Weighed:
-    """What links or memory do not allow is not among the ways. `base`: what the file does not say."""
+    """Leaves out ways that links or memory do not allow. `base`: what the file does not say."""
     memory = tuple(memory_of(task))
     if not task.able:
         asked = asked_of(task, base, task.learners)
@@ -63,7 +63,6 @@ def weigh(task: PlannedTask, base: PlannedRun) -> Weighed:
 
 
 def lines_of(task: PlannedTask, found: Weighed) -> Iterator[str]:
-    """For the screen."""
     yield f"{found.verdict}: {found.because}"
     yield ""
     width = max((len(way.name) for way in found.ways), default=0)

@@ -1,6 +1,6 @@
-"""Shard and learner cores whose tensors weigh nothing: they decide by times, sizes, steps and tokens alone.
+"""Shard and learner cores whose tensors hold no values: they decide by times, sizes, steps and tokens alone.
 
-The manifest has the true sizes. Values are one shared empty tensor, payloads have headers and no bytes.
+The manifest has the true sizes. Values are one shared empty tensor, and payloads have headers but no bytes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from diloco_worker.core.tensors import FragmentTensors
 
 NOTHING = torch.empty(0)
 NO_BYTES = cast(Payload, None)
-"""Cores pass payloads on, and look at their headers alone."""
+"""Cores pass payloads on, and look only at their headers."""
 PUBLISHED = Published(NO_BYTES)
 EPOCH = 1
 
 
 def manifest_of(elements: int, fragments: int, shards: int = 1) -> Manifest:
-    """A model of so many equal fragments."""
+    """A model of equal fragments."""
     return cut([TensorSpec(f"p{i:04}", (elements,)) for i in range(fragments)], fragments, shards)
 
 
 def seeded_shard(settings: Settings, manifest: Manifest, epoch: int = EPOCH, kept: Sequence[Record] = ()) -> Shard:
-    """A shard that has version 0 of everything, or goes on from what it kept."""
+    """A shard with version 0 of everything, or with the versions it had kept."""
     shard = Shard(settings, epoch)
     records = kept or [empty_record(f.fragment_id) for f in manifest.owned_by(settings.shard.index)]
     shard.restore(manifest, [Restored(record, Values(NOTHING, []), PUBLISHED, not kept) for record in records])
@@ -45,13 +45,13 @@ def seeded_shard(settings: Settings, manifest: Manifest, epoch: int = EPOCH, kep
 
 
 class _Contributed:
-    """Stands for `ContributionTensors`."""
+    """Replaces `ContributionTensors`."""
 
     snapshot = NOTHING
 
 
 class WeightlessTensors:
-    """Stands for `FragmentTensors`: everything is there at once, and nothing is computed."""
+    """Replaces `FragmentTensors`: everything is there at once, and nothing is computed."""
 
     is_being_read = False
 
@@ -75,14 +75,14 @@ class WeightlessTensors:
 
 
 class _Replica:
-    """Stands for the user's model."""
+    """Replaces the user's model."""
 
     def held(self, fragment: Any) -> Any:
         return fragment
 
 
 def learner_core(manifest: Manifest, policy: LearnerPolicy) -> LearnerCore:
-    """Production's decisions, over nothing."""
+    """The production core with replaced tensors."""
     core = LearnerCore(cast(Any, _Replica()), manifest, policy)
     for fragment in core.fragments.values():
         fragment.tensors = cast(FragmentTensors, WeightlessTensors())
@@ -90,12 +90,12 @@ def learner_core(manifest: Manifest, policy: LearnerPolicy) -> LearnerCore:
 
 
 def advance(core: LearnerCore, inner_step: int, tokens: int) -> None:
-    """As so many calls of `LearnerCore.stepped`."""
+    """The same as this many calls of `LearnerCore.stepped`."""
     core.inner_step, core.tokens = inner_step, tokens
 
 
 class Headers:
-    """Of pushes: sizes as they would be, and a checksum of its own for each contribution."""
+    """Makes headers of pushes, with true sizes, and a different checksum for each contribution."""
 
     def __init__(self, manifest: Manifest, encoding: str) -> None:
         self._digest, self._encoding, self._made = manifest.digest, encoding, 0
@@ -103,7 +103,7 @@ class Headers:
         self._chunk = usual_chunk_elements(encoding)
 
     def of(self, contribution: PendingContribution, num_elements: int) -> tuple[PushHeader, tuple[float, ...]]:
-        """And the norms of its pieces: a random walk of so many steps."""
+        """The header, and the norms of its pieces, as of a random walk of this many steps."""
         self._made = (self._made + 1) % 2**32
         payload = PayloadHeader(self._encoding, num_elements, self._chunk, self.num_bytes, self._made)
         header = PushHeader(

@@ -1,10 +1,10 @@
-"""Production cores in a world of durations: steps, pushes, merges and pulls take time, and nothing else.
+"""Production cores in simulated time: only steps, pushes, merges and pulls take time.
 
-`PlannedWorld.run` goes from event to event. Inner steps between two of them are taken at once. Shards tick after each
+`PlannedWorld.run` goes from event to event. Inner steps between two events are taken at once. Shards tick after each
 event, as in production, and while a round waits.
 
-Of P equal fragments, so many are simulated as the budget of events allows, evenly spread over H (`decided`): they are
-alike. Each is as large as in the run. A link is busy with one of them for as long as with all that it stands for.
+Of P equal fragments, only as many are simulated as the budget of events allows (`decided`), evenly spread over H. Each
+is as large as in the run, and keeps a link as busy as all the fragments that it stands for.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from diloco_worker.core.connection import Lease
 from diloco_worker.core.fragment import PendingContribution
 
 TOLD_EVERY = 10_000
-"""Events."""
+"""Number of events between two reports of progress."""
 
 
 class PlannedWorld:
-    """One run. Time is in seconds from its beginning."""
+    """One run. Times are in seconds since its beginning."""
 
     def __init__(
         self, settings: Settings, params: float, learners: Sequence[LearnerPlan], shards: ShardPlan, until: float,
@@ -108,7 +108,7 @@ class PlannedWorld:
         self.at(self.now + seconds, act)
 
     def run(self, told: Callable[[float], None] | None = None) -> RunOutcome:
-        """`told`: called now and then, with the time."""
+        """`told` is called now and then with the time."""
         for learner in self.learners:
             self.at(learner.plan.begins_s, learner.begin)
         handled = 0
@@ -121,14 +121,14 @@ class PlannedWorld:
         return self._outcome(handled)
 
     def all_report(self) -> None:
-        """One learner comes to a boundary: the others say how far they are."""
+        """One learner reaches a boundary: let the others report their progress."""
         for learner in self.learners:
             learner.catch_up()
 
     # ------------------------------------------------------------ the shard
 
     def touched(self) -> None:
-        """Something was said to the core: carry out what it wants, and let it decide again at this moment."""
+        """The core was told something: carry out what it asks for, and let it decide again now."""
         self._carry_out()
         if not self._ticking:
             self._ticking = True
@@ -162,7 +162,7 @@ class PlannedWorld:
                     pass  # a fact: the ledger has it
 
     def _merged_at(self, merge: MergeRound) -> float:
-        """When its version is there. Its machine is busy until all who contributed have pulled it, or it is written."""
+        """When the version is ready. A machine is busy until all contributors have pulled it, or it is written."""
         many, written_s = len(merge.contributions), 8.0 * self.elements / self.plan.disk_bytes_s
         merged_s = (many * self.headers.num_bytes + self.pull_bytes) / self.plan.merge_bytes_s
         if self.plan.count is None:
@@ -234,7 +234,7 @@ class PlannedWorld:
 
 
 class Tally(NamedTuple):
-    """Of a run, over all epochs of its shard."""
+    """Counts of a run, over all epochs of its shard."""
 
     rounds: int = 0
     participants: int = 0
@@ -245,7 +245,6 @@ class Tally(NamedTuple):
     joins: int = 0
 
     def plus(self, shard: Shard) -> Tally:
-        """With what this shard has counted since it began."""
         ledger = shard.ledger
         return Tally(
             self.rounds + ledger.rounds,
@@ -259,7 +258,7 @@ class Tally(NamedTuple):
 
 
 class PlannedLearner:
-    """One learner: its core, its lease, its links. Steps are where its timeline and its pace put them."""
+    """One learner: its core, its lease, its links. Its timeline and its pace say when steps happen."""
 
     def __init__(self, world: PlannedWorld, plan: LearnerPlan, chance: random.Random) -> None:
         self.world, self.plan, self._chance = world, plan, chance
@@ -271,19 +270,19 @@ class PlannedLearner:
         self._process = 0
         self._begun_step = self._end_step = 0
         self._begun_work = self._end_work = 0.0
-        """The steps that are drawn: from, to, and in seconds of work."""
+        """The steps drawn so far: from, to, in seconds of work."""
         self._looked_at = -1
         self.member: Member | None = None
         self.sent = self.taken = self._reported_at = 0.0
         self._free_up = self._free_down = 0.0
         self._wanted: dict[int, int] = {}
-        """Fragment -> version that is being pulled."""
+        """Fragment -> version that it is pulling."""
         self._inbox: list[tuple[int, int, int, int, int]] = []
         self._is_away = self._is_leaving = False
         self._fresh()
 
     def _fresh(self) -> None:
-        """A process begins."""
+        """Start a new process."""
         self._process += 1
         self.core = learner_core(self.world.manifest, self._policy)
         self._steps_from, self._tokens_from = 0, 0
@@ -293,7 +292,7 @@ class PlannedLearner:
     # ------------------------------------------------------------ steps
 
     def _draw(self) -> None:
-        """Take the next steps at once: where they begin and end, in seconds of work."""
+        """Draw the next steps together: where they begin and end, in seconds of work."""
         self._begun_step, self._begun_work = self._end_step, self._end_work
         noise = self.plan.noise * self.plan.step_s
         steps = self.world.stride if noise == 0 else 1
@@ -302,7 +301,7 @@ class PlannedLearner:
         self._end_work += max(work, 0.05 * self.plan.step_s)
 
     def _drawn_steps(self) -> tuple[float, float]:
-        """Work of each of the steps that are drawn, in seconds, and how many of them are over by now."""
+        """Seconds of work of each drawn step, and how many of them are over by now."""
         per_step = (self._end_work - self._begun_work) / (self._end_step - self._begun_step)
         return per_step, (self._work_at(self.world.now) - self._begun_work) / per_step
 
@@ -313,7 +312,7 @@ class PlannedLearner:
         return self.line.work_at(when - self.plan.begins_s)
 
     def tokens_at(self, when: float) -> float:
-        """Trained since the run began."""
+        """Tokens trained since the run began."""
         if when <= self.plan.begins_s:
             return 0.0
         return self.line.trained_at(self._work_at(when)) / self.plan.step_s * self.plan.tokens_per_step
@@ -322,7 +321,6 @@ class PlannedLearner:
         return self._work_at(until) if until > self.plan.begins_s else 0.0
 
     def account(self, until: float, stands_for: float) -> dict[str, float]:
-        """What it came to."""
         return {
             "trained": self.tokens_at(until), "interruptions": self.line.interruptions,
             "sent_gb": 1e-9 * self.sent * stands_for, "taken_gb": 1e-9 * self.taken * stands_for,
@@ -345,7 +343,7 @@ class PlannedLearner:
         self.world.at(self._when(self._end_work), self._boundary)
 
     def _boundary(self) -> None:
-        """The steps that were drawn are over."""
+        """The drawn steps are over."""
         if self.world.stride > 1:
             self.world.all_report()
         self._look(self._end_step, self._end_work)
@@ -357,7 +355,7 @@ class PlannedLearner:
             self._look(step, work)
 
     def _look(self, step: int, work: float) -> None:
-        """A step boundary at which something may happen."""
+        """Handle a step boundary at which something may happen."""
         if self._is_away:
             return
         self._looked_at = step
@@ -370,7 +368,7 @@ class PlannedLearner:
             self._push(contribution)
 
     def _look_soon(self) -> None:
-        """At the next step boundary."""
+        """Schedule a look at the next step boundary."""
         steps = self._end_step - self._begun_step
         if self._is_away or steps < 2:
             return  # it is scheduled
@@ -381,7 +379,7 @@ class PlannedLearner:
             self.world.at(self._when(work), partial(self._between, self._begun_step + ahead, work))
 
     def _look_now(self) -> None:
-        """Between two steps of a learner that has stopped."""
+        """The learner has stopped: handle what came between two steps."""
         per_step, done = self._drawn_steps()
         self._look(self._begun_step + int(done + 1e-9), self._begun_work + done * per_step)
 
@@ -400,7 +398,7 @@ class PlannedLearner:
         self.world.touched()
 
     def _beat(self) -> None:
-        """Say something now and then, if there is nothing else to say."""
+        """If there is nothing else to say, report now and then."""
         every_s = self.world.settings.lease.heartbeat_s
         if not self._is_away:
             if self.member is None:
@@ -423,7 +421,7 @@ class PlannedLearner:
         self.world.touched()
 
     def catch_up(self) -> None:
-        """Report the steps that are over by now: what counts when a round opens must not be that of a while ago."""
+        """Report the steps that are over by now, since rounds count the progress at the moment they open."""
         steps = self._end_step - self._begun_step
         if self._is_away or self.member is None or steps < 2:
             return
@@ -439,7 +437,7 @@ class PlannedLearner:
         advance(self.core, step - self._steps_from, tokens - self._tokens_from)
 
     def _say_goodbye(self) -> None:
-        """It has stopped, and stays until a version has all of its work."""
+        """It has stopped, and stays until all of its work is in versions."""
         if not self._is_away:
             self._is_leaving = True
             self._look_now()
@@ -451,7 +449,7 @@ class PlannedLearner:
         self._is_away, self._is_leaving, self.member = True, False, None
 
     def _come_back(self) -> None:
-        """Another process takes over."""
+        """Another process replaces it."""
         self._is_away = False
         self._fresh()
         work = self._work_at(self.world.now)
@@ -518,7 +516,7 @@ class PlannedLearner:
         header: PushHeader,
         norms: tuple[float, ...],
     ) -> None:
-        """The header is at the shard."""
+        """The header of a push is at the shard."""
         shard = self.world.shard
         if shard is None or member is not self.member:
             return
@@ -542,7 +540,7 @@ class PlannedLearner:
         header: PushHeader,
         norms: tuple[float, ...],
     ) -> None:
-        """All of its bytes are."""
+        """All bytes of a push are at the shard."""
         self.sent += header.payload.num_bytes
         shard = self.world.shard
         if shard is None or member is not self.member:

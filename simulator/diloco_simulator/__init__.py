@@ -1,15 +1,15 @@
-"""Whole clusters in virtual time: the product in another world, where machines and networks misbehave.
+"""Whole clusters in virtual time: the product in a world where machines and networks misbehave.
 
-options.py          what a schedule is like, drawn from its seed
+options.py          the properties of a schedule, drawn from its seed
 world/              virtual time, processes and threads (process.py), calls that get lost (network.py, transport.py),
-                    disks that fail (disk.py), the wire as hostile learners meet it, what processes share (stage.py)
+                    disks that fail (disk.py), the wire as hostile learners meet it, the shared state (stage.py)
 shard_process.py    host, service and store of the product in one process
 learner_process.py  a learner of the product in one process, and a training loop; island_process.py: all ranks of one;
-                    followed.py: what both have in common
-processes.py        those of a schedule, and all that can be done to them
-chaos/              what goes wrong, and when it is over (faults.py); what hostile learners know, do and say
-verify/             what must hold at any moment (invariants.py), what histories must tell (judge.py), what hostile
-                    learners may not get (fairness.py), what members' versions must be (published.py)
-cluster.py          everything of one schedule; start here
+                    followed.py: the code that both share
+processes.py        the processes of a schedule, and everything that can be done to them
+chaos/              faults, and when they end (faults.py); the knowledge, acts and messages of hostile learners
+verify/             checks at any moment (invariants.py), on histories (judge.py), against hostile learners
+                    (fairness.py), and of members' versions (published.py)
+cluster.py          one whole schedule; start here
 runner.py           many schedules, in several processes
 """

@@ -87,7 +87,7 @@ def _summary(family: str, total: ScheduleTally, took_s: float) -> str:
 
 
 def _coverage(total: ScheduleTally) -> str:
-    """Whether schedules do anything: what goes wrong in 1000 of them, and what comes about in spite of it."""
+    """Whether schedules do anything: per 1000 of them, what goes wrong, and what works nevertheless."""
     counts, faults = total.counts, total.faults
     struck = sum(faults[kind] for kind in (*FAULTS, *DISK_FAULTS, *RARE_FAULTS))
     rows = {

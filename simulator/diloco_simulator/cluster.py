@@ -1,7 +1,7 @@
-"""One schedule: the product's shards and learners, a network, faults; run until it is over, healed, and well again.
+"""One schedule: the product's shards and learners, a network and faults; runs until all is healed and well again.
 
-The processes run production code in virtual time. Their histories go to the judge that looks at real processes too
-(`diloco_simulator.verify.judge`); what histories do not tell is checked while the schedule runs (`invariants.py`).
+The processes run production code in virtual time. Their histories go to the judge that also judges real processes
+(`diloco_simulator.verify.judge`); whatever histories do not tell is checked during the schedule (`invariants.py`).
 """
 
 from __future__ import annotations
@@ -31,20 +31,17 @@ TAIL = 60
 
 @dataclass(frozen=True)
 class Result:
-    """What a schedule came to."""
-
     seed: int
     events: int
     virtual_s: float
     counts: dict[str, int]
     faults: dict[str, int]
-    """By kind."""
     trace: str
-    """sha256 over everything that happened: all histories, and all faults."""
+    """SHA-256 over everything that happened: all histories, and all faults."""
 
 
 class ScheduleFailed(Exception):
-    """An invariant does not hold, or a promise is not kept. The message replays it."""
+    """An invariant or a promise was broken. The message says how to replay it."""
 
     def __init__(self, violation: Exception, options: Options, tail: Sequence[str]) -> None:
         self.violation = violation
@@ -59,7 +56,7 @@ class ScheduleFailed(Exception):
 
 
 def _replay(options: Options) -> str:
-    """What runs this schedule again. A test may have changed what the name draws."""
+    """How to run this schedule again. A test may have changed the options that the name draws."""
     if draw(options.name) == options:
         return f"python -m diloco_simulator --replay {options.name}"
     return f"run_schedule({options.name} with the options above)"
@@ -68,7 +65,7 @@ def _replay(options: Options) -> str:
 def run_schedule(options: Options) -> Result:
     """Raises ScheduleFailed."""
     collects = gc.isenabled()
-    gc.disable()  # what a schedule leaves behind is collected at its end, or goes with the process
+    gc.disable()  # garbage of a schedule is collected at its end, or goes with the process
     try:
         cluster = SimulatedCluster(options)
         try:
@@ -83,13 +80,11 @@ def run_schedule(options: Options) -> Result:
 
 
 class SimulatedCluster(Processes):
-    """Everything of one schedule."""
-
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._is_buried = False
         self._announced: dict[invariants.Name, str] = {}  # -> checksum of its values
-        self._marks: dict[int, int] = {}  # fragment -> version when all had joined again
+        self._marks: dict[int, int] = {}  # fragment -> version when all had rejoined
         for index in range(options.shards):
             self.start_shard(index)
         for learner_id in self.learner_ids:
@@ -102,13 +97,13 @@ class SimulatedCluster(Processes):
                 self.start_standby(index)
         Faults(self)
         self._watches: Fairness | PublishedFormula | None = None
-        if not options.standbys:  # else two may be one shard for a while, and the formula follows one
+        if not options.standbys:  # with them, two processes may be one shard, and the formula follows one
             self._watches = Fairness(self) if options.hostile else PublishedFormula(self)
         self.hostile = [HostileProcess(self, number) for number in range(options.hostile)]
         self._all += [hostile.process for hostile in self.hostile]
 
     def run(self) -> Result:
-        """Raises a Violation, and whatever the product raises where nothing may be raised."""
+        """Raises a Violation, and any error that the product must not raise."""
         try:
             self.timeline.run()
         finally:
@@ -121,7 +116,7 @@ class SimulatedCluster(Processes):
         return Result(self.options.seed, self.timeline.events, self.timeline.now, counts, faults, trace)
 
     def bury(self) -> None:
-        """Nothing that is left of the processes says anything any more."""
+        """Silence whatever is left of the processes."""
         self._is_buried = True
         for process in self._all:
             process.bury()
@@ -134,13 +129,12 @@ class SimulatedCluster(Processes):
         return Violation(found[0].check, found[0].what) if found else None
 
     def histories(self) -> Histories:
-        """Of all processes so far; hostile ones write none."""
+        """The histories of all processes so far; hostile ones write none."""
         return gather((chronicle.name, chronicle.lines) for chronicle in self.chronicles if chronicle.lines)
 
     # ------------------------------------------------------------ what happens
 
     def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
-        """A process has written a line of its history."""
         if self._is_buried:
             return
         self.note(name, what, *facts.items())
@@ -149,7 +143,7 @@ class SimulatedCluster(Processes):
             self._announced[version] = facts["checksum"]
             shard = int(name.removeprefix("shard-"))
             self._fragments[shard].add(facts["fragment"])
-            host = self.shards[shard].host  # the one that was started last: another may live on beside it
+            host = self.shards[shard].host  # the one started last: another may still be running
             if what == "announced" and shard in self.disks and host and host.shard.epoch == facts["epoch"]:
                 self.disks[shard].hurt.pop(facts["fragment"], None)
         if self._watches is not None:
@@ -174,7 +168,7 @@ class SimulatedCluster(Processes):
         return [f"  {t:9.3f} {' '.join(map(str, what))}" for t, *what in self.events[-TAIL:]]
 
     def said(self, item: Any, path: Path) -> None:
-        """A shard says something to a learner; or to a standby, which hears of a version once it is on the disk."""
+        """A shard sends something to a learner, or to a standby, which hears of a version once it is on disk."""
         if self.hostile:
             invariants.what_is_said_fits_the_wire(item)
         if isinstance(item, Committed):
@@ -185,7 +179,7 @@ class SimulatedCluster(Processes):
                 invariants.announced_versions_are_there(self._announced, name)
 
     def _learn_name(self, name: invariants.Name, shard: int) -> None:
-        """A version that may be taken for one that was lost goes under a name of its own: the shard's epoch."""
+        """A version that could be mistaken for a lost one is renamed: it gets the shard's epoch."""
         host = self.shards[shard].host
         fragment_id, epoch, version = name
         if host is None or epoch != host.shard.epoch:
@@ -198,7 +192,7 @@ class SimulatedCluster(Processes):
     # ------------------------------------------------------------ looking after it
 
     def _look_after(self) -> None:
-        """Every now and then: what ended is started again; when all is well, the schedule is over."""
+        """Now and then: restart what has ended; when all is well, end the schedule."""
         for shard in self.shards.values():
             shard.check()
         for learner in self.learners:
@@ -225,7 +219,7 @@ class SimulatedCluster(Processes):
             self.timeline.later(self.options.look_every_s, self._start_if_none, learner.learner_id)
 
     def _is_well(self) -> tuple[bool, str]:
-        """Liveness, or what is missing: all joined, versions go on, everybody has them, no contribution is in limbo."""
+        """Liveness, or what is missing: all joined, versions advance and reach everybody, no fate is left open."""
         if self.options.budget:
             late = [i for i in self.learner_ids if not self._is_over(i)]
             return not late, f"{late} are not done"

@@ -1,4 +1,4 @@
-"""A learner of the product in a simulated process, or one rank of it, and what is known of its training.
+"""A learner of the product in a simulated process, or one rank of it, with an account of its training.
 
 It is followed from the outside: by the acts of its step boundaries, and by the values of a model that count tokens.
 """
@@ -28,28 +28,28 @@ from diloco_worker.shell.telemetry import LearnerTelemetry
 
 SETTLE_S = 5.0
 HAND_OVER_S = 0.05
-"""Until the network thread has what the training thread hands over."""
+"""Longest time from the training thread to the network thread, in seconds."""
 
 
 @dataclass(eq=False)
 class Account:
-    """What one process has trained of one fragment, and what of it is in versions. float32 [num_elements] each."""
+    """A process's training of one fragment, and the part of it in versions. float32 [num_elements] each."""
 
     base: Tensor
     """Trained before it had a version."""
     merged: Tensor
-    """Trained, and merged as far as the learner knows."""
+    """Trained and, as far as the learner knows, merged."""
     lost: Tensor | None = None
-    """What encoders lost of the contributions that are merged."""
+    """Encoding errors of merged contributions."""
     largest: float = 0.0
-    """Of all values that its anchors have had."""
+    """The largest magnitude in any of its anchors so far."""
 
 
 class Trainer:
     """A process that trains. `state`: "joining", "training", "leaving", "left", "done" or "failed"."""
 
     learner: Any
-    """Of the product; an island's is its leader's."""
+    """The product's learner; for an island, the leader's."""
 
     def __init__(self, stage: Stage, learner_id: str) -> None:
         options = stage.options
@@ -58,11 +58,11 @@ class Trainer:
         self.state = "joining"
         self.error: DilocoError | None = None
         self.hung_until = 0.0
-        """The training loop does nothing until then, while its connections go on."""
+        """Until then the training loop does nothing, while its connections go on."""
         self.not_finite = 0
-        """So many snapshots to come hold a value that is NaN."""
+        """Number of coming snapshots that hold NaN."""
         self.poisoned = 0
-        """So many have held one."""
+        """Number of snapshots so far that held NaN."""
         self.process = SimulatedProcess(
             stage.timeline, self.name, stage.seed_of(learner_id), lambda _: options.codec_s, stutters=options.stutters
         )
@@ -72,7 +72,7 @@ class Trainer:
 
     @property
     def unresolved(self) -> dict[int, PendingContribution]:
-        """Fragment -> contribution whose fate is not known; without those of buffers."""
+        """Fragment -> contribution whose fate is not known, except for buffers."""
         core = self.learner.core
         held = core.fragments.items() if core is not None else ()
         return {i: f.contribution for i, f in held if f.contribution is not None and f.fragment.kind != "buffer"}
@@ -89,12 +89,12 @@ class Trainer:
 
 
 class FollowedRun(ABC):
-    """What the product's learner asks of its background, and an account of each of its fragments."""
+    """The background of the product's learner, with an account of each of its fragments."""
 
     learner: Learner
 
     def __init__(self, stage: Stage, process: SimulatedProcess, name: str) -> None:
-        """`name`: for whoever reads of a broken promise."""
+        """`name`: for reports of broken promises."""
         self.stage, self.process, self._name = stage, process, name
         self.is_alive = True
         self._accounts: dict[int, Account] = {}
@@ -105,18 +105,18 @@ class FollowedRun(ABC):
 
     @abstractmethod
     def _watch(self, act: Act) -> None:
-        """What the product says that it did to a fragment."""
+        """Follow an act of the product on a fragment."""
 
     @abstractmethod
     def _trained(self, fragment: LearnerFragment) -> Tensor:
-        """All that was ever trained of a fragment, as far as it is held here."""
+        """Everything ever trained of a fragment, as far as it is held here."""
 
     def start(self, connections: Connections) -> None:
         self._connections = connections
         self._running = self.process.start(connections.run(), f"connections of {self._name}")
 
     def post(self, acts: Sequence[Act]) -> None:
-        """The training thread hands over its acts: they are looked at here, and performed a moment later, in order."""
+        """Look at the training thread's acts, and perform them a moment later, in order."""
         for act in acts:
             self._watch(act)
         now = self.stage.timeline.now
@@ -124,11 +124,11 @@ class FollowedRun(ABC):
         self.process.loop.call_at(self._handed_over, self._perform, acts)
 
     def stop(self, settle_s: float) -> None:  # noqa: B027
-        """Its end is that of the process."""
+        """Ends with the process."""
 
     async def leave(self) -> None:
         """As the network thread does before it ends."""
-        await asyncio.sleep(max(0.0, self._handed_over - self.stage.timeline.now))  # all that was posted is performed
+        await asyncio.sleep(max(0.0, self._handed_over - self.stage.timeline.now))  # until posted acts are performed
         await self.learner.connections.leave(SETTLE_S)
         if self._running is not None:
             self._running.cancel()
@@ -152,10 +152,10 @@ class FollowedRun(ABC):
             self._connections.perform(acts)
 
     def _check_refusals(self) -> None:
-        """Contributions that were refused, and are held as if they were not: for how many steps.
+        """Count the steps for which refused contributions are still held.
 
-        An answer waits behind versions, while their fragments are read or applying takes long.
-        Steps count from when it was taken out of the inbox, or got lost there.
+        An answer waits behind versions while their fragments are read or applying takes long. Steps count from when it
+        was taken out of the inbox, or was lost there.
         """
         fragments = self.learner.core.fragments if self.learner.core is not None else {}
         held = (fragment.contribution for fragment in fragments.values())
@@ -177,7 +177,7 @@ class FollowedRun(ABC):
         return self._accounts[fragment_id]
 
     def _unmerged(self, fragment: LearnerFragment) -> Tensor:
-        """What was trained and is in no version, as far as the learner knows."""
+        """Trained work that is in no version, as far as the learner knows."""
         account = self._account(fragment)
         return self._trained(fragment) - account.base - account.merged
 
@@ -187,7 +187,7 @@ class FollowedRun(ABC):
             account.largest = max(account.largest, float(anchor.float().abs().max()))
 
     def _fragments(self) -> list[LearnerFragment]:
-        """Those whose values count tokens."""
+        """Fragments whose values count tokens."""
         fragments = self.learner.core.fragments.values() if self.learner.core is not None else ()
         return [f for f in fragments if f.fragment.kind != "buffer"]
 

@@ -1,8 +1,8 @@
-"""An island of the product in a simulated process: several ranks, each with a learner, that cross boundaries together.
+"""An island of the product in a simulated process: several ranks, each with a learner, crossing boundaries together.
 
-The ranks share one process, as `torchrun` ends all of them with the first: a rank that dies takes its pushes with it,
-and the pushes of the others go on until the process is killed a moment later. Each rank holds some rows of each tensor.
-After a restart there may be another number of ranks.
+The ranks share one process, since `torchrun` ends all of them when the first one dies: a rank that dies takes its
+pushes with it, and those of the others go on until the process is killed a moment later. Each rank holds some rows of
+each tensor. After a restart the number of ranks may differ.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.council import IslandCouncil
 
 RESTART_S = 1.0
-"""Within this time after a rank has died, its launcher ends the others."""
+"""Longest time until the launcher ends the other ranks after one has died, in seconds."""
 RANKS_MAX = 4
 
 
 class IslandProcess(Trainer):
-    """All ranks of one island."""
-
     def __init__(self, cluster: Stage, learner_id: str, flat: Tensor, start: Start) -> None:
         super().__init__(cluster, learner_id)
         size = self._random.randint(2, RANKS_MAX)
@@ -61,7 +59,6 @@ class IslandProcess(Trainer):
         rank.die()
 
     async def goodbye(self) -> None:
-        """All ranks leave together."""
         self._left += 1
         if self._left == len(self.ranks):
             self._leaving.set()
@@ -114,7 +111,7 @@ class IslandProcess(Trainer):
         self.stage.checkpoints[self.learner_id].append(Checkpoint(flat, *saved))
 
     async def _all_live(self) -> None:
-        """A rank that has died is waited for, until somebody ends the process."""
+        """Wait for a dead rank until somebody ends the process."""
         if not all(rank.is_alive for rank in self.ranks):
             await asyncio.Event().wait()
 
@@ -124,7 +121,7 @@ class IslandProcess(Trainer):
 
 
 class SimulatedRank(FollowedRun):
-    """One rank: a learner of the product, its part of the model, and what must hold of it."""
+    """One rank: a learner of the product and its part of the model, with the checks on it."""
 
     def __init__(self, island: IslandProcess, rank: int, size: int, flat: Tensor, start: Start, history: Any) -> None:
         super().__init__(island.stage, island.process, f"{island.name}/{rank}")
@@ -150,11 +147,11 @@ class SimulatedRank(FollowedRun):
         self._next = frame
 
     def look(self) -> list[bytes] | None:
-        """All ranks have posted at this boundary: they look between two steps."""
+        """All ranks have posted at this boundary, since they look between two steps."""
         return [rank._next for rank in self._island.ranks]
 
     def end(self) -> list[bytes] | None:
-        """All ranks have posted at the boundary before, as they cross each one after the other."""
+        """All ranks have posted at the previous boundary, since they cross each one in turn."""
         posted = self._island.posted
         if self.rank == 0:
             posted[:] = [getattr(rank, "_next", None) for rank in self._island.ranks]
@@ -175,7 +172,7 @@ class SimulatedRank(FollowedRun):
     # ------------------------------------------------------------ training, and what must hold
 
     def step(self, all_tokens: int, tokens: int) -> None:
-        """Every rank's model moves by what all ranks have trained."""
+        """Move every rank's model by what all ranks have trained."""
         self.model.train_on(all_tokens)
         self.learner.step(tokens)
         self._check_refusals()
@@ -192,7 +189,7 @@ class SimulatedRank(FollowedRun):
                 )  # fmt: skip
 
     def decided(self) -> Any:
-        """All that must be the same at all ranks."""
+        """Everything that must be equal on all ranks."""
         core = self.learner.core
         assert core is not None
         return core.inner_step, core.tokens, self.learner.tokens_merged, [
@@ -201,7 +198,7 @@ class SimulatedRank(FollowedRun):
         ]  # fmt: skip
 
     def _poison(self, out: Tensor) -> None:
-        """A snapshot is taken. One rank's may hold NaN."""
+        """Called with each snapshot: one rank's may get NaN."""
         if self._island.not_finite and self.rank == len(self._island.ranks) - 1 and out.numel():
             self._island.not_finite -= 1
             self._island.poisoned += 1
@@ -229,7 +226,7 @@ class SimulatedRank(FollowedRun):
         return self._part(self.model.trained, fragment.tensors.fragment)
 
     def _part(self, flat: Tensor, local: Fragment) -> Tensor:
-        """What the rank holds of a fragment, of values for the whole model."""
+        """The rank's part of a fragment, from values of the whole model."""
         out = torch.zeros(local.num_elements)
         for piece in local.pieces:
             start = self.model.offsets[piece.tensor] + self.holdings[piece.tensor].start + piece.tensor_offset
@@ -238,21 +235,20 @@ class SimulatedRank(FollowedRun):
 
 
 class Rows(Counting):
-    """The model of one rank, of which only its own rows count."""
+    """The model of one rank; only its own rows count."""
 
     def __init__(self, flat: Tensor) -> None:
         super().__init__(flat)
         self.offsets = {name: int(p.storage_offset()) for name, p in self.named_parameters()}
 
     def save_rows(self, flat: Tensor, holdings: dict[str, Holding]) -> None:
-        """flat <- the rank's own rows."""
         for name, held in holdings.items():
             rows = slice(self.offsets[name] + held.start, self.offsets[name] + held.stop)
             flat[rows] = self.flat[rows]
 
 
 class RowsReplica(Replica):
-    """What one rank holds of the model, as FSDP2 would have it; snapshots may go wrong."""
+    """One rank's part of the model, as under FSDP2; snapshots may go wrong."""
 
     def __init__(
         self, model: Counting, holdings: dict[str, Holding], rank: int, size: int, meanwhile: Callable[[Tensor], None]

@@ -1,7 +1,7 @@
-"""One learner of the product in a simulated process, and the training loop around it.
+"""One learner of the product in a simulated process, with a training loop around it.
 
-The loop trains the model whose values count tokens, so what the product does to the values can be followed from the
-outside: by the acts of its step boundaries, by what it pushes, and by the values themselves.
+The loop trains a model whose values count tokens, so the product's effect on them can be followed from the outside: by
+the acts of its step boundaries, by its pushes, and by the values themselves.
 """
 
 from __future__ import annotations
@@ -28,39 +28,35 @@ from diloco_worker.learner import make_learner
 from diloco_worker.shell.boundary import Start
 
 TOKENS_MAX = 4
-"""Of a step, at most; at least one."""
+"""Most tokens of a step; the least is one."""
 LOOK_S = 0.2
-"""How often a learner that is joining looks whether it can train."""
+"""Seconds between two checks of a joining learner whether it can train."""
 SAVES = 0.5
-"""How often a step ends with a checkpoint."""
+"""Share of steps that end with a checkpoint."""
 BUSY_LEASES, BUSY_S = 2.0, 2.0
-"""How long a push may be answered BUSY beside hostile learners: as long as theirs may pause, twice, and a moment."""
+"""Longest time that a push may be answered BUSY beside hostile learners: twice their longest pause, and a moment."""
 TORN = 0.3
-"""How often an optimizer step falls into the middle of a snapshot that the codec thread takes."""
+"""Probability that an optimizer step falls into a snapshot that the codec thread takes."""
 
 
 @dataclass(eq=False)
 class Taken:
-    """A contribution that was taken."""
-
     low: Tensor
-    """What it holds at least: trained until the step boundary, and not merged."""
+    """The least that it holds: trained until the step boundary, and not merged."""
     lost: Tensor | None = None
-    """What the encoding lost of it, once it was pushed."""
+    """Its encoding error, once it was pushed."""
 
 
 class LearnerProcess(Trainer, FollowedRun):
-    """A learner of one process."""
-
     def __init__(self, cluster: Stage, learner_id: str, flat: Tensor, start: Start) -> None:
         Trainer.__init__(self, cluster, learner_id)
         FollowedRun.__init__(self, cluster, self.process, self.name)
         options = self._options
         self.is_warned = False
-        """It is to hand over what it has trained, and leave."""
+        """Whether it must hand over its work and leave."""
         self.model = Counting(flat, has_buffer=options.has_buffer)
-        self._tokens = 0  # of the step that is under way
-        self._ahead = 0  # of these, the optimizer has put so many into the model already
+        self._tokens = 0  # of the step in progress
+        self._ahead = 0  # those of them that the optimizer has already put into the model
         self._thawed_at = 0.0
         self._taken: dict[PendingContribution, Taken] = {}
         self._busy_since: dict[tuple[int, int], float] = {}  # fragment and round -> first of the BUSY answers in a row
@@ -111,7 +107,6 @@ class LearnerProcess(Trainer, FollowedRun):
         self.stage.counts["left with everything merged" if not missing else "left with something"] += 1
 
     async def _step(self) -> None:
-        """One inner step, and its boundary."""
         takes_s = self._step_s * self._random.uniform(0.8, 1.2)
         due = self.stage.timeline.now + takes_s
         self._tokens, self._ahead = self._random.randint(1, TOKENS_MAX), 0
@@ -129,7 +124,7 @@ class LearnerProcess(Trainer, FollowedRun):
             self.stage.checkpoints[self.learner_id].append(saved)
 
     def _during_a_read(self, read: Tensor) -> None:
-        """A snapshot is being taken, at a step boundary, or by the codec thread while the training goes on."""
+        """A snapshot is being taken at a step boundary, or by the codec thread during training."""
         if self._tokens and not self._ahead and self._random.random() < TORN:
             self.model.train_on(self._tokens)
             self._ahead = self._tokens
@@ -141,7 +136,7 @@ class LearnerProcess(Trainer, FollowedRun):
     # ------------------------------------------------------------ what must hold
 
     def _watch(self, act: Act) -> None:
-        """What the product says that it did to a fragment."""
+        """Follow an act of the product on a fragment."""
         match act:
             case PushContribution():
                 contribution = act.contribution
@@ -166,12 +161,12 @@ class LearnerProcess(Trainer, FollowedRun):
         if self._options.on_commit == "carry" and tensors.snapshot is not None:
             account.merged = account.merged - tensors.snapshot
         lost = self._taken[contribution].lost
-        if lost is None and tensors.loss is not None:  # encoded, and forgotten before it was sent
+        if lost is None and tensors.loss is not None:  # encoded, but forgotten before it was sent
             lost = tensors.loss.clone()
         account.lost = lost
 
     def _pushing(self, header: PushHeader, payload: Payload) -> None:
-        """A contribution leaves the process: is it what was trained?"""
+        """Check that a contribution that leaves the process is what was trained."""
         contribution = self.unresolved.get(header.fragment_id)
         if header.is_seed or header.not_finite or contribution is None or contribution.round != header.round:
             return
@@ -207,7 +202,7 @@ class LearnerProcess(Trainer, FollowedRun):
             invariants.honest_pushes_find_a_place(self.name, header.fragment_id, busy_s, at_most_s)
 
     def _check(self) -> None:
-        """After a step boundary."""
+        """Checks after a step boundary."""
         core = self.learner.core
         assert core is not None
         self._check_refusals()

@@ -1,4 +1,4 @@
-"""What a schedule is like: everything that varies, drawn from the seed alone."""
+"""The options of a schedule: everything that varies, drawn from the seed alone."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FAULTS = (
 )  # fmt: skip
 DISK_FAULTS = ("fill disk", "hurt file", "wipe disk")
 RARE_FAULTS = ("warn learner", "lose rank")
-"""Of some schedules only: a notice to leave; a death in an island."""
+"""Only in some schedules: a notice to leave; a death in an island."""
 MANY = 200
-"""Fragments, where there are hundreds."""
+"""Number of fragments in schedules with very many."""
 SUM = OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0)
 OUTER = (
     SUM,
@@ -63,81 +63,72 @@ class Options:
     lease_s: float
     progress_timeout_s: float
     step_s: tuple[float, ...]
-    """Of each learner."""
     tick_s: float
-    """How often time passes for a shard's core."""
+    """Interval between two ticks of a shard's core."""
     compute_s: float
-    """Mean of what a job of a shard's compute thread takes."""
+    """Mean time of a job of a shard's compute thread."""
     codec_s: float
-    """Mean of what a job of a learner's codec thread takes: a snapshot, an encoding."""
+    """Mean time of a job of a learner's codec thread: a snapshot, an encoding."""
     stutters: float
-    """How often a learner's clock jumps within a step boundary, so that it applies less."""
+    """Probability that a learner's clock jumps within a step boundary, so that it applies less."""
     reads_later: bool
-    """Whether the codec threads of learners take the snapshots, as with `join(snapshots="background")`."""
+    """Whether the learners' codec threads take snapshots, as with `join(snapshots="background")`."""
     resumes: float
-    """Share of the restarted learners that go on from a checkpoint of theirs, of any age."""
+    """Share of restarted learners that resume from a checkpoint of theirs, of any age."""
     max_pushes: int
-    """Pushes that a shard takes at once; the others are answered BUSY."""
+    """Pushes that a shard accepts at once; others are answered BUSY."""
     call_s: float
-    """Deadline of a call."""
     delay_s: float
-    """Mean of one way through the network."""
     long_delays: float
-    """Share of messages that take very long, before the faults are over."""
+    """Share of messages that take very long, before the faults end."""
     loss: float
     duplicates: float
     faults_s: float
-    """When the faults are over."""
     fault_every_s: float
     faults: tuple[str, ...]
     disks: tuple[bool, ...]
-    """Of each shard: whether it has one. One that has none serves from memory. Nothing: none has."""
+    """For each shard, whether it has a disk; without one it serves from memory. Empty: none has."""
     save_s: float
-    """Mean of what a write takes."""
     interval_s: float
-    """Durability: 0 is "version", else the time of "interval"."""
+    """As `shard.interval_s`; 0: versions are durable before they are announced."""
     family: str = "memory"
-    """How it was drawn."""
     outer: OuterSettings = SUM
-    """The outer optimizer. Where somebody lies, the values must count tokens: versions are sums then."""
+    """The outer optimizer. If somebody lies, values must count tokens, so versions are sums."""
     faults_from_s: float = 0.0
-    """When they begin."""
     starts_s: float = 2.0
-    """Within this time all learners are started."""
+    """All learners are started within this time."""
     heartbeat_s: float = 1.0
     forgets: bool = False
-    """Whether shards forget at once who has no lease, as they would where far too many came and went."""
+    """Whether shards at once forget learners without a lease, as they would if far too many came and went."""
     companions_every: int = 0
-    """One parameter of the model is a companion, due so many times as rarely; 0: none is."""
+    """Factor by which the companion, one parameter of the model, is due less often; 0: no companion."""
     has_buffer: bool = False
-    """Whether the model has one."""
     islands: int = 0
-    """So many of the learners, from the first one on, are islands of several ranks."""
+    """Number of learners, from the first on, that are islands of several ranks."""
     mirrors: bool = False
-    """Whether each shard has a mirror at the site of the learners. It dies, lags and lies."""
+    """Whether each shard has a mirror at the learners' site. Mirrors die, lag and lie."""
     standbys: bool = False
-    """Whether each shard that has a disk has a standby. It is promoted, and the shard may live on for some learners."""
+    """Whether each shard with a disk has a standby. It is promoted; the old shard may live on for some learners."""
     hostile: int = 0
-    """Hostile learners, beside the honest ones."""
+    """Number of hostile learners, beside the honest ones."""
     identities_proven: bool = True
-    """Whether a caller can only use its own learner id, as with mTLS. If not, hostile learners speak as others, too."""
+    """Whether callers can use only their own learner ids, as with mTLS. If not, hostile learners use others', too."""
     tactics: tuple[str, ...] = ()
-    """Of the hostile learners."""
     answers: float = 1.0
-    """How often they contribute to a round that opens."""
+    """Probability that they contribute to a round that opens."""
     manners: tuple[str, ...] = ("honest",)
-    """How they report; each has one of these, as a rule."""
+    """Ways in which they report; each usually sticks to one."""
     look_every_s: float = 1.0
-    """How often to check whether the cluster is well, and to start again what has ended."""
+    """Interval between checks whether the cluster is well, with restarts of what has ended."""
 
     @property
     def name(self) -> str:
-        """Draws it again: FAMILY:SEED."""
+        """FAMILY:SEED, from which `draw` draws it again."""
         return f"{self.family}:{self.seed}"
 
     @property
     def well_within_s(self) -> float:
-        """After the faults are over, a cluster is well again, and has reached its budget, within this time."""
+        """Longest time after the end of faults until the cluster is well and has reached its budget."""
         slowest_s = 1.2 * max(self.step_s)
         rounds_s = 6 * (self.sync_every * max(1, self.companions_every) + 4) * slowest_s
         holds_s = SEED_HOLD_S if self.resumes else 0.0
@@ -145,13 +136,12 @@ class Options:
 
     @property
     def learners_max(self) -> int:
-        """Learner ids that may hold a lease at once."""
+        """Most learner ids that may hold a lease at once."""
         honest_or_not = self.learners + self.hostile
         return honest_or_not if self.identities_proven else _DEFAULTS.shard.max_learners
 
     @cached_property
     def settings(self) -> tuple[Settings, ...]:
-        """Of each shard, as it would have been given."""
         return tuple(self._settings(index) for index in range(self.shards))
 
     def _settings(self, shard_index: int) -> Settings:
@@ -172,13 +162,13 @@ class Options:
                 interval_s=self.interval_s,
             ),
         }  # fmt: skip
-        return _DEFAULTS.model_copy(update=sections)  # each section was validated: do not do it again
+        return _DEFAULTS.model_copy(update=sections)  # sections are already validated: do not repeat it
 
 
 def draw_short(seed: int) -> Options:
-    """A short schedule of 3 shards and 5 learners, that says little about values and much about everything else.
+    """A short schedule of 3 shards and 5 learners, which tests values little and everything else a lot.
 
-    Times are a third of those of `draw_options`, and faults come so much the faster.
+    Times are a third of those of `draw_options`, and faults come that much faster.
     """
     r = random.Random(f"short {seed}")
     lease_s = r.uniform(1.0, 1.2)
@@ -217,18 +207,18 @@ def draw_short(seed: int) -> Options:
 
 
 def draw_options(seed: int) -> Options:
-    """The options of a long schedule, three of four with disks."""
+    """A long schedule; three of four have disks."""
     drawn = replace(_draw_honest(seed), family="long")
     return _with_hostile(_with_disks(drawn, random.Random(f"disks {seed}"), min(drawn.step_s)))
 
 
 def draw_memory(seed: int) -> Options:
-    """The options of a long schedule without disks."""
+    """A long schedule without disks."""
     return _with_hostile(_draw_honest(seed))
 
 
 def _draw_honest(seed: int) -> Options:
-    """Half of the kinds of faults are left out of each schedule, so that each gets its turn alone."""
+    """Each schedule leaves out half of the kinds of faults, so that each kind sometimes comes alone."""
     r = random.Random(f"options {seed}")
     shards, learners = r.choice((1, 1, 2, 2, 3)), r.choice((1, 2, 2, 3, 3, 4, 5))
     fragments = min(6, shards + r.choice((0, 0, 1, 1, 2, 3, 5)))
@@ -272,11 +262,11 @@ def _draw_honest(seed: int) -> Options:
         interval_s=0.0,
     )
     changes: Literal["int8", "int4"] | None = random.Random(f"pull {seed}").choice((None, None, None, "int8", "int4"))
-    return replace(drawn, pull=changes) if changes else drawn  # drawn apart: the rest of a seed stays what it was
+    return replace(drawn, pull=changes) if changes else drawn  # drawn separately: other draws of a seed stay the same
 
 
 def _with_disks(drawn: Options, r: random.Random, pace_s: float) -> Options:
-    """Three of four schedules have disks, one of them for some shards only; a fifth of them is written at intervals."""
+    """Three of four schedules have disks, some only for part of the shards; a fifth of those write at intervals."""
     if r.random() < 0.25:
         return drawn
     some = r.random() < 0.25
@@ -290,9 +280,9 @@ def _with_disks(drawn: Options, r: random.Random, pace_s: float) -> Options:
 
 
 def _with_hostile(drawn: Options) -> Options:
-    """A quarter of the schedules have one or two hostile learners. Drawn apart: the rest of a seed stays what it was.
+    """A quarter of the schedules have one or two hostile learners. Drawn separately: other draws of a seed stay.
 
-    A round waits for as many as its quorum says, so there are that many honest learners.
+    There are at least as many honest learners as the quorum, for which a round waits.
     """
     r = random.Random(f"hostile {drawn.seed}")
     hostile = r.choice((0, 0, 0, 0, 0, 0, 1, 2))
@@ -300,7 +290,7 @@ def _with_hostile(drawn: Options) -> Options:
 
 
 def _with_rules(drawn: Options) -> Options:
-    """All rules of merging and stepping, and now and then a learner of another speed. Drawn apart, as nobody lies."""
+    """All merge and step rules, and sometimes a learner of another speed; drawn separately, without liars."""
     r = random.Random(f"rules {drawn.seed}")
     step_s = list(drawn.step_s)
     if r.random() < 0.2:
@@ -311,13 +301,13 @@ def _with_rules(drawn: Options) -> Options:
 
 
 def _with_kind(drawn: Options) -> Options:
-    """Some short schedules have islands, or companions and perhaps a buffer; those two have families of their own."""
+    """Some short schedules have islands, or companions and perhaps a buffer; both also have their own families."""
     r = random.Random(f"kind {drawn.seed}")
     kind = r.choice(("", "", "", "islands", "companions"))
     if drawn.hostile or not kind:
         return drawn
     if kind == "islands":
-        timeout_s = drawn.progress_timeout_s  # ranks that lose their lease in every step never meet in a version
+        timeout_s = drawn.progress_timeout_s  # ranks that lose their lease at every step never agree on a version
         return replace(
             drawn, islands=r.randint(1, 2), max_pushes=64, faults=(*drawn.faults, "lose rank"),
             progress_timeout_s=max(timeout_s, 1.5 * max(drawn.step_s)) if timeout_s else 0.0,
@@ -326,7 +316,7 @@ def _with_kind(drawn: Options) -> Options:
 
 
 def _with_many(drawn: Options) -> Options:
-    """Now and then there are hundreds of fragments. One of those takes as long as fifty others, with two learners."""
+    """Sometimes there are hundreds of fragments, and two learners. Such a schedule takes as long as fifty others."""
     r = random.Random(f"many {drawn.seed}")
     if drawn.hostile or r.random() >= 0.01:
         return drawn
@@ -337,7 +327,7 @@ def _with_many(drawn: Options) -> Options:
 
 
 def with_hostile(drawn: Options, hostile: int, *, identities_proven: bool = True) -> Options:
-    """The same schedule with so many hostile learners. Half of their tactics are left out of each."""
+    """The same schedule with hostile learners, each without half of the tactics."""
     r = random.Random(f"tactics {drawn.seed}")
     known = TACTICS if identities_proven else (*TACTICS, *FOREIGN)
     wanted = drawn.learners if drawn.quorum == "all" else drawn.quorum
@@ -350,7 +340,7 @@ def with_hostile(drawn: Options, hostile: int, *, identities_proven: bool = True
 
 
 def draw_islands(seed: int) -> Options:
-    """Long and short schedules in which one learner or more are islands, whose ranks die too."""
+    """Long and short schedules with one or more islands, whose ranks die, too."""
     r = random.Random(f"islands {seed}")
     drawn = draw_short(seed) if r.random() < 0.7 else draw_options(seed)
     return replace(
@@ -361,7 +351,7 @@ def draw_islands(seed: int) -> Options:
 
 
 def draw_companions(seed: int) -> Options:
-    """Long and short schedules in which learners average a companion beside the model, and perhaps have a buffer."""
+    """Long and short schedules in which learners average a companion, and perhaps have a buffer."""
     r = random.Random(f"companions {seed}")
     drawn = draw_short(seed) if r.random() < 0.7 else draw_options(seed)
     return replace(
@@ -371,7 +361,7 @@ def draw_companions(seed: int) -> Options:
 
 
 def draw_mirrored(seed: int) -> Options:
-    """Short schedules with mirrors that lie, or standbys that are promoted, or both."""
+    """Short schedules with mirrors that lie, standbys that are promoted, or both."""
     r = random.Random(f"mirrored {seed}")
     drawn = replace(draw_short(seed), family="mirrored", hostile=0, islands=0, companions_every=0, has_buffer=False)
     kind = r.choice(("mirrors", "standbys", "both"))
@@ -396,7 +386,7 @@ FAMILIES: dict[str, Callable[[int], Options]] = {
 
 
 def draw(name: str) -> Options:
-    """Of a schedule's name, FAMILY:SEED. Raises ValueError."""
+    """The options for a name FAMILY:SEED. Raises ValueError."""
     family, _, seed = name.partition(":")
     if family not in FAMILIES or not seed.isdecimal():
         raise ValueError(f"{name!r} names no schedule; say {' or '.join(f'{f}:SEED' for f in sorted(FAMILIES))}")

@@ -1,4 +1,4 @@
-"""The processes of a schedule, and all that can be done to them: started, killed, frozen, cut off, and healed."""
+"""The processes of a schedule, and everything that can be done to them: start, kill, freeze, cut off, and heal."""
 
 from __future__ import annotations
 
@@ -62,25 +62,23 @@ class HostileProcess:
 
 
 def _honest(fragment: Fragment, tokens: int) -> Tensor:
-    """What training on so many tokens adds, with the sign of a contribution."""
+    """The contribution of training on so many tokens, with its sign."""
     return -tokens * part_of(PATTERN, fragment)
 
 
 OF_AN_EARLIER_RUN = 0.3
-"""Share of the learners that find a checkpoint although they were never started in this schedule."""
+"""Share of learners that find a checkpoint of an earlier run, although they never started in this schedule."""
 TURNS_BEFORE_A_KILL = 60
-"""A process that is killed at an await point runs up to so many more callbacks."""
+"""Most callbacks that a process still runs before it is killed at an await point."""
 
 
 class Processes(Stage):
-    """Those of one schedule; none is started yet."""
-
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.learners: list[Trainer] = []
-        """Every process that was ever started."""
+        """Every process ever started."""
         self.shards: dict[int, ShardProcess] = {}
-        """Those that were started last."""
+        """The latest process of each shard."""
         self.hostile: list[HostileProcess] = []
         self.disks = {index: ShardDisk(index, options) for index, has in enumerate(options.disks) if has}
         self.mirrors: dict[int, MirrorProcess] = {}
@@ -92,7 +90,7 @@ class Processes(Stage):
         self.healed = False
         self._all: list[SimulatedProcess] = []
         self._excused: set[tuple[int, int]] = set()
-        self._fragments: defaultdict[int, set[int]] = defaultdict(set)  # shard -> those it ever had a version of
+        self._fragments: defaultdict[int, set[int]] = defaultdict(set)  # shard -> fragments that it ever had
         self._to_resolve: list[Any] = []
         self._random = random.Random(f"cluster {options.seed}")
 
@@ -128,7 +126,7 @@ class Processes(Stage):
             self.timeline.later(back_after_s, self.start_mirror, index)
 
     def promote_standby(self, index: int, *, still_lives: bool, noticed: bool) -> None:
-        """It becomes the shard. The one before is gone with its machine, or lives on for some learners for a while."""
+        """Promote a standby. The old shard is gone with its machine, or lives on for some learners for a while."""
         standby, old = self.standbys.get(index), self.shards[index]
         if standby is None or not standby.process.alive or not standby.is_ready or old.process.frozen:
             return
@@ -153,7 +151,7 @@ class Processes(Stage):
         self.start_shard(index)
 
     def _heal_replaced(self, index: int) -> None:
-        """Once the promoted shard serves: it reaches the one that it replaced."""
+        """Once the promoted shard serves, let it reach the one that it replaced."""
         new, (old, disk) = self.shards[index], self.replaced[index]
         if not new.is_serving:
             self.timeline.later(self.options.look_every_s, self._heal_replaced, index)
@@ -168,20 +166,19 @@ class Processes(Stage):
         self.promoted[index].tell(new, old, disk, ended)
 
     def has_model(self, index: int) -> bool:
-        """Whether a shard's model cannot be replaced any more."""
+        """Whether a shard's model can no longer be replaced."""
         host = self.shards[index].host
         if host is None:
             return False
         return any(s.seeded for s in host.shard.fragments.values()) or bool(host.shard.membership.live())
 
     def fragment(self, shard: str, fragment_id: int) -> FragmentState:
-        """Of a shard that serves."""
         host = self.shards[int(shard.removeprefix("shard-"))].host
         assert host is not None
         return host.shard.fragments[fragment_id]
 
     def begins(self, index: int) -> None:
-        """A shard is about to serve, with what its disk has given back to it. What may have been lost is excused."""
+        """A shard is about to serve what its disk has returned. Possible losses are excused."""
         shard = self.shards[index]
         assert shard.host is not None
         epoch, disk = shard.host.shard.epoch, self.disks.get(shard.index)
@@ -195,7 +192,7 @@ class Processes(Stage):
         self._excused |= {(epoch, fragment_id) for fragment_id in lost}
         for fragment_id, state in shard.host.shard.fragments.items():
             if disk is not None and state.seeded and (how := disk.hurt.pop(fragment_id, None)) is not None:
-                is_lost = state.version < disk.hurt_versions.get(fragment_id, 0)  # a write may have ended since
+                is_lost = state.version < disk.hurt_versions.get(fragment_id, 0)  # a write may have finished since
                 if is_lost:
                     invariants.lost_versions_are_noticed(fragment_id, how, is_renamed=state.epoch == epoch)
 
@@ -234,7 +231,7 @@ class Processes(Stage):
             self._kill_soon(running[0], kill, at_await=at_await)
 
     def lose_rank(self, learner_id: str, *, noticed: bool, back_after_s: float) -> None:
-        """One rank of an island dies; its launcher ends the others soon, and starts all again later."""
+        """One rank of an island dies; its launcher soon ends the others, and restarts all later."""
         for learner in self.running(learner_id):
             if isinstance(learner, IslandProcess) and learner.state in ("joining", "training"):
                 learner.lose_rank()
@@ -252,13 +249,12 @@ class Processes(Stage):
             learner.hung_until = self.timeline.now + lasts_s
 
     def warn_learner(self, learner_id: str) -> None:
-        """Its machine is about to be taken away; another one takes its place soon."""
+        """Its machine is about to go away; another one soon takes its place."""
         for learner in self.running(learner_id):
             if isinstance(learner, LearnerProcess):
                 learner.is_warned = True
 
     def diverge(self, learner_id: str, snapshots: int) -> None:
-        """So many of its next snapshots hold a value that is not finite."""
         for learner in self.running(learner_id):
             learner.not_finite = snapshots
 
@@ -278,7 +274,6 @@ class Processes(Stage):
             self._kill_soon(shard, kill, at_await=at_await)
 
     def drain_shard(self, index: int, *, back_after_s: float) -> None:
-        """A shard is told to end, and is started again."""
         shard = self.shards[index]
         if shard.process.alive and not shard.process.frozen and shard.is_serving:
 
@@ -290,21 +285,21 @@ class Processes(Stage):
             shard.drain(ended)
 
     def _kill_soon(self, what: Trainer | ShardProcess, kill: Any, *, at_await: bool) -> None:
-        """Now, or after some more callbacks: between any two awaits."""
+        """Kill now, or after some more callbacks, between any two awaits."""
         if at_await and what.process.kill_at is None and not what.process.frozen:
             what.process.kill_at = what.process.turns + self._random.randint(1, TURNS_BEFORE_A_KILL), kill
         else:
             kill()
 
     def fill_disk(self, index: int, lasts_s: float) -> None:
-        """It takes nothing more for a while, or fails to sync."""
+        """A disk accepts nothing for a while, or fails to sync."""
         disk = self.disks.get(index)
         if disk is not None:
             disk.refuse()
             self.timeline.later(lasts_s, disk.accept)
 
     def hurt_file(self, which: float, *, noticed: bool, back_after_s: float) -> None:
-        """The newest version file of one fragment is damaged, and its shard crashes: nobody reads it before."""
+        """Damage the newest version file of one fragment, and crash its shard, so that nobody reads it before."""
         fragments = [(i, p) for i in sorted(self.disks) for p in sorted(self._fragments[i])]
         if fragments:
             index, fragment_id = fragments[int(which * len(fragments))]
@@ -313,7 +308,7 @@ class Processes(Stage):
                 self.crash_shard(index, noticed=noticed, back_after_s=back_after_s)
 
     def wipe_disk(self, index: int, *, noticed: bool, back_after_s: float) -> None:
-        """A shard crashes, and somebody empties its folder before it is started again."""
+        """A shard crashes, and somebody empties its folder before the restart."""
         if index in self.disks and self.shards[index].process.alive:
             self.crash_shard(index, noticed=noticed, back_after_s=back_after_s)
             self.disks[index].wipe(self._fragments[index])
@@ -334,7 +329,6 @@ class Processes(Stage):
                 call.break_off(tell_client=tell_client, tell_shard=tell_shard)
 
     def heal(self) -> None:
-        """Nothing goes wrong any more."""
         self.note("healed")
         self.healed = True
         for hostile in self.hostile:
@@ -391,5 +385,5 @@ class Processes(Stage):
             self.start_learner(learner_id)
 
     def _is_over(self, learner_id: str) -> bool:
-        """The run is done as far as this learner knows; nobody starts it again."""
+        """Whether this learner knows that the run is done; then nobody starts it again."""
         return any(p.learner_id == learner_id and p.state == "done" for p in self.learners)

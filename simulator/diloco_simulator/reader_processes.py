@@ -1,4 +1,4 @@
-"""Mirrors and standbys of the product in simulated processes. A mirror may lie; a standby may be promoted."""
+"""Mirrors and standbys of the product in simulated processes. Mirrors may lie; standbys may be promoted."""
 
 from __future__ import annotations
 
@@ -28,20 +28,18 @@ from diloco_simulator.world.transport import MemoryTransport
 
 SITE = "here"
 MIRRORS, REPLACED = 100, 200
-"""What is added to a shard's index for the address of its mirror, and of itself once it was replaced."""
+"""Added to a shard's index for the address of its mirror, and for its own address after it was replaced."""
 LIES = 0.3
-"""Share of the answers of a mirror that are none, before the faults are over."""
+"""Share of a mirror's answers that are false, before the faults end."""
 STANDBY_DISKS = 4
-"""Seeds of disks come in steps of 8."""
+"""Added to the seed of a disk; seeds come in steps of 8."""
 
 
 def _nothing(*_: Any) -> None:
-    """Who only reads pushes nothing."""
+    """Readers push nothing."""
 
 
 class _Reader:
-    """A process that follows a shard."""
-
     def __init__(self, cluster: Stage, role: Role, shard: int) -> None:
         self.name, self.shard = f"{role}-{shard}", shard
         self._cluster, self._options = cluster, cluster.options
@@ -80,7 +78,7 @@ class MirrorProcess(_Reader):
 
 
 class _Liar(Service):
-    """Serves what its host holds; now and then something else."""
+    """Serves what its host holds, and now and then something else."""
 
     def __init__(self, host: ShardHost, cluster: Stage, process: SimulatedProcess) -> None:
         super().__init__(host)
@@ -108,7 +106,7 @@ class _Liar(Service):
 
 
 class StandbyProcess(_Reader):
-    """Becomes the shard once `promote` was called."""
+    """Becomes the shard after `promote`."""
 
     def __init__(self, cluster: Stage, shard: int) -> None:
         super().__init__(cluster, Role.STANDBY, shard)

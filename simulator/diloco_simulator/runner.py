@@ -1,7 +1,7 @@
 """Many schedules over several processes.
 
-Each process runs a chunk of seeds and ends. What schedules leave behind goes with the process: to collect it would take
-a tenth of the time.
+Each process runs a chunk of seeds and ends. Garbage goes with the process: collecting it would take a tenth of the
+time.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from diloco_simulator.cluster import Result, ScheduleFailed, run_schedule
 from diloco_simulator.options import FAMILIES
 
 CHUNK = 25
-"""Schedules of a process: their garbage fits into memory, and hardly slows asyncio, which has all tasks in one set."""
+"""Schedules per process: their garbage fits into memory, and hardly slows asyncio, which has all tasks in one set."""
 
 
 @dataclass
 class ScheduleTally:
-    """What schedules came to, summed up."""
-
     schedules: int = 0
     events: int = 0
     virtual_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    """By kind."""
     failures: dict[int, str] = field(default_factory=dict)
-    """Seed -> all that replays it."""
+    """Seed -> how to replay it."""
 
     def add(self, other: ScheduleTally | Result) -> None:
         self.events += other.events
@@ -44,7 +41,6 @@ class ScheduleTally:
 
 
 def run_seeds(family: str, seeds: Sequence[int]) -> ScheduleTally:
-    """Here, one after the other."""
     tally = ScheduleTally()
     for seed in seeds:
         tally.schedules += 1
@@ -56,7 +52,7 @@ def run_seeds(family: str, seeds: Sequence[int]) -> ScheduleTally:
 
 
 def run_many(family: str, seeds: Sequence[int], jobs: int, tell: Callable[[ScheduleTally], bool]) -> ScheduleTally:
-    """In `jobs` processes. `tell` hears of the sum after every chunk, and says whether to go on."""
+    """Run schedules in `jobs` processes. `tell` gets the sum after every chunk, and returns whether to go on."""
     total = ScheduleTally()
     run_chunk, chunks = partial(run_seeds, family), [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     for tally in _map(run_chunk, chunks, min(jobs, len(chunks))):
@@ -73,6 +69,6 @@ def _map(
         yield from map(run_chunk, chunks)
         return
     gc.collect()
-    gc.freeze()  # of what is shared with the processes: looking at it would copy it
+    gc.freeze()  # memory shared with the processes: scanning it would copy it
     with multiprocessing.get_context("fork").Pool(jobs, gc.disable, maxtasksperchild=1) as pool:
         yield from pool.imap_unordered(run_chunk, chunks)

@@ -1,4 +1,4 @@
-"""One shard of the product in a simulated process: host, service and store as they are, in virtual time."""
+"""One shard of the product in a simulated process: its host, service and store, unchanged, in virtual time."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DRAIN_S = 1.0
 
 
 class ShardProcess:
-    """A process that serves one shard: from a disk, or from memory, and then with it everything is lost."""
+    """A process that serves one shard, from a disk, or from memory that is lost with it."""
 
     def __init__(self, cluster: Stage, index: int, disk: ShardDisk | None) -> None:
         self.index = index
         self.name = f"shard-{index}"
         self.host: ShardHost | None = None
-        """None until it has begun an epoch."""
+        """None until its epoch has begun."""
         self.is_serving = False
         self._cluster = cluster
         self._options = options = cluster.options
@@ -40,14 +40,13 @@ class ShardProcess:
         )
         self._waits = Waits()
         self._can_since: dict[tuple[Any, ...], float] = {}
-        """What a round can do, and since when."""
+        """Something that a round can do -> since when."""
         self._before_freeze: list[tuple[str, int, float]] = []
-        """Learner, generation and what was left of its lease when the process was frozen last."""
+        """Learner, generation and remaining lease time at the last freeze."""
         self._thawed_at = 0.0
         self.process.start(self._run(options.settings[index]), self.name)
 
     async def _run(self, settings: Any) -> None:
-        """From its start until it is killed."""
         store = self._open(settings)
         if store is None:
             self._cluster.crash_shard(self.index, noticed=True, back_after_s=self._options.look_every_s)
@@ -75,7 +74,7 @@ class ShardProcess:
         await host.run()
 
     def _open(self, settings: Any) -> Store | None:
-        """Begin an epoch. None: the disk refuses, or the power goes meanwhile."""
+        """Begin an epoch. None: the disk refuses, or the power fails."""
         if self._disk is None:
             return MemoryStore(self.process.random.randrange(1, 2**31))
         self._disk.plan_interruption()
@@ -91,7 +90,7 @@ class ShardProcess:
             self._disk.fake.crash_at = None
 
     def drain(self, ended: Callable[[], None]) -> None:
-        """End as on SIGTERM: finish what is under way, then call `ended`."""
+        """End as on SIGTERM: finish work in progress, then call `ended`."""
 
         async def end() -> None:
             if self.host is not None:
@@ -102,7 +101,7 @@ class ShardProcess:
         self.process.start(end(), "drain")
 
     def kill(self, *, power: bool) -> None:
-        """The process ends where it is, and perhaps its machine."""
+        """The process, and perhaps its machine, ends at once."""
         self.process.kill()
         if self._disk is not None:
             writes = [job for t in self.process.threads if t.name == "diloco-storage" for job in t.under_way]
@@ -111,7 +110,7 @@ class ShardProcess:
     def freeze(self) -> None:
         if self.host is not None and not self.process.frozen:
             now = self._cluster.timeline.now - getattr(self.host.clock, "_asleep_s", 0.0)
-            spare_s = self._options.heartbeat_s + 2 * self._options.tick_s  # of which it cannot tell that it slept
+            spare_s = self._options.heartbeat_s + 2 * self._options.tick_s  # too short for it to notice that it slept
             self._before_freeze = [
                 (m.learner_id, m.generation, m.last_heard + self._options.lease_s - now - spare_s)
                 for m in self.host.shard.membership.live()
@@ -123,7 +122,6 @@ class ShardProcess:
         self.process.thaw()
 
     def check(self) -> None:
-        """What must hold at any moment, of rounds."""
         host = self.host
         if host is None or self.process.frozen or not self.process.alive:
             return
@@ -149,7 +147,7 @@ class ShardProcess:
                 )  # fmt: skip
 
     def _can(self, host: ShardHost, state: FragmentState, collecting: Round) -> Iterator[tuple[tuple[Any, ...], float]]:
-        """What an open round can do, with all that it goes by; and within which time it has to be done."""
+        """Things that an open round can do, each with the state it depends on, and the time within which to do it."""
         live = {m.learner_id: m for m in host.shard.membership.live()}
         held, name = collecting.contributions, (state.fragment.fragment_id, collecting.round, collecting.opened_at)
         expected = {i for i, g in collecting.asked.items() if i in live and live[i].generation == g}
@@ -166,7 +164,7 @@ class ShardProcess:
                     yield can, self._options.lease_s + soon_s
 
     def lost(self, learner_id: str, generation: int) -> None:
-        """A lease has run out: was there anything left of it before a freeze, that the freeze has taken?"""
+        """A lease has run out: check that no freeze took its remaining time."""
         since_s = self._cluster.timeline.now - self._thawed_at
         for other_id, other, left_s in self._before_freeze:
             if (other_id, other) == (learner_id, generation):
@@ -190,7 +188,7 @@ class ShardProcess:
         return 0.0
 
     def _hear_error(self, what: str, facts: dict[str, Any]) -> None:
-        """A shard says that something is wrong: is there a cause for it?"""
+        """The shard logs an error: check that it has a cause."""
         match facts.get("code"):
             case "VERSION_DAMAGED":
                 was_hurt = self._disk is not None and self._disk.was_hurt

@@ -35,7 +35,7 @@ def contributions(
         make_contribution(LEARNERS[i], v, tokens=tokens, steps=steps, pieces=pieces)
         for i, (v, (tokens, steps)) in enumerate(zip(vectors, weights, strict=True))
     ]
-    return [*Influence("strangers").bound(0, sent, None)[0].values()] if strange else sent
+    return [*Influence(strangers=True).bound(0, sent, None)[0].values()] if strange else sent
 
 
 def merged(

@@ -62,6 +62,16 @@ def test_people_read_samples_where_workers_count_them() -> None:
     assert "samples/s" in line(found, 200)
 
 
+def test_mirrors_and_standbys_are_shown_where_there_are_some() -> None:
+    reader = {"role": "mirror", "name": "mirror/0", "site": "zone-a", "address": "m:50051", "for_s": 65.0}
+    told = {"readers": [reader, {**reader, "role": "observer"}], "readers_away": [{**reader, "role": "standby"}]}
+    text = "\n".join(drawn(view(Snapshot(of(*shards(1, **told))), 100), 100))
+    assert "mirror mirror/0   following 1:05  shard-0  zone-a" in text
+    assert "standby mirror/0  away 1:05       shard-0  zone-a" in text
+    assert "observer" not in text
+    assert "reader" not in "\n".join(drawn(view(cluster(), 100), 100))
+
+
 def said(uptime_s: float, *events: tuple[str, str, float]) -> dict[str, Any]:
     """Events: what, who, and how long ago."""
     codes = {"evicted": "LEASE_EXPIRED"}

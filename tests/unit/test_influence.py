@@ -15,7 +15,7 @@ from torch import Tensor
 
 from builders import make_contribution, one_piece
 from diloco_server.core.directions import STRETCH, STRETCHES, Direction, directions
-from diloco_server.core.influence import APART, FALLS, FEW, OPPOSED, RISES, SHORT, STILL, TOLD, TWICE, Influence, Told
+from diloco_server.core.influence import APART, FALLS, FEW, LITTLE, OPPOSED, RISES, TOLD, TWICE, Influence, Told
 from diloco_server.core.ledger import LearnerLeftOut, LearnerTakesPart
 from diloco_server.core.merge import merge
 from diloco_server.core.round import Contribution, LengthLimit
@@ -63,11 +63,11 @@ def kept(influence: Influence, contributions: list[Contribution], before: Length
 def test_the_longest_counts_twice_as_long_as_the_second_and_among_strangers_as_the_median(
     trust, contributions, before, lengths
 ) -> None:
-    assert kept(Influence(trust), contributions, before) == lengths
+    assert kept(Influence(trust == "strangers"), contributions, before) == lengths
 
 
 def test_a_limit_rises_at_once_and_falls_slowly() -> None:
-    influence, limit = Influence("members"), None
+    influence, limit = Influence(), None
     for lengths, expected in [((1, 1, 1), 1.0), ((5, 5, 9), 5.0), ((1, 1, 1), 5 * FALLS), ((7,), 5 * FALLS)]:
         _, limit = influence.bound(0, sent(*lengths), limit)
         assert limit is not None
@@ -75,7 +75,7 @@ def test_a_limit_rises_at_once_and_falls_slowly() -> None:
 
 
 def test_who_was_long_before_the_others_came_is_shortened_slowly() -> None:
-    influence = Influence("members")
+    influence = Influence()
     assert kept(influence, sent(8)) == [8]
     for rounds in range(1, 4):
         assert kept(influence, sent(8, 0.1, 0.1)) == [8 * FALLS**rounds, 0.1, 0.1]
@@ -84,7 +84,7 @@ def test_who_was_long_before_the_others_came_is_shortened_slowly() -> None:
 
 
 def test_a_round_of_two_raises_what_a_learner_may_send_no_more_than_twice() -> None:
-    influence, limit = Influence("members"), None
+    influence, limit = Influence(), None
     for _ in range(3):
         _, limit = influence.bound(0, sent(1, 1, 1), limit)
     for number in range(3):
@@ -102,7 +102,7 @@ def test_whatever_a_round_holds_only_what_is_too_long_is_cut(trust) -> None:
         contributions = sent(
             *[10 ** r.uniform(-3, 3) for _ in range(count)], steps=[r.randint(1, 50) for _ in range(count)]
         )
-        bounded, _ = Influence(trust).bound(0, contributions, None)
+        bounded, _ = Influence(trust == "strangers").bound(0, contributions, None)
         for c in contributions:
             reach = sorted(other.norm * max(1.0, c.steps / other.steps) for other in contributions)[-2] * TWICE
             if trust == "strangers":
@@ -115,10 +115,10 @@ def test_whatever_a_round_holds_only_what_is_too_long_is_cut(trust) -> None:
 
 @pytest.mark.parametrize(("trust", "counted"), [("members", [100, 200, 10**6]), ("strangers", [100, 200, 200])])
 def test_claims_of_members_are_believed_and_strangers_count_for_the_median(trust, counted) -> None:
-    bounded, _ = Influence(trust).bound(0, sent(1, 1, 1, tokens=(100, 200, 10**6)), None)
+    bounded, _ = Influence(trust == "strangers").bound(0, sent(1, 1, 1, tokens=(100, 200, 10**6)), None)
     assert [c.counted for c in bounded.values()] == counted
     assert [c.weight for c in bounded.values()] == [n * n / 10 for n in counted]
-    assert Influence(trust).claimed([100, 200, 10**6]) == sum(counted)
+    assert Influence(trust == "strangers").claimed([100, 200, 10**6]) == sum(counted)
 
 
 def test_what_is_cut_is_merged_as_if_it_were_shorter() -> None:
@@ -209,7 +209,7 @@ def test_two_that_agree_among_strangers_hide_neither_where_they_point_nor_that_t
     ("cosine", "again", "others_again", "is_out"),
     [
         (0.0, 1.0, 0.5, True),
-        (0.05, 1.0 - STILL / 4, 0.5, True),  # its encoding rounds it
+        (0.05, 1.0 - LITTLE / 4, 0.5, True),  # its encoding rounds it
         (0.2, 1.0, 0.5, False),  # a large batch: all say what it says
         (0.0, 0.8, 0.5, False),  # it pulls its own way, alone
         (0.0, 0.99, 0.95, False),  # small rates: nobody changes much
@@ -219,7 +219,7 @@ def test_two_that_agree_among_strangers_hide_neither_where_they_point_nor_that_t
 def test_who_says_the_same_again_and_again_is_left_out_where_nobody_else_says_it(
     cosine: float, again: float | None, others_again: float, is_out: bool
 ) -> None:
-    influence = Influence("members")
+    influence = Influence()
     usual = Direction(0.2, 0.2, others_again)
     for _ in range(3 * TOLD):
         influence.hear(sent(1, 1, 1), {"a": usual, "b": usual, "c": Direction(cosine, 0.2, again)})
@@ -232,7 +232,7 @@ def test_who_says_the_same_again_and_again_is_left_out_where_nobody_else_says_it
 @pytest.mark.parametrize("learners", [3, 4])
 def test_who_says_the_same_again_and_again_stays_out_as_long_as_it_does(learners: int) -> None:
     """Of three, only two others are left to judge it by."""
-    influence, said, generator = Influence("members"), dict[str, Tensor](), torch.Generator().manual_seed(3)
+    influence, said, generator = Influence(), dict[str, Tensor](), torch.Generator().manual_seed(3)
     names = "abcd"[:learners]
     same, common = torch.randn(2, 4096, generator=generator)
     out = []
@@ -246,24 +246,24 @@ def test_who_says_the_same_again_and_again_stays_out_as_long_as_it_does(learners
     assert out == [set()] * (TOLD - 1) + [{"a"}] * (5 * TOLD + 1)
 
 
-@pytest.mark.parametrize(("length", "is_out"), [(1.0, True), (2 * SHORT, True), (SHORT / 2, False)])
+@pytest.mark.parametrize(("length", "is_out"), [(1.0, True), (2 * LITTLE, True), (LITTLE / 2, False)])
 def test_what_is_far_shorter_than_the_others_is_not_judged(length: float, is_out: bool) -> None:
     """A learner whose rate has come to zero before that of the others."""
-    influence, usual = Influence("members"), Direction(0.2, 0.2, 0.5)
+    influence, usual = Influence(), Direction(0.2, 0.2, 0.5)
     for _ in range(2 * TOLD):
         influence.hear(sent(1, 1, length), {"a": usual, "b": usual, "c": Direction(0.0, 0.2, 1.0)})
     assert influence.left_out == ({"c"} if is_out else set())
 
 
 def test_those_that_left_long_ago_are_not_among_the_many() -> None:
-    influence = Influence("members")
+    influence = Influence()
     gone = {f"gone-{i}": Direction(0.2, 0.2) for i in range(FEW + 1)}
     influence.hear([make_contribution(i, torch.ones(1)) for i in gone], gone)
     assert rounds(influence, 2 * TOLD, a=0.2, b=0.2, c=-0.2) == [((), "c")]
 
 
 def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:
-    influence = Influence("members")
+    influence = Influence()
     assert rounds(influence, TOLD - 1, a=0.2, b=0.2, c=-0.2) == [], "too few to tell"
     assert rounds(influence, 1, a=0.2, b=0.2, c=-0.2) == [((), "c")]
     assert influence.left_out == {"c"}
@@ -279,8 +279,8 @@ def test_among_many_members_one_may_point_away(
     learners: int, trust: Literal["members", "strangers"], is_out: bool
 ) -> None:
     told = {f"{i}": Direction(0.2 if i else -0.2, 0.2) for i in range(learners)}
-    lengths = [1.0] * 4 + [SHORT / 2] * (learners - 4)  # who is not judged is there, too
-    influence = Influence(trust)
+    lengths = [1.0] * 4 + [LITTLE / 2] * (learners - 4)  # who is not judged is there, too
+    influence = Influence(trust == "strangers")
     for _ in range(2 * TOLD):
         influence.hear([make_contribution(i, torch.tensor([n])) for i, n in zip(told, lengths, strict=True)], told)
     assert influence.left_out == ({"0"} if is_out else set())
@@ -288,19 +288,19 @@ def test_among_many_members_one_may_point_away(
 
 @pytest.mark.parametrize("cosine", [0.2, 0.0, -0.05, 0.6 * -OPPOSED * 0.2])
 def test_who_only_has_other_data_takes_part(cosine: float) -> None:
-    assert rounds(Influence("members"), 400, a=0.2, b=0.2, c=cosine) == []
+    assert rounds(Influence(), 400, a=0.2, b=0.2, c=cosine) == []
 
 
 def test_a_stranger_may_not_point_away_at_all() -> None:
-    assert rounds(Influence("strangers"), TOLD, a=0.2, b=0.2, c=-0.06) == [((), "c")]
-    assert rounds(Influence("strangers"), 400, a=0.2, b=0.2, c=0.0) == []
+    assert rounds(Influence(strangers=True), TOLD, a=0.2, b=0.2, c=-0.06) == [((), "c")]
+    assert rounds(Influence(strangers=True), 400, a=0.2, b=0.2, c=0.0) == []
 
 
 @pytest.mark.parametrize(
     ("cosine", "times"), [(0.2, TWICE), (0.5, TWICE), (0.1, (APART + TWICE) / 2), (0.0, APART), (-0.1, APART)]
 )
 def test_who_points_with_the_others_may_be_longer_than_who_points_nowhere(cosine: float, times: float) -> None:
-    influence = Influence("members")
+    influence = Influence()
     for _ in range(TOLD):
         influence.hear(sent(1, 1, 1), {i: Direction(0.2 if i != "c" else cosine, 0.2) for i in "abc"})
     assert kept(influence, sent(1, 1, 30)) == [1, 1, times]
@@ -315,7 +315,7 @@ def test_where_the_others_do_not_agree_nobody_is_left_out() -> None:
 
 
 def test_another_process_under_the_id_begins_anew() -> None:
-    influence = Influence("members", left_out={"c"})
+    influence = Influence(left_out={"c"})
     influence.begin("c")
     assert influence.left_out == set()
 

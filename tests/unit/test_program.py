@@ -28,3 +28,12 @@ def test_what_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     said = capsys.readouterr().out
     assert "Not installed (pip install decoupled-diloco-lab): plan, simulate, lab" in said
     assert "decoupled-diloco-ops" not in said
+
+
+def test_a_distribution_that_cannot_be_imported_takes_no_other_along(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    broken = metadata.EntryPoint("broken", "no_such_module:COMMANDS", "diloco.commands")
+    points = [broken, *metadata.entry_points(group="diloco.commands")]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points)
+
+    assert {"status", "plan"} <= {command.name for command in program.installed()}
+    assert "commands of no_such_module:COMMANDS cannot be imported" in capsys.readouterr().err

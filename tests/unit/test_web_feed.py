@@ -71,6 +71,12 @@ def test_a_shard_that_dies_stays_with_the_time_and_what_it_said_last():
     assert row_of(feed, "ann")["state"] == "training"  # by the shard that answers
 
 
+def test_a_shard_says_who_follows_it():
+    reader = {"role": "standby", "name": "standby/0", "for_s": 3.0}
+    state = after(shard(0, readers=[reader])).since(0, NOW)
+    assert state["shards"][0]["readers"] == {"standby following": 1}
+
+
 def test_when_no_shard_answers_nothing_is_claimed():
     feed = after(shard())
     feed.sample(NOW)

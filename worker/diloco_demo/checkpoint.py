@@ -1,9 +1,9 @@
 """The worker's own checkpoint: optimizer state, weights, the learner's state and the position in the data.
 
-The shards' weights take precedence. Training begins with the weights in here only while a shard is away.
+The shards' weights take precedence. Training starts from the weights in here only while a shard is away.
 
-One safetensors file: optimizer tensors as `parameter/key`, weights as `parameter/weights`, and metadata (the model's
-shapes, the run, the progress) under a checksum over everything. It is written whole or not at all. A damaged file is
+It is one safetensors file: optimizer tensors as `parameter/key`, weights as `parameter/weights`, and metadata (the
+model's shapes, the run, the progress) with a checksum over everything. It is written atomically. A damaged file is
 reported and never loaded. No pickle.
 """
 
@@ -35,17 +35,16 @@ class TrainingProgress:
 
     inner_step: int = 0
     tokens: int = 0
-    """Tokens trained on."""
     data_position: int = 0
     """`TokenStream.position`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint holds besides the model and the optimizer."""
+    """The contents of a checkpoint besides the model and the optimizer."""
 
     learner: Mapping[str, Any]
-    """What `Learner.state_dict` gave, for `join`."""
+    """`Learner.state_dict`, for `join`."""
     progress: TrainingProgress
 
 
@@ -54,9 +53,7 @@ def save_checkpoint(
 ) -> None:
     """Replace the checkpoint at `path`. After a crash, either the old or the new one is there.
 
-    `learner`: its `state_dict`.
-
-    Makes the folder if necessary. Raises OSError.
+    `learner`: its `state_dict`. Creates the folder if necessary. Raises OSError.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {
@@ -79,7 +76,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run_id: str) -> Saved | None:
-    """Put model and optimizer back into the state saved at `path`, and return the rest of it.
+    """Restore model and optimizer from `path`, and return the rest.
 
     None if there is no file. Raises DataError, and changes nothing, if the file is damaged or belongs to another run or
     model.

@@ -29,7 +29,7 @@ app = new_app("diloco-worker", "Run one worker with the built-in training.")
 
 @dataclass(frozen=True)
 class _Outputs:
-    """The files that the process writes beside its checkpoint; None: not this one."""
+    """Files to write besides the checkpoint; None: do not write it."""
 
     address: Path | None
     final_status: Path | None
@@ -89,11 +89,10 @@ def work(
 
 
 def declared_digest(settings: Settings) -> str:
-    """The digest (`run.model`) of what workers with these settings bring to Join: the model, and its momentum if that
-    is averaged.
+    """The digest (`run.model`) of the model, and of its momentum if averaged, that workers with these settings join.
 
-    Where an optimizer of others is averaged, only that says what it keeps: it is made. Raises ConfigError and
-    UnsupportedModel.
+    For an optimizer of an extension, the model is built, since only the optimizer knows its state. Raises ConfigError
+    and UnsupportedModel.
     """
     model, train = gpt_tensors(settings.model), settings.train
     if not train.average_momentum:
@@ -131,14 +130,14 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
     saved = load_checkpoint(checkpoint, model, optimizer, run.id) if checkpoint else None
     progress = saved.progress if saved is not None else TrainingProgress()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # from here on, the learner says goodbye to its shards
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # from here on, the learner leaves its shards properly
     learner = join(
         worker.shards, model, run=run.id, learner_id=worker.learner_id, site=worker.site,
         tls=security.tls, token=security.token_file,
         companions=optimizer if settings.train.average_momentum else None, optimizer=optimizer,
         state=None if saved is None else saved.learner, http=worker.http,
         address_file=outputs.address, history=run.history,
-        island="alone",  # the built-in loop shares its model with nobody, whatever has started this process
+        island="alone",  # the built-in loop trains alone, whatever launcher started this process
     )  # fmt: skip
     learner.hung_s = worker.hung_s
     came: set[int] = set()
@@ -200,7 +199,7 @@ def _evaluate(settings: Settings, outputs: _Outputs) -> None:
     model = build_gpt(settings.model, settings.run.seed)  # bit for bit what the first worker seeded
 
     def judged(before: float) -> float:
-        """The loss, which is one half of the work."""
+        """The loss; each call is one half of the work."""
 
         def tell(share: float) -> None:
             if outputs.progress is not None:
@@ -240,7 +239,6 @@ def _check_is_built_in(tensors: Mapping[str, Tensor], settings: Settings) -> Non
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     return run_app(app, argv)
 
 

@@ -1,12 +1,11 @@
-"""The built-in data: bytes to train on, bytes held out, and a learner's stream over the former.
+"""The built-in data: training text, held-out text, and a learner's stream over the training text.
 
-A hash of its name decides whether a file is held out, so every learner holds out the same files and trains on the rest.
-If there is a single file, or too few to hold one out, every n-th region of the text is held out instead.
+A hash of its name decides whether a file is held out, so all learners hold out the same files. If there is a single
+file, or too few to hold one out, every n-th region of the text is held out instead.
 
-How learners share the data: nobody knows how many there will be, and they come and go. So each learner walks over the
-whole training text in an order of its own, as far as it gets until the run ends. The order is a seeded shuffle of
-windows, keyed by the run's seed, the learner id and the pass. A learner that joins or leaves does not change the order
-of the others.
+Learners come and go, and nobody knows how many there will be. So each learner walks over the whole training text in its
+own order, as far as it gets before the run ends: a shuffle of windows, seeded by the run's seed, the learner id and the
+pass. A learner that joins or leaves does not change the order of the others.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ STDLIB = "stdlib"
 CORPUS_BYTES_MAX = 4 << 30
 """Limit of a corpus. Each worker keeps it in memory."""
 REGION_BYTES_MAX = 64 << 10
-"""A single file is cut into regions of at most this many bytes, of which some are held out."""
+"""A single file is cut into regions of at most this many bytes, some of which are held out."""
 STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 )
-"""Folders of the standard library that are not read: installed packages, generated tables, manuals and tests. A single
-generated file could be most of the held-out text. Many distributions of Python, such as slim container images, have no
+"""Folders of the standard library that are skipped: installed packages, generated tables, manuals and tests. One
+generated file could be most of the held-out text. Many Python distributions, such as slim container images, have no
 tests; without them, learners on different machines hold out the same files."""
 
 
@@ -48,7 +47,6 @@ class Corpus:
     train: Tensor
     held_out: Tensor
     files: int
-    """Files that were read."""
 
 
 HELD_OUT = 0.05
@@ -58,7 +56,7 @@ def load_corpus(source: str, held_out: float = HELD_OUT) -> Corpus:
     """Read `stdlib`, a file, or every file below a folder except hidden ones, text or binary.
 
     `held_out` is the share of the files kept from training (or of the regions, if there are too few files). Unreadable
-    files in a folder are passed over. Raises DataError if there is nothing to read, or too little or too much.
+    files in a folder are skipped. Raises DataError if there is nothing to read, or too little or too much.
     """
     if source == STDLIB:
         root, paths = _stdlib()
@@ -79,7 +77,7 @@ def is_held_out(name: str, held_out: float) -> bool:
 
 
 class TokenStream:
-    """One learner's endless, seeded stream of batches. `position` is its exact position.
+    """One learner's endless, seeded stream of batches; `position` identifies its place exactly.
 
     A pass visits windows of `context` + 1 bytes, `context` apart, each once, shuffled; the next pass shuffles
     anew and shifts the windows. The batch at a position is a pure function of the arguments and the position.
@@ -90,7 +88,7 @@ class TokenStream:
     ) -> None:
         """`text` is uint8 [n]. Raises DataError if it holds less than two windows."""
         self.position = position
-        """Windows drawn since the beginning; set it to resume."""
+        """Windows drawn since the start; set it to resume."""
         self._text = text
         self._key = f"{seed}/{learner_id}"
         self._context = context
@@ -112,7 +110,7 @@ class TokenStream:
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def starts(self, count: int) -> Tensor:
-        """Where the first `count` windows begin: int64 [count]."""
+        """Start offsets of the first `count` windows: int64 [count]."""
         passes = -(-count // self._windows)
         return torch.cat([self._shuffle(number) for number in range(passes)])[:count]
 
@@ -123,7 +121,7 @@ class TokenStream:
         return self._starts[index]
 
     def _shuffle(self, number: int) -> Tensor:
-        """The beginnings of the windows of a pass, int64 [windows], in the order of visits."""
+        """Start offsets of a pass's windows, int64 [windows], in the order of visits."""
         digest = hashlib.sha256(f"{self._key}/{number}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         shift = torch.randint(self._context, (), generator=generator)

@@ -1,7 +1,7 @@
 """The built-in model: a compact GPT over bytes (RMSNorm, rotary positions, SwiGLU).
 
-Owns the architecture and its deterministic initial values. Embedding and output head are two tensors, not tied. The
-norms have no gains, because on a CPU the gradient of a gain costs more than the norm. So every parameter is a matrix.
+Defines the architecture and its deterministic initial values. Embedding and output head are two tensors, not tied. The
+norms have no gains, since on a CPU the gradient of a gain costs more than the norm. So every parameter is a matrix.
 
 Shapes: B sequences, T bytes, H heads, D = width / heads.
 """
@@ -47,11 +47,11 @@ class GPT(nn.Module):
         return logits
 
     def get_output_embeddings(self) -> nn.Linear:
-        """The output head. Of some widths, its size would not tell it from other layers."""
+        """The output head. With some widths, its size alone would not identify it."""
         return self.lm_head
 
     def hidden_matrices(self) -> list[tuple[nn.Parameter, int]]:
-        """The matrices of the layers, each with the number of equal ones that it fuses along its rows."""
+        """The matrices of the layers, each with the number of equal matrices fused along its rows."""
         layers = [layer for layer in self.layers if isinstance(layer, Layer)]
         return [(m.get_parameter("weight"), parts) for layer in layers for m, parts in layer.matrices()]
 
@@ -73,7 +73,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def matrices(self) -> list[tuple[nn.Linear, int]]:
-        """Query, key and value are one tensor, gate and up another."""
+        """Query, key and value are one tensor; gate and up are another."""
         return [(self.qkv, 3), (self.attention_out, 1), (self.gate_up, 2), (self.down, 1)]
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate each pair of neighbours of [B, H, T, D] by the angle of its position. Keeps the dtype."""
+    """Rotate each pair of neighbors of [B, H, T, D] by the angle of its position. Keeps the dtype."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotary).flatten(-2).type_as(x)
 
@@ -127,9 +127,9 @@ def evaluate(
 ) -> float:  # fmt: skip
     """Mean cross-entropy in nats per byte over at most `max_tokens` bytes of `held_out` (uint8 [n]).
 
-    Uses windows of `context` bytes, spread evenly over the text without overlap, and the same ones at every call. Runs
-    `batch` windows through the model at once, and tells the share that is done after each. Raises DataError if the text
-    is shorter than two bytes.
+    Uses windows of `context` bytes, spread evenly over the text without overlap, the same at every call. Runs `batch`
+    windows through the model at once, and passes the share done to `tell` after each batch. Raises DataError if the
+    text is shorter than two bytes.
     """
     if len(held_out) < 2:
         raise DataError("there is no held-out text to evaluate on: give more data")

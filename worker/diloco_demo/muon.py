@@ -3,10 +3,10 @@
     m <- mu m + (1 - mu) g;   u = 0.2 sqrt(max(rows, columns)) orthogonal((1 - mu) g + mu m)
     theta <- theta - lr (u + decay theta)
 
-`orthogonal` sets all singular values to about 1, by five Newton-Schulz steps. The factor gives the update the root mean
-square that AdamW's has (arXiv 2502.16982), so both take the same learning rate. A matrix that several are fused into,
-such as query, key and value, counts as several. `torch.optim.Muon` does not split such a matrix, and works on one
-matrix at a time. Here matrices of one shape are multiplied in one batch. That is faster where they are small.
+`orthogonal` sets all singular values to about 1, by five Newton-Schulz steps. The factor gives the update AdamW's root
+mean square (arXiv 2502.16982), so both take the same learning rate. A matrix that fuses several, such as query, key and
+value, is split for this. `torch.optim.Muon` does not split, and processes one matrix at a time. Here matrices of one
+shape are multiplied in one batch, which is faster if they are small.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of a Newton-Schulz step: they raise small singular values fastest."""
 NEWTON_SCHULZ_STEPS = 5
 RMS_OF_ADAMW = 0.2
-"""Root mean square of the elements of a usual update of AdamW, over its learning rate."""
+"""Root mean square of the elements of a typical AdamW update, divided by its learning rate."""
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """One optimizer for all parameters of a model. The state of a matrix is `momentum_buffer`, float32 like it."""
+    """One optimizer for all parameters of a model. A matrix's state is `momentum_buffer`, float32 like the matrix."""
 
     def __init__(
         self, matrices: Sequence[tuple[nn.Parameter, int]], others: Sequence[Mapping[str, Any]], *,
         lr: float, momentum: float, weight_decay: float, betas: tuple[float, float],
     ) -> None:  # fmt: skip
-        """`matrices`: each with the number of equal parts along its rows that it fuses. `others`: groups for AdamW."""
+        """`matrices`: each with the number of equal parts fused along its rows. `others`: groups for AdamW."""
         fused: dict[int, list[nn.Parameter]] = defaultdict(list)
         for matrix, parts in matrices:
             fused[parts].append(matrix)
@@ -52,7 +52,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of both. Parameters without a gradient are left alone."""
+        """One step of both optimizers. Parameters without a gradient stay."""
         assert closure is None
         self._adamw.step()
         for group in self.param_groups:
@@ -64,7 +64,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return "Adam" if "betas" in group else "Muon"
 
     def _share(self) -> None:
-        """AdamW keeps its state here, and finds its groups here."""
+        """Make AdamW use this optimizer's state and groups."""
         self._adamw.state = self.state
         self._adamw.param_groups = [group for group in self.param_groups if "parts" not in group]
 
@@ -89,10 +89,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor, *, exact: bool = False) -> Tensor:
-    """U V^T of each matrix U S V^T, nearly: singular values within 0.7 and 1.2. Floating point [n, rows, columns].
+    """U V^T of each matrix U S V^T, approximately: singular values between 0.7 and 1.2. Floating point [n, rows,
+    columns].
 
-    In bfloat16 on an accelerator, as is usual, and in float32 on a CPU, where bfloat16 products may be slower. `exact`:
-    as on a CPU, everywhere.
+    Uses bfloat16 on an accelerator, and float32 on a CPU, where bfloat16 products may be slower. `exact`: float32
+    everywhere.
     """
     x = matrices if exact or matrices.device.type == "cpu" else matrices.bfloat16()
     is_tall = x.shape[1] > x.shape[2]

@@ -1,6 +1,6 @@
-"""The tensors of the built-in model, from its settings alone: `diloco up` tells shards which model to insist on.
+"""The tensors of the built-in model, from its settings alone: `diloco up` tells shards which model to require.
 
-Needs no torch, which takes seconds to import. A test compares it with the model itself.
+Does not import torch, which takes seconds. A test compares the result with the model itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from diloco_common.settings import ModelSettings, Settings, TrainSettings
 from diloco_common.wire.manifest import Momentum, TensorSpec, companion_of
 
 BYTES = 256
-"""Size of the vocabulary."""
 
 
 def swiglu_width(width: int) -> int:
@@ -20,7 +19,6 @@ def swiglu_width(width: int) -> int:
 
 
 def gpt_tensors(settings: ModelSettings) -> list[TensorSpec]:
-    """Its parameters."""
     width, hidden = settings.width, swiglu_width(settings.width)
     shapes = {"embedding": (BYTES, width), "lm_head": (BYTES, width)}
     for i in range(settings.layers):
@@ -35,11 +33,11 @@ def gpt_tensors(settings: ModelSettings) -> list[TensorSpec]:
 
 
 def built_in_companions(settings: Settings) -> list[TensorSpec]:
-    """What Muon and AdamW keep beside them, as workers with one of these in `train.optimizer` declare it."""
+    """The momentum of Muon and AdamW, as workers with a built-in `train.optimizer` declare it."""
     train = settings.train
     return [companion_of(spec, _kind(spec, train)) for spec in gpt_tensors(settings.model)]
 
 
 def _kind(parameter: TensorSpec, train: TrainSettings) -> Momentum:
-    """Muon has the matrices of the layers, if any."""
+    """Muon takes the matrices of the layers; AdamW everything else."""
     return "Muon" if train.optimizer == "muon" and parameter.name.startswith("layers.") else "Adam"

@@ -1,8 +1,8 @@
 """Curves of a run in a tracker: `tensorboard:DIR`, `wandb:PROJECT` or `csv:FILE`.
 
-`Tracker.log` never blocks: a thread writes, and what it cannot take any more is dropped and counted. A tracker that
-fails stops tracking, and says so once; training goes on. Nothing leaves this machine: wandb writes its folder of
-offline runs (`wandb sync` uploads it), unless WANDB_MODE says otherwise.
+`Tracker.log` never blocks: a thread writes, and points that do not fit its queue are dropped and counted. If a tracker
+fails, tracking stops with one log line, and training goes on. Nothing leaves this machine: wandb writes offline runs
+(`wandb sync` uploads them), unless WANDB_MODE says otherwise.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from diloco_demo.training import InnerStep, Synchroniser
 log = logging.getLogger(__name__)
 
 FIGURES = ("loss", "rate_share", "tokens", "tokens_merged", "fraction")
-"""What is tracked: the columns of a csv file after `run`, `name` and `step`."""
+"""The tracked figures: the columns of a csv file after `run`, `name` and `step`."""
 WAITING_MAX = 1024
-"""Entries that wait to be written."""
 CLOSE_S = 5.0
-"""What is written after the end gets so long."""
+"""Seconds to write the waiting points after the end."""
 Figures = Mapping[str, float]
 
 
 class Sink(Protocol):
-    """Where a tracker writes. Used in one thread."""
+    """The output of a tracker. Used in one thread."""
 
     def write(self, step: int, figures: Figures) -> None:
-        """One point of every curve."""
+        """Write one point of every curve."""
 
     def close(self) -> None: ...
 
@@ -50,11 +49,11 @@ Opens = Callable[[], Sink]
 
 
 class Tracker:
-    """Hands points to a sink that a thread opens, fills and closes."""
+    """Passes points to a thread that opens, writes and closes a sink."""
 
     def __init__(self, opens: Opens) -> None:
         self.dropped = 0
-        """Points that were lost, since the sink was too slow."""
+        """Points lost because the sink was too slow."""
         self._opens = opens
         self._waiting: queue.Queue[tuple[int, Figures] | None] = queue.Queue(WAITING_MAX)
         self._thread = threading.Thread(target=self._write_all, name="tracker", daemon=True)
@@ -68,7 +67,7 @@ class Tracker:
             self.dropped += 1
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what waits, for at most so long, and say if that was too short."""
+        """Write the waiting points for at most `timeout_s` seconds, and log if that was too short."""
         ends = time.monotonic() + timeout_s
         with suppress(queue.Full):
             self._waiting.put(None, timeout=timeout_s)
@@ -84,7 +83,7 @@ class Tracker:
             while (point := self._waiting.get()) is not None:
                 sink.write(*point)
             sink.close()
-        except Exception as error:  # whatever a library of others raises, training goes on
+        except Exception as error:  # whatever a tracker's library raises, training goes on
             log.warning("tracking has ended, training goes on: error=%s: %s", type(error).__name__, error)
             while self._waiting.get() is not None:
                 pass
@@ -129,7 +128,7 @@ class StepTracker:
 
 
 def check_tracker(spec: str) -> None:
-    """For those who open it later. Raises ConfigError: there is no such tracker, or its package is not installed."""
+    """Raises ConfigError if there is no such tracker, or its package is not installed."""
     kind, colon, where = spec.partition(":")
     if not colon or not where or kind not in _SINKS:
         raise ConfigError(f"track {spec!r} is none of tensorboard:DIR, wandb:PROJECT and csv:FILE")
@@ -138,14 +137,14 @@ def check_tracker(spec: str) -> None:
 
 
 def open_tracker(spec: str, *, run: str, name: str) -> Tracker:
-    """Of one learner, or of one run of the lab: `name` tells it from others. Raises ConfigError."""
+    """A tracker for one learner, or one run of the lab; `name` identifies it. Raises ConfigError."""
     check_tracker(spec)
     kind, _, where = spec.partition(":")
     return Tracker(lambda: _SINKS[kind](where, run, name))
 
 
 class _Csv:
-    """Rows behind each other in one file. Several processes may append to it."""
+    """Rows in one csv file, to which several processes may append."""
 
     def __init__(self, path: str, run: str, name: str) -> None:
         self._name = run, name
@@ -168,8 +167,6 @@ class _Csv:
 
 
 class _TensorBoard:
-    """A folder of event files for each name."""
-
     def __init__(self, folder: str, run: str, name: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -184,8 +181,6 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of the project, in the group of the DiLoCo run."""
-
     def __init__(self, project: str, run: str, name: str) -> None:
         wandb = importlib.import_module("wandb")
         mode = os.environ.get("WANDB_MODE", "offline")

@@ -1,7 +1,7 @@
 """The built-in training loop of one learner.
 
-Owns the inner step (batch, loss, clipping, optimizer, learning rate), and decides when the worker's own checkpoint is
-due. Leaves merging with other learners to the `Synchroniser`, and calls it once after every inner step.
+Does the inner step (batch, loss, clipping, optimizer, learning rate), and decides when the worker's checkpoint is due.
+Calls the `Synchroniser`, which merges with other learners, once after every inner step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Synchroniser(Protocol):
     """The loop's view of the rest of the run."""
 
     def step(self, tokens: int, loss: Tensor | float | None = None) -> None:
-        """One inner step has ended. May change the model's values. Never blocks on the network."""
+        """An inner step ended. May change the model's values. Never blocks on the network."""
 
     @property
     def done(self) -> bool:
@@ -49,17 +49,15 @@ class Synchroniser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InnerStep:
-    """A completed inner step."""
-
     progress: TrainingProgress
     loss: Tensor
     """Nats per byte of the batch, before the step: a detached float32 scalar on the training device."""
     rate_share: float
-    """Of the highest learning rates."""
+    """The share of the highest learning rates in use."""
 
 
 class Saver:
-    """Calls `save` every `every_s` seconds. A failing disk does not stop training."""
+    """Calls `save` every `every_s` seconds. Disk errors do not stop training."""
 
     def __init__(
         self,
@@ -85,7 +83,7 @@ class Saver:
 
 
 class ProgressLog:
-    """Logs the progress of training every `every_s` seconds, for people who watch the log of a worker."""
+    """Logs the progress of training every `every_s` seconds."""
 
     def __init__(
         self,
@@ -131,9 +129,8 @@ def train(
 ) -> TrainingProgress:
     """Take inner steps until the synchroniser is done. Returns the learner's progress.
 
-    `budget` is run.tokens (0: no end, see schedule.py). `progress` is that of a checkpoint; the stream continues at its
-    position. Every step sleeps until it has taken at least `step_min_s`. `saver`
-    may save after every step, and saves once more at the end.
+    `budget` is run.tokens (0: no end). `progress`: from a checkpoint; the stream continues at its position. Every step
+    sleeps until it has taken at least `step_min_s`. `saver` may save after every step, and saves once at the end.
     """
     progress = progress or TrainingProgress(data_position=stream.position)
     stream.position = progress.data_position
@@ -161,18 +158,17 @@ def train(
 
 
 DECAY = 0.5
-"""Of "wsd": rates fall in the last half of the budget."""
+"""Share of the budget, at its end, in which "wsd" lowers the rates."""
 
 
 def scheduled(fraction: float, train: TrainSettings) -> float:
-    """The share at this progress, as the settings say."""
     return share(train.schedule, fraction, train.warmup, train.lr_final, DECAY)
 
 
 def share_at(*, fraction: float, inner_step: int, budget: int, train: TrainSettings) -> float:
-    """The share of one inner step. `inner_step` counts from 0 at the optimizer's first step.
+    """The share of the learning rate for one inner step. `inner_step` counts from 0 at the optimizer's first step.
 
-    It is the schedule (or 1 in a run without end, `budget` 0), times the rise of the first steps.
+    It is the schedule (or 1 in a run without end, `budget` 0), times the rise over the first steps.
     """
     rise = min(1.0, (inner_step + 1) / WARMUP_STEPS)
     return rise * (scheduled(fraction, train) if budget else 1.0)
@@ -181,8 +177,8 @@ def share_at(*, fraction: float, inner_step: int, budget: int, train: TrainSetti
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
     """Muon for the matrices that the model calls hidden, if the settings say so, and fused AdamW for the rest.
 
-    Vectors and scalars (gains, biases) do not decay. Each group's `lr_highest` is what its schedule is a share of.
-    Raises ConfigError, if the settings name an optimizer of others that is not there.
+    Vectors and scalars (gains, biases) do not decay. Each group's `lr_highest` is its full learning rate. Raises
+    ConfigError if the settings name an extension's optimizer that is not installed.
     """
     if is_extension(settings.optimizer):
         made: torch.optim.Optimizer = find("diloco.inner", settings.optimizer).thing(model, settings)
@@ -207,9 +203,9 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Opt
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that worker.device names; "auto" takes an accelerator where there is one. Raises ConfigError."""
+    """The device for worker.device; "auto" prefers an accelerator. Raises ConfigError."""
     if name == "auto":
-        module = getattr(torch, "accelerator", torch.cuda)  # of torch 2.6 and later
+        module = getattr(torch, "accelerator", torch.cuda)  # torch 2.6 and later
         found = module.current_accelerator() if hasattr(module, "current_accelerator") else torch.device("cuda")
         return found if module.is_available() else torch.device("cpu")
     try:

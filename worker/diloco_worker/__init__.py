@@ -1,4 +1,4 @@
-"""The learner: train locally, push pseudo-gradients in the background, lay new versions under your own progress.
+"""The learner: trains locally, pushes pseudo-gradients in the background, and adds new versions under its progress.
 
 with diloco_worker.join("ps-0:50051,ps-1:50051", model) as learner:
     for batch in loader:

@@ -15,7 +15,7 @@ from diloco_common.wire.manifest import Fragment, Manifest
 
 
 def empty_tensors(manifest: Manifest, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """For what a file of the model holds: parameters as `dtype`, buffers as they are in the model."""
+    """Empty tensors for all values in a file of the model: parameters as `dtype`, buffers in the model's dtype."""
     return {
         spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype) if spec.kind == "buffer" else dtype)
         for spec in manifest.exported
@@ -30,18 +30,16 @@ def lay_out(values: Tensor, fragment: Fragment, tensors: Mapping[str, Tensor]) -
 
 
 def write_model(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file, whole or not at all. Replaces any file of that name. Equal tensors give equal bytes.
-
-    Raises DataError.
-    """
+    """Write a safetensors file atomically, replacing an existing one. Equal tensors give equal bytes.
+    Raises DataError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
         temporary.touch()
-        mode = temporary.stat().st_mode & 0o777  # as the umask says: a model that is exported is for others, too
-        save_file(tensors, temporary, metadata={"format": "pt"})  # with more keys, their order would vary
-        temporary.chmod(mode)  # safetensors (0.8) makes a file that only its owner can read
+        mode = temporary.stat().st_mode & 0o777  # as the umask says: others may read an exported model
+        save_file(tensors, temporary, metadata={"format": "pt"})  # the order of several keys would vary
+        temporary.chmod(mode)  # safetensors (0.8) writes a file that only its owner can read
         descriptor = os.open(temporary, os.O_RDONLY)
         try:
             os.fsync(descriptor)

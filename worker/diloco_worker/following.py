@@ -1,8 +1,8 @@
 """`learner.follow(optimizer, samples=64)`: for loops inside a library, where there is no line to call `step` at.
 
-An optimizer that has stepped calls its hooks, and this one calls `Learner.step`. Steps that GradScaler leaves out do
-not count, then. A loop in a library does not ask `learner.done`: it goes on, and what it trains is in no version any
-more. That is said once; a callback of the library, or its number of steps, ends it.
+A hook of the optimizer calls `Learner.step` after each of its steps; steps skipped by GradScaler do not count. Such a
+loop does not check `learner.done`, so it continues after the run, and its work is in no version. The log says so once;
+a callback of the library or its number of steps must end the loop.
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ from diloco_common.observe.logs import Log
 from diloco_worker.shell.arguments import counted
 
 Amount = int | Callable[[], int]
-"""Of each step; a function is asked after each."""
+"""Tokens or samples per step; a function is called after each step."""
 
 
 class Stepping(Protocol):
-    """A learner, as this needs it."""
-
     @property
     def done(self) -> bool:
         """Whether the run is over."""
 
     def step(self, tokens: int | None = None, *, samples: int | None = None) -> None:
-        """An inner step has ended."""
+        """Report the end of an inner step."""
 
 
 class Following:
-    """Calls `step` of a learner after each step of an optimizer, until it is removed."""
+    """Calls a learner's `step` after each step of an optimizer, until removed."""
 
     def __init__(
         self, learner: Stepping, optimizer: Optimizer, tokens: Amount | None, samples: Amount | None, log: Log
     ) -> None:
-        """Raises ConfigError."""
         if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise ConfigError(
                 f"follow() has a {type(optimizer).__name__}, which calls no hooks: give the optimizer of torch.optim "
@@ -49,12 +46,11 @@ class Following:
         self._handle = optimizer.register_step_post_hook(self._stepped)
 
     def remove(self) -> None:
-        """Leave nothing in the optimizer. Repeating it is fine."""
         self.is_removed = True
         self._handle.remove()
 
     def _stepped(self, *_: object) -> None:
-        if self._is_over and not self._is_told:  # before this step began: a loop that ends in time hears nothing
+        if self._is_over and not self._is_told:  # over before this step began: a loop that ends in time is not warned
             self._is_told = True
             self._log.warning("the run is over: what this loop trains from now on is in no version; end it")
         self._learner.step(_now(self._tokens), samples=_now(self._samples))

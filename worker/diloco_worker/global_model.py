@@ -47,34 +47,32 @@ from diloco_worker.export import empty_tensors, lay_out
 
 CALL_S = 120.0
 AGAIN_S = 0.25
-"""So long after it was BUSY a shard is asked again: it has few such pulls open at once."""
+"""Seconds before a shard that was BUSY is asked again: it allows few such pulls at once."""
 LOOK_S = 60.0
-"""Between two looks for a newer version of which nobody has told."""
+"""Seconds between two looks for a newer version, if no announcement comes."""
 
 
 @dataclass(frozen=True)
 class GlobalModel:
-    """The latest announced version of every fragment. Each is whole, but their ages may differ."""
+    """The latest announced version of every fragment. Each is complete, but their ages may differ."""
 
     tensors: dict[str, Tensor]
-    """The user's own name -> values: parameters as float32, buffers in their own dtype."""
+    """Parameter or buffer name -> values: parameters as float32, buffers in their own dtype."""
     buffers: frozenset[str]
-    """Those of `tensors` that are no parameters."""
     versions: dict[int, int]
-    """Fragment -> version."""
     tokens_merged: int
     keys: dict[str, str]
-    """What the model's own state_dict holds: key -> name in `tensors`, or "" for what the run does not hold (frozen,
-    private, extra state). As far as learners have told; else the names in `tensors`."""
+    """The model's state_dict: key -> name in `tensors`, or "" for entries that the run does not hold (frozen, private,
+    extra state). Where no learner has reported keys, the names in `tensors`."""
     frozen: tuple[FrozenTensor, ...] = ()
-    """What learners hold fixed, as far as the shards know."""
+    """Tensors that learners hold fixed, as far as the shards know."""
     is_final: bool = False
-    """The run has merged its budget. Buffers may still change, until the learners have left."""
+    """The run has merged its budget. Buffers may still change until the learners have left."""
     version: int = 0
-    """That every fragment of the model has. Buffers may be due more rarely."""
+    """The version that every fragment of parameters has reached. Buffers may be due less often."""
 
     def load_into(self, module: nn.Module) -> None:
-        """Strictly: the module keeps only what the run does not hold (frozen, private). Raises ManifestMismatch."""
+        """Load all values. The module keeps what the run does not hold (frozen, private). Raises ManifestMismatch."""
         there, keys = names.saved(module), self.keys
         wrong = there.keys() ^ keys.keys()
         found = {key: self.tensors[name] for key, name in keys.items() if name and key in there}
@@ -98,11 +96,11 @@ def versions(
     bearer_token: str | Path | None = None,
     wait_s: float = 60.0,
 ) -> Iterator[GlobalModel]:
-    """The global model as it is now, and again whenever every fragment has `every` further versions, until the run is
-    over and its learners have left. For whoever evaluates, samples or serves it: what comes meanwhile is skipped.
+    """The global model now, and again whenever every fragment has `every` further versions, until the run is over and
+    its learners have left. For evaluation, sampling and serving: versions that come in between are skipped.
 
-    `module` takes each, buffers too (`GlobalModel.load_into`). Everything else, and what is raised, is as of
-    `pull_global_model`. A shard that is away is waited for, `wait_s` seconds.
+    Each is also loaded into `module`, if given, with its buffers (`GlobalModel.load_into`). A shard that is away is
+    waited for, `wait_s` seconds. Other arguments and errors are those of `pull_global_model`.
     """
     found: GlobalModel | None = None
     is_over = False
@@ -113,7 +111,7 @@ def versions(
             except CannotConnect:
                 if found is None or not found.is_final:
                     raise
-                return  # they have ended, as the run has
+                return  # the shards have ended after the run
             if newer is not None:
                 if module is not None:
                     newer.load_into(module)
@@ -132,8 +130,8 @@ def pull_global_model(
 ) -> GlobalModel:
     """Pull the global model. `tls` and `bearer_token` are as in `join`; any learner or observer may do this.
 
-    `average`: of parameters not the latest version, but the average of the versions. Raises NoAverage where the run
-    keeps none.
+    `average`: for parameters, the average of the versions instead of the latest one. Raises NoAverage if the run keeps
+    none.
 
     Raises CannotConnect if a shard does not answer within `wait_s` seconds, ConfigError or ManifestMismatch if the
     shards do not form one run, HandshakeFailed if TLS fails, and the Refusal of a shard.
@@ -149,7 +147,6 @@ def buffers_of(manifest: Manifest) -> frozenset[str]:
 
 
 def keys_of(tensors: Collection[str], ties: Iterable[Tie]) -> dict[str, str]:
-    """The keys of a state_dict, as `Tie` says them."""
     ties = list(ties)
     absent = {tie.of for tie in ties if not tie.name}
     told = {tie.name: tie.of for tie in ties if tie.name and (tie.of in tensors or not tie.of)}
@@ -161,14 +158,14 @@ def _fits(there: object, values: Tensor) -> bool:
 
 
 Found: TypeAlias = tuple[GlobalModel | None, bool]
-"""None: not every fragment has so many further versions. And whether nothing more can come."""
+"""The model, or None if not every fragment has enough further versions; and whether nothing more can come."""
 
 
 @contextmanager
 def _in_thread(
     shards: Sequence[str], tls: Path | None, bearer_token: str | Path | None
 ) -> Iterator[tuple[dict[str, Transport], Callable[[Coroutine[Any, Any, Found]], Found]]]:
-    """Connections, and what runs a call on them: a notebook has a running event loop in its own thread."""
+    """Connections, and a function that runs a call on them in a thread: a notebook runs an event loop in its own."""
     credentials = Credentials(tls, bearer_token)
     transports: dict[str, Transport] = {
         address: GrpcTransport(address, credentials, waits_for_shard=True) for address in shards
@@ -199,7 +196,7 @@ def _in_thread(
 async def _look(
     transports: Mapping[str, Transport], observer: Identity, wait_s: float, than: GlobalModel | None, every: int
 ) -> Found:
-    """`_pull_all`, again and again while a shard is away or nobody has seeded it, for `wait_s`."""
+    """`_pull_all`, repeated for `wait_s` while a shard is away or not seeded."""
     now = asyncio.get_running_loop().time
     until = now() + wait_s
     while True:
@@ -232,7 +229,7 @@ async def _pull_all(
     of_model = {fragment.fragment_id for fragment in manifest.exported_fragments if fragment.traits.is_of_model}
     if than is not None:
         now = {fragment: told[fragment] for fragment in than.versions}
-        at_the_end = than.versions != now or not than.is_final  # buffers come last of all
+        at_the_end = than.versions != now or not than.is_final  # buffers come last
         if not (at_the_end if is_final else _are_further(now, than, of_model, every)):
             if not is_over:
                 await _news(transports, observer, than, of_model, every)
@@ -250,7 +247,7 @@ async def _pull_all(
                 raise _unreachable(address, error) from None
             versions[fragment.fragment_id] = version
     tokens_merged = max(answer.pulse.tokens_merged for answer in answers.values())
-    ties = max((answer.ties for answer in answers.values()), key=len)  # a shard that is new has heard of none
+    ties = max((answer.ties for answer in answers.values()), key=len)  # a new shard has heard of none
     first = max(answers.values(), key=lambda answer: len(answer.frozen))
     keys = keys_of(tensors, ties)
     version = min(versions[fragment] for fragment in of_model)
@@ -263,8 +260,7 @@ async def _pull_all(
 async def _news(
     transports: Mapping[str, Transport], observer: Identity, than: GlobalModel, of_model: Collection[int], every: int
 ) -> None:
-    """Until so many further versions are announced, the run is final, or its learners have left. A shard that goes
-    away is news as well."""
+    """Wait until `every` more versions are announced, the run is final, its learners have left, or a stream ends."""
     told, is_far = dict(than.versions), asyncio.Event()
     pulses: dict[str, Pulse] = {}
 
@@ -304,7 +300,7 @@ async def _news(
 
 
 def _are_further(now: Mapping[int, int], than: GlobalModel, of_model: Collection[int], every: int) -> bool:
-    """A shard that was restored may have gone back: those are other versions, too."""
+    """Whether there are `every` further versions. A restored shard may go back: its versions differ, too."""
     least = min(now[fragment] - than.versions[fragment] for fragment in of_model)
     return least >= every or least < 0
 
@@ -312,7 +308,7 @@ def _are_further(now: Mapping[int, int], than: GlobalModel, of_model: Collection
 async def _pull(
     transport: Transport, fragment: Fragment, observer: Identity, tensors: dict[str, Tensor], encoding: str
 ) -> int:
-    """Copy the fragment's latest version into the tensors. Returns the number of the version."""
+    """Copy the fragment's latest version into the tensors. Returns its number."""
     request = PullRequest(fragment.fragment_id, (encoding,))
     now = asyncio.get_running_loop().time
     until = now() + CALL_S
@@ -333,7 +329,6 @@ async def _pull(
 
 
 def _manifest(answers: Mapping[str, JoinAnswer]) -> Manifest:
-    """The manifest that all shards agree on."""
     first_address, first = next(iter(answers.items()))
     found = sorted(answer.shard_index for answer in answers.values())
     if found != list(range(first.num_shards)):

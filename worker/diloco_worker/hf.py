@@ -3,11 +3,11 @@
     from diloco_worker.hf import DilocoCallback
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[DilocoCallback("ps-0:50051,ps-1:50051")])
-    trainer.train()          # until the budget of the run is merged, or max_steps; the model is the global one then
+    trainer.train()          # until the budget of the run is merged, or max_steps; then the model is the global one
 
-It joins once the Trainer has loaded what it resumes from, and does what a loop of one's own would do: draws the data in
-an order of this learner, says after each optimizer step how many tokens it had, lets the rate follow the run, stops at
-the budget, puts the global model into the module, and saves it.
+The callback joins once the Trainer has loaded its checkpoint. It gives this learner its own order of the data, reports
+the tokens of each optimizer step, makes the rate follow the run, stops at the budget, and loads and saves the global
+model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ except ImportError:  # pragma: no cover
     raise ImportError("diloco_worker.hf needs transformers: pip install 'decoupled-diloco[hf]'") from None
 
 STATE = "diloco.json"
-"""Beside the Trainer's own files in each of its checkpoints."""
+"""File name of the learner's state in each checkpoint of the Trainer."""
 
 
 class DilocoCallback(TrainerCallback):  # type: ignore[misc]
@@ -44,8 +44,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, shards: str, *, save_to: str | Path | None = None, **options: Any) -> None:
-        """`save_to`: folder for the global model; None: `global` in the Trainer's `output_dir`. `options`: of `join`
-        for one process (run, learner_id, tls, token, ...). Raises ConfigError, and WrongCall."""
+        """`save_to`: folder for the global model; None: `global` in the Trainer's `output_dir`. `options`: options of
+        `join` for one process (run, learner_id, tls, token, ...). Raises ConfigError and WrongCall."""
         check_callback(
             shards, options, join,
             "the Trainer has summed the tokens of all ranks already, and `step` would sum them again, and all ranks "
@@ -54,14 +54,13 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         if save_to is not None and Path(save_to).exists() and not Path(save_to).is_dir():
             raise ConfigError(f"save_to={str(save_to)!r} is a file; give a folder, in which the global model is saved")
         self.learner: Learner | None = None
-        """None before training begins."""
         self._shards = shards
         self._save_to = None if save_to is None else Path(save_to)
         self._options = options
         self._loss: float | None = None
         self._tokens_seen = 0
         self._schedule: Followed | None = None
-        """The Trainer's, where it can follow the run."""
+        """The Trainer's schedule, if it can follow the run."""
 
     # ------------------------------------------------------------ called by the Trainer
 
@@ -77,7 +76,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         earlier: dict[str, Any] | None = None
         if self.learner is not None:
             earlier = self.learner.state_dict()
-        elif path.exists():  # an earlier process has left it beside the checkpoint that the Trainer goes on from
+        elif path.exists():  # an earlier process left it in the checkpoint that the Trainer resumes from
             earlier = json.loads(path.read_text())
         self.learner = learner = join(self._shards, model, state=earlier, **self._options)
         atexit.register(learner.close)
@@ -103,12 +102,10 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the rate by the progress of the run."""
         if self._schedule is not None:
             self._schedule.set(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Tell the learner. Raises what `Learner.step` raises."""
         learner = self._joined()
         tokens = state.num_input_tokens_seen - self._tokens_seen
         self._tokens_seen = state.num_input_tokens_seen
@@ -123,17 +120,16 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """The loss is known as often as the Trainer logs it."""
+        """Keep the loss, which the Trainer tells only when it logs."""
         self._loss = (logs or {}).get("loss", self._loss)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put the learner's state beside what the Trainer saves."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self.learner is not None and folder.is_dir():
             (folder / STATE).write_text(json.dumps(self.learner.state_dict()))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the global model in the module, and save it with its tokenizer."""
+        """Load the global model into the module, and save it with its tokenizer."""
         learner = self._joined()
         if not learner.done:
             learner.telemetry.log.warning(
@@ -152,22 +148,21 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     # ------------------------------------------------------------ helpers
 
     def _joined(self) -> Learner:
-        """Raises WrongCall."""
         if self.learner is None:
             raise WrongCall("this DilocoCallback has joined no run: give it to the Trainer before train()")
         return self.learner
 
 
 def _order_data(loader: Any, seed: int) -> bool:
-    """Shuffle by this seed, in every epoch another way. Returns whether that could be set.
+    """Shuffle by this seed, differently in every epoch. Returns whether the seed could be set.
 
-    Trainer and accelerate seed the order with `data_seed`, or `seed`, which are equal in all learners. The order
-    depends on seed and epoch alone, so a Trainer that resumes finds its place again.
+    Trainer and accelerate seed the order with `data_seed` or `seed`, which are equal in all learners. The order
+    depends on seed and epoch alone, so a resumed Trainer finds its place again.
     """
     batches = getattr(loader, "batch_sampler", None)
     for owner in (batches, getattr(batches, "batch_sampler", None), loader):
         sampler: Any = getattr(owner, "sampler", None)
-        if hasattr(sampler, "initial_seed"):  # of accelerate
+        if hasattr(sampler, "initial_seed"):  # a sampler of accelerate
             sampler.initial_seed = seed
             return True
         generator = getattr(sampler, "generator", None)

@@ -1,4 +1,4 @@
-"""`join`: a learner in the real world: wall clock, real randomness and threads, gRPC, files, HTTP."""
+"""`join`: makes a learner with wall clock, real randomness, threads, gRPC, files and HTTP."""
 
 from __future__ import annotations
 
@@ -82,81 +82,78 @@ def join(
     snapshots: Literal["step", "background"] = "step",
     log: Literal["stderr"] | None = "stderr",
 ) -> Learner:
-    """Join a run, and return once the model holds the latest version of every fragment.
+    """Join a run. Returns once the model holds the latest version of every fragment.
 
-    In the main thread, and where nobody handles SIGTERM yet: from then on it makes the learner leave at its next step
-    boundary (`Learner.leave`), and ends the process by SystemExit(143).
+    From then on SIGTERM makes the learner leave at its next step boundary (`Learner.leave`) and ends the process with
+    SystemExit(143), if `join` was called in the main thread and the process had no handler for SIGTERM.
 
     Args:
-        shards: addresses of all shards, host:port, in any order; a string separates them by commas. `@FILE`: the
-            address file of a shard that may move; it is read again when it changes.
-        model: its trainable parameters are synchronised, and so are the buffers that a checkpoint of it holds (the
-            statistics of BatchNorm, for example). The optimizer stays local. Of a list of modules the names begin with
-            "0.", "1.", ..., of a dict with its keys ("actor.").
-        run: id of the run, as the shards have it.
-        learner_id: unique in the run; if empty it is the certificate's, or that of `state`, or made from host name,
-            process id and something drawn.
-        tls: folder that `diloco certs issue learner/ID` made: calls are encrypted, and prove who makes them. It is read
-            again when it changes. None: plaintext.
-        token: bearer token, where the shards ask for one; a Path is a file that holds it, and is read again.
-        shared: names of the parameters that will ever be trained, or patterns of them (["head.*"]), or "all": from then
-            on they may be frozen and unfrozen at any time. None: those that require a gradient now. All learners of a
-            run alike.
-        private: names or patterns of parameters that are trained and never sent: adapters, or a head, of this learner's
-            own; and of buffers that stay local, such as a queue of samples (["*.queue*"]). They are not compared, and
-            `finish` leaves them as they are. All learners of a run alike.
-        mean_merge: names of parameters merged by plain mean; None means embeddings and the output head.
-        companions: optimizers whose momentum is averaged among learners along with the parameters, at a cadence of its
-            own (`sync.companions_every`): those of the model, made before `join`, with their state loaded, if there is
-            any. Known are torch's Adam, AdamW, Muon and SGD; the state must be float32. All learners of a run alike.
-            None: momentum stays local.
-        masters: copies of the weights that the optimizer steps on and writes over the parameters, so that versions get
-            there, too: float32 masters beside 16 bits, `z` of schedule-free, the slow weights of Lookahead. Give the
-            optimizer, or several, whose state has them under a known name; or a dict of names and tensors, a list of
-            pairs (parameter, tensor), or a function of a name. None: it steps on the parameters, as torch's do.
-        optimizer: what steps on this model, one or all of them. Shards hear whether it is Adam or its kin, and merge by
-            that (`sync.merge`). Refused where they train something else than what is shared (a target network that
-            requires gradients, a head that lives in the loss). None: that is looked at in the first steps, as far as
-            the learner gets to see an optimizer (`follow`, `ProgressLR`, callbacks), and said.
-        after_version: for loops that clamp or project the parameters after each step: a function without arguments that
-            does so. It is called whenever global values were written to the model, also by `finish` and in
-            `global_values`, under `torch.no_grad()`. Means of values in a set, and the outer step, may lie outside.
-        state: what `learner.state_dict()` gave in an earlier process, from the checkpoint that model and optimizer were
-            loaded from. The learner goes on as the same one, with its counts. One shard that answers is enough:
-            training goes on from the values that the model holds where a shard is away, and what it adds is contributed
-            once the shard is back.
-        site: where this learner is, in the words of the run: it takes versions from the shards' mirrors there, if there
-            are any (docs/mirrors.md). What comes from one is compared with what the shard has announced.
-        http: address on which to serve /metrics, /healthz, /readyz and /status; None serves nothing.
-        address_file: write the address that is served here, as soon as it is known.
-        history: record what happens to this learner in this folder, as JSON lines; None records nothing.
-        wait_s: seconds to wait for shards that do not answer; None waits for ever, and says so every 10 s.
-        island: a process group or a device mesh (torch.distributed.group.WORLD, for example): its ranks train this
-            model together, by DDP or FSDP2, and are one learner. All of them call `join`, `step`, `poll`, `finish` and
-            `close` alike (docs/islands.md). "alone": each of the processes that torchrun, or the like, has started
-            trains a model of its own, and is a learner of its own. Without either, several processes are refused.
-        frozen: "same": frozen parameters, and the packed weights of quantised layers, must be those of the other
-            learners, bit for bit. "any": they may differ (a base in another dtype, or quantised); nobody looks at them.
-        residuals: where the learner keeps what encodings have lost, 2 bytes per parameter (4 with some plugins): beside
-            the model, or in pinned "host" memory, from where they come back each time that a contribution is encoded.
-            There torch rounds the bytes of each tensor up to a power of two.
-        snapshots: "step": what a contribution holds is copied before `step` returns. "background": on a CPU a thread
-            copies it in the moments after, which takes one pass over a fragment out of the loop. Between steps the loop
-            must then leave the parameters alone. On an accelerator and in an island it changes nothing.
-        log: "stderr": what the learner says goes there, unless the process has handlers for its logs already, and an
-            error of ours that nobody catches ends the process with its words alone. None: neither.
+        shards: addresses of all shards, host:port, in any order; a string separates them by commas. `@FILE` names the
+            address file of a shard that may move; the file is read again when it changes.
+        model: its trainable parameters are synchronized, and so are the buffers in its state_dict (the statistics of
+            BatchNorm, for example). The optimizer stays local. For a list of modules, parameter names begin with "0.",
+            "1.", ...; for a dict, with its keys ("actor.").
+        run: id of the run, as configured on the shards.
+        learner_id: unique in the run. Empty: the id in the certificate, or in `state`, or one made from host name,
+            process id and a random part.
+        tls: folder made by `diloco certs issue learner/ID`, read again when it changes. Calls are then encrypted and
+            authenticated. None: plaintext.
+        token: bearer token, if the shards require one. A Path names a file that holds it and is read again.
+        shared: names or patterns (["head.*"]) of all parameters that will ever be trained, or "all". They may be frozen
+            and unfrozen at any time. None: the parameters that require a gradient now. Equal in all learners.
+        private: names or patterns of parameters that are trained but never sent (this learner's own adapters or head),
+            and of buffers that stay local, such as a queue of samples (["*.queue*"]). They are not compared, and
+            `finish` leaves them as they are. Equal in all learners.
+        mean_merge: names of parameters merged by plain mean. None: embeddings and the output head.
+        companions: optimizers of this model whose momentum is averaged among learners, at its own cadence
+            (`sync.companions_every`). Make them before `join`, and load their saved state first. Supported: torch's
+            Adam, AdamW, Muon and SGD, with float32 state. Equal in all learners. None: momentum stays local.
+        masters: copies of the weights that the optimizer updates and then writes over the parameters; versions must
+            reach them too. Examples: float32 masters of 16-bit parameters, `z` of schedule-free optimizers, the slow
+            weights of Lookahead. Give one or several optimizers that keep the copies under a known name, a dict of
+            names and tensors, a list of pairs (parameter, tensor), or a function of a name. None: the optimizer updates
+            the parameters themselves, as torch's do.
+        optimizer: all optimizers of this model, one or several. Shards choose the merge by whether they are of the Adam
+            family (`sync.merge`). Refused if they train something other than what is shared (a target network that
+            requires gradients, a head inside the loss). None: the learner checks this in the first steps if it gets to
+            see an optimizer (`follow`, `ProgressLR`, callbacks), and only warns.
+        after_version: function without arguments that clamps or projects the parameters, for loops that do so after
+            each step. Called under `torch.no_grad()` whenever global values were written to the model, also by `finish`
+            and `global_values`: means and outer steps can leave the allowed set.
+        state: result of `learner.state_dict()`, saved with the checkpoint that model and optimizer were loaded from.
+            The learner continues as the same one, with its counts. One shard that answers is then enough: for the
+            others, training goes on from the values in the model, and the work is contributed when they are back.
+        site: the place of this learner, as the run names it. It pulls versions from mirrors there, if there are any
+            (docs/mirrors.md), and checks them against what the shard announced.
+        http: address on which to serve /metrics, /healthz, /readyz and /status. None: serve nothing.
+        address_file: file that receives the served address once it is known.
+        history: folder for a record of this learner's events, as JSON lines. None: no record.
+        wait_s: seconds to wait for shards that do not answer. None: wait forever, and log it every 10 s.
+        island: process group or device mesh (torch.distributed.group.WORLD, for example) whose ranks train this model
+            together, by DDP or FSDP2, as one learner. All ranks call `join`, `step`, `poll`, `finish` and `close` alike
+            (docs/islands.md). "alone": each process started by torchrun or another launcher trains its own model as its
+            own learner. None: one process; several are refused.
+        frozen: "same": frozen parameters and packed weights of quantized layers must equal those of the other learners,
+            bit for bit. "any": they may differ (a base in another dtype, or quantized) and are not checked.
+        residuals: where the learner keeps the error of its encodings, 2 bytes per parameter (4 with some plugins): on
+            the model's "device", or in pinned "host" memory, copied back for each encoding. For pinned memory, torch
+            rounds the bytes of each tensor up to a power of two.
+        snapshots: "step": `step` copies what a contribution holds before it returns. "background": on a CPU, a thread
+            copies it right after, which saves the loop one pass over a fragment; the loop must then leave the
+            parameters alone between steps. No effect on accelerators and in islands.
+        log: "stderr": log to stderr, unless the process has handlers for our logs, and show an uncaught error of ours
+            as its message alone. None: neither.
 
     Raises:
-        ConfigError: an address or `state` is none, the shards are not of one run, or certificate or `state` of another.
-        WrongCall: an argument is not what is asked for above.
-        UnsupportedModel: the momentum of an optimizer cannot be averaged, or an island asks for it; or `optimizer`
-            trains something else than what is shared.
-        UnsupportedModel: the model cannot be synchronised (FSDP1 and DeepSpeed are refused, for example);
-            the message says why, and what to do. Of several processes, rank 0 says it, and the others in short.
+        ConfigError: an address or `state` is invalid, the shards are not of one run, or the certificate or `state` is
+            of another run.
+        WrongCall: an argument is invalid, or this process was forked from a learner's and would join in its place.
+        UnsupportedModel: the model cannot be synchronized (FSDP1 and DeepSpeed, for example), the momentum of an
+            optimizer cannot be averaged, an island asks for that, or `optimizer` trains something other than what is
+            shared. The message says why and what to do; of several processes, only rank 0 gives it in full.
         CannotConnect: not all shards answered within `wait_s`.
-        HandshakeFailed: the two sides cannot agree on TLS, which only a change of settings or certificates can mend.
+        HandshakeFailed: TLS failed, and only a change of settings or certificates can fix it.
         Refusal: a shard refuses this learner (other model, other run, wrong token, ...).
-        WrongCall: this process is a child of a learner, and would join in its place.
     """
     _listen(log)
     addresses = addresses_of(shards)
@@ -186,7 +183,7 @@ def join(
     replica.reads_later = snapshots == "background" and replica.device.type == "cpu" and group is None
     world = real_world()
     caller = Caller(run, name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
-    if caller.rank:  # the leader speaks for all
+    if caller.rank:  # the leader logs, records and serves HTTP for all ranks
         http, address_file, history, name = None, None, None, f"{name}/{caller.rank}"
     telemetry = _telemetry(caller, name, world, history, credentials)
     _say_what_it_takes(replica, chosen, telemetry, residuals)
@@ -224,23 +221,23 @@ def digest_of(
     companions: Optimizer | Sequence[Optimizer] | None = None, *, shared: Patterns | None = None,
     private: Patterns = (),
 ) -> str:  # fmt: skip
-    """The digest of a model, as shards ask for it (`run.model`); the arguments as in `join`.
+    """The digest of a model, as `run.model` of the shards gives it; arguments as in `join`.
 
-    Raises UnsupportedModel, and ConfigError where `companions` are no optimizers of this model.
+    Raises UnsupportedModel, and ConfigError if `companions` are not optimizers of this model.
     """
     replica, _ = _synchronised(SharedSet(model, shared, private), mean_merge, companions)
     return model_digest(replica.specs)
 
 
 def real_world() -> World:
-    """Real time, chance and threads."""
+    """The world of production: real time, randomness and threads."""
     return World(time.monotonic, time.thread_time, random.SystemRandom(), _threads, memory.give_back)
 
 
 def _synchronised(
     chosen: SharedSet, mean_merge: Collection[str] | None, companions: Optimizer | Sequence[Optimizer] | None
 ) -> tuple[Replica, Companions | None]:
-    """All of a model, and what is averaged beside it. Raises UnsupportedModel and ConfigError."""
+    """The whole model, and the companions averaged with it. Raises UnsupportedModel and ConfigError."""
     if companions is None:
         return Replica(chosen, mean_merge), None
     averaged = Companions(companions, chosen)
@@ -251,8 +248,6 @@ def _replica_of(
     chosen: SharedSet, mean_merge: Collection[str] | None, companions: Optimizer | Sequence[Optimizer] | None,
     masters: Masters | None, group: IslandGroup | None,
 ) -> tuple[Replica, Companions | None]:  # fmt: skip
-    """The part of a model that this process has, and what is averaged beside it. Raises UnsupportedModel and
-    ConfigError."""
     if group is None:
         replica, averaged = _synchronised(chosen, mean_merge, companions)
     elif companions is not None:
@@ -267,7 +262,6 @@ def _replica_of(
 
 
 def _listen(log: Literal["stderr"] | None) -> None:
-    """Raises WrongCall."""
     check_word("log", log, ("stderr", None))
     if log == "stderr":
         logs.listen()
@@ -279,7 +273,6 @@ def _listen(log: Literal["stderr"] | None) -> None:
 def _telemetry(
     caller: Caller, name: str, world: World, history: str | Path | None, credentials: Credentials
 ) -> LearnerTelemetry:
-    """Raises ConfigError."""
     recorded = None
     if history is not None:
         with _written(f"history={str(history)!r}: {{}}; give a folder that can be written"):
@@ -292,7 +285,7 @@ def _telemetry(
 
 @contextmanager
 def _written(words: str) -> Iterator[None]:
-    """Raises ConfigError with these words, and what the system says in the place of {}."""
+    """Turn an OSError into a ConfigError with these words; {} in them becomes the system's message."""
     try:
         yield
     except OSError as error:
@@ -300,14 +293,14 @@ def _written(words: str) -> Iterator[None]:
 
 
 def _check_ranks(model: nn.Module, island: Island) -> None:
-    """Raises UnsupportedModel for what several processes train together."""
+    """Raises UnsupportedModel if several processes train this model in a way that we do not support."""
     rank = _rank()
     try:
         ranks.check(model, rank, island)
     except UnsupportedModel as error:
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            # Where one rank ends, torchrun ends the others at once, perhaps rank 0 before it has said why. This file
-            # is what torchrun shows at the end of all that it prints.
+            # When one rank ends, torchrun ends the others, perhaps before rank 0 has logged the reason. It prints this
+            # file after everything else.
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)
@@ -319,7 +312,7 @@ def _check_ranks(model: nn.Module, island: Island) -> None:
 
 
 def _rank() -> Rank:
-    """What torch.distributed says; before it is initialised, what its launcher has left in the environment."""
+    """The rank by torch.distributed or, before it is initialized, by the launcher's environment variables."""
     group = torch.distributed
     if group.is_available() and group.is_initialized():
         return Rank(group.get_rank(), group.get_world_size(), "a process group is initialised")
@@ -330,9 +323,9 @@ def _rank() -> Rank:
 
 
 def _threads(count: int, name: str) -> Executor:
-    """Threads in which torch starts no second OpenMP team: two teams on the same cores are slower than one.
+    """Threads that run torch on one core each: a second OpenMP team on the same cores would slow down both.
 
-    `torch.set_num_threads` decides for the calling thread, and for threads that are yet to begin: put that back.
+    `torch.set_num_threads` sets the calling thread and all threads started later, so the old number is set again.
     """
     executor = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=torch.set_num_threads, initargs=(1,))
     threads = torch.get_num_threads()
@@ -342,7 +335,7 @@ def _threads(count: int, name: str) -> Executor:
 
 
 def _say_what_it_takes(replica: Replica, chosen: SharedSet, telemetry: LearnerTelemetry, residuals: str) -> None:
-    """What is synchronised, by what, and where residuals lie."""
+    """Log the kernels, the place of the residuals, and what is synchronized."""
     log, is_on_cpu = telemetry.log, replica.device.type == "cpu"
     if is_on_cpu and isinstance(why := native.find(), str):
         log.warning("no native kernels: encoding takes several times as long", why=why)

@@ -1,4 +1,4 @@
-"""`Learner`: what a training loop holds.
+"""`Learner`: the object that a training loop holds.
 
     with diloco_worker.join("ps-0:50051,ps-1:50051", model) as learner:
         for batch in loader:
@@ -10,13 +10,12 @@
         learner.finish()
     model.save_pretrained("model")
 
-All of this runs in the training thread. Between two steps, `step` takes contributions, one pass over the fragment each,
-and puts arrived versions under the local progress: one addition, of what was computed ahead. It never waits for
-anybody. What happens there is decided by `StepBoundary`. What it asks for is done by others: the codec thread encodes,
-`Background` runs the connections.
+Everything here runs in the training thread. Between two inner steps, `step` takes contributions (one pass over the
+fragment) and adds arrived versions to the model (one addition of a prepared difference). It never waits. `StepBoundary`
+decides what happens; the codec thread encodes, and `Background` runs the connections.
 
-What a contribution holds is fixed when `step` or `poll` returns. Until the next one the parameters are the loop's own:
-it may put other values into them (averaged ones, to evaluate them), if it puts the trained ones back.
+A contribution is fixed when `step` or `poll` returns. Until the next call the loop may put other values into the
+parameters (averaged ones for an evaluation, say), if it puts the trained ones back.
 """
 
 from __future__ import annotations
@@ -73,47 +72,47 @@ from diloco_worker.view import LearnerView
 STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
 AWAY_S = 0.5
-"""A resumed learner waits this long, in seconds, for shards that do not answer. Then it trains on without them."""
+"""Seconds that a resumed learner waits for shards that do not answer. Then it trains without them."""
 APPLY_S = 0.003
 """`step` spends this many seconds, or `APPLY_SHARE` of a step if that is longer, on versions that have arrived. It
-always applies one. The rest wait for the next step."""
+applies at least one. The rest wait for the next step."""
 APPLY_SHARE = 0.005
 LOOK_S = 0.2
-"""How often a learner that waits looks around; sooner where something arrives."""
+"""Seconds between two looks of a waiting learner, unless something arrives sooner."""
 LEAVE_LEAST_S = 5.0
-"""Of `LEAVE_S`, if a step took long after the warning."""
+"""Least seconds that remain of `LEAVE_S` to leave, if the step after the warning took long."""
 SETTLE_S = 5.0
-"""Seconds that pushes under way have to be answered when the learner ends."""
+"""Seconds for pushes in flight to be answered when the learner ends."""
 HURRY_S = 0.5
-"""The same, where somebody waits at the keyboard."""
+"""Like `SETTLE_S`, after Ctrl-C."""
 NO_TOKENS_STEPS = 3
-"""So many steps without a token are no accident."""
+"""Steps without a token before the learner warns."""
 
 
 class Background(Protocol):
-    """Where the connections run: a thread of its own in production, the same virtual loop in the simulator."""
+    """Runs the connections: a thread in production, the virtual event loop in the simulator."""
 
     def start(self, connections: Connections) -> None:
-        """Run them from now on."""
+        """Start running them."""
 
     def post(self, acts: Sequence[Act]) -> None:
-        """Have them perform these acts, after those that were posted before. Never waits."""
+        """Queue acts for the connections, in order. Never waits."""
 
     def stop(self, settle_s: float) -> None:
-        """Let them leave, and end them; pushes under way get so many seconds. Repeating it is fine."""
+        """Make the connections leave and end them; pushes in flight get `settle_s` seconds. May be repeated."""
 
 
 class Learner(LearnerView):
-    """One learner of a run. Made by `join`; a context manager that leaves the run at its end."""
+    """One learner of a run, made by `join`. As a context manager it leaves the run at the end."""
 
     def __init__(
         self, boundary: StepBoundary, connections: Connections, background: Background, context: ConnectionContext,
         watch: ModelWatch | None = None,
     ) -> None:  # fmt: skip
-        """`watch`: looks whether the model is still the one that joined; None: nobody can replace it."""
+        """`watch`: checks that the model is still the one that joined; None: nothing can replace it."""
         super().__init__(boundary, connections, context.telemetry, context.index)
         self.step_time_s = 0.0
-        """Moving average."""
+        """Moving average, in seconds."""
         self._home = home.Home()
         self.one_thread = OneThread()
         self._background = background
@@ -132,28 +131,26 @@ class Learner(LearnerView):
         self._following: Following | None = None
         self._notice: Notice | None = None
         self.compared = Compared(None)
-        """What its optimizers train, with what is shared."""
+        """Compares what the optimizers train with what is shared."""
         self.pull_average: Callable[[], Mapping[str, Tensor]] | None = None
-        """Waits for the average of the versions, by name; None: this learner is several processes."""
+        """Pulls the average of the versions, by name; it waits. None: this learner has several processes."""
         self._is_leaving = False
-        self._says_no_tokens = True  # whether all steps of this process did
+        self._says_no_tokens = True  # whether every step of this process did
         self._finished: Finished | None = None
-        """What `finish` has returned."""
         self._has_left: bool | None = None
-        """What `leave` has returned."""
         self._steps_told = boundary.figures().inner_step
 
     # ------------------------------------------------------------ joining
 
     def start(self) -> None:
-        """Begin to dial the shards. Raises what the background raises."""
         self._began = self._clock()
         self._background.start(self.connections)
 
     def begin(self) -> bool:
-        """Whether training can begin: the model holds a version of every fragment; if resumed, of all that can be had.
+        """Apply what has arrived, and return whether training can begin. Call until true; never waits.
 
-        Takes in what has come, and never waits: ask again until it is true. Raises what `step` raises.
+        It can once the model holds a version of every fragment; a resumed learner needs only those that it can get.
+        Raises what `step` raises.
         """
         if self.state == "training":
             return True
@@ -176,22 +173,20 @@ class Learner(LearnerView):
     def step(
         self, tokens: int | None = None, loss: Tensor | float | None = None, *, samples: int | None = None
     ) -> None:
-        """Say that an inner step has ended. Call after optimizer.step(); never waits.
+        """Report the end of an inner step. Call it after optimizer.step(); never waits.
 
-        Give its `tokens`, or its `samples` where there are none: images, episodes, graphs. All learners of a run count
-        the same. A token of the settings (`run.tokens`) is then whatever you count.
+        Give the step's `tokens`, or its `samples` if it has none (images, episodes, graphs). All learners of a run must
+        count the same way; settings such as `run.tokens` then use that unit.
 
         Raises:
             Superseded: another process joined with this learner id.
             Refusal: a shard refuses this learner for good.
-            ManifestMismatch: a shard that was away when training began is of another run.
-            ConfigError: there is not one whole number of tokens or samples.
-            WrongCall: `loss` is no number; the model holds other values, inside a block of `global_values` or `values`;
-                or another thread is inside a call of this learner.
-            ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
-            NotFinite: the model holds NaN again and again, although it took the global values.
-            WrongCall: the learner has left the run.
-            WrongCall: this process was forked from the learner's.
+            ManifestMismatch: a shard that was away when training began belongs to another run.
+            ConfigError: `tokens` and `samples` are not one whole number.
+            WrongCall: `loss` is not a number; a block of `global_values` or `values` is open; another thread is inside
+                a call of this learner; the learner has left the run; or this process was forked from the learner's.
+            ModelChanged: the parameters were replaced, or overwritten by load_state_dict, after the model joined.
+            NotFinite: the model keeps producing NaN, even after it took the global values.
         """
         self._check_not_ended()
         self._others.check()
@@ -222,13 +217,13 @@ class Learner(LearnerView):
     def follow(
         self, optimizer: Optimizer, *, tokens: Amount | None = None, samples: Amount | None = None
     ) -> Following:  # fmt: skip
-        """Call `step` after each step of this optimizer, from now on: for loops that sit inside a library.
+        """Call `step` after each step of this optimizer, for training loops inside a library.
 
-        Give the tokens or the samples of a step, or a function that tells them. Of several optimizers, follow the one
-        that ends a step of the loop. Once the run is over the loop goes on, and the log says so: end it by a callback
-        that looks at `done`. What `step` raises, optimizer.step() raises. `remove()` of what is returned ends it, and
-        so does `close`. Raises ConfigError, WrongCall, and VersionUndone for a schedule-free one that is not among
-        `masters`.
+        Give the tokens or samples per step, or a function that returns them. Of several optimizers, follow the one that
+        ends a step of the loop. optimizer.step() then raises what `step` raises. After the end of the run the loop
+        continues and the log warns; end the loop by a callback that checks `done`. Call `remove()` on the result, or
+        `close`, to stop following. Raises ConfigError, WrongCall, and VersionUndone for a schedule-free optimizer that
+        is not among `masters`.
         """
         self._check_not_ended()
         if self._following is not None and not self._following.is_removed:
@@ -248,8 +243,8 @@ class Learner(LearnerView):
     def poll(self, wait_s: float = 0.0) -> None:
         """Apply versions that have arrived, and send what rounds ask for, between two steps.
 
-        `step` does this too; call it where the next step is far away, such as during a long evaluation. Waits up to
-        `wait_s` seconds for something to arrive. Raises what `step` raises.
+        `step` does this too; call it where the next step is far away, as in a long evaluation. Waits up to `wait_s`
+        seconds for something to arrive. Raises what `step` raises.
         """
         check_seconds("wait_s", wait_s)
         self._check_not_ended()
@@ -260,16 +255,15 @@ class Learner(LearnerView):
         self._heed()
 
     def global_values(self, average: bool = False) -> AbstractContextManager[None]:
-        """For a `with`: the newest global values in the model, as versions that were applied brought them, to evaluate,
-        sample and save. At the end of the block the model is what it was, bit for bit, also if the body raises.
+        """In a `with` block, the model holds the newest global values that were applied, to evaluate, sample or save.
 
-        That takes memory for one more copy of the shared parameters and of all buffers. Inside the block nothing is
-        applied and nothing contributed, and `step` is refused. In an island all ranks enter it alike. Raises WrongCall
-        inside another block, and ModelChanged.
+        After the block, even if it raised, the model is as before, bit for bit. It needs memory for one more copy of
+        the shared parameters and of all buffers. Inside the block nothing is applied or contributed, and `step` raises.
+        In an island all ranks enter it alike. Raises WrongCall inside another block, and ModelChanged.
 
-        `average`: of parameters the average of the versions (`outer.average`), which is pulled from the shards at once,
-        in float32: it waits for the network. Raises NoAverage where the run keeps none, CannotConnect, and
-        UnsupportedModel in an island.
+        `average`: the parameters get the average of the versions (`outer.average`) in float32, pulled from the shards
+        now; this waits for the network. Raises NoAverage if the run keeps none, CannotConnect, and UnsupportedModel in
+        an island.
         """
         self._home.check(self.learner_id)
         if average:
@@ -280,10 +274,10 @@ class Learner(LearnerView):
         return self._others.instead("global_values()", self._finishing.write)
 
     def values(self, values: Values) -> AbstractContextManager[None]:
-        """For a `with`: values of your own in the model (averaged ones, a best checkpoint), as in `global_values`.
+        """In a `with` block, the model holds your own values (averaged ones, a best checkpoint), as in `global_values`.
 
-        Give names and tensors, as `state_dict` has them, or a module: what it does not name stays. They are converted
-        to the dtype of the model. Raises WrongCall where names or shapes do not fit, and UnsupportedModel under FSDP2.
+        Give names and tensors as in a state_dict, or a module; whatever they do not name stays. Tensors are converted
+        to the model's dtype. Raises WrongCall if names or shapes do not fit, and UnsupportedModel under FSDP2.
         """
         self._home.check(self.learner_id)
         pairs = self._others.beside(values)
@@ -291,33 +285,32 @@ class Learner(LearnerView):
 
     @one_thread
     def restore(self, values: Values) -> None:
-        """Train on from these values, of a best checkpoint for example, given as to `values`. Between two steps.
+        """Continue training from these values (a best checkpoint, say), given as to `values`, between two steps.
 
-        A learner cannot take back what the run has merged. To the run this is one inner step that has led there: the
-        way from the global values to these is in the next contributions, with the weight of this learner. So versions
-        come nearer to them, and arrive at them only where it trains alone. Raises as `values` does, and WrongCall.
+        Work that the run has merged stays merged. The run sees one inner step that ends at these values: the next
+        contributions carry the difference, with this learner's weight, so the global values move toward them and reach
+        them only if this learner trains alone. Raises what `values` raises, and WrongCall.
         """
         self._check_not_ended()
         self._others.for_good(values)
 
     @one_thread
     def finish(self, wait_s: float | None = None, *, regardless: bool = False) -> Finished:
-        """End the training of this learner, and leave the global model in the user's module.
+        """End this learner's training and load the global model into the user's module.
 
-        Waits for the last version of every fragment, says what it waits for, and puts these in the place of all local
-        values; then leaves the run. In a run that has reached its budget they are final, and all learners have the
-        same. Otherwise this learner first hands over what it has trained, as `leave` does, and they are the latest.
-        Values are those that the run sends (`sync.pull`, bfloat16 by default); `diloco pull` writes them in float32.
-        Frozen and private tensors stay as they are.
+        Waits for the last version of every fragment, logs what it waits for, replaces all local values, and leaves the
+        run. If the run has reached its budget, these values are final and equal in all learners. Otherwise the learner
+        first hands over its work as `leave` does, and gets the latest values. Values arrive in the encoding that the
+        run sends (`sync.pull`, bfloat16 by default); `diloco pull` writes float32. Frozen and private tensors stay.
 
-        Where the run is not over and some of this learner's work is in no version, the model keeps what was trained,
-        and a warning says why. `regardless`: the global values all the same; also in a second call, which otherwise
-        changes nothing.
+        If the run is not over and some of this learner's work is in no version, the model keeps the trained values and
+        a warning says why. `regardless`: load the global values anyway. A second call does nothing, except that
+        `regardless` may load them then.
 
-        Returns what became of the work of this process: true if versions hold all of it, and the last ones came within
-        `wait_s` seconds; None: 25 for the work, 60 for the versions, but a shard at which nobody has listened for 10 is
-        not waited for. Of versions that did not come, the learner takes the one that it had, and the log names them.
-        Raises ModelChanged, and what `step` raises.
+        Returns what became of this process's work. It is true if versions hold all of it and the last versions came
+        within `wait_s` seconds; None: 25 for the work and 60 for the versions, but only 10 for a shard that nobody can
+        reach. For a version that did not come, the learner uses the one it had, and the log names the fragment. Raises
+        ModelChanged, and what `step` raises.
         """
         check_seconds("wait_s", wait_s)
         if self._finished is None:
@@ -351,15 +344,14 @@ class Learner(LearnerView):
 
     @one_thread
     def leave(self, wait_s: float | None = None) -> bool:
-        """Leave the run, and leave nothing behind: what was trained since the last contributions goes into a round that
-        is opened for it. The model stays as it is.
+        """Leave the run and hand over all work: a round is opened for what was trained since the last contributions.
 
-        Takes about as long as the slowest of the other learners takes for a step and a push, which they are asked for,
-        too. Repeating it changes nothing. SIGTERM does the same, and ends the process (`join`).
+        The model stays as it is. This takes about one step and one push of the slowest other learner, since the round
+        asks all of them. SIGTERM does the same and then ends the process (see `join`). A second call does nothing.
 
-        Returns whether versions hold everything within `wait_s` seconds; None: 25, but a shard at which nobody has
-        listened for 10 is not waited for. The log says what is in none. What was contributed by then still counts, if
-        its round closes. Raises ModelChanged, and what `step` raises.
+        Returns whether versions hold all work within `wait_s` seconds; None: 25, but only 10 for a shard that nobody
+        can reach. The log says what is in no version; a contribution already sent still counts if its round closes.
+        Raises ModelChanged, and what `step` raises.
         """
         check_seconds("wait_s", wait_s)
         if self._finished is not None:
@@ -383,16 +375,16 @@ class Learner(LearnerView):
         return not missing
 
     def hand_over(self, waited_s: float, wait_s: float | None, how: Ending | None = None) -> tuple[bool, str]:
-        """After a `poll`: ask for the rounds that are missing. As `Ending.look`."""
+        """After a `poll`: ask for the missing rounds. Returns what `Ending.look` returns."""
         if self.core is not None and not self._boundary.shards.have_stopped:
             self._post([LastRounds(self.core.last_rounds)])
         return (how or self._leaving).look(waited_s, wait_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `join(state=...)` goes on from: counters, and who this learner is. Plain values, for any checkpoint.
+        """The counters and identity for `join(state=...)`, as plain values for any checkpoint.
 
-        Save it together with the model and the optimizer, between two steps. In an island it is the same at all ranks;
-        one that dies meanwhile raises IslandBroken at the others.
+        Save it with the model and the optimizer, between two steps. In an island all ranks get the same state; if a
+        rank dies during the call, the others raise IslandBroken.
         """
         self._home.check(self.learner_id)
         caller = self.telemetry.caller
@@ -400,7 +392,7 @@ class Learner(LearnerView):
         return LearnerState(caller.run_id, caller.learner_id, self.index, *self._boundary.trained(), merged).as_dict()
 
     def status(self) -> dict[str, Any]:
-        """JSON of this learner, as at /status. In any thread."""
+        """The JSON that /status serves. May be called in any thread."""
         return self.telemetry.status(self._boundary.pulse, self.connections.figures())
 
     def stop(self) -> None:
@@ -408,12 +400,12 @@ class Learner(LearnerView):
         self._boundary.ask_stop()
 
     def listen(self) -> None:
-        """From now on SIGTERM is the notice to leave, unless somebody handles it already."""
+        """Treat SIGTERM as the notice to leave from now on, unless the process already handles it."""
         self._notice = Notice(self._boundary.ask_leave, self._patience_s)
 
     def _patience_s(self) -> float | None:
-        """For how many seconds a notice waits for the step to end: as long as it usually takes, if what is left of the
-        warning allows it. None: for ever, as the ranks of an island end a step together."""
+        """Seconds that the notice waits for the step to end: its usual time, if the rest of the warning allows it.
+        None: forever, since the ranks of an island end a step together."""
         if not self._boundary.is_alone:
             return None
         left_s = self.telemetry.step_left_s
@@ -431,7 +423,7 @@ class Learner(LearnerView):
         self.telemetry.hung_s = seconds
 
     def close(self, settle_s: float | None = None) -> None:
-        """Leave the run: what is being pushed gets some seconds (None: 5). Repeating it is fine; in a forked child,
+        """Leave the run; pushes in flight get `settle_s` seconds (None: 5). May be repeated. In a forked child it does
         nothing."""
         check_seconds("settle_s", settle_s)
         if not self._home.is_here:
@@ -452,7 +444,7 @@ class Learner(LearnerView):
                 self._notice.end(is_heeded=self._is_leaving and self._boundary.is_leave_asked)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raises WrongCall: for copies and pickles."""
+        """Refuse copies and pickles. Raises WrongCall."""
         raise WrongCall(
             f"the learner {self.learner_id} cannot be copied or pickled: save learner.state_dict() in its place, and "
             "keep the learner out of what is copied (a model, a dataset of a DataLoader's workers)"
@@ -467,7 +459,7 @@ class Learner(LearnerView):
         try:
             is_error = kind is not None and kind is not KeyboardInterrupt
             if is_error and self._home.is_here and self.state not in ("done", "stopped"):
-                # If SIGTERM has come, that is often why: it went to the workers of a DataLoader, too.
+                # SIGTERM often is the cause of the error: the workers of a DataLoader got it, too.
                 self._heed()
         finally:
             self.close(HURRY_S if kind is KeyboardInterrupt else None)
@@ -477,7 +469,7 @@ class Learner(LearnerView):
     # ------------------------------------------------------------ helpers
 
     def _warn_of_no_tokens(self) -> None:
-        """A count that is always 0 means that nothing is ever merged: once, after some steps."""
+        """Warn once, after some steps, if no step had tokens: none of this work is ever merged then."""
         if not self._says_no_tokens:
             return
         steps, tokens = self._boundary.trained_here()
@@ -489,14 +481,13 @@ class Learner(LearnerView):
             )  # fmt: skip
 
     def _heed(self) -> None:
-        """If SIGTERM has come: hand over, and end the process."""
+        """If SIGTERM came, hand over the work and end the process."""
         if self._boundary.is_leave_asked and not self._is_leaving:
-            if (asked_at := self._boundary.leave_asked_at) is not None:  # None: another rank was
+            if (asked_at := self._boundary.leave_asked_at) is not None:  # None: another rank got it
                 self._leaving.usual_s = max(LEAVE_LEAST_S, LEAVE_S - (self._clock() - asked_at))
             self.leave()
 
     def _end(self, how: Ending, look: Callable[[float, float | None], tuple[bool, str]], wait_s: float | None) -> str:
-        """Wait as long as `look` says. Returns what is missing, in words."""
         self._check_not_ended()
         self._others.check()
         self._is_leaving |= how is self._leaving
@@ -505,7 +496,7 @@ class Learner(LearnerView):
         return self._wait(how.waits, look, wait_s)
 
     def _wait(self, what: str, look: Callable[[float, float | None], tuple[bool, str]], wait_s: float | None) -> str:
-        """Until `look` says so (`Ending.look`). Returns what is missing, in words."""
+        """Poll until `look` returns true (`Ending.look`). Returns what is missing, as text."""
         began = self._clock()
         patience = Patience(self.telemetry.log, what, began)
         while True:
@@ -519,7 +510,7 @@ class Learner(LearnerView):
             self._inbox.wait(LOOK_S)
 
     def _settle(self) -> None:
-        """Until nobody reads the parameters. Raises ModelChanged."""
+        """Wait until nobody reads the parameters. Raises ModelChanged."""
         if self._watch is not None:
             self._watch.check()
             self._watch.check_in_place()
@@ -529,7 +520,7 @@ class Learner(LearnerView):
     def _check_not_ended(self) -> None:
         self._home.check(self.learner_id)
         if self.state in ("done", "stopped"):
-            say_in_one_line()  # `finish` has put the hook back that was there
+            say_in_one_line()  # `finish` restored the previous hook
             raise WrongCall(
                 f"{self.learner_id} has left the run already (by finish, by close, or at the end of `with`); to train "
                 "on, join again with state=learner.state_dict()"
@@ -537,7 +528,7 @@ class Learner(LearnerView):
 
     @property
     def core(self) -> LearnerCore | None:
-        """The learner's decisions so far; None: the model is not cut yet."""
+        """The learner's decisions so far; None until the model is cut."""
         return self._boundary.core
 
     @property
@@ -549,7 +540,7 @@ class Learner(LearnerView):
     def _cross(self, apply_s: float) -> list[Act]:
         acts = self._boundary.cross(apply_s)
         core = self.core
-        if core is not None and core.inner_step > self._steps_told:  # where several ranks decide, of the step before
+        if core is not None and core.inner_step > self._steps_told:  # in an island, decisions lag one boundary behind
             self._steps_told = core.inner_step
             self.telemetry.stepped(core.inner_step, core.tokens)
         if not self.telemetry.readiness[0]:
@@ -559,10 +550,8 @@ class Learner(LearnerView):
         return acts
 
     def _post(self, acts: list[Act]) -> None:
-        """Begin what the codec thread does; the rest goes to the connections all at once.
-
-        Each time that the network thread is woken, it may take the processor away. Raises that of `Failed`.
-        """
+        """Start the codec thread's work, and pass all acts to the connections at once: each wakeup of the network
+        thread may take the processor away. Raises the error of `Failed`."""
         self.telemetry.record(acts)
         error: DilocoError | None = None
         diverged: DilocoError | None = None
@@ -588,9 +577,9 @@ class Learner(LearnerView):
             raise error
 
     def _begin_anew(self) -> bool:
-        """The values of the model are not finite: take the global ones, with fresh moments. Returns whether it has.
+        """If values became NaN or infinite: take the global ones, and clear the optimizers. Returns whether it did.
 
-        The ranks of an island would have to do so at the same step, so there it is the end.
+        The ranks of an island would have to do this at the same step, so an island ends instead.
         """
         if not self._is_alone or not self._diverging.begin_anew():
             return False
@@ -607,7 +596,7 @@ class Learner(LearnerView):
         return True
 
     def _read_loss(self, loss: Tensor | float | None) -> None:
-        """From an accelerator it comes a step or more later: nothing waits for the device."""
+        """Keep the loss. From an accelerator it arrives a step or more later: nothing waits for the device."""
         if not isinstance(loss, Tensor):
             self._loss = self._loss if loss is None else float(loss)
             return
@@ -624,17 +613,17 @@ def make_learner(
     frozen: Sequence[FrozenTensor] = (), watch: ModelWatch | None = None, council: Council | None = None,
     after_version: Callable[[], object] | None = None, site: str = "",
 ) -> Learner:  # fmt: skip
-    """A learner in some world, with its parts. Nothing is dialed before `start`.
+    """A learner in any world, with its parts. Nothing is dialed before `start`.
 
     Args:
-        dial: gives the way to the shard at an address, and sends nothing yet.
+        dial: returns the transport to the shard at an address, and sends nothing yet.
         background: runs the connections.
         index: the learner's number in an earlier process.
-        frozen: what must be the same in all learners.
-        watch: looks whether the model is still the one that joined; None: nobody can replace it.
-        council: the processes that are this learner; None: this one alone.
-        after_version: called when versions were written to the model.
-        site: where it is, for mirrors.
+        frozen: tensors that must be equal in all learners.
+        watch: checks that the model is still the one that joined; None: nothing can replace it.
+        council: the processes of this learner; None: this one alone.
+        after_version: called after versions were written to the model.
+        site: the learner's place, for mirrors.
     """
     council = council or Council()
     telemetry.holds_all = council.is_alone

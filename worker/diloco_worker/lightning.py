@@ -3,11 +3,11 @@
     from diloco_worker.lightning import DilocoCallback
 
     trainer = Trainer(max_epochs=-1, callbacks=[DilocoCallback("ps-0:50051,ps-1:50051", save_to="global.ckpt")])
-    trainer.fit(module, data)          # until the budget of the run is merged, or max_steps; then it is the global one
+    trainer.fit(module, data)          # until the budget of the run is merged, or max_steps; the model is then global
 
-It joins once the Trainer has loaded what it resumes from, and does what a loop of one's own would do: draws the data in
-an order of this learner, says after each optimizer step how many tokens it had, lets the rate follow the run, stops at
-the budget, puts the global model into the module, and saves it. The learner's state is in the Trainer's checkpoints.
+The callback joins once the Trainer has loaded its checkpoint. It gives this learner its own order of the data, reports
+the tokens of each optimizer step, makes the rate follow the run, stops at the budget, and loads and saves the global
+model. The learner's state is in the Trainer's checkpoints.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ except ImportError:  # pragma: no cover
 
 
 AVERAGING = "WeightAveraging"
-"""Of Lightning's callbacks, that which EMA and SWA derive from. By name: older releases have none."""
+"""Name of the base class of Lightning's EMA and SWA callbacks; a name because older releases do not have it."""
 
 
 def counted_in(batch: Any) -> Counted:
-    """The first tensor in a batch says: its elements are tokens if they are whole numbers; else its rows are samples.
-
-    Raises ConfigError.
-    """
+    """Count by the first tensor in a batch: the elements of an integer tensor are tokens, the rows of others samples.
+    Raises ConfigError."""
     first = next(_tensors_in(batch), None)
     if first is None:
         raise ConfigError(
@@ -50,7 +48,7 @@ def counted_in(batch: Any) -> Counted:
 
 
 def _tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Those of one dimension or more, in their order."""
+    """Tensors of one dimension or more, in order."""
     if isinstance(batch, Tensor):
         if batch.dim():
             yield batch
@@ -64,7 +62,7 @@ def _tensors_in(batch: Any) -> Iterator[Tensor]:
 class DilocoCallback(Callback):  # type: ignore[misc]
     """Joins a run when training begins, and finishes when it ends.
 
-    A LambdaLR of the module that counts steps, up to `max_steps`, follows the run; any other schedule gets a warning.
+    A LambdaLR of the module that counts steps up to `max_steps` follows the run; any other schedule gets a warning.
     With shuffle=True, `learner.seed` orders the data. `ckpt_path` continues the same learner, with a new order of the
     data. The Trainer's own checkpoints hold local values.
     """
@@ -76,19 +74,17 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         """
         Args:
             save_to: file for the global model, as `LightningModule.load_from_checkpoint` reads it; None: no file.
-            rate: how it comes down as the run proceeds, as of `ProgressLR`, if the module has no schedule of its own.
-            warmup: the share of the run in which the rate rises.
-            tokens: counts those of a batch; or `samples`, where there are none. Neither: the batch says
-                (`counted_in`).
-            options: of `join` for one process (run, learner_id, tls, token, ...).
+            rate: shape of the rate over the run, as in `ProgressLR`, if the module has no schedule of its own.
+            warmup: share of the run in which the rate rises.
+            tokens, samples: functions that count the tokens or the samples of a batch. Neither: `counted_in`.
+            options: options of `join` for one process (run, learner_id, tls, token, ...).
 
-        Raises ConfigError, and WrongCall.
+        Raises ConfigError and WrongCall.
         """
         own = "give each device a Trainer of its own (devices=1), each a learner"
         check_callback(shards, options, join, own)
         check_word("rate", rate, SHAPES)
         self.learner: Learner | None = None
-        """None before training begins."""
         self._shards, self._options = shards, options
         self._save_to = None if save_to is None else Path(save_to)
         self._rate: Shape = rate
@@ -104,7 +100,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Join. Raises what `join` raises."""
         others = [callback for callback in trainer.callbacks if callback is not self]
-        # First of all: others put values of their own into the module at the end, and would be taken for training.
+        # Run first: at the end others put their own values into the module, which would count as training.
         trainer.callbacks = [self, *others]
         averaging = next((one for one in others if any(k.__name__ == AVERAGING for k in type(one).__mro__)), None)
         state = self._saved.get("learner") if self.learner is None else self.learner.state_dict()
@@ -114,11 +110,11 @@ class DilocoCallback(Callback):  # type: ignore[misc]
                 "this callback puts an average of this learner alone into the module at the end: save_to has the "
                 "global model; the run can keep an average of all (outer.average)", callback=type(averaging).__name__,
             )  # fmt: skip
-        # The order of the data comes from it, before training starts: workers of a loader draw at once.
+        # The seed decides the order of the data. Set it before training starts: a loader's workers draw at once.
         torch.manual_seed(self.learner.seed + self.learner.inner_step)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """The rate of each optimizer follows the run. Its state is there by now."""
+        """Make each optimizer's rate follow the run. By now its state is loaded."""
         assert self.learner is not None
         learner = self.learner
         self._steps, self._amount = trainer.global_step, 0
@@ -135,16 +131,16 @@ class DilocoCallback(Callback):  # type: ignore[misc]
             schedule.load_state_dict(saved)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Set the rate of the module's own schedules by the progress of the run."""
+        """Set the rate of the module's own schedules to the progress of the run."""
         for schedule in self._followed:
             schedule.set(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Tell the learner, if the optimizer has stepped. Raises what `Learner.step` raises."""
+        """Report a step, if the optimizer has stepped. Raises what `Learner.step` raises."""
         learner = self._joined()
         amount, is_samples = self._counted(batch)
         self._amount += amount
-        if trainer.global_step == self._steps:  # it accumulates gradients
+        if trainer.global_step == self._steps:  # still accumulating gradients
             return
         amount, self._amount, self._steps = self._amount, 0, trainer.global_step
         for schedule in self._schedules:
@@ -155,7 +151,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         trainer.should_stop = trainer.should_stop or learner.done
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Leave the global model in the module, and save it."""
+        """Load the global model into the module, and save it."""
         learner = self._joined()
         if not learner.done:
             learner.telemetry.log.warning(
@@ -169,22 +165,19 @@ class DilocoCallback(Callback):  # type: ignore[misc]
             learner.telemetry.log.event(f"{what} saved", file=self._save_to)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Leave the run."""
         if self.learner is not None:
             self.learner.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into the checkpoints of the Trainer."""
         if self.learner is None:
             return self._saved
         return {"learner": self.learner.state_dict(), "schedules": [s.state_dict() for s in self._schedules]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Before training begins, by the Trainer."""
+        """Called by the Trainer before training begins."""
         self._saved, self.learner = state_dict, None
 
     def _joined(self) -> Learner:
-        """Raises WrongCall."""
         if self.learner is None:
             raise WrongCall("this DilocoCallback has joined no run: give it to the Trainer before fit()")
         return self.learner

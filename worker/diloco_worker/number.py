@@ -1,5 +1,5 @@
-"""A learner's number before it has a model: how many words, users or classes a model has may be in the data, and which
-part of the data this learner reads depends on its number.
+"""`take_number`: a learner's number before it has a model. Use it if the size of the model (words, users, classes)
+depends on the data, and the number decides which part of the data this learner reads.
 
     index = diloco_worker.take_number(shards)
     data = load(part=index)
@@ -27,25 +27,24 @@ from diloco_worker.shell.arguments import check_seconds, check_who
 from diloco_worker.shell.ending import Patience
 
 ATTEMPT_S = 1.0
-"""For the answers of all shards; then it is tried again."""
+"""Seconds to wait for the answers of all shards before trying again."""
 
 _taken: dict[tuple[str, str], int] = {}
-"""Run and learner id -> the number that this process has taken."""
 
 
 def take_number(
     shards: str | Sequence[str], *, run: str = "local", learner_id: str = "", tls: str | Path | None = None,
     token: str | Path | None = None, wait_s: float | None = None,
 ) -> int:  # fmt: skip
-    """The `index` that this learner will have: from 0, no other learner has it. Waits for shard 0, which gives it.
+    """The `index` that this learner will have: from 0, no other learner has it. Waits for shard 0, which assigns it.
 
-    The arguments are those of `join`. The number is kept for ten minutes for the `join` of this process under this
-    learner id, and for as long as nobody else takes it. Repeating it gives the same number, and so do all ranks that
-    give one `learner_id`.
+    Arguments are those of `join`. The number is reserved for ten minutes for a `join` of this process under this
+    learner id, and longer if nobody else takes it. A second call returns the same number, as do calls of other ranks
+    with the same `learner_id`.
 
     Raises:
-        ConfigError: an address is no address, or shard 0 is not among the shards.
-        CannotConnect: shard 0 did not answer within `wait_s` seconds; None waits for ever, and says so.
+        ConfigError: an address is invalid, or shard 0 is not among the shards.
+        CannotConnect: shard 0 did not answer within `wait_s` seconds; None waits forever, and logs it.
         HandshakeFailed, Refusal, WrongCall: as `join` does.
     """
     logs.listen()
@@ -58,7 +57,7 @@ def take_number(
     home.check_may_join(run, name)
     began = time.monotonic()
     patience = Patience(Log(name), "waiting for a number", began)
-    with ThreadPoolExecutor(1, "diloco-number") as thread:  # a notebook has a running event loop in this one
+    with ThreadPoolExecutor(1, "diloco-number") as thread:  # a notebook runs an event loop in the calling thread
         while True:
             found, missing = thread.submit(asyncio.run, _ask(addresses, credentials, Identity(run, name))).result()
             now = time.monotonic()
@@ -73,12 +72,11 @@ def take_number(
 
 
 def taken(run: str, learner_id: str) -> int | None:
-    """The number that this process has taken for this learner."""
     return _taken.get((run, learner_id))
 
 
 async def _ask(addresses: Sequence[str], credentials: Credentials, caller: Identity) -> tuple[int | None, str]:
-    """The number; or None, and why not yet. Raises ConfigError, HandshakeFailed and Refusal."""
+    """The number, or None and why it is missing. Raises ConfigError, HandshakeFailed and Refusal."""
     heard = await asyncio.gather(*(_ask_one(address, credentials, caller) for address in addresses))
     answers = [answer for answer in heard if isinstance(answer, JoinAnswer)]
     for answer in answers:

@@ -1,7 +1,7 @@
 """Learning rates that follow the progress of the run, not the steps of one learner.
 
-Progress is global: merged tokens over the budget. So a learner that joins late, or is slower than others, has the same
-rate as they have, and the rate has come down when the run ends.
+Progress is merged tokens over the budget, the same for all learners. So a learner that joins late or is slower has the
+same rate as the others, and the rate has come down when the run ends.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from diloco_common.errors import ConfigError, WrongCall, shown
 Shape: TypeAlias = Literal["cosine", "linear", "wsd", "constant"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 WARMUP_FLOOR = 0.1
-"""The warm-up starts at this share of the rate, because progress stays at 0 until the first round is merged."""
+"""Share of the rate at which the warm-up starts: progress stays at 0 until the first round is merged."""
 WARMUP_STEPS = 20
-"""An optimizer without moments rises to the rate over this many steps."""
+"""Steps in which the rate rises in each process, whose optimizer has no moments yet."""
 DECAY = 0.2
-"""The share of the run in which "wsd" comes down."""
+"""Share of the run in which "wsd" comes down."""
 
 
 class RunProgress(Protocol):
-    """What a rate follows. A `Learner` is one."""
+    """The progress that a rate follows. A `Learner` is one."""
 
     @property
     def fraction(self) -> float:
@@ -38,10 +38,10 @@ class RunProgress(Protocol):
 
 
 def share(shape: Shape, fraction: float, warmup: float, final: float, decay: float = DECAY) -> float:
-    """What part of the rate to use at a progress of `fraction`, 0 to 1.
+    """The share of the rate to use at a progress of `fraction`, 0 to 1.
 
-    Rises up to 1 at progress `warmup`. Then "cosine" and "linear" come down to `final` at progress 1, "wsd" (warm-up,
-    stable, decay) stays at 1 and comes down linearly in the last `decay` of it, and "constant" stays.
+    It rises to 1 at progress `warmup`. Then "cosine" and "linear" come down to `final` at progress 1, "wsd" (warm-up,
+    stable, decay) stays at 1 and comes down linearly in the last `decay`, and "constant" stays.
     """
     if fraction < warmup:
         return max(WARMUP_FLOOR, fraction / warmup)
@@ -54,19 +54,19 @@ def share(shape: Shape, fraction: float, warmup: float, final: float, decay: flo
 
 
 class ProgressLR(LRScheduler):
-    """Sets the rate by the global progress of the run, at each `step()`: once per inner step, as others of torch. What
-    others in a chain have made of the rate stays, and groups that are added later follow, too.
+    """Sets the rate by the global progress of the run. Call `step()` once per inner step, as with torch's schedulers.
 
-    A run without a budget has no progress: the rate stays. Each process begins with a rise over 20 steps, for the
-    optimizer has no moments yet; where it is resumed, `load_state_dict` goes on instead.
+    Changes that other schedulers in a chain made to the rate are kept, and groups added later are included. Without a
+    budget there is no progress, and the rate stays. In each process the rate rises over the first 20 steps, since the
+    optimizer has no moments yet; `load_state_dict` continues without that rise.
     """
 
     def __init__(
         self, optimizer: Optimizer, learner: RunProgress, shape: Shape = "cosine", *, warmup: float = 0.02,
         final: float = 0.1,
     ) -> None:  # fmt: skip
-        """`warmup`: the share of the run, from 0 to 1, in which the rate rises. `final`: the share of the rate that is
-        left at the end. The rate itself is the optimizer's. Raises ConfigError, and WrongCall."""
+        """`warmup`: share of the run, 0 to 1, in which the rate rises. `final`: share of the rate left at the end. The
+        full rate is the optimizer's own. Raises ConfigError and WrongCall."""
         if not isinstance(optimizer, Optimizer):
             raise WrongCall(f"ProgressLR: the optimizer is {shown(optimizer)}: give one of torch.optim")
         if not hasattr(learner, "fraction"):
@@ -85,7 +85,7 @@ class ProgressLR(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Any]:
-        """Of each group of the optimizer."""
+        """The current rate of each group of the optimizer."""
         self._look_at_others()
         return self._rates()
 
@@ -97,7 +97,7 @@ class ProgressLR(LRScheduler):
         return list(self._set)
 
     def _look_at_others(self) -> None:
-        """Groups that were added since, and what others in a chain have made of the rates."""
+        """Note groups that were added, and the changes that other schedulers in a chain made to the rates."""
         groups = self.optimizer.param_groups
         for group in groups[len(self.base_lrs) :]:
             self.base_lrs.append(group.setdefault("initial_lr", group["lr"]))
@@ -106,19 +106,19 @@ class ProgressLR(LRScheduler):
             rate = group["lr"]
             if isinstance(rate, Tensor):  # reading it would wait for the device
                 continue
-            if i >= len(self._set):  # nothing of it is ours yet
+            if i >= len(self._set):  # we have not set this group yet
                 self._by_others[i] = rate / self.base_lrs[i] if self.base_lrs[i] else 1.0
-            elif self.last_epoch == 0:  # its turn in a SequentialLR begins
+            elif self.last_epoch == 0:  # a SequentialLR switches to this scheduler
                 self._by_others[i] = 1.0
             elif rate != self._set[i] and self._set[i]:
                 self._by_others[i] *= rate / self._set[i]
 
     def state_dict(self) -> dict[str, Any]:
-        """Without the learner, which has a state of its own."""
+        """The state without the learner, which has its own."""
         return {key: value for key, value in super().state_dict().items() if key not in ("_learner", "_set")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where the other left off: the next step has the rate of now, and not that of a first step."""
+        """Continue where the saved schedule left off: the next step uses the current rate, not that of a first step."""
         super().load_state_dict(state_dict)
         self._last_lr = self._rates()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
@@ -126,26 +126,25 @@ class ProgressLR(LRScheduler):
 
 
 class Followed:
-    """A schedule of the user's own that is a function of a step: it is asked for the one that is as far in `steps` as
-    the run is. It begins to rise with the steps of this process: until something is merged, the run is nowhere."""
+    """Makes a user's schedule, a function of the step, follow the run: it is asked for the step, of `steps`, at the
+    run's progress. The warm-up follows this process's steps, since progress is 0 until something is merged."""
 
     def __init__(self, schedule: LambdaLR, learner: RunProgress, steps: int) -> None:
         self._schedule, self._learner, self._steps = schedule, learner, steps
         parts = schedule.lr_lambdas
         self.rise = next((at for at in range(steps) if all(part(at + 1) <= part(at) for part in parts)), steps)
-        """Steps until the rate falls."""
+        """The first step at which the rate no longer rises."""
 
     def set(self, step: int) -> None:
-        """Before step number `step` of this process, from 0."""
         at, schedule = max(round(self._learner.fraction * self._steps), min(step, self.rise)), self._schedule
         rates = [base * part(at) for base, part in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=False):  # some may be added later
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=False):  # groups may be added later
             group["lr"] = rate
-        schedule._last_lr = rates  # what a Trainer logs
+        schedule._last_lr = rates  # the rates that a Trainer logs
 
 
 def followed(schedule: Any, learner: Any, steps: float) -> Followed | None:
-    """`steps`: how many the schedule is made for; inf: without end. None, and a warning: it cannot follow the run."""
+    """`steps`: length of the schedule; inf: no end. Returns None, with a warning, if it cannot follow the run."""
     log, name = learner.telemetry.log, type(schedule).__name__
     if not learner.tokens_budget or not isinstance(schedule, LambdaLR) or not 0 < steps < math.inf:
         log.warning(

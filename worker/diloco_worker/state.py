@@ -1,6 +1,6 @@
-"""What a learner needs to go on where an earlier process has ended: its counters, and who it is.
+"""The state of a learner that outlives its process: its counters and identity.
 
-A training loop keeps it beside the model and the optimizer, in its own checkpoint. The built-in worker does the same.
+A training loop saves it in its own checkpoint, beside the model and the optimizer.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from diloco_common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LearnerState:
-    """Of one learner, over all its processes."""
-
     run: str
     learner_id: str
     index: int | None
-    """Its number among the learners; None: it never had one."""
+    """Its number among the learners; None: it had none yet."""
     inner_step: int
     tokens: int
-    """Tokens trained on."""
     tokens_merged: int = 0
-    """By the run, as far as this learner had heard. It tells whose values are worth more where a shard has none."""
+    """Tokens merged by the run, as far as known here. If a shard has no values, the highest count seeds it."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for torch.save, JSON and the like."""
@@ -34,7 +31,7 @@ class LearnerState:
 
 
 def _what_is_wrong(saved: object) -> str:
-    """Why this is no state; empty if it is one."""
+    """What is wrong with a saved state, or ""."""
     if not isinstance(saved, Mapping):
         return f"it is a {type(saved).__name__}"
     if missing := sorted({f.name for f in fields(LearnerState) if f.default is MISSING} - saved.keys()):
@@ -50,18 +47,16 @@ def _what_is_wrong(saved: object) -> str:
 
 
 def blank_state() -> dict[str, Any]:
-    """A place for a state: `torch.distributed.checkpoint.load` fills in what it finds there, and makes no room itself.
+    """An empty state for `torch.distributed.checkpoint.load`, which only fills in entries that exist.
 
-    `join(state=...)` takes it as it is too, for a learner that has not begun.
+    `join(state=...)` also accepts it unfilled, as the state of a new learner.
     """
     return LearnerState("", "", None, 0, 0).as_dict()
 
 
 def read_state(state: Mapping[str, Any] | None, run: str) -> LearnerState | None:
-    """What `join(state=...)` was given; None: nothing, or a blank state.
-
-    Raises ConfigError if it is no state, or one of another run than `run`.
-    """
+    """The state given to `join(state=...)`; None if there is none, or a blank one.
+    Raises ConfigError if it is invalid, or of a run other than `run`."""
     if state is None or state in ({}, blank_state()):
         return None
     if wrong := _what_is_wrong(state):

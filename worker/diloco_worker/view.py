@@ -1,6 +1,6 @@
-"""What a training loop may ask a learner: how far it is, how far the run is, and who it is. Never waits.
+"""`LearnerView`: a learner's answers about its own progress, the run's progress, and its identity.
 
-All of this may be asked in any thread.
+All properties may be read in any thread, and never wait.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from diloco_worker.shell.telemetry import LearnerTelemetry
 
 
 class LearnerView:
-    """The questions; `Learner` does the rest."""
+    """The read-only half of `Learner`."""
 
     def __init__(
         self, boundary: StepBoundary, connections: Connections, telemetry: LearnerTelemetry, index: int | None
     ) -> None:
-        """`index`: the learner's number in an earlier process; None: it never had one."""
+        """`index`: the learner's number in an earlier process; None: it had none yet."""
         self.connections = connections
         self.telemetry = telemetry
         self._boundary = boundary
@@ -37,40 +37,39 @@ class LearnerView:
 
     @property
     def inner_step(self) -> int:
-        """Inner steps that this learner has taken, in this process and in those whose `state` it goes on from."""
+        """Inner steps taken by this learner, including those of the processes whose `state` it continues."""
         return self._boundary.figures().inner_step
 
     @property
     def tokens(self) -> int:
-        """Tokens that this learner has trained on, counted as `inner_step` is."""
+        """Tokens trained by this learner, including earlier processes as in `inner_step`."""
         return self._boundary.figures().tokens
 
     @property
     def index(self) -> int:
-        """A number for this learner, from 0: the smallest that no other live learner of the run has.
+        """This learner's number: when shard 0 assigned it, the smallest from 0 that no other live learner had.
 
-        It stays while the learner runs, over its restarts with `state`, and where it comes back under its id before
-        somebody else has taken it. Shard 0 gives it, and learners that join after a restart of that shard may get one
-        that another learner still has until both have joined. So it shares out data; it proves nothing.
+        It stays the same while the learner runs, over restarts with `state`, and if the learner comes back under its id
+        before another one has taken the number. Right after a restart of shard 0, two learners may have the same number
+        until both have joined. So use it to split data, and not as a proof of anything.
         """
         if self._index is None and self.state != "joining":
             self._index = self.connections.index
         return self._index or 0
 
     def number(self, index: int) -> None:
-        """Its number is this one: other ranks hear it from the leader."""
         self._index = index
 
     @property
     def seed(self) -> int:
-        """A number of 31 bits, from the run and the learner id alone: the same after a restart, another one for every
-        learner. Seed the order of the data with it, and nothing that must be equal in all learners."""
+        """31 bits from the run and learner ids alone: the same after a restart, different for every learner. Use it to
+        seed the order of the data, never for values that must be equal in all learners."""
         caller = self.telemetry.caller
         return int.from_bytes(hashlib.sha256(f"{caller.run_id}/{caller.learner_id}".encode()).digest()[:4]) >> 1
 
     @property
     def done(self) -> bool:
-        """Whether to stop training: every shard has merged the token budget, or `stop` was called."""
+        """Whether to stop training: all shards have merged the token budget, or `stop` was called."""
         return self._boundary.is_stop_asked or self._boundary.shards.have_stopped
 
     # ------------------------------------------------------------ the run
@@ -82,15 +81,15 @@ class LearnerView:
 
     @property
     def tokens_budget(self) -> int:
-        """Tokens that the run is to merge; 0 if it has no end."""
+        """Tokens that the run should merge; 0 if it has no end."""
         return self._boundary.pulse.tokens_budget
 
     @property
     def learners_alive(self) -> int:
-        """Learners that hold a lease, this one among them, as the shards have said it last."""
+        """Learners that hold a lease, including this one, by the last message of the shards."""
         return self._boundary.pulse.learners_alive
 
     @property
     def fraction(self) -> float:
-        """Global progress, merged tokens over the budget, from 0 to 1; 0 if there is no budget."""
+        """Global progress from 0 to 1: merged tokens over the budget; 0 without a budget."""
         return min(1.0, self.tokens_merged / self.tokens_budget) if self.tokens_budget else 0.0

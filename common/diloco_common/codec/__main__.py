@@ -1,4 +1,4 @@
-"""`python -m diloco_common.codec`: whether the kernels do the work, and if not, why."""
+"""`python -m diloco_common.codec`: says whether the native kernels are in use, and if not, why."""
 
 import sys
 

@@ -23,7 +23,7 @@ BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class ChunkPart(NamedTuple):
-    """Elements of a checked chunk, from `start` on. The length of the output says how many."""
+    """Elements of a checked chunk, from `start` on. The output's length gives their number."""
 
     data: Tensor
     num_elements: int
@@ -41,11 +41,9 @@ class Reference(NamedTuple):
 
     @property
     def is_for_kernels(self) -> bool:
-        """Whether there is a kernel for these dtypes."""
         return self.progress is None or self.values.dtype == self.progress.dtype == torch.bfloat16
 
     def part(self, bound: slice) -> Reference:
-        """These elements of it."""
         return Reference(self.values[bound], None if self.progress is None else self.progress[bound])
 
 
@@ -55,12 +53,12 @@ class Codec(ABC):
     name: ClassVar[str]
     """The name in the header of a payload."""
     residual_dtype: ClassVar[torch.dtype] = torch.float32
-    """Of the loss, as a learner keeps it for error feedback: float32, or bfloat16 where the loss of an element is at
-    most half a step of its codes. A thousandth of a step may be rounded away there. An encoding that leaves large
-    elements out for many rounds needs float32: what is small would be rounded away beside what has come together."""
+    """Dtype of the error that a learner keeps for error feedback: float32, or bfloat16 if the error of an element is at
+    most half a step of its codes; rounding may then lose a thousandth of a step. An encoding that leaves out large
+    elements for many rounds needs float32: rounding would lose small values beside what has accumulated."""
     progress_dtype: ClassVar[torch.dtype] = torch.float32
-    """Of what a contribution says of the training, before it is encoded: float32, or bfloat16 where codes are no finer.
-    What is rounded away stays in the model under `carry`, and so in the next contribution."""
+    """Dtype of a contribution before it is encoded: float32, or bfloat16 if codes are no finer. Under `carry`, rounding
+    stays in the model, and so goes into the next contribution."""
 
     @abstractmethod
     def num_bytes(self, num_elements: int) -> int:
@@ -70,8 +68,8 @@ class Codec(ABC):
     def encode_values(self, values: Tensor, out: Tensor) -> None:
         """Encode a chunk: `values` (n,) float32 into `out` (num_bytes(n),) uint8. Waits for the device once.
 
-        `out` begins at a multiple of 4 bytes of its storage. Raises NotFinite if a value is NaN or infinite; `out` then
-        holds nothing of use.
+        `out` begins at a multiple of 4 bytes of its storage. Raises NotFinite if a value is NaN or infinite; `out` is
+        then useless.
         """
 
     @abstractmethod
@@ -91,9 +89,8 @@ class Codec(ABC):
     def encode(self, values: Tensor, out: Tensor, *, plus: Tensor | None = None, loss: Tensor | None = None) -> None:
         """Encode the chunk x = `values + plus`, each (n,) float32, into `out` as `encode_values` does.
 
-        `values` may be bfloat16. So may `plus` and `loss`, if both are. Computes the error x - decoded in
-        float32, and writes it to `loss` (n,), in the dtype of `loss`. That may be `values` or `plus` itself. Raises
-        NotFinite.
+        `values` may be bfloat16; so may `plus` and `loss`, if both are. Writes the error x - decoded, computed in
+        float32, to `loss` (n,) in its own dtype. `loss` may be `values` or `plus` itself. Raises NotFinite.
         """
         self._check_size(out, values.numel())
         native = self._native(out)
@@ -139,9 +136,7 @@ class Codec(ABC):
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Decode a whole chunk: `data` (num_bytes(n),) uint8 into `out` (n,) float32.
-
-        Raises BadPayload before anything is written to `out`.
-        """
+        Raises BadPayload before anything is written to `out`."""
         num_elements = out.numel()
         self.check(data, num_elements)
         for part in slices(num_elements):
@@ -149,9 +144,7 @@ class Codec(ABC):
 
     def accumulate(self, data: Tensor, out: Tensor, weight: float) -> None:
         """out += weight * decoded, in float32; `data` (num_bytes(n),) uint8, `out` (n,) float32.
-
-        Raises BadPayload before anything is written to `out`.
-        """
+        Raises BadPayload before anything is written to `out`."""
         num_elements = out.numel()
         self.check(data, num_elements)
         for part in slices(num_elements):
@@ -160,7 +153,7 @@ class Codec(ABC):
     def accumulate_range(self, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
         """out += weight * elements start..start+m of a checked chunk of `num_elements`; `out` (m,) float32.
 
-        Any `start`; m at most SLICE_ELEMENTS - BLOCK_ELEMENTS, or SLICE_ELEMENTS where it is a multiple of
+        Any `start`; m at most SLICE_ELEMENTS - BLOCK_ELEMENTS, or SLICE_ELEMENTS if `start` is a multiple of
         BLOCK_ELEMENTS.
         """
         native = self._native(data)
@@ -173,7 +166,7 @@ class Codec(ABC):
         """out <- sum of weights[i] * parts[i], in float32 and in this order; returns the sum of its squares.
 
         `out` (m,) float32, m as in `accumulate_range`. The parts may come from chunks of different lengths, but their
-        starts differ by multiples of BLOCK_ELEMENTS.
+        starts must differ by multiples of BLOCK_ELEMENTS.
         """
         native = self.native_sum(parts, weights)
         if native is not None:
@@ -184,7 +177,7 @@ class Codec(ABC):
         return float(torch.linalg.vector_norm(out)) ** 2
 
     def native_sum(self, parts: Sequence[ChunkPart], weights: Sequence[float]) -> WeightedSum | None:
-        """The weighted sum in a form that other kernels can use; None if there are no kernels."""
+        """The weighted sum in a form that other kernels can use; None without kernels."""
         native = self._native(parts[0].data)
         return native.weighted_sum(parts, weights) if native else None
 
@@ -202,14 +195,13 @@ class Codec(ABC):
         return total
 
     def _decoded(self, data: Tensor, num_elements: int, start: int, count: int) -> Tensor:
-        """Elements start..start+count, in scratch."""
         before = start % BLOCK_ELEMENTS
         decoded = scratch("decoded", torch.float32, before + count, data.device)
         self.decode_range(data, num_elements, start - before, decoded)
         return decoded[before:]
 
     def _native(self, data: Tensor) -> Loops | None:
-        """The kernels of this encoding, where `data` is; None: torch does their work."""
+        """The kernels of this encoding for the device of `data`; None: torch does the work."""
         return None
 
     def _check_size(self, data: Tensor, num_elements: int) -> None:
@@ -219,7 +211,7 @@ class Codec(ABC):
 
 
 def _in_float32(loss: Tensor | None) -> Tensor | None:
-    """Where to compute a loss: in its place, or in scratch if it is kept with fewer bits."""
+    """Where to compute an error: in place, or in scratch if it is kept with fewer bits."""
     if loss is None or loss.dtype == torch.float32:
         return loss
     return scratch("loss", torch.float32, loss.numel(), loss.device)
@@ -228,7 +220,7 @@ def _in_float32(loss: Tensor | None) -> Tensor | None:
 def total(values: Tensor, plus: Tensor | None, out: Tensor | None = None) -> Tensor:
     """`values + plus`, in `out` if given, else in scratch; `values` itself if there is nothing to compute.
 
-    `values` and `plus` (n,) float32 or bfloat16; `out` float32, and perhaps one of them.
+    `values` and `plus` (n,) float32 or bfloat16; `out` float32, and possibly one of them.
     """
     if out is None:
         if plus is None and values.dtype == torch.float32:
@@ -242,11 +234,11 @@ def total(values: Tensor, plus: Tensor | None, out: Tensor | None = None) -> Ten
 
 
 def progress_since(anchor: Tensor, thetas: Iterable[tuple[int, Tensor]], out: Tensor) -> None:
-    """out <- anchor - theta, in float32: both (n,) of any floating dtype. What `out` cannot hold becomes infinite.
-    The anchor counts as theta's dtype holds it.
+    """out <- anchor - theta, in float32: both (n,) of any floating dtype, with the anchor rounded to theta's dtype.
+    Values that `out` cannot hold become infinite.
 
-    `thetas`: parts of theta, each with its place in them. Making a slice costs more than calling a kernel, so no part
-    is sliced for one.
+    `thetas`: parts of theta, each with its start. They come unsliced, since making a slice costs more than calling a
+    kernel.
     """
     is_usual = anchor.dtype == out.dtype == torch.bfloat16 and out.device.type == "cpu"
     native = kernels() if is_usual else None
@@ -257,7 +249,7 @@ def progress_since(anchor: Tensor, thetas: Iterable[tuple[int, Tensor]], out: Te
         for part in slices_of(theta):
             into = slice(start + part.start, start + part.stop)
             since = as_held(anchor[into], theta.dtype)
-            torch.sub(since, theta[part], out=out[into])  # in float32, whatever they are, and rounded once
+            torch.sub(since, theta[part], out=out[into])  # in float32 for any dtypes, and rounded once
 
 
 def rounds(dtype: torch.dtype, values: torch.dtype) -> bool:
@@ -266,7 +258,7 @@ def rounds(dtype: torch.dtype, values: torch.dtype) -> bool:
 
 
 def as_held(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """These values as a tensor of this dtype holds them: themselves, or float32, rounded."""
+    """These values as a tensor of this dtype holds them: unchanged, or rounded to float32 values of it."""
     return values.to(dtype).float() if rounds(dtype, values.dtype) else values
 
 

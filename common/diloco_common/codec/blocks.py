@@ -2,9 +2,9 @@
 
 A block is 256 elements (the last of a chunk may have fewer). Its scale follows from its largest magnitude:
 `scale = absmax / code_max`, in float32. If the scale would be below `scale_min`, the block is written as zeros with
-scale 1, and the loss goes to the error-feedback residual. Every written scale lies in scale_min..scale_max. So each
-decoded value is finite, and either 0 or normal, on any machine. A decoder refuses other scales, and so refuses 0,
-negative numbers, NaN and infinity.
+scale 1, and the error goes to the error-feedback residual. So every written scale lies in scale_min..scale_max, and
+each decoded value is finite, and either 0 or normal, on any machine. A decoder refuses all other scales: 0, negative
+numbers, NaN and infinity.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLOAT32_TINY = torch.finfo(torch.float32).tiny  # 2^-126, the smallest normal nu
 
 
 class BlockCodec(Codec):
-    """Scales, then codes. A subclass says how a scaled value becomes a code."""
+    """Scales, then codes. A subclass defines how a scaled value becomes a code."""
 
     residual_dtype = progress_dtype = torch.bfloat16
     code_max: ClassVar[float]
@@ -34,7 +34,7 @@ class BlockCodec(Codec):
     scale_min: ClassVar[float]
     scale_max: ClassVar[float]
     native_bits: ClassVar[int] = 0
-    """What kernels/common.h calls the codes, if it has the encoding; 0: it has not."""
+    """Number of the codes in kernels/common.h; 0: the encoding has no kernels."""
 
     @abstractmethod
     def num_code_bytes(self, num_elements: int) -> int:
@@ -144,7 +144,7 @@ def num_blocks(num_elements: int) -> int:
 
 
 def by_block(values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Whole blocks as a view (blocks, 256) with their scales (blocks, 1), then the partial one."""
+    """Whole blocks as a view (blocks, 256) with their scales (blocks, 1), then the partial block."""
     whole, rest = divmod(values.numel(), BLOCK_ELEMENTS)
     if whole:
         yield values[: whole * BLOCK_ELEMENTS].view(whole, BLOCK_ELEMENTS), scales[:whole].view(-1, 1)
@@ -153,7 +153,6 @@ def by_block(values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _split(data: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
-    """The scales (blocks,) float32 and the codes uint8 of a chunk, as views."""
     num_scale_bytes = 4 * num_blocks(num_elements)
     return data[:num_scale_bytes].view(torch.float32), data[num_scale_bytes:]
 
@@ -163,7 +162,7 @@ def _blocks_of(part: slice) -> slice:
 
 
 def _absmax(blocks: Tensor, out: Tensor) -> None:
-    """Largest magnitude of each row, or NaN. On a CPU torch's infinity norm takes 20 times as long."""
+    """Largest magnitude of each row, or NaN. torch's infinity norm takes 20 times as long on a CPU."""
     least = scratch("least", torch.float32, blocks.shape[0], blocks.device)
     torch.amin(blocks, dim=1, out=least)
     torch.amax(blocks, dim=1, out=out)
@@ -236,7 +235,7 @@ class Int4(BlockCodec):
         out.copy_(pairs.bitwise_and_(0x0F).bitwise_or_(high.bitwise_and_(0xF0)))
 
     def codes_are_valid(self, codes: Tensor, num_elements: int) -> Tensor:
-        # Moved to the top of a byte, the nibble 1000 is -128 and no other is.
+        # Shifted to the top of a byte, only the nibble 1000 is -128.
         signed = codes.view(torch.int8)
         top = scratch("top", torch.int8, codes.numel(), codes.device)
         valid = torch.bitwise_left_shift(signed, 4, out=top).amin() != -128

@@ -1,13 +1,13 @@
 """Versions as changes: a learner adds the change to its anchor, so every learner holds the same anchor.
 
-In the encodings of `VALUES` (`sync.pull`), a shard sends every version by itself. In any other encoding it sends the
-change since the version before, and keeps the anchor that learners hold. The anchor is always representable in
+In the encodings of `VALUES` (`sync.pull`), a shard sends every version as values. In any other encoding it sends the
+change since the previous version, and keeps the anchor that learners hold. The anchor is always representable in
 bfloat16. Both sides compute the next anchor by one rule, in float32, bit for bit:
 
     change = encode(theta - anchor)
     anchor <- bfloat16(anchor + decode(change))         to nearest, ties to even; saturating
 
-The losses of encoding and rounding stay in `theta - anchor`, and so enter the next change. This is error feedback
+The errors of encoding and rounding stay in `theta - anchor`, and so enter the next change. This is error feedback
 without extra memory. A learner without an anchor, or with an older one, gets the anchor itself as bfloat16, which is
 exact.
 """
@@ -32,13 +32,12 @@ from diloco_common.codec.registry import get_codec
 from diloco_common.errors import BadPayload, NotFinite
 
 ANCHOR = "bfloat16"
-"""Encoding of anchors."""
 VALUES = ("float32", ANCHOR)
-"""In these encodings every version is sent by itself; in all others it is sent as a change."""
+"""In these encodings every version is sent as values; in all others as a change."""
 
 
 def pull_encodings(pull: str) -> tuple[str, ...]:
-    """The encodings that a learner takes, best first; the last one is for values. `pull` is the run's pull encoding."""
+    """The encodings that a learner accepts, best first; the last is for values. `pull` is the run's pull encoding."""
     return (pull,) if pull in VALUES else (pull, ANCHOR)
 
 
@@ -73,13 +72,12 @@ def encode_change(values: Tensor, base: Payload, encoding: str) -> tuple[Payload
 def decode_version(
     payload: Payload, base: Tensor | None, device: torch.device | str = "cpu", reference: Reference | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The version in a payload, on a device, and what it is more than `reference`: (n,) float32, in the same pass.
+    """The version in a payload, on a device, and its difference to `reference`: (n,) float32, in the same pass.
 
-    If the payload is a change, `base` is the anchor to add it to; it is only read, and it is bfloat16. Without `base`,
-    the payload holds the values themselves. The version is the learner's next anchor: (n,) bfloat16 where the run pulls
-    bfloat16 or changes, for 2 bytes per parameter lose nothing there, else float32. It is a copy in the pool of large
-    tensors: what came lies in malloc's heap, and would make holes there for as long as it is the anchor.
-    Raises as `decode_payload`.
+    If the payload is a change, `base` is the bfloat16 anchor to add it to; it is only read. Without `base`, the payload
+    holds values. The version is the learner's next anchor: (n,) bfloat16 if the run pulls bfloat16 or changes, which is
+    exact then, else float32. It is a copy in the pool of large tensors: received bytes lie in malloc's heap, and would
+    make holes there while they are the anchor. Raises as `decode_payload`.
     """
     header = payload.header
     for other in (base, reference and reference.values):

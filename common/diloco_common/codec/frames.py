@@ -1,9 +1,9 @@
 """Frames: the message that carries a chunk, made and read by hand, so that a chunk is never copied.
 
-The generated classes copy a chunk two or three times on each side. A frame is the very bytes that they make of a
+The generated classes copy a chunk two or three times on each side. A frame has exactly the bytes that they make of a
 PushRequest or a PullResponse with `crc32c`, `padding` and `chunk` (docs/wire-format.md, Messages). The padding makes
-the chunk begin at byte HEAD_BYTES. In memory it is then aligned as the allocator aligns, to 16 bytes; views as float32
-need 4. In a process a chunk is a view into its frame, from the encoder that writes it to the decoder that reads it.
+the chunk begin at byte HEAD_BYTES, so that it is aligned to 16 bytes like the allocator's memory; float32 views need 4.
+Within a process a chunk is a view into its frame, from the encoder that writes it to the decoder that reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 def crc32c(data: bytes | memoryview) -> int:
     """CRC-32C of bytes, or of a view of bytes, without a copy."""
-    # google_crc32c refuses a memoryview, as its buffer can be released; a read-only array has none to release.
+    # google_crc32c refuses a memoryview, since its buffer can be released; a read-only array's cannot.
     if not len(data):
         return 0
     view: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(data, np.uint8)
@@ -30,18 +30,16 @@ def crc32c(data: bytes | memoryview) -> int:
 
 
 class Checksum:
-    """Names the chunks of a payload as a whole: CRC-32C of their checksums, each as 4 bytes, little-endian."""
+    """Checksum of a whole payload: CRC-32C of its chunks' checksums, each as 4 bytes, little-endian."""
 
     def __init__(self) -> None:
         self.value = 0
 
     def add(self, chunk_crc32c: int) -> None:
-        """The checksum of the next chunk."""
         self.value = int(google_crc32c.extend(self.value, struct.pack("<I", chunk_crc32c)))
 
 
 def chunks_crc32c(chunks: Iterable[bytes | memoryview]) -> int:
-    """What `Checksum` says of all chunks."""
     checksum = Checksum()
     for chunk in chunks:
         checksum.add(crc32c(chunk))
@@ -49,34 +47,32 @@ def chunks_crc32c(chunks: Iterable[bytes | memoryview]) -> int:
 
 
 Chunk: TypeAlias = bytes | memoryview
-"""The bytes of a chunk: a view into a frame, or by themselves."""
+"""The bytes of a chunk: a view into a frame, or plain bytes."""
 HEAD_BYTES = 16
-"""Where the chunk begins in its frame."""
+"""Offset of the chunk in its frame."""
 CHECKSUM = struct.Struct("<I")
 CHECKSUM_TAG, PADDING_TAG, CHUNK_TAG = 0x1D, 0x22, 0x2A  # number << 3 | wire type
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
-"""Makes uninitialised bytes. Their maker may write to them, through a tensor, until it hands them on. Encoding
-elsewhere and copying took a third of the time of publishing a version."""
+"""Makes uninitialized bytes. Their maker may write to them, through a tensor, until it passes them on. Encoding into
+another buffer and copying took a third of the time of publishing a version."""
 _new_bytes.argtypes, _new_bytes.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 class NewFrame:
-    """A frame that is being written."""
-
     def __init__(self, num_bytes: int) -> None:
-        """For a chunk of so many bytes."""
+        """`num_bytes`: of the chunk."""
         self._num_bytes = num_bytes
         self._frame: bytes = _new_bytes(None, HEAD_BYTES + num_bytes)
         self._whole = torch.frombuffer(self._frame, dtype=torch.uint8)
 
     @property
     def chunk(self) -> torch.Tensor:
-        """Where to write the chunk: uint8 (num_bytes,)."""
+        """The buffer for the chunk: uint8 (num_bytes,)."""
         return self._whole[HEAD_BYTES:]
 
     def sealed(self) -> tuple[memoryview, int]:
-        """The chunk, which must not be written to any more, and its checksum."""
+        """The finished chunk, which must not be written any more, and its checksum."""
         chunk = memoryview(self._frame)[HEAD_BYTES:]
         checksum = crc32c(chunk)
         ctypes.memmove(self._whole.data_ptr(), _head(self._num_bytes, checksum), HEAD_BYTES)
@@ -84,18 +80,17 @@ class NewFrame:
 
 
 def framed(chunk: Chunk, checksum: int) -> memoryview:
-    """A copy of a chunk, in a frame that says this of its checksum."""
     return memoryview(b"".join((_head(len(chunk), checksum), chunk)))[HEAD_BYTES:]
 
 
 def frame_of(chunk: Chunk) -> bytes:
-    """The frame to send. Without a copy if the chunk is in one."""
+    """The frame to send; not copied if the chunk is in one."""
     frame = _frame_around(chunk)
     return frame if frame is not None else b"".join((_head(len(chunk), crc32c(chunk)), chunk))
 
 
 def chunk_in(message: bytes) -> memoryview | None:
-    """The chunk, which is not checked; None if these bytes are no frame, but perhaps another message."""
+    """The unchecked chunk; None if these bytes are no frame (another message, perhaps)."""
     num_bytes = len(message) - HEAD_BYTES
     if num_bytes < 0 or message[0] != CHECKSUM_TAG or message[5:HEAD_BYTES] != _after_checksum(num_bytes):
         return None
@@ -103,7 +98,7 @@ def chunk_in(message: bytes) -> memoryview | None:
 
 
 def said_crc32c(chunk: Chunk) -> int | None:
-    """The checksum that the chunk's frame says, if it is in one."""
+    """The checksum in the chunk's frame, if it is in one."""
     frame = _frame_around(chunk)
     return None if frame is None else int(CHECKSUM.unpack_from(frame, 1)[0])
 
@@ -122,7 +117,7 @@ def _head(num_bytes: int, checksum: int) -> bytes:
 
 @lru_cache(maxsize=256)
 def _after_checksum(num_bytes: int) -> bytes:
-    """Padding, and what introduces a chunk of so many bytes."""
+    """The padding and the tag and length before a chunk of this size."""
     length = bytearray()
     rest = num_bytes
     while rest >= 0x80:

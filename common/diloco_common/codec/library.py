@@ -1,8 +1,8 @@
-"""Libraries of C: built once, and looked for beside their sources.
+"""C libraries: built once, and stored beside their sources.
 
-A wheel brings that of the encodings' kernels: `pip install .` compiles it where there is a C compiler (hatch_build.py),
-and published wheels have it. There is one for each instruction set of this kind of machine, and the best that the CPU
-has is used. A name has the hash of sources, compiler flags and instruction set, so a stale one is never found.
+`pip install .` compiles the encodings' kernels if there is a C compiler (hatch_build.py), and published wheels contain
+them: one file per instruction set of this machine type. The best one that the CPU supports is used. A file name
+contains a hash of sources, compiler flags and instruction set, so a stale library is never found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 class InstructionSet(NamedTuple):
     flags: tuple[str, ...]
-    """For the compiler."""
     needs: str
     """The flags in /proc/cpuinfo of a CPU that has it."""
 
@@ -36,25 +35,23 @@ PORTABLE = {
     ),
     "aarch64": (InstructionSet(("-march=armv8-a",), "asimd"),),
 }
-"""Machine -> those that have a library, the best first."""
+"""Machine -> the instruction sets with a library, best first."""
 COMPILE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Library:
-    """All C of a folder, as one file for each instruction set."""
+    """All C of a folder, compiled into one file per instruction set."""
 
     folder: Path
-    """Of the sources."""
     prefix: str
-    """Of the files that are made: `prefix-HASH.so`."""
+    """The compiled files are named `prefix-HASH.so`."""
     flags: tuple[str, ...]
-    """For the compiler, on every machine."""
+    """Compiler flags on every machine."""
     out: Path
-    """Where what is made of them lies."""
 
     def load(self) -> tuple[Path, ctypes.CDLL] | str:
-        """The best one for this CPU, or why there is none that can be used."""
+        """The best library for this CPU, or why none can be used."""
         path = self.find()
         if isinstance(path, str):
             return path
@@ -64,7 +61,6 @@ class Library:
             return f"{path} cannot be loaded: {error}"
 
     def find(self) -> Path | str:
-        """The best one for this CPU, or the reason why there is none."""
         if os.environ.get("DILOCO_NATIVE", "1") == "0":
             return "DILOCO_NATIVE is 0"
         if not (sets := fitting()):
@@ -74,8 +70,7 @@ class Library:
         return next((path for path in paths if path.exists()), why)
 
     def build(self) -> Path | str:
-        """Compile it for all machines like this one that this compiler can, or say why not. Those of other sources
-        go."""
+        """Compile it for all instruction sets that this compiler supports, or say why not. Removes stale files."""
         if os.environ.get("DILOCO_NATIVE", "1") == "0":
             return "DILOCO_NATIVE is 0"
         if not fitting():
@@ -89,7 +84,7 @@ class Library:
             for path, one in paths.items():
                 try:
                     self.compile_here(compiler, one, path)
-                except subprocess.SubprocessError as error:  # it is too old for this instruction set
+                except subprocess.SubprocessError as error:  # the compiler is too old for this instruction set
                     failed = f"the C compiler failed: {_words_of(error)}"
                     continue
                 made += 1
@@ -104,22 +99,20 @@ class Library:
         return self.find()
 
     def compile_here(self, compiler: Sequence[str], one: InstructionSet, path: Path) -> None:
-        """Make one with this machine's compiler. Raises OSError and SubprocessError."""
+        """Compile one file. Raises OSError and SubprocessError."""
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder, path.name)
             command = [*compiler, *one.flags, *self.flags, "-o", str(made), *map(str, self.sources()), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-            made.replace(path)  # in one step: nobody who starts meanwhile reads half of it
+            made.replace(path)  # atomic: no process that starts now reads half of it
 
     def built_name(self, one: InstructionSet) -> str:
-        """The file for these instructions."""
         found = hashlib.sha256(" ".join((*self.flags, *one.flags)).encode())
         for path in sorted(self.folder.glob("*.[ch]")):
             found.update(path.name.encode() + path.read_bytes())
         return f"{self.prefix}-{found.hexdigest()[:16]}.so"
 
     def sources(self) -> list[Path]:
-        """The files to compile, in the order of their names."""
         return sorted(self.folder.glob("*.c"))
 
 
@@ -129,17 +122,14 @@ KERNELS = Library(
     ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
     Path(__file__).with_name("kernels"),
 )
-"""Of the encodings."""
 
 
 def fitting() -> list[InstructionSet]:
-    """The instruction sets that this CPU has, the best first."""
     has = set(_cpu().split())
     return [one for one in PORTABLE.get(platform.machine(), ()) if set(one.needs.split()) <= has]
 
 
 def _cpu() -> str:
-    """What the CPU can do."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -148,6 +138,6 @@ def _cpu() -> str:
 
 
 def _words_of(error: subprocess.SubprocessError) -> str:
-    """What the compiler said was wrong; where it said nothing, how it ended."""
+    """The compiler's error message or, without one, how it ended."""
     said = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
     return next((line for line in said if "error" in line), str(error))

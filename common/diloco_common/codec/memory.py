@@ -1,16 +1,16 @@
-"""Memory for tensors as large as a fragment, used again.
+"""Reused memory for tensors as large as a fragment.
 
-malloc gives such memory back to the kernel, or cuts it up, so the next tensor finds pages that were never touched.
-Clearing them took a fifth of the time of the thread that encodes and decodes (perf, 4.2 M parameters per fragment). A
-block here returns to the pool when the last tensor that views it is gone, in whichever thread.
+malloc returns such memory to the kernel, or splits it, so the next tensor gets fresh pages. Clearing them took a fifth
+of the codec thread's time (perf, 4.2 M parameters per fragment). Here a block returns to the pool when the last tensor
+that views it is gone, in whatever thread.
 
-All sizes share one pool. With a list for each class of sizes, fragments on both sides of a bound each kept free blocks
-that the others could have used.
+All sizes share one pool. With a list per class of sizes, fragments on both sides of a bound each kept free blocks that
+the others could have used.
 
-Not in huge pages: with them, a shard with 100 M parameters once took 24 s to read its versions, and 1 s without. It was
-seen on a busy machine and not traced.
+Huge pages are not used: with them, a shard with 100 M parameters once took 24 s to read its versions, and 1 s without.
+This was seen on a busy machine and not investigated.
 
-`scratch` is for what a thread needs while it encodes or decodes: its own buffers, by name. On CUDA, a thread must not
+`scratch` holds what a thread needs while it encodes or decodes: its own buffers, by name. On CUDA, a thread must not
 run two streams through the codecs at once, because they would share its buffers.
 """
 
@@ -29,14 +29,14 @@ from torch import Tensor
 from diloco_common.allocator import trim
 
 LEAST = 2 << 20
-"""Smaller tensors, in bytes, are left to malloc."""
+"""Smaller tensors, in bytes, come from malloc."""
 MOST = 1 << 32
-"""Larger ones, too: a block has more addresses than that, which a machine may refuse."""
+"""So do larger ones: a block reserves more addresses than that, which a machine may refuse."""
 SPREAD = 1.5
-"""A block serves tensors that differ by this factor at most: those of fragments, but not float32 and bfloat16 alike."""
+"""A block serves tensors that differ by at most this factor: different fragments, but not both float32 and bfloat16."""
 WINDOW = 1024
-"""Takes after which the blocks go that were free all the time. After fewer, some went that the next burst needed again:
-a block of 16 MiB is 4096 page faults, which took a tenth of a learner's CPU time in a round of all fragments."""
+"""Blocks that stayed free for this many takes are dropped. With fewer, the next burst needed some of them again: a
+block of 16 MiB is 4096 page faults, a tenth of a learner's CPU time in a round of all fragments."""
 
 
 def empty(size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
@@ -48,10 +48,10 @@ def empty(size: int, dtype: torch.dtype = torch.float32, device: torch.device | 
 
 
 def give_back() -> None:
-    """Blocks that are free, and all that malloc has free, go back to the kernel.
+    """Return free blocks, and all memory that malloc has free, to the kernel.
 
-    For the end of a phase whose memory nothing will fill again, as when a shard has taken its seeds: they are float32,
-    and were cut up by the versions that were made meanwhile.
+    For the end of a phase whose memory will not be needed again: a shard's seeds are float32, and the versions made
+    meanwhile have fragmented their memory.
     """
     _pool.drop()
     trim()
@@ -59,46 +59,44 @@ def give_back() -> None:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Addresses, of which only the pages that a tensor reached take memory."""
+    """A range of addresses. Only pages that a tensor has reached take memory."""
 
     addresses: mmap.mmap
     reached: int
-    """Bytes from the start, by the largest tensor so far."""
+    """Bytes from the start that the largest tensor so far has used."""
 
     @classmethod
     def of(cls, num_bytes: int) -> Block:
-        """A new block for so many bytes and somewhat more. Raises OSError if there is no memory."""
         return cls(mmap.mmap(-1, int(SPREAD * num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), num_bytes)
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether it is large enough, and not so large that much of its memory would lie idle."""
+        """Whether it is large enough, and not so large that much of its memory would be idle."""
         return num_bytes <= len(self.addresses) and self.reached <= SPREAD * num_bytes
 
     def rank(self, num_bytes: int) -> tuple[bool, int]:
-        """The least is the best of those that fit: the smallest that need not grow, else the one that grows least."""
+        """The lowest rank fits best: the smallest block that need not grow, else the one that grows least."""
         return self.reached < num_bytes, abs(self.reached - num_bytes)
 
 
 class Pool:
-    """Blocks that are free, for any thread.
+    """Free blocks, for any thread.
 
-    A tensor may go while its own thread holds the lock, in a collection of garbage. So that takes no lock: the block
-    waits in a queue until somebody takes one.
+    A tensor may be freed while its own thread holds the lock, by the garbage collector. So returning a block takes no
+    lock: it waits in a queue for the next `take`.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._returned: deque[Block] = deque()
-        self._free: list[Block] = []  # the one that came back last is at the end
+        self._free: list[Block] = []  # the last one returned is at the end
         self._takes = 0
-        self._free_least = 0  # in the last `_takes`
+        self._free_least = 0  # fewest free blocks in the last `_takes`
 
     def __len__(self) -> int:
-        """Blocks that are free."""
         return len(self._free) + len(self._returned)
 
     def take(self, num_bytes: int) -> memoryview:
-        """A block of so many bytes, for as long as somebody holds the view. Raises OSError if there is no memory."""
+        """A block of this size, for as long as somebody holds the view. Raises OSError if there is no memory."""
         with self._lock:
             block = self._best(num_bytes)
             self._count()
@@ -109,7 +107,6 @@ class Pool:
         return view
 
     def drop(self) -> None:
-        """Forget all blocks that are free."""
         with self._lock:
             self._returned.clear()
             self._free.clear()
@@ -127,12 +124,12 @@ class Pool:
         self._takes += 1
         self._free_least = min(self._free_least, len(self._free))
         if self._takes >= WINDOW:
-            del self._free[: self._free_least]  # those that came back first
+            del self._free[: self._free_least]  # the first ones returned
             self._takes, self._free_least = 0, len(self._free)
 
 
 _pool = Pool()
-"""Memory of large tensors: it is used again once nobody views it, and not before."""
+"""Memory of large tensors, reused once nothing views it."""
 
 
 SLICE_ELEMENTS = 2**18
@@ -152,7 +149,7 @@ def scratch(name: str, dtype: torch.dtype, size: int, device: torch.device) -> T
     key = (name, dtype, device)
     buffer = _buffers.by_key.get(key)
     if buffer is None or buffer.numel() < size:
-        # A tensor made inside inference mode could not be written to outside of it.
+        # Outside inference mode, one cannot write to a tensor made inside it.
         with torch.inference_mode(False):
             buffer = _buffers.by_key[key] = torch.empty(size, dtype=dtype, device=device)
     return buffer[:size]
@@ -164,5 +161,5 @@ def slices(num_elements: int) -> list[slice]:
 
 
 def slices_of(values: Tensor) -> list[slice]:
-    """On a CPU slices, so that each is still in the cache for the next pass; elsewhere all at once."""
+    """On a CPU slices that stay in the cache for the next pass; elsewhere one slice."""
     return slices(values.numel()) if values.device.type == "cpu" else [slice(0, values.numel())]

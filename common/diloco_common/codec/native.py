@@ -1,8 +1,8 @@
-"""The encodings' inner loops in C (kernels/). On a CPU they are three to nine times as fast as the same in torch.
+"""The encodings' inner loops in C (kernels/). On a CPU they are three to nine times as fast as torch.
 
-`library.py` finds and builds them. Nothing depends on them: without them, with DILOCO_NATIVE=0, or on another device,
-the torch code runs. Encodings are the same bytes then; norms and merged sums are rounded in another order, so versions
-may differ in their last bits. `python -m diloco_common.codec` says which it is.
+`library.py` finds and builds them. They are optional: without them, with DILOCO_NATIVE=0, or on another device, torch
+does the work. Encoded bytes are the same; norms and merged sums are rounded in another order, so versions may differ in
+their last bits. `python -m diloco_common.codec` says which is in use.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ class Loops:
     """The loops of one encoding. Tensors are contiguous, on the CPU; callers have checked sizes and codes."""
 
     suffix = ""
-    """Of the functions in the library."""
     decodes = True
-    """Whether there is more than encoding and summing."""
+    """Whether they do more than encoding and summing."""
 
     def __init__(self, library: ctypes.CDLL, head: tuple[int, ...] = (), limits: tuple[float, ...] = ()) -> None:
-        """`head`: their first arguments. `limits`: what the encoder keeps to."""
+        """`head`: first arguments of the functions. `limits`: of the encoder."""
         self._library, self._head, self._limits = library, head, limits
 
     def encode(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool:
@@ -45,7 +44,7 @@ class Loops:
         return block < 0
 
     def check(self, data: Tensor, num_elements: int) -> bool:
-        """Whether an encoder could have written this chunk; its size is right."""
+        """Whether an encoder could have written this chunk, whose size is already checked."""
         check = self._function("diloco_check")
         return bool(check(*self._head, data.data_ptr(), num_elements, *self._limits[1:]))
 
@@ -64,7 +63,7 @@ class Loops:
         return float(self._function("diloco_sum_squares")(*self._head, data.data_ptr(), num_elements, start, stop))
 
     def weighted_sum(self, parts: Sequence[_Part], weights: Sequence[float]) -> WeightedSum:
-        """`parts`: a chunk, its number of elements, the first element to sum."""
+        """`parts`: (chunk, its number of elements, first element to sum)."""
         sources = (_ChunkSource * len(parts))()
         for i, ((chunk, num_elements, start), weight) in enumerate(zip(parts, weights, strict=True)):
             sources[i] = _ChunkSource(chunk.data_ptr(), num_elements, start, weight)
@@ -80,10 +79,10 @@ class Loops:
 
 
 class BlockLoops(Loops):
-    """Of int8 and int4. `head`: the bits of a code. `limits`: code_max, scale_min, scale_max of the codec."""
+    """For int8 and int4. `head`: the bits of a code. `limits`: code_max, scale_min, scale_max of the codec."""
 
     def weighted_sum(self, parts: Sequence[_Part], weights: Sequence[float]) -> WeightedSum:
-        """The starts differ by multiples of BLOCK."""
+        """The starts must differ by multiples of BLOCK."""
         sources = (_Source * len(parts))(*map(partial(_source, self._head[0]), parts, weights))
         start = parts[0][2] % BLOCK
         return self._sum((*self._head, sources, len(parts), start), start, parts)
@@ -108,7 +107,7 @@ class BlockLoops(Loops):
 
 
 class PlainLoops(Loops):
-    """Of float32 and bfloat16. `head`: the bits of an element. `limits`: the largest magnitude."""
+    """For float32 and bfloat16. `head`: the bits of an element. `limits`: the largest magnitude."""
 
     suffix = "_plain"
     decodes = False
@@ -119,7 +118,7 @@ class PlainLoops(Loops):
 
 @dataclass(frozen=True)
 class Kernels:
-    """The loaded library, and its loops that are of no one encoding."""
+    """The loaded library, with the loops that serve all encodings."""
 
     path: Path
     library: ctypes.CDLL
@@ -142,13 +141,13 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _encoded(values: Tensor, plus: Tensor | None, loss: Tensor | None) -> list[int]:
-    """What is encoded, as arguments: addresses, the widths of values and of error feedback, and how many elements."""
+    """The encoder's input as arguments: addresses, widths of values and of error feedback, number of elements."""
     width = next((t.itemsize for t in (plus, loss) if t is not None), 4)
     return [values.itemsize, *(_address(t) for t in (values, plus, loss)), width, values.numel()]
 
 
 def _addresses(reference: tuple[Tensor, Tensor | None] | None) -> tuple[int, int, int]:
-    """Of the values if they are float32, else of an anchor and the progress since then."""
+    """The addresses of float32 values, else of a bfloat16 anchor and the progress since."""
     if reference is None:
         return 0, 0, 0
     values, progress = reference
@@ -174,13 +173,13 @@ class _ChunkSource(ctypes.Structure):
 
 
 class WeightedSum:
-    """A sum over contributions. The kernel that uses it forms it block by block, in registers."""
+    """A sum over contributions. The kernel that uses it computes it block by block, in registers."""
 
     def __init__(
         self, add_up: Callable[..., float], step: Callable[..., None], heads: tuple[Any, ...], start: int,
         chunks: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        """`heads`: the first arguments of both kernels; after them comes start + the number of elements."""
+        """`heads`: the first arguments of both kernels; start + number of elements follows."""
         self._add_up, self._step, self._heads, self._start = add_up, step, heads, start
         self._chunks = chunks  # keeps them alive
 
@@ -189,7 +188,6 @@ class WeightedSum:
         return self._add_up(*self._heads, self._start + out.numel(), out.data_ptr())
 
     def squares(self, num_elements: int) -> float:
-        """The sum of squares of the sum."""
         return self._add_up(*self._heads, self._start + num_elements, 0)
 
     def nesterov(self, theta: Tensor, velocity: Tensor, momentum: float, lr: float) -> None:
@@ -206,14 +204,13 @@ def _source(bits: int, part: tuple[Tensor, int, int], weight: float) -> _Source:
 
 
 def kernels() -> Kernels | None:
-    """The kernels; None if they cannot be used."""
     found = find()
     return found if isinstance(found, Kernels) else None
 
 
 @cache
 def find() -> Kernels | str:
-    """The kernels, or the reason why they cannot be used and torch does the work."""
+    """The kernels, or why they cannot be used and torch does the work."""
     found = library.KERNELS.load()
     if isinstance(found, str):
         return found
@@ -225,7 +222,7 @@ def find() -> Kernels | str:
 
 
 def origin() -> str:
-    """Where the work is done: "prebuilt" (the kernels) or "torch"."""
+    """What does the work: "prebuilt" (the kernels) or "torch"."""
     return "torch" if isinstance(find(), str) else "prebuilt"
 
 
@@ -254,4 +251,4 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "diloco_sum_plain": (_DOUBLE, _INT, *_SUM_CHUNKS, _POINTER),
     "diloco_sum_nesterov_plain": (None, _INT, *_SUM_CHUNKS, _FLOAT, _FLOAT, _POINTER, _POINTER),
 }
-"""Function -> the types of its result and of its arguments."""
+"""Function -> result type and argument types."""

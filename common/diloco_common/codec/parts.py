@@ -1,11 +1,11 @@
-"""How ranges of a fragment lie in the payload of a part.
+"""How ranges of a fragment are laid out in the payload of a part.
 
-Blocks of elements share a scale. Blocks of all contributions must begin at the same elements, or the kernels that sum
-them up could not go through them block by block. So a range that begins in the middle of a block does so in the payload
-too: element e of the fragment lies at a position that differs from e by a multiple of 256. Between two ranges lie
-zeros, as few as that takes, and before the first one. They are at most 255 for each range.
+Blocks of elements share a scale. Blocks of all contributions must begin at the same elements, so that kernels can sum
+them block by block. So a range that begins in the middle of a block does so in the payload too: element e of the
+fragment has a position that differs from e by a multiple of 256. The fewest zeros that achieve this are put before each
+range, at most 255.
 
-`cut_header` and `cut_chunks` cut ranges of a fragment out of a payload that holds values, as the payload of a part.
+`cut_header` and `cut_chunks` cut ranges of a fragment out of a payload of values, as the payload of a part.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from diloco_common.wire.messages import Range
 
 
 class Span(NamedTuple):
-    """A range of the fragment, and where it lies in the payload."""
-
     start: int
     stop: int
     shift: int
-    """Position in the payload minus element of the fragment: a multiple of BLOCK_ELEMENTS."""
+    """Position in the payload minus position in the fragment: a multiple of BLOCK_ELEMENTS."""
 
 
 def spans(ranges: Sequence[Range]) -> Iterator[Span]:
-    """Ranges in ascending order, disjoint, none empty."""
+    """The places of ranges, which must be ascending, disjoint and not empty."""
     end = 0
     for start, stop in ranges:
         at = end + (start - end) % BLOCK_ELEMENTS
@@ -41,7 +39,7 @@ def spans(ranges: Sequence[Range]) -> Iterator[Span]:
 
 
 def num_elements(ranges: Sequence[Range]) -> int:
-    """Of a payload with these ranges, zeros included."""
+    """Elements of a payload with these ranges, including zeros."""
     end = 0
     for span in spans(ranges):
         end = span.stop + span.shift
@@ -50,12 +48,11 @@ def num_elements(ranges: Sequence[Range]) -> int:
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-"""Of the encodings that keep every element by itself; others have scales, and cannot be cut."""
+"""Encodings that keep every element by itself; others have scales, and cannot be cut."""
 
 
 def sha256(payload: Payload) -> bytes:
-    """Names the bytes of a payload against anybody, as a CRC does against chance: of its encoding, of how many elements
-    share a chunk where that tells what they mean, and of all chunks in order."""
+    """Identifies a payload securely, not just against chance: encoding, size, chunk size if it matters, all chunks."""
     header = payload.header
     chunk_elements = 0 if header.encoding in ITEM_BYTES else header.chunk_elements
     digest = hashlib.sha256(f"{header.encoding} {header.num_elements} {chunk_elements}\n".encode())
@@ -65,11 +62,9 @@ def sha256(payload: Payload) -> bytes:
 
 
 def cut_header(whole: Payload, ranges: Sequence[Range], chunk_elements: int | None = None) -> PayloadHeader:
-    """Of the payload of these ranges, which lie in the fragment. Cuts all of it once, a chunk at a time.
+    """The header of a payload of these ranges. Cuts everything once to get the checksum, a chunk at a time.
 
-    `chunk_elements`: None is as many as those of the whole.
-
-    Raises KeyError for an encoding that cannot be cut.
+    `chunk_elements`: None: as in `whole`. Raises KeyError for an encoding that cannot be cut.
     """
     header, size = whole.header, num_elements(ranges)
     num_bytes = size * ITEM_BYTES[header.encoding]
@@ -79,7 +74,7 @@ def cut_header(whole: Payload, ranges: Sequence[Range], chunk_elements: int | No
 
 
 def cut_chunks(whole: Payload, ranges: Sequence[Range], chunk_elements: int | None = None) -> Iterator[bytes]:
-    """The chunks of that payload. Each is cut when it is asked for, so no more than one is held here."""
+    """The chunks of that payload. Each is cut on demand, so at most one is held here."""
     item, size = ITEM_BYTES[whole.header.encoding], num_elements(ranges)
     step, chunk_bytes = chunk_elements or whole.header.chunk_elements, whole.header.chunk_elements * item
     chunks = [np.frombuffer(chunk, np.uint8) for chunk in whole.chunks]
@@ -92,13 +87,13 @@ def cut_chunks(whole: Payload, ranges: Sequence[Range], chunk_elements: int | No
             first, stop = max(span.start, at - span.shift), min(span.stop, end - span.shift)
             _copy(out, (first + span.shift - at) * item, chunks, first * item, stop * item, chunk_bytes)
             if span.stop > stop:
-                break  # the next chunk has more of it
+                break  # the rest is in the next chunk
             span = next(rest, None)
         yield out.tobytes()
 
 
 def _copy(out: Bytes, at: int, chunks: Sequence[Bytes], start: int, stop: int, chunk_bytes: int) -> None:
-    """Bytes `start` to `stop` of all chunks, each but the last `chunk_bytes` long, to `out` from `at` on."""
+    """Copy bytes `start` to `stop` of all chunks, each but the last `chunk_bytes` long, to `out` from `at` on."""
     while start < stop:
         index, first = divmod(start, chunk_bytes)
         some = chunks[index][first : first + stop - start]

@@ -1,8 +1,8 @@
 """A fragment on the wire: its header and its chunks.
 
 The flat float32 fragment is cut into chunks of `chunk_elements` elements (the last may have fewer). Each chunk is
-encoded on its own, travels as one message, and can be decoded alone. From the header alone, a receiver can refuse the
-payload, or allocate memory for it, before the first chunk comes.
+encoded on its own, sent as one message, and can be decoded alone. From the header alone, a receiver can refuse the
+payload, or allocate memory for it, before the first chunk arrives.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from diloco_common.codec.registry import get_codec
 from diloco_common.errors import BadChecksum, BadPayload, NotFinite, UnknownEncoding
 
 CHUNK_ELEMENTS_MAX = 2**22
-"""A header with larger chunks is refused."""
+"""Headers with larger chunks are refused."""
 CHUNK_BYTES_MAX = (4 << 20) + (64 << 10)
-"""So is one whose chunks would have more bytes: 1 Mi values of float32, or 4 Mi codes of 8 bits and their scales."""
+"""Also with chunks of more bytes: 1 Mi float32 values, or 4 Mi codes of 8 bits and their scales."""
 
 
 @cache
 def usual_chunk_elements(encoding: str) -> int:
-    """Elements of a chunk unless told otherwise: as many as may be. Each message costs CPU time, whatever its size.
-
-    Raises UnknownEncoding.
-    """
+    """Default number of elements per chunk: the most allowed, since each message costs CPU time.
+    Raises UnknownEncoding."""
     codec, size = get_codec(encoding), CHUNK_ELEMENTS_MAX
     while codec.num_bytes(size) > CHUNK_BYTES_MAX:
         size //= 2
@@ -42,16 +40,16 @@ def usual_chunk_elements(encoding: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PayloadHeader:
-    """Describes the bytes that follow. Trust nothing in it before `check_header`."""
+    """Describes the bytes that follow. Not to be trusted before `check_header`."""
 
     encoding: str
     num_elements: int
     chunk_elements: int
     """Elements of every chunk but the last."""
     num_bytes: int
-    """Of all chunks together."""
+    """Bytes of all chunks together."""
     chunks_crc32c: int
-    """Names the bytes as a whole: CRC-32C of the CRC-32C of each chunk in order, 4 bytes each, little-endian."""
+    """Checksum of the whole: CRC-32C of each chunk's CRC-32C in order, 4 bytes each, little-endian."""
 
     @property
     def num_chunks(self) -> int:
@@ -65,7 +63,6 @@ class PayloadHeader:
         return slice(start, min(start + self.chunk_elements, self.num_elements))
 
     def chunk_bounds(self) -> tuple[slice, ...]:
-        """The elements of each chunk, in the flat fragment."""
         return tuple(self.chunk_slice(index) for index in range(self.num_chunks))
 
     def chunk_bytes(self, index: int) -> int:
@@ -90,7 +87,7 @@ def num_payload_bytes(encoding: str, num_elements: int, chunk_elements: int | No
 
 
 def check_header(header: PayloadHeader, num_elements_expected: int, allowed: Collection[str]) -> None:
-    """Refuse a payload before its bytes come.
+    """Refuse a payload before its bytes arrive.
 
     Raises UnknownEncoding if the encoding is not among `allowed`; BadPayload if the number of elements is wrong, or the
     sizes contradict each other.
@@ -130,14 +127,13 @@ def encode_payload(
 ) -> Payload:
     """Encode the fragment x = `values + plus`: both (n,) float32, contiguous, n >= 1, on one device.
 
-    `values` may be bfloat16. `plus` and `loss` may be bfloat16, both.
+    `values` may be bfloat16; so may `plus` and `loss`, if both are.
 
     Sets `loss` (n,) to the encoding error `x - decoded`, where `decoded` is bit for bit the result of
-    `decode_payload`. Error feedback adds this residual to the next contribution. `loss` may be `values` or `plus`
-    itself.
+    `decode_payload`. Error feedback adds it to the next contribution. `loss` may be `values` or `plus` itself.
 
-    Raises UnknownEncoding, BadPayload (chunk_elements), and NotFinite if an element of x is NaN or infinite; `loss`
-    then holds nothing of use.
+    Raises UnknownEncoding, BadPayload (chunk_elements), and NotFinite if an element of x is NaN or infinite; `loss` is
+    then useless.
     """
     for tensor in (values, plus, loss):
         if tensor is not None:
@@ -170,7 +166,6 @@ class ChunkWriter:
         num_bytes = num_payload_bytes(encoding, num_elements, chunk_elements)
         self._header = PayloadHeader(encoding, num_elements, chunk_elements, num_bytes, chunks_crc32c=0)
         self.bounds = self._header.chunk_bounds()
-        """The elements of each chunk."""
         self._frame = NewFrame(0)
         self._chunks: list[Chunk] = []
         self._checksum = Checksum()
@@ -182,7 +177,6 @@ class ChunkWriter:
         return self._frame.chunk if device.type == "cpu" else scratch("encoded", torch.uint8, num_bytes, device)
 
     def written(self, encoded: Tensor) -> None:
-        """The chunk is in the buffer that `next` returned."""
         if encoded.device.type != "cpu":
             self._frame.chunk.copy_(encoded)
         chunk, checksum = self._frame.sealed()
@@ -197,8 +191,8 @@ class ChunkWriter:
 def decode_payload(payload: Payload, out: Tensor) -> None:
     """Decode a fragment into `out` (num_elements,) float32, contiguous, on any device.
 
-    Does not verify the checksum; `PayloadReceiver` does. Raises UnknownEncoding and BadPayload: for sizes before
-    anything is written, for bytes with the index of chunk and block, after earlier chunks are written.
+    Does not verify the checksum; `PayloadReceiver` does. Raises UnknownEncoding, and BadPayload: for sizes before
+    anything is written; for bytes with the index of chunk and block, after earlier chunks were written.
     """
     header = payload.header
     check_layout(header)
@@ -213,9 +207,7 @@ def decode_payload(payload: Payload, out: Tensor) -> None:
 @torch.no_grad()
 def decode_chunk(header: PayloadHeader, index: int, data: Chunk, out_slice: Tensor) -> None:
     """Decode chunk `index` alone, into `out_slice` (its elements,) float32, contiguous, on any device.
-
-    Raises BadPayload, with the index of the block, before anything is written.
-    """
+    Raises BadPayload, with the index of the block, before anything is written."""
     _check_flat(out_slice)
     bounds = header.chunk_slice(index)
     if out_slice.numel() != bounds.stop - bounds.start:
@@ -236,7 +228,7 @@ def check_chunk(header: PayloadHeader, index: int, data: Tensor) -> None:
 
 @contextmanager
 def of_chunk(index: int) -> Iterator[None]:
-    """An error in it says the index of the chunk."""
+    """Add the index of the chunk to errors."""
     try:
         yield
     except BadPayload as error:
@@ -254,7 +246,6 @@ def check_chunk_sizes(payload: Payload) -> None:
 
 
 def check_chunk_size(header: PayloadHeader, index: int, data: Chunk) -> None:
-    """Check the size of chunk `index`. Raises BadPayload."""
     if len(data) != header.chunk_bytes(index):
         raise BadPayload(
             f"chunk {index} of {header.num_chunks} takes {header.chunk_bytes(index)} bytes, got {len(data)}"
@@ -280,18 +271,18 @@ def _check_flat(values: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32
 
 
 def as_tensor(data: Chunk, device: torch.device | str = "cpu") -> Tensor:
-    """View bytes as a uint8 tensor, without a copy on a CPU. Only to be read."""
+    """View bytes as a read-only uint8 tensor, without a copy on a CPU."""
     return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 
-# torch warns once per process that bytes are read-only. This uses up that one warning.
+# torch warns once per process that bytes are read-only. Trigger that warning here, where it is ignored.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 class PayloadReceiver:
-    """Holds the chunks as they come, without copies, and never more than `header.num_bytes`.
+    """Collects arriving chunks without copies, and never more than `header.num_bytes`.
 
     The caller has called `check_header`. Raises UnknownEncoding, and BadPayload for sizes that contradict each other.
     """
@@ -303,8 +294,8 @@ class PayloadReceiver:
         self._checksum = Checksum()
 
     def add(self, chunk: Chunk) -> None:
-        """Take the next chunk. Raises BadPayload for a wrong size or one chunk too many, BadChecksum where its frame
-        says another one; then it does not keep the chunk."""
+        """Take the next chunk. Raises BadPayload for a wrong size or one chunk too many, and BadChecksum if its frame
+        has another checksum; then the chunk is not kept."""
         index = len(self._chunks)
         check_chunk_size(self.header, index, chunk)
         checksum, said = crc32c(chunk), said_crc32c(chunk)
@@ -315,7 +306,6 @@ class PayloadReceiver:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every chunk is there."""
         return len(self._chunks) == self.header.num_chunks
 
     def finish(self) -> Payload:

@@ -1,6 +1,6 @@
 """The encodings without blocks: float32 and bfloat16, element after element, little-endian.
 
-Encoders never write NaN or infinity. Decoders pass them on, because the shard checks the norm anyway.
+Encoders never write NaN or infinity. Decoders pass them on, since the shard checks the norm anyway.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ assert sys.byteorder == "little", "payloads are little-endian and viewed in plac
 
 
 class PlainCodec(Codec):
-    """Casts every element to one torch type."""
-
     residual_dtype = torch.bfloat16
     dtype: ClassVar[torch.dtype]
     value_max: ClassVar[float]
-    """The largest magnitude that it can say."""
+    """The largest magnitude that it can represent."""
 
     def num_bytes(self, num_elements: int) -> int:
         return self.dtype.itemsize * num_elements
 
     def encode_values(self, values: Tensor, out: Tensor) -> None:
         self._check_size(out, values.numel())
-        for part in slices_of(values):  # on a device at once, so it waits only once
+        for part in slices_of(values):  # on a device one slice, so that it waits only once
             least, greatest = torch.aminmax(values[part])
             absmax = torch.maximum(least.neg_(), greatest).item()  # waits for the device; NaN if there is one
             if not absmax <= FLOAT32_MAX:

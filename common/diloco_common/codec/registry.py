@@ -1,4 +1,4 @@
-"""The encodings by name. Add new ones only here."""
+"""The encodings by name. New ones are added only here."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ _CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Bfloat16
 
 
 def encoding_names() -> tuple[str, ...]:
-    """Names of all encodings, ours from most to fewest bits per element, then those that are installed as plugins."""
+    """Names of all encodings: ours from most to fewest bits per element, then installed plugins."""
     return (*_CODECS, *plugin_names(GROUP))
 
 
 def offered_names() -> tuple[str, ...]:
-    """What a learner offers when it joins: all names, and NAME@DIGEST of each plugin, so that a shard with another
-    source of it can refuse. The digest is that of `diloco_common.extensions.find`."""
+    """The names that a learner offers when it joins: all encodings, and NAME@DIGEST of each plugin, so that a shard
+    with a different source can refuse. The digest is that of `diloco_common.extensions.find`."""
     return (*encoding_names(), *(f"{name}@{source}" for name in plugin_names(GROUP) if (source := _source_of(name))))
 
 
 def _source_of(name: str) -> str:
     try:
         return find(GROUP, name).source
-    except ConfigError:  # broken, and perhaps not needed: if it is, its use says why
+    except ConfigError:  # broken, but perhaps not needed; if it is, its use will report why
         return ""
 
 
 def get_codec(name: str) -> Codec:
-    """The codec of that name. Raises UnknownEncoding."""
     codec = _CODECS.get(name)
     return _plugin(name) if codec is None else codec
 
 
 @cache
 def _plugin(name: str) -> Codec:
-    """An installed one. A name may come from others, so nothing but entry points is loaded."""
+    """An installed plugin. A name may come from others, so only entry points are loaded."""
     if name not in plugin_names(GROUP):
         raise UnknownEncoding(f"there is no encoding {name!r}; choose one of {', '.join(encoding_names())}")
     codec: Codec = find(GROUP, name).thing

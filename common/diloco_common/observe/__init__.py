@@ -1,1 +1,1 @@
-"""What a process says of itself: logs, HTTP, metrics, histories."""
+"""A process's reports about itself: logs, HTTP, metrics, histories."""

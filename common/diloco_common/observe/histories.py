@@ -1,7 +1,7 @@
 """Histories as a model: the processes of a run, what learners contributed, and where it was merged.
 
-Lines come from files or from memory (`history.py`). Everything here is a pure function of them. `lineage.py` says which
-version was made from which. The lines, in the order in which each process writes them:
+Lines come from files or from memory (`history.py`). Everything here is a pure function of them. The lines, in the order
+in which each process writes them:
 
     shard     born      role="shard", epoch
               joined    learner, generation
@@ -21,14 +21,14 @@ version was made from which. The lines, in the order in which each process write
               ended
 
 Every line has `t`, in seconds. The `epoch` and `base` of a contribution name its base version. `counted` is how many of
-its tokens count as merged, where that is not all. A shard writes `merging` before it computes a version. It writes
-`announced` once the version is durable, before any learner hears of it. A later epoch of the shard writes `restored`
-for the version with which it begins; `stored_epoch` is the epoch in the name on the disk. `state` is a checksum of
-everything that the shard goes on from, `checksum` one of the values that learners get. The leader of an island writes
-for all its ranks. It does not hold all values, so its `applied` have no checksum.
+its tokens count as merged, if not all. A shard writes `merging` before it computes a version, and `announced` once the
+version is durable, before any learner hears of it. A later epoch of the shard writes `restored` for the version with
+which it begins; `stored_epoch` is the epoch in the file name. `state` is a checksum of everything from which the shard
+continues, `checksum` one of the values that learners get. The leader of an island writes for all its ranks. It does not
+hold all values, so its `applied` has no checksum.
 
 `since` is a learner's own count of tokens. As far as the learner knows, all work before it is merged. From `applied` on
-the learner counts its contribution to round `merged` as merged, because the version holds it; or its contribution to
+the learner counts its contribution to round `merged` as merged, because the version holds it, or its contribution to
 round `forgotten`, because the shard no longer knows. From `carried` on it counts the contribution as not merged.
 """
 
@@ -46,12 +46,11 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Process:
-    """The lines of one process, from its start to its end. Each process of a shard is one epoch."""
+    """The lines of one process from start to end. Each process of a shard is one epoch."""
 
     name: str
-    """Name of the learner or of the shard."""
     number: int
-    """Its number among the processes of this name, counted from 0."""
+    """Its number among the processes of this name, from 0."""
     lines: tuple[Line, ...]
     """At least one: "born"."""
 
@@ -61,7 +60,6 @@ class Process:
 
     @property
     def epoch(self) -> int:
-        """The epoch of this process. Shards only."""
         return int(self.lines[0]["epoch"])
 
     def of(self, *what: str) -> Iterator[Line]:
@@ -79,8 +77,8 @@ class Push:
     """Epoch of the shard that asked for it."""
     round: int
     base: int
-    """Its base version. A learner that takes no step between may contribute the same tokens twice to a round, of which
-    the first was refused."""
+    """Its base version. If the first contribution to a round is refused, a learner that takes no step in between may
+    contribute the same tokens again."""
     since: int
     tokens: int
 
@@ -90,12 +88,12 @@ class Push:
 
 
 PushName = tuple[str, int, int, int, int, int, int]
-"""Learner, epoch of the shard, generation, fragment, round, base, tokens. Both sides record these of a push."""
+"""Learner, epoch of the shard, generation, fragment, round, base, tokens. Both sides record these for a push."""
 
 
 @dataclass(frozen=True, eq=False)
 class Histories:
-    """Everything that was recorded: name -> the processes of that name, one after the other."""
+    """Everything that was recorded: name -> the successive processes of that name."""
 
     shards: Mapping[str, Sequence[Process]]
     learners: Mapping[str, Sequence[Process]]
@@ -108,12 +106,10 @@ class Histories:
 
     @property
     def num_fragments(self) -> int:
-        """Of the model."""
         return len(self.owners)
 
     @cached_property
     def owners(self) -> dict[int, str]:
-        """Fragment of the model -> name of its shard."""
         return {
             line["fragment"]: process.name
             for process in self.shard_processes()
@@ -123,7 +119,7 @@ class Histories:
 
     @cached_property
     def companions(self) -> frozenset[int]:
-        """The fragments that are not of the model: what is counted by the model leaves them out."""
+        """Fragments of other kinds than parameters; counts by the model leave them out."""
         return frozenset(
             line["fragment"]
             for process in self.shard_processes()
@@ -148,7 +144,6 @@ class Histories:
 
     @cached_property
     def lineage(self) -> Lineage:
-        """All versions, and whose contributions each one holds."""
         return Lineage(self.shards, self.pushes)
 
     def merges(self) -> list[Merge]:
@@ -157,9 +152,9 @@ class Histories:
 
 
 def gather(histories: Iterable[tuple[str, Sequence[Line]]]) -> Histories:
-    """Histories from pairs of a name and lines, in the order in which the processes were started.
+    """Histories from pairs of a name and lines, in the order in which the processes started.
 
-    The lines of a pair may come from one process, or from several that followed each other.
+    The lines of a pair may come from one process, or from several in succession.
     """
     lines_of: dict[str, list[tuple[Line, ...]]] = {}
     for name, lines in histories:
@@ -196,17 +191,15 @@ Name = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """A contribution that a version holds."""
-
     at: float
-    """When that version was announced, or when a later epoch restored it."""
+    """Time when that version was announced, or restored by a later epoch."""
     shard: str
     fragment: int
     version: int
     learner: str
     tokens: int
     counted: int
-    """Of those, as the shard says."""
+    """Those of them that the shard counts."""
     into: Version
     push: Push | None
     """The push of its learner; None: no learner sent it."""
@@ -216,14 +209,14 @@ class Merge:
 
 @dataclass(eq=False)
 class Version:
-    """One version of one fragment that was durable."""
+    """One durable version of one fragment."""
 
     fragment: int
     epoch: int
-    """The epoch in which it was made. A later epoch may have given it another name."""
+    """The epoch in which it was made. A later epoch may have renamed it."""
     version: int
     base: Version | None
-    """The version it was made from; None: it was seeded."""
+    """The version from which it was made; None: it was seeded."""
     line: Line
     """The first line that says it was durable: "announced" or "restored"."""
     merges: list[Merge] = field(default_factory=list)
@@ -280,7 +273,7 @@ class _Branch:
     """The version of another branch from which the first one was made."""
     length: int = 0
     merges: dict[Process, tuple[list[int], list[Merge]]] = field(default_factory=dict)
-    """Process -> the places of the versions that merged its contributions, ascending, and the contributions."""
+    """Process -> the places of the versions that merged its contributions, ascending, and the merges."""
 
 
 class Lineage:
@@ -305,7 +298,7 @@ class Lineage:
         return self._at[id(line)]
 
     def merges_of(self, push: Push) -> Sequence[Merge]:
-        """Where a contribution was merged. More than one merge is a mistake, unless all but one were lost."""
+        """The merges of a contribution. More than one is an error, unless all but one were lost."""
         return self._merges.get(push, ())
 
     def _follow(self, shard: str, processes: Sequence[Process]) -> None:
@@ -331,7 +324,7 @@ class Lineage:
                     self._go_on(version, own_epoch, latest, had)
 
     def _go_on(self, version: Version, epoch: int, latest: dict[int, Version], had: dict[int, Version]) -> None:
-        """The shard has this version now. The first version of an epoch shows which ones were lost."""
+        """The shard has this version now. An epoch's first version shows which ones were lost."""
         fragment = version.fragment
         lost = had.get(fragment) if fragment not in latest else None
         while lost is not None and lost.survives and not version.comes_from(lost):

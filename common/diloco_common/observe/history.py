@@ -1,7 +1,7 @@
-"""Histories: a process records what happens to it, line by line, so that promises can be checked afterwards.
+"""Histories: a process records its events, line by line, so that promises can be checked afterwards.
 
-`HistoryFile` writes to a file, `MemoryHistory` to a list. Both implement `History` of `ports.py`. `histories.py` says
-what the lines mean, `judge.py` whether they keep the promises.
+`HistoryFile` writes to a file, `MemoryHistory` to a list. Both implement `History` of `ports.py`. `histories.py`
+defines the lines; `judge.py` decides whether they keep the promises.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ class HistoryFile:
     """
 
     def __init__(self, folder: Path, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Append to `folder`/`name`.jsonl. The default clock agrees among all processes of one machine.
-
-        Raises OSError.
-        """
+        """Append to `folder`/`name`.jsonl. The default clock is the same for all processes of one machine.
+        Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.jsonl"
         self._clock = clock
@@ -43,17 +41,17 @@ class HistoryFile:
         os.write(self._file, line.encode() + b"\n")
 
     def close(self) -> None:
-        """Repeating it is fine."""
+        """May be repeated."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 class MemoryHistory:
-    """The history of one process, in memory. Hand `lines` to `histories.gather`."""
+    """The history of one process, in memory. Pass `lines` to `histories.gather`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds. Histories that are judged together need the same clock."""
+        """`clock` returns seconds. Histories that are judged together need the same clock."""
         self.lines: list[Line] = []
         self._clock = clock
 
@@ -63,7 +61,7 @@ class MemoryHistory:
 
 
 def read_history(path: Path) -> list[Line]:
-    """The lines of a file, in order, without lines that a crash has torn. Raises OSError."""
+    """The lines of a file, in order, without lines that a crash truncated. Raises OSError."""
     found: list[Line] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -89,7 +87,7 @@ def fingerprint(*parts: bytes) -> str:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether the last line has no end."""
+    """Whether the last line is incomplete."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size == 0:

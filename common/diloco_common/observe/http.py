@@ -1,10 +1,9 @@
 """The HTTP server of every process: /metrics, /healthz, /readyz and /status.
 
-A few lines of ASGI; `http_listener.py` serves them. The caller decides what "ready" means and what the status holds.
-Answers that take long to make are kept for a while: asking costs a fraction of the event loop, however often somebody
-asks.
+A few lines of ASGI, served by `http_listener.py`. The caller defines "ready" and the status. Answers that are slow to
+make are cached for a while: however often somebody asks, it takes only a fraction of the event loop.
 
-Over TLS (`TlsDoor`), /metrics and /status are for those who show a certificate; the other two are for everybody.
+Over TLS (`TlsDoor`), /metrics and /status require a certificate; the other two are open to everybody.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from diloco_common.wire.addresses import is_loopback, is_no_name, parse_address
 
 _PATHS = ("/metrics", "/healthz", "/readyz", "/status")
 HIDDEN = ("generation", "epoch")
-"""Parts of /status for authorised callers. Whoever knows them and the token could speak as a learner."""
+"""Parts of /status for authorized callers only. With them and the token, anybody could call as a learner."""
 Page: TypeAlias = Callable[[Mapping[str, str]], dict[str, Any]]
-"""JSON for the parameters of a query. Called in the event loop; raises ValueError where they make no sense."""
+"""Returns JSON for the parameters of a query. Called in the event loop; raises ValueError if they make no sense."""
 REST = 10.0
-"""An answer is kept so many times as long as it took to make."""
+"""An answer is cached for this many times as long as it took to make."""
 _log = logging.getLogger("diloco.http")
 
 
@@ -56,8 +55,8 @@ def check_http_is_meant(setting: str, address: str, security: SecuritySettings) 
 class HttpServer:
     """Serves one process's metrics, health and status.
 
-    `status` gives the JSON of /status; `ready` says whether the process can do its work, and the reason. Both are
-    called in the event loop and must not block.
+    `status` returns the JSON of /status; `ready` returns whether the process can do its work, and why. Both are called
+    in the event loop and must not block.
     """
 
     def __init__(
@@ -72,11 +71,10 @@ class HttpServer:
         door: TlsDoor | None = None,
         pages: Mapping[str, Page] | None = None,
     ) -> None:
-        """`alive`: whether the process makes progress; one that does not is worth a new start.
+        """`alive`: whether the process makes progress; otherwise it should be restarted.
 
-        `bearer_token`: who sends it, or calls from this machine, sees all of /status. `door`: serve over TLS.
-
-        `pages`: further paths, each for authorised callers alone.
+        `bearer_token`: callers that send it, or call from this machine, see all of /status. `door`: serve over TLS.
+        `pages`: more paths, for authorized callers only.
         """
         self._status = status
         self._ready = ready
@@ -90,16 +88,14 @@ class HttpServer:
         self._listener = HttpListener(address, self._answer, door)
 
     async def start(self) -> str:
-        """Listen, and return the bound "host:port". From then on systemd is told of progress too.
-
-        Raises ConfigError or InUse.
-        """
+        """Listen, and return the bound "host:port". From then on systemd is told of progress, too.
+        Raises ConfigError or InUse."""
         address = await self._listener.start()
         self._watchdog = asyncio.create_task(feed_watchdog(lambda: self._alive()[0]), name="watchdog")
         return address
 
     async def stop(self) -> None:
-        """Close the socket. Answers in progress get one second to end. Repeating it is fine."""
+        """Close the socket. Answers in progress get one second to finish. May be repeated."""
         if self._watchdog is not None:
             self._watchdog.cancel()
         await self._listener.stop()
@@ -136,7 +132,7 @@ class HttpServer:
                 body = self._kept.get("status", lambda: _json(self._status()))
             else:
                 body = self._kept.get("open status", lambda: _json(_without_hidden(self._status())))
-        except Exception:  # a status that fails must not look like a dead process
+        except Exception:  # an error in the status must not look like a dead process
             _log.exception("status failed")
             await _send_json(send, 500, {"error": "the status failed; the log of this process says why"})
         else:
@@ -157,17 +153,17 @@ class HttpServer:
     async def _send_metrics(self, accept: str, send: Any) -> None:
         try:
             encode, content_type = choose_encoder(accept)
-        except (ValueError, TypeError):  # it asks for a version that is no number
+        except (ValueError, TypeError):  # the version that it asks for is not a number
             encode, content_type = choose_encoder("")
         await _send(send, 200, content_type.encode(), self._kept.get(content_type, lambda: encode(self._registry)))
 
     def _is_authorised(self, scope: Mapping[str, Any]) -> bool:
-        """Whether somebody has shown a certificate, calls this machine by number from itself, or sends the token."""
+        """Whether the caller showed a certificate, calls from this machine by number, or sends the token."""
         if self._door is not None:
-            return True  # or it would not have got here
+            return True  # checked before
         client = scope.get("client")
         if client is not None and is_loopback(client[0]) and is_no_name(_header(scope, b"host")):
-            return True  # a browser on this machine may have been led here under a name of somebody else's
+            return True  # by number: another site's host name may have led a browser here
         sent = _header(scope, b"authorization")
         return self._bearer_token is not None and hmac.compare_digest(
             sent.encode(), f"Bearer {self._bearer_token}".encode()
@@ -175,10 +171,8 @@ class HttpServer:
 
 
 class _Kept:
-    """Answers that were made a short while ago."""
-
     def __init__(self) -> None:
-        self._answers: dict[str, tuple[float, bytes]] = {}  # what -> (until when it is good, the answer)
+        self._answers: dict[str, tuple[float, bytes]] = {}  # what -> (until when it is valid, the answer)
 
     def get(self, what: str, make: Callable[[], bytes]) -> bytes:
         began = time.perf_counter()
@@ -187,7 +181,7 @@ class _Kept:
             return answer
         answer = make()
         ended = time.perf_counter()
-        if len(self._answers) > 8:  # callers may ask for many sorts of text
+        if len(self._answers) > 8:  # callers may ask for many content types
             self._answers.clear()
         self._answers[what] = (ended + REST * (ended - began), answer)
         return answer
@@ -212,7 +206,7 @@ def _json(value: Any) -> bytes:
 
 
 def _without_hidden(value: Any) -> Any:
-    """The same without what is for authorised callers, at any depth."""
+    """The value without the parts for authorized callers, at any depth."""
     if isinstance(value, Mapping):
         return {key: _without_hidden(item) for key, item in value.items() if key not in HIDDEN}
     if isinstance(value, list | tuple):
@@ -221,7 +215,7 @@ def _without_hidden(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity. This puts null instead, so every parser can read a diverged run."""
+    """Replace NaN and infinity, which JSON does not have, with null, so every parser can read a diverged run."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -232,13 +226,13 @@ def finite(value: Any) -> Any:
 
 
 _AGAIN_WITHIN = 4
-"""The word is given so many times in the time that systemd waits for it."""
+"""Messages to systemd per watchdog interval."""
 
 
 async def feed_watchdog(is_alive: Callable[[], bool], environ: Mapping[str, str] = os.environ) -> None:
-    """Tell systemd that this process makes progress, for as long as it does, where a unit has `WatchdogSec`.
+    """Tell systemd that this process makes progress, while it does, if its unit has `WatchdogSec`.
 
-    Until cancelled. Returns at once if nobody wants to hear it.
+    Runs until cancelled. Returns at once if nobody listens.
     """
     address, watched = environ.get("NOTIFY_SOCKET"), environ.get("WATCHDOG_USEC")
     if not address or not watched or environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
@@ -249,6 +243,6 @@ async def feed_watchdog(is_alive: Callable[[], bool], environ: Mapping[str, str]
         systemd.setblocking(False)
         while True:
             if is_alive():
-                with contextlib.suppress(OSError):  # systemd is busy, or being replaced: the next word reaches it
+                with contextlib.suppress(OSError):  # systemd is busy or being replaced: the next message reaches it
                     systemd.sendto(b"WATCHDOG=1", address)
             await asyncio.sleep(int(watched) / 1e6 / _AGAIN_WITHIN)

@@ -1,8 +1,8 @@
-"""Serves an ASGI application by uvicorn, as a guest in the caller's event loop: in plaintext, or over TLS.
+"""Serves an ASGI application with uvicorn in the caller's event loop, in plaintext or over TLS.
 
-uvicorn bounds an idle connection after its first answer, and no more. `docs/security.md` says what that leaves open.
-Nobody has to show a certificate: probes ask for health without one. Whoever shows one that the run's CA has not signed
-does not get in.
+uvicorn limits idle connections after their first answer, and nothing else; `docs/security.md` says what that leaves
+open. Certificates are optional, since probes ask for health without one. A certificate that the run's CA has not signed
+is refused.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from diloco_common.trust.tls import TlsFiles, proof_of
 from diloco_common.wire.addresses import bind_socket, bound_address
 
 LOOKERS = (Scope.OBSERVER, Scope.ADMIN)
-"""Scopes that may see metrics and the status of every process of their run."""
+"""Scopes that may see metrics and status of every process of their run."""
 
 
 class TlsDoor:
-    """Who gets in over TLS, and who may look. Certificates are exchanged from one handshake to the next."""
+    """Decides who may connect over TLS, and who may see metrics. Certificates may change between handshakes."""
 
     def __init__(self, files: Callable[[], TlsFiles], may_look: Callable[[Proof], bool] = lambda _: True) -> None:
-        """`files`: the newest ones, with a pair; the same object as before if nothing changed.
+        """`files` returns the newest files, with a pair; the same object as before if nothing changed.
 
-        `may_look`: what else is asked of whoever shows a certificate, such as that it is not revoked.
+        `may_look`: a further check of a certificate, such as that it is not revoked.
         """
         self._files, self._may_look = files, may_look
         self._served = files()
         self._context = _context(self._served)
 
     def context(self) -> ssl.SSLContext:
-        """For a server. Each handshake takes the newest files."""
+        """The context of a server. Each handshake uses the newest files."""
         context = _context(self._served)
-        context.sni_callback = self._exchange  # OpenSSL calls it without a name, too
+        context.sni_callback = self._exchange  # OpenSSL calls it without a server name, too
         return context
 
     def _exchange(self, handshake: ssl.SSLObject, _name: str | None, _first: ssl.SSLContext) -> None:
@@ -52,9 +52,9 @@ class TlsDoor:
         handshake.context = self._context
 
     def admits(self, certificate: bytes | None) -> bool:
-        """Whether a caller sees metrics and status: an observer or admin of this run, or this process itself.
+        """Whether a caller may see metrics and status: an observer or admin of this run, or this process itself.
 
-        `certificate`: in PEM; None if it showed none. TLS has checked its chain.
+        `certificate`: in PEM, with its chain checked by TLS; None if there is none.
         """
         itself = self._served.subject
         if certificate is None or itself is None:
@@ -73,7 +73,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_OPTIONAL
     context.load_verify_locations(cadata=files.ca.decode())
-    # Python takes a pair from a file alone. What was read and found to fit is what counts, not what lies there by now.
+    # Python loads a pair only from a file. Use the pair that was read and checked, not what is on disk by now.
     memory = os.memfd_create("pair")
     try:
         os.write(memory, b"\n".join(files.pair))
@@ -84,7 +84,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 
 
 class _Connection(H11Protocol):
-    """One connection, whose requests say what certificate the caller has shown."""
+    """One connection, which passes the caller's certificate to its requests."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         shown = transport.get_extra_info("ssl_object")
@@ -94,17 +94,15 @@ class _Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(msg)
-        if self.cycle is not None:  # only the body is wrong: its header would be answered as well, with a traceback
+        if self.cycle is not None:  # only the body is wrong: otherwise the request would be answered twice
             self.cycle.disconnected = True
 
 
 Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
-"""ASGI 3. Every scope has state["certificate"]: what the caller has shown, in PEM, or None."""
+"""ASGI 3. Every scope has state["certificate"]: the caller's certificate in PEM, or None."""
 
 
 class HttpListener:
-    """One address and the application that answers there."""
-
     def __init__(self, address: str, application: Application, door: TlsDoor | None = None) -> None:
         """`door`: serve over TLS."""
         self._address = address
@@ -131,7 +129,7 @@ class HttpListener:
         sock = bind_socket(self._address)
         forks.close_in_children(sock)
         self._sockets = [sock]
-        # As `Server.serve` does, without its signals: those are for the process around it.
+        # Like `Server.serve`, without its signal handlers: signals belong to the surrounding process.
         self._server.config.load()
         self._server.lifespan = self._server.config.lifespan_class(self._server.config)
         await self._server.startup(sockets=self._sockets)
@@ -139,7 +137,7 @@ class HttpListener:
         return str(bound_address(sock))
 
     async def stop(self) -> None:
-        """Close the socket. Answers in progress get one second to end. Repeating it is fine."""
+        """Close the socket. Answers in progress get one second to finish. May be repeated."""
         if self._task is None:
             return
         self._server.should_exit = True

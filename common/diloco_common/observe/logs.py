@@ -4,9 +4,8 @@
     log.event("round closed", fragment=3, version=7, participants=2)
 
 writes `12:01:05 shard-0 round closed fragment=3 version=7 participants=2` (UTC). Text from outside is escaped: no
-control character, newline or terminal sequence is ever written raw. Only entry points call `configure`. A library
-calls `listen`, which leaves the handlers to its user if there are any. Lines of one kind that come too often are
-counted instead (`Repeats`).
+control character, newline or terminal sequence is ever written raw. Only entry points call `configure`. A library calls
+`listen`, which leaves existing handlers alone. Lines of one kind that are too frequent are counted instead (`Repeats`).
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from typing import TextIO, TypeAlias
 
 WINDOW_S = 10.0
 EVENTS_MAX = 1000
-"""Lines of one kind in a window; of warnings and errors fewer."""
+"""Most lines of one kind in a window; fewer for warnings and errors."""
 WARNINGS_MAX = 20
 KINDS_MAX = 256
-"""Kinds that are counted at once. What is beyond is counted as one."""
+"""Most kinds counted at once. The rest count as one kind."""
 
 Kind: TypeAlias = tuple[str, int, str, str]
-"""Logger, level, what is said, stable code."""
+"""Logger, level, text, stable code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A window has ended in which lines were only counted."""
+    """The end of a window in which lines were only counted."""
 
     kind: Kind
     count: int
@@ -50,10 +49,10 @@ class Repeats:
     """Decides which lines are written."""
 
     def __init__(self) -> None:
-        self._windows: dict[Kind, _Window] = {}  # in the order in which they began
+        self._windows: dict[Kind, _Window] = {}  # by start time
 
     def heard(self, kind: Kind, now: float) -> tuple[bool, Sequence[Over]]:
-        """Whether to write a line of this kind, and what to say before of windows that have ended."""
+        """Whether to write a line of this kind, and the ended windows to report first."""
         over = self._ended(now)
         if kind not in self._windows and len(self._windows) >= KINDS_MAX:
             kind = (kind[0], logging.WARNING, "lines of other kinds", "")
@@ -65,14 +64,14 @@ class Repeats:
         return False, over
 
     def all(self) -> Sequence[Over]:
-        """What is left to say at the end."""
+        """What is left to report at the end."""
         windows, self._windows = self._windows, {}
         return [Over(kind, window.counted, WINDOW_S) for kind, window in windows.items() if window.counted]
 
     def _ended(self, now: float) -> Sequence[Over]:
         over = []
         for kind, window in list(self._windows.items()):
-            if 0 <= now - window.began < WINDOW_S:  # or the wall clock was put back
+            if 0 <= now - window.began < WINDOW_S:  # False if the wall clock was set back
                 break
             del self._windows[kind]
             if window.counted:
@@ -81,15 +80,14 @@ class Repeats:
 
 
 _VALUE_MAX = 200
-"""Characters that are shown of a value."""
 _HUNG_UP = "ExecuteBatchError"
-"""grpc.aio logs it, with a traceback, when a caller hangs up while it is being answered."""
+"""grpc.aio logs it, with a traceback, when a caller hangs up during an answer."""
 _MESSAGE_MAX = 2000
-"""Characters that are shown of another library's message."""
+"""Characters shown of another library's message."""
 
 
 class Log:
-    """The log of one process, or of one part of it. `name` is its name, for example "shard-0"."""
+    """The log of one process, or of a part of it. `name` is its name, for example "shard-0"."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -100,11 +98,11 @@ class Log:
         self._write(logging.INFO, what, fields)
 
     def debug(self, what: str, **fields: object) -> None:
-        """A detail for the search for a fault."""
+        """A detail for debugging."""
         self._write(logging.DEBUG, what, fields)
 
     def warning(self, what: str, **fields: object) -> None:
-        """The process goes on, but not as intended."""
+        """The process continues, but not as intended."""
         self._write(logging.WARNING, what, fields)
 
     def error(self, what: str, *, trace: BaseException | None = None, **fields: object) -> None:
@@ -116,7 +114,7 @@ class Log:
             return
         text = " ".join([escape(what), *(f"{key}={show(value)}" for key, value in fields.items())])
         extra = {"diloco_process": self.name, "diloco_event": what, "diloco_fields": fields}
-        # A message without arguments: then logging does no %-formatting.
+        # The message has no arguments, so logging does no %-formatting.
         self._logger.log(level, text, exc_info=trace, extra=extra)
 
 
@@ -132,7 +130,7 @@ def configure(*, level: int = logging.INFO, stream: TextIO | None = None) -> Non
 
 
 def listen() -> None:
-    """For a library: our events go to stderr, unless the process has handlers that get them. Repeating it is fine."""
+    """For a library: send our events to stderr, unless the process has handlers for them. May be repeated."""
     ours = logging.getLogger("diloco")
     if all(isinstance(h, logging.NullHandler) for h in (*ours.handlers, *logging.getLogger().handlers)):
         ours.addHandler(Handler(sys.stderr))
@@ -141,14 +139,14 @@ def listen() -> None:
 
 
 def keep_quiet() -> None:
-    """For a library: without handlers of the process, nothing of ours is said, also no warnings."""
+    """For a library: without handlers of the process, nothing of ours is logged, not even warnings."""
     ours = logging.getLogger("diloco")
     if not ours.handlers:
         ours.addHandler(logging.NullHandler())
 
 
 class Handler(logging.StreamHandler[TextIO]):
-    """Writes the first lines of a kind, and then how many more there were."""
+    """Writes the first lines of a kind, and then the number of further ones."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -165,7 +163,7 @@ class Handler(logging.StreamHandler[TextIO]):
             super().emit(record)
 
     def close(self) -> None:
-        """Also at the end of the process."""
+        """Called at the end of the process, too."""
         self._tell(self._repeats.all())
         super().close()
 
@@ -181,7 +179,7 @@ class Handler(logging.StreamHandler[TextIO]):
 
 
 def _kind(record: logging.LogRecord) -> tuple[str, str]:
-    """What a line says, apart from its facts: the event and its stable code; of other libraries, the message."""
+    """The kind of a line: the event and its stable code; for other libraries, the message."""
     event = getattr(record, "diloco_event", None)
     if event is None:
         return escape(str(record.msg)), ""
@@ -202,7 +200,7 @@ class TextFormatter(logging.Formatter):
 
 
 def show(value: object) -> str:
-    """A value as shown in `key=value`: one word or quoted, escaped, and cut if it is long."""
+    """A value as shown in `key=value`: one word or quoted, escaped, and cut if long."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -222,7 +220,7 @@ def show(value: object) -> str:
 
 
 def escape(text: str, limit: int = _VALUE_MAX) -> str:
-    """Text that is safe for a terminal, on one line, and cut after `limit` characters."""
+    """Text as one line that is safe for a terminal, cut after `limit` characters."""
     cut = "" if len(text) <= limit else f"...(+{len(text) - limit})"
     return "".join(_escape_character(c) for c in text[:limit]) + cut
 

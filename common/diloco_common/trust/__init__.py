@@ -1,1 +1,1 @@
-"""Who calls, and how that is proven."""
+"""Who calls, and how callers prove it."""

@@ -1,8 +1,8 @@
-"""How shards are reached: where they are, and what a caller proves itself with.
+"""How to reach shards: their addresses, and the credentials of a caller.
 
-All of it is read again when it changes: a learner that runs for longer than its certificate is valid goes on with the
-next one. An address may be `@FILE`, the address file of a shard that may come back on another machine: the shard writes
-it when it has bound its ports (`--address-file`), whole or not at all.
+Everything is read again when it changes, so a learner may run longer than its certificate is valid. An address may be
+`@FILE`, the address file of a shard that may come back on another machine: the shard writes it atomically after binding
+its ports (`--address-file`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,13 @@ MISSING: Stamp = (None,)
 
 
 DRAWN = secrets.token_hex(3)
-"""In the name of a learner that nobody has named, the same for all that this process joins: containers may have one
-host name and one process id."""
+"""Random part of generated learner names, one per process: containers may share host name and process id."""
 
 
 class Credentials:
-    """Of one caller, for all shards."""
-
     def __init__(self, tls: Path | None = None, token: str | Path | None = None) -> None:
-        """`tls`: a folder of `diloco certs issue`. `token`: the bearer token, or the file that holds it.
-
-        Raises ConfigError, SecretExposed.
-        """
+        """`tls`: a folder of `diloco certs issue`. `token`: the bearer token, or a file that holds it.
+        Raises ConfigError, SecretExposed."""
         self._tls = None if tls is None else TlsFolder(tls)
         self._token_file = token if isinstance(token, Path) else None
         self._token = None if isinstance(token, Path) else token
@@ -54,21 +49,21 @@ class Credentials:
         return self._tls.files
 
     def files(self) -> TlsFiles:
-        """The same, where there are some."""
+        """Like `tls`, where `security.tls` is set."""
         files = self.tls()
         assert files is not None, "security.tls is set"
         return files
 
     def token(self) -> str | None:
-        """The newest token; what was read before if the file is gone or damaged."""
+        """The newest token; the previous one if the file is gone or damaged."""
         if self._token_file is not None and stamp_of([self._token_file]) != self._token_stamp:
-            with contextlib.suppress(ConfigError):  # it is being written, or gone: the shard will say if that matters
+            with contextlib.suppress(ConfigError):  # being written, or gone: the shard will say if that matters
                 self._read_token(self._token_file)
         return self._token
 
     def learner_id(self, wanted: str, run_id: str) -> str:
-        """Under which id to join: the certificate's, if there is one; else what is wanted; else host name, process id
-        and what was drawn. Raises ConfigError if the certificate says otherwise, and BadRequest."""
+        """The id to join under: the certificate's, if any; else `wanted`; else host name, process id and random part.
+        Raises ConfigError if the certificate is for another id, and BadRequest."""
         files = self.tls()
         subject = None if files is None else files.subject
         if files is None or subject is None:
@@ -89,7 +84,7 @@ class Credentials:
 
 
 def addresses_of(shards: str | Sequence[str]) -> list[str]:
-    """The addresses of all shards of a run, or the files that name them, each once. Raises ConfigError."""
+    """The addresses of all shards of a run, or their address files, each once. Raises ConfigError."""
     if not isinstance(shards, list | tuple | set | frozenset | str) or not all(isinstance(a, str) for a in shards):
         raise WrongCall(f"shards is {shown(shards)}: give addresses, such as ps-0:50051,ps-1:50051, or a list of them")
     named = shards.split(",") if isinstance(shards, str) else list(shards)
@@ -104,7 +99,7 @@ def addresses_of(shards: str | Sequence[str]) -> list[str]:
 
 
 class Whereabouts:
-    """Of one shard. An address file is read again before each call, if it has changed."""
+    """The address of one shard. An address file is read again before each call, if it has changed."""
 
     def __init__(self, given: str) -> None:
         """`given`: host:port or `@FILE`."""
@@ -113,15 +108,13 @@ class Whereabouts:
         self._stamp: Stamp = ()
 
     def now(self) -> str:
-        """host:port; what was read last while the file is gone: the shard may be where it was.
-
-        Raises Unavailable: the shard has not been anywhere yet.
-        """
+        """host:port; the last known one while the file is gone, as the shard may still be there.
+        Raises Unavailable if the shard has never had an address."""
         if self._file is not None and (stamp := stamp_of([self._file])) != self._stamp:
             found = read_address(self._file)
             if found is not None and found.role == "shard" and found.grpc:
                 self._address = found.grpc
-                self._stamp = stamp  # a read that failed is done again, although the file may stay as it is
+                self._stamp = stamp  # only now: a failed read is repeated, even if the file does not change
             elif stamp == MISSING:
                 self._stamp = stamp
         if not self._address:

@@ -1,6 +1,6 @@
-"""Who calls, and what it may do. It is the same for every transport, and known before the first payload byte.
+"""Who calls, and what it may do: the same for every transport, and known before the first payload byte.
 
-A caller says who it is. Where a certificate proves it, its scope decides which calls it may make.
+A caller names itself. If a certificate proves it, the certificate's scope decides which calls it may make.
 """
 
 from __future__ import annotations
@@ -18,36 +18,34 @@ _URI = re.compile(rf"diloco://({_NAME})/(.+)\Z")
 
 
 class Scope(StrEnum):
-    """What an identity is for."""
-
     LEARNER = "learner"  # trains under one learner id
     SHARD = "shard"  # serves; its name is its index
     OBSERVER = "observer"  # reads the model
-    MIRROR = "mirror"  # holds what shards announce, and serves it; any name
+    MIRROR = "mirror"  # holds and serves what shards announce; any name
     STANDBY = "standby"  # holds a shard's version files; any name
     ADMIN = "admin"  # a person who runs the run
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Somebody of a run, as certificates name it."""
+    """A member of a run, as certificates name it."""
 
     run_id: str
     scope: Scope
     name: str
 
     def __str__(self) -> str:
-        """Short, for people who know the run: learner/a."""
+        """Short form, for people who know the run: learner/a."""
         return f"{self.scope.value}/{self.name}"
 
     @property
     def uri(self) -> str:
-        """As a certificate has it: diloco://RUN/learner/a."""
+        """The form in certificates: diloco://RUN/learner/a."""
         return f"diloco://{self.run_id}/{self}"
 
 
 def subject_of(run_id: str, text: str) -> Subject:
-    """The subject that is written learner/a. Raises ConfigError."""
+    """Parse a subject such as learner/a. Raises ConfigError."""
     found = _SUBJECT.match(text)
     if found is None or (found[1] == Scope.SHARD and not _is_index(found[2])):
         raise ConfigError(
@@ -71,11 +69,9 @@ def _is_index(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a certificate has proven about a caller."""
-
     subject: Subject
     serial: str
-    """Of the certificate: lower-case hexadecimal digits without leading zeros."""
+    """The certificate's: lower-case hexadecimal digits without leading zeros."""
     expires: float
     """Seconds since 1970."""
 
@@ -89,8 +85,8 @@ MAY = {
     Scope.ADMIN: _READS,
     Scope.SHARD: _READS | {"Standby"},
 }
-"""The calls of each scope; it may make no others. Observe is a Join that asks for no lease, Mirror and Standby are
-Follow in that role; a promoted standby is a shard."""
+"""The calls that each scope may make. Observe is a Join without a lease; Mirror and Standby are Follow in that role; a
+promoted standby is a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +97,21 @@ class Identity:
     learner_id: str = ""
     """Empty: an observer."""
     generation: int = 0
-    """0: no lease (a call of Join, or an observer)."""
+    """0: no lease (a Join, or an observer)."""
     epoch: int = 0
     """The epoch in which the shard gave the lease."""
     peer: str = ""
-    """The address that it calls from, without its port; empty where the transport knows none."""
+    """The caller's address without the port; empty if the transport knows none."""
     proof: Proof | None = None
-    """None: it says who it is, and nothing proves it."""
+    """None: the caller names itself without proof."""
     rank: int = 0
-    """Of the process, among those of a learner that speak under the lease of their leader, which is rank 0."""
+    """Rank of the process in an island, whose ranks share the lease of their leader, rank 0."""
 
     @property
     def account(self) -> str:
-        """Whom its calls are charged to while it holds no lease: whom a proof names, else the host that it calls from.
+        """Who is charged for calls without a lease: the proven identity, else the caller's host.
 
-        So learners behind one proxy, or one NAT, take nothing from each other once they prove who they are.
+        So learners behind one proxy or NAT do not use up each other's share once they prove who they are.
         """
         if self.proof is not None:
             subject = self.proof.subject
@@ -123,13 +119,12 @@ class Identity:
         return self.peer
 
     def check_may(self, *calls: str) -> None:
-        """Raises WrongIdentity unless it may make one of these calls. Where nothing is proven, nothing is narrowed."""
+        """Raises WrongIdentity unless it may make one of these calls. Without proof, everything is allowed."""
         if self.proof is None or not MAY[self.proof.subject.scope].isdisjoint(calls):
             return
         raise WrongIdentity(f"{self.proof.subject} may not call {calls[0]}; that is for other scopes")
 
 
 def check_learner_id(learner_id: str) -> None:
-    """Raises BadRequest."""
     if not _LEARNER_ID.match(learner_id):
         raise BadRequest(f"learner id {learner_id[:64]!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")

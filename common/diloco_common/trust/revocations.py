@@ -1,8 +1,8 @@
-"""The deny-list: certificates that hold no longer, by serial.
+"""The deny-list: revoked certificates, by serial.
 
     {"revoked": [{"serial": "7a01...", "who": "diloco://run/learner/a", "at": "2026-11-22 14:00 UTC"}]}
 
-`diloco certs revoke` writes it. Shards read it, and again when it changes: one file that they share, or copies.
+`diloco certs revoke` writes it. Shards read it again when it changes: one shared file, or copies.
 """
 
 from __future__ import annotations
@@ -20,32 +20,30 @@ REVOKED = "revoked.json"
 
 @dataclass(frozen=True, slots=True)
 class Revocation:
-    """One line of the deny-list."""
+    """One entry of the deny-list."""
 
     serial: str
     who: str
-    """Whom the serial named, as URI. For people."""
+    """The certificate's subject as a URI. For people."""
     at: str
     """When it was revoked. For people."""
 
 
 class DenyList:
-    """The deny-list of a running shard."""
-
     def __init__(self, path: Path | None, *, is_required: bool = False) -> None:
-        """None: nothing is ever revoked. `is_required`: the file must be there. Raises ConfigError."""
+        """`path`: None: nothing is ever revoked. `is_required`: the file must exist. Raises ConfigError."""
         self._path = path
         self._stamp: Stamp = () if path is None else stamp_of([path])
         self.serials: frozenset[str] = frozenset()
         self.why_not = ""
-        """Why what came since is not used; empty: nothing is wrong with it."""
+        """Why a newer file is not used; empty: no problem."""
         if path is not None and (is_required or path.exists()):
             self._read(path)
 
     def refresh(self) -> frozenset[str]:
-        """Read the file again if it changed; the serials that are new on it.
+        """Read the file again if it changed; returns newly listed serials.
 
-        One that is gone or damaged, or was copied by half, revokes and pardons nobody: what was read before holds on.
+        A file that is gone, damaged or incomplete changes nothing: the previous list stays in force.
         """
         if self._path is None or stamp_of([self._path]) == self._stamp:
             return frozenset()
@@ -75,14 +73,14 @@ def read_revocations(path: Path) -> list[Revocation]:
 
 
 def write_revocations(path: Path, revocations: list[Revocation]) -> None:
-    """A reader sees the whole list, old or new. Raises OSError."""
+    """Write the list atomically. Raises OSError."""
     write_json(path, {"revoked": [asdict(one) for one in revocations]})
 
 
 def normal_serial(text: str) -> str:
-    """A serial as we write it, from any usual way to write one. Raises ValueError if it is none.
+    """A serial in our form, from any usual form. Raises ValueError if it is none.
 
-    A number of JSON is none: nobody knows whether its digits were meant as decimal or hexadecimal ones.
+    A JSON number is not accepted: it could mean decimal or hexadecimal digits.
     """
     if not isinstance(text, str):
         raise ValueError(f"a serial is text, not {text!r:.80}")

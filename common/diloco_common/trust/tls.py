@@ -1,7 +1,7 @@
 """The files of TLS: a folder with ca.pem, cert.pem and key.pem, as `diloco certs issue` writes it.
 
-`rpc.py` makes gRPC's credentials of them. They are read again when they change, so that a certificate is renewed
-without a restart.
+`rpc.py` makes gRPC credentials of them. They are read again when they change, so a certificate is renewed without a
+restart.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from diloco_common.trust.identity import Proof, Subject, subject_of_uri
 from diloco_common.trust.tokens import read_private
 
 Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
-"""Of each file: when it changed, its size, which file it is. None: there is none."""
+"""For each file: its change time, size and inode. None: no file."""
 
 
 def stamp_of(paths: Sequence[Path]) -> Stamp:
-    """Differs once one of the files was written, exchanged or removed. Links are followed."""
+    """Changes when one of the files is written, replaced or removed. Links are followed."""
     return tuple(_stamp(path) for path in paths)
 
 
@@ -41,18 +41,18 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 CA, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
 SCHEME = "diloco://"
 LEARNER_HOST = "learner.diloco.invalid"
-"""In the certificate of every learner: Prometheus takes a worker for it. Under .invalid there is nothing to dial, so a
-learner cannot pass for a shard (RFC 6761)."""
+"""A name in every learner's certificate, by which Prometheus identifies a worker. Names under .invalid cannot be
+dialed, so a learner cannot pass for a shard (RFC 6761)."""
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """What the folder held when it was read, in PEM. The pair is None where it holds ca.pem alone."""
+    """The contents of the folder when it was read, in PEM. The pair is None if there is only ca.pem."""
 
     folder: Path
     ca: bytes
     pair: tuple[bytes, bytes] | None = None
-    """Private key and certificate chain. They fit."""
+    """Private key and certificate chain, which match."""
 
     @property
     def certificate(self) -> x509.Certificate | None:
@@ -60,25 +60,26 @@ class TlsFiles:
 
     @property
     def subject(self) -> Subject | None:
-        """Whom the certificate names; None: there is none. Raises ConfigError."""
+        """The certificate's subject; None: no certificate. Raises ConfigError."""
         return None if self.pair is None else subject_of_certificate(self.pair[1], self.folder / CERTIFICATE)
 
 
 class TlsFolder:
-    """A folder with TLS files, and what was read last."""
+    """A folder with TLS files, and their last contents."""
 
     def __init__(self, folder: Path, *, needs_pair: bool = False) -> None:
-        """`needs_pair`: ca.pem alone will not do. Raises ConfigError, SecretExposed."""
+        """`needs_pair`: ca.pem alone is not enough. Raises ConfigError, SecretExposed."""
         self._folder, self._needs_pair = folder, needs_pair
         self._stamp: Stamp = ()
         self.why_not = ""
-        """Why files that came since are not used; empty: nothing is wrong with them."""
+        """Why newer files are not used; empty: no problem."""
         self.files = self._read()
 
     def refresh(self) -> bool:
-        """Read the files again if they changed; whether there are new ones. What does not fit together is not taken.
+        """Read the files again if they changed; returns whether there are new ones. Files that do not match are
+        ignored.
 
-        A renewal writes several files. Whoever looks in between sees a pair that does not fit, and looks again later.
+        A renewal writes several files. In between, the pair does not match; the next look finds it.
         """
         stamp = stamp_of([self._folder / name for name in (CA, CERTIFICATE, KEY)])
         if stamp == self._stamp:
@@ -95,12 +96,11 @@ class TlsFolder:
     def _read(self) -> TlsFiles:
         stamp = stamp_of([self._folder / name for name in (CA, CERTIFICATE, KEY)])
         files = read_folder(self._folder, needs_pair=self._needs_pair)
-        self._stamp = stamp  # taken before: what is written meanwhile is seen next time
+        self._stamp = stamp  # taken before reading: later writes are noticed next time
         return files
 
 
 def read_folder(folder: Path, *, needs_pair: bool = False) -> TlsFiles:
-    """Raises ConfigError, SecretExposed."""
     ca = _read_by(Path.read_bytes, folder / CA)
     _certificates_of(ca, folder / CA)
     certificate, key = folder / CERTIFICATE, folder / KEY
@@ -117,7 +117,7 @@ def read_folder(folder: Path, *, needs_pair: bool = False) -> TlsFiles:
 
 
 def subject_of_certificate(pem: bytes, where: object) -> Subject:
-    """Whom a certificate names. `where`: what an error calls it. Raises ConfigError."""
+    """The subject of a certificate. `where`: its name in errors. Raises ConfigError."""
     uris = _uris(x509.load_pem_x509_certificate(pem))
     if len(uris) != 1:
         raise ConfigError(f"{where}: names {len(uris)} identities of ours (diloco://RUN/...), and should name one")
@@ -126,7 +126,7 @@ def subject_of_certificate(pem: bytes, where: object) -> Subject:
 
 @lru_cache(maxsize=4096)
 def proof_of(pem: bytes) -> Proof:
-    """What the certificate of a caller proves. TLS has checked its chain. Raises WrongIdentity."""
+    """What a caller's certificate proves. TLS has checked its chain. Raises WrongIdentity."""
     certificate = x509.load_pem_x509_certificate(pem)
     try:
         subject = subject_of_certificate(pem, "the certificate of this caller")
@@ -136,7 +136,7 @@ def proof_of(pem: bytes) -> Proof:
 
 
 def serial_text(serial: int) -> str:
-    """As lists show it, and the deny-list holds it."""
+    """A serial as in lists and the deny-list."""
     return format(serial, "x")
 
 

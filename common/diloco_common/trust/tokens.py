@@ -1,4 +1,4 @@
-"""The bearer token that all of a run share, and files with secrets, which nobody else may read."""
+"""The bearer token that all processes of a run share, and files with secrets, which nobody else may read."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def read_bearer_token(settings: SecuritySettings) -> str | None:
 def read_private(path: Path) -> bytes:
     """The bytes of a file with a secret. Raises OSError, SecretExposed.
 
-    What is checked is the open file, so nobody can exchange it in between. A link is judged by what it leads to:
-    Kubernetes mounts secrets as links.
+    The open file is checked, so nobody can replace it in between. Links are followed: Kubernetes mounts secrets as
+    links.
     """
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
@@ -50,11 +50,11 @@ def read_private(path: Path) -> bytes:
 
 
 def exposure(mode: int, owner: int, group: int, user: int, groups: Collection[int]) -> str | None:
-    """Who besides us gets at a file with these permission bits, in words; None if nobody does.
+    """Who besides us can access a file with these permission bits, as text; None: nobody.
 
-    A file of ours is for us alone. A file of root's may be readable for a group that root lent it to: one of our
-    `groups`, which is how Kubernetes hands over a secret (root, fsGroup, 0440), or root's own. The latter is how
-    systemd's credentials look: an access list names the service there, and its mask shows as the bits of the group.
+    Our own file must be for us alone. A file of root's may be readable for a group: one of our `groups`, as Kubernetes
+    mounts a secret (root, fsGroup, 0440), or root's own. The latter is how systemd's credentials look: an access list
+    names the service, and its mask shows as the group bits.
     """
     if owner not in (user, _ROOT):
         return f"it belongs to user {owner}"

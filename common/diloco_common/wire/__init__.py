@@ -1,1 +1,1 @@
-"""What both sides say to each other: values, their limits, and how both become messages."""
+"""The messages between both sides: values, their limits, and the conversion to protobuf."""

@@ -1,7 +1,7 @@
-"""Addresses: split and parse them, bind them, and name the process that already has the port.
+"""Addresses: split, parse and bind them, and name the process that already has a port.
 
-HTTP takes the bound socket. gRPC binds by itself: give it `str(parse_address(...))` with the option
-`grpc.so_reuseport` 0, and raise `in_use(address)` when it cannot have the port.
+HTTP takes the bound socket. gRPC binds by itself: pass it `str(parse_address(...))` and the option `grpc.so_reuseport`
+0, and raise `in_use(address)` if it cannot have the port.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ _TCP_LISTEN = "0A"  # the state column of /proc/net/tcp
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host and a TCP port."""
-
     host: str
     port: int
 
@@ -37,12 +35,12 @@ class Address:
 
 
 def split_addresses(text: str) -> list[str]:
-    """Those between commas, as they are written."""
+    """The addresses between commas, unparsed."""
     return [address.strip() for address in text.split(",") if address.strip()]
 
 
 def parse_address(text: str) -> Address:
-    """Parse "host:port" or "[v6]:port". Raises ConfigError on anything else."""
+    """Parse "host:port" or "[v6]:port". Raises ConfigError for anything else."""
 
     def wrong(why: str) -> ConfigError:
         shown = text if len(text) <= 80 else text[:80] + "..."
@@ -85,10 +83,10 @@ def is_loopback(host: str) -> bool:
 
 
 def is_no_name(host: str) -> bool:
-    """Whether a Host header has a number or localhost, with or without a port.
+    """Whether a Host header is a number or localhost, with or without a port.
 
-    A page of somebody else's can have its own name lead to this machine, and read what its visitor may (DNS
-    rebinding). A number or localhost cannot be such a name.
+    Another site can make its own name point to this machine, and read whatever its visitor may (DNS rebinding). A
+    number or localhost cannot be such a name.
     """
     before, _, port = host.rpartition(":")
     name = (before if port.isdigit() else host).strip("[]").lower()
@@ -103,9 +101,7 @@ def is_no_name(host: str) -> bool:
 
 def bind_socket(address: str) -> socket.socket:
     """Bind and listen on "host:port"; port 0 takes a free one. Non-blocking, for an event loop.
-
-    Raises ConfigError (malformed address, host of another machine, no permission) or InUse.
-    """
+    Raises ConfigError (malformed address, host of another machine, no permission) or InUse."""
     wanted = parse_address(address)
     try:
         found = socket.getaddrinfo(wanted.host, wanted.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -142,7 +138,7 @@ def bound_address(sock: socket.socket) -> Address:
 
 
 def in_use(address: str) -> InUse:
-    """The error for a port that is taken. It names the process that has it, if /proc tells."""
+    """The error for a port in use. It names the process that has it, if /proc tells."""
     wanted = parse_address(address)
     pid = who_listens(wanted.port)
     owner = "another process" if pid is None else f"process {pid} ({_command(pid)})"
@@ -165,7 +161,7 @@ def who_listens(port: int) -> int | None:
 
 
 def _links_to(fd: Path, wanted: Collection[str]) -> bool:
-    """Whether an open file is one of these. False where it was closed just now."""
+    """Whether an open file is one of these. False if it was just closed."""
     try:
         return os.readlink(fd) in wanted
     except FileNotFoundError:
@@ -200,7 +196,7 @@ Role = Literal["shard", "worker"]
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where one process can be reached. `grpc` is empty for a worker, which only dials out."""
+    """The addresses of one process. `grpc` is empty for a worker, which only dials out."""
 
     role: Role
     name: str
@@ -210,11 +206,7 @@ class Endpoints:
 
 
 def write_address(path: Path, role: Role, name: str, *, grpc: str = "", http: str) -> Endpoints:
-    """Write where this process can be reached. A reader sees the whole file or none.
-
-    Raises:
-        OSError: the folder does not exist or cannot be written.
-    """
+    """Write this process's addresses atomically. Raises OSError if the folder does not exist or cannot be written."""
     endpoints = Endpoints(role=role, name=name, pid=os.getpid(), grpc=grpc, http=http)
     write_json(path, asdict(endpoints))
     return endpoints
@@ -230,7 +222,7 @@ def read_address(path: Path) -> Endpoints | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name and rename it, so a reader never sees half of it."""
+    """Write JSON under a temporary name and rename it, so that a reader never sees half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)

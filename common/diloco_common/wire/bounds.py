@@ -1,9 +1,9 @@
-"""The limits of every number, text and list that a caller sends: one table, for clients in other languages too.
+"""The limits of every number, text and list that a caller sends, in one table that other clients can use, too.
 
-`by_name.py` holds each message to it, on both sides, before the message becomes values. Whatever is within the limits
-fits what carries it further on: int64, JSON, the 12 digits in file names, and float64 without a loss. Counters that add
-up such values stop at a limit of their own, below what the wire takes. What a limit cannot tell, such as whether a
-learner can have trained so much, the shard's core judges.
+`by_name.py` applies it to each message, on both sides, before the message becomes values. Values within the limits fit
+everything that stores them later: int64, JSON, the 12 digits in file names, and float64 without loss. Counters that add
+them up stop at their own limit, below that of the wire. Checks that no limit can express, such as whether a learner can
+have trained so much, are the shard core's.
 """
 
 from __future__ import annotations
@@ -16,57 +16,54 @@ from diloco_common.errors import WORDS_MAX, BadRequest
 
 FRAGMENTS_MAX = 4096
 TENSORS_MAX = 2**16
-"""Tensors of a model. An adapter for 128 experts in each of 60 layers, three times two tensors each, has 46,080."""
+"""Tensors of a model. An adapter with 128 experts in each of 60 layers, three times two tensors each, has 46,080."""
 TENSOR_NAMES_MAX = 16 << 20
-"""Characters of all their names together, once what they have in common is written out."""
+"""Characters of all names together, with prefixes (`Tensor.prefix`) written out."""
 TENSOR_NAME_MAX = 512
 DIMENSIONS_MAX = 8
 FROZEN_MAX = 8192
-"""Frozen tensors that are compared; a learner with more declares several as one. A shard looks at them within 50 ms."""
+"""Frozen tensors compared; a learner with more combines several. A shard looks at them within 50 ms."""
 FROZEN_BYTES_MAX = 64 << 10
-"""Of all that a model holds fixed, for its values to be sent: constants, and no base under an adapter."""
+"""Bytes of all frozen tensors up to which their values are sent: enough for constants, not for a base model."""
 TIES_MAX = 4096
-"""Keys of a state_dict; a learner with more leaves the rest out."""
+"""Keys of a state_dict; a learner with more omits the rest."""
 JOIN_ENTRIES_MAX = TENSORS_MAX + FROZEN_MAX + TIES_MAX + FRAGMENTS_MAX + 128
-"""Of all fields of a Join together; counted before they are parsed."""
+"""Entries of all fields of a Join together, counted before parsing."""
 JOIN_ENTRY_BYTES_MAX = FROZEN_BYTES_MAX + (8 << 10)
-"""Of each. A tensor with a name of 512 characters and 8 dimensions has less than 3 KiB."""
+"""Bytes of each entry. A tensor with a name of 512 characters and 8 dimensions takes less than 3 KiB."""
 ELEMENTS_MAX = 2**42
-"""Of a model, and of each dimension."""
+"""Elements of a model, and of each dimension."""
 TOKENS_MAX = 2**40
-"""Of one contribution."""
 STEPS_MAX = 2**32
-"""Of one contribution."""
+"""Inner steps of one contribution."""
 TOKENS_TOTAL_MAX = 2**53
-"""That one learner has trained on; the last integer that float64 counts to."""
+"""Tokens that one learner has trained; the last integer that float64 counts to."""
 STEPS_TOTAL_MAX = 2**48
 TOKENS_MERGED_MAX = 2**62
-"""What the wire takes. A shard stops counting at half of it."""
+"""Limit of the wire. A shard stops counting at half of it."""
 TOKENS_COUNTED_MAX = TOKENS_MERGED_MAX // 2
 VERSION_MAX = 2**39
-"""What the wire takes; the name of a version file has 12 digits."""
+"""Limit of the wire; the name of a version file has 12 digits."""
 VERSION_KEPT_MAX = VERSION_MAX // 2
-"""Of a version file: so many versions more may follow. At a thousand a second they take eight years."""
+"""Limit of a version file, below that of the wire by as many further versions: eight years at a thousand a second."""
 EPOCH_MAX = 2**53
 EPOCH_KEPT_MAX = 10**12 - 1
-"""Of a version file; the name of an epoch file has 12 digits."""
+"""Limit of a version file; the name of an epoch file has 12 digits."""
 GENERATION_MAX = 2**53
 NAME_MAX = 64
 """Characters of ids, codes and names of encodings."""
 NAMES_MAX = 32
-"""Encodings that a Pull names."""
 DECODES_MAX = 64
-"""Encodings that a Join names. A codec of others has two, and counts also where no run uses it."""
+"""Encodings in a Join. A plugin has two entries, even if no run uses it."""
 DECODES_NAME_MAX = 96
 """Characters of each: `NAME@DIGEST`."""
 PARTS_MAX = 4096
-"""Of one contribution: processes of a learner that push."""
 RANGES_MAX = 8192
-"""Of one message. A rank has about one for each tensor of the fragment."""
+"""Ranges in one message. A rank has about one for each tensor of the fragment."""
 RANGES_OF_ALL_MAX = 65536
-"""Of all parts of one contribution: 64 ranks with 1024 tensors each in one fragment."""
+"""Ranges of all parts of one contribution: 64 ranks with 1024 tensors each in one fragment."""
 SIZE_MAX = 2**53
-"""Of the sizes of a payload. They must agree with the fragment, which is refused in words of its own (BAD_PAYLOAD)."""
+"""Sizes of a payload. They must also agree with the fragment, which is checked separately (BAD_PAYLOAD)."""
 LOSS_MAX = 1e30
 STEP_TIME_MAX_S = 2.0**20
 """Twelve days."""
@@ -74,27 +71,27 @@ AGE_MAX_S = 2.0**32
 """A century."""
 HEARTBEAT_MAX_S = 3600.0
 HEARTBEAT_LEAST_S = 0.01
-"""A shard that asks for more than that has its learners do nothing else."""
+"""With more frequent heartbeats, learners would do nothing else."""
 AWAY_MAX = 64
-"""Shards that a learner reports as away; of more, it reports the first."""
+"""Shards that a learner reports as away; it omits the rest."""
 ADDRESS_MAX = 260
 RULES_MAX = 512
-"""Of the words for a shard's rules."""
+"""Characters of the description of a shard's rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldLimit:
-    """What a field may be: a number, or the length of a text or a list."""
+    """The limit of a field: of a number, or of the length of a text or a list."""
 
     most: float
     least: float = 0
     counts: str = ""
-    """What a length counts: "characters", "entries" or "bytes". Empty: the field is a number."""
+    """Unit of a length: "characters", "entries" or "bytes". Empty: the field is a number."""
     is_dropped: bool = False
-    """A value beyond it is taken as absent, and refuses nothing: people only look at it."""
+    """Values beyond it count as absent instead of being refused: only people look at them."""
 
     def holds(self, value: Any) -> bool:
-        """Not for NaN."""
+        """False for NaN."""
         return bool(self.least <= (len(value) if self.counts else value) <= self.most)
 
 
@@ -240,13 +237,13 @@ LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
         "ranges": _RANGES,
     },
 }
-"""Message of diloco.v1 -> field -> its limit; `name[]`: of each entry of a list. What is not here is a flag, a message,
-an enum, the bytes of a chunk, or the words of a refusal, which are cut (`errors.plain`)."""
+"""Message of diloco.v1 -> field -> its limit; `name[]` is for each entry of a list. Fields not listed are flags,
+messages, enums, the bytes of a chunk, or the text of a refusal, which is cut (`errors.plain`)."""
 
 PART_FIELDS_MAX = 16
-"""Of a message of Push or Pull that is not a frame as we make it."""
+"""Fields of a message of Push or Pull that is not one of our frames."""
 HEADER_BYTES_MAX = 160 << 10
-"""Of the headers of Push and Pull; with RANGES_MAX ranges they have 147 KB."""
+"""Bytes of the headers of Push and Pull; with RANGES_MAX ranges they have 147 KB."""
 MESSAGE_BYTES_MAX: Mapping[str, int] = {
     "JoinRequest": 4 << 20,
     "Progress": 32 << 10,
@@ -259,7 +256,7 @@ MESSAGE_BYTES_MAX: Mapping[str, int] = {
     "PushResponse": 8 << 10,
     "PullResponse": (4 << 20) + (128 << 10),
 }
-"""Of the messages of both sides, before they are parsed. A chunk has up to `payload.CHUNK_BYTES_MAX`."""
+"""Bytes of messages of both sides, checked before parsing. A chunk has up to `payload.CHUNK_BYTES_MAX`."""
 
 
 def check(message: str, field: str, value: Any) -> None:
@@ -270,7 +267,6 @@ def check(message: str, field: str, value: Any) -> None:
 
 
 def beyond(what: str, value: Any, limit: FieldLimit) -> BadRequest:
-    """What a caller hears of a value that its limit does not hold."""
     takes = f"at most {number(limit.most)}"
     if limit.least:
         takes = f"{number(limit.least)} to {number(limit.most)}"
@@ -279,7 +275,7 @@ def beyond(what: str, value: Any, limit: FieldLimit) -> BadRequest:
 
 
 def number(value: float) -> str:
-    """A limit as people write it: 2^40, and 4096."""
+    """A limit as people write it: 2^40, or 4096."""
     if value >= 2**15 and value == int(value) and int(value).bit_count() == 1:
         return f"2^{int(value).bit_length() - 1}"
     if value > 2**16 and value == int(value) and (int(value) + 1).bit_count() == 1:

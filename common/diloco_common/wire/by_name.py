@@ -1,8 +1,8 @@
-"""Plain values <-> messages of diloco.v1, by the names of their fields.
+"""Converts plain values to messages of diloco.v1 and back, by the names of their fields.
 
-A value of `messages.py` has the fields of its message under the same names, so one converter does for all of them; what
-they hold is in their annotations. What a name cannot tell is data, at the top: how a message is called, and values that
-are two fields there. The limits are data as well (`bounds.LIMITS`), and hold before anything becomes a value.
+A value of `messages.py` has the same field names as its message, so one converter serves all; annotations give the
+types. Exceptions are data, at the top: differing names of messages, and values that are two fields of a message. The
+limits are data as well (`bounds.LIMITS`), and are checked before anything becomes a value.
 """
 
 from __future__ import annotations
@@ -24,37 +24,34 @@ from diloco_protos import parameter_server_pb2 as pb
 V = TypeVar("V")
 M = TypeVar("M", bound=Message)
 CALLED: Mapping[type, str] = {JoinAnswer: "JoinResponse", PushAnswer: "PushResponse", PayloadHeader: "Payload"}
-"""Messages that have another name than their values."""
+"""Messages with another name than their values."""
 PAIRS: Mapping[tuple[type, str], tuple[str, str]] = {
     (PullRequest, "have"): ("epoch", "have_version"), (PullRequest, "want"): ("want_epoch", "want_version"),
 }  # fmt: skip
-"""Values that are two fields of a message. The second one tells whether they are there."""
+"""Values that are two fields of a message. The second field tells whether the value is present."""
 
 
 class Field(NamedTuple):
-    """How one field is read, and how it is written. Reading may raise BadRequest."""
-
     name: str
     read: Callable[[Any], Any]
-    """Of a message -> the value."""
+    """Message -> value."""
     write: Callable[[Any], Mapping[str, Any]]
-    """The value -> fields of a message; None: it is absent."""
+    """Value -> fields of a message; None: it is absent."""
 
 
 Special = Mapping[tuple[type, str], Field]
-"""Fields that are converted by hand: (kind of value, field)."""
+"""(type of value, field) -> a field that is converted by hand."""
 
 
 class Converter:
-    """Both ways, for all kinds of values."""
+    """Converts all types of values, both ways."""
 
     def __init__(self, special: Special, checks: Mapping[type, Callable[[Any], Any]]) -> None:
-        """`checks`: what no limit of one field tells; they may give another value, or raise BadRequest."""
+        """`checks`: checks beyond single-field limits; they may replace the value, or raise BadRequest."""
         self._special, self._checks = special, checks
         self._plans: dict[type, tuple[Field, ...]] = {}
 
     def to_pb(self, value: Any) -> Any:
-        """The message of a value."""
         found: dict[str, Any] = {}
         for field in self._fields(type(value)):
             found.update(field.write(getattr(value, field.name)))
@@ -111,7 +108,7 @@ class Converter:
 
 
 def within(message: M) -> M:
-    """The message, once every field is within its limit. Raises BadRequest."""
+    """Return the message if every field is within its limit. Raises BadRequest."""
     kind = message.DESCRIPTOR.name
     of_fields, of_entries = _LIMITS.get(kind, ((), ()))
     for field, limit in of_fields:
@@ -135,7 +132,7 @@ _LIMITS = {
 
 
 def _if_there(name: str, read: Callable[[Any], Any], drops: bounds.FieldLimit | None) -> Callable[[Any], Any]:
-    """None where the field is absent. `drops`: and where it is beyond this."""
+    """A reader that returns None if the field is absent, or beyond the limit `drops`."""
 
     def read_if_there(message: Any) -> Any:
         if not message.HasField(name):

@@ -1,4 +1,4 @@
-"""Calls to a shard: how long they may take, how soon they are repeated, and how the answer to a Pull is read."""
+"""Calls to a shard: their time limits, waits between retries, and reading the answer to a Pull."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from diloco_common.errors import BadRequest, Refusal
 from diloco_common.wire.messages import SLOWEST_BYTES_PER_S, PullHeader, PullRequest
 
 SILENCE_HEARTBEATS = 2.5
-"""A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
+"""A shard silent for this many heartbeats is frozen or cut off: dial again."""
 CALL_S = 15.0
-"""Seconds for everything of a call but its bytes."""
+"""Seconds for a call apart from its bytes."""
 
 FIRST_S = 0.2
 GROWTH = 1.3
@@ -20,26 +20,23 @@ LONGEST_S = 2.0
 
 
 def call_s(num_bytes: int) -> float:
-    """Seconds that a call with so many bytes may take."""
     return CALL_S + num_bytes / SLOWEST_BYTES_PER_S
 
 
 def backoff_s(attempt: int, jitter: float) -> float:
-    """Seconds before retry number `attempt` (from 0), with `jitter` drawn evenly from [0, 1).
+    """Seconds before retry number `attempt` (from 0), with `jitter` drawn uniformly from [0, 1).
 
-    Grows from 0.2 s to 2 s, with the time that the shard has been away: it is at most a third of that, and in the mean
-    a learner comes half of it late to a shard that is back. Half of it is random, so that learners that lost the same
-    shard do not come back in step.
-    After 10 s of failures the wait is at least 1 s: at most one connect per second. At most 2 s, as a dial that began
-    just before a link healed may be silent for 2.5 s, and the learner is to be back 5 s after healing.
+    Grows from 0.2 s to 2 s with the time that the shard has been away: it is at most a third of that time, so on
+    average a learner notices a shard that is back half of that later. Half of it is random, so that learners that lost
+    the same shard do not come back in step.
+    After 10 s of failures the wait is at least 1 s, so at most one connect per second. It is at most 2 s, since a dial
+    that began just before a link healed may be silent for 2.5 s, and the learner must be back 5 s after healing.
     """
     longest = min(LONGEST_S, FIRST_S * GROWTH ** min(attempt, 32))
     return longest * (0.5 + 0.5 * jitter)
 
 
 class Parts(Protocol):
-    """The header of a version, and its chunks."""
-
     def __aiter__(self) -> AsyncIterator[PullHeader | Chunk]: ...
 
     def __anext__(self) -> Awaitable[PullHeader | Chunk]: ...
@@ -51,16 +48,14 @@ async def read_version(
     parts: Parts, request: PullRequest, num_elements: int,
     found: Callable[[], None] = lambda: None,
 ) -> tuple[PullHeader, Payload | None]:  # fmt: skip
-    """Read the answer to a Pull, and close it; no payload if the caller has that version.
+    """Read the answer to a Pull, and close it; no payload if the caller already has that version.
 
-    `found` is called when its header has come.
-
-    Raises Unavailable, or a Refusal of the call or of what came.
+    `found` is called when the header has arrived. Raises Unavailable, or a Refusal of the call or of the answer.
     """
     try:
         answer = await _read_version(parts, request, num_elements, found)
     except Refusal:
-        await parts.aclose()  # the rest need not come
+        await parts.aclose()  # the rest is not needed
         raise
     await parts.aclose()
     return answer

@@ -1,14 +1,14 @@
-"""How many entries a protobuf message has, and how large they are, before it is parsed.
+"""Counts the entries of a protobuf message, and checks their sizes, before it is parsed.
 
-A parser makes an object of every entry, also of one of two bytes: 4 MiB of message would become 100 MiB, and nobody
-could refuse it before. The encoding: https://protobuf.dev/programming-guides/encoding
+A parser makes an object for every entry, even one of two bytes: 4 MiB of message would become 100 MiB before anybody
+could refuse it. The encoding: https://protobuf.dev/programming-guides/encoding
 """
 
 from __future__ import annotations
 
 
 def has_at_most(data: bytes, entries: int, each_bytes: int) -> bool:
-    """Whether a message has at most so many fields, none of which is longer. Where it is damaged, counting ends."""
+    """Whether a message has at most `entries` fields, none longer than `each_bytes`. Stops counting at damage."""
     at = 0
     end = len(data)
     try:
@@ -36,18 +36,18 @@ def has_at_most(data: bytes, entries: int, each_bytes: int) -> bool:
                 case 5:
                     at += 3
                 case 3:
-                    return False  # a group: no message has one, and the parser would skip it and go on
+                    return False  # a group: no message of ours has one, and the parser would skip it and go on
                 case _:
-                    return True  # no wire type of today: the parser refuses it here
+                    return True  # not a wire type: the parser refuses it here
     except IndexError:
         return True
     return at >= end
 
 
 def size_of(data: bytes, number: int, entries: int) -> int | None:
-    """Bytes of all fields with this number together; None if there are more fields than `entries`, or a group.
+    """Total bytes of all fields with this number; None if there are more than `entries` fields, or a group.
 
-    Where the message is damaged, counting ends.
+    Stops counting at damage.
     """
     at = total = 0
     end = len(data)
@@ -77,7 +77,7 @@ def size_of(data: bytes, number: int, entries: int) -> int | None:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Its value, and where it ends."""
+    """The value, and the offset of its end."""
     end = _end_of_varint(data, at)
     return sum((byte & 0x7F) << 7 * index for index, byte in enumerate(data[at : min(end, at + 10)])), end
 

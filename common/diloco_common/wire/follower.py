@@ -1,6 +1,6 @@
-"""Follows what a shard, or a mirror of it, announces: begins with what there is, again whenever the stream breaks.
+"""Follows the announcements of a shard or a mirror: starts with the current versions, again whenever the stream breaks.
 
-It never goes back: a shard whose epoch is of a life before a standby was promoted is away. Where it has no time for all
+It never goes back: a shard whose epoch is from before a standby's promotion counts as away. If it has no time for all
 versions, it skips to the newest.
 """
 
@@ -27,20 +27,18 @@ from diloco_common.wire.messages import (
 )
 
 SAY_EVERY_S = 10.0
-"""How often a follower that cannot reach its shard says so."""
+"""Seconds between log lines of a follower that cannot reach its shard."""
 
 
 class Behind(NamedTuple):
-    """How far a follower is behind what was announced."""
+    """How far a follower is behind the announcements."""
 
     versions: int
     seconds: float
-    """Since it first lacked one of these, or has heard nothing."""
+    """Since it first lacked one of these, or last heard anything."""
 
 
 class Says(Protocol):
-    """A log."""
-
     def event(self, what: str, **facts: Any) -> None: ...
 
     def debug(self, what: str, **facts: Any) -> None: ...
@@ -49,16 +47,14 @@ class Says(Protocol):
 
 
 class Keeps(Protocol):
-    """What a follower fills."""
-
     def joined(self, answer: JoinAnswer) -> None:
         """The shard has described the run. Raises DilocoError."""
 
     def hear(self, directive: Directive) -> None:
-        """Whatever else it says."""
+        """Any other message of the shard."""
 
     async def take(self, committed: Committed) -> None:
-        """Get this version. Raises Refusal, Unavailable, OSError; VersionGone where there is a newer one."""
+        """Get this version. Raises Refusal, Unavailable, OSError; VersionGone if there is a newer one."""
 
 
 class Follower:
@@ -67,12 +63,12 @@ class Follower:
     def __init__(self, transport: Transport, caller: Identity, request: FollowRequest, world: World, log: Says) -> None:
         self.transport, self.caller = transport, caller
         self.answer: JoinAnswer | None = None
-        """As the shard has described the run last."""
+        """The shard's latest description of the run."""
         self.is_up = False
         self.skipped = 0
-        """Versions that were announced and never taken: newer ones came first."""
+        """Versions that were announced but not taken, because newer ones came first."""
         self.held: dict[int, VersionId] = {}
-        """Fragment -> version that was taken last."""
+        """Fragment -> version taken last."""
         self.request, self._world, self._log = request, world, log
         self._announced: dict[int, VersionId] = {}
         self._waiting: Newest[Committed] = Newest()
@@ -87,7 +83,6 @@ class Follower:
         return Behind(versions, 0.0 if since is None else self._world.clock() - since)
 
     async def run(self, keeps: Keeps) -> None:
-        """Until cancelled."""
         taking = asyncio.create_task(self._take_all(keeps), name="taking versions")
         attempt, said_at = 0, -SAY_EVERY_S
         try:
@@ -175,7 +170,6 @@ class Follower:
                 self._lacks_since[fragment_id] = self._world.clock()
 
     def _lacks(self, fragment_id: int) -> int:
-        """Versions of a fragment."""
         announced, held = self._announced[fragment_id], self.held.get(fragment_id)
         if held is None or held.epoch != announced.epoch:
             return int(held != announced)

@@ -1,6 +1,6 @@
-"""The way to one shard over gRPC: an adapter of `Transport` (diloco_common/ports.py).
+"""The calls to one shard over gRPC: an adapter of `Transport` (diloco_common/ports.py).
 
-Control, pushes and pulls have a channel each, so that bulk never starves a heartbeat. The channels are made on first
+Control, pushes and pulls have separate channels, so that bulk data never delays a heartbeat. Channels are made on first
 use, inside the event loop that uses them.
 """
 
@@ -34,17 +34,17 @@ from diloco_common.wire.messages import (
 from diloco_protos import parameter_server_pb2 as pb
 
 RETIRE_S = 120.0
-"""Seconds that calls on a channel with an old certificate have to end."""
+"""Seconds that calls on a channel with an old certificate have to finish."""
 PROBE_FIRST_S, PROBE_LONGEST_S = 2.0, 60.0
-"""Seconds between two looks for the cause of a connection that does not come about: each wait is twice the last."""
+"""Seconds between two probes for the cause of a failing connection: each wait is twice the previous one."""
 
 
 class GrpcTransport:
-    """The calls of one learner, or of one observer, to one shard."""
+    """The calls of one learner or observer to one shard."""
 
     def __init__(self, address: str, credentials: Credentials | None = None, *, waits_for_shard: bool = False) -> None:
-        """`address`: host:port or `@FILE` (whereabouts.py). `credentials`: none are sent, and nothing is encrypted, if
-        None. `waits_for_shard`: Join waits for an absent shard."""
+        """`address`: host:port or `@FILE` (credentials.py). `credentials`: None: send none, and do not encrypt.
+        `waits_for_shard`: Join waits for an absent shard."""
         self._credentials = credentials or Credentials()
         where = Whereabouts(address)
         self._waits_for_shard = waits_for_shard
@@ -75,7 +75,7 @@ class GrpcTransport:
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
         messages = protobuf.push_requests(header, payload)
         try:
-            call = self._pushes.dialed("Push", "stream_unary", serializer=None)  # they are bytes already
+            call = self._pushes.dialed("Push", "stream_unary", serializer=None)  # already bytes
             answer = await call(messages, metadata=self._metadata(caller), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error) from None
@@ -114,7 +114,7 @@ class GrpcTransport:
 
 
 class _Line:
-    """One channel, and the next one once certificate or address are others: gRPC fixes them when a channel is made."""
+    """One channel, replaced when certificate or address change: gRPC fixes these when a channel is made."""
 
     def __init__(self, where: Whereabouts, options: list[tuple[str, int]], credentials: Credentials) -> None:
         self._where, self._options, self._credentials = where, options, credentials
@@ -127,10 +127,9 @@ class _Line:
         self, name: str, kind: str, *, serializer: Callable[..., bytes] | None = protobuf.serialize,
         on_newest: bool = True,
     ) -> Callable[..., Any]:  # fmt: skip
-        """What makes a call: `kind` is that of grpc. Calls that are under way on an older channel may end there.
+        """A function that makes a call; `kind` is grpc's. Calls in progress on an older channel may finish there.
 
-        It gives the bytes that come as they are: gRPC makes None of bytes that are no message, and says nothing.
-        Raises Unavailable.
+        It returns raw bytes: gRPC itself would silently turn an invalid message into None. Raises Unavailable.
         """
         if self._channel is None or on_newest:
             self._renew()
@@ -156,7 +155,7 @@ class _Line:
 
 
 class _Probe:
-    """Names the cause where no connection comes about: at the first failure, and then ever more seldom."""
+    """Finds out why no connection comes about: at the first failure, and then less and less often."""
 
     def __init__(self, where: Whereabouts, credentials: Credentials) -> None:
         self._where, self._credentials = where, credentials
@@ -165,7 +164,7 @@ class _Probe:
         self._wait_s = PROBE_FIRST_S
 
     async def explained(self, error: grpc.aio.AioRpcError) -> DilocoError:
-        """The Refusal that the shard answered, the cause if no connection came about, else Unavailable."""
+        """The shard's Refusal, or the cause if no connection came about; else Unavailable."""
         if (refusal := rpc.refusal_of(error)) is not None:
             self._wait_s, self._next_at, self._found = PROBE_FIRST_S, 0.0, None
             return refusal
@@ -181,8 +180,6 @@ class _Probe:
 
 
 class GrpcControlStream:
-    """The control stream of one Attend call."""
-
     def __init__(self, call: Any, probe: _Probe) -> None:
         self._call = call
         self._probe = probe
@@ -212,7 +209,6 @@ class GrpcControlStream:
 
 
 def _error_of(error: grpc.aio.AioRpcError) -> DilocoError:
-    """The Refusal that the shard answered; else Unavailable."""
     return rpc.refusal_of(error) or _unavailable(error)
 
 

@@ -1,8 +1,8 @@
-"""Why no call gets through: whatever is wrong with a handshake, gRPC says "Socket closed".
+"""Finds out why no call gets through: for any failed handshake, gRPC says "Socket closed".
 
-`find_cause` looks at the certificates and dials by itself, with Python's ssl. In TLS 1.3 the server looks at the
-caller's certificate after the caller's side of the handshake is done. A refusal then shows at the first read: as an
-alert, or, where gRPC serves, as the end of the connection.
+`find_cause` looks at the certificates and dials with Python's ssl. In TLS 1.3 the server checks the caller's
+certificate after the caller's side of the handshake is done. So a refusal shows only at the first read: as an alert or,
+from gRPC, as the end of the connection.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from diloco_common.trust.tls import CERTIFICATE, KEY, TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""What an HTTP/2 client says first, with empty settings. A server answers with its own."""
+"""The first bytes of an HTTP/2 client, with empty settings. A server answers with its own."""
 SETTINGS = b"\4"
-"""Type of the frame that a server says first, at offset 3."""
+"""Type of a server's first frame, at offset 3."""
 EXPIRED, NOT_YET_VALID, HOST_DIFFERS, IP_DIFFERS = 10, 9, 62, 64
 """X509_V_ERR_... of OpenSSL."""
 DIAL_S = 2.0
@@ -39,15 +39,15 @@ STATUS_BYTES_MAX = 8 << 20
 
 
 def find_cause(address: str, files: TlsFiles | None, dial_s: float = DIAL_S) -> HandshakeFailed | None:
-    """Why a caller with these files gets no call through to host:port. None: it cannot tell, or all is well now.
+    """Why a caller with these files gets no call through to host:port. None: unknown, or all is well now.
 
-    Takes up to three times `dial_s`, and blocks meanwhile. Raises nothing of the network's.
+    Takes up to three times `dial_s`, and blocks meanwhile. Raises no network errors.
     """
     try:
         if files is None:
             return _plaintext_cause(address, dial_s)
         return _own_cause(files, datetime.now(UTC)) or _tls_cause(address, files, dial_s)
-    except OSError:  # nobody there, or gone in the middle: gRPC says that well enough
+    except OSError:  # nobody there, or gone in the middle: gRPC reports that well enough
         return None
 
 
@@ -66,14 +66,14 @@ def _plaintext_cause(address: str, dial_s: float) -> HandshakeFailed | None:
 
 
 def _http_cause(address: str, dial_s: float) -> NotAShard | None:
-    """A port that speaks HTTP; that of a shard says where the shard listens. Raises OSError."""
+    """The port speaks HTTP; if it is a shard's, its status tells where the shard listens. Raises OSError."""
     wanted = parse_address(address)
     asked = http.client.HTTPConnection(wanted.host, wanted.port, timeout=dial_s)
     try:
         asked.request("GET", "/status")
         status = json.loads(asked.getresponse().read(STATUS_BYTES_MAX))
         port = parse_address(status["grpc"]).port
-    except http.client.BadStatusLine:  # gRPC, most likely
+    except http.client.BadStatusLine:  # most likely gRPC
         return None
     except (http.client.HTTPException, ValueError, TypeError, KeyError, ConfigError):
         return NotAShard(f"{address} is an HTTP port, and no shard; give the address of gRPC (shard.listen)")
@@ -86,7 +86,6 @@ def _http_cause(address: str, dial_s: float) -> NotAShard | None:
 
 
 def _own_cause(files: TlsFiles, now: datetime) -> HandshakeFailed | None:
-    """What is wrong with the caller's own certificate."""
     certificate = files.certificate
     if certificate is None:
         return None
@@ -117,7 +116,7 @@ def _has_signed(ca: x509.Certificate, certificate: x509.Certificate) -> bool:
 
 
 def _tls_cause(address: str, files: TlsFiles, dial_s: float) -> HandshakeFailed | None:
-    """What is wrong between the caller and the port. Raises OSError where the network is."""
+    """The problem between the caller and the port. Raises OSError for network problems."""
     try:
         with (
             _dial(address, dial_s) as raw,
@@ -136,7 +135,7 @@ def _tls_cause(address: str, files: TlsFiles, dial_s: float) -> HandshakeFailed 
 
 
 def _first_words(address: str, files: TlsFiles, sock: ssl.SSLSocket) -> HandshakeFailed | None:
-    """Says hello after the handshake. Raises SSLError for an alert, OSError."""
+    """Say hello after the handshake. Raises SSLError for an alert, OSError."""
     try:
         sock.sendall(HELLO)
         answer = sock.recv(9)
@@ -146,7 +145,7 @@ def _first_words(address: str, files: TlsFiles, sock: ssl.SSLSocket) -> Handshak
 
 
 def _refused(address: str, files: TlsFiles) -> HandshakeFailed:
-    """The shard ended the connection once it had seen, or missed, the caller's certificate."""
+    """The shard ended the connection because of the caller's certificate, or because there was none."""
     if files.pair is None:
         return ForeignCertificate(
             f"{address} asks for a certificate, and {files.folder} holds none; copy the whole folder that "
@@ -161,7 +160,6 @@ def _refused(address: str, files: TlsFiles) -> HandshakeFailed:
 def _shards_certificate(
     address: str, files: TlsFiles, error: ssl.SSLCertVerificationError, dial_s: float
 ) -> HandshakeFailed:
-    """The caller does not take the shard's certificate."""
     found, now = certificate_at(address, dial_s), datetime.now(UTC)
     if error.verify_code == EXPIRED:
         when = shown(found.not_valid_after_utc) if found else "some time ago"
@@ -188,7 +186,7 @@ def _shards_certificate(
 
 
 def certificate_at(address: str, dial_s: float = DIAL_S) -> x509.Certificate | None:
-    """What a port shows, whoever made it; None: it shows none, or nobody is there."""
+    """The certificate of a port, whoever issued it; None: no certificate, or nobody is there."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -220,6 +218,5 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def _dial(address: str, dial_s: float) -> socket.socket:
-    """Raises OSError."""
     wanted = parse_address(address)
     return socket.create_connection((wanted.host, wanted.port), dial_s)

@@ -1,15 +1,15 @@
 """The manifest: how a model is cut into fragments and placed on shards.
 
-Learners and shards compute the manifest from the tensors, P and the number of shards. So the manifest never travels;
-only its digest does, and it must agree everywhere. Pure; no tensor data here.
+Learners and shards compute the manifest from the tensors, P and the number of shards. So the manifest is never sent;
+only its digest is, and it must agree everywhere. Pure; no tensor data here.
 
 The cut: tensors larger than 1/P of the model are split by rows into pieces. Then each piece goes to the lightest
-fragment, largest piece first, ties by name (greedy bin packing). This keeps the peak of bandwidth low. Fragments go to
-shards by the same rule.
+fragment, largest piece first, ties by name (greedy bin packing). This keeps peak bandwidth low. Fragments go to shards
+by the same rule.
 
-Tensors of other kinds (`TRAITS`) are cut and placed by the same rule, each kind apart: their fragments come after those
-of the model, which are what they would be alone. A fragment of buffers is no smaller than those of the model, and what
-one rule of a module needs together, or takes from one learner, is in one fragment.
+Tensors of other kinds (`TRAITS`) are cut and placed by the same rule, each kind separately. Their fragments come after
+those of the parameters, which stay the same. A fragment of buffers is no smaller than those of parameters. Buffers that
+one rule needs together, or that must come from one learner, share a fragment.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What is peculiar to the tensors of one kind, and to their fragments."""
+    """Properties of the tensors of one kind, and of their fragments."""
 
     is_of_model: bool = False
-    """What the run trains: it takes the outer steps of the settings, its tokens and versions are the progress of the
-    run, and the end of the budget is its end. The others take what learners have, merged, as long as these go on."""
+    """Whether the run trains it: it takes the outer steps of the settings, its tokens and versions are the progress of
+    the run, and it stops at the end of the budget. Other kinds take the merged values of learners, as long as these go
+    on."""
     norms_tell: bool = False
-    """A contribution of an unusual norm is that of a sick learner. Momentum begins at zero, and grows by any factor."""
+    """Whether an unusual norm means a sick learner. Not for momentum: it begins at zero, and grows by any factor."""
     feeds_back: bool = False
-    """What an encoding lost is in the next contribution. An inner step forgets a part of the momentum, so that the next
-    contribution holds it already."""
+    """Whether the encoding error goes into the next contribution. Not for momentum: an inner step forgets a part of it,
+    so the next contribution holds the error already."""
     is_exported: bool = True
-    """A file of the model holds it."""
+    """Whether a file of the model holds it."""
     every: str | None = None
-    """The setting in `sync`: H of these fragments, in those of the model."""
+    """The setting in `sync` with H of these fragments, as a multiple of the model's H."""
     encoding: str | None = None
-    """Of values on the wire, whatever the run's; None: the run's. Neither counters nor variances bear rounding in
-    blocks."""
+    """Encoding on the wire; None: the run's. Neither counters nor variances may be rounded in blocks."""
     is_whole: bool = False
-    """Learners contribute what they have, as the difference to nothing, and it counts until they contribute again. A
-    version is written over it, as nobody knows what of it is progress."""
+    """Whether learners contribute values instead of differences. They count until the learner contributes again, and a
+    version overwrites them, since nobody knows which part is progress."""
 
     def times(self, sync: SyncSettings) -> int:
-        """H of these fragments, in those of the model."""
+        """H of these fragments, as a multiple of the model's H."""
         return 1 if self.every is None else int(getattr(sync, self.every))
 
 
@@ -70,22 +70,22 @@ TRAITS: dict[Kind, Traits] = {
 
 
 Rule = Literal["run", "mean", "variance", "most", "one"]
-"""How what learners have of a tensor becomes one value, by their weights:
+"""How the learners' values of a tensor become one, by weight:
 
     run        the run's merge rule
     mean       the mean, whatever the run's rule: embeddings and output heads, momentum, most buffers
-    variance   of `running_var`: the mean of the variances, and the variance of what is `running_mean` in that module
+    variance   of `running_var`: the mean of the variances, plus the variance of the module's `running_mean`
     most       the largest: counters
-    one        all of what the learner with the most weight has: what has no mean
+    one        the values of the learner with the most weight, for tensors that have no mean
 """
 Dtype = Literal["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
-"""Of a buffer, in the model: exports have it again."""
+"""Dtype of a buffer in the model, restored in exports."""
 MEAN, VARIANCE = "running_mean", "running_var"
 """The last part of their names."""
 
 Momentum = Literal["Adam", "Muon", "SGD"]
-"""Whose momentum it is. Averaged are only values of one kind: Adam (and AdamW) and Muon keep a mean of
-gradients, over different times; SGD keeps their sum, which with mu = 0.9 is ten times as long."""
+"""Type of optimizer that keeps it. Only momentum of one type is averaged: Adam (and AdamW) and Muon keep a mean of
+gradients, over different times; SGD keeps their sum, which is ten times as long for mu = 0.9."""
 
 
 class TensorSpec(NamedTuple):
@@ -96,7 +96,7 @@ class TensorSpec(NamedTuple):
     rule: Rule = "run"
     kind: Kind = "parameter"
     dtype: Dtype = "float32"
-    """Of a buffer. Parameters and momentum are float32 to others, whatever they are here."""
+    """Dtype of a buffer. Parameters and momentum are sent as float32, whatever their local dtype."""
 
     @property
     def num_elements(self) -> int:
@@ -108,26 +108,26 @@ class TensorSpec(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """What it is beyond a parameter; "" for one."""
+        """What it is besides a parameter; "" for one."""
         if self.kind == "buffer":
             return f"buffer {self.rule} {self.dtype}"
         return "companion" if self.kind == "momentum" else ""
 
     def as_json(self) -> list[Any]:
-        """As version files and checkpoints have it: name, shape, whether a parameter is merged by the mean; of momentum
-        also true. Of a buffer: name, shape, rule, dtype."""
+        """The form in version files and checkpoints: name, shape, whether merged by the mean; for momentum also true.
+        For a buffer: name, shape, rule, dtype."""
         if self.kind == "buffer":
             return [self.name, list(self.shape), self.rule, self.dtype]
         return [self.name, list(self.shape), self.rule == "mean", *([True] if self.kind == "momentum" else [])]
 
 
 class Tie(NamedTuple):
-    """Where the state_dict of the model differs from the tensors: a key that is not just the name of one."""
+    """Where the model's state_dict differs from the tensors: a key that is not the name of its tensor."""
 
     name: str
-    """The key; "": none is called like `of`."""
+    """The key; "": no key is named like `of`."""
     of: str
-    """Name of the tensor that it holds; "": one that is not shared."""
+    """Name of the tensor; "": one that is not shared."""
 
 
 BUFFER_RULES: tuple[Rule, ...] = ("mean", "variance", "most", "one")
@@ -148,7 +148,7 @@ def spec_of(entries: Sequence[Any]) -> TensorSpec:
 
 
 def buffer_spec(name: str, shape: tuple[int, ...], rule: str, dtype: str) -> TensorSpec:
-    """A buffer. Raises ValueError if there is no such rule, or dtype."""
+    """A buffer. Raises ValueError for an unknown rule or dtype."""
     for known in BUFFER_RULES:
         for kept in DTYPES:
             if (known, kept) == (rule, dtype):
@@ -162,32 +162,32 @@ class Piece:
 
     tensor: str
     tensor_offset: int
-    """First element, in the flattened tensor."""
+    """Its first element in the flattened tensor."""
     num_elements: int
     offset: int
-    """First element, in the flat fragment."""
+    """Its first element in the flat fragment."""
     rule: Rule = "run"
 
     @property
     def tensor_bounds(self) -> slice:
-        """Its elements, in the flattened tensor."""
+        """Its elements in the flattened tensor."""
         return slice(self.tensor_offset, self.tensor_offset + self.num_elements)
 
     @property
     def bounds(self) -> slice:
-        """Its elements, in the flat fragment."""
+        """Its elements in the flat fragment."""
         return slice(self.offset, self.offset + self.num_elements)
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A part of the model that is synchronised on its own, or of another kind. Its pieces lie end to end."""
+    """A part of the model, or of another kind, that is synchronized on its own. Its pieces lie end to end."""
 
     fragment_id: int
     shard_index: int
     pieces: tuple[Piece, ...]
     kind: Kind = field(default="parameter", kw_only=True)
-    """Of all its pieces."""
+    """Kind of all its pieces."""
 
     @property
     def num_elements(self) -> int:
@@ -198,48 +198,45 @@ class Fragment:
         return TRAITS[self.kind]
 
     def encoding(self, of_run: str) -> str:
-        """Of its values on the wire."""
+        """The encoding of its values on the wire."""
         return self.traits.encoding or of_run
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole model, and what is synchronised beside it, cut and placed."""
+    """The model, and all other kinds of tensors, cut and placed."""
 
     tensors: tuple[TensorSpec, ...]
     """Sorted by name."""
     fragments: tuple[Fragment, ...]
-    """By id: those of the model, then those of momentum, then those of buffers."""
+    """By id: parameters, then momentum, then buffers."""
     num_shards: int
     ties: tuple[Tie, ...] = field(default=(), compare=False)
-    """As a learner has declared them. Nothing is decided by them."""
+    """As declared by a learner. They decide nothing."""
 
     def owned_by(self, shard_index: int) -> tuple[Fragment, ...]:
         return tuple(f for f in self.fragments if f.shard_index == shard_index)
 
     @property
     def num_elements(self) -> int:
-        """Of the model."""
         return sum(f.num_elements for f in self.model_fragments)
 
     @cached_property
     def model_fragments(self) -> tuple[Fragment, ...]:
-        """Those of the parameters."""
         return tuple(f for f in self.fragments if f.traits.is_of_model)
 
     @cached_property
     def exported(self) -> tuple[TensorSpec, ...]:
-        """What a file of the model holds: its parameters and its buffers."""
+        """Tensors in a file of the model: parameters and buffers."""
         return tuple(t for t in self.tensors if t.traits.is_exported)
 
     @cached_property
     def exported_fragments(self) -> tuple[Fragment, ...]:
-        """The fragments of these."""
         return tuple(f for f in self.fragments if f.traits.is_exported)
 
     @cached_property
     def _of_kind(self) -> dict[Kind, tuple[int, int]]:
-        """Kind -> the first fragment of it, and how many there are."""
+        """Kind -> its first fragment, and their number."""
         kinds = [f.kind for f in self.fragments]
         return {kind: (kinds.index(kind), kinds.count(kind)) for kind in set(kinds)}
 
@@ -261,25 +258,23 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A piece that is not yet assigned to a fragment."""
-
     tensor: TensorSpec
     tensor_offset: int
     num_elements: int
 
 
 def model_digest(tensors: Iterable[TensorSpec]) -> str:
-    """32 hex digits over names, shapes and marks of all that is synchronised, in any order, however it is cut."""
+    """32 hex digits over names, shapes and marks of all tensors, independent of order and cut."""
     return hashlib.sha256(json.dumps(sorted(t.as_json() for t in tensors)).encode()).hexdigest()[:32]
 
 
 def momentum_of(parameter: str, kind: Momentum) -> str:
-    """What the momentum of a parameter is called. The kind comes last, so the cut does not depend on it."""
+    """The name of a parameter's momentum. The type comes last, so that the cut does not depend on it."""
     return f"momentum of {parameter} ({kind})"
 
 
 def kinds_of(tensors: Iterable[TensorSpec]) -> list[str]:
-    """Whose momentum is among these tensors, by its names."""
+    """The types of momentum among these tensors, by their names."""
     kinds = (
         kind for kind in get_args(Momentum) for t in tensors if t.kind == "momentum" and t.name.endswith(f" ({kind})")
     )
@@ -287,17 +282,17 @@ def kinds_of(tensors: Iterable[TensorSpec]) -> list[str]:
 
 
 def companion_of(parameter: TensorSpec, kind: Momentum) -> TensorSpec:
-    """Its momentum, as learners declare it."""
+    """The momentum of a parameter, as learners declare it."""
     return TensorSpec(momentum_of(parameter.name, kind), parameter.shape, "mean", "momentum")
 
 
 def mean_of(variance: str) -> str:
-    """What the running mean is called that belongs to a running variance."""
+    """The name of the running mean that belongs to a running variance."""
     return variance.removesuffix(VARIANCE) + MEAN
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
-    """The model is one that could be sent. Raises BadRequest."""
+    """Check that the model could be sent. Raises BadRequest."""
     bounds.check("JoinRequest", "tensors", tensors)
     for tensor in tensors:
         bounds.check("Tensor", "name", tensor.name)
@@ -312,8 +307,8 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> None:
 
 
 def check_kinds(tensors: Sequence[TensorSpec]) -> None:
-    """Each momentum is that of a parameter of its shape, and the only one, and each variance has its mean. Raises
-    BadRequest."""
+    """Check that each momentum belongs to a parameter of its shape and is the only one, and that each variance has its
+    mean. Raises BadRequest."""
     means = {(t.name, t.shape) for t in tensors if t.kind == "buffer" and t.rule == "mean"}
     if alone := [t.name for t in tensors if t.rule == "variance" and (mean_of(t.name), t.shape) not in means]:
         raise BadRequest(f"the buffer {alone[0][:64]!r} is a variance, and no running mean is there that belongs to it")
@@ -337,8 +332,8 @@ def check_kinds(tensors: Sequence[TensorSpec]) -> None:
 def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> Manifest:
     """Cut a model into at most `num_fragments` fragments and place them on `num_shards` shards; then each other kind.
 
-    A model with fewer pieces gives fewer fragments. Tensors without elements are left out. Raises ValueError if there
-    is nothing to cut, two tensors have one name, a dimension is negative, or a shard would own nothing of the model.
+    A model with fewer pieces gets fewer fragments. Tensors without elements are left out. Raises ValueError if there is
+    nothing to cut, two tensors have the same name, a dimension is negative, or a shard would own nothing of the model.
     """
     if not 1 <= num_fragments <= bounds.FRAGMENTS_MAX or num_shards < 1:
         raise ValueError(
@@ -370,18 +365,18 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
 
 
 def turn(fragment_id: int, num_fragments: int) -> int:
-    """When a fragment is synchronised among P: in [0, P), another one for each.
+    """The turn of a fragment among P: in [0, P), different for each.
 
-    Neighbours in the manifest are often rows of one tensor, which one of several ranks holds alone. Their turns are
-    about a third of a cycle apart, so fragments that are under way at once belong to different ranks. With
-    up to six fragments there is no such order: turns are the ids.
+    Neighbors in the manifest are often rows of one tensor, which a single rank may hold. Their turns are about a third
+    of a cycle apart, so fragments in flight at once belong to different ranks. With up to six fragments there is no
+    such order, and turns are the ids.
     """
     return fragment_id * _stride(num_fragments) % num_fragments
 
 
 @cache
 def _stride(num_fragments: int) -> int:
-    """Has no divisor in common with P; of such the nearest to 0.3 P."""
+    """The number nearest to 0.3 P that has no common divisor with P."""
     strides = (n for n in range(1, num_fragments + 1) if math.gcd(n, num_fragments) == 1)
     return min(strides, key=lambda n: abs(n - 0.3 * num_fragments))
 
@@ -409,13 +404,13 @@ def _describe(spec: TensorSpec | None) -> str:
 def _cut(
     specs: Sequence[TensorSpec], num_fragments: int, num_shards: int, kind: Kind, *, first: int
 ) -> tuple[Fragment, ...]:
-    """The fragments of these tensors, with ids from `first` on. None, if they have no elements. Raises ValueError."""
+    """The fragments of these tensors, with ids from `first` on; none without elements. Raises ValueError."""
     target = math.ceil(sum(t.num_elements for t in specs) / num_fragments)
     lots = list(_lots([t for t in specs if t.num_elements], kind, target))
     sizes = {lot: sum(r.num_elements for r in lot) for lot in lots}
     lots.sort(key=lambda lot: (-sizes[lot], lot[0].tensor.name, lot[0].tensor_offset))
     bins = _pack([sizes[lot] for lot in lots], min(num_fragments, len(lots)))
-    if lots and len(bins) < num_shards and kind == "parameter":  # before shards are made: a file may claim any number
+    if lots and len(bins) < num_shards and kind == "parameter":  # before allocating: a file may claim any number
         raise ValueError(
             f"{num_shards} shards are too many for {len(bins)} fragments: every shard must own at least one"
         )
@@ -427,7 +422,7 @@ def _cut(
 
 
 def _lots(specs: Sequence[TensorSpec], kind: Kind, target: int) -> Iterator[tuple[_Rows, ...]]:
-    """Pieces that stay together: one by one, but for the buffers of a module that are not just averaged."""
+    """Groups of pieces that stay together: single pieces, except for a module's buffers that are not just averaged."""
     means = {mean_of(t.name) for t in specs if t.rule == "variance"}
     modules: dict[str, list[_Rows]] = {}
     for t in specs:

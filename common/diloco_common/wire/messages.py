@@ -1,7 +1,7 @@
 """The messages between learners and shards, as plain values.
 
-The pure cores use these. `protobuf.py` converts them to the protobuf messages of diloco.v1 and back. The meaning of
-each field is documented once, in protos/diloco_protos/parameter_server.proto. What may be absent there is None here.
+The pure cores use these. `protobuf.py` converts them to messages of diloco.v1 and back. The meaning of each field is
+documented once, in protos/diloco_protos/parameter_server.proto. Optional fields that are absent there are None here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diloco_common.errors import BadRequest, Unavailable
 from diloco_common.wire.manifest import TensorSpec, Tie
 
 if TYPE_CHECKING:
-    from diloco_common.codec import PayloadHeader  # imports torch, and whoever reads messages need not
+    from diloco_common.codec import PayloadHeader  # imports torch, which readers of messages need not
 
 
 class Range(NamedTuple):
@@ -28,7 +28,7 @@ class Range(NamedTuple):
 
 
 def check_ranges(what: str, ranges: Sequence[Range]) -> None:
-    """They ascend, are disjoint, and none is empty; they may touch. Raises BadRequest."""
+    """Check that they ascend, are disjoint and not empty; they may touch. Raises BadRequest."""
     for start, stop in ranges:
         if start >= stop:
             raise BadRequest(f"{what} has a range from {start} to {stop}, which is empty; leave it out")
@@ -41,33 +41,31 @@ def check_ranges(what: str, ranges: Sequence[Range]) -> None:
 
 
 PROTOCOL = 2
-"""2: a checksum for each chunk, parts and ranges, chunks of up to 4 MiB. Speakers of 1 are
-refused when they join (PROTOCOL_MISMATCH)."""
+"""2: a checksum per chunk, parts and ranges, chunks of up to 4 MiB. Version 1 is refused (PROTOCOL_MISMATCH)."""
 SLOWEST_BYTES_PER_S = 50_000
-"""A slower transfer is given up and tried again. 0.4 Mbit/s."""
+"""Slower transfers are ended and retried. 0.4 Mbit/s."""
 PROBE_MESSAGE_BYTES, PROBE_BYTES_MAX, PROBE_S = 64 << 10, 4 << 20, 2.0
-"""Of a measurement of the way to a shard: bytes of a message, bytes of all, and seconds until it is answered."""
+"""For measuring the link to a shard: bytes of a message, bytes of all, and seconds until the answer."""
 PUSHES_AT_ONCE = 4
-"""Concurrent pushes of one learner to one shard. With more of them on a thin link, each becomes too slow to finish."""
+"""Concurrent pushes of one learner to one shard. With more on a thin link, each becomes too slow to finish."""
 
 
 class VersionId(NamedTuple):
-    """Names the same bytes of a fragment for ever."""
+    """Identifies the bytes of a fragment forever."""
 
     epoch: int
-    """That the version was made in."""
+    """In which the version was made."""
     version: int
-    """Its number: of outer steps."""
+    """Its number of outer steps."""
 
 
 LINE = 10**10
-"""An epoch is seconds since 1970 (or drawn below that), plus this for each time that a standby was promoted: so every
-epoch of a promoted shard is above every one of the shard that it stood by for, whenever that is started again."""
+"""An epoch is seconds since 1970 (or drawn below that) plus this for each promotion of a standby. So every epoch of a
+promoted shard is above all epochs of the shard that it replaced, whenever that one is started again."""
 
 
 def check_no_way_back(answer: JoinAnswer, seen: int) -> None:
-    """Whoever has seen an epoch of a promoted shard does not go back to one before; but a folder may have been emptied
-    since. Raises Unavailable."""
+    """Refuse an epoch from before a known promotion, unless the folder may have been emptied. Raises Unavailable."""
     epoch, is_newer = answer.epoch, answer.began_with_nothing and answer.epoch % LINE > seen % LINE
     if epoch // LINE < seen // LINE and not is_newer:
         raise Unavailable(
@@ -78,8 +76,6 @@ def check_no_way_back(answer: JoinAnswer, seen: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ShardAway:
-    """A shard that a learner does not reach."""
-
     address: str
     index: int | None
     for_s: float
@@ -99,12 +95,11 @@ class Progress:
     away: tuple[ShardAway, ...] = ()
     counts_samples: bool = False
     last_rounds: frozenset[int] | None = None
-    """The learner is about to leave: fragments with work of it that neither a version nor a contribution under way
-    holds. None: it is not."""
+    """Set before leaving: fragments with work that is neither in a version nor in a contribution in flight."""
     inner: str = ""
-    """What steps its parameters: ADAM for Adam and its kin, OTHER; empty: not known."""
+    """Type of its optimizer: ADAM (Adam and similar), OTHER; empty: unknown."""
     pushes_fail_why: str = ""
-    """Why pushes to the shard that hears this fail; empty: they do not."""
+    """Why pushes to this shard fail; empty: they do not."""
     pushes_fail_s: float = 0.0
 
 
@@ -125,20 +120,20 @@ class Committed:
     version: int
     epoch: int
     near: Near | None = None
-    """How to have these bytes from somebody else."""
+    """Where to get these bytes from a mirror."""
 
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """The bytes of a version, for whoever takes them from a mirror."""
+    """A mirror's copy of a version, and how to check its bytes."""
 
     address: str
-    """Of the mirror; empty: of none."""
+    """The mirror's; empty: no mirror."""
     values_sha256: bytes
     change_sha256: bytes
     """Empty: there is no change."""
     header: PullHeader
-    """What the shard itself says of the version."""
+    """The shard's own header of the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +192,6 @@ class FragmentStatus:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A version that a learner holds."""
-
     fragment_id: int
     epoch: int
     version: int
@@ -206,7 +199,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class FrozenTensor:
-    """A frozen parameter or a fixed buffer of a learner's model: it must be the same everywhere."""
+    """A frozen parameter or buffer of a learner's model, which must be the same everywhere."""
 
     name: str
     form: str
@@ -256,14 +249,12 @@ class JoinAnswer:
 
 
 AVERAGE = "average"
-"""In place of an encoding in a Pull: the average of the versions, which comes as float32."""
+"""Used instead of an encoding in a Pull: the average of the versions, sent as float32."""
 FILE, FILE_CHUNK = "version-file", 4 << 20
-"""The same: the version file as the shard's disk has it, in chunks of so many bytes."""
+"""Likewise: the version file as on the shard's disk, and the size of its chunks in bytes."""
 
 
 class Role(StrEnum):
-    """What a reader is."""
-
     OBSERVER = "observer"  # reads
     MIRROR = "mirror"  # holds what was announced, for others
     STANDBY = "standby"  # holds the version files
@@ -277,18 +268,16 @@ class FollowRequest:
     site: str = ""
     address: str = ""
     epoch: int = 0
-    """Of a standby that was promoted: its own."""
+    """For a promoted standby: its own epoch."""
     tokens_merged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """Asks for a version of a fragment."""
-
     fragment_id: int
     encodings: tuple[str, ...] = ()
     have: tuple[int, int] | None = None
-    """Epoch and number of the version that the caller has."""
+    """Epoch and number of the caller's version."""
     want: tuple[int, int] | None = None
     """Epoch and number of the version to send; None: the latest."""
     ranges: tuple[Range, ...] = ()
@@ -354,10 +343,10 @@ T = TypeVar("T")
 
 
 class Newest(Generic[T]):
-    """Of each kind of word about one thing the newest, so that what waits is bounded by how many things there are.
+    """A queue that keeps only the newest word of each kind about each thing, so the number of things bounds it.
 
-    A thing keeps its turn, however often there is a newer word about it: none is passed over for ever. The words about
-    it come together, in the order in which they were said.
+    A thing keeps its turn even if newer words about it arrive, so none is passed over forever. The words about a thing
+    come together, in the order in which they were said.
     """
 
     def __init__(self) -> None:
@@ -367,17 +356,15 @@ class Newest(Generic[T]):
         return bool(self._waiting)
 
     def put(self, about: object, kind: object, word: T) -> None:
-        """This, and no more the earlier word of its kind about the same thing."""
+        """Add a word in place of the earlier one of its kind about the same thing."""
         words = self._waiting.setdefault(about, {})
         words.pop(kind, None)
         words[kind] = word
 
     def drop(self, about: object) -> None:
-        """Nothing about this any more."""
         self._waiting.pop(about, None)
 
     def take(self) -> T:
-        """The next word."""
         about, words = next(iter(self._waiting.items()))
         word = words.pop(next(iter(words)))
         if not words:

@@ -1,8 +1,8 @@
-"""The messages of diloco.v1 as bytes, and as plain values.
+"""Converts the messages of diloco.v1 between bytes and plain values.
 
-The one place where messages become values. Bytes that are no message, and values beyond the limits of `bounds.py`, are
-refused as BadRequest, on both sides. Most messages are converted by the names of their fields (`by_name.py`). By hand
-are those of which there are many (tensors), frames of chunks, and the kinds of a directive.
+This is the only place that does so. Bytes that are no message, and values beyond the limits of `bounds.py`, are refused
+as BadRequest, on both sides. Most messages are converted by field names (`by_name.py`); tensors, of which there are
+many, frames of chunks, and the kinds of a directive are converted by hand.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ V = TypeVar("V", PushHeader, PullRequest, PullHeader)
 W = TypeVar("W", Evicted, PushAnswer)
 H = TypeVar("H", PushHeader, PullHeader)
 NAMES_LONG = 1 << 20
-"""Characters of the names of all tensors. Without what they have in common, 65,536 names of adapters are 2 MB."""
+"""Total characters of tensor names from which prefixes are used. 65,536 names of adapters then take 2 MB."""
 TURN = 2048
-"""Tensors that are read in one turn."""
+"""Tensors read in one turn."""
 ON_COMMIT = ("carry", "overwrite", "blend")
 DIRECTIVES: dict[str, type[Directive]] = {
     "collect": Collect, "committed": Committed, "pulse": Pulse, "drain": Drain, "stop": Stop, "evicted": Evicted,
@@ -66,7 +66,7 @@ def serialize(message: Message) -> bytes:
 
 
 def parse(kind: type[M], data: bytes | None) -> M:
-    """The message of this kind that was sent; None: the call ended well, and without one. Raises BadRequest."""
+    """The message of this kind; `data` None: the call ended well, but without one. Raises BadRequest."""
     if data is None:
         raise errors.BadRequest(f"the call ended without the {kind.DESCRIPTOR.name} of diloco.v1 that answers it")
     limit = bounds.MESSAGE_BYTES_MAX.get(kind.DESCRIPTOR.name, math.inf)
@@ -86,7 +86,7 @@ def parse(kind: type[M], data: bytes | None) -> M:
 
 
 def tensors_to_pb(tensors: Sequence[TensorSpec]) -> list[pb.Tensor]:
-    """What a name has in common with the one before is left out where the names are long together."""
+    """If the names are long together, each omits the prefix that it shares with the previous one."""
     if sum(len(t.name) for t in tensors) < NAMES_LONG:
         return [_tensor_to_pb(t, 0) for t in tensors]
     names = ["", *(t.name for t in tensors)]
@@ -94,7 +94,7 @@ def tensors_to_pb(tensors: Sequence[TensorSpec]) -> list[pb.Tensor]:
 
 
 def _in_common(before: str, name: str) -> int:
-    """So many characters at their beginning."""
+    """Length of their common prefix."""
     return bisect_left(range(1, min(len(before), len(name)) + 1), 1, key=lambda n: before[:n] != name[:n])
 
 
@@ -112,10 +112,7 @@ def tensors_from_pb(tensors: Sequence[pb.Tensor]) -> list[TensorSpec]:
 
 
 def tensors_in_turns(tensors: Sequence[pb.Tensor]) -> Iterator[list[TensorSpec]]:
-    """The tensors in order, some at a time: the largest model takes longer than others should wait.
-
-    Raises BadRequest.
-    """
+    """The tensors in order, some at a time: a large model takes longer than others should wait. Raises BadRequest."""
     bounds.check("JoinRequest", "tensors", tensors)
     elements = characters = 0
     before = ""
@@ -161,7 +158,7 @@ def _tensor_from_pb(tensor: pb.Tensor, before: str) -> TensorSpec:
     return spec
 
 
-# ------------------------------------------------------------ what no limit of one field tells
+# ------------------------------------------------------------ checks beyond single fields
 
 
 def _check_policy(policy: LearnerPolicy) -> LearnerPolicy:
@@ -195,12 +192,12 @@ def _check_answer(answer: JoinAnswer) -> JoinAnswer:
 
 
 def _plain(value: W) -> W:
-    """A refusal's words may quote anybody."""
+    """Clean the text of a refusal, which may quote anybody."""
     return replace(value, message=errors.plain(value.message))
 
 
 def _outcome(answer: PushAnswer) -> PushAnswer:
-    """Of an outcome that this version does not know nothing is merged."""
+    """An unknown outcome counts as a rejection: nothing is merged."""
     return _plain(answer if answer.outcome else replace(answer, outcome=Outcome.REJECTED))
 
 
@@ -238,7 +235,7 @@ from_pb = _CONVERTER.from_pb
 
 payload_to_pb: Callable[[PayloadHeader], pb.Payload] = to_pb
 payload_from_pb: Callable[[pb.Payload], PayloadHeader] = partial(from_pb, PayloadHeader)
-"""What the sizes mean for a fragment, `codec.check_header` says."""
+"""Whether the sizes fit a fragment is checked by `codec.check_header`."""
 push_header_to_pb: Callable[[PushHeader], pb.PushHeader] = to_pb
 push_header_from_pb: Callable[[pb.PushHeader], PushHeader] = partial(from_pb, PushHeader)
 pull_request_to_pb: Callable[[PullRequest], pb.PullRequest] = to_pb
@@ -256,13 +253,13 @@ answer_from_pb: Callable[[pb.PushResponse], PushAnswer] = partial(from_pb, PushA
 
 
 def join_request_from_pb(request: pb.JoinRequest, tensors: Sequence[TensorSpec] | None = None) -> JoinRequest:
-    """`tensors`: those of the request, if they were read in turns before. Raises BadRequest."""
+    """`tensors`: the request's, if they were already read in turns. Raises BadRequest."""
     read = from_pb(JoinRequest, request)
     return replace(read, tensors=tuple(tensors_from_pb(request.tensors) if tensors is None else tensors))
 
 
 def progress_to_pb(progress: Progress) -> pb.Progress:
-    """A time beyond the limit is sent as the limit: a machine may have slept for a month."""
+    """Times beyond the limit are sent as the limit: a machine may have slept for a month."""
     away = [
         replace(shard, address=shard.address[: bounds.ADDRESS_MAX], for_s=min(shard.for_s, bounds.STEP_TIME_MAX_S))
         for shard in progress.away[: bounds.AWAY_MAX]
@@ -279,34 +276,31 @@ def directive_to_pb(directive: Directive) -> pb.Directive:
 
 
 def directive_from_pb(directive: pb.Directive) -> Directive | None:
-    """None for a kind of directive that this version does not know. Raises BadRequest."""
+    """None for an unknown kind of directive. Raises BadRequest."""
     kind = directive.WhichOneof("kind")
     return from_pb(DIRECTIVES[kind], getattr(directive, kind)) if kind in DIRECTIVES else None
 
 
 def push_requests(header: PushHeader, payload: Payload) -> Iterator[bytes]:
-    """The messages of one push, in order."""
     yield push_request(header)
     yield from map(push_request, payload.chunks)
 
 
 def push_request(part: PushHeader | Chunk) -> bytes:
-    """One message of a push."""
     return serialize(pb.PushRequest(header=to_pb(part))) if isinstance(part, PushHeader) else frame_of(part)
 
 
 def pull_response(part: PullHeader | Chunk) -> bytes:
-    """One message of the answer to a pull."""
     return serialize(pb.PullResponse(header=to_pb(part))) if isinstance(part, PullHeader) else frame_of(part)
 
 
 def push_part(data: bytes) -> PushHeader | Chunk:
-    """What one message of a push brings. A chunk is not checked yet. Raises BadRequest."""
+    """The content of one message of a push. A chunk is not checked yet. Raises BadRequest."""
     return _part(pb.PushRequest, PushHeader, data)
 
 
 def pull_part(data: bytes) -> PullHeader | Chunk:
-    """What one message of the answer to a pull brings. A chunk is not checked yet. Raises BadRequest."""
+    """The content of one message of the answer to a pull. A chunk is not checked yet. Raises BadRequest."""
     return _part(pb.PullResponse, PullHeader, data)
 
 
@@ -326,4 +320,4 @@ def _part(kind: type[pb.PushRequest] | type[pb.PullResponse], header: type[H], d
         return from_pb(header, message.header)
     if not message.HasField("crc32c"):
         raise errors.BadRequest(f"{name} has neither a header nor a chunk with its crc32c")
-    return framed(message.chunk, message.crc32c)  # a copy, where it is aligned
+    return framed(message.chunk, message.crc32c)  # a copy, in which the chunk is aligned

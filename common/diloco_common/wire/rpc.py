@@ -1,6 +1,6 @@
 """The conventions of diloco.v1 on gRPC: channel options, limits, identity and error codes.
 
-The only file of `common` that knows grpc. `protobuf.py` makes the messages.
+Only this file and grpc_transport.py know grpc in `common`. `protobuf.py` makes the messages.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ MAX_MESSAGE_BYTES = 8 << 20
 CODE_KEY = "diloco-code"
 SERVICE = "diloco.v1.ParameterServer"
 PROBE = "diloco.v1.Probe"
-"""What `diloco doctor` asks beside it."""
+"""The service that `diloco doctor` calls."""
 EOF = grpc.aio.EOF
-"""Reading a stream returns this at its end."""
+"""Returned by reading a stream at its end."""
 DECODES = encoding_names()
-"""Encodings that this build decodes."""
 
 
 def _keepalive(every_ms: int, timeout_ms: int) -> list[tuple[str, int]]:
@@ -52,42 +51,42 @@ _CHANNEL = [
     *_SIZES,
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.use_local_subchannel_pool", 1),  # channels to one address share a connection otherwise
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels to one address share a connection
     ("grpc.enable_retries", 0),
 ]
 CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 2_000), *_keepalive(2_000, 3_000)]
-"""For a control channel. It notices a frozen shard after about 3 s."""
+"""For a control channel: notices a frozen shard after about 3 s."""
 BULK_CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 4_000), *_keepalive(10_000, 30_000)]
-"""For a channel for pushes or pulls. On a thin link, a ping waits for seconds behind the data. The two of them and the
-control channel together dial an unreachable shard about once per second."""
+"""For a channel for pushes or pulls: on a thin link, a ping waits for seconds behind the data. Together with the
+control channel, the two dial an unreachable shard about once per second."""
 HANDSHAKE_MS = 3_000
-"""A connection takes one of the shard's places from its first byte, and gRPC cannot bound those of one host. Three
+"""A connection takes one of the shard's places from its first byte, and gRPC cannot limit those of one host. Three
 seconds are many round trips of any link that a learner can train over."""
 PENDING_CALLS_MAX = 3_000
-"""Calls that wait until the event loop takes them. Each may hold 64 KiB of a message: 200 MB together."""
+"""Calls that wait for the event loop. Each may hold 64 KiB of a message: 200 MB together."""
 SERVER_OPTIONS = [
     *_keepalive(10_000, 30_000),  # leases notice dead learners sooner
     *_SIZES,
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),  # else idle channels are cut off for too many pings
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),  # otherwise idle channels are cut off for too many pings
     ("grpc.http2.max_ping_strikes", 0),
-    # What a call may send before the shard asks for it. By default, gRPC raises it to 4 MiB where the link is fast.
+    # Bytes that a call may send before the shard reads. By default, gRPC raises this to 4 MiB on fast links.
     ("grpc.http2.lookahead_bytes", 64 << 10),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
-    ("grpc.max_concurrent_streams", 128),  # of one connection; a proxy may bring many learners on one
-    # Above the first number gRPC cancels some that wait, by chance and without a word; its default of 1000 is reached
-    # when 256 learners push and pull at once. Above the second it cancels all.
+    ("grpc.max_concurrent_streams", 128),  # per connection; a proxy may carry many learners on one
+    # Above the first number gRPC silently cancels some waiting calls at random; its default of 1000 is reached when 256
+    # learners push and pull at once. Above the second it cancels all.
     ("grpc.server.max_pending_requests", PENDING_CALLS_MAX),
     ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS_MAX),
-    ("grpc.max_connection_idle_ms", 300_000),  # without a call; whoever has one is not idle
-    ("grpc.so_reuseport", 0),  # or a second process takes the same port in silence
+    ("grpc.max_connection_idle_ms", 300_000),  # without any call
+    ("grpc.so_reuseport", 0),  # otherwise a second process silently takes the same port
 ]
 
 # ---------------------------------------------------------------- identity
 
 
 def metadata_of(identity: Identity, bearer_token: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call. It tells the shard who calls, before the first payload byte."""
+    """The metadata of a call, which tells the shard who calls before the first payload byte."""
     pairs = [("diloco-run", identity.run_id)]
     if identity.learner_id:
         pairs.append(("diloco-learner", identity.learner_id))
@@ -101,14 +100,14 @@ def metadata_of(identity: Identity, bearer_token: str | None) -> tuple[tuple[str
 
 
 def host_of(peer: str) -> str:
-    """The caller's address without its port, from what gRPC calls the peer, such as ipv4:10.0.0.7:40000."""
+    """The caller's address without its port, from gRPC's peer, such as ipv4:10.0.0.7:40000."""
     return peer.rpartition(":")[0]
 
 
 def identify(
     metadata: Iterable[tuple[str, str | bytes]], run_id: str, bearer_token: str | None, peer: str = ""
 ) -> Identity:
-    """The caller's identity; `peer` is its address. Raises Unauthenticated, WrongRun, BadRequest or BadRequest."""
+    """The caller's identity; `peer` is its address. Raises Unauthenticated, WrongRun or BadRequest."""
     values = {key: value for key, value in metadata if isinstance(value, str)}
     if bearer_token is not None:
         _check_bearer_token(values.get("authorization"), bearer_token)
@@ -137,7 +136,7 @@ def _check_bearer_token(authorization: str | None, bearer_token: str) -> None:
 
 
 def certificate_of(context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
-    """The certificate of a caller, in PEM, whose chain TLS has checked; None without TLS."""
+    """A caller's certificate in PEM, with its chain checked by TLS; None without TLS."""
     return next(iter(context.auth_context().get("x509_pem_cert", ())), None)
 
 
@@ -152,9 +151,9 @@ def _decimal(values: Mapping[str, str], key: str) -> int:
 
 
 def channel(address: str, files: TlsFiles | None, options: list[tuple[str, int]]) -> grpc.aio.Channel:
-    """To one shard, for a caller that trusts ca.pem of these files, and shows their certificate if there is one.
+    """A channel to one shard, for a caller that trusts ca.pem of these files and shows their certificate, if any.
 
-    Without files it is plaintext. A proxy of the environment (`http_proxy`) is for other machines, never for this one.
+    Without files it is plaintext. A proxy from the environment (`http_proxy`) is used for other machines only.
     """
     if is_loopback(parse_address(address).host):
         options = [*options, ("grpc.enable_http_proxy", 0)]
@@ -166,7 +165,7 @@ def channel(address: str, files: TlsFiles | None, options: list[tuple[str, int]]
 
 
 class ServerCredentials:
-    """Of a server that asks every caller for a certificate. Its own can be exchanged while it runs."""
+    """Credentials of a server that requires a certificate of every caller. Its own can be replaced while it runs."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._next: deque[grpc.ServerCertificateConfiguration] = deque(maxlen=1)
@@ -175,13 +174,13 @@ class ServerCredentials:
         )
 
     def exchange(self, files: TlsFiles) -> None:
-        """Use these from the next handshake on. Connections that there are go on."""
+        """Use these from the next handshake on. Existing connections continue."""
         self._next.append(_configuration(files))
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """gRPC's threads ask this before every handshake; None: nothing is new."""
+        """Called by gRPC's threads before every handshake; None: nothing new."""
         try:
-            return self._next.pop()  # in one step: an exchange meanwhile is not lost
+            return self._next.pop()  # atomic: a concurrent exchange is not lost
         except IndexError:
             return None
 
@@ -199,7 +198,7 @@ def status_of(refusal: errors.Refusal) -> grpc.StatusCode:
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> errors.Refusal | None:
-    """The shard's refusal, or None if the call failed on its way."""
+    """The shard's refusal; None if the call failed on its way."""
     for key, value in error.trailing_metadata() or ():
         if key == CODE_KEY:
             return refusal_from(str(value), error.details() or "")
@@ -207,9 +206,9 @@ def refusal_of(error: grpc.aio.AioRpcError) -> errors.Refusal | None:
 
 
 def failed_to_connect(error: grpc.aio.AioRpcError) -> bool:
-    """Whether no connection came about although something listens: then a handshake may be to blame."""
+    """Whether no connection came about although something listens, perhaps because of a failed handshake."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return True  # a call that waits for its shard ends so
+        return True  # a call that waits for its shard ends like this
     details = error.details() or ""
     return (
         error.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,1 +1,1 @@
-"""What does harm: faults, and hostile learners."""
+"""Sources of harm: faults and hostile learners."""

@@ -1,4 +1,4 @@
-"""What goes wrong during a schedule, drawn from its seed; and that it is over at some time."""
+"""The faults of a schedule, drawn from its seed; they end at a given time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from diloco_simulator.processes import Processes
 
 
 class Faults:
-    """Breaks a cluster again and again until `faults_s`, then heals it."""
+    """Breaks a cluster repeatedly until `faults_s`, then heals it."""
 
     def __init__(self, cluster: Processes) -> None:
         self._cluster = cluster

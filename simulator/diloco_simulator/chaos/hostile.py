@@ -1,8 +1,7 @@
-"""A hostile learner: it speaks the five calls with production messages, and lies.
+"""A hostile learner: it makes the five calls with production messages, and lies.
 
-It holds a lease with every shard, reports on it, hears what is asked, and every now and then tries one of its tactics.
-`lies.py` draws what it says. It runs in any world: in schedules of the simulator, and beside the real processes of
-`diloco_chaos`.
+It holds a lease with every shard, reports on it, listens, and now and then tries one of its tactics. `lies.py` draws
+its messages. It runs in any world: in simulated schedules, and beside the real processes of `diloco_chaos`.
 """
 
 from __future__ import annotations
@@ -39,38 +38,35 @@ PAUSE_S = 0.15
 """Mean time between two tactics."""
 REPORT_S = 0.2
 ANSWER_S = 0.05
-"""Within which time it contributes to a round that opens."""
+"""Longest wait before it contributes to a round that opens."""
 FLOOD = 12
 HOLDS = 4
-"""How often it takes a place again that it has lost."""
+"""How often it retakes a place that it has lost."""
 HELD_MAX = 64
 
 
 class HostileLearner:
-    """Does harm for as long as `run` runs."""
-
     def __init__(
         self, learner_id: str, transports: Sequence[HostileTransport], plot: Plot, random: Random,
         note: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`note` is told of everything that it tries, and of what it hears, for a count of both."""
+        """`note` is called with everything that it tries or hears, for counting."""
         self.learner_id = learner_id
         self.calm = False
-        """It speaks as itself alone from now on."""
+        """Whether it uses only its own id from now on."""
         self.spoke_as: set[str] = {learner_id}
-        """The learner ids that it ever used."""
+        """All learner ids that it has used."""
         self._plot, self._r, self._note = plot, random, note
         self._peer = f"machine of {learner_id}"
         self._manner = random.choice(plot.manners)
         self._truth = Progress(0, 0, 2.0, plot.step_s)
         self._pushed: deque[tuple[PushHeader, Payload]] = deque(maxlen=16)
         self._held: deque[OpenCall] = deque()
-        self._tasks: dict[asyncio.Task[None], None] = {}  # kept: the loop does not hold them
+        self._tasks: dict[asyncio.Task[None], None] = {}  # the loop itself does not keep them alive
         me = Identity(plot.run_id, learner_id, peer=self._peer)
         self._sessions = [Session(n, transport, me, self._new_process()) for n, transport in enumerate(transports)]
 
     async def run(self) -> None:
-        """Until cancelled."""
         for session in self._sessions:
             self._start(self._stay(session))
         while True:
@@ -80,7 +76,7 @@ class HostileLearner:
     # ------------------------------------------------------------ leases and reports
 
     async def _stay(self, session: Session) -> None:
-        """Hold a lease, again and again."""
+        """Hold a lease, repeatedly."""
         while True:
             try:
                 await self._join(session)
@@ -133,7 +129,6 @@ class HostileLearner:
                 session.base[directive.fragment_id] = directive.epoch, directive.version
 
     async def _answer(self, session: Session, fragment_id: int) -> None:
-        """Contribute to a round that has just opened, in one way or another."""
         await asyncio.sleep(self._r.random() * ANSWER_S)
         ways = [tactic for tactic in self._plot.tactics if tactic in PUSHES] or [AS_OTHERS]
         await self._contribute(session, self._r.choice(ways), fragment_id)
@@ -198,7 +193,7 @@ class HostileLearner:
     def _contribution(
         self, session: Session, fragment_id: int, *, is_honest: bool = False
     ) -> tuple[PushHeader, Payload]:
-        """What it could contribute, were it honest but for the values, or in all."""
+        """A contribution, honest except for the values, or in every respect."""
         epoch, version = session.base.get(fragment_id, (session.caller.epoch, 0))
         asked = session.asked.get(fragment_id)
         tokens = self._r.randint(1, 30)
@@ -211,7 +206,7 @@ class HostileLearner:
         ), payload  # fmt: skip
 
     async def _replay(self, session: Session) -> None:
-        """Its own contribution again, or that of another as its own, perhaps in another round."""
+        """Push its own contribution again, or another's as its own, perhaps in another round."""
         known = [*self._pushed, *((s.header, s.payload) for s in self._overheard(session))]
         if not known:
             return
@@ -223,7 +218,7 @@ class HostileLearner:
         await self._push(session, session.caller, header, payload)
 
     async def _seed(self, session: Session) -> None:
-        """Bring a model of its own, and say that the run is over with it."""
+        """Seed a model of its own, and claim that the run is over."""
         fragment = self._r.choice(self._plot.manifest.fragments)
         values = torch.tensor([self._r.uniform(-1, 1) for _ in range(fragment.num_elements)])
         payload = encode_payload(values * self._r.choice((1.0, 100.0, 1e18)), "float32")
@@ -236,7 +231,7 @@ class HostileLearner:
         await self._push(session, session.caller, header, payload)
 
     async def _hold_pushes(self, session: Session) -> None:
-        """A push without its bytes, or its header; and another one as soon as it was refused."""
+        """Push without the bytes or the header, and again once refused."""
         for _ in range(HOLDS):
             header, payload = self._contribution(session, self._any_of(session))
             parts = self._r.choice(((), (header,), (header, payload.chunks[0][:1])))
@@ -261,7 +256,7 @@ class HostileLearner:
                 await self._quietly(session.transport.leave(session.caller, self._plot.call_s))
 
     async def _speak_under(self, session: Session, caller: Identity) -> None:
-        """Any call, under a lease that is not its own."""
+        """Make any call under a lease that is not its own."""
         header, payload = self._contribution(session, self._any_of(session))
         match self._r.choice(("push", "leave", "pull", "attend")):
             case "push":
@@ -276,7 +271,7 @@ class HostileLearner:
     # ------------------------------------------------------------ as another
 
     async def _send_ghosts(self, session: Session) -> None:
-        """Leases for learners that do not exist."""
+        """Take leases for learners that do not exist."""
         for _ in range(self._r.randint(1, FLOOD)):
             ghost = Identity(self._plot.run_id, f"{self.learner_id}-{self._r.randrange(10_000)}", peer=self._peer)
             self.spoke_as.add(ghost.learner_id)
@@ -312,7 +307,7 @@ class HostileLearner:
     # ------------------------------------------------------------ helpers
 
     def _any_of(self, session: Session) -> int:
-        """A fragment that was asked for, as a rule; else one of the shard, or any."""
+        """Usually a fragment that was asked for; else one of the shard, or any."""
         at = self._r.random()
         if at < 0.1:
             return self._r.randrange(len(self._plot.manifest.fragments))
@@ -323,7 +318,7 @@ class HostileLearner:
         return f"hostile {self._r.randrange(10**6)}"
 
     def _hold(self, call: OpenCall) -> None:
-        """Keep a call open and never look at it."""
+        """Keep a call open and never read it."""
         self._held.append(call)
         if len(self._held) > HELD_MAX:
             self._held.popleft().cancel()
@@ -335,7 +330,7 @@ class HostileLearner:
         return task
 
     async def _quietly(self, work: Awaitable[Any]) -> None:
-        """What shards refuse is no surprise to it."""
+        """Ignore refusals, which it expects."""
         try:
             await work
         except (Refusal, Unavailable) as refused:

@@ -1,6 +1,6 @@
-"""What a hostile learner says: valid, off by one, extreme. A grammar of messages and payloads, drawn from a generator.
+"""Messages and payloads of a hostile learner: valid, off by one, or extreme, drawn from a generator.
 
-Everything here fits on the wire; what does not cannot be sent by anybody.
+Everything here fits on the wire; nobody can send anything else.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from diloco_common.wire.messages import Held, Progress, PullRequest, PushHeader,
 ENCODINGS = ("float32", "bfloat16", "int8", "int4", "e3m0", "float64", "", "int8" * 40)
 STEPS_AHEAD = 1000
 SLOW_S = (60.0, 1e6, 1e18, 1e308)
-"""Seconds that a step is said to take."""
+"""Seconds that a step is claimed to take."""
 SCALES = (-10.0, -500.0, 0.0, 1e-6, 1e6, 1e30, 3e38)
-"""What an honest contribution is multiplied with."""
+"""Factors for an honest contribution."""
 
 
 def number(r: random.Random, truth: int, *, bits: int = 64) -> int:
-    """A number for a field of so many bits, in place of the true one."""
+    """A number for a field of `bits` bits, instead of the true one."""
     largest = 2**bits - 1
     said = r.choice(
         (truth - 1, truth + 1, truth + r.randint(2, 2000), 0, 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**40 + 1, 2**53,
@@ -39,7 +39,6 @@ def number(r: random.Random, truth: int, *, bits: int = 64) -> int:
 
 
 def seconds(r: random.Random, truth: float) -> float:
-    """A time, in place of the true one."""
     return r.choice((0.0, truth, 60.0, 1e6, 1e18, 1e308, float("inf"), float("nan"), -1.0))
 
 
@@ -48,7 +47,7 @@ def loss(r: random.Random) -> float | None:
 
 
 def progress(r: random.Random, truth: Progress) -> Progress:
-    """A report of which one thing or another is not true."""
+    """A report with one or two false fields."""
     said = {
         "inner_step": lambda: r.choice((truth.inner_step + STEPS_AHEAD, number(r, truth.inner_step))),
         "tokens": lambda: number(r, truth.tokens),
@@ -59,7 +58,7 @@ def progress(r: random.Random, truth: Progress) -> Progress:
 
 
 def push_header(r: random.Random, truth: PushHeader, fields: Sequence[str] = ()) -> PushHeader:
-    """A header of which up to three fields are not true: of these, or of all."""
+    """A header with up to three false fields, among `fields` or all."""
     said: dict[str, Callable[[], Any]] = {
         "fragment_id": lambda: number(r, truth.fragment_id, bits=32),
         "round": lambda: number(r, truth.round),
@@ -91,9 +90,9 @@ def payload_header(r: random.Random, truth: PayloadHeader) -> PayloadHeader:
 
 
 def payload(r: random.Random, honest: torch.Tensor, encoding: str) -> Payload:
-    """The bytes of a contribution: scaled, flipped, not finite, or anything at all. Its header is true to them.
+    """The bytes of a contribution: scaled, flipped, not finite, or random, with a matching header.
 
-    `honest`: float32 [num_elements], what would be sent by an honest learner.
+    `honest`: float32 [num_elements], an honest contribution.
     """
     match r.choice(("as it is", "scaled", "scaled", "not finite", "any bytes")):
         case "as it is":
@@ -115,13 +114,13 @@ def payload(r: random.Random, honest: torch.Tensor, encoding: str) -> Payload:
 
 
 def of_bytes(encoding: str, num_elements: int, chunk: bytes) -> Payload:
-    """A payload of one chunk, and a header that describes it."""
+    """A payload of one chunk with a matching header."""
     header = PayloadHeader(encoding, num_elements, usual_chunk_elements(encoding), len(chunk), chunks_crc32c([chunk]))
     return Payload(header, (chunk,))
 
 
 def chunks(r: random.Random, truth: Payload) -> tuple[bytes, ...]:
-    """The chunks of a payload, or not quite."""
+    """The chunks of a payload, or almost."""
     whole = b"".join(truth.chunks)
     return r.choice(
         ((whole,), (whole,), (whole[:-1],), (whole[: len(whole) // 2], whole[len(whole) // 2 :]), (whole, whole), (),
@@ -130,7 +129,6 @@ def chunks(r: random.Random, truth: Payload) -> tuple[bytes, ...]:
 
 
 def tensors(r: random.Random, truth: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """A model, in place of the true one."""
     first = truth[0]
     shape = r.choice(((), (0,), (1,) * 9, (2**63 - 1,), (2**40, 2**40), (1,) * 2000, (7, 3)))
     return tuple(
@@ -142,7 +140,7 @@ def tensors(r: random.Random, truth: Sequence[TensorSpec]) -> tuple[TensorSpec, 
 
 
 def lease(r: random.Random, truth: Identity) -> Identity:
-    """A lease that is another's, or nobody's. Metadata take numbers of up to 18 digits."""
+    """Another's lease, or nobody's. Metadata hold numbers of up to 18 digits."""
     return replace(truth, generation=number(r, truth.generation, bits=59), epoch=number(r, truth.epoch, bits=59))
 
 
@@ -168,5 +166,5 @@ def ranges(r: random.Random, num_elements: int) -> tuple[Range, ...]:
 
 
 def _some(r: random.Random, said: Mapping[str, Callable[[], Any]], most: int) -> dict[str, Any]:
-    """What is said of some of the fields, at most so many."""
+    """False values for at most `most` of the fields."""
     return {field: said[field]() for field in r.sample(list(said), r.randint(1, min(most, len(said))))}

@@ -1,4 +1,4 @@
-"""What a hostile learner knows and is up to, and what it needs of a transport. `hostile.py` carries it out."""
+"""The knowledge and plans of a hostile learner, and the transport that it needs. `hostile.py` carries them out."""
 
 from __future__ import annotations
 
@@ -16,29 +16,27 @@ from diloco_common.wire.messages import Collect, PullRequest, PushHeader
 
 PUSHES = ("contribute", "contribute", "claim", "claim", "lie", "lie", "other bytes", "not finite")
 AS_OTHERS = "contribute as others"
-"""What a hostile learner does with the rounds that ask it, if it has no other way."""
+"""How a hostile learner answers rounds, if it has no other way."""
 TACTICS = (
     *PUSHES, "replay", "seed", "join", "come and go", "hold pushes", "hold pulls", "hold streams", "pull",
     "extreme lease",
 )  # fmt: skip
-"""Under its own id. Some come twice, to be tried more often."""
+"""Used under its own id. Some are listed twice, to be tried more often."""
 FOREIGN = ("join as another", "leave as another", "push as another", "attend as another", "ghosts")
-"""Under the ids of others."""
+"""Used under the ids of others."""
 MANNERS = ("honest", "fast", "slow", "liar", "still", "silent")
-"""How it reports: as others do; 1000 steps at a time; steps that take for ever; anything; never a step; not at all."""
+"""How it reports: honestly; 1000 steps at a time; endless steps; anything; never a step; not at all."""
 
 
 class OpenCall(Protocol):
-    """A call that is left open."""
-
     async def receive(self) -> Any:
-        """Wait for what the shard says first. Raises a Refusal or Unavailable."""
+        """Wait for the shard's first message. Raises a Refusal or Unavailable."""
 
     def cancel(self) -> None: ...
 
 
 class HostileTransport(Transport, Protocol):
-    """The way to one shard, on which calls can be begun and left as they are."""
+    """A transport to one shard on which calls can be started and left open."""
 
     def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> OpenCall:
         """A push that never ends."""
@@ -47,12 +45,12 @@ class HostileTransport(Transport, Protocol):
         """A pull that nobody reads."""
 
     def hold_stream(self, caller: Identity) -> OpenCall:
-        """A control stream that nobody reads, and on which nothing is reported."""
+        """A control stream that nobody reads, and without reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sniffed:
-    """A push as whoever listens sees it."""
+    """A push as an eavesdropper sees it."""
 
     shard: int
     caller: Identity
@@ -62,7 +60,7 @@ class Sniffed:
 
 @dataclass(frozen=True)
 class Plot:
-    """What a hostile learner knows of the run, and what it is up to."""
+    """What a hostile learner knows of the run, and its plans."""
 
     run_id: str
     manifest: Manifest
@@ -71,27 +69,23 @@ class Plot:
     honest: Callable[[Fragment, int], Tensor]
     """Fragment and tokens -> what an honest learner might contribute: float32 [num_elements]."""
     sniffed: Callable[[], Sequence[Sniffed]]
-    """The last pushes of others."""
+    """Recent pushes of others."""
     tactics: tuple[str, ...]
     manners: tuple[str, ...]
-    """How it reports; it has one of these, as a rule."""
+    """Ways to report; it usually sticks to one of them."""
     answers: float
-    """How often it contributes to a round that opens."""
+    """Probability of contributing to a round that opens."""
     step_s: float
-    """Of an honest learner."""
     call_s: float
-    """Deadline of a call."""
 
 
 @dataclass
 class Session:
-    """What it knows of one shard."""
-
     shard: int
     transport: HostileTransport
     caller: Identity
     process_id: str
     base: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Fragment -> epoch and number of the latest version that it heard of."""
+    """Fragment -> epoch and number of the latest version it has heard of."""
     asked: dict[int, Collect] = field(default_factory=dict)
     stream: Any = None

@@ -1,6 +1,6 @@
-"""What hostile learners may not get from a shard: more rounds, a version of their own, or values that are no numbers.
+"""What hostile learners must not get from a shard: more rounds, a version of their own, or values that are not finite.
 
-Follows the histories of shards and learners while they are written, and looks at what a shard holds at that moment.
+It follows the histories of shards and learners as they are written, and looks at the shard's state at that moment.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from diloco_simulator.processes import Processes
 from diloco_simulator.verify import invariants
 
 SPARE_ROUNDS = 3
-"""Of an epoch of a shard: the first round of a fragment comes before H steps, and steps are reported a moment late."""
+"""Per epoch of a shard: a fragment's first round comes before H steps, and steps are reported a moment late."""
 SPARE_ROUNDS_OF_A_BUDGET = 10
-"""The last rounds of a run do not wait for H steps."""
+"""At the end of a run, rounds do not wait for H steps."""
 
 
 class Fairness:
@@ -28,10 +28,9 @@ class Fairness:
         self._opened: Counter[tuple[str, int]] = Counter()  # shard and fragment -> rounds
         self._epochs: Counter[str] = Counter()  # of shards
         self._merging: dict[tuple[str, int], tuple[Any, tuple[Contribution, ...]]] = {}
-        """Shard and fragment -> values before the merge that is under way, and what goes into it."""
+        """Shard and fragment -> values before the merge in progress, and its contributions."""
 
     def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
-        """A process has written a line of its history."""
         match what:
             case "stepped":
                 self._steps += 1

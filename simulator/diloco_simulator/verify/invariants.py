@@ -1,6 +1,6 @@
-"""What must hold in a schedule, beside the promises of `diloco_simulator.verify.judge`. A breach raises `Violation`.
+"""Checks that must hold in a schedule, besides the promises of `diloco_simulator.verify.judge`. Raise `Violation`.
 
-Each function reads what the product has, at one moment. docs/simulation.md says in words what is promised.
+Each function looks at the product's state at one moment. docs/simulation.md describes the promises.
 """
 
 from __future__ import annotations
@@ -21,33 +21,31 @@ from diloco_simulator.world import wire
 from diloco_worker.core.agreement import REFUSALS_MAX
 
 Name = tuple[int, int, int]
-"""Of a version: fragment, the epoch that it was made in, and its number."""
+"""A version: fragment, epoch in which it was made, and number."""
 Taken = tuple[int, int, int]
-"""Of a contribution: the generation that has pushed it, its tokens and its steps."""
+"""A contribution: the generation that pushed it, its tokens and its steps."""
 TOLERANCE = 0.02
-"""Values are small multiples of tokens: one that is lost or counted twice moves them by at least 1."""
+"""Values are small multiples of tokens: one that is lost or counted twice changes them by at least 1."""
 ROUNDING = 1e-4
-"""Share of the largest value that an element may be off: somebody hostile can make values so large that float32 has no
-place for a token beside them."""
+"""Allowed error of an element as a share of the largest value: a hostile learner can make values so large that float32
+cannot represent a token beside them."""
 RESIDUAL_ROUNDING = 2.0**-8
-"""Share of itself that an element of a residual may be off: it is kept as bfloat16."""
+"""Allowed error of a residual's element as a share of itself: it is kept as bfloat16."""
 SNAPSHOT_ROUNDING = 2.0**-8
-"""The same of a snapshot."""
+"""The same for a snapshot."""
 WEIGHT_CAP = 1.0
-"""What a contribution may weigh in a merge, in medians of its round."""
+"""Most weight of a contribution in a merge, in medians of its round."""
 NORM_CAP = 2.02
-"""How far a version may move, in norms of the longest honest contribution: a radius may be twice the median."""
+"""Longest move of a version, in norms of the longest honest contribution: a radius may be twice the median."""
 
 
 HEARD_STEPS = 4
-"""From the answer to a learner until it has taken that in."""
+"""Most steps from the answer to a learner until the learner has processed it."""
 REFUSALS_A_FRAME = 2
-"""Of those that wait at a rank of an island, so many go to the other ranks in a step."""
+"""Waiting refusals that a rank of an island passes to the others per step."""
 
 
 class Violation(Exception):
-    """Something that must always hold did not."""
-
     def __init__(self, name: str, words: str) -> None:
         super().__init__(f"{name}: {words}")
         self.name = name
@@ -73,10 +71,7 @@ def rounds_are_bounded(state: FragmentState, collecting: Round, max_learners: in
 def nobody_delays_a_round_beyond_its_grace(
     state: FragmentState, collecting: Round, quorum: Quorum, waited_s: float, at_most_s: float
 ) -> None:
-    """P6: while it has its quorum, a round waits for `at_most_s` and no longer, whoever is silent.
-
-    `waited_s`: since it had it first.
-    """
+    """P6: with its quorum, a round waits for at most `at_most_s`, whoever is silent. `waited_s`: since the quorum."""
     enough = max(1, needed(quorum, len(collecting.asked)))
     if waited_s > at_most_s and len(collecting.contributions) >= enough:
         raise Violation(
@@ -86,7 +81,7 @@ def nobody_delays_a_round_beyond_its_grace(
 
 
 def nobody_is_waited_for_again_and_again(state: FragmentState, learner_id: str, steps: int, at_least: int) -> None:
-    """P6: who is overdue holds up a round once in so many of its inner steps."""
+    """P6: an overdue learner holds up at most one round in so many of its inner steps."""
     if steps < at_least:
         raise Violation(
             "nobody_is_waited_for_again_and_again",
@@ -95,14 +90,14 @@ def nobody_is_waited_for_again_and_again(state: FragmentState, learner_id: str, 
 
 
 def no_round_stands_still(state: FragmentState, why: str, waited_s: float, at_most_s: float) -> None:
-    """P6: a round that can go on does so: where nobody is expected any more it closes or is given up, with its quorum
-    it closes after the grace window, and without it others are asked after a lease. `waited_s`: since it could."""
+    """P6: a round that can go on does. If nobody is expected any more, it closes or is given up; with its quorum, it
+    closes after the grace window; without it, others are asked after a lease. `waited_s`: since it could."""
     if waited_s > at_most_s:
         raise Violation("no_round_stands_still", f"{_where(state)}: {why} for {waited_s:.2f} s")
 
 
 def rounds_wait_for_their_quorum(state: FragmentState, closed: Round, quorum: Quorum) -> None:
-    """P12: below its quorum, a round closes only where nobody is expected any more. `quorum`: as it was set."""
+    """P12: below its quorum, a round closes only if nobody is expected any more. `quorum`: as set."""
     enough = needed(quorum, len(closed.asked))
     if closed.awaited and len(closed.contributions) + len(closed.refused) < enough:
         held = f"{len(closed.contributions)} of {enough} contributions"
@@ -116,14 +111,14 @@ def windows_are_as_set(grace_s: float, at_most_s: float) -> None:
 
 
 def steps_fit_tokens(process: str, fragment_id: int, steps: int, tokens: int, tokens_max: int) -> None:
-    """P12: a contribution weighs by the steps that its tokens took: each was on one token or more."""
+    """P12: a contribution is weighted by the steps that its tokens took, each of at least one token."""
     if not steps <= tokens <= tokens_max * steps:
         raise Violation("steps_fit_tokens", f"{process} fragment {fragment_id}: {tokens} tokens in {steps} steps")
 
 
 def nobody_is_lost_to_a_freeze(learner_id: str, left_s: float, since_s: float) -> None:
-    """P6: while a shard was frozen it heard nobody, so that time ends no lease. `left_s`: what was left of it before,
-    `since_s`: since the shard went on."""
+    """P6: a frozen shard heard nobody, so that time ends no lease. `left_s`: remaining lease time before the freeze,
+    `since_s`: time since the thaw."""
     if since_s < left_s:
         raise Violation("nobody_is_lost_to_a_freeze", f"{learner_id} after {since_s:.2f} s, it had {left_s:.2f} s left")
 
@@ -131,16 +126,16 @@ def nobody_is_lost_to_a_freeze(learner_id: str, left_s: float, since_s: float) -
 def accepted_work_is_merged(
     fragment_id: int, accepted: Mapping[str, Taken], merged: Mapping[str, Taken], left_out: Collection[str]
 ) -> None:
-    """P12: a version holds each contribution that was accepted for it, as it was accepted, unless its generation is
-    over or it is left out by name; and nothing else. Both by learner: generation, tokens and steps."""
+    """P12: a version holds exactly the contributions accepted for it, unchanged, except for those whose generation is
+    over or that are left out by name. By learner: generation, tokens and steps."""
     expected = {learner_id: taken for learner_id, taken in accepted.items() if learner_id not in left_out}
     if expected != merged:
         raise Violation("accepted_work_is_merged", f"fragment {fragment_id}: {merged}, accepted were {expected}")
 
 
 def no_healthy_work_is_cut(fragment_id: int, theta: Tensor, expected: Tensor, *, is_exact: bool) -> None:
-    """P12: a version is what the published formulas make of its round, bit for bit, or where these compute in another
-    order up to rounding. So is what the outer optimizer keeps. Both [num_elements], float32 or bfloat16."""
+    """P12: a version is what the published formulas make of its round, bit for bit, or up to rounding if they compute
+    in another order. So is the outer optimizer's state. Both [num_elements], float32 or bfloat16."""
     rounding = 1e-4 if theta.dtype == torch.float32 else 2.0**-6
     if not (torch.equal(theta, expected) if is_exact else torch.allclose(theta, expected, rtol=rounding, atol=1e-3)):
         words = f"{theta.tolist()}, the formula gives {expected.tolist()}"
@@ -154,9 +149,8 @@ def nobody_healthy_is_left_out(fragment_id: int, left_out: Collection[str]) -> N
 
 
 def only_the_longest_is_cut(fragment_id: int, contributions: Sequence[tuple[float, int, float]]) -> None:
-    """P12: of members' contributions to a round, only the longest at equal steps counts for less than it is, and never
-    for less than the second longest. In a round of one or two, by what rounds before allow. Each by its norm, its inner
-    steps, and what is kept of it."""
+    """P12: among members' contributions to a round, only the longest at equal steps is cut, and never below the second
+    longest. A round of one or two is limited by earlier rounds. Each is given by norm, inner steps, and kept share."""
     if sum(norm > 0 for norm, _, _ in contributions) < 3:
         return
     for i, (norm, steps, kept) in enumerate(contributions):
@@ -174,7 +168,7 @@ def announced_versions_are_there(announced: Collection[Name], name: Name) -> Non
 
 
 def what_is_said_fits_the_wire(item: Any) -> None:
-    """P10: every counter that a shard says to anybody fits into the field that carries it."""
+    """P10: every counter that a shard sends fits into its field."""
     try:
         wire.encoded(item)
     except ValueError as error:
@@ -182,7 +176,7 @@ def what_is_said_fits_the_wire(item: Any) -> None:
 
 
 def rounds_follow_honest_steps(fragment_id: int, rounds: int, at_most: float) -> None:
-    """P10: a fragment opens a round after H steps of somebody, and nobody is believed more steps than can be taken."""
+    """P10: a fragment opens a round after H steps of somebody, and no learner is credited with impossible steps."""
     if rounds > at_most:
         raise Violation(
             "rounds_follow_honest_steps", f"fragment {fragment_id}: {rounds} rounds, at most {at_most:.1f} were due"
@@ -190,7 +184,7 @@ def rounds_follow_honest_steps(fragment_id: int, rounds: int, at_most: float) ->
 
 
 def nobody_outweighs_a_round(fragment_id: int, weights: Sequence[tuple[str, float]]) -> None:
-    """P10: no contribution weighs more than so many times the median of its round. `weights`: of each learner."""
+    """P10: no contribution weighs more than `WEIGHT_CAP` times the median of its round. `weights`: of each learner."""
     cap = WEIGHT_CAP * median_low(weight for _, weight in weights)
     for learner_id, weight in weights:
         if not weight <= cap * (1 + 1e-9):
@@ -207,7 +201,7 @@ def values_stay_finite(fragment_id: int, theta: Tensor) -> None:
 
 
 def a_minority_moves_nothing(fragment_id: int, after: Tensor, before: Tensor, at_most: float) -> None:
-    """P10: where most contributions are honest, a version moves about as far as the longest of them would move it.
+    """P10: if most contributions are honest, a version moves at most about as far as the longest of them moves it.
 
     `at_most`: the largest norm of honest contributions.
     """
@@ -225,14 +219,14 @@ def honest_pushes_find_a_place(process: str, fragment_id: int, busy_s: float, at
 
 
 def lost_versions_are_noticed(fragment_id: int, damage: str, *, is_renamed: bool) -> None:
-    """P3: where damage shows that a version is lost, the one before it gets a name of its own. A file that is gone
-    leaves no trace: then those notice that hold its version."""
+    """P3: if damage shows that a version is lost, the previous one gets its own name. A missing file leaves no trace:
+    then those notice that hold its version."""
     if damage in ("rot", "truncate") and not is_renamed:
         raise Violation("lost_versions_are_noticed", f"fragment {fragment_id} ({damage}) comes back under its old name")
 
 
 def damage_has_a_cause(words: str, *, was_hurt: bool) -> None:
-    """A crash alone damages no version file: none has its name before it is durable."""
+    """A crash alone damages no version file: none gets its name before it is durable."""
     if not was_hurt:
         raise Violation("damage_has_a_cause", f"{words}, and nobody did it")
 
@@ -243,9 +237,9 @@ def damage_has_a_cause(words: str, *, was_hurt: bool) -> None:
 def progress_is_kept(
     process: str, fragment_id: int, theta: Tensor, anchor: Tensor, unmerged: Tensor, largest: float
 ) -> None:
-    """theta = anchor + all that was trained and is not merged yet: nothing is lost, nothing is there twice.
+    """theta = anchor + everything trained and not merged yet: nothing is lost or counted twice.
 
-    `largest`: of all values that anchors of this process have had, here and below.
+    `largest`, here and below: the largest magnitude that anchors of this process have had.
     """
     off = float((theta - anchor - unmerged).abs_().max())
     if not off <= TOLERANCE + ROUNDING * largest:
@@ -255,8 +249,8 @@ def progress_is_kept(
 def contribution_is_what_was_trained(
     process: str, fragment_id: int, meant: Tensor, low: Tensor, high: Tensor, largest: float
 ) -> None:
-    """What is sent is what was trained since the last merged contribution: at least until the step boundary (`low`), at
-    most until the snapshot was read (`high`). All are float32 [num_elements]."""
+    """A contribution is what was trained since the last merged one: at least until the step boundary (`low`), at most
+    until the snapshot was read (`high`). All are float32 [num_elements]."""
     trained = -meant
     off = float((torch.maximum(low - trained, trained - high) - SNAPSHOT_ROUNDING * trained.abs()).max())
     if not off <= TOLERANCE + ROUNDING * largest:
@@ -266,8 +260,7 @@ def contribution_is_what_was_trained(
 def error_feedback_is_whole(
     process: str, fragment_id: int, added: Tensor, lost: Tensor, lost_now: Tensor, largest: float
 ) -> None:  # fmt: skip
-    """What encoders lost of the contribution merged last was `added` to the next one. `lost_now`: what they lost of
-    the next one. Both losses are kept in bfloat16."""
+    """The error of the last merged contribution was `added` to the next one, whose own is `lost_now`. Both bfloat16."""
     kept = RESIDUAL_ROUNDING * torch.maximum(lost.abs(), lost_now.abs())
     off = float(((added - lost).abs_() - kept).max())
     if not off <= TOLERANCE + ROUNDING * largest:
@@ -275,15 +268,15 @@ def error_feedback_is_whole(
 
 
 def ranks_decide_alike(process: str, what: str, answers: Sequence[Any]) -> None:
-    """P11: all ranks of an island come to the same decisions at the same step boundary."""
+    """P11: all ranks of an island reach the same decisions at the same step boundary."""
     if any(answer != answers[0] for answer in answers):
         raise Violation("ranks_decide_alike", f"{process}: {what}: {list(answers)}")
 
 
 def halves_are_bounded(state: FragmentState, collecting: Round) -> None:
-    """P11: half a contribution is of a generation that was asked and is not over, and is not a whole one.
+    """P11: half a contribution belongs to a generation that was asked and is not over, and is not complete.
 
-    Its learner may have been refused before: nobody waits for another contribution, but it may come.
+    Its learner may have been refused before: then nobody waits for another contribution, but it may come.
     """
     may_contribute = collecting.asked.keys() - collecting.lost - collecting.contributions.keys()
     for learner_id, half in collecting.halves.items():
@@ -292,7 +285,7 @@ def halves_are_bounded(state: FragmentState, collecting: Round) -> None:
 
 
 def contributions_are_whole(state: FragmentState, collecting: Round) -> None:
-    """P11: what a round has taken in parts has each element of the fragment in one part."""
+    """P11: a contribution accepted in parts has each element of the fragment in exactly one part."""
     for learner_id, contribution in collecting.contributions.items():
         if isinstance(contribution.payload, PartedPayload):
             ranges = sorted(r for part in contribution.payload.parts for r in part.ranges)
@@ -302,21 +295,21 @@ def contributions_are_whole(state: FragmentState, collecting: Round) -> None:
 
 
 def parts_belong_together(process: str, fragment_id: int, code: str) -> None:
-    """P11: parts that the ranks of an island take at one boundary meet only each other at the shard."""
+    """P11: parts that an island's ranks take at one boundary only meet each other at the shard."""
     if code == ContributionConflict.code:
         raise Violation("parts_belong_together", f"{process} fragment {fragment_id}: {code}")
 
 
 def checkpoints_count_what_they_hold(process: str, saved: tuple[int, int], taken: tuple[int, int]) -> None:
-    """P5: who is resumed goes on with the counts of the model that it goes on with. Both are inner steps and tokens."""
+    """P5: a resumed learner's counts match its model. Both are inner steps and tokens."""
     if saved != taken:
         raise Violation("checkpoints_count_what_they_hold", f"{process}: {saved} of {taken}")
 
 
 def refusals_are_heard(process: str, fragment_id: int, steps: int, waiting: int) -> None:
-    """What was refused is not pushed again, so its work goes into the next contribution: within a few steps of
-    `process`, of which `steps` have ended since it took the answer out of its inbox. `waiting`: so many
-    refusals this rank may have to pass on before; 0: it is no rank of an island."""
+    """A refused contribution is not pushed again, so its work goes into the next one within a few steps. `steps`: taken
+    by `process` since it took the answer out of its inbox. `waiting`: refusals that this rank may have to pass on
+    first; 0: it is in no island."""
     if steps > HEARD_STEPS + waiting // REFUSALS_A_FRAME:
         raise Violation("refusals_are_heard", f"{process} fragment {fragment_id}: refused {steps} steps ago")
 
@@ -328,8 +321,8 @@ def steps_keep_their_pace(now: float, due: float) -> None:
 
 
 def superseded_only_by_another(learner_id: str, code: str, processes: int, poisoned: int) -> None:
-    """A learner gives up for good only where another process has joined under its id, or where so many of its
-    contributions (`poisoned`) were made to hold NaN that rounds in a row may have refused them."""
+    """A learner gives up for good only if another process joined under its id, or if `poisoned` contributions were made
+    to hold NaN, so many that rounds in a row may have refused them."""
     if code == "NOT_FINITE" and poisoned >= REFUSALS_MAX:
         return
     if code != "SUPERSEDED" or processes < 2:

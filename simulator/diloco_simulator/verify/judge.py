@@ -1,8 +1,8 @@
-"""The judge: do histories keep the promises? Pure functions of what processes wrote. Each names every violation.
+"""The judge: do histories keep the promises? Pure functions of what processes wrote, which name every violation.
 
 The same judge serves real processes (`diloco_chaos`), simulated ones and contract tests. It follows versions from base
-to base (`lineage.py`). It compares the tokens in the versions with the tokens that each process of a learner trained,
-as that process counted them.
+to base (`histories.py`), and compares the tokens in versions with the tokens that each process of a learner trained, by
+that process's own count.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from diloco_common.observe.histories import Histories, Line, Merge, Name, Proces
 
 @dataclass(frozen=True)
 class BrokenPromise:
-    """A promise that was not kept."""
-
     check: str
     """Name of the function that found it."""
     what: str
@@ -33,7 +31,7 @@ Given = ParamSpec("Given")
 
 
 def check(find: Callable[Given, Iterator[str | BrokenPromise]]) -> Callable[Given, Iterator[BrokenPromise]]:
-    """What a check says in words is a violation of its name."""
+    """Turn the messages of a check into violations of its name."""
 
     @wraps(find)
     def found(*args: Given.args, **how: Given.kwargs) -> Iterator[BrokenPromise]:
@@ -71,10 +69,10 @@ def violations(
 def double_counted(histories: Histories, claimants: Container[str] = ()) -> Iterator[str]:
     """No version holds a token of a process twice, and no learner will contribute a token that a version holds already.
 
-    This compares trained tokens, not pushes: a second push of the same work is a push of its own.
+    This compares trained tokens, not pushes: a second push of the same work counts as its own push.
 
-    `claimants`: learner ids under which somebody lies. What shards hold of them are claims, and nothing is promised to
-    them. Shards owe the others what they always owe.
+    `claimants`: learner ids under which somebody lies. Shards hold only claims of them, and nothing is promised to
+    them. All other promises hold.
     """
     lineage = histories.lineage
     for version in lineage.versions:
@@ -115,11 +113,11 @@ def work_lost(
 ) -> Iterator[str]:
     """If a learner counts work as merged, it will not send it again: the version it applies holds that work, for good.
 
-    As long as each version that it applies comes from the one before, they hold its tokens without a gap. After a loss,
-    or after its shard has forgotten a contribution, this holds again from the learner's count at that time.
+    While each version that it applies comes from the previous one, they hold its tokens without a gap. After a loss, or
+    after its shard has forgotten a contribution, this holds again from the learner's count at that time.
 
     `excused`: as in `lost_versions`. The contributions in a lost version are lost with it.
-    `gapless`: whether learners carry. If not (`sync.on_commit`), they throw away some of their work.
+    `gapless`: whether learners carry. If not (`sync.on_commit`), they discard some of their work.
     `claimants`: as in `double_counted`.
     """
     for process in _believed(histories, claimants):
@@ -152,7 +150,7 @@ def _believed(histories: Histories, claimants: Container[str]) -> Iterator[Proce
 
 
 def _gaps(process: Process, before: Version, held: Version, reached: int, since: int) -> Iterator[str]:
-    """Tokens that are missing between an earlier and a later version, though the learner counts them as merged."""
+    """Tokens missing between an earlier and a later version, though the learner counts them as merged."""
     new, merge, known = list[Merge](), held.last_of(process), before.last_of(process)
     while merge is not None and merge is not known:
         new.append(merge)
@@ -178,7 +176,7 @@ def _merged(histories: Histories, push: Push | None, round_number: int, version:
 
 
 def _fates(histories: Histories, process: Process) -> Iterator[tuple[Line, Push | None]]:
-    """Lines where a learner carried a contribution or applied a version, each with the contribution then under way."""
+    """Lines where a learner carried a contribution or applied a version, each with the contribution in flight."""
     pushes = iter(histories.pushes_of[process])
     under_way: dict[int, Push] = {}
     for line in process.lines:
@@ -213,7 +211,7 @@ def _words(merge: Merge) -> str:
 
 @check
 def lost_versions(histories: Histories, excused: Container[tuple[int, int]] = ()) -> Iterator[str | BrokenPromise]:
-    """A shard that comes back goes on from the last version it announced, and learners apply only announced versions.
+    """A shard that comes back continues from the last version it announced, and learners apply only announced versions.
 
     `excused`: pairs of an epoch and a fragment. In that epoch the shard may come back with an older version of the
     fragment: its disk was made to lose versions, or it keeps none, or it may announce before it writes.
@@ -265,7 +263,7 @@ def differing_bytes(histories: Histories) -> Iterator[str]:
     for process in histories.shard_processes():
         for line in process.of("announced", "restored"):
             names = {line["epoch"]} if line["what"] == "announced" else {line["epoch"], process.epoch}
-            for epoch in names:  # a restored version may get a name of this epoch later
+            for epoch in names:  # a restored version may later get a name in this epoch
                 seen[line["fragment"], epoch, line["version"]].setdefault(line["checksum"], process.name)
     for process in histories.learner_processes():
         for line in process.of("applied"):
@@ -311,7 +309,7 @@ def _restored(histories: Histories) -> Iterator[str]:
 
 @check
 def fencing(histories: Histories) -> Iterator[str]:
-    """A shard accepts and merges nothing of a generation that is over. What came before a goodbye still counts."""
+    """A shard accepts and merges nothing from a generation that is over, except what came before a goodbye."""
     for process in histories.shard_processes():
         current: dict[str, int] = {}
         over: dict[tuple[str, int], str] = {}
@@ -347,7 +345,7 @@ def accounting(histories: Histories) -> Iterator[str]:
     """Every pushed token ends as merged, carried, refused or in flight; nothing else is merged.
 
     A shard merges every contribution it accepted, unless the generation was evicted or the shard leaves it out. A
-    version counts the tokens it holds, or what its shard wrote that it counts of them. A learner learns the fate of one
+    version counts the tokens it holds, or the number that its shard recorded for them. A learner learns the fate of one
     contribution before it sends the next, and sends only tokens it has trained.
     """
     for process in histories.shard_processes():

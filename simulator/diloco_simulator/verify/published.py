@@ -1,7 +1,7 @@
-"""The published formulas, written once more: what a version must be, given what its round has taken.
+"""The published formulas, implemented independently: the version that must follow from a round's contributions.
 
-Only the bytes are read by the product's codecs, whose sums are float32 in the order of learners' ids. Which bytes of
-whom, with which weights, and what the outer optimizer makes of them, is said here from the papers.
+Only the bytes are read by the product's codecs, whose sums are float32 in the order of learner ids. Everything else
+(which bytes, with which weights, and the outer optimizer) follows the papers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from diloco_simulator.verify import invariants
 from diloco_simulator.verify.invariants import Taken
 
 LEFT = "LEFT"
-"""The code of a goodbye: what was contributed counts."""
+"""The code of a goodbye: earlier contributions count."""
 AGREED = 0.5
-"""The share by which contributions are shortened that agree in full."""
+"""Share by which fully agreeing contributions are shortened."""
 CANCELLED = 1e-6
-"""Directions cancel where their mean is shorter."""
+"""Directions cancel if their mean is shorter."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class Before:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Elements of the fragment that lie in one chunk of a contribution."""
+    """Elements of the fragment within one chunk of a contribution."""
 
     start: int
     stop: int
     chunk: Tensor
     chunk_elements: int
     at: int
-    """Where in the chunk they begin."""
+    """Their start within the chunk."""
     codec: Codec
 
 
 def next_values(
     before: Before, fragment: Fragment, rule: str, outer: OuterSettings, outer_step: int
 ) -> tuple[Tensor, ...]:
-    """The values of the next version, float32 [num_elements], and what the outer optimizer keeps with them."""
-    if not fragment.traits.is_of_model:  # the mean of what learners have
+    """The values of the next version, float32 [num_elements], and the outer optimizer's state."""
+    if not fragment.traits.is_of_model:  # the mean of the learners' values
         return (before.theta - merged(before.contributions, fragment.pieces, "mean"),)
     gradient = merged(before.contributions, fragment.pieces, rule)
     mu = followed(before.contributions, rule) if outer.momentum == "auto" else outer.momentum
@@ -68,20 +68,20 @@ def next_values(
 
 
 def followed(contributions: Sequence[Contribution], rule: str) -> float:
-    """Outer momentum by how many learners are merged: of 2^l as heavy as each other l / (l + 2), 0.7 at most."""
+    """Outer momentum by the number of merged learners: l / (l + 2) for 2^l of equal weight, 0.7 at most."""
     shares = shares_of(sorted(contributions, key=lambda c: c.learner_id))
     doublings = -math.log2(sum(share * share for share in shares))
     return min(0.7, max(0.0, doublings / (doublings + {"agreement": 1}.get(rule, 2))))
 
 
 def shares_of(ordered: Sequence[Contribution]) -> list[float]:
-    """tokens^2 / steps, of the sum."""
+    """tokens^2 / steps, as shares of the sum."""
     weights = [c.tokens**2 / c.steps for c in ordered]
     return [weight / sum(weights) for weight in weights]
 
 
 def merged(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str) -> Tensor:
-    """The merged pseudo-gradient of a fragment, float32. Sums in the order of learners' ids."""
+    """The merged pseudo-gradient of a fragment, float32. Sums in the order of learner ids."""
     ordered = sorted(contributions, key=lambda c: c.learner_id)
     stretches, shares = [list(_stretches(c)) for c in ordered], shares_of(ordered)
     parts = []
@@ -99,7 +99,7 @@ def _weights(
     stretches: list[list[_Stretch]], piece: Piece, rule: str, shares: list[float], norms: list[float],
     kept: list[float],
 ) -> list[float]:  # fmt: skip
-    """`norms`: of contributions as far as they are kept."""
+    """`norms`: of contributions after cutting."""
     cut = [share * part for share, part in zip(shares, kept, strict=True)]
     if len(shares) == 1 or "mean" in (rule, piece.rule):
         return cut
@@ -118,7 +118,7 @@ def _weights(
 def stepped(
     theta: Tensor, g: Tensor, buffers: Sequence[Tensor], s: OuterSettings, mu: float, outer_step: int
 ) -> tuple[Tensor, ...]:
-    """theta after one outer step along g, and what the optimizer keeps."""
+    """theta after one outer step along g, and the optimizer's state."""
     match s.optimizer:
         case "sgd" if not s.momentum:
             return (theta.add(g, alpha=-s.lr),)
@@ -141,7 +141,7 @@ def _momentum(b: Tensor, mu: float, g: Tensor) -> Tensor:
 
 
 def _stretches(contribution: Contribution) -> Iterator[_Stretch]:
-    """Where each element of the fragment lies, in ascending order."""
+    """The place of each element of the fragment, in ascending order."""
     payload = contribution.payload
     codec = get_codec(payload.header.encoding)
     if not isinstance(payload, PartedPayload):
@@ -150,7 +150,7 @@ def _stretches(contribution: Contribution) -> Iterator[_Stretch]:
         return
     found = []
     for part in payload.parts:
-        (chunk,) = chunk_tensors(part.payload)  # what a rank has of a fragment here is small
+        (chunk,) = chunk_tensors(part.payload)  # a rank's part is small here
         for span in part.spans:
             elements = part.payload.header.num_elements
             found.append(_Stretch(span.start, span.stop, chunk, elements, span.start + span.shift, codec))
@@ -158,7 +158,7 @@ def _stretches(contribution: Contribution) -> Iterator[_Stretch]:
 
 
 def _sum(stretches: list[list[_Stretch]], piece: Piece, weights: Sequence[float]) -> list[MergedSlice]:
-    """The weighted sum, cut wherever a chunk or a part of anybody ends."""
+    """The weighted sum, cut wherever anybody's chunk or part ends."""
     start, stop = piece.offset, piece.offset + piece.num_elements
     ends = sorted({min(s.stop, stop) for one in stretches for s in one if s.stop > start and s.start < stop})
     sums = []
@@ -176,17 +176,16 @@ def _decoded(stretches: list[_Stretch], piece: Piece) -> Tensor:
 
 
 class PublishedFormula:
-    """Follows the histories of shards while they are written. Of a cluster of members, of whose work only what is
-    longer than all else is cut."""
+    """Checks versions against the formulas, following shard histories as they are written. For a cluster of members,
+    whose work is cut only if it is longer than all other."""
 
     def __init__(self, cluster: Processes) -> None:
         self._cluster = cluster
         self._accepted: dict[tuple[str, int, int], dict[str, Taken]] = {}
-        """Shard, fragment and round -> what is to be merged."""
+        """Shard, fragment and round -> contributions to be merged."""
         self._merging: dict[tuple[str, int], Before] = {}
 
     def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
-        """A process has written a line of its history."""
         match what:
             case "born" if facts["role"] == "shard":
                 self._accepted = {key: taken for key, taken in self._accepted.items() if key[0] != name}

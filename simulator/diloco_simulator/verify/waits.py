@@ -14,7 +14,7 @@ from diloco_simulator.verify import invariants
 
 
 class Waits:
-    """Of the rounds of one shard."""
+    """The wait limits of one shard's rounds."""
 
     def __init__(self) -> None:
         self._grace_s = 0.0
@@ -24,11 +24,11 @@ class Waits:
         self._longest_s: dict[int, tuple[float, float]] = {}
         """Fragment -> when its round was opened, and how long it may wait."""
         self._overdue: dict[tuple[str, int], tuple[Member, int, int]] = {}
-        """Learner and fragment -> the round that waited for it last because it was overdue, and its inner step then."""
+        """Learner and fragment -> the last round that waited for it while overdue, and its inner step then."""
 
     def of(self, shard: Shard, state: FragmentState, collecting: Round) -> float:
-        """Seconds. For the grace window; for whose last work it was opened, as long as that has; for who is overdue,
-        until its next step is over. Raises Violation."""
+        """Longest wait in seconds: the grace window; for a last round, the time for its last work; for an overdue
+        learner, until its next step ends. Raises Violation."""
         self._grace_s = max(self._grace_s, shard.rounds.patience.grace_s())
         waits_s = self._grace_s
         if collecting.last_of.intersection(collecting.missing):

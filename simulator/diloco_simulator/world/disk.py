@@ -1,8 +1,8 @@
-"""A disk that fails as disks do: what was not synced is lost or torn at a crash, bytes rot, calls are refused.
+"""A disk that fails as disks do: unsynced data is lost or torn in a crash, bytes rot, calls are refused.
 
-Stands in for `diloco_server.storage.filesystem.Disk`, under the store that runs in production. Contents and names are
-volatile until they are synced; a crash keeps a random prefix of the renames and removals since the last `sync_names`,
-in their order, and of each file what was synced plus a random, possibly garbled, part of the rest.
+It replaces `diloco_server.storage.filesystem.Disk` under the production store. Contents and names are volatile until
+synced. A crash keeps a random prefix of the renames and removals since the last `sync_names`, in order, and of each
+file the synced content plus a random, possibly garbled, part of the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diloco_simulator.options import Options
 
 
 class Crashed(BaseException):
-    """The machine lost its power in the middle of a call. Not an Exception: no code may catch it and go on."""
+    """The power failed in the middle of a call. Not an Exception, so that no code catches it and goes on."""
 
 
 class _Inode:
@@ -29,15 +29,15 @@ class _Inode:
 
 
 class FakeDisk:
-    """One folder. Survives its crashes: call `crash`, then put the next store on it."""
+    """One folder. It survives crashes: call `crash`, then open the next store on it."""
 
     def __init__(self, seed: int = 0) -> None:
         self.calls = 0
-        """Calls that change the disk, so far."""
+        """Calls that changed the disk so far."""
         self.crash_at: int | None = None
-        """The call, counted from 1, in the middle of which the power goes."""
+        """The number of the call, from 1, in the middle of which the power fails."""
         self.refuse: Callable[[str], int] = lambda call: 0
-        """Name of a call -> errno that it fails with; 0: it works."""
+        """Name of a call -> errno with which it fails; 0: it works."""
         self.space: int | None = None
         """Bytes left; None: enough."""
         self._random = random.Random(f"disk {seed}")
@@ -83,7 +83,7 @@ class FakeDisk:
     # ------------------------------------------------------------ what goes wrong
 
     def crash(self) -> None:
-        """Power comes back: what was not synced is lost, or torn, or there."""
+        """Power comes back: unsynced data is lost, torn or intact."""
         names = dict(self._synced_names)
         for gone, there, inode in self._changes[: self._random.randint(0, len(self._changes))]:
             _apply(names, gone, there, inode)
@@ -99,13 +99,11 @@ class FakeDisk:
         self.calls, self.crash_at = 0, None
 
     def rot(self, name: str, offset: int, flip: int = 1) -> None:
-        """A byte of a file changes by itself."""
         inode = self._names[name]
         inode.content[offset] ^= flip
         inode.synced = bytes(inode.content)
 
     def truncate(self, name: str, size: int) -> None:
-        """The end of a file is gone."""
         inode = self._names[name]
         del inode.content[size:]
         inode.synced = bytes(inode.content)
@@ -114,12 +112,11 @@ class FakeDisk:
         return bytes(self._names[name].content)
 
     def lose(self, name: str) -> None:
-        """A file is gone."""
         del self._names[name]
         self._synced_names.pop(name, None)
 
     def wipe(self) -> None:
-        """All files are gone, and a crash brings none of them back."""
+        """Remove all files; a crash brings none of them back."""
         self._names, self._synced_names, self._changes = {}, {}, []
 
     # ------------------------------------------------------------ helpers
@@ -143,8 +140,6 @@ class FakeDisk:
 
 
 class FakeFile:
-    """Of a FakeDisk, open."""
-
     def __init__(self, disk: FakeDisk, inode: _Inode) -> None:
         self.size = len(inode.content)
         self._disk = disk
@@ -180,30 +175,26 @@ def _apply(names: dict[str, _Inode], gone: str, there: str, inode: _Inode | None
 
 CALLS_OF_A_WRITE = 10
 INTERRUPTED_STARTS = 0.15
-"""Share of the starts in the middle of which the power goes."""
+"""Share of starts during which the power fails."""
 
 
 class ShardDisk:
-    """The disk of one shard."""
-
     def __init__(self, index: int, options: Options) -> None:
         self.fake = FakeDisk(options.seed * 8 + index)
         self.random = random.Random(f"shard disk {options.seed} {index}")
         self.hurt: dict[int, str] = {}
-        """Fragment -> what became of its newest file ("rot", "truncate", "lose", "wipe"), until its next version."""
+        """Fragment -> damage to its newest file ("rot", "truncate", "lose", "wipe"), until its next version."""
         self.hurt_versions: dict[int, int] = {}
-        """Fragment -> the number of the version that was in the file hurt last."""
+        """Fragment -> number of the version in the file last damaged."""
         self.was_hurt = False
-        """Ever."""
         self._refusals = 0
 
     def plan_interruption(self) -> None:
-        """Some starts are cut off by a power failure."""
         fake, r = self.fake, self.random
         fake.crash_at = fake.calls + r.randint(1, 4) if r.random() < INTERRUPTED_STARTS else None
 
     def remove_named(self, error: NothingIntact) -> None:
-        """What the message says that a person may do: remove the files that it names as damaged."""
+        """Do what the message tells people to do: remove the files that it names as damaged."""
         names = self.fake.names()
         for fragment_id in self.hurt:
             for name in version_names(fragment_id, names):
@@ -212,7 +203,7 @@ class ShardDisk:
         self.fake.sync_names()
 
     def hurt_newest(self, fragment_id: int) -> bool:
-        """A fragment's newest file rots, loses its end, or is lost. False: there is none."""
+        """Damage or remove a fragment's newest file. False: it has none."""
         r, fake = self.random, self.fake
         names = version_names(fragment_id, fake.names())
         if not names:
@@ -234,13 +225,13 @@ class ShardDisk:
         return True
 
     def wipe(self, fragments: Iterable[int]) -> None:
-        """Somebody empties the folder."""
+        """Empty the folder."""
         self.fake.wipe()
         self.hurt.update(dict.fromkeys(fragments, "wipe"))
         self.was_hurt = True
 
     def refuse(self) -> None:
-        """Until `accept`, it is full, or fails to sync."""
+        """Make the disk full, or fail to sync, until `accept`."""
         self._refusals += 1
         calls, number = self.random.choice(
             ((("write",), errno.ENOSPC), (("create",), errno.ENOSPC), (("sync", "sync_names"), errno.EIO))
@@ -248,7 +239,7 @@ class ShardDisk:
         self.fake.refuse = lambda call: number if call in calls else 0
 
     def heal(self) -> None:
-        """It takes everything from now on."""
+        """Make the disk work from now on."""
         self._refusals = 0
         self.accept()
 
@@ -258,7 +249,7 @@ class ShardDisk:
             self.fake.refuse = lambda call: 0
 
     def cut_off(self, writes: Iterable[Callable[[], Any]], *, power: bool) -> None:
-        """A process ends in the middle of these writes, and perhaps the machine with it."""
+        """End a process, and perhaps its machine, in the middle of these writes."""
         writes = list(writes)
         if writes:
             self.fake.crash_at = self.fake.calls + self.random.randint(1, CALLS_OF_A_WRITE)

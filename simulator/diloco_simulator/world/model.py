@@ -1,7 +1,7 @@
 """The tiny model of the simulation, whose values count tokens.
 
-Training on one token adds `PATTERN` to the parameters: small whole numbers, another for each neighbour. So what was
-trained can be read off the values, and float32 is exact for as many tokens as a schedule trains.
+Training on one token adds `PATTERN` to the parameters: small whole numbers that differ between neighbors. So the
+training can be read off the values, and float32 is exact for all tokens of a schedule.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from diloco_worker.core.momentum import Companion, Momenta
 from diloco_worker.core.replica import Replica
 
 SHAPES = {"body": (31, 2), "head": (8, 2), "limbs": (31, 2), "norm": (3,), "trunk": (31, 2)}
-"""Each is too small to be watched for versions that are undone: whole numbers often look like it."""
+"""Each is too small to be watched for undone versions: whole numbers often look like it."""
 AVERAGED = ("head",)
 """Merged by plain mean."""
 COMPANION = "head"
-"""Where a schedule has companions, this is one: what trains it, and what is known of its values, stays the same. So
-steps forget nothing of it, and its second moment bounds nothing: the values count tokens."""
+"""The companion, in schedules that have one. It is trained like the others, and its values stay predictable: steps
+forget nothing of it, and its second moment limits nothing."""
 NUM_ELEMENTS = 205
 PATTERN = torch.arange(NUM_ELEMENTS).remainder_(3).add_(1).float()
 
@@ -32,11 +32,11 @@ class Counting(nn.Module):
     def __init__(self, flat: Tensor, *, has_buffer: bool = False) -> None:
         """Every parameter begins with its part of `flat`, float32 [NUM_ELEMENTS]."""
         super().__init__()
-        if has_buffer:  # the mean of several says nothing of tokens: nobody looks at its values
+        if has_buffer:  # a mean of several tells nothing about tokens, so its values are not checked
             self.register_buffer("seen", torch.zeros(2))
         self.flat = flat.clone()
         self.trained = torch.zeros(NUM_ELEMENTS)
-        """What training has added, whatever versions were laid under it since."""
+        """Added by training so far, regardless of versions applied since."""
         offset = 0
         for name, shape in SHAPES.items():
             size = int(torch.Size(shape).numel())
@@ -44,16 +44,15 @@ class Counting(nn.Module):
             offset += size
 
     def train_on(self, tokens: int) -> None:
-        """What an optimizer does in one inner step."""
         self.flat.add_(PATTERN, alpha=tokens)
         self.trained.add_(PATTERN, alpha=tokens)
 
 
 class TornReplica(Replica):
-    """A replica whose snapshots take their time: the optimizer may step while the codec thread reads one."""
+    """A replica with slow snapshots: the optimizer may step while the codec thread reads one."""
 
     def __init__(self, model: Counting, meanwhile: Callable[[Tensor], None], *, has_companion: bool = False) -> None:
-        """`meanwhile` is called in the middle of every snapshot with the first half of it."""
+        """`meanwhile` is called in the middle of every snapshot with its first half."""
         super().__init__(model, AVERAGED)
         if has_companion:
             self.specs = [spec._replace(kind="momentum") if spec.name == COMPANION else spec for spec in self.specs]
@@ -73,7 +72,7 @@ class TornReplica(Replica):
 
 
 class _Flat:
-    """Any flat tensor, seen as the fragments of the model."""
+    """Views any flat tensor as the model's fragments."""
 
     def __init__(self) -> None:
         self._model = Counting(torch.zeros(NUM_ELEMENTS))
@@ -90,5 +89,5 @@ _FLAT = _Flat()
 
 
 def part_of(flat: Tensor, fragment: Fragment) -> Tensor:
-    """The elements of a fragment, of values for the whole model: float32 [num_elements]."""
+    """The elements of a fragment, from values of the whole model: float32 [num_elements]."""
     return _FLAT.part(flat, fragment)

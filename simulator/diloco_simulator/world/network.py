@@ -1,7 +1,7 @@
-"""The network between learners and shards: calls that are lost, late, twice, cut off, torn or half-open.
+"""The network between learners and shards: calls that are lost, late, duplicated, cut off, torn or half-open.
 
-A `NetworkCall` is one call of diloco.v1 on its way: items up, items down, each way in order, as in one TCP connection.
-When it breaks, both ends may learn of it, or one, or none. Different calls overtake each other.
+A `NetworkCall` is one call of diloco.v1: items up, items down, each direction in order, as in one TCP connection. When
+it breaks, both ends may notice, or one, or none. Different calls overtake each other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from diloco_simulator.options import Options
 from diloco_simulator.world.process import SimulatedProcess, Timeline
 
 PAUSES = 0.3
-"""Share of the short calls whose items travel one by one. The items of the others arrive together."""
+"""Share of short calls whose items travel one by one; in others they arrive together."""
 Path = tuple[str, int]
 """Learner id and shard index."""
 Answer = Callable[[ShardService, AsyncIterator[Any]], AsyncIterator[Any]]
-"""What a shard does in a call: takes items, gives items."""
+"""A shard's side of a call: takes items and yields items."""
 
 
 SNIFFED_MAX = 32
@@ -34,31 +34,27 @@ class End:
 
 
 class Network:
-    """All paths of one cluster."""
-
     def __init__(
         self, timeline: Timeline, options: Options, faults: Counter[str], said: Callable[[Any, Path], None]
     ) -> None:
-        """`said` is told of every item that a shard sends, and of the way that it goes."""
+        """`said` is called with every item that a shard sends, and its path."""
         self.timeline = timeline
         self.said = said
         self.healed = False
         self.serving: dict[int, tuple[SimulatedProcess, ShardService]] = {}
-        """Shard index -> who serves there now."""
+        """Shard index -> the process and service that currently serve there."""
         self.apart: dict[Path, tuple[SimulatedProcess, ShardService]] = {}
-        """Paths on which another process is found there."""
+        """Paths on which another process answers."""
         self.cuts: Counter[tuple[Path, bool]] = Counter()
-        """(path, upwards) -> cuts that are in force."""
+        """(path, upwards) -> number of active cuts."""
         self.sniffed: deque[Sniffed] = deque(maxlen=SNIFFED_MAX)
-        """The last pushes of all learners, hostile ones included."""
+        """Recent pushes of all learners, including hostile ones."""
         self.calls: list[NetworkCall] = []
-        """Those that are open."""
         self.random = random.Random(f"network {options.seed}")
         self._options = options
         self._faults = faults
 
     def delay_s(self) -> float:
-        """One way."""
         if not self.healed and self.random.random() < self._options.long_delays:
             self._faults["message late"] += 1
             return self.random.uniform(0.0, 3 * self._options.lease_s)
@@ -71,7 +67,7 @@ class Network:
         return happens
 
     def open(self, client: SimulatedProcess, path: Path, answer: Answer, *, is_short: bool) -> NetworkCall:
-        """Begin a call. A short one may lose its request or its answer, or arrive twice."""
+        """Start a call. A short one may lose its request or its answer, or arrive twice."""
         call = NetworkCall(self, client, path, answer)
         if is_short:
             call.pauses = self.random.random() < PAUSES
@@ -89,7 +85,7 @@ class Network:
             call.gone(process, noticed)
 
     def heal(self) -> None:
-        """From now on everything arrives, once. Calls that were held up by a cut go on, or are dead for good."""
+        """From now on everything arrives, once. Calls held up by a cut go on, or are dead for good."""
         self.healed = True
         self.cuts.clear()
         self.flush()
@@ -101,7 +97,7 @@ class Network:
 
 
 class NetworkCall:
-    """One call: the client's end, the shard's end, and what is between them."""
+    """One call: the client's end, the shard's end, and the items in between."""
 
     def __init__(self, network: Network, client: SimulatedProcess, path: Path, answer: Answer) -> None:
         self.path = path
@@ -120,13 +116,12 @@ class NetworkCall:
 
     @property
     def is_over(self) -> bool:
-        """At both ends."""
         return self._given_up and all(handler.is_over for handler in self._handlers)
 
     # ------------------------------------------------------------ the client's end
 
     def send(self, *items: Any) -> None:
-        """Send items, in one go or with pauses. Raises Unavailable once the client knows that the call is over."""
+        """Send items, together or with pauses. Raises Unavailable once the client knows that the call is over."""
         if self._given_up:
             raise Unavailable("the call is over")
         if self.loses_request:
@@ -141,12 +136,12 @@ class NetworkCall:
         """The next item; `End` at the end. Raises a Refusal or Unavailable."""
         item = await self._came.get()
         if isinstance(item, Exception):
-            self._came.put_nowait(item)  # for whoever asks again
+            self._came.put_nowait(item)  # for the next caller
             raise item
         return item
 
     def cancel(self) -> None:
-        """Give it up. The shard may hear of it."""
+        """Give up the call. The shard may hear of it."""
         if not self._given_up:
             self._given_up = True
             self._transmit(True, self._cancel_handlers)
@@ -154,7 +149,7 @@ class NetworkCall:
     # ------------------------------------------------------------ the shard's end
 
     def answer(self, *items: Any) -> None:
-        """The shard says something; an Exception, or End, is its last word."""
+        """Send items to the client; an Exception or End is the last one."""
         for item in items:
             self._network.said(item, self.path)
         if self.loses_answer:
@@ -188,7 +183,7 @@ class NetworkCall:
     # ------------------------------------------------------------ on the way
 
     def flush(self) -> None:
-        """A cut ended: TCP sends again what it held, if neither end has given up since."""
+        """A cut ended: TCP resends what it held, unless an end has given up."""
         for up in (True, False):
             if self._held[up] and not self._network.cuts[self.path, up]:
                 held, self._held[up] = self._held[up], []
@@ -198,7 +193,7 @@ class NetworkCall:
                     self._transmit(up, act, *args)
 
     def break_off(self, *, tell_client: bool, tell_shard: bool) -> None:
-        """The connection is gone, and either end, both or none is told."""
+        """Break the connection; either end, both or none is told."""
         if tell_client:
             reset = Unavailable("the connection was reset")
             self._timeline.at(self._timeline.now + self._network.delay_s(), self._come, reset, process=self._client)
@@ -218,12 +213,12 @@ class NetworkCall:
                     self._transmit(False, self._come, Unavailable("the shard is gone"))
 
     def _break_or_not(self, *, always: bool = False) -> None:
-        """The client learns that the call is lost, or waits for its deadline."""
+        """Tell the client that the call is lost, or let it wait for its deadline."""
         if always or self._network.healed or self._network.random.random() < 0.5:
             self._transmit(False, self._come, Unavailable("the call was lost"))
 
     def _transmit(self, up: bool, act: Callable[..., None], *args: Any) -> None:
-        """Call `act` at the other end, after all that was sent there before."""
+        """Call `act` at the other end, after everything sent there before."""
         if self._dead:
             return
         network = self._network
@@ -239,7 +234,6 @@ class NetworkCall:
             act(*args)
 
     def _come(self, *items: Any) -> None:
-        """Something arrives at the client."""
         for item in items:
             if item is End or isinstance(item, Exception):
                 self._given_up = True
@@ -247,8 +241,6 @@ class NetworkCall:
 
 
 class _Handler:
-    """What a shard's process does for one call."""
-
     def __init__(
         self, call: NetworkCall, process: SimulatedProcess, answer: Answer, service: ShardService, *, answers: bool
     ) -> None:
@@ -270,7 +262,7 @@ class _Handler:
             self._requests.put_nowait(item)
 
     def cancel(self) -> None:
-        """The call is over, as gRPC tells a handler."""
+        """End the call, as gRPC tells a handler."""
         self.is_over = True
         if self._task is not None:
             self._task.cancel()
@@ -286,7 +278,7 @@ class _Handler:
         except Refusal as refusal:
             said.append(refusal)
         except Exception as error:
-            self.process.timeline.fail(error)  # the product raised something that is no refusal
+            self.process.timeline.fail(error)  # the product raised something other than a refusal
         finally:
             self._say(said)
             self.is_over = True

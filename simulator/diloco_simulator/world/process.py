@@ -1,9 +1,9 @@
-"""Virtual time, and processes in it: each an asyncio event loop, and threads. They can be frozen, and killed anywhere.
+"""Virtual time and its processes, each an asyncio event loop with threads. They can be frozen, and killed anywhere.
 
-Everything that happens in a schedule happens in order of (time, order of asking). Nothing here depends on the machine,
-so the same seed gives the same schedule.
+Everything happens in order of (time, order of request). Nothing depends on the machine, so the same seed gives the same
+schedule.
 
-Production code runs in it as it is. Its coroutines wait with asyncio, and its executors come from `threads`.
+Production code runs in it unchanged: its coroutines wait with asyncio, and its executors come from `threads`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ from diloco_common.ports import World
 T = TypeVar("T")
 Act = Callable[..., Any]
 Takes = Callable[[str], float]
-"""Name of an executor -> the mean of what one of its jobs takes, in seconds."""
+"""Name of an executor -> mean time of its jobs, in seconds."""
 STUTTER_S = 0.01
-"""How far a process's clock may jump within a moment: some code is slow."""
+"""How far a process's clock may jump within a moment, as if some code were slow."""
 
 
 class Timeline:
-    """The clock, and what is still to happen."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        """Acts so far."""
         self._later: list[tuple[float, int, SimulatedProcess | None, Act, tuple[Any, ...]]] = []
         self._soon: deque[tuple[SimulatedProcess | None, Act, tuple[Any, ...]]] = deque()
         self._asked = 0
@@ -47,23 +44,19 @@ class Timeline:
         self._error: BaseException | None = None
 
     def at(self, time_s: float, act: Act, *args: Any, process: SimulatedProcess | None = None) -> None:
-        """Call `act` at a time to come, in `process` if one is named."""
         self._asked += 1
         heappush(self._later, (time_s, self._asked, process, act, args))
 
     def later(self, delay_s: float, act: Act, *args: Any) -> None:
-        """Call `act` in `delay_s` seconds."""
         self.at(self.now + delay_s, act, *args)
 
     def soon(self, process: SimulatedProcess | None, act: Act, *args: Any) -> None:
-        """Call `act` now, after what was asked for now before."""
+        """Call `act` now, after earlier requests for now."""
         self._soon.append((process, act, args))
 
     def run(self) -> None:
-        """Let one thing after the other happen, each with all that follows from it at once, until `stop`.
-
-        Raises what `fail` was given.
-        """
+        """Run scheduled acts in order, each with all that follows from it immediately, until `stop`.
+        Raises the error passed to `fail`."""
         later, soon = self._later, self._soon
         while not self._stopped:
             if soon:
@@ -82,23 +75,22 @@ class Timeline:
         self._stopped = True
 
     def fail(self, error: BaseException) -> None:
-        """End the schedule with this error, which came where nobody could raise it."""
+        """End the schedule with an error from a place where nobody could raise it."""
         self._error = self._error or error
 
 
 class SimulatedProcess:
-    """Runs until it is killed. While it is frozen, what should have happened in it waits for the thaw."""
+    """Runs until killed. While it is frozen, its events wait for the thaw."""
 
     def __init__(self, timeline: Timeline, name: str, seed: str, takes_s: Takes, *, stutters: float = 0.0) -> None:
-        """`stutters`: how often two looks at the clock within a moment are `STUTTER_S` apart."""
+        """`stutters`: probability that two looks at the clock within a moment are `STUTTER_S` apart."""
         self.timeline = timeline
         self.name = name
         self.alive = True
         self.frozen = False
         self.turns = 0
-        """Callbacks that it has run."""
         self.kill_at: tuple[int, Callable[[], None]] | None = None
-        """Once it has run so many, this is called in place of the next one."""
+        """After this number of callbacks, the function is called instead of the next one."""
         self.random = random.Random(f"process {seed}")
         self.loop: Any = VirtualLoop(self)
         self.threads: list[VirtualThreads] = []
@@ -109,7 +101,7 @@ class SimulatedProcess:
         self._looked_at = 0.0
 
     def world(self) -> World:
-        """What the product gets for clock, chance and threads."""
+        """Clock, randomness and threads for the product."""
         return World(self.clock, self.clock, self.random, self._make_threads)
 
     def clock(self) -> float:
@@ -120,12 +112,11 @@ class SimulatedProcess:
         return now
 
     def start(self, work: Coroutine[Any, Any, Any], name: str) -> Task[Any]:
-        """Run a coroutine in this process."""
         task: Task[Any] = self.loop.create_task(work, name=name)
         return task
 
     def do(self, act: Act, args: tuple[Any, ...]) -> None:
-        """Something happens in this process: a message came, a timer rang, a thread has ended its work."""
+        """Run an event in this process: a message, a timer, or the result of a thread."""
         if self.frozen:
             self._backlog.append((act, args))
         elif self.alive:
@@ -153,16 +144,16 @@ class SimulatedProcess:
             self.timeline.soon(self, act, *args)
 
     def kill(self) -> None:
-        """As SIGKILL: nothing of it runs any more, not even what it would do at its end."""
+        """Like SIGKILL: nothing of it runs any more, not even its cleanup."""
         self.alive = self.frozen = False
         self._backlog.clear()
-        # Kept: a task that nobody holds runs its `finally` blocks.
+        # Keep references: a task that nobody holds runs its `finally` blocks.
         self._orphans = {task for task in self.loop.tasks if not task.done()}
 
     def bury(self) -> None:
-        """The schedule is over: what it was at is let go of, in silence."""
+        """The schedule is over: drop the remaining work silently."""
         for task in self._orphans:
-            with contextlib.suppress(BaseException):  # it would go on in its `finally` blocks
+            with contextlib.suppress(BaseException):  # it would continue in its `finally` blocks
                 task.get_coro().close()
         self._orphans.clear()
 
@@ -173,7 +164,7 @@ class SimulatedProcess:
 
 
 class VirtualTask(Task[T]):
-    """A task whose hash is its number. The order of sets of tasks would else depend on where in memory they lie."""
+    """A task whose hash is its number: otherwise the order of sets of tasks would depend on memory addresses."""
 
     def __init__(self, coro: Any, *, number: int, loop: Any, name: str | None) -> None:
         self._number = number
@@ -184,12 +175,12 @@ class VirtualTask(Task[T]):
 
 
 class VirtualThreads(Executor):
-    """Threads of one process. A job takes a random time; it looks at the world once, somewhere within it."""
+    """Threads of one process. A job takes a random time, and does its work at one moment within it."""
 
     def __init__(self, process: SimulatedProcess, count: int, name: str, takes_s: float) -> None:
         self.name = name
         self.under_way: list[Callable[[], Any]] = []
-        """Jobs that have begun and have not done their work yet."""
+        """Jobs that have started and not done their work yet."""
         self._process = process
         self._free = count
         self._takes_s = takes_s
@@ -239,14 +230,14 @@ class VirtualThreads(Executor):
 
 
 class VirtualLoop:
-    """asyncio in virtual time, for one process: as much of an event loop as the product waits with."""
+    """asyncio in virtual time for one process: the parts of an event loop that the product uses."""
 
     def __init__(self, process: SimulatedProcess) -> None:
         self._process = process
         self._timeline = process.timeline
-        self.get_debug = bool  # gives False, and no Python frame: it is asked at every handle
+        self.get_debug = bool  # returns False without a Python frame: it is called for every handle
         self.tasks: WeakSet[Task[Any]] = WeakSet()
-        """Those of this process: asyncio.all_tasks would look through those of all schedules so far."""
+        """Tasks of this process: asyncio.all_tasks would search those of all schedules so far."""
         self._as_loop: Any = self
         self._tasks_made = 0
 
@@ -269,7 +260,7 @@ class VirtualLoop:
         return handle
 
     def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
-        """It stays where it is, and does nothing."""
+        """Do nothing: the handle stays queued, and is skipped."""
 
     def create_future(self) -> Future[Any]:
         return Future(loop=self._as_loop)
@@ -291,14 +282,14 @@ class VirtualLoop:
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error that nobody has caught is one of the product's, or a violation."""
+        """An uncaught error is a bug of the product, or a violation."""
         error = context.get("exception")
         if error is not None and self._process.alive:
             self._timeline.fail(error)
 
 
 def _ring(handle: TimerHandle, process: SimulatedProcess) -> None:
-    """A timer's time has come. Most were cancelled before."""
+    """Run a timer, unless it was cancelled, as most are."""
     if not handle._cancelled:
         process.do(_run, (handle,))
 

@@ -1,7 +1,7 @@
-"""What the processes of a schedule share: time, the network, histories; and what they ask of whoever runs them.
+"""The shared state of a schedule's processes: time, network, histories; and the calls that they make to the cluster.
 
-Metrics and a log say nothing here. Errors that the product only logs are told, so that a schedule fails on those that
-nobody made.
+Metrics and logs are silent here, except for errors that the product only logs: a schedule fails on those without a
+cause.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diloco_simulator.world.process import Timeline
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What a learner process has saved, as a training loop does."""
+    """A checkpoint of a learner process, as a training loop saves it."""
 
     flat: Tensor
     inner_step: int
@@ -30,39 +30,34 @@ class Checkpoint:
 
 
 class Stage(ABC):
-    """Of one schedule."""
-
     def __init__(self, options: Options) -> None:
         self.options = options
         self.timeline = Timeline()
         self.faults: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        """What came about, for the report of a run."""
+        """Counts of events, for the report of a run."""
         self.network = Network(self.timeline, options, self.faults, self.said)
         self.learner_ids = tuple(f"w{i}" for i in range(options.learners))
         self.starts: Counter[str] = Counter()
-        """Of shards and learners, by name."""
+        """Starts of shards and learners, by name."""
         self.checkpoints: defaultdict[str, list[Checkpoint]] = defaultdict(list)
-        """Learner -> what its processes have saved, oldest first."""
+        """Learner -> checkpoints of its processes, oldest first."""
         self.chronicles: list[Chronicle] = []
         self.events: list[tuple[Any, ...]] = []
 
     def note(self, *what: Any) -> None:
-        """Something happened, for the trace."""
         self.events.append((self.timeline.now, *what))
 
     def count(self, what: str) -> None:
-        """Something came about, for the report of a run."""
         self.counts[what] += 1
 
     def history_of(self, name: str) -> Chronicle:
-        """Of a process that is being started."""
         chronicle = Chronicle(self, name)
         self.chronicles.append(chronicle)
         return chronicle
 
     def seed_of(self, name: str) -> str:
-        """Of the next process of this name."""
+        """The seed of the next process of this name."""
         return f"{self.options.seed} {name} {self.starts[name]}"
 
     @abstractmethod
@@ -71,23 +66,23 @@ class Stage(ABC):
 
     @abstractmethod
     def said(self, item: Any, path: Path) -> None:
-        """A shard says something to a learner."""
+        """A shard sends something to a learner."""
 
     @abstractmethod
     def has_model(self, index: int) -> bool:
-        """Whether a shard's model cannot be replaced any more."""
+        """Whether a shard's model can no longer be replaced."""
 
     @abstractmethod
     def begins(self, index: int) -> None:
-        """A shard is about to serve, with what its disk has given back to it."""
+        """A shard is about to serve what its disk has returned."""
 
     @abstractmethod
     def crash_shard(self, index: int, *, noticed: bool, back_after_s: float, at_await: bool = False) -> None:
-        """It ends, and is started again later."""
+        """The shard ends, and is started again later."""
 
 
 class Chronicle(MemoryHistory):
-    """The history of one process, which is followed while it is written."""
+    """The history of one process, followed while it is written."""
 
     def __init__(self, stage: Stage, name: str) -> None:
         super().__init__(lambda: stage.timeline.now)
@@ -106,25 +101,25 @@ class StageSilence:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever it is, it is not said."""
+        """Accept any call silently."""
         return self
 
 
 class QuietLog:
-    """A log that keeps nothing but hears errors."""
+    """A log that ignores everything but errors."""
 
     def __init__(self, name: str, on_error: Callable[[str, dict[str, Any]], None]) -> None:
         self.name = name
         self._on_error = on_error
 
     def event(self, what: str, **facts: Any) -> None:
-        """Not said."""
+        """Ignored."""
 
     def debug(self, what: str, **facts: Any) -> None:
-        """Not said."""
+        """Ignored."""
 
     def warning(self, what: str, **facts: Any) -> None:
-        """Not said."""
+        """Ignored."""
 
     def error(self, what: str, **facts: Any) -> None:
         self._on_error(what, facts)

@@ -32,7 +32,7 @@ Answered = Callable[[PushHeader, str], None]
 
 
 class MemoryTransport:
-    """The way from one learner's process to one shard."""
+    """The transport from one learner's process to one shard."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class MemoryTransport:
         answered: Answered,
         keepalive_s: float,
     ) -> None:
-        """`pushing` is told of everything that is pushed, `answered` of the answer: the code of a refusal, or nothing.
+        """`pushing` is called with every push, `answered` with the answer: the code of a refusal, or "".
 
         A call that is silent for `keepalive_s` seconds breaks.
         """
@@ -92,10 +92,9 @@ class MemoryTransport:
         await self._ask(lambda service, _: service.leave(caller), timeout_s)
 
     async def close(self, grace_s: float) -> None:
-        """Its calls end with whoever waits for them."""
+        """Nothing: calls end with their callers."""
 
     async def _ask(self, act: Callable[[ShardService, Any], Awaitable[T]], timeout_s: float, *parts: Any) -> T:
-        """A call that is answered once."""
         call = self._open(_once(act), is_short=True)
         deadline = self._deadline(timeout_s)
         try:
@@ -112,13 +111,13 @@ class MemoryTransport:
 
 
 class UntrustedTransport(MemoryTransport):
-    """The same for a caller that nobody trusts; it may also begin calls and leave them as they are."""
+    """A transport for an untrusted caller, who may also leave calls open."""
 
     def __init__(
         self, network: Network, process: SimulatedProcess, path: Path, proven: str | None,
         has_model: Callable[[int], bool], keepalive_s: float,
     ) -> None:  # fmt: skip
-        """`proven` as of a `Door`. `has_model`: whether the shard with this index has a model that stays."""
+        """`proven`: see `WireDoor`. `has_model`: whether the shard with this index has a model that stays."""
         super().__init__(network, process, path, lambda header, payload: None, lambda header, code: None, keepalive_s)
         self._proven = proven
         self._has_model = has_model
@@ -142,8 +141,6 @@ class UntrustedTransport(MemoryTransport):
 
 
 class MemoryStream:
-    """One Attend, at the learner's end."""
-
     def __init__(self, call: NetworkCall) -> None:
         self._call = call
 

@@ -1,7 +1,7 @@
-"""The wire as a caller meets it that nobody trusts: its identity is looked at, and its messages are read from protobuf.
+"""The wire as an untrusted caller meets it: its identity is checked, and its messages go through protobuf.
 
-Honest processes hand over values, which is quicker. What a shard says to anybody can be encoded here, to see whether
-the wire could carry it.
+Honest processes pass values directly, which is faster. A shard's messages can be encoded here to check that they fit
+the wire.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ from diloco_common.wire.messages import (
 )
 
 MESSAGE_BYTES_MAX = 20 << 20
-"""As gRPC is told in production."""
+"""gRPC's limit in production."""
 
 T = TypeVar("T")
 
 
 class WireDoor:
-    """A shard's service behind its door: a `ports.ShardService` for one caller."""
+    """A shard's service for one untrusted caller: a `ports.ShardService`."""
 
     def __init__(self, service: ShardService, proven: str | None, has_model: Callable[[], bool]) -> None:
-        """`proven`: the learner id that this caller has proven, and so the only one it can use. None: any.
+        """`proven`: the learner id that this caller has proven, and the only one it can use. None: any.
 
-        `has_model`: whether the shard has a model that cannot be replaced any more. The first one is brought by
-        somebody who is trusted.
+        `has_model`: whether the shard has a model that can no longer be replaced. A trusted learner brings the first.
         """
         self._service = service
         self._proven = proven
@@ -104,7 +103,7 @@ async def _parts(parts: AsyncIterator[PushHeader | Chunk]) -> AsyncIterator[Push
 
 
 def encoded(item: Any) -> Any:
-    """What a shard says, as a protobuf message; what is none stays as it is. Raises ValueError."""
+    """A shard's message as protobuf; other items are returned unchanged. Raises ValueError."""
     match item:
         case JoinAnswer():
             return protobuf.join_answer_to_pb(item)

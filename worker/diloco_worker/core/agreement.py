@@ -1,8 +1,8 @@
-"""What all shards of a run say alike, and what enough of them must have against a learner to end it.
+"""Whether the shards form one run, and when their refusals or diverging values end a learner.
 
-One shard speaks for its own fragments. What it says of itself must fit what the first one said of the run: a shard that
-says otherwise is away for this learner, and the others go on. Owned by the network thread; `Shards` and `Diverging`, by
-the training thread, which hears only of what is believed.
+Each shard must agree with the first one that joined. A shard that does not counts as away, and the others go on.
+`Agreement` and `Objections` belong to the network thread; `Shards` and `Diverging` to the training thread, which hears
+only from shards that agree.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_worker.core.events import Joined
 
 REFUSALS_MAX = 5
-"""Rounds in a row that refuse a fragment of this learner because it is not finite. After the last one it begins anew
-with the global values."""
+"""Rounds in a row that refuse a fragment as not finite, until the learner restarts from the global values."""
 ANEW_MAX = 3
-"""So many times. Then it ends: something in its data or rates does it again and again."""
+"""Most such restarts. Then the learner ends: its data or rates cause it again and again."""
 
 
 class Agreement:
-    """The run, as the shards say that have joined."""
+    """The run, as described by the shards that have joined."""
 
     def __init__(self, num_addresses: int, tensors: Sequence[TensorSpec]) -> None:
         """`tensors`: the learner's model."""
         self._num_addresses = num_addresses
         self._tensors = tensors
-        self._first: Joined | None = None  # its settings are those of the run
+        self._first: Joined | None = None  # its settings count as those of the run
         self._manifest: Manifest | None = None
-        self._index_of: dict[str, int] = {}  # of each address; stays
+        self._index_of: dict[str, int] = {}  # address -> shard index; never changes
 
     def take(self, joined: Joined) -> None:
-        """A shard gave a lease. What it says of the run and of itself is believed, or nothing has changed.
+        """A shard gave a lease: accept what it says of the run and itself, or raise and change nothing.
 
-        Raises ConfigError where the addresses are not a run's, or versions are made by other rules; ManifestMismatch
-        where it cuts the model in another way, or claims what is not its own; UnknownEncoding.
+        Raises ConfigError if the addresses are not those of one run, or versions are made by other rules;
+        ManifestMismatch if it cuts the model differently or claims fragments of others; UnknownEncoding.
         """
         manifest = self._manifest or self._cut(joined)
         self._check_index(joined)
@@ -54,7 +53,6 @@ class Agreement:
         self._index_of[joined.address] = joined.shard_index
 
     def _cut(self, joined: Joined) -> Manifest:
-        """The model, as the first shard says that all cut it."""
         if joined.num_shards != self._num_addresses:
             raise ConfigError(
                 f"the run has {joined.num_shards} shards (shard.count of {joined.address}), "
@@ -77,7 +75,7 @@ class Agreement:
             )
 
     def _check_settings(self, joined: Joined, first: Joined, manifest: Manifest) -> None:
-        """It is like the first one, also when it comes back."""
+        """Compare with the first shard, also after a shard comes back."""
         before = f"{first.address} {'before' if joined.address == first.address else ''}".strip()
         if joined.rules and first.rules and joined.rules != first.rules:
             raise ConfigError(
@@ -86,7 +84,7 @@ class Agreement:
             )
         policy = joined.policy
         if joined.address in self._index_of:
-            # H is the shard's alone, and of pulls a learner takes values in any case: both may change.
+            # Each shard may change its H, and a learner accepts any pull encoding.
             policy = replace(policy, sync_every=first.policy.sync_every, pull_encoding=first.policy.pull_encoding)
         is_cut_alike = (joined.num_fragments, joined.num_shards) == (first.num_fragments, first.num_shards)
         if is_cut_alike and policy == first.policy and joined.manifest_digest != manifest.digest:
@@ -106,7 +104,7 @@ class Agreement:
 
 
 class Shards:
-    """One for each address that the learner was given, once it has joined."""
+    """The state of the shards, by the addresses that the learner was given."""
 
     def __init__(self, num_addresses: int) -> None:
         self._num_addresses = num_addresses
@@ -115,7 +113,7 @@ class Shards:
 
     @property
     def joined(self) -> Collection[Joined]:
-        """As each of them joined last."""
+        """The latest `Joined` of each shard."""
         return self._joined.values()
 
     @property
@@ -124,31 +122,29 @@ class Shards:
 
     @property
     def have_stopped(self) -> bool:
-        """All of them have reached the token budget."""
         return len(self._stopped) == self._num_addresses
 
     def has_stopped(self, shard_index: int) -> bool:
-        """It has reached the token budget."""
         return shard_index in self._stopped
 
     def join(self, joined: Joined) -> bool:
-        """A shard gave a lease; says whether it is new."""
+        """A shard gave a lease. Returns whether it is new."""
         is_new = joined.shard_index not in self._joined
         self._joined[joined.shard_index] = joined
         self._stopped.discard(joined.shard_index)
         return is_new
 
     def stop(self, shard_index: int) -> None:
-        """It has reached the token budget; in another epoch it may not have."""
+        """The shard has reached the token budget. In another epoch it may not have."""
         self._stopped.add(shard_index)
 
 
 class Objections:
-    """What shards have against this learner. A majority of all shards ends it: one alone, where there is no other.
+    """Objections of shards against this learner. A majority of all shards ends it, so an only shard can do it alone.
 
-    Another process with its id counts by itself: that one joins every shard that it reaches, so each of them says so
-    by its own. The rest are mistakes that the learner was started with: while no shard has spoken with it yet, an
-    address at which nobody listens has no say in them. It may be the mistake.
+    `Superseded` is counted separately: the other process with this id joins every shard that it reaches, so each shard
+    reports it. All other objections mean a wrong start. While no shard has spoken with this learner yet, an address at
+    which nobody listens has no vote on those, since the address itself may be wrong.
     """
 
     def __init__(self, num_addresses: int) -> None:
@@ -157,7 +153,7 @@ class Objections:
         self._has_joined = False
 
     def raised(self, address: str, error: DilocoError, num_gone: int = 0) -> bool:
-        """A shard refuses this learner in a way that trying again would not change. Says whether that ends it.
+        """A shard refuses this learner for good. Returns whether that ends the learner.
 
         `num_gone`: addresses at which nobody has listened for long.
         """
@@ -168,33 +164,31 @@ class Objections:
         return 2 * alike > voters
 
     def withdrawn(self, address: str) -> None:
-        """The shard speaks with this learner."""
         self._has_joined = True
         self._against.pop(address, None)
 
 
 class Diverging:
-    """When a learner whose values are NaN or infinite begins anew, and when it gives up.
+    """Decides when a learner whose values are NaN or infinite restarts from the global values, and when it gives up.
 
-    Nothing mends such values: every version is added to them, and the optimizer's moments are mostly not finite either.
-    A process that went on would train in vain, and nobody would notice. NaN is in all fragments within a step. One
-    shard that says so alone, of several, is not believed.
+    Versions are added to such values and cannot repair them, and the optimizer's moments are mostly not finite either,
+    so the process would train in vain without anybody noticing. NaN reaches all fragments within a step. A single one
+    of several shards that reports it is not believed.
     """
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
         self.times_anew = 0
-        """It took the global values because its own were not finite. Grows."""
+        """Restarts from the global values so far."""
         self._full: dict[int, int] = {}
-        """Fragment -> its shard, where there were too many refusals in a row."""
+        """Fragment -> shard, of fragments with too many refusals in a row."""
         self._refused: defaultdict[int, set[int]] = defaultdict(set)
-        """Fragment -> rounds that have refused it since it was accepted or merged. The answers of all
-        ranks to one round come here."""
+        """Fragment -> rounds that refused it since it was last accepted or merged, however many ranks they answered."""
 
     def answered(
         self, fragment_id: int, shard_index: int, round_number: int, answer: PushAnswer
     ) -> NotFinite | None:  # fmt: skip
-        """A push has its outcome. Returns what is wrong, if that was one refusal too many for most of the shards."""
+        """A push has its outcome. Returns the error if most shards have now refused too often."""
         refused = self._refused[fragment_id]
         if answer.outcome is Outcome.REJECTED and answer.code == NotFinite.code:
             refused.add(round_number)
@@ -211,7 +205,7 @@ class Diverging:
         )
 
     def begin_anew(self) -> bool:
-        """The model takes the global values. Returns False where that was done so often that it does not help."""
+        """The model takes the global values. Returns False if that has been done too often."""
         if self.times_anew >= ANEW_MAX:
             return False
         self.times_anew += 1
@@ -220,6 +214,6 @@ class Diverging:
         return True
 
     def merged(self, fragment_id: int) -> None:
-        """A contribution is in a version. Where there are several ranks, they do not hear that a push is accepted."""
+        """A contribution is in a version. In an island, ranks do not hear that a push was accepted."""
         self._refused[fragment_id].clear()
         self._full.pop(fragment_id, None)

@@ -1,27 +1,27 @@
-"""Buffers that belong to the model: those that a checkpoint of it holds. Learners share them as they do parameters.
+"""Buffers of the model that its state_dict holds. Learners share them as they share parameters.
 
-What becomes one value, and how (`manifest.Rule`):
+How the values of all learners become one (`manifest.Rule`):
 
     mean        floating point: running means, codebooks, normalizers
     variance    `running_var` beside a `running_mean`: the pooled formula
     most        single integers: counters
-    one         indices and masks; the vectors of spectral norm, which have no mean, as their signs are arbitrary
+    one         indices and masks; the vectors of spectral norm, whose signs are arbitrary, so a mean means nothing
 
-Frozen, that is compared and not sent (frozen_tensors.py), are the buffers that nothing trains: packed integers, which
-are the weights of a quantised layer, with all that lies beside them; complex numbers; what is no plain tensor.
-Buffers that are not persistent are computed, and nobody looks at them.
+Buffers that nothing trains are frozen, that is, compared and not sent (frozen_tensors.py): packed integers (the weights
+of a quantized layer) with the buffers beside them, complex numbers, and tensor subclasses. Non-persistent buffers are
+computed, and ignored here.
 
-Values decide nothing of this: learners that join at different times would not agree on what is shared. What has values
-that cannot be sent, as a mask of infinities, is refused by name, and so are elements that share their memory.
+None of this depends on values, or learners that join at different times would not agree on what is shared. A buffer
+with values that cannot be sent (a mask of infinities), or with elements that share memory, is refused by name.
 
-A buffer is read and written as it is found: some modules put another tensor in its place. A version is written over it,
-also where learners carry, as nobody knows what of a buffer is progress. Two kinds training keeps for itself, and takes
-over from versions only where it begins, and at its end:
+A buffer is looked up at each read and write, since some modules replace theirs. A version overwrites it, even if
+learners carry, because nobody knows which part of a buffer is progress. Two kinds are taken from versions only at the
+begin and the end of training:
 
-- Statistics of layers such as BatchNorm. Training does not read them. And the pooled variance is that of all data only
-  if each learner brings the statistics of its own: put into all of them, the mean of all would hide how far apart they
-  are, and with H = 1 and a momentum of 0.1 nine tenths of that would be lost with every version.
-- Counters that are ahead.
+- Statistics of layers such as BatchNorm, which training does not read. The pooled variance is that of all data only if
+  each learner contributes its own statistics. Were versions written into them, their mean would hide how far apart they
+  are, and with H = 1 and a momentum of 0.1 each version would lose nine tenths of that.
+- Counters that are ahead of the version.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from diloco_worker.core import layout, names
 from diloco_worker.core.device import used_here
 
 INTEGER_MAX = 2**24
-"""float32 holds every integer up to this."""
+"""The largest integer up to which float32 holds all integers."""
 
 _DTYPES: dict[torch.dtype, Dtype] = {getattr(torch, name): name for name in get_args(Dtype)}
 _PACKED = (torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -49,18 +49,16 @@ _SPECTRAL_NORM = "torch.nn.utils.parametrizations._SpectralNorm"
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One buffer of a module."""
-
     spec: TensorSpec
     owner: dict[str, Tensor | None]
     """`module._buffers`."""
     leaf: str
     is_statistic: bool
-    """Of a layer that does not read it in training."""
+    """Whether it belongs to a layer that does not read it in training."""
 
     @property
     def tensor(self) -> Tensor:
-        """As the module has it now. Raises ModelChanged if it has another shape than the one that joined."""
+        """The module's current buffer. Raises ModelChanged if its shape differs from when it joined."""
         now = self.owner.get(self.leaf)
         if now is None or now.shape != self.spec.shape:
             found = "gone" if now is None else f"of shape {tuple(now.shape)} now"
@@ -73,12 +71,12 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Those of one model, each once, by the smallest of its names."""
+    """The buffers of one model, each once, under the smallest of its names."""
 
     shared: dict[str, Buffer] = field(default_factory=dict)
     frozen: dict[str, Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
-    """Every further name of a shared one -> its name in `shared`."""
+    """Every other name of a shared buffer -> its name in `shared`."""
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
         """out <- values. `out`: float32 [num_elements]."""
@@ -87,20 +85,20 @@ class Buffers:
             out[piece.bounds].copy_(layout.flat(buffer.tensor, bounds.start, bounds.stop))
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-        """out <- 0 - values: a contribution holds what they are, as the difference to nothing."""
+        """out <- 0 - values: a contribution holds the values themselves."""
         self.read(fragment, out)
         out.neg_()
 
     def rounds(self, fragment: Fragment, values: torch.dtype) -> bool:
-        """What they cannot hold is nothing that anybody would count as trained."""
+        """False: rounding of a buffer never counts as training."""
         return False
 
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
-        """They take over what they do in training: nobody knows what of a buffer is progress."""
+        """As `write`: nobody knows which part of a buffer is progress."""
         self.write(fragment, values, trains_on=True)
 
     def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
-        """buffers <- values, in place. Integers are whole again. `trains_on`: what training keeps for itself stays."""
+        """buffers <- values, in place; integers are rounded. `trains_on`: keep the kinds that training owns."""
         used_here(values)
         for piece, buffer in self._of(fragment):
             if trains_on and buffer.is_statistic:
@@ -110,7 +108,7 @@ class Buffers:
             if not tensor.is_floating_point():
                 new = new.round()
             new = new.to(tensor.dtype)
-            if trains_on and piece.rule == "most":  # in its own dtype: float32 would round a counter that is ahead
+            if trains_on and piece.rule == "most":  # in its own dtype: float32 would round a counter
                 new = torch.maximum(new, layout.flat(tensor, bounds.start, bounds.stop))
             layout.put(tensor, bounds.start, bounds.stop, new)
 
@@ -120,7 +118,7 @@ class Buffers:
 
 
 def buffers_of(model: nn.Module, private: Collection[str]) -> Buffers:
-    """`private`: names of those that stay local. Reads all values once. Raises UnsupportedModel."""
+    """The buffers of a model; `private` names stay local. Reads all values once. Raises UnsupportedModel."""
     name_of = names.canonical(names.buffers(model))
     local = {name_of[name] for name in private}
     found = Buffers()
@@ -160,14 +158,14 @@ def _is_packed(buffer: Tensor) -> bool:
 
 
 def _is_plain(buffer: Tensor) -> bool:
-    """Whether it is a kind of tensor whose elements float32 can stand for. Whatever its values are."""
+    """Whether float32 can represent its elements, by its kind and not by its values."""
     if buffer.dtype not in _DTYPES or buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:
         return False
-    return not hasattr(buffer, "__tensor_flatten__")  # made of other tensors, or in parts on several ranks
+    return not hasattr(buffer, "__tensor_flatten__")  # a tensor subclass, or spread over several ranks
 
 
 def _unsendable(buffer: Tensor) -> str:
-    """Why not, in words; empty: it can be sent."""
+    """Why its values cannot be sent; "" if they can."""
     if layout.overlaps_itself(buffer):
         return "has elements that are the same memory (as after expand())"
     if buffer.is_floating_point():
@@ -190,7 +188,7 @@ def _rule(module: nn.Module, leaf: str, buffer: Tensor, *, has_mean: bool) -> Ru
 
 
 def _is_direction(module: nn.Module, leaf: str) -> bool:
-    """Whether it is a singular vector that spectral norm keeps, as either of torch's two implementations does."""
+    """Whether it is a singular vector of spectral norm, in either of torch's two implementations."""
     if leaf[-2:] not in ("_u", "_v"):
         return False
     return _SPECTRAL_NORM in names.type_names(module) or f"{leaf[:-2]}_orig" in module._parameters

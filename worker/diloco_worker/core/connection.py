@@ -1,6 +1,6 @@
-"""What a learner knows of one shard: its lease, how the run is cut, and the versions that are to be pulled from it.
+"""What a learner knows of one shard: its lease, how the run is cut, and which versions to pull.
 
-Changed by `Connection` alone, in the network thread. Pusher and puller read it.
+Only `Connection` changes it, in the network thread. Pusher and puller read it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ Name = tuple[int, int]
 
 
 class Lease(NamedTuple):
-    """The right of one learner to contribute to one shard."""
-
     epoch: int
-    """Of the shard that gave it."""
     generation: int
-    """Counts anew in each epoch; 0: no lease."""
+    """Starts again in each epoch; 0: no lease."""
 
 
 NO_LEASE = Lease(0, 0)
@@ -31,62 +28,60 @@ NO_LEASE = Lease(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who joins: one process of one learner."""
+    """One process of one learner."""
 
     run_id: str
     learner_id: str
     process_id: str
     rank: int = 0
-    """Of this process among those that are this learner."""
+    """Rank of this process within its island."""
 
     @property
     def identity(self) -> Identity:
-        """The identity in Join, which needs no lease."""
+        """The identity for Join, which needs no lease."""
         return Identity(self.run_id, self.learner_id, rank=self.rank)
 
     def under(self, lease: Lease) -> Identity:
-        """The identity in calls that need a lease."""
+        """The identity for calls that need a lease."""
         return replace(self.identity, generation=lease.generation, epoch=lease.epoch)
 
 
 class ToPull:
-    """Which version of each fragment is to be pulled from one shard: the one that it has announced last."""
+    """The version of each fragment to pull from one shard: the one that it announced last."""
 
     is_by_name = False
-    """That version and no other, also if it is held: somebody may have dropped it."""
+    """Pull exactly that version, even if the process holds it: another rank may have dropped it."""
 
     def __init__(self) -> None:
         self.now: dict[int, Name] = {}
-        """Fragment -> version; forgotten with the shard's epoch."""
+        """Fragment -> version; cleared when the shard's epoch changes."""
 
     def announced(self, fragment_id: int, version: Name) -> None:
-        """The shard has this version."""
         self.now[fragment_id] = version
 
     def newest(self, fragment_id: int) -> Name | None:
-        """The version that the shard has announced last; None: it has announced none."""
+        """The version that the shard announced last; None: it has announced none."""
         return self.now.get(fragment_id)
 
     def begun(self, fragment_id: int, version: Name) -> Announced | None:
-        """Its bytes begin to come. Returns what the others are to hear."""
+        """Its bytes begin to arrive. Returns the message for the other ranks."""
         return None
 
     def pulled(self, fragment_id: int, version: Name) -> None:
-        """It has come. It stays here: what is held is not pulled again."""
+        """It has arrived. It stays in `now`: a version that is held is not pulled again."""
 
     def gone(self, fragment_id: int, version: Name) -> Gone | None:
-        """The shard no longer holds it. Returns what the others are to hear."""
+        """The shard no longer holds it. Returns the message for the other ranks."""
         self._drop(fragment_id, version)
         return None
 
     def fetch(self, fragment_id: int, version: Name) -> None:
-        """All ranks are to pull it."""
+        """All ranks should pull it."""
 
     def ended(self, fragment_id: int, version: Name, *, is_applied: bool) -> None:
         """All ranks have applied it, or dropped it."""
 
     def forget(self) -> None:
-        """The shard is in another epoch."""
         self.now.clear()
 
     def _drop(self, fragment_id: int, version: Name) -> None:
@@ -95,12 +90,12 @@ class ToPull:
 
 
 class AsTold(ToPull):
-    """Of a rank that is not the leader: what all ranks have agreed on, once."""
+    """For all ranks but the leader: pull each version that the ranks have agreed on, once."""
 
     is_by_name = True
 
     def announced(self, fragment_id: int, version: Name) -> None:
-        """Only the leader attends."""
+        """Nothing: only the leader attends."""
 
     def fetch(self, fragment_id: int, version: Name) -> None:
         self.now[fragment_id] = version
@@ -114,9 +109,9 @@ class AsTold(ToPull):
 
 
 class AndTell(AsTold):
-    """Of the leader: it pulls at once, which makes the shard hold the version for the others, and tells them.
+    """For the leader: it pulls at once, so that the shard holds the version for the other ranks, and tells them.
 
-    Of each fragment one version at a time, until all ranks have decided on it.
+    Only one version per fragment is in progress, until all ranks have decided on it.
     """
 
     def __init__(self) -> None:
@@ -135,14 +130,14 @@ class AndTell(AsTold):
         return next((version for version in found if version is not None), None)
 
     def begun(self, fragment_id: int, version: Name) -> Announced | None:
-        """The shard holds it from now on: the others may pull it."""
+        """From now on the shard holds the version, so the other ranks may pull it."""
         if self._under_way.get(fragment_id) == version != self._said.get(fragment_id):
             self._said[fragment_id] = version
             return Announced(fragment_id, *version)
         return None
 
     def gone(self, fragment_id: int, version: Name) -> Gone | None:
-        """It was superseded before the pull began; or the lease has ended since, and what it held."""
+        """It was superseded before the pull began, or the lease that held it has ended."""
         self._drop(fragment_id, version)
         if self._said.get(fragment_id) == version:
             return Gone(fragment_id, *version)
@@ -152,13 +147,13 @@ class AndTell(AsTold):
         return None
 
     def fetch(self, fragment_id: int, version: Name) -> None:
-        """It is under way."""
+        """Already in progress."""
 
     def ended(self, fragment_id: int, version: Name, *, is_applied: bool) -> None:
         if is_applied:
             self._applied[fragment_id] = version
         elif self._said.get(fragment_id) != version:
-            return  # of the shard's epoch before: in this one nobody has heard of it yet, and its name may be the same
+            return  # from the shard's previous epoch: a version of this one may have the same name
         if self._under_way.get(fragment_id) == version:
             del self._under_way[fragment_id]
             self._said.pop(fragment_id, None)
@@ -170,7 +165,7 @@ class AndTell(AsTold):
             versions.clear()
 
     def _begin(self, fragment_id: int) -> None:
-        """Pull the newest version, unless one is under way, or it is that which all have."""
+        """Pull the newest version, unless one is in progress or all ranks have it."""
         newest = self._newest.get(fragment_id)
         if newest is None or fragment_id in self._under_way:
             return
@@ -187,18 +182,15 @@ class ConnectionState:
         self.address = address
         self.to_pull = to_pull or ToPull()
         self.lease = NO_LEASE
-        """The last one, until it is over."""
+        """The latest lease, until it is over."""
         self.joined: Joined | None = None
-        """As it joined last."""
         self.manifest: Manifest | None = None
-        """Known once a shard was joined."""
         self.pulse = Pulse(0, 0)
         self.owned: frozenset[int] = frozenset()
-        """Ids of the fragments that the shard has named as its own. It may speak of no others."""
+        """Fragments that the shard has named as its own. It may speak of no others."""
 
     @property
     def epoch(self) -> int:
-        """Of the shard, as it joined last."""
         return 0 if self.joined is None else self.joined.epoch
 
     @property
@@ -207,7 +199,7 @@ class ConnectionState:
 
     @property
     def index(self) -> int | None:
-        """The learner's number, as this shard counts."""
+        """The learner's number, by this shard's count."""
         return None if self.joined is None else self.joined.index
 
     @property
@@ -221,7 +213,7 @@ class ConnectionState:
 
     @property
     def fragment_ids(self) -> tuple[int, ...]:
-        """The ids of the fragments that the shard owns; none as long as that is not known."""
+        """Ids of the shard's fragments; empty until they are known."""
         if self.manifest is None or self.shard_index is None:
             return ()
         return tuple(fragment.fragment_id for fragment in self.manifest.owned_by(self.shard_index))
@@ -232,11 +224,10 @@ class ConnectionState:
 
     @property
     def identity(self) -> Identity:
-        """Under the current lease."""
         return self.caller.under(self.lease)
 
     def take_lease(self, joined: Joined) -> bool:
-        """The shard gave a lease. Says whether it is in another epoch: what it announced before is gone."""
+        """The shard gave a lease. Returns whether its epoch is new, so that its earlier announcements are void."""
         is_another = joined.epoch != self.epoch
         if is_another:
             self.to_pull.forget()
@@ -247,5 +238,4 @@ class ConnectionState:
         return is_another
 
     def lost_lease(self) -> None:
-        """The lease is over."""
         self.lease = NO_LEASE

@@ -1,11 +1,12 @@
-"""Some optimizers step on copies of the weights. Versions go into these copies, too.
+"""Applies versions to the copies of the weights that some optimizers step on.
 
-A float32 master is written over its parameter after each step, rounded. Schedule-free keeps `z`, Lookahead its slow
-weights. Whatever moves the parameter moves all of its copies, too: otherwise the optimizer undoes it (undone.py).
+A float32 master is rounded and written over its parameter after each step. Schedule-free optimizers keep `z`, and
+Lookahead keeps slow weights. A version must move the parameter and all of its copies, or the optimizer undoes it
+(undone.py).
 
-Where a parameter is what a float32 copy is after rounding, its values are read from the copy. What bfloat16 could not
-hold is then trained progress like any other, and no contribution pushes the rounding as a gradient. That is decided per
-element, so nothing has to say which kind of a copy it is: elsewhere it is off by less than the rounding.
+If a parameter equals its rounded float32 copy, its values are read from the copy. So small progress that bfloat16
+cannot hold still counts as trained, and no contribution pushes rounding as a gradient. This is decided per element and
+needs no knowledge of the optimizer: for other kinds of copies the error is less than the rounding.
 """
 
 from __future__ import annotations
@@ -22,12 +23,10 @@ from diloco_worker.core.device import used_here
 from diloco_worker.core.parameters import Parameters
 
 FindCopies = Callable[[str], Sequence[Tensor]]
-"""Name of a shared parameter -> its copies, as they are now: of its shape, on its device."""
+"""Name of a shared parameter -> its current copies, of the same shape and device."""
 
 
 class Copied(Parameters):
-    """The parameters of one model, and their copies."""
-
     def __init__(self, tensors: Mapping[str, Tensor], find: FindCopies) -> None:
         super().__init__(tensors)
         self._find = find
@@ -40,7 +39,7 @@ class Copied(Parameters):
             out[piece.bounds].copy_(_finest(piece, theta, copies))
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-        """Where no copy says more of it, the anchor counts as theta holds it."""
+        """out <- anchor - theta; the anchor is rounded to theta's dtype where no copy is more exact."""
         used_here(anchor)
         for piece, theta, copies in self._pieces(fragment):
             since = anchor[piece.bounds]
@@ -50,7 +49,7 @@ class Copied(Parameters):
             torch.sub(held, _finest(piece, theta, copies), out=out[piece.bounds])
 
     def as_held(self, fragment: Fragment, values: Tensor) -> Tensor:
-        """A float32 copy holds them whole."""
+        """Unrounded where there is a float32 copy."""
         held = super().as_held(fragment, values)
         for piece in fragment.pieces:
             if _master(self._find(piece.tensor)) is not None:
@@ -58,7 +57,7 @@ class Copied(Parameters):
         return held
 
     def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
-        """And to all copies, each rounded once."""
+        """Also added to all copies; each is rounded once."""
         used_here(difference)
         for piece, theta, copies in self._pieces(fragment):
             moved = difference[piece.bounds]
@@ -86,7 +85,7 @@ class Copied(Parameters):
 
 
 def _finest(piece: Piece, theta: Tensor, copies: Sequence[Tensor]) -> Tensor:
-    """theta, flat, as exactly as it is known."""
+    """theta, flat, in the best precision available."""
     values = _flat(piece, theta)
     master = _master(copies)
     if theta.dtype == torch.float32 or master is None:

@@ -1,19 +1,19 @@
-"""How the ranks of an island come to the same decisions at the same step boundaries, without waiting for a shard.
+"""How the ranks of an island reach the same decisions at the same step boundaries, without waiting for a shard.
 
-At every step boundary each rank posts a small frame, and one boundary later every rank has read the frames of all. So
-all ranks hear the same words in the same order, and each of them decides from these words alone. What differs between
-ranks (what has been pulled, which push was answered, what time it is) enters a decision only as a word.
+At every step boundary each rank posts a small frame, and one boundary later every rank has read all frames. So all
+ranks hear the same words in the same order and decide from these words alone. Facts that differ between ranks (what was
+pulled, which push was answered, the time) affect a decision only as a word.
 
-    the leader says what shards tell it: joined, asked, announced, stopped, the state of the run
-    every rank says what became of its own part: a version is ready, or gone; a push was refused; it cannot go on
+    The leader passes on what shards tell it: joined, asked, announced, stopped, the state of the run.
+    Every rank reports on its own part: a version is ready or gone; a push was refused; the rank cannot go on.
 
-A version is pulled by name, one per fragment at a time, and applied by all ranks at the boundary at which all have read
-that all have it. Fragments do not wait for each other. If one rank cannot get the version any more, all drop it.
+Versions are pulled by name, one per fragment at a time. All ranks apply a version at the boundary at which all have
+read that all have it. Fragments do not wait for each other. If one rank cannot get the version, all drop it.
 
-A frame has room for a few dozen words. Of those that wait for the next one, a newer word takes the place of an older
-one about the same fragment, so an island with many fragments hears a little less, and nothing that is over.
+A frame has room for a few dozen words. While words wait for the next frame, a newer word replaces an older one about
+the same fragment, so an island with many fragments only misses words that are out of date.
 
-Pure: the shell hands frames over (`council.py`).
+Pure: the shell exchanges the frames (`council.py`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event
 
 LEADER = 0
 LEADER_BYTES = 4096
-"""Of the leader's frame: a few dozen words."""
 RANK_BYTES = 512
-"""Of the frame of every other rank."""
+"""Size of the frame of every other rank."""
 APPLY_ELEMENTS = 1 << 22
-"""Versions with so many elements together are applied at one boundary of a step; one always is. The rest wait for the
-next one. By size, not by time: all ranks must stop at the same one."""
+"""Versions up to this total size are applied at one step boundary, and at least one. The rest wait for the next
+boundary. The limit is a size, not a time, so that all ranks stop at the same version."""
 
 _HEAD = struct.Struct("<qH")  # tokens of the step, -1 at a poll; bytes of words
 
@@ -51,7 +50,6 @@ class Ready:
     merged_version: int
     forgotten_version: int
     sent: int
-    """As in `Arrived`."""
 
     @classmethod
     def of(cls, arrived: Arrived) -> Ready:
@@ -63,12 +61,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """All ranks shall stop."""
+    """All ranks should stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveAsked:
-    """All ranks shall leave."""
+    """All ranks should leave."""
 
 
 Word = Event | Ready | StopAsked | LeaveAsked | Pulse
@@ -89,9 +87,9 @@ _TYPES |= {
 
 
 def write_word(word: Word) -> bytes:
-    """One line of JSON, its end included. Values are never said, only that they are ready.
+    """One line of JSON with its newline. Tensors are never written, only that they are ready.
 
-    The ranks of an island run the same release and believe each other, so nothing is checked here.
+    The ranks of an island run the same release and trust each other, so nothing is checked here.
     """
     assert not isinstance(word, Arrived)
     return json.dumps(_as_json(word), separators=(",", ":")).encode() + b"\n"
@@ -103,7 +101,7 @@ def read_word(line: bytes) -> Word:
 
 
 def _as_json(value: Any) -> Any:
-    """What has fields, or entries, begins with the name of its type."""
+    """Dataclasses and tuples become lists that begin with the type's name."""
     match value:
         case Failed():
             return ["Failed", value.error.code, str(value.error)]
@@ -122,8 +120,6 @@ def _from_json(said: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Every rank is to pull its own ranges of this version."""
-
     fragment_id: int
     epoch: int
     version: int
@@ -139,12 +135,12 @@ class FetchEnded:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What all ranks decide at one boundary."""
+    """The decisions of all ranks at one boundary."""
 
     tokens: int | None
-    """Trained by all ranks in the step before; None: there was no step."""
+    """Trained by all ranks in the previous step; None: there was no step."""
     events: tuple[Event, ...]
-    """In this order. Equal at all ranks, but for the values in `Arrived`."""
+    """In order. Equal on all ranks, except for the values in `Arrived`."""
     fetches: tuple[Fetch, ...]
     ended: tuple[FetchEnded, ...] = ()
 
@@ -157,35 +153,32 @@ class _Fetching:
 
 
 class CouncilLog:
-    """What one rank says and has heard."""
+    """The words that one rank says and has heard."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.pulse = Pulse(0, 0)
-        """The state of the run, as all ranks have it."""
         self.is_stop_asked = False
-        """Whether a rank has asked all to stop."""
         self.is_leave_asked = False
-        """Whether a rank has asked all to leave."""
         self.elements: Mapping[int, int] = {}
         """Fragment -> its elements, once the model is cut."""
         self._unsaid: Newest[Word] = Newest()
-        self._begun = bytearray()  # of a word that did not fit into the last frame
+        self._begun = bytearray()  # the rest of a word that did not fit into the last frame
         self._said_pulse = self.pulse
-        self._said_epochs: dict[int, int] = {}  # shard -> the epoch that this rank has said last
+        self._said_epochs: dict[int, int] = {}  # shard -> the epoch that this rank reported last
         self._unread = [bytearray() for _ in range(size)]
         self._fetching: dict[int, _Fetching] = {}
-        self._newer: dict[int, Fetch] = {}  # announced while the one before is being pulled
+        self._newer: dict[int, Fetch] = {}  # announced while the previous version is pulled
         self._applied: dict[int, Fetch] = {}
         self._complete: deque[int] = deque()  # fragments whose version all ranks have
-        self._arrived: dict[int, dict[Fetch, Arrived]] = {}  # of this rank alone, by fragment
+        self._arrived: dict[int, dict[Fetch, Arrived]] = {}  # fragment -> versions that this rank has
         self._epochs: dict[int, int] = {}  # shard -> its epoch
 
-    # ------------------------------------------------------------ what this rank says
+    # ------------------------------------------------------------ words of this rank
 
     def say(self, event: Event) -> None:
-        """Something came from a shard, or became of this rank's own part."""
+        """Report an event from a shard, or about this rank's own part."""
         match event:
             case Arrived():
                 fetching = self._fetching.get(event.fragment_id)
@@ -194,28 +187,28 @@ class CouncilLog:
                 self._arrived[event.fragment_id] = kept | {_fetch_of(event): event}
                 if wanted == _fetch_of(event):
                     self._say(Ready.of(event))
-                # Else it was dropped meanwhile, or the leader has it before all have heard that it is announced.
+                # Otherwise it was dropped, or the leader has it before all ranks have heard its announcement.
             case Answered() if event.answer.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
-                return  # that all parts are there, only a version tells
+                return  # only a version tells that all parts have arrived
             case _:
                 self._say(event)
 
     def say_pulse(self, pulse: Pulse) -> None:
-        """The state of the run has changed, perhaps. The leader's word counts."""
+        """Report the state of the run if it has changed. Only the leader's word counts."""
         if self.rank == LEADER and pulse != self._said_pulse:
             self._said_pulse = pulse
             self._say(pulse)
 
     def ask_stop(self) -> None:
-        """All ranks shall stop."""
+        """Ask all ranks to stop."""
         self._say(StopAsked())
 
     def ask_leave(self) -> None:
-        """All ranks shall hand over what they have trained, and leave."""
+        """Ask all ranks to hand over their work and leave."""
         self._say(LeaveAsked())
 
     def frame(self, tokens: int | None) -> bytes:
-        """What to post at this boundary. `tokens`: trained by this rank in the step that has ended; None: a poll."""
+        """The frame for this boundary. `tokens`: trained by this rank in the step that ended; None: a poll."""
         room = (LEADER_BYTES if self.rank == LEADER else RANK_BYTES) - _HEAD.size
         begun = self._begun
         while self._unsaid and len(begun) < room:
@@ -232,7 +225,7 @@ class CouncilLog:
                 self._unsaid.put(("version", word.directive.fragment_id), kind, word)
             case Joined():
                 if self._said_epochs.get(word.shard_index) != word.epoch:
-                    # It says again what there is, and that must be heard after this.
+                    # The shard repeats its announcements, and they must be heard after this.
                     self._said_epochs[word.shard_index] = word.epoch
                     for status in word.fragments:
                         self._unsaid.drop(("version", status.fragment_id))
@@ -247,10 +240,10 @@ class CouncilLog:
             case _:
                 self._unsaid.put(kind, kind, word)
 
-    # ------------------------------------------------------------ what all ranks hear
+    # ------------------------------------------------------------ words of all ranks
 
     def hear(self, frames: Sequence[bytes]) -> Turn:
-        """The frames of all ranks, in their order, of one boundary. Raises IslandBroken."""
+        """Take the frames of all ranks for one boundary, in rank order. Raises IslandBroken."""
         self._events: list[Event] = []
         self._fetches: list[Fetch] = []
         self._ended: list[FetchEnded] = []
@@ -291,9 +284,9 @@ class CouncilLog:
                 self._events.append(word)
 
     def _joined(self, joined: Joined) -> None:
-        """A shard in another epoch may have lost what it announced. It announces all that it has again.
+        """A shard in a new epoch may have lost versions, and announces those that it has, perhaps under the same names.
 
-        Under the same names, perhaps, and the leader has begun anew: it hears nothing of what was dropped here."""
+        The leader has started over, so it is not told what is dropped here."""
         if self._epochs.get(joined.shard_index) != joined.epoch:
             self._epochs[joined.shard_index] = joined.epoch
             for status in joined.fragments:
@@ -341,8 +334,8 @@ class CouncilLog:
             self._drop(p, is_applied=True)
 
     def _drop(self, fragment_id: int, *, is_applied: bool = False, is_told: bool = True) -> None:
-        """The version is applied, or a rank cannot have it: on to the next one, if there is one."""
-        # What has arrived stays: the same version may be wanted again, and others have read that it is here.
+        """The version was applied, or a rank cannot get it: continue with the next one, if any."""
+        # Arrived versions stay: the same one may be wanted again, and the others know that it is here.
         fetching = self._fetching.pop(fragment_id, None)
         if fetching is not None and is_told:
             self._ended.append(FetchEnded(fetching.fetch, is_applied))
@@ -354,10 +347,8 @@ class CouncilLog:
 
 
 def tokens_of(frames: Sequence[bytes]) -> int | None:
-    """What all ranks have trained in the step before the boundary of these frames; None: there was no step.
-
-    Raises IslandBroken if some ranks have taken a step there, and others not.
-    """
+    """Tokens trained by all ranks in the step before these frames; None: there was no step.
+    Raises IslandBroken if only some ranks took a step."""
     tokens = [count for count, _ in map(_HEAD.unpack_from, frames) if count >= 0]
     if tokens and len(tokens) != len(frames):
         raise IslandBroken(

@@ -1,7 +1,7 @@
-"""What threads and streams of an accelerator must know of each other, whatever its make: CUDA, ROCm, XPU, NPU, MPS.
+"""Synchronization between threads and the streams of any accelerator: CUDA, ROCm, XPU, NPU, MPS.
 
-torch 2.6 and later ask for no name of a device (`torch.accelerator`, `torch.Stream`). Before, each make has a module of
-its own that does the same (`torch.cuda`, `torch.xpu`). This file is the only place that knows.
+torch 2.6 and later need no device name (`torch.accelerator`, `torch.Stream`); before, each kind has its own module
+(`torch.cuda`, `torch.xpu`). Only this file knows the difference.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work for it is queued, and done later than the call returns."""
+    """Whether calls for it return before the work is done."""
     return device.type not in ("cpu", "meta")
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Until what this thread has computed there is there for every thread and stream."""
+    """Wait until this thread's work on the device is visible to all threads and streams."""
     if is_accelerator(device):
         _stream(device).synchronize()
 
 
 def queued_until(values: Tensor) -> Callable[[], None] | None:
-    """A call that waits until the work queued so far is in `values`; None: it is there already."""
+    """A function that waits until the work queued so far is in `values`; None: it is there already."""
     if not is_accelerator(values.device):
         return None
     wait: Callable[[], None] = _stream(values.device).record_event().synchronize
@@ -33,25 +33,25 @@ def queued_until(values: Tensor) -> Callable[[], None] | None:
 
 
 def used_here(values: Tensor) -> None:
-    """Another thread has allocated them, perhaps for another stream: keep the memory until this one is done with it."""
+    """Keep the memory of values that another thread allocated, perhaps for another stream, until this one is done."""
     if is_accelerator(values.device):
         values.record_stream(_stream(values.device))
 
 
 def in_pinned_memory(values: Tensor) -> Tensor:
-    """A copy in pages of the host that stay in memory, from where a device reads fastest. Waits until it is there."""
+    """A copy in pinned host memory, from which a device reads fastest. Waits until the copy is done."""
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
 
 
 def on_its_way(values: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """These values on the CPU, and whether they are there by now. Waits for nothing."""
+    """A copy on the CPU, and a function that tells whether it is complete. Never waits."""
     if not is_accelerator(values.device):
         return values, lambda: True
-    copy = values.to("cpu", non_blocking=True)  # into pinned memory, where torch has that
+    copy = values.to("cpu", non_blocking=True)  # pinned memory, if torch has it
     return copy, _stream(values.device).record_event().query
 
 
 def _stream(device: torch.device) -> Any:
-    """The one of this thread: a torch.Stream, or what its module has in its place."""
+    """This thread's stream: a torch.Stream, or the older module's own type."""
     module = torch.accelerator if hasattr(torch, "accelerator") else getattr(torch, device.type)
     return module.current_stream(device)

@@ -1,4 +1,4 @@
-"""What a learner's connections hand to its training, and the bounded queue that it waits in."""
+"""Events from a learner's connections to its training thread, and the bounded queue between them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from diloco_worker.core.tensors import Difference
 
 @dataclass(frozen=True, slots=True)
 class Joined(JoinAnswer):
-    """A shard gave a lease."""
-
     address: str = field(kw_only=True)
 
     @classmethod
@@ -27,26 +25,22 @@ class Joined(JoinAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A round asks for a fragment."""
-
     directive: Collect
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A push has its outcome."""
-
     fragment_id: int
     round: int
     answer: PushAnswer
     tokens: int = 0
-    """Of the contribution: another one may be under way for the same round. 0: it cannot be."""
+    """Tokens of the contribution, since another one may be in flight for the same round. 0: it cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A shard has a version. Between ranks only: a process alone pulls it without being told."""
+    """A shard has a version. Only between ranks: a single process pulls it without being told."""
 
     fragment_id: int
     epoch: int
@@ -55,7 +49,7 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A shard no longer holds a version that all ranks want. Between ranks only."""
+    """A shard no longer holds a version that all ranks want. Only between ranks."""
 
     fragment_id: int
     epoch: int
@@ -64,7 +58,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A version was pulled, onto the model's device: the learner's next anchor, and the base of the next change."""
+    """A version was pulled to the model's device: the learner's next anchor, and the base of the next change."""
 
     fragment_id: int
     version: int
@@ -72,24 +66,21 @@ class Arrived:
     values: Tensor
     merged_version: int
     difference: Difference | None = None
-    """What was computed ahead for applying it."""
+    """Computed ahead, to apply the version."""
     forgotten_version: int = 0
-    """As in FragmentStatus."""
     sent: int = 0
     """Between ranks: tokens of the contribution of which this rank had sent its part, all finite, before it saw this
-    version; 0: of none. When it is applied: of which all ranks had. No version can hold another one."""
+    version (0: none). When applied: of which all ranks had sent theirs. No version can hold any other contribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A shard has reached the token budget."""
-
     shard_index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The learner cannot go on: a refusal that trying again would not change."""
+    """The learner cannot go on: it was refused for good."""
 
     error: DilocoError
 
@@ -100,10 +91,10 @@ _Subject = int | str | tuple[int, int, int]
 
 
 class EventQueue:
-    """Bounded, however long the reader is away: of each kind it holds the newest per fragment, or per shard.
+    """Holds only the newest event of each kind per fragment or shard, so it is bounded however slow the reader is.
 
-    Of answers, the newest per contribution: one to an earlier contribution may come after a refusal, which is said only
-    once. There are no more of them than the reader has begun pushes.
+    Answers are kept per contribution: one to an earlier contribution may follow a refusal, which is said only once.
+    There are at most as many as the reader has started pushes.
     """
 
     def __init__(self) -> None:
@@ -116,10 +107,10 @@ class EventQueue:
         return iter(self._events.values())
 
     def put(self, event: Event) -> None:
-        """Append an event; it replaces an older one of its kind that was not read yet. `Failed` goes first.
+        """Append an event; it replaces an unread one of its kind and subject. `Failed` goes first.
 
-        A version takes the place of the one before it. Else a reader that applies few at a time would never come to a
-        fragment whose rounds are quick.
+        A version keeps the place of the one before it. Otherwise a reader that applies few at a time would never reach
+        a fragment whose rounds are quick.
         """
         key = _key(event)
         if self._goes_on(self._events.get(key), event):
@@ -132,8 +123,8 @@ class EventQueue:
             self._events[key] = event
 
     def _goes_on(self, before: Event | None, event: Event) -> bool:
-        """Whether it is the next version of the same epoch, and overtakes neither a `Joined` nor an answer to a
-        contribution of its fragment: a version may say that it holds what an answer has refused."""
+        """Whether it is the next version of the same epoch, and overtakes neither a `Joined` nor an answer about its
+        fragment: a version may hold a contribution that an answer has refused."""
         if not isinstance(event, Arrived) or not isinstance(before, Arrived) or event.epoch != before.epoch:
             return False
         behind = dropwhile(lambda one: one is not before, self._events.values())
@@ -143,11 +134,10 @@ class EventQueue:
         )
 
     def pop(self) -> Event | None:
-        """The oldest one; None: there is none."""
         return self._events.pop(next(iter(self._events))) if self._events else None
 
     def put_back(self, event: Event) -> None:
-        """An event that was popped is the next again, unless `Failed` or a newer one of its kind has come since."""
+        """Put a popped event first again, unless `Failed` or a newer one of its kind has come since."""
         if (key := _key(event)) not in self._events:
             failed = {k: e for k, e in self._events.items() if isinstance(e, Failed)}
             self._events = failed | {key: event} | self._events
@@ -158,7 +148,6 @@ def _key(event: Event) -> tuple[type[Event], _Subject]:
 
 
 def _subject(event: Event) -> _Subject:
-    """What an event is about: a fragment, a contribution, a shard, or the learner."""
     match event:
         case Joined():
             return event.address

@@ -1,7 +1,7 @@
-"""One fragment of one learner: which version it has, which round asks for it, and the contribution that is under way.
+"""One fragment of one learner: its version, the round that asks for it, and the contribution in flight.
 
-A contribution is under way until a version tells whether it was merged. Merged: its tokens are in the model. Not
-merged: the fragment is as if nothing had been pushed, and the work is in the next contribution.
+A contribution is in flight until a version tells whether it was merged. If it was, its tokens are in the model. If not,
+the fragment continues as if nothing had been pushed, and the next contribution holds the work.
 
 The tensors, and the arithmetic with them, are in tensors.py.
 """
@@ -20,42 +20,40 @@ from diloco_worker.core.tensors import ContributionTensors, Difference, Fragment
 
 
 class Fate(Enum):
-    """What became of a contribution."""
-
-    MERGED = "merged"  # it is in a version
-    CARRIED = "carried"  # it is in none; the work is in the next contribution
+    MERGED = "merged"  # a version holds it
+    CARRIED = "carried"  # no version holds it; the next contribution holds the work
     FORGOTTEN = "forgotten"  # the shard no longer knows; counted as merged, so that nothing counts twice
 
 
 class Pushes:
-    """What was sent of one contribution, and whether to send it again. Owned by whoever sends.
+    """What was sent of one contribution, and whether to send it again. Owned by the sending thread.
 
-    A round may ask again for what is under way. What was sent under one lease may be sent again under the next. Only an
-    answer under the current lease counts. LATE or REJECTED is then final, whatever became of the pushes before. A shard
-    that holds the contribution, or has merged it, answers DUPLICATE instead. It takes nothing more that was sent under
-    older leases.
+    A round may ask again for a contribution in flight, and a contribution sent under one lease may be sent again under
+    the next. Only an answer under the current lease counts. LATE or REJECTED is then final, whatever happened to
+    earlier pushes: a shard that holds the contribution or has merged it answers DUPLICATE instead, and takes nothing
+    more that was sent under older leases.
     """
 
     def __init__(self) -> None:
         self.may_have_arrived = False
-        """Whether values of the contribution were ever sent: a shard may have them. Never reset."""
+        """Whether values were ever sent, so that a shard may have them. Never reset."""
         self.is_refused = False
-        """Whether it came too late, or was refused. Nobody pushes it again. Never reset."""
+        """Whether it was late or refused, and must not be pushed again. Never reset."""
         self._under_way: set[Lease] = set()
 
     def begin(self, lease: Lease) -> bool:
-        """Whether to push now: not while a push under this lease is under way, and not what was refused."""
+        """Whether to push now: not during a push under the same lease, and not after a refusal."""
         if self.is_refused or lease in self._under_way:
             return False
         self._under_way.add(lease)
         return True
 
     def sending_values(self) -> None:
-        """Values are about to leave. Word that they are not finite is no value: no version can hold it."""
+        """Values are about to be sent. A message that they are not finite sends none, and no version can hold it."""
         self.may_have_arrived = True
 
     def ended(self, lease: Lease, answer: PushAnswer | None) -> None:
-        """The push under this lease has its answer; None: it will never have one, or not under the current lease."""
+        """The push under this lease ended. `answer` is None if there was none, or none under the current lease."""
         self._under_way.discard(lease)
         if answer is not None and answer.outcome in (Outcome.LATE, Outcome.REJECTED):
             self.is_refused = True
@@ -63,40 +61,39 @@ class Pushes:
 
 @dataclass(eq=False)
 class PendingContribution:
-    """A contribution, from the step boundary that takes it until its fate is known."""
+    """A contribution, from its step boundary until its fate is known."""
 
     fragment_id: int
     round: int
     shard_epoch: int
-    """Of the shard that asked for it: it ends with that epoch, unless a version holds it by then."""
+    """Epoch of the shard that asked. The contribution ends with that epoch, unless a version holds it by then."""
     epoch: int
-    """That the base version was made in."""
+    """Epoch in which the base version was made."""
     base_version: int
     since: int
-    """The learner's count of tokens where the work in it begins."""
+    """The learner's token count at which the work in it begins."""
     tokens: int
     steps: int
     tensors: ContributionTensors
     pushes: Pushes = field(default_factory=Pushes)
-    """Belongs to the thread that pushes."""
+    """Owned by the pushing thread."""
     asked_again: AskedRound | None = None
-    """The round has asked once more while this was under way. If this turns out to be refused, it waits for another."""
+    """The round asked again while this was in flight. If this one is refused, the round waits for another."""
     may_have_arrived: bool | None = None
-    """As all ranks have agreed on, whether a shard may have all of it. None: there is one, and `pushes` knows."""
+    """Whether a shard may have all of it, as agreed by all ranks. None: there is one rank, and `pushes` knows."""
 
     def begin_push(self, lease: Lease) -> bool:
-        """Whether to push it now under this lease. If so, tell `pushes` when that has ended.
+        """Whether to push it now under this lease. If so, tell `pushes` when the push has ended.
 
-        It is pushed only in the epoch of the shard that it was taken for. When the learner joins the next epoch, it
-        hears what that holds or has merged. The rest is given back then (`LearnerCore.rejoined`), and would count twice
-        if it were pushed as well.
+        It is pushed only in the shard epoch that it was taken for. On joining the next epoch, the learner hears what
+        that epoch holds or has merged. It gives back the rest (`LearnerCore.rejoined`), which a push would count twice.
         """
         return lease.epoch == self.shard_epoch and self.pushes.begin(lease)
 
     def fate_in(self, version: int, epoch: int, merged_version: int, forgotten_version: int) -> Fate:
-        """What this version, made after its round, says about it. `epoch`: that the version was made in."""
+        """The fate by a version made after its round. `epoch`: in which the version was made."""
         if epoch < self.shard_epoch:
-            return Fate.CARRIED  # of a line that was over before the round was opened
+            return Fate.CARRIED  # from an epoch that was over before the round was opened
         if self.round <= version and self.round == merged_version:
             return Fate.MERGED
         may_have_arrived = self.pushes.may_have_arrived if self.may_have_arrived is None else self.may_have_arrived
@@ -107,41 +104,36 @@ class PendingContribution:
 
 @dataclass(frozen=True, slots=True)
 class AskedRound:
-    """A round that asked for the fragment."""
-
     round: int
     shard_epoch: int
     epoch: int
-    """That the base version was made in."""
+    """Epoch in which the base version was made."""
 
 
 class LearnerFragment:
-    """What one learner knows of one fragment."""
-
     def __init__(self, fragment: Fragment, tensors: FragmentTensors) -> None:
         self.fragment = fragment
         self.tensors = tensors
         self.version = 0
-        """Version of the anchor; compares only inside `epoch`, in which it was made."""
-        self.epoch = -1  # made by no shard
+        """Version of the anchor; comparable only within `epoch`, in which it was made."""
+        self.epoch = -1  # not made by a shard
         self.contribution: PendingContribution | None = None
-        """The one that is under way."""
         self.asked: AskedRound | None = None
-        """The round that asked for this fragment last, until it is answered."""
-        self._base_tokens = 0  # of the learner, when the counters of this fragment began
+        """The latest round that asked for this fragment and was not answered yet."""
+        self._base_tokens = 0  # the learner's count when this fragment's counters began
         self._base_steps = 0
 
     @property
     def is_adopted(self) -> bool:
-        """Whether the learner has this fragment from a shard yet."""
+        """Whether the learner has this fragment from a shard."""
         return self.epoch >= 0
 
     def tokens_since(self, tokens: int) -> int:
-        """Tokens trained on that no version holds yet, given the learner's total."""
+        """Tokens trained that no version holds, given the learner's total."""
         return tokens - self._base_tokens
 
     def contribute(self, tokens: int, steps: int) -> PendingContribution:
-        """A contribution to the round that asked. `tokens` and `steps`: the learner's totals now."""
+        """Make the contribution to the round that asked. `tokens` and `steps`: the learner's totals now."""
         assert self.asked is not None
         asked, self.asked = self.asked, None
         self.contribution = PendingContribution(
@@ -151,17 +143,16 @@ class LearnerFragment:
         return self.contribution
 
     def give_back(self) -> None:
-        """The contribution was not merged: as if it had not been taken."""
+        """The contribution was not merged: continue as if it had not been taken."""
         self.contribution = None
         self.tensors.give_back()
 
     def begin_with_own(self, tokens: int, steps: int) -> None:
-        """Train on with the model's own values until a version arrives: what is trained from now on is carried."""
+        """Train with the model's own values until a version arrives; work from now on is carried."""
         self.tensors.anchor = self.tensors.values()
         self._restart_counters(tokens, steps)
 
     def adopt(self, values: Tensor, version: int, epoch: int, tokens: int, steps: int) -> None:
-        """The first version: it replaces what the model holds."""
         self.tensors.adopt(values)
         self.version, self.epoch = version, epoch
         self._restart_counters(tokens, steps)
@@ -170,8 +161,7 @@ class LearnerFragment:
         self, values: Tensor, version: int, epoch: int, *, merged: bool, difference: Difference | None = None,
         steps: int = 0,
     ) -> None:  # fmt: skip
-        """Put a version under the local progress; the work that is in no version goes on. `steps`: the learner's
-        total."""
+        """Add a version under the local progress, and keep the work that no version holds. `steps`: in total."""
         since = steps - self._base_steps
         before = self.contribution.steps if self.contribution is not None else 0
         if merged:
@@ -180,7 +170,7 @@ class LearnerFragment:
         self._advance(version, epoch, merged=merged)
 
     def overwrite(self, values: Tensor, version: int, epoch: int, *, merged: bool, tokens: int, steps: int) -> None:
-        """Put a version in the place of the local progress; what was trained since the anchor does not count again."""
+        """Replace the local progress with a version; work since the anchor is not counted again."""
         self.tensors.overwrite(values, merged=merged)
         self._advance(version, epoch, merged=merged)
         self._restart_counters(tokens, steps)

@@ -1,8 +1,8 @@
-"""How tensors lie in memory: runs know their elements in logical (row-major) order, whatever the strides.
+"""Elements of tensors in logical (row-major) order, whatever the strides.
 
-A learner with `channels_last` weights and one without must agree on which element is which. So a piece of a tensor that
-is not contiguous is seen as a few boxes, views with the tensor's own strides, in the order of their elements. A
-contiguous tensor stays one flat view.
+A learner with `channels_last` weights and one without must agree on the order of elements. So a piece of a tensor that
+is not contiguous is seen as a few boxes: views with the tensor's own strides, in the order of their elements. A
+contiguous tensor is one flat view.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diloco_worker.core import names
 
 
 def parts(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """Views that together are the elements start to stop, each with the first of its own. One, if it is contiguous."""
+    """Views that cover the elements start to stop, each with the index of its first one. One view if contiguous."""
     if tensor.is_contiguous():
         yield start, tensor.view(-1)[start:stop]
     elif start < stop:
@@ -26,20 +26,19 @@ def parts(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]
 
 
 def flat(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """The elements start to stop, one after the other: a view where there is one, else a copy."""
+    """The elements start to stop as a flat tensor: a view if possible, else a copy."""
     if tensor.is_contiguous():
         return tensor.view(-1)[start:stop]
     return torch.cat([part.reshape(-1) for _, part in parts(tensor, start, stop)])
 
 
 def put(tensor: Tensor, start: int, stop: int, values: Tensor) -> None:
-    """The elements start to stop <- values, flat."""
     for first, part in parts(tensor, start, stop):
         part.copy_(values[first - start : first - start + part.numel()].view(part.shape))
 
 
 def in_memory_order(tensor: Tensor) -> Tensor | None:
-    """Its elements as they lie in memory, a flat view; None: there are gaps between them."""
+    """A flat view of its elements in memory order; None: there are gaps between them."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     if _extent(tensor) != tensor.numel() or overlaps_itself(tensor):
@@ -48,21 +47,20 @@ def in_memory_order(tensor: Tensor) -> Tensor | None:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two of its elements are the same memory, as after `expand`."""
+    """Whether two of its elements share memory, as after `expand`."""
     if tensor.is_contiguous():
         return False
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     reach = 0
     for stride, size in dims:
         if stride <= reach:
-            return True  # or nearly: strides that interleave are taken for it, and nobody has them
+            return True  # or nearly: interleaved strides are included, which nobody uses
         reach += stride * (size - 1)
     return False
 
 
 def once_each(tensor: Tensor, of: Tensor) -> Tensor:
-    """What is in `tensor` in the place of the elements of `of`, without the repeats that `expand` has made in that:
-    torch writes to no view with repeats."""
+    """`tensor` without the elements that `expand` repeats in `of`: torch writes to no view with repeats."""
     if not names.has_memory(of) or 0 not in of.stride():
         return tensor
     sizes = zip(of.shape, of.stride(), strict=True)
@@ -70,9 +68,9 @@ def once_each(tensor: Tensor, of: Tensor) -> Tensor:
 
 
 def refuse_overlaps(tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
-    """Raises UnsupportedModel where a shared tensor has memory in common with another one of these.
+    """Raises UnsupportedModel if a shared tensor overlaps another in memory: a version would be added twice there.
 
-    A version would be added twice there. Tensors that are the same elements are one, and come once (names.py).
+    Tensors with exactly the same elements count as one and come once (names.py).
     """
     by_storage: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -93,7 +91,6 @@ def refuse_overlaps(tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor])
 
 
 def refuse_several_devices(parameters: Mapping[str, Tensor]) -> None:
-    """Raises UnsupportedModel."""
     of: dict[torch.device, str] = {}
     for name, parameter in parameters.items():
         if parameter.numel():
@@ -107,7 +104,7 @@ def refuse_several_devices(parameters: Mapping[str, Tensor]) -> None:
 
 
 def _boxes(tensor: Tensor, start: int, stop: int, at: int) -> Iterator[tuple[int, Tensor]]:
-    """`at`: the number of its first element in the whole tensor."""
+    """`at`: index of its first element in the whole tensor."""
     if tensor.dim() == 1:
         yield at + start, tensor[start:stop]
         return
@@ -126,18 +123,17 @@ def _boxes(tensor: Tensor, start: int, stop: int, at: int) -> Iterator[tuple[int
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the first to the last one in memory."""
     return 1 + sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Its bytes in memory: from, and to."""
+    """Its first byte in memory, and the one after its last."""
     start = tensor.data_ptr()
     return start, start + _extent(tensor) * tensor.element_size()
 
 
 def _have_elements_in_common(one: Tensor, other: Tensor) -> bool:
-    """Exactly: fused weights that lie side by side in every row have none."""
+    """Exact: fused weights that lie side by side in each row have none in common."""
     seen = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
     _bytes(seen, one).fill_(True)
     return bool(_bytes(seen, other).any())

@@ -1,7 +1,7 @@
-"""The learner: what it does at a step boundary. Owned by the training thread.
+"""The learner's decisions at a step boundary. Owned by the training thread.
 
-The shell hands in what came from the shards (`collect`, `answered`, `arrived`, `rejoined`), and has encoded and sent
-what `contribute` returns. Versions are applied between two steps. Nothing here waits for anybody.
+The shell passes in what came from the shards (`collect`, `answered`, `arrived`, `rejoined`), and encodes and sends what
+`contribute` returns. Versions are applied between two steps. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from diloco_worker.core.tensors import Difference, FragmentTensors
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A version was applied."""
-
     contribution: PendingContribution | None = None
-    """The one whose fate the version tells; None: it tells none."""
+    """The contribution whose fate the version decides; None: none."""
     fate: Fate | None = None
 
 
@@ -38,52 +36,48 @@ class LearnerCore:
         self.inner_step = 0
         self.tokens = 0
         self.contributions: Counter[str] = Counter()
-        """Contributions by what became of them: taken, the fates (`Fate`), and refusals by code."""
+        """Counts of contributions taken, of each `Fate`, and of refusals by code."""
         self.tokens_carried = 0
-        """Tokens of contributions that were not merged and whose work the next ones hold, summed over the fragments of
-        the model."""
+        """Tokens of contributions that were not merged, and whose work the next ones hold; over all model fragments."""
         self._carried: list[PendingContribution] = []
         self.fragments = {
             f.fragment_id: LearnerFragment(f, FragmentTensors(replica.held(f), replica, policy))
             for f in manifest.fragments
         }
         self.of_model = [f for f in self.fragments.values() if f.fragment.traits.is_of_model]
-        """Those that the progress of the run is counted by."""
+        """Fragments that count for the run's progress."""
         self.exported = [f for f in self.fragments.values() if f.fragment.traits.is_exported]
-        """What a file of the model holds: with buffers."""
+        """Fragments in a file of the model: with buffers."""
 
     @property
     def unmerged(self) -> int:
-        """Contributions under way whose fate is not known: neither merged nor carried nor forgotten."""
         return sum(f.contribution is not None for f in self.fragments.values())
 
     @property
     def tokens_unmerged(self) -> float:
-        """Tokens trained on that no version holds, as far as this learner has heard; averaged over the fragments of
-        the model."""
+        """Tokens trained that no version holds, as far as this learner knows; averaged over the model's fragments."""
         begun = (f for f in self.of_model if f.tensors.anchor is not None)
         return sum(f.tokens_since(self.tokens) for f in begun) / len(self.of_model)
 
     @property
     def last_rounds(self) -> frozenset[int]:
-        """The fragments that a learner that ends wants a round of: no version has all of its work, and no contribution
-        is under way whose fate might change that. Momentum goes with its learner."""
+        """Fragments for which a learner that ends needs a last round: no version holds all of their work, and no
+        contribution in flight might change that. Momentum is not handed over."""
         begun = (f for f in self.exported if f.is_adopted and f.contribution is None)
         return frozenset(f.fragment.fragment_id for f in begun if f.tokens_since(self.tokens) > 0)
 
     # ------------------------------------------------------------ at a step boundary
 
     def stepped(self, tokens: int) -> None:
-        """An inner step on `tokens` tokens has ended."""
         self.inner_step += 1
         self.tokens += tokens
 
     def contribute(self) -> list[PendingContribution]:
-        """The contributions that rounds ask for, where there is something to contribute.
+        """Take the contributions that rounds ask for, if there is work to contribute.
 
-        They hold their snapshots. Where the replica reads later, these are still to be taken, soon and in any thread
-        (`ContributionTensors.take_snapshot`): until then the fragment `is_being_read`. A round that asks again for the
-        contribution that is under way gets the same one.
+        They hold their snapshots. With `reads_later`, the snapshot must still be taken soon, in any thread
+        (`ContributionTensors.take_snapshot`), and until then the fragment `is_being_read`. A round that asks again for
+        the contribution in flight gets the same one.
         """
         taken = []
         for fragment in self.fragments.values():
@@ -94,24 +88,24 @@ class LearnerCore:
                 if (contribution.round, contribution.shard_epoch) == (asked.round, asked.shard_epoch):
                     fragment.asked, contribution.asked_again = None, asked
                     taken.append(contribution)
-                continue  # of an earlier round: wait until its fate is known
+                continue  # of an earlier round: wait for its fate
             if fragment.tokens_since(self.tokens) > 0:
                 taken.append(fragment.contribute(self.tokens, self.inner_step))
                 self.contributions["taken"] += 1
         return taken
 
-    # ------------------------------------------------------------ what came from the shards
+    # ------------------------------------------------------------ messages from the shards
 
     def collect(self, directive: Collect, epoch: int) -> None:
-        """A round of a shard in that epoch asks for a fragment. Answered once the learner has a version that was made
-        in the epoch that the directive names."""
+        """A round of a shard in that epoch asks for a fragment. It is answered once the learner has a version made in
+        the epoch that the directive names."""
         fragment = self.fragments[directive.fragment_id]
         if directive.epoch != fragment.epoch or directive.round > fragment.version:
             fragment.asked = AskedRound(directive.round, epoch, directive.epoch)
 
     def answered(self, fragment_id: int, round_number: int, answer: PushAnswer, tokens: int = 0) -> None:
-        """What holds for a contribution (of so many tokens, if said). LATE and REJECTED tell that it was not merged;
-        that it was, only a version tells."""
+        """The outcome of a push (of a contribution with `tokens` tokens, if not 0). LATE and REJECTED tell that it was
+        not merged; only a version tells that it was."""
         fragment = self.fragments[fragment_id]
         contribution = fragment.contribution
         if contribution is None or contribution.round != round_number or tokens not in (0, contribution.tokens):
@@ -131,10 +125,10 @@ class LearnerCore:
         self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int,
         difference: Difference | None = None, forgotten_version: int = 0,
     ) -> Applied | None:  # fmt: skip
-        """Apply a version, on the model's device; it is kept as the anchor.
+        """Apply a version on the model's device, and keep it as the anchor.
 
-        `difference`: from what `FragmentTensors.reference_of` gave for it. Returns None, and changes nothing, where the
-        learner has this version or a later one of the same epoch.
+        `difference`: computed from `FragmentTensors.reference_of`. Returns None, and changes nothing, if the learner
+        has this version or a later one of the same epoch.
         """
         fragment = self.fragments[fragment_id]
         assert not fragment.tensors.is_being_read
@@ -154,14 +148,13 @@ class LearnerCore:
         return applied
 
     def begin_without(self) -> None:
-        """Train on from the model's own values where no version has come: its shard is away."""
+        """Train from the model's own values where no version has come because the shard is away."""
         for fragment in self.fragments.values():
             if not fragment.is_adopted:
                 fragment.begin_with_own(self.tokens, self.inner_step)
 
     def rejoined(self, statuses: Sequence[FragmentStatus], epoch: int) -> None:
-        """A shard in that epoch answered Join. What an earlier epoch had not made a version of is gone, and must be
-        sent again."""
+        """A shard in that epoch answered Join. Contributions in no version of an earlier epoch are to be sent again."""
         for status in statuses:
             fragment = self.fragments[status.fragment_id]
             contribution = fragment.contribution
@@ -174,7 +167,6 @@ class LearnerCore:
                 self._carry_on(fragment)
 
     def take_carried(self) -> list[PendingContribution]:
-        """The contributions that turned out not to be merged since the last call."""
         carried, self._carried = self._carried, []
         return carried
 
@@ -183,7 +175,7 @@ class LearnerCore:
     def _resolve(
         self, fragment: LearnerFragment, version: int, epoch: int, merged_version: int, forgotten_version: int
     ) -> Applied:
-        """What this version tells of the contribution under way; gives it back if it never will be merged."""
+        """Decide the fate of the contribution in flight by this version; give it back if it can no longer be merged."""
         contribution = fragment.contribution
         if contribution is None or (version < contribution.round and contribution.tensors.snapshot is not None):
             return Applied()
@@ -195,7 +187,7 @@ class LearnerCore:
         return Applied(contribution, fate)
 
     def _carry_on(self, fragment: LearnerFragment) -> None:
-        """The contribution was not merged: its work goes on into the next one."""
+        """The contribution was not merged: the next one holds its work."""
         assert fragment.contribution is not None
         self.contributions[Fate.CARRIED.value] += 1
         if fragment.fragment.traits.is_of_model:

@@ -1,7 +1,7 @@
-"""What optimizers keep for parameters and change in place: averaged among learners, as the parameters are.
+"""Companions: optimizer state that belongs to parameters and is averaged among learners as they are.
 
-A version of it is due while inner steps forget: of what would have been there before, it counts what is left. And what
-others have put into it is cut to what this learner can bear.
+An inner step forgets part of the momentum, so a version that arrives late is scaled by what would be left of it. And
+momentum from others is limited to what this learner's optimizer can bear.
 """
 
 from __future__ import annotations
@@ -20,33 +20,30 @@ from diloco_worker.core import layout
 from diloco_worker.core.parameters import Parameters
 
 MOST_OF_OWN = 3.0
-"""How many times its own norm a version may make momentum that is divided by no second moment. The mean of such momenta
-is no longer than the longest. And 24 inner steps keep 0.29 of it at mu = 0.95: so lies in version after version do not
-grow."""
+"""Largest growth of the norm by one version, for momentum that no second moment divides. The mean of such momenta is no
+longer than the longest, and 24 inner steps keep 0.29 of it at mu = 0.95, so lies in successive versions do not grow."""
 
 
 class MomentumUse(NamedTuple):
-    """How an optimizer treats its momentum at present."""
-
     keeps: float = 1.0
-    """What an inner step keeps of the values: beta1 of AdamW, mu of Muon."""
+    """Share of the values that an inner step keeps: beta1 of AdamW, mu of Muon."""
     most: float = math.inf
-    """How many times the root of the second moment the optimizer's own gradients could make the values, at most."""
+    """Bound on the values, as a multiple of the root of the second moment, if they came from own gradients alone."""
 
 
 class Companion(NamedTuple):
-    """What an optimizer keeps for a parameter and changes in place. Tensors are float32, of the parameter's shape."""
+    """Optimizer state of one parameter that changes in place. Tensors are float32, of the parameter's shape."""
 
     kind: Momentum
     values: Tensor
     second: Tensor | None = None
-    """A second moment, which stays local, and by whose root the optimizer divides; None: it divides by none."""
+    """The second moment by whose root the optimizer divides; it stays local. None: it divides by none."""
     pace: Callable[[], MomentumUse] = MomentumUse
-    """Asked where a version is applied: schedules move betas."""
+    """Called when a version is applied, since schedules change betas."""
 
 
 class Momenta(Parameters):
-    """By the names that learners declare."""
+    """The companions of one model, by the names that learners declare."""
 
     def __init__(self, companions: Mapping[str, Companion]) -> None:
         super().__init__({name: companion.values for name, companion in companions.items()})
@@ -63,9 +60,11 @@ class Momenta(Parameters):
 
     @contextmanager
     def _bounded(self, fragment: Fragment) -> Iterator[None]:
-        """Where this learner has met no gradient yet (a row of an embedding), the second moment is zero, and the
-        optimizer would divide the momentum of others by its eps. Without a second moment, a single liar could make the
-        momentum so long that it is forgotten only after hundreds of steps: so it is scaled. Zeros take over everything.
+        """Inside, others change the values; afterwards they are limited.
+
+        Where this learner has seen no gradient yet (a row of an embedding) the second moment is zero, and the optimizer
+        would divide the momentum of others by its eps. Without a second moment, a single liar could make the momentum
+        so long that it is forgotten only after hundreds of steps, so it is scaled. Momentum of zero takes any value.
         """
         found = [(self._companions[piece.tensor], piece, values) for piece, values in self.views(fragment)]
         own = [torch.linalg.vector_norm(values) if c.second is None else None for c, _, values in found]
@@ -84,7 +83,7 @@ class Momenta(Parameters):
 def declared(
     companions: Mapping[str, Companion], parameters: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]
 ) -> tuple[Momenta, list[TensorSpec]]:
-    """Those of some parameters, and how they are declared: in the order of the parameters. Raises UnsupportedModel."""
+    """The companions of some parameters and their declarations, in parameter order. Raises UnsupportedModel."""
     for name, companion in companions.items():
         _check(name, companion, parameters)
     held = Momenta({momentum_of(name, of.kind): of for name, of in companions.items()})

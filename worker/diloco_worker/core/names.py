@@ -1,8 +1,8 @@
-"""The user's own names of modules and tensors, whatever wraps the model or parts of it.
+"""The user's own names of modules and tensors, without the names that wrappers add.
 
-A wrapper is recognised by its type, and the name under which it keeps what it wraps is left out. A submodule that the
-user calls `module` keeps its name. A tensor that is tied has several names. It counts once, under the smallest of them,
-so the name does not depend on the order in which the user has defined the submodules.
+A wrapper is recognized by its type, and the name under which it keeps the wrapped module is left out. A submodule that
+the user calls `module` keeps its name. A tied tensor has several names; it counts once, under the smallest of them, so
+its name does not depend on the order in which the user defined the submodules.
 """
 
 from __future__ import annotations
@@ -22,45 +22,44 @@ WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.optim.swa_utils.AveragedModel": "module",
 }
-"""Type of a wrapper -> its name for what it wraps. By name: importing the types takes seconds, and not all torch
-builds have them."""
+"""Type of a wrapper, as a string since importing takes seconds and may fail -> its name for the wrapped module."""
 
 T = TypeVar("T", bound=Tensor)
 
 
 def type_names(thing: object) -> Iterator[str]:
-    """The dotted names of its type and of all types above it."""
+    """The dotted names of its type and all base types."""
     for kind in type(thing).__mro__:
         yield f"{kind.__module__}.{kind.__qualname__}"
 
 
 def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module with its path, "" for the model. A module that is used at several places comes several times."""
+    """Every module with its path, "" for the model. A module used in several places comes several times."""
     return _modules(model, "", ())
 
 
 def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters by name; one that is tied has several. Raises UnsupportedModel if two have the same name."""
+    """All parameters by name; a tied one has several. Raises UnsupportedModel if two have the same name."""
     return _by_name((path, module._parameters) for path, module in modules(model))
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """All buffers, as `parameters` gives those."""
+    """All buffers by name, as `parameters`."""
     return _by_name((path, module._buffers) for path, module in modules(model))
 
 
 def saved(model: nn.Module) -> dict[str, object]:
-    """What the model's own `state_dict` holds, extra state included, under the names of `modules`."""
+    """The model's own `state_dict`, with extra state, under the names of `modules`."""
     try:
         state = dict(model.state_dict())
-    except Exception:  # whatever a method of the user's raises: then names are all that is known
+    except Exception:  # a user's method may raise anything: then only names are known
         return {}
     wrapped = [f"{join(path, inside)}." for path, module in model.named_modules() if (inside := _inside(module))]
     return {_without(wrapped, key): value for key, value in state.items() if isinstance(key, str)}
 
 
 def canonical(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Every name -> the smallest of the names of its tensor; sorted by name."""
+    """Every name -> the smallest name of its tensor; sorted by name."""
     smallest: dict[object, str] = {}
     return {name: smallest.setdefault(identity(tensors[name]), name) for name in sorted(tensors)}
 
@@ -71,22 +70,21 @@ def once(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def identity(tensor: Tensor) -> object:
-    """The same for tensors that are one: the same object, or the same elements of the same memory."""
+    """Equal for tensors that are one: the same object, or the same elements of the same memory."""
     if not has_memory(tensor):
         return id(tensor)
-    strides = tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)  # else it may be any
+    strides = tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)  # others are arbitrary
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, strides
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether it has elements, in plain memory of its own."""
+    """Whether it has elements, in its own plain memory."""
     if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided or tensor.is_meta:
-        return False  # made of other tensors, or without memory
+        return False  # a tensor subclass, or without memory
     return tensor.numel() > 0 and not tensor.is_quantized
 
 
 def join(path: str, leaf: str) -> str:
-    """A dotted path, one part longer."""
     return f"{path}.{leaf}" if path else leaf
 
 
@@ -95,8 +93,8 @@ def _inside(module: nn.Module) -> str | None:
 
 
 class _Scripted(nn.Module):
-    """The buffers of a TorchScript module, which are found in another way there. Libraries generate such modules, as
-    e3nn does, and what they train is beside them."""
+    """Stands for a TorchScript module without parameters, as libraries such as e3nn generate them, and has its buffers:
+    TorchScript keeps them differently."""
 
     def __init__(self, script: nn.Module) -> None:
         super().__init__()
@@ -107,7 +105,6 @@ class _Scripted(nn.Module):
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether it is of TorchScript."""
     return "torch.jit._script.ScriptModule" in type_names(module)
 
 
@@ -128,7 +125,6 @@ def _without(wrapped: Iterable[str], key: str) -> str:
 
 
 def _by_name(owners: Iterable[tuple[str, Mapping[str, T | None]]]) -> dict[str, T]:
-    """`owners`: paths of modules, and what these have."""
     found: dict[str, T] = {}
     for path, tensors in owners:
         for leaf, tensor in tensors.items():

@@ -1,10 +1,10 @@
-"""The shared parameters of one model as flat fragments: values move between them and flat float32 tensors.
+"""The shared parameters of one model as flat fragments: copies values between them and flat float32 tensors.
 
-Whatever the layout of a parameter (layout.py). It is looked at anew each time: its storage may be another one since
+Works for every layout of a parameter (layout.py). The storage is looked up each time, since it may be replaced
 (`parameter.data = tensor`, as SAM does).
 
-This is also how every kind of tensor is seen that lies in this process (`Replica`): momentum.py and buffers.py say what
-is another way there, copies.py what is where the optimizer steps on copies.
+`Replica` uses one such class for each kind of tensor in this process: momentum.py and buffers.py describe what differs
+there, and copies.py what differs if the optimizer steps on copies.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from diloco_worker.core.device import used_here
 
 
 class Parameters:
-    """By plain name. Values are [num_elements] of a fragment, on the model's device."""
+    """Parameters by plain name. Values are [num_elements] of a fragment, on the model's device."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
-        """Those that hold the values of this process."""
+        """The tensors that hold this process's values."""
         self._forms = {name: form_of(tensor) for name, tensor in tensors.items()}
 
     def theta(self, name: str) -> Tensor:
-        """As it is now. Raises ModelChanged."""
+        """The current tensor. Raises ModelChanged."""
         theta = self.tensors[name].detach()
         if form_of(theta) != self._forms[name]:
             raise changed_form(name, theta, *self._forms[name])
         return theta
 
     def copies(self) -> list[tuple[str, Tensor]]:
-        """What moves along with a parameter, each with its name."""
+        """Tensors that move with a parameter, each with its name."""
         return []
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
@@ -48,8 +48,7 @@ class Parameters:
             _like(theta, out[piece.bounds]).copy_(theta)
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-        """out <- anchor - theta, in the dtype of `out`. The anchor counts as theta holds it: what was rounded away is
-        nothing that was trained."""
+        """out <- anchor - theta, in the dtype of `out`. The anchor is rounded as theta is: rounding was not trained."""
         used_here(anchor)
         _clear_gaps(fragment, out)
         flat: list[tuple[int, Tensor]] = []
@@ -62,32 +61,32 @@ class Parameters:
         progress_since(anchor, flat, out)
 
     def rounds(self, fragment: Fragment, values: torch.dtype) -> bool:
-        """Whether some of these cannot hold all values of this dtype. In any thread."""
+        """Whether some of these cannot hold all values of this dtype. May be called in any thread."""
         return any(rounds(self._forms[piece.tensor][1], values) for piece in fragment.pieces)
 
     def as_held(self, fragment: Fragment, values: Tensor) -> Tensor:
-        """A copy of these values, as the model holds them: rounded. Float32."""
+        """A float32 copy of these values, rounded as the model holds them."""
         held = values.to(torch.float32, copy=True)
         for piece in fragment.pieces:
             held[piece.bounds] = as_held(values[piece.bounds], self._forms[piece.tensor][1])
         return held
 
     def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
-        """theta <- values, rounded to the dtype of each tensor. `trains_on`: what training keeps for itself stays."""
+        """theta <- values, rounded to the dtype of each tensor. `trains_on`: keep what training owns."""
         used_here(values)
         with self._bounded(fragment):
             for piece, theta in self.views(fragment):
                 theta.copy_(_like(theta, values[piece.bounds]))
 
     def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
-        """theta <- theta + difference, computed in float32. `steps`: so many inner steps ago it would have been due."""
+        """theta <- theta + difference, computed in float32. `steps`: inner steps by which it is late."""
         used_here(difference)
         with self._bounded(fragment):
             for piece, theta in self.views(fragment):
                 theta.add_(_like(theta, difference[piece.bounds]), alpha=self._kept(piece, steps))
 
     def left(self, fragment: Fragment, difference: Tensor, steps: int) -> Tensor:
-        """Of a difference, as `add` counts it after so many inner steps: float32."""
+        """The part of a difference that `add` applies after `steps` inner steps, float32."""
         return difference
 
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
@@ -102,8 +101,7 @@ class Parameters:
                     theta.copy_(theta.float().lerp_(new, 1 - alpha))
 
     def views(self, fragment: Fragment) -> Iterator[tuple[Piece, Tensor]]:
-        """Each piece of a fragment with the part of the model that it names, in place: flat, where that is contiguous;
-        else the piece is cut into parts that are views."""
+        """Each piece of a fragment with its part of the model: a flat view, or several views if not contiguous."""
         for piece in fragment.pieces:
             theta = self.theta(piece.tensor)
             if theta.is_contiguous():
@@ -114,11 +112,10 @@ class Parameters:
                 yield Piece(piece.tensor, first, part.numel(), begins + first, piece.rule), part
 
     def _kept(self, piece: Piece, steps: int) -> float:
-        """What is left of a value after so many inner steps."""
         return 1.0
 
     def _bounded(self, fragment: Fragment) -> AbstractContextManager[None]:
-        """For a `with`: inside, others change these values."""
+        """Inside this `with`, others change the values."""
         return nullcontext()
 
 
@@ -129,7 +126,6 @@ def form_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 def changed_form(
     name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> ModelChanged:
-    """The error of a parameter that was of another form when it joined."""
     return ModelChanged(
         f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, and when the model joined it was {dtype} "
         f"{tuple(shape)} on {device}: move and convert the model before `join`. This learner ends"
@@ -137,11 +133,10 @@ def changed_form(
 
 
 def _clear_gaps(fragment: Fragment, out: Tensor) -> None:
-    """Between the pieces of what a rank holds may be nothing."""
+    """Zero the gaps between the pieces that a rank holds."""
     if sum(piece.num_elements for piece in fragment.pieces) < out.numel():
         out.zero_()
 
 
 def _like(theta: Tensor, values: Tensor) -> Tensor:
-    """Flat values in the shape of a part of the model."""
     return values if theta.dim() == 1 else values.view(theta.shape)

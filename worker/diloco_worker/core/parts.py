@@ -1,10 +1,10 @@
-"""What one process holds of a fragment, and what of that it pushes: all of it, unless it is one rank of several.
+"""The part of a fragment that one process holds, and the part that it pushes. A process alone holds and pushes all.
 
-    held    the elements that the rank's own tensors cover: all of them under DDP, rows of each tensor under FSDP2
-    own     what of these it pushes: ranks that hold the same elements share them out, in whole blocks
+    held    the elements in the rank's own tensors: all of them under DDP, rows of each tensor under FSDP2
+    own     the elements that the rank pushes: ranks that hold the same elements split them in whole blocks
 
-Both are laid out as part_layout.py says, so blocks begin where those of the whole fragment begin. What is own is one
-slice of what is held.
+Both are laid out by `diloco_common/codec/parts.py`, so blocks begin where those of the whole fragment begin. `own` is
+one slice of `held`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from diloco_worker.core.sizes import torch_chunk
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank holds of one tensor, flattened: elements start to stop - 1."""
+    """The elements of one flattened tensor that a rank holds: start to stop - 1."""
 
     start: int
     stop: int
@@ -35,7 +35,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many ranks hold the same elements as this one, itself included, and which of them it is."""
+    """Number of ranks that hold the same elements, and the index of this rank among them."""
 
     index: int = 0
     count: int = 1
@@ -43,16 +43,16 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class LocalFragment(Fragment):
-    """A fragment as one rank has it. Its pieces name elements of the rank's own tensors, and where they are held."""
+    """A fragment as one rank has it. Its pieces name elements of the rank's own tensors, and their places in `held`."""
 
     size: int
-    """Elements that are held, and zeros between them."""
+    """Elements held, and zeros between them."""
     ranges: tuple[Range, ...]
-    """Held, in the fragment; empty: the whole fragment, unless `size` is 0."""
+    """The held ranges of the fragment; empty: all of it, unless `size` is 0."""
     own: slice
-    """Of what is held: what this rank pushes."""
+    """The slice of the held elements that this rank pushes."""
     own_ranges: tuple[Range, ...]
-    """The same, in the fragment."""
+    """The same as ranges of the fragment."""
     part: int
     num_parts: int
 
@@ -62,15 +62,15 @@ class LocalFragment(Fragment):
 
 
 class Seat(NamedTuple):
-    """The place of one process among those that are one learner."""
+    """The place of one process in its island."""
 
     rank: int = 0
     size: int = 1
     located: Callable[[Tensor], tuple[Holding, Sharing]] | None = None
-    """What this rank holds of a DTensor. Raises UnsupportedModel."""
+    """Tells what this rank holds of a DTensor. Raises UnsupportedModel."""
 
     def holding(self, parameters: Mapping[str, Tensor], specs: Iterable[TensorSpec]) -> HeldByRank:
-        """What this rank has of these parameters, and of all that is synchronised. Raises UnsupportedModel."""
+        """The part of these parameters, and of everything synchronized, in this rank. Raises UnsupportedModel."""
         whole = Sharing(self.rank, self.size)
         holdings = {spec.name: Holding(0, spec.num_elements) for spec in specs}
         tensors, sharings = dict(parameters), dict.fromkeys(parameters, whole)
@@ -91,18 +91,14 @@ ALONE = Seat()
 
 @dataclass(frozen=True, slots=True)
 class HeldByRank:
-    """What one rank holds of a model."""
-
     seat: Seat
     tensors: Mapping[str, Tensor]
-    """Those that have the values of the parameters here."""
     holdings: Mapping[str, Holding]
     sharing: Sharing
-    """Of the parameters."""
     sharing_beside: Sharing
-    """Every rank has all that is synchronised beside them, and pushes its share of it."""
+    """How ranks share everything else: each holds all of it, and pushes a part."""
     is_spread: bool
-    """Other ranks hold parts of the parameters."""
+    """Whether other ranks hold parts of the parameters."""
 
     def of(self, fragment: Fragment) -> LocalFragment:
         sharing = self.sharing if fragment.traits.is_of_model else self.sharing_beside
@@ -112,7 +108,7 @@ class HeldByRank:
 def local_fragment(
     fragment: Fragment, holdings: Mapping[str, Holding], sharing: Sharing, rank: int, size: int
 ) -> LocalFragment:
-    """What a rank of `size` ranks has of a fragment. `holdings`: by tensor."""
+    """The part of a fragment in one rank of `size` ranks. `holdings`: by tensor."""
     found = []
     for piece in fragment.pieces:
         held = holdings[piece.tensor]
@@ -150,7 +146,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def located(tensor: Any) -> tuple[Holding, Sharing]:
-    """What this rank holds of a DTensor, and with how many others. Raises ValueError with what is not supported."""
+    """What this rank holds of a DTensor, and how it is shared. Raises ValueError that says what is not supported."""
     index, count = 0, 1
     rows, first, dim = tensor.shape[0] if tensor.dim() else 1, 0, 0
     sharded = 0
@@ -173,7 +169,7 @@ def located(tensor: Any) -> tuple[Holding, Sharing]:
 
 
 def joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """The same elements in as few ranges as there can be. `ranges`: ascending and disjoint."""
+    """The same elements in as few ranges as possible. `ranges`: ascending and disjoint."""
     found: list[Range] = []
     for start, stop in ranges:
         if found and found[-1].stop == start:
@@ -184,7 +180,7 @@ def joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
 
 
 def _share(ranges: Sequence[Range], length: int, sharing: Sharing) -> tuple[slice, tuple[Range, ...]]:
-    """The slice that one of those takes who hold the same, and its ranges. Whole blocks, so it is laid out as held."""
+    """The slice of the held elements that one rank pushes, and its ranges, in whole blocks."""
     blocks = -(-length // BLOCK_ELEMENTS)
     first = blocks * sharing.index // sharing.count * BLOCK_ELEMENTS
     last = min(length, blocks * (sharing.index + 1) // sharing.count * BLOCK_ELEMENTS)

@@ -1,9 +1,9 @@
-"""Which models that several processes train together may join: those of an island, and no others.
+"""Which models trained by several processes may join: those of an island.
 
-Without `island=`, the ranks of such a model would join as learners of their own. With some wrappers they would drift
-apart unnoticed, with others they would merge different halves of the model with each other. So they are refused before
-anything is sent: by what the model is made of, and where that does not tell, because the process is one of several. In
-an island, wrappers are refused that it cannot take apart.
+Without `island=`, the ranks of such a model would join as separate learners. Under some wrappers they would drift apart
+unnoticed; under others they would merge different halves of the model. So they are refused before anything is sent: by
+the model's types or, where these do not tell, because the process is one of several. In an island, wrappers that it
+cannot take apart are refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from diloco_worker.core import names
 FSDP2 = "torch.distributed.fsdp.FSDPModule"
 DTENSOR = "a DTensor, of fully_shard (FSDP2) or of tensor parallelism"
 Island: TypeAlias = Any
-"""Who trains this replica. None, or "alone": this process by itself, whatever else torch.distributed has started. Else
-a process group or a device mesh of torch: its ranks, together."""
+"""Who trains this replica: a process group or a device mesh of torch, whose ranks train it together; or None or
+"alone", this process by itself, whatever torch.distributed has started."""
 IN_ISLANDS = frozenset({"DistributedDataParallel", "fully_shard (FSDP2)"})
-"""Of `WRAPPERS`, what the ranks of an island may have."""
 SUPPORTED = (
     "islands take DistributedDataParallel, and fully_shard (FSDP2) on a mesh of one dimension, or of two (HSDP), whose "
     "parameters are Replicate or Shard(0)"
@@ -35,8 +34,7 @@ WRAPPERS = {
     FSDP2: "fully_shard (FSDP2)",
     "deepspeed.runtime.engine.DeepSpeedEngine": "DeepSpeed",
 }
-"""Type of a module -> what spreads the model. By name: importing the types takes seconds, and not all of them are
-installed."""
+"""Type of a module -> name of the wrapper. As strings: importing the types takes seconds, and not all are installed."""
 ALONE = (
     "start one process per device without torchrun, each a learner of its own (CUDA_VISIBLE_DEVICES=0, 1, ...), and "
     "join the model itself, with nothing of the kind around it"
@@ -49,19 +47,17 @@ WHAT_TO_DO = (
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """This process among those that were started together."""
+    """The rank of this process among those started together."""
 
     rank: int = 0
     size: int = 1
     seen_in: str = ""
-    """Where that was found, in words."""
+    """Where this was found, as text."""
 
 
 def check(model: nn.Module, rank: Rank, island: Island) -> None:
-    """Raises UnsupportedModel for what several processes train together, in words that say what to do.
-
-    And WrongCall for what is no island.
-    """
+    """Refuse what several processes train together without an island, or in a way that an island does not support.
+    Raises UnsupportedModel, whose message says what to do, and WrongCall if `island` is invalid."""
     if isinstance(island, str) and island != "alone":
         raise UnsupportedModel(f'island={island!r} is neither "alone", nor a process group, nor a device mesh')
     if not isinstance(island, str | None) and not hasattr(island, "size"):
@@ -85,7 +81,7 @@ def check(model: nn.Module, rank: Rank, island: Island) -> None:
 
 
 def is_together(island: Island) -> bool:
-    """Whether several processes are one learner."""
+    """Whether several processes form one learner."""
     return island is not None and not isinstance(island, str)
 
 
@@ -103,7 +99,7 @@ def _what_spreads(model: nn.Module, allowed: Set[str]) -> Iterator[str]:
 
 
 def _part_of(parameter: Tensor) -> str | None:
-    """What a parameter is, if it is not whole. By attributes: see `WRAPPERS`."""
+    """How a parameter is split, None if it is whole. By attributes: see `WRAPPERS`."""
     if hasattr(parameter, "_is_flat_param") or hasattr(parameter, "_fsdp_flattened"):
         return "flattened by FullyShardedDataParallel (FSDP1)"
     if hasattr(parameter, "full_tensor"):

@@ -1,8 +1,8 @@
-"""The user's model, seen as flat fragments: for each kind of fragment, the tensors of this process that hold it.
+"""The user's model as flat fragments: each kind of fragment, with the tensors of this process that hold it.
 
-Under FSDP2, a rank holds rows of each tensor. They are looked up once, when it joins. What the modules
-show changes between them and gathered copies, and a forward pass without gradients leaves the copies of the root module
-there: written values would not be seen. So the modules are resharded before anything is written.
+Under FSDP2 a rank holds rows of each tensor, looked up once when it joins. The modules switch between these and
+gathered copies, and a forward pass without gradients leaves the copies in the root module, which would hide written
+values. So modules are resharded before every write.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ NONE: Mapping[str, Companion] = MappingProxyType({})
 
 
 class Replica:
-    """All that one learner shares of its model, and what is synchronised beside it."""
+    """Everything of its model that one learner shares, with the companions."""
 
     def __init__(
         self, model: nn.Module | SharedSet, mean_merge: Collection[str] | None = None,
         companions: Mapping[str, Companion] = NONE, seat: Seat = ALONE,
     ) -> None:  # fmt: skip
-        """`mean_merge` names the parameters merged by plain mean; None means embeddings and the output head.
+        """`mean_merge`: names of parameters merged by plain mean; None: embeddings and the output head.
 
-        `companions`: name of a parameter -> what its optimizer keeps for it.
+        `companions`: parameter name -> the optimizer state averaged with it.
 
-        Raises UnsupportedModel if nothing is shared, or something of it cannot be synchronised.
+        Raises UnsupportedModel if nothing is shared, or something cannot be synchronized.
         """
         chosen = model if isinstance(model, SharedSet) else SharedSet(model)
         parameters: Mapping[str, Tensor] = chosen.shared
@@ -64,46 +64,42 @@ class Replica:
         self._holding = seat.holding(parameters, self.specs)
         self._sharded = [m for _, m in names.modules(chosen.model) if hasattr(m, "reshard") and hasattr(m, "unshard")]
         self.of_kind: dict[Kind, Parameters | Buffers] = {"momentum": momenta, "buffer": chosen.buffers}
-        """Where the fragments of each kind are."""
+        """Kind -> the tensors of its fragments."""
         self.hold(self._holding.tensors)
         self.laid = Laid(
             lambda name: self.parameters.theta(name), lambda name: self.parameters.tensors[name].data_ptr()
         )
-        """Whether versions stay in the model."""
         self.ties = tuple(Tie(key, of) for key, of in chosen.saved())[:TIES_MAX]
         """Where the model's state_dict differs from what is shared."""
         self.device = next(p.device for p in (*self._holding.tensors.values(), *parameters.values()) if p.numel())
         self.stow: Callable[[Tensor], Tensor] | None = None
-        """Where a residual lies between contributions: gives a copy there. None: where it was computed."""
+        """Copies a residual to where it is kept between contributions. None: it stays where it was computed."""
         self.model = chosen.model
-        """As it joined."""
         self.reads_later = False
-        """Whether the codec thread takes snapshots, after the step boundary."""
+        """Whether the codec thread takes snapshots after the step boundary."""
         self.has_copies = False
-        """Whether versions go into copies of the weights, too."""
+        """Whether versions also go into copies of the weights."""
 
     @property
     def is_spread(self) -> bool:
-        """Whether other processes hold parts of the parameters."""
         return self._holding.is_spread
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
-        """From now on these hold the parameters of this process."""
+        """Use these tensors as this process's parameters from now on."""
         self.parameters = self.of_kind["parameter"] = Parameters(tensors)
 
     def keep_copies(self, find: FindCopies) -> None:
-        """From now on versions go there, too."""
+        """Write versions to these copies, too, from now on."""
         self.parameters = self.of_kind["parameter"] = Copied(self.parameters.tensors, find)
         self.has_copies = True
 
     def held(self, fragment: Fragment) -> LocalFragment:
-        """What of a fragment this process holds, and pushes."""
+        """The part of a fragment that this process holds, and pushes."""
         return self._holding.of(fragment)
 
     # ------------------------------------------------------------ values of a fragment, float32 [num_elements]
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
-        """out <- theta."""
         self.of_kind[fragment.kind].read(fragment, out)
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
@@ -111,29 +107,28 @@ class Replica:
         self.of_kind[fragment.kind].progress(fragment, anchor, out)
 
     def rounds(self, fragment: Fragment, values: torch.dtype) -> bool:
-        """Whether parameters of this fragment cannot hold all values of this dtype. In any thread."""
+        """Whether parameters of this fragment cannot hold all values of this dtype. May be called in any thread."""
         return self.of_kind[fragment.kind].rounds(fragment, values)
 
     def as_held(self, fragment: Fragment, values: Tensor) -> Tensor:
-        """A copy of these values, as the model holds them."""
+        """A copy of these values, rounded as the model holds them."""
         return self._addable(fragment).as_held(fragment, values)
 
     def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
-        """theta <- values. `trains_on`: what training keeps for itself stays."""
+        """theta <- values. `trains_on`: keep what training owns."""
         self._reshard()
         self.of_kind[fragment.kind].write(fragment, values, trains_on=trains_on)
 
     def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
-        """theta <- theta + difference. `steps`: so many inner steps ago it would have been due."""
+        """theta <- theta + difference. `steps`: inner steps by which it is late."""
         self._reshard()
         self._addable(fragment).add(fragment, difference, steps)
 
     def left(self, fragment: Fragment, difference: Tensor, steps: int) -> Tensor:
-        """Of a difference, as `add` counts it after so many inner steps."""
+        """The part of a difference that `add` applies after `steps` inner steps."""
         return self._addable(fragment).left(fragment, difference, steps)
 
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
-        """theta <- alpha * theta + (1 - alpha) * values."""
         self._reshard()
         self.of_kind[fragment.kind].blend(fragment, values, alpha)
 
@@ -143,14 +138,13 @@ class Replica:
         return found
 
     def _reshard(self) -> None:
-        """Leave only the sharded tensors of FSDP2 in the modules."""
         for module in self._sharded:
             module.reshard()  # type: ignore[operator]
 
     # ------------------------------------------------------------ the whole model
 
     def keep(self, also: Sequence[Tensor] = ()) -> Callable[[], None]:
-        """Copies of the shared parameters, of all buffers, and of these; the call puts them back, bit for bit."""
+        """Copy the shared parameters, all buffers and `also`; the returned function restores them, bit for bit."""
         parameters = [(tensor, self.parameters.theta(name)) for name, tensor in self.parameters.tensors.items()]
         owners = [
             (module._buffers, leaf, buffer)
@@ -181,7 +175,7 @@ class Replica:
 
     @torch.no_grad()
     def into_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """The copies of each theta that is one of ours <- values: these were written to theta."""
+        """Write values to the copies of each of our parameters; they were already written to theta."""
         values = {theta.data_ptr(): value for theta, value in pairs}
         for name, copy in self.parameters.copies():
             if (value := values.get(self.parameters.theta(name).data_ptr())) is not None:
@@ -189,7 +183,7 @@ class Replica:
 
 
 def _averaged(mean_merge: Collection[str] | None, chosen: SharedSet) -> set[str]:
-    """Names of what is merged by plain mean. Any name of a tied parameter will do. Raises UnsupportedModel."""
+    """Names of parameters merged by plain mean. Any name of a tied one is accepted. Raises UnsupportedModel."""
     if mean_merge is None:
         ids = embeddings_and_heads(chosen.model)
         return {name for name in chosen.shared if any(id(parameter) in ids for parameter in chosen.objects[name])}

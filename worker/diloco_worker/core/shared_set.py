@@ -1,17 +1,17 @@
-"""Which tensors of the user's model are shared with the other learners: decided by name, once, when the model joins.
+"""Which tensors of the user's model are shared with other learners: decided by name, once, when the model joins.
 
-    shared     synchronised: pushed, merged, pulled
+    shared     synchronized: pushed, merged, pulled
     private    trained here, never sent and not compared
-    frozen     neither trained nor sent; the same in all learners (frozen_tensors.py)
+    frozen     neither trained nor sent; equal in all learners (frozen_tensors.py)
 
-Of buffers, buffers.py says which are shared; those that `private` names are not.
+buffers.py decides which buffers are shared; `private` ones are not.
 
-By plain mean are merged, unless the user says otherwise, embeddings and the output head. What is wrongly taken for a
-head loses the rule of the run, so a module is one only on good evidence: the model says so, its weight is tied to an
-embedding, or its size leaves no doubt.
+Unless the user says otherwise, embeddings and the output head are merged by plain mean. A layer wrongly taken for a
+head would lose the run's merge rule, so evidence must be good: the model says so, its weight is tied to an embedding,
+or its size leaves no doubt.
 
-Names are those of names.py; a tensor that is tied is what any of its names says. All others ask here, and do not look
-at `requires_grad` themselves: where `shared` is given, it may change while the learner trains.
+Names are those of names.py; any name of a tied tensor stands for it. Other code asks here instead of reading
+`requires_grad`, which may change while the learner trains if `shared` is given.
 """
 
 from __future__ import annotations
@@ -29,23 +29,19 @@ from diloco_worker.core import names
 from diloco_worker.core.buffers import buffers_of
 
 Models: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-"""What `join` takes as a model."""
 Patterns: TypeAlias = str | Collection[str]
-"""Names, with `*`, `?` and `[...]` as in the shell; a single one may stand by itself."""
+"""Names, with `*`, `?` and `[...]` as in the shell; a single one may be a plain string."""
 
 
 class SharedSet:
     """The parameters of one model by plain name, each once, sorted by name."""
 
     def __init__(self, model: Models, shared: Patterns | None = None, private: Patterns = ()) -> None:
-        """`shared`: what will ever be trained together, or "all"; None: what requires a gradient now.
-
-        Raises WrongCall for what is no model or no pattern, and UnsupportedModel for a model that cannot be shared.
-        """
+        """`shared`: everything that will ever be trained together, or "all"; None: what requires a gradient now.
+        Raises WrongCall for an invalid model or pattern, and UnsupportedModel for a model that cannot be shared."""
         self.model = as_module(model)
-        """One module, also where several have joined."""
         self.is_named = shared is not None
-        """Whether the user has said what is shared, so that it may be frozen and unfrozen at any time."""
+        """Whether the user has named what is shared, so that it may be frozen and unfrozen at any time."""
         _refuse_scripted(self.model)
         by_name = names.parameters(self.model)
         if lazy := [name for name, parameter in by_name.items() if is_lazy(parameter)]:
@@ -53,9 +49,9 @@ class SharedSet:
                 f"{lazy[0]} has no shape yet, as the module is lazy: send one batch through the model before join"
             )
         self.name_of = names.canonical(by_name)
-        """Every name -> the one that stands for its tensor."""
+        """Every name -> the smallest name of its tensor."""
         self.objects: dict[str, list[nn.Parameter]] = {}
-        """That one -> all Parameters that are this tensor: several, where modules share its memory."""
+        """That name -> all Parameters that are this tensor: several, if modules share its memory."""
         for name, of in self.name_of.items():
             self.objects.setdefault(of, []).append(by_name[name])
         buffers = names.buffers(self.model)
@@ -67,17 +63,17 @@ class SharedSet:
         self.private: dict[str, nn.Parameter] = {}
         self.frozen: dict[str, nn.Parameter] = {}
         self.all = names.once(by_name)
-        """What follows, together."""
+        """The shared, private and frozen parameters together."""
         for name, parameter in self.all.items():
             (self.private if name in kept else self.shared if name in named else self.frozen)[name] = parameter
         self.ties = {name: of for name, of in self.name_of.items() if name != of and of in self.shared}
-        """Every further name of a shared parameter that is tied -> its name in `shared`; of a buffer, too."""
+        """Every other name of a tied shared parameter or buffer -> its name in `shared`."""
         self.ties |= self.buffers.ties
         self._refuse_what_nobody_shares()
 
     def saved(self) -> list[tuple[str, str]]:
-        """Where the model's own state_dict differs from what is shared, first what is there: a key and the name of its
-        tensor; a key and "", if that is not shared; "" and a name that is no key."""
+        """Where the model's state_dict differs from what is shared: (key, tensor's name); (key, "") if it is not
+        shared, which come first; ("", name) for a name that is no key."""
         shared: dict[str, Tensor] = {**self.shared, **{n: buffer.tensor for n, buffer in self.buffers.shared.items()}}
         of = {names.identity(tensor): name for name, tensor in shared.items()}
         keys = {
@@ -94,7 +90,7 @@ class SharedSet:
         if shared is None:
             return {self.name_of[name] for name, p in by_name.items() if p.requires_grad}
         found = by_name.keys() if shared == "all" else matching("shared", shared, by_name)
-        # Not integers: a base that is quantised stays frozen.
+        # Integers are left out: a quantized base stays frozen.
         return {self.name_of[name] for name in found if by_name[name].is_floating_point() or by_name[name].is_complex()}
 
     def _refuse_what_nobody_shares(self) -> None:
@@ -107,10 +103,8 @@ class SharedSet:
 
 
 def as_module(model: object) -> nn.Module:
-    """What has joined, as one module: the names in a list begin with "0.", "1.", ..., those in a dict with its keys.
-
-    Raises WrongCall.
-    """
+    """The joined modules as one: names in a list begin with "0.", "1.", ..., those in a dict with its keys.
+    Raises WrongCall."""
     if isinstance(model, nn.Module):
         return model
     several = model.values() if isinstance(model, Mapping) else model if isinstance(model, list | tuple) else ()
@@ -123,7 +117,7 @@ def as_module(model: object) -> nn.Module:
 
 
 def matching(argument: str, patterns: Patterns, known: Iterable[str]) -> set[str]:
-    """The known names that one of the patterns fits. Raises WrongCall for a pattern that fits none."""
+    """The known names that match one of the patterns. Raises WrongCall for a pattern that matches none."""
     every = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(every, Collection) or isinstance(every, Mapping) or not all(isinstance(p, str) for p in every):
         raise WrongCall(f'{argument}= is {shown(patterns)}: give names of parameters, or patterns such as ["head.*"]')
@@ -138,7 +132,7 @@ def matching(argument: str, patterns: Patterns, known: Iterable[str]) -> set[str
 
 
 def _refuse_scripted(model: nn.Module) -> None:
-    """TorchScript keeps parameters where nobody can look at them in place. Raises UnsupportedModel."""
+    """Raises UnsupportedModel for TorchScript, which does not expose its parameters in place."""
     for path, module in names.modules(model):
         if names.is_scripted(module):
             raise UnsupportedModel(
@@ -148,7 +142,7 @@ def _refuse_scripted(model: nn.Module) -> None:
 
 
 def embeddings_and_heads(model: nn.Module) -> set[int]:
-    """Ids (as of `id`) of the weights and biases of embeddings and output heads."""
+    """Ids (by `id`) of the weights and biases of embeddings and output heads."""
     modules = list({id(module): module for _, module in names.modules(model)}.values())
     embeddings: list[nn.Module] = [m for m in modules if isinstance(m, nn.Embedding)]
     embeddings += filter(_is_table, _answers(modules, "get_input_embeddings"))
@@ -158,27 +152,27 @@ def embeddings_and_heads(model: nn.Module) -> set[int]:
 
 
 def _answers(modules: Sequence[nn.Module], question: str) -> Iterator[nn.Module]:
-    """What models say of themselves, as those of Hugging Face do."""
+    """The answers of models that can tell, as those of Hugging Face can."""
     for module in modules:
         ask = getattr(module, question, None)
         if not callable(ask):
             continue
         try:
             answer = ask()
-        except (NotImplementedError, AttributeError):  # a model that has the method, but no such layer
+        except (NotImplementedError, AttributeError):  # a model with the method, but without such a layer
             continue
         if isinstance(answer, nn.Module):
             yield from answer if isinstance(answer, nn.ModuleList) else (answer,)
 
 
 def _is_table(module: nn.Module) -> bool:
-    """Whether it is an embedding of the user's own kind, and not the projection of image patches, for example."""
+    """Whether it is a custom embedding, and not a projection of image patches, for example."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Linear)
 
 
 def _tied(modules: Sequence[nn.Module], embeddings: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Modules with the weight of an embedding. A bias of theirs is that of a head."""
+    """Other modules with the weight of an embedding; their bias is that of a head."""
     weights = {id(embedding._parameters.get("weight")) for embedding in embeddings} - {id(None)}
     for module in modules:
         if not isinstance(module, nn.Embedding) and id(module._parameters.get("weight")) in weights:
@@ -188,8 +182,8 @@ def _tied(modules: Sequence[nn.Module], embeddings: Sequence[nn.Module]) -> Iter
 def _by_size(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """The only linear layer with as many outputs as the largest vocabulary has words.
 
-    The largest: smaller embeddings are of positions, types and the like. A hidden size may be equal to theirs. None,
-    if a linear layer reads that many features: then it is a hidden size as well.
+    Smaller embeddings are of positions, types and the like, and may equal a hidden size. Nothing if a linear layer also
+    reads that many features: then it is a hidden size as well.
     """
     vocabulary = max((m.num_embeddings for m in modules if isinstance(m, nn.Embedding)), default=0)
     layers = [m for m in modules if isinstance(m, nn.Linear)]

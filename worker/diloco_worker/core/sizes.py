@@ -1,21 +1,20 @@
-"""What one process of a learner holds beyond its model, and what it moves: formulas, from the manifest alone.
+"""The memory that one process of a learner needs beyond its model, and its traffic: formulas, from the manifest alone.
 
-The sources: what is kept of a fragment is the table at the top of `core/tensors.py`, what a rank
-holds and owns of it is `core/parts.py`.
+Sources: the table at the top of `core/tensors.py` for the tensors kept of a fragment, and `core/parts.py` for the part
+that a rank holds and pushes.
 
     peak  =  sum over all fragments  (anchor a h + residual r o)
-           + sum over those under way (snapshot s h + contribution encoded + version as it came + difference 4 h)
+           + sum over those in flight (snapshot s h + encoded contribution + version as received + difference 4 h)
 
-    Under way are fragments whose turns follow each other (`manifest.turn`), those that are the most together.
+    In flight are fragments with successive turns (`manifest.turn`); the largest such group counts.
 
-    Fragments of companions are kept as those of the model are, but without residual (r = 0), and as many of them are
-    under way at once at most.
+    Fragments of companions need the same, without residual (r = 0), and at most as many are in flight at once.
 
     h   elements of the fragment that the process holds
     o   elements of these that it pushes
-    a   bytes of an anchor's element: 2, or 4 where float32 is pulled
-    r   bytes of a residual's element: 2, or 4 where a plugin asks for it; 0 without error feedback
-    s   bytes of a snapshot's element: 2, or 4 where float32 is pushed
+    a   bytes per element of an anchor: 2, or 4 if float32 is pulled
+    r   bytes per element of a residual: 2, or 4 if a plugin asks for it; 0 without error feedback
+    s   bytes per element of a snapshot: 2, or 4 if float32 is pushed
 """
 
 from __future__ import annotations
@@ -33,28 +32,28 @@ FLOAT32_BYTES = 4
 
 
 class Share(NamedTuple):
-    """What one process has of a fragment, in elements."""
+    """The part of a fragment in one process, in elements."""
 
     held: int
-    """Of its own tensors: it keeps them, and pulls them."""
+    """Elements that it keeps and pulls."""
     owned: int
-    """Of these, what it pushes."""
+    """Elements of these that it pushes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerBytes:
-    """Of one process. All in bytes, but for `elements`."""
+    """Memory and traffic of one process, in bytes except for `elements`."""
 
     elements: int
-    """Parameters that the process holds, without companions."""
+    """Parameters in the process, without companions."""
     kept: int
-    """Anchors and residuals: all the time."""
+    """Anchors and residuals, always in memory."""
     under_way: int
-    """Beyond that, while contributions and versions are under way."""
+    """Further memory while contributions and versions are in flight."""
     pushed: int
-    """On the wire, for one contribution to every fragment, those of companions included."""
+    """Sent for one contribution to every fragment, including companions."""
     pulled: int
-    """On the wire, for one version of every fragment."""
+    """Received for one version of every fragment."""
 
     @property
     def peak(self) -> int:
@@ -62,23 +61,24 @@ class LearnerBytes:
 
     @property
     def per_element(self) -> float:
-        """Of the peak, for each parameter that the process holds."""
+        """Peak bytes per parameter in the process."""
         return self.peak / self.elements
 
 
 def torch_chunk(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First of the rows that a rank holds of a tensor under `Shard(0)`, and how many: as torch.chunk cuts."""
+    """The first row and the number of rows that a rank holds of a tensor under `Shard(0)`, cut as torch.chunk does."""
     each = -(-rows // ranks)
     first = min(rows, each * rank)
     return first, min(rows - first, each)
 
 
 def shares(manifest: Manifest, ranks: int = 1, replicas: int = 1) -> list[Share]:
-    """What the fullest rank, the first, has of each fragment of the model.
+    """The part of each model fragment in the rank that holds most, the first.
 
     Args:
-        ranks: over which the rows of each tensor are spread: all under FSDP2, 1 under DDP or of a process alone.
-        replicas: that hold the same elements: all ranks under DDP, 1 under FSDP2. Under HSDP the product is all ranks.
+        ranks: number of ranks over which rows are spread: all under FSDP2, 1 under DDP or for a process alone.
+        replicas: number of ranks with the same elements: all under DDP, 1 under FSDP2. Under HSDP the product is all
+            ranks.
     """
     rows = {t.name: t.shape[0] if t.shape else 1 for t in manifest.tensors}
     elements = {t.name: t.num_elements for t in manifest.tensors}
@@ -92,7 +92,7 @@ def shares(manifest: Manifest, ranks: int = 1, replicas: int = 1) -> list[Share]
         return found
 
     def share(fragment: Fragment) -> Share:
-        """Ranks share out whole blocks."""
+        """Ranks split whole blocks."""
         mine = held(fragment)
         return Share(mine, min(mine, -(-mine // (replicas * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS))
 
@@ -103,15 +103,13 @@ def learner_bytes(
     found: Sequence[Share], *, push: str = "int8", pull: str = "bfloat16", error_feedback: bool = True,
     under_way: int = 2, companions: Sequence[Share] = (),
 ) -> LearnerBytes:  # fmt: skip
-    """What a process with these shares of the fragments holds and moves at most.
+    """The most that a process with these shares of the fragments holds and moves.
 
     Args:
-        companions: its shares of the fragments of companions.
-        push: `sync.push`, and `pull`: `sync.pull`.
-        error_feedback: `sync.error_feedback`.
-        under_way: fragments whose contribution or version is under way at once; their turns follow each other. Rounds
-            of P fragments begin H / P steps apart, so it is about  round trip / (H / P x time of a step), rounded up,
-            and at least 1.
+        companions: its shares of the companions' fragments.
+        push, pull, error_feedback: the settings of these names in `sync`.
+        under_way: fragments, of successive turns, whose contribution or version is in flight at once. Rounds of P
+            fragments begin H / P steps apart, so about  round trip / (H / P x time of a step), rounded up, at least 1.
 
     Raises UnknownEncoding.
     """
@@ -122,7 +120,7 @@ def learner_bytes(
     def moving(share: Share) -> int:
         held, owned = share
         snapshot, difference = get_codec(push).progress_dtype.itemsize * held, FLOAT32_BYTES * held
-        anchor_made = 0 if pull in VALUES else num_payload_bytes(ANCHOR, held)  # of a change
+        anchor_made = 0 if pull in VALUES else num_payload_bytes(ANCHOR, held)  # from a change
         return snapshot + num_payload_bytes(push, owned) + num_payload_bytes(pull, held) + anchor_made + difference
 
     return LearnerBytes(
@@ -135,7 +133,7 @@ def learner_bytes(
 
 
 def _most_at_once(sizes: Sequence[int], under_way: int) -> int:
-    """The largest sum over so many fragments whose turns follow each other, round and round."""
+    """The largest sum over `under_way` fragments of successive turns, cyclically."""
     in_turn = sorted(range(len(sizes)), key=lambda fragment_id: turn(fragment_id, len(sizes)))
     cycle = [sizes[fragment_id] for fragment_id in in_turn]
     span = min(under_way, len(cycle))

@@ -1,37 +1,36 @@
-"""All of one fragment that is as large as the fragment: [num_elements] on the model's device.
+"""The tensors of one fragment that are as large as the fragment: [num_elements] on the model's device.
 
     anchor      the version applied last: 2 bytes per parameter, or 4 in a run that pulls float32
     snapshot    anchor - theta, when the contribution was taken: 2 bytes, or 4 in a run that pushes float32
-    residual    what encoders lost of contributions that were merged (error feedback): 2 bytes (some plugins: 4)
-    loss        what the encoder lost of  snapshot + residual,  the contribution under way: in the place of the residual
+    residual    encoding errors of merged contributions (error feedback): 2 bytes (some plugins: 4)
+    loss        encoding error of  snapshot + residual,  the contribution in flight: replaces the residual
 
-If the contribution is merged, the loss is the next residual already. If not, the next contribution first takes the loss
-back: residual = loss + what was sent - snapshot. That is off by the rounding of the loss.
+If the contribution is merged, the loss is the next residual. If not, the next contribution first undoes it:
+residual = loss + sent values - snapshot. That is exact up to the rounding of the loss.
 
-A model in 16 bits rounds a version in float32 that is laid under it. The anchor stays as it came, because changes build
-on it. But progress is counted from what the model holds of it: what was rounded away was not trained.
+A 16-bit model rounds a float32 version that is added to it. The anchor stays exact, because changes build on it. But
+progress is counted from the rounded values, since rounding was not trained.
 
-A snapshot in bfloat16 is a little off. Under `carry` that loses nothing: a contribution counts as what its snapshot
-says, and the rest stays in the local progress, which the next contribution holds.
+A bfloat16 snapshot is slightly off. Under `carry` nothing is lost: the contribution counts as what its snapshot says,
+and the rest stays in the local progress for the next one.
 
-What does not feed back (`Traits.feeds_back`) has no residual: error feedback would send it twice.
+Fragments without `Traits.feeds_back` have no residual: error feedback would send the error twice.
 
-Between contributions only anchor and residual are there, and after one that was not merged also its snapshot and
-payload, until the next is encoded. A learner may keep its residuals in host memory
-(`Replica.stow`): a residual is then on the device only while a contribution is encoded.
+Between contributions only anchor and residual exist, and after one that was not merged also its snapshot and payload,
+until the next is encoded. A learner may keep residuals in host memory (`Replica.stow`); a residual is then on the
+device only while a contribution is encoded.
 
-Which contribution is taken, and what becomes of it, is decided in fragment.py. The codec thread encodes and decodes
-with these tensors, and computes ahead what applying a version adds. The training thread puts values into the model.
+fragment.py decides which contribution is taken, and its fate. The codec thread encodes and decodes with these tensors,
+and computes ahead what applying a version adds. The training thread writes to the model.
 
-A snapshot is taken at the step boundary: between two steps the parameters are the loop's own, and it may put other
-values into them. On a CPU that is one pass over the fragment, in the training thread. On an accelerator it is queued,
-which takes no time, and the device takes it before whatever the loop queues next.
+A snapshot is taken at the step boundary, since between two steps the loop may put other values into the parameters. On
+a CPU this is one pass over the fragment in the training thread. On an accelerator it is queued, which takes no time,
+and runs before whatever the loop queues next.
 
-With `Replica.reads_later` the codec thread takes it, while the training goes on. Each element is then of a value that
-the parameter had (aligned reads of 2 and 4 bytes are whole). Some are from before an optimizer step, some from after
-it. Any such mixture of what was trained is right: what is not in the snapshot goes into the next contribution. A
-version must not be applied to the fragment meanwhile, though: that would move elements by what no training did. So
-versions wait while the fragment is read (`is_being_read`).
+With `Replica.reads_later` the codec thread takes the snapshot while training goes on. Each element is then a value that
+the parameter had (aligned reads of 2 and 4 bytes are atomic), some from before an optimizer step and some from after
+it. Any such mixture is right: work that is not in the snapshot goes into the next contribution. But a version applied
+meanwhile would move elements by something that was not trained, so versions wait (`is_being_read`).
 """
 
 from __future__ import annotations
@@ -54,39 +53,35 @@ from diloco_worker.core.replica import Replica
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """new - reference, computed before the version is applied: applying it is one addition then."""
+    """new - reference, computed ahead, so that applying a version is one addition."""
 
     reference: Reference
-    """Local progress must still be counted from these very tensors, or the difference is of no use."""
+    """The difference is valid only while local progress is counted from these very tensors."""
     values: Tensor
-    """float32 [num_elements]."""
 
 
 class ContributionTensors:
-    """The tensors of one contribution, from the step boundary that takes it until its fate is known."""
+    """The tensors of one contribution, from its step boundary until its fate is known."""
 
     def __init__(
         self, round_number: int, anchor: Tensor, residual: Tensor | None, read: Callable[[Tensor], None], *,
         dtype: torch.dtype, error_feedback: bool, own: slice,
         stow: Callable[[Tensor], Tensor] | None = None, given_back: ContributionTensors | None = None,
     ) -> None:  # fmt: skip
-        """`read` writes anchor - theta to a tensor of this dtype. `own`: what of it this process pushes.
-        `stow` gives what is kept of a loss; None: itself. `given_back`: the contribution before, if it was not
-        merged."""
+        """`read` writes anchor - theta to a tensor of this dtype. `own`: the slice that this process pushes. `stow`
+        copies a loss to where it is kept; None: it stays. `given_back`: the previous contribution, if not merged."""
         self.round = round_number
-        """Names the contribution, within its fragment."""
+        """Identifies the contribution within its fragment."""
         self.anchor = anchor
-        """Of the base version."""
+        """Values of the base version."""
         self.residual = residual
-        """From before, until `encode` puts the loss in its place."""
+        """The previous residual, until `encode` replaces it with the loss."""
         self.snapshot: Tensor | None = None
-        """None until it is taken."""
         self.loss: Tensor | None = None
-        """Set by `encode`, where there is error feedback; in host memory, if the learner keeps its residuals there."""
+        """Set by `encode` with error feedback; in host memory if the learner keeps residuals there."""
         self.payload: Payload | None = None
-        """Set by `encode`."""
         self.is_being_read = True
-        """Whether the snapshot is still to be taken, or being taken."""
+        """Whether the snapshot is not complete yet."""
         self.read = read
         self._moved: Tensor | None = None
         self._wait_until_read: Callable[[], None] | None = None
@@ -103,18 +98,17 @@ class ContributionTensors:
 
     @property
     def may_overwrite(self) -> bool:
-        """Whether encoding it puts a loss in the place of a residual from before."""
+        """Whether encoding overwrites the previous residual with the loss."""
         return self.residual is not None and self._stow is None and not self.is_others
 
     @property
     def reference(self) -> Reference:
-        """What local progress since the snapshot is counted from: what theta was then, moved along with the versions
-        that were applied since. The snapshot must be taken."""
+        """Progress since the snapshot is counted from here: theta at the snapshot, plus versions applied since."""
         assert self.snapshot is not None
         return Reference(self.anchor, self.snapshot) if self._moved is None else Reference(self._moved)
 
     def take_snapshot(self) -> Tensor:
-        """Read theta, or have the device do it, unless that is done. In any thread, but one at a time."""
+        """Read theta, or queue that on the device, unless done. In any thread, but one at a time."""
         if self.snapshot is None:
             try:
                 snapshot = memory.empty(self.anchor.numel(), self._dtype, self.anchor.device)
@@ -126,10 +120,10 @@ class ContributionTensors:
         return self.snapshot
 
     def encode(self, encoding: str) -> Payload:
-        """The pseudo-gradient, with what error feedback adds. Leaves in `loss` what the encoding lost of it.
+        """Encode the pseudo-gradient plus the residual. Leaves the encoding error in `loss`.
 
-        Takes the snapshot. Encodes once: repeating it gives the same payload. In the thread that encodes all
-        contributions of the fragment, one after the other. Raises NotFinite.
+        Takes the snapshot. Encodes once: another call returns the same payload. All contributions of a fragment are
+        encoded one after the other in one thread. Raises NotFinite.
         """
         if self.payload is None:
             snapshot = self._own_snapshot()
@@ -137,7 +131,7 @@ class ContributionTensors:
             if self.may_overwrite:
                 _check_finite(snapshot)
             device, dtype = snapshot.device, get_codec(encoding).residual_dtype
-            is_kept = self._stow is not None  # elsewhere, and encoding overwrites a copy
+            is_kept = self._stow is not None  # it is stored elsewhere, and encoding overwrites a copy
             residual = None if self.residual is None else self.residual.to(device, dtype, copy=is_kept)
             loss = residual
             if loss is None and self._error_feedback:
@@ -146,13 +140,13 @@ class ContributionTensors:
                 self.payload = encode_payload(snapshot, encoding, plus=residual, loss=loss)
             except BaseException:
                 if loss is not None:
-                    loss.zero_()  # it may be half a residual and half a loss
+                    loss.zero_()  # it may be half residual and half loss
                 raise
             self.loss = loss if loss is None or self._stow is None else self._stow(loss)
         return self.payload
 
     def _take_back(self) -> None:
-        """The contribution before was not merged: make the residual what it was before that."""
+        """If the previous contribution was not merged, restore the residual from before it."""
         before = self._given_back
         if before is None:
             return
@@ -162,14 +156,14 @@ class ContributionTensors:
         self._given_back = None
 
     def move(self, difference: Tensor) -> None:
-        """A version of an earlier round was applied: the reference moves along."""
+        """A version of an earlier round was applied: move the reference, too."""
         values, progress = self.reference
         moved = torch.add(difference, values, out=memory.empty(values.numel(), device=values.device))
         self._moved = moved if progress is None else moved.sub_(progress)
-        wait_for_device(moved.device)  # others compute with it
+        wait_for_device(moved.device)  # other threads compute with it
 
     def move_held(self, since: Tensor, values: Tensor, held: Callable[[Tensor], Tensor]) -> None:
-        """As `move`, by values - since, where the model rounds what it holds."""
+        """Like `move`, by values - since, for a model that rounds."""
         reference, progress = self.reference
         moved = held(reference)
         if progress is not None:
@@ -178,7 +172,7 @@ class ContributionTensors:
         wait_for_device(moved.device)
 
     def _own_snapshot(self) -> Tensor:
-        """Of the snapshot, what this process pushes, ready for any thread and stream."""
+        """The part of the snapshot that this process pushes, ready for any thread and stream."""
         snapshot = self.take_snapshot()
         if self._wait_until_read is not None:
             self._wait_until_read()
@@ -186,7 +180,7 @@ class ContributionTensors:
 
 
 class FragmentTensors:
-    """The tensors of one fragment, and how a version gets into the model."""
+    """The tensors of one fragment, and the ways a version gets into the model."""
 
     def __init__(self, fragment: LocalFragment, replica: Replica, policy: LearnerPolicy) -> None:
         self.anchor: Tensor | None = None
@@ -194,7 +188,6 @@ class FragmentTensors:
         self._residual: Tensor | None = None
         self._given_back: ContributionTensors | None = None
         self.fragment = fragment
-        """As this process holds it."""
         self._replica = replica
         self._policy = policy
 
@@ -204,7 +197,7 @@ class FragmentTensors:
         return self.contribution is not None and self.contribution.is_being_read
 
     def values(self) -> Tensor:
-        """What this learner believes the global values are: the anchor, else its own."""
+        """The global values, as far as this learner knows: the anchor, or else its own values."""
         if self.anchor is not None:
             return self.anchor
         out = memory.empty(self.fragment.num_elements, device=self._replica.device)
@@ -213,8 +206,8 @@ class FragmentTensors:
         return out
 
     def reference_of(self, version: int, merged_version: int) -> Reference | None:
-        """What theta moves away from if this version is applied now; None if that is not one addition. In any
-        thread."""
+        """What progress would be counted from if this version were applied now; None if applying it is not one
+        addition. May be called in any thread."""
         contribution, anchor = self.contribution, self.anchor
         if self._policy.on_commit != "carry" or self.fragment.traits.is_whole or self._is_rounded(anchor):
             return None
@@ -225,7 +218,7 @@ class FragmentTensors:
     # ------------------------------------------------------------ at a step boundary, in the training thread
 
     def contribute(self, round_number: int) -> ContributionTensors:
-        """Those of a new contribution, with its snapshot, unless whoever encodes is to take that."""
+        """Make the tensors of a new contribution; with its snapshot, unless the codec thread takes that."""
         assert self.anchor is not None
         assert self.contribution is None
         self.contribution = ContributionTensors(
@@ -241,30 +234,29 @@ class FragmentTensors:
         return self.contribution
 
     def give_back(self) -> None:
-        """The contribution was not merged: forget that it was taken. Whoever still reads it reads in vain."""
+        """The contribution was not merged: forget it. A thread that still reads it does so for nothing."""
         contribution, self.contribution = self.contribution, None
         if contribution is not None and contribution.may_overwrite:
             self._given_back = contribution
 
     def adopt(self, values: Tensor) -> None:
-        """theta <- values: the first version that this learner gets."""
+        """theta <- values: this learner's first version."""
         self._replica.write(self.fragment, values)
         self.anchor = values
 
     def restore(self) -> None:
-        """theta <- the global values, in place of all local progress."""
+        """theta <- the global values, replacing all local progress."""
         self._replica.write(self.fragment, self.values())
 
     def carry(
         self, values: Tensor, *, merged: bool, difference: Difference | None = None, steps: int = 0, before: int = 0
     ) -> None:
-        """Put a version under the local progress.
+        """Add a version under the local progress.
 
-        theta <- theta + (new - what theta was at the snapshot) if the contribution is merged in it, else
-        theta + (new - anchor).
-        `difference`: what was computed ahead. It is computed here where it was from another reference. `steps`: inner
-        steps since the reference was what the model held. `before`: so many of them led to the snapshot of a
-        contribution that is not merged in it. What is contributed whole takes over what it does in training.
+        theta <- theta + (new - theta at the snapshot) if it holds the contribution, else theta + (new - anchor).
+        `difference`: computed ahead; computed again here if its reference is no longer the right one. `steps`: inner
+        steps since the reference was in the model. `before`: those of them up to the snapshot of a contribution that
+        this version does not hold. Fragments contributed whole are written as during training.
         """
         if self.fragment.traits.is_whole:
             self._replica.write(self.fragment, values, trains_on=True)
@@ -282,14 +274,13 @@ class FragmentTensors:
             difference = Difference(reference, moved)
         with self._replica.laid.under(self.fragment):
             self._replica.add(self.fragment, difference.values, steps)
-        if contribution is not None and not merged:  # of a later round
+        if contribution is not None and not merged:  # its round is later
             contribution.move(self._replica.left(self.fragment, difference.values, before))
         self._settle(values, merged=merged)
 
     def _carry_held(self, values: Tensor, reference: Reference, *, merged: bool) -> None:
-        """As `carry`, where the model rounds what it holds: theta <- new + (theta - reference), all of them as it holds
-        them. Where nothing was trained, that is the new version, and none of the rounding is in the next contribution.
-        """
+        """Like `carry` for a model that rounds: theta <- new + (theta - reference), each rounded as in the model. If
+        nothing was trained, theta is exactly the new version, and the next contribution holds none of the rounding."""
         held = partial(self._replica.as_held, self.fragment)
         since, new = held(reference.values), held(values)
         if reference.progress is not None:
@@ -302,11 +293,10 @@ class FragmentTensors:
         self._settle(values, merged=merged)
 
     def _is_rounded(self, values: Tensor | None) -> bool:
-        """Whether the model cannot hold these values as they are."""
         return values is not None and self._replica.rounds(self.fragment, values.dtype)
 
     def overwrite(self, values: Tensor, *, merged: bool) -> None:
-        """theta <- new, or a blend of both:  alpha * theta + (1 - alpha) * new."""
+        """theta <- new, or a blend:  alpha * theta + (1 - alpha) * new."""
         with self._replica.laid.under(self.fragment):
             if self._policy.on_commit == "blend" and self._policy.blend_alpha:
                 self._replica.blend(self.fragment, values, self._policy.blend_alpha)
@@ -315,7 +305,6 @@ class FragmentTensors:
         self._settle(values, merged=merged)
 
     def _settle(self, values: Tensor, *, merged: bool) -> None:
-        """The new anchor; and what was lost of a contribution that is in it."""
         if merged:
             assert self.contribution is not None
             self._residual = self.contribution.loss
@@ -324,16 +313,16 @@ class FragmentTensors:
 
 
 def _check_finite(values: Tensor) -> None:
-    """Raises NotFinite. Usually reads the values once, as their sum tells."""
+    """Raises NotFinite. Usually one pass, as the sum tells."""
     if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
         refuse_non_finite(values)
 
 
 def _restore(loss: Tensor, payload: Payload, snapshot: Tensor) -> None:
-    """loss <- the residual that was encoded with this snapshot: loss + what was sent - snapshot.
+    """loss <- the residual that was encoded with this snapshot: loss + sent values - snapshot.
 
-    What is no more than rounding becomes zero. A contribution may have been refused for being enormous, and so is the
-    rounding of its loss: it would not go away again.
+    Values no larger than rounding become zero: a contribution may have been refused for being enormous, and so is the
+    rounding of its loss, which would never go away.
     """
     sent = memory.empty(loss.numel(), device=loss.device)
     decode_payload(payload, sent)
@@ -341,4 +330,4 @@ def _restore(loss: Tensor, payload: Payload, snapshot: Tensor) -> None:
         noise = sent[part].abs().mul_(2.0**-22).add_(loss[part].abs(), alpha=2.0**-7)
         restored = sent[part].sub_(snapshot[part]).add_(loss[part])
         loss[part].copy_(restored.masked_fill_(restored.abs() <= noise, 0.0))
-    wait_for_device(loss.device)  # the snapshot goes, and another stream may take its memory
+    wait_for_device(loss.device)  # the snapshot is freed, and another stream may reuse its memory

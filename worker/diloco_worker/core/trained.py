@@ -1,7 +1,7 @@
-"""What optimizers train, beside what is shared: both differences by name, and the line that mends each.
+"""Compares what optimizers train with what is shared: names the differences, and the line of code that fixes each.
 
-A target network that requires gradients is in the model and in no optimizer: merged like all others, it is worth
-nothing. A head that lives in the loss is in the optimizer and not in the model: every learner has its own.
+A target network that requires gradients is in the model but in no optimizer, and merging it would be wrong. A head
+inside the loss is in the optimizer but not in the model, so every learner trains its own.
 """
 
 from __future__ import annotations
@@ -17,34 +17,32 @@ from diloco_worker.core.shared_set import SharedSet
 
 SHOWN = 3
 KIN = ("adam", "lamb", "adafactor", "soap", "adan")
-"""In the names of optimizers that divide by a running mean of squared gradients, as Adam does, whoever made them:
-AdamW8bit, FusedAdam, AdamWScheduleFree."""
+"""Parts of class names of Adam-like optimizers, which divide by a mean of squared gradients, such as AdamW8bit."""
 NO_KIN = ("muon",)
-"""MuonWithAuxAdam steps the matrices, nearly all of a model, otherwise."""
+"""MuonWithAuxAdam treats the matrices, nearly all of a model, differently."""
 INSIDE = ("optimizer", "_optimizer", "optim", "base_optimizer")
-"""Where wrappers keep the optimizer that steps: of accelerate, Lightning, and others."""
+"""Attributes in which wrappers (accelerate, Lightning and others) keep the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Between a model and its optimizers. False if there are none."""
+    """Differences between a model and its optimizers. False if there are none."""
 
     untrained: tuple[str, ...] = ()
-    """Shared parameters that require a gradient, and that no optimizer has."""
+    """Shared parameters that require a gradient and are in no optimizer."""
     patterns: tuple[str, ...] = ()
-    """The fewest that fit these, and none of the others."""
+    """The fewest patterns that match these and nothing else."""
     unshared: tuple[tuple[int, ...], ...] = ()
-    """Shapes of what an optimizer has and the model has not."""
+    """Shapes of tensors that are in an optimizer and not in the model."""
 
     def __bool__(self) -> bool:
         return bool(self.untrained or self.unshared)
 
     def __str__(self) -> str:
-        """What is different, and what to do."""
         return "; ".join(f"{words}: {which}; {do}" for words, which, do in self.said())
 
     def said(self) -> Iterator[tuple[str, str, str]]:
-        """Of each: what is different, which tensors, and what to do."""
+        """For each: the difference, which tensors, and what to do."""
         if self.untrained:
             do = f"join(private={[*self.patterns]}) keeps it local, or freeze it before join, if it never changes"
             yield "shared, but in no optimizer: a target network, a teacher?", _some(self.untrained), do
@@ -55,8 +53,7 @@ class Differences:
 
 
 def differences(chosen: SharedSet, optimizers: Iterable[Any], others: Collection[str] = ()) -> Differences:
-    """`optimizers`: those that step on this model. What is frozen at the moment may be in none, and so may be `others`,
-    by name."""
+    """`optimizers`: all of this model. Parameters that are frozen now, or named in `others`, need not be in one."""
     known = {id(one): name for name, objects in chosen.objects.items() for one in objects}
     held: dict[int, Tensor] = {}
     for optimizer in optimizers:
@@ -71,7 +68,7 @@ def differences(chosen: SharedSet, optimizers: Iterable[Any], others: Collection
 
 
 def _patterns(names: Collection[str], others: Collection[str]) -> Iterator[str]:
-    """The shortest paths below which there is nothing else."""
+    """The shortest paths with only these names below."""
     seen: set[str] = set()
     for name in names:
         parts = name.split(".")
@@ -89,9 +86,9 @@ def _some(found: Collection[str]) -> str:
 
 
 def inner_of(optimizers: Iterable[Any]) -> str:
-    """What steps most of the elements that these optimizers have: ADAM or OTHER; empty: there are none.
+    """ADAM or OTHER, whichever steps on more elements; "" without optimizers.
 
-    By the names of their classes: state says it only after a step, and every maker keeps it under other names.
+    By class names: state exists only after a step, and differs from library to library.
     """
     elements = {ADAM: 0, OTHER: 0}
     for optimizer in optimizers:

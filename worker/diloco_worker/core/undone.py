@@ -1,24 +1,24 @@
-"""Notices when a version that was laid under the parameters is gone after an inner step.
+"""Detects inner steps that undo the versions applied before them.
 
 Some optimizers step on a copy of the weights (float32 masters, the slow weights of Lookahead) and write it over the
-parameters. What a learner has put there is then undone at every step, and the learner contributes the undoing: the
-global model ends worse than untrained. Copies must get versions, too (`join(masters=...)`).
+parameters. That undoes every version, and the learner contributes the undoing: the global model ends up worse than
+untrained. Such copies must get versions, too (`join(masters=...)`).
 
-Of a version that is applied, some elements are watched over the next inner steps. With d, what the version has changed
-in them, and s, what a step has changed, one of the steps has undone the version if
+Some elements of an applied version are watched over the next inner steps. With d, the change of these elements by the
+version, and s, their change by one step, that step has undone the version if
 
     share = -<s, d> / <d, d>             is within [`SHARE_LEAST`, `SHARE_MOST`]: 1 for masters, 0.5 for Lookahead,
     likeness = -<s, d> / (|s| |d|)       is at least `LIKENESS_LEAST`, and
-    |s| / median |s| of the other steps  is at least `OUTSTANDING`: training that swings back and forth does so evenly.
+    |s| / median |s| of the other steps  is at least `OUTSTANDING`: training that oscillates does so evenly.
 
-Elements are taken by rows, so many of one tensor, as an optimizer may have copies of some tensors only. A version is
-gone where most of the rows that it has changed say so, and only `IN_A_ROW` of them, one after the other, are believed.
-Even then it is a guess: a loop that keeps its parameters in a set takes back what of a version lies outside. So it is
-said and counted, and ends nobody.
-How the constants were measured: 24 of 24 trials were found rightly, and none of 30 wrongly. Without the last
-condition, 3 of 50 were found wrongly.
+Each row of elements comes from one tensor, since an optimizer may copy only some. A version counts as undone if most of
+the rows that it changed say so, and only `IN_A_ROW` such versions in succession are reported. Even this is a guess: a
+loop that keeps its parameters in a set takes back the part of a version that lies outside. So it is logged and counted,
+and ends nothing.
+The constants were measured: 24 of 24 trials with such an optimizer were found, and none of 30 others. Without the last
+condition there were 3 false findings in 50.
 
-Nothing waits for a device: the rows are read when they are on the CPU, a step or more later.
+Nothing waits for a device: rows are read once they are on the CPU, a step or more later.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ from diloco_common.wire.manifest import Fragment
 from diloco_worker.core import device, layout
 
 ROWS = 4
-"""Tensors of a fragment that are watched at once; with another version, others of them."""
+"""Tensors of a fragment watched at once; other ones for each version."""
 RUNS, RUN = 4, 16
 ROW = RUNS * RUN
-"""Elements of each: some runs of neighbours, as each run is a miss of the caches at every step. Smaller tensors are not
-watched."""
+"""Elements per row: a few runs, since each run costs a cache miss per step. Smaller tensors are not watched."""
 STEPS = 10
-"""Inner steps after a version. Lookahead writes its slow weights every 5, 6 or 10."""
+"""Inner steps to watch after a version. Lookahead writes its slow weights every 5, 6 or 10."""
 STEPS_LEAST = 3
-"""If the next version comes earlier, these must do."""
+"""The fewest steps that count, if the next version comes earlier."""
 CHANGED_LEAST = 16
-"""Elements of a row that a version must have changed, or the row says nothing: an embedding that nobody has used."""
+"""Elements of a row that a version must change for the row to count; an unused embedding changes none."""
 SHARE_LEAST, SHARE_MOST = 0.35, 1.5
 LIKENESS_LEAST = 0.7
 OUTSTANDING = 2.0
@@ -54,14 +53,13 @@ FINDING = "inner steps undo one version after another: this model keeps nothing 
 COPIES = "if the optimizer steps on a copy of the weights (float32 masters, Lookahead): join(masters=optimizer)"
 CLAMPS = "if the loop clamps or projects the parameters: join(after_version=f)"
 REST = 40
-"""Inner steps without a watch after a version that stayed: an optimizer that takes versions back does so with all."""
+"""Inner steps without a watch after a version that stayed: an optimizer that undoes versions undoes all."""
 
 Where = Callable[[str], int]
-"""Name of a tensor -> its address."""
 
 
 class RowPlace(NamedTuple):
-    """Where a row is taken from: elements of a tensor."""
+    """The elements of a tensor from which a row is taken."""
 
     tensor: str
     start: int
@@ -69,12 +67,11 @@ class RowPlace(NamedTuple):
 
 
 class Watched:
-    """The version that is watched at the moment."""
+    """The version that is being watched."""
 
     def __init__(
         self, fragment_id: int, places: list[RowPlace], read: Callable[[RowPlace], Tensor], where: Where
     ) -> None:
-        """`read` gives a view of a row."""
         self.fragment_id = fragment_id
         self._places = places
         self._read, self._where = read, where
@@ -88,7 +85,7 @@ class Watched:
         return len(self.seen) - 2
 
     def look(self) -> None:
-        """One operation, unless a parameter has another storage by now: this runs at every step."""
+        """Read the rows: one operation, unless a parameter has new storage, as this runs at every step."""
         addresses = [self._where(place.tensor) for place in self._places]
         if addresses != self._addresses:
             self._addresses, self._views = addresses, [self._read(place) for place in self._places]
@@ -96,7 +93,7 @@ class Watched:
 
 
 class Samples(NamedTuple):
-    """Of a version that is watched no longer: float32 [steps + 2, rows, ROW] on the CPU, once it is there."""
+    """The rows of a version after its watch: float32 [steps + 2, rows, ROW] on the CPU, once they are there."""
 
     fragment_id: int
     values: Tensor
@@ -104,10 +101,10 @@ class Samples(NamedTuple):
 
 
 class Laid:
-    """Whether what was laid under the parameters of one model stays there. Owned by the training thread."""
+    """Watches whether versions stay in the parameters of one model. Owned by the training thread."""
 
     def __init__(self, theta: Callable[[str], Tensor], where: Where) -> None:
-        """`theta`: a tensor of the model, as it is now; `where`: its address."""
+        """`theta` returns the current tensor of a name; `where` its address."""
         self._theta, self._where = theta, where
         self._watched: Watched | None = None
         self._samples: list[Samples] = []
@@ -115,12 +112,12 @@ class Laid:
         self._rest = 0  # inner steps until the next version is watched
         self._in_a_row = 0
         self.undone = 0
-        """Versions that were gone after inner steps; 0 until so many were, one after the other, that it is believed."""
+        """Versions that inner steps have undone; 0 until `IN_A_ROW` were in succession."""
         self._of_fragment: dict[int, int] = {}
 
     @contextmanager
     def under(self, fragment: Fragment) -> Iterator[None]:
-        """For a `with`: a version of the fragment is applied inside."""
+        """A `with` block in which a version of the fragment is applied."""
         if self._watched is not None and self._watched.fragment_id == fragment.fragment_id:
             self._end(self._watched)
         is_due = self._watched is None and self._rest <= 0 and fragment.traits.is_of_model
@@ -135,14 +132,13 @@ class Laid:
         self._watched = watched
 
     def settled(self) -> None:
-        """The loop has changed the model since: what is there now is the version."""
+        """The loop has changed the model since: its values now count as the version."""
         if self._watched is not None and not self._watched.steps:
             self._watched.seen.pop()
             self._watched.look()
 
     def check(self) -> bool:
-        """After every inner step, before versions are applied. Whether it turns out now that steps take versions
-        back."""
+        """Call after every inner step, before versions are applied. True once: steps were found to undo versions."""
         before = self.undone
         self._rest -= 1
         if self._watched is not None:
@@ -155,7 +151,7 @@ class Laid:
         return before < IN_A_ROW <= self.undone
 
     def _end(self, watched: Watched) -> None:
-        """What was seen of a version goes to the CPU."""
+        """End the watch and send its rows to the CPU."""
         self._watched = None
         if watched.steps < STEPS_LEAST:
             return
@@ -173,7 +169,6 @@ class Laid:
             self.undone += 1
 
     def _places(self, fragment: Fragment) -> list[RowPlace]:
-        """In some of the tensors of the fragment, in turn."""
         found = [RowPlace(p.tensor, p.tensor_offset, p.tensor_offset + p.num_elements) for p in fragment.pieces]
         found = [place for place in found if self._memory(place).numel() >= ROW]
         if not found:
@@ -183,7 +178,7 @@ class Laid:
         return (found[first:] + found[:first])[:ROWS]
 
     def _memory(self, place: RowPlace) -> Tensor:
-        """The elements of a place, or most of them, in the order in which they lie in memory. Empty: they lie apart."""
+        """Most of the elements of a place, as a flat view in memory order. Empty if they have gaps."""
         theta = self._theta(place.tensor)
         if theta.is_contiguous():
             return theta.view(-1)[place.start : place.stop]
@@ -192,13 +187,12 @@ class Laid:
         return part.new_empty(0) if flat is None else flat
 
     def _row(self, place: RowPlace) -> Tensor:
-        """[RUNS, RUN]"""
         memory = self._memory(place)
         return memory.as_strided((RUNS, RUN), (memory.numel() // RUNS, 1))
 
 
 def is_gone(samples: Tensor) -> bool:
-    """Whether a version was undone, by what is seen of it: float32 [steps + 2, rows, ROW]."""
+    """Whether a version was undone, by its rows: float32 [steps + 2, rows, ROW]."""
     laid = samples[1] - samples[0]
     steps = samples[1:-1] - samples[2:]
     back, laid_2 = (steps * laid).sum(2), laid.square().sum(1)

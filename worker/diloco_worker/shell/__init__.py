@@ -1,1 +1,1 @@
-"""What carries out the decisions of the core: threads, the event loop, gRPC, and the user's model and optimizers."""
+"""Carries out the core's decisions: threads, the event loop, gRPC, and the user's model and optimizers."""

@@ -1,7 +1,7 @@
-"""What a script gives to `join` and to calls of a learner: looked at before anything is done with it.
+"""Checks the arguments of `join` and of a learner's methods before they are used.
 
-Where Python would go on with a wrong value until something else stumbles over it, the script is told here. What only
-others can judge (addresses, certificates, names of parameters) is not looked at.
+It covers values with which Python would go on until something fails elsewhere. Values that only others can judge
+(addresses, certificates, names of parameters) are not checked here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from diloco_worker.shell.exits import say_in_one_line
 
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _TOKEN = re.compile(r"[!-~]+\Z")
-"""What goes into a header."""
+"""Characters allowed in a gRPC header."""
 GIVEN = frozenset({"shards", "model", "state"})
-"""Arguments of `join` that are no options of a callback."""
+"""Arguments of `join` that a callback supplies itself."""
 
 
 def check_who(run: object, learner_id: object, tls: object, token: object) -> None:
-    """Who calls. Raises WrongCall."""
+    """Check who calls. Raises WrongCall."""
     is_run = isinstance(run, str) and _RUN.match(run)
     _take(is_run, "run", run, "give the id of the run as its shards have it, 1 to 64 of A-Z a-z 0-9 . _ -")
     example = f"give a name, such as {str(learner_id)[:40]!r}, or leave it out"
@@ -42,13 +42,13 @@ def check_who(run: object, learner_id: object, tls: object, token: object) -> No
 
 
 def check_site(site: object) -> str:
-    """Raises WrongCall."""
+    """Check and return the site. Raises WrongCall."""
     _take(isinstance(site, str) and (not site or _RUN.match(site)), "site", site, "give 1 to 64 of A-Z a-z 0-9 . _ -")
     return str(site)
 
 
 def check_how(wait_s: object, mean_merge: object, history: object, address_file: object, http: object) -> None:
-    """What `join` waits for and writes. Raises WrongCall."""
+    """Check the arguments for waiting and for output. Raises WrongCall."""
     check_seconds("wait_s", wait_s)
     is_listed = isinstance(mean_merge, Collection) and not isinstance(mean_merge, str | bytes | Mapping)
     are_names = is_listed and all(isinstance(name, str) for name in mean_merge)  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def check_how(wait_s: object, mean_merge: object, history: object, address_file:
 
 
 def check_seconds(argument: str, seconds: object) -> None:
-    """Raises WrongCall unless it is None, or a number from 0."""
+    """Raises WrongCall unless it is None or a number from 0."""
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     _take(seconds is None or (is_number and seconds >= 0), argument, seconds, "give seconds, a number from 0")  # type: ignore[operator]
 
@@ -85,7 +85,6 @@ def check_either(argument: str, word: object, known: Collection[str]) -> None:
 
 
 def _take(fits: object, argument: str, given: object, what_to_do: str) -> None:
-    """Raises WrongCall unless it fits."""
     if not fits:
         raise WrongCall(f"{argument}= is {shown(given)}: {what_to_do}")
 
@@ -96,8 +95,8 @@ def _take_path(argument: str, path: object, what: str) -> None:
 
 
 def check_callback(shards: str, options: Mapping[str, object], join: Callable[..., Any], instead: str) -> None:
-    """What a callback is given that calls `join` later, once the Trainer has loaded everything, and gives `GIVEN`
-    itself. `instead`: why it takes no island, and what to do. Raises ConfigError, and WrongCall."""
+    """Check the arguments of a callback that calls `join` later, when the Trainer has loaded everything. `instead`: why
+    it takes no island, and what to do. Raises ConfigError and WrongCall."""
     if options.get("log", "stderr") is not None:
         say_in_one_line()  # as `join` does
     if options.get("island") is not None:
@@ -112,14 +111,14 @@ def check_callback(shards: str, options: Mapping[str, object], join: Callable[..
 
 
 class Counted(NamedTuple):
-    """The work of one inner step. Rounds, budgets and weights take either for tokens."""
+    """The work of one inner step. Rounds, budgets and weights count samples as they count tokens."""
 
     amount: int
     is_samples: bool
 
 
 def counted(tokens: object, samples: object) -> Counted:
-    """Of `step(tokens=..., samples=...)`. Raises ConfigError unless exactly one of them is there and can be."""
+    """Check the work in `step(tokens=..., samples=...)`. Raises ConfigError unless exactly one is given and valid."""
     if (tokens is None) is (samples is None):
         has = "both tokens and" if tokens is not None else "neither tokens nor"
         raise ConfigError(f"step() has {has} samples: give one, and the same in all learners of a run")
@@ -131,7 +130,7 @@ def counted(tokens: object, samples: object) -> Counted:
 
 
 def check_loss(loss: object) -> None:
-    """Of `step(loss=...)`. Reads no tensor, which would wait for its device. Raises WrongCall."""
+    """Check the loss in `step(loss=...)`. Reads no tensor, which would wait for its device. Raises WrongCall."""
     if isinstance(loss, Tensor):
         if loss.numel() == 1 and not loss.is_complex():
             return
@@ -144,7 +143,7 @@ def check_loss(loss: object) -> None:
 
 
 def _whole(name: str, given: object) -> int:
-    """Of numpy's integers and the like; a tensor's would wait for its device. Raises ConfigError."""
+    """An integer of numpy or the like; a tensor's value would wait for its device. Raises ConfigError."""
     if not isinstance(given, Tensor | bool):
         try:
             return operator.index(given)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The step boundary: events in, acts out. Owned by the training thread.
 
-Takes events that the council has decided on into the core, in their order, and the snapshots that rounds ask for.
-Returns what else is to be done about them, as plain values. Waits for nothing and sends nothing.
+It passes the events that the council has decided on to the core, in order, and takes the snapshots that rounds ask for.
+It returns everything else to do as plain values. It neither waits nor sends.
 """
 
 from __future__ import annotations
@@ -25,37 +25,34 @@ from diloco_worker.core.replica import Replica
 from diloco_worker.shell.council import Council
 
 SEED_HOLD_S = 10.0
-"""Where a run is under way, a learner that has nothing of a fragment yet lets those seed it that have trained on it.
+"""Seconds for which a learner without a fragment lets others seed it, if a run is under way: they may have trained it.
 
-So does one that was resumed where there is no run: a model that begins anew is that of a new learner, and not some
-fragments of the one and some of the other. If nobody comes, its values are the best that there are."""
+A resumed learner also waits in a new run, so that the model is all a new learner's, not a mixture. If nobody seeds the
+fragment, the learner's own values are the best there are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a learner begins: at nothing, or where an earlier process has ended."""
+    """Where a learner's counts begin: at 0, or where an earlier process ended."""
 
     inner_step: int = 0
-    """Where the count of inner steps goes on."""
     tokens: int = 0
-    """Where the count of tokens goes on."""
     tokens_seen: int = 0
-    """Merged into the versions that an earlier process had seen."""
+    """Tokens merged into the versions that an earlier process had seen."""
     resumed: bool = False
-    """The model holds values of this run, of a checkpoint."""
+    """Whether the model holds values of this run, from a checkpoint."""
 
 
 class StepBoundary:
-    """The core of one learner, what has joined, and the council that both are fed from. Ranks call it alike."""
+    """Connects one learner's core and its shards with the council that feeds them. All ranks call it alike."""
 
     def __init__(
         self, replica: Replica, addresses: Sequence[str], council: Council, pulse: Callable[[], Pulse], world: World,
         start: Start, after_version: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """`pulse`: the state of the run, over all learners, as this process hears it. `after_version`: called when
-        versions were written to the model."""
+        """`pulse`: the state of the run, as known here. `after_version`: called after versions were written."""
         self.core: LearnerCore | None = None
-        """None until the first shard tells how the model is cut."""
+        """None until the first shard says how to cut the model."""
         self.shards = Shards(len(addresses))
         self.is_resumed = start.resumed
         self.replica = replica
@@ -64,48 +61,45 @@ class StepBoundary:
         self._pulse = pulse
         self._is_stop_asked = False
         self.leave_asked_at: float | None = None
-        """When this process was asked to."""
+        """Time at which this process was asked to leave."""
         self._clock = world.clock
         self._cpu_clock = world.cpu_clock
         self._start = start
         self._after_version = after_version
-        self._empty_since: dict[int, tuple[int, float]] = {}  # fragment -> epoch of its shard, and since when
+        self._empty_since: dict[int, tuple[int, float]] = {}  # fragment -> its shard's epoch, and since when
         self._acts: list[Act] = []
 
     @property
     def pulse(self) -> Pulse:
-        """The state of the run."""
         return self._council.pulse(self._pulse())
 
     @property
     def is_stop_asked(self) -> bool:
-        """Whether to stop, whatever the shards say."""
+        """Whether to stop, regardless of the shards."""
         return self._council.stops(is_asked=self._is_stop_asked)
 
     def ask_stop(self) -> None:
-        """Make `is_stop_asked` true, soon. In any thread, and in signal handlers."""
+        """Make `is_stop_asked` true soon. In any thread, and in signal handlers."""
         self._is_stop_asked = True
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other rank steps with this process."""
         return self._council.is_alone
 
     @property
     def is_leave_asked(self) -> bool:
-        """Whether to hand over what is trained, and go."""
+        """Whether to hand over the work and leave."""
         return self._council.leaves(is_asked=self.leave_asked_at is not None)
 
     def ask_leave(self) -> None:
-        """Make `is_leave_asked` true, soon. In any thread, and in signal handlers."""
+        """Make `is_leave_asked` true soon. In any thread, and in signal handlers."""
         self.leave_asked_at = self._clock()
 
     def stepped(self, tokens: int) -> None:
-        """An inner step on so many tokens has ended."""
         self._council.stepped(self._core, tokens)
 
     def cross(self, apply_s: float = math.inf) -> list[Act]:
-        """Take in what is decided, in order, and say what came. Returns what to do about it, contributions included."""
+        """Apply the decided events in order, and report new ones. Returns the acts, contributions included."""
         acts = self._decided(self._council.hear(), apply_s)
         if not any(isinstance(act, Failed) for act in acts):
             is_leaving = self.leave_asked_at is not None
@@ -121,8 +115,8 @@ class StepBoundary:
         return acts
 
     def _take_all(self, apply_s: float) -> None:
-        """Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s`
-        seconds: an event may decide over those after it, so none overtakes another here."""
+        """Stop at a version of a fragment that is being read, or once applying took `apply_s` seconds. The rest waits:
+        an event may decide about later ones, so none overtakes another here."""
         began = self._clock()
         try:
             while (event := self._council.pop()) is not None:
@@ -140,7 +134,7 @@ class StepBoundary:
             self._contribute()
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether the learner has joined every shard and holds every fragment, and what is missing."""
+        """Whether the learner has joined every shard and holds every fragment; and what is missing."""
         there = {joined.address for joined in self.shards.joined}
         away = [address for address in self._addresses if address not in there]
         if away:
@@ -153,9 +147,9 @@ class StepBoundary:
         return True, "joined"
 
     def has_what_can_be_had(self, shards_up: set[int]) -> bool:
-        """Whether there is a fragment from a shard, and all that are missing are of shards that are away.
+        """Whether there is a fragment from a shard, and all missing ones belong to shards that are away.
 
-        Several ranks wait for every shard: what is up differs between them.
+        An island waits for every shard, since ranks may see different shards up.
         """
         if self.core is None or not self._council.is_alone:
             return False
@@ -163,11 +157,10 @@ class StepBoundary:
         return len(missing) < len(self.core.fragments) and not any(f.shard_index in shards_up for f in missing)
 
     def begin_without(self) -> None:
-        """Train on from the model's own values where no version has come."""
         self._core.begin_without()
 
     def figures(self) -> Figures:
-        """How far the learner is. In any thread."""
+        """The learner's progress. May be called in any thread."""
         if self.core is None:
             return Figures(self._start.inner_step, self._start.tokens)
         core = self.core
@@ -177,11 +170,10 @@ class StepBoundary:
         )  # fmt: skip
 
     def trained_here(self) -> tuple[int, int]:
-        """Inner steps and tokens of this process."""
         return self._core.inner_step - self._start.inner_step, self._core.tokens - self._start.tokens
 
     def trained(self) -> tuple[int, int]:
-        """Inner steps and tokens of everything that the model holds. Raises as `Council.trained`."""
+        """Inner steps and tokens of everything in the model. Raises what `Council.trained` raises."""
         figures = self.figures()
         return self._council.trained(figures.inner_step, figures.tokens)
 
@@ -210,7 +202,7 @@ class StepBoundary:
         return self.core
 
     def _joined(self, joined: Joined) -> None:
-        """A shard gave a lease: the first one tells how the model is cut; once all did, seed what is empty."""
+        """A shard gave a lease. The first one says how to cut the model; once all have joined, seed what is empty."""
         is_new = self.shards.join(joined)
         if self.core is None:
             self._cut(joined)
@@ -220,14 +212,13 @@ class StepBoundary:
                 self._seed(shard)
 
     def _cut(self, first: Joined) -> None:
-        """Cut the model as a shard says that all do."""
         manifest = cut(self.replica.specs, first.num_fragments, first.num_shards)
         self.core = LearnerCore(self.replica, manifest, first.policy)
         self.core.inner_step, self.core.tokens = self._start.inner_step, self._start.tokens
         self._acts.append(ModelCut(manifest, {i: f.tensors for i, f in self.core.fragments.items()}))
 
     def _seed(self, joined: Joined) -> None:
-        """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""
+        """Offer the fragments that the shard lacks: at the start, and when it comes back empty."""
         for status in joined.fragments:
             if not status.seeded:
                 others_may_know_more = self.is_resumed or self.pulse.tokens_merged > 0
@@ -239,9 +230,9 @@ class StepBoundary:
                     self._acts.append(OfferSeed(status.fragment_id, values, hold_s))
 
     def _hold_s(self, fragment_id: int, epoch: int) -> float:
-        """What is left of the hold that began when this epoch of the shard was first seen without the fragment.
+        """Seconds left of the hold, since this epoch of the shard was first seen without the fragment.
 
-        It is not counted from each Join. A lease may be shorter than the hold, and the learner would never seed.
+        It does not restart at each Join: with a lease shorter than the hold, the learner would never seed.
         """
         known_epoch, since = self._empty_since.get(fragment_id, (0, 0.0))
         if known_epoch != epoch:
@@ -251,7 +242,7 @@ class StepBoundary:
 
     @torch.no_grad()
     def written(self) -> None:
-        """Values that no inner step has led to are in the model: the loop puts them into the set that it keeps."""
+        """Values that no inner step produced were written to the model: let the loop clamp or project them."""
         if self._after_version is not None:
             self._after_version()
             self.replica.laid.settled()

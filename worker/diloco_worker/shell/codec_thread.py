@@ -1,9 +1,9 @@
-"""The codec side of a learner: what is encoded, what is held, and the one thread that encodes and decodes.
+"""The one thread that encodes and decodes for a learner, with the payloads and versions that are kept.
 
-Encoding a contribution is one job, and so are decoding and what applying a version can have computed ahead. Neither the
-training thread nor the event loop waits for a job. A contribution's job begins at the step boundary (`begin`); where
-the replica reads later, it takes the snapshot first. The payload stays here until the contribution's fate is known, and
-the version pulled last stays until the next one comes.
+Encoding a contribution is one job; so is decoding a version, with the computation ahead of applying it. Neither the
+training thread nor the event loop waits for a job. A contribution's job starts at the step boundary (`begin`), and
+takes the snapshot first if the replica reads later. Its payload is kept until its fate is known, and the latest pulled
+version until the next one.
 """
 
 from __future__ import annotations
@@ -36,23 +36,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HeldVersion:
-    """The version of a fragment that was pulled last."""
-
     epoch: int
     version: int
     tokens_merged: int
-    """Tokens merged into it, in whichever epoch of the shard."""
+    """Tokens merged into it, in whatever epoch of the shard."""
     values: Tensor | None
-    """The base of the next change. None: a change to it came damaged, so the next version is asked for as values."""
+    """Base of the next change. None: a change to it arrived damaged, so the next pull asks for values."""
 
 
 class CodecThread:
-    """One per learner. Its methods return at once; what they give is ready later."""
+    """One per learner. Its methods return at once; results are ready later."""
 
     def __init__(
         self, device: torch.device, world: World, telemetry: LearnerTelemetry, tokens_seen: int = 0
     ) -> None:  # fmt: skip
-        """`tokens_seen`: merged into the versions that an earlier process of this learner had seen."""
+        """`tokens_seen`: tokens merged into the versions that an earlier process of this learner had seen."""
         self._device = device
         self._clock = world.clock
         self._cpu_clock = world.cpu_clock
@@ -61,46 +59,46 @@ class CodecThread:
         self._tensors: Mapping[int, FragmentTensors] = {}
         self._payloads: dict[
             PendingContribution, Future[Payload]
-        ] = {}  # the training thread adds, the network thread drops
+        ] = {}  # the training thread adds, the network thread removes
         self._held: dict[int, HeldVersion] = {}
         self._tokens_seen = tokens_seen
         self._is_closed = False
         self._give_back = world.give_back
-        self._has_encoded_seed = False  # of the codec thread alone
+        self._has_encoded_seed = False  # used by the codec thread alone
 
     def close(self) -> None:
-        """End the thread; jobs that have not begun are given up. Repeating it is fine."""
+        """End the thread; jobs that have not started are dropped. May be repeated."""
         self._is_closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------ in the training thread
 
     def begin(self, contribution: PendingContribution, encoding: str) -> None:
-        """Encode a contribution, unless that is done or under way, or this is closed."""
+        """Encode a contribution, unless that is done or in progress, or this is closed."""
         if contribution not in self._payloads and not self._is_closed and not contribution.tensors.is_others:
             self.drop(lambda earlier: earlier.fragment_id == contribution.fragment_id)
             self._payloads[contribution] = self._executor.submit(self._contribution, contribution, encoding)
 
     def wait(self) -> None:
-        """Until what was begun is encoded, and so every snapshot taken."""
+        """Wait until all started jobs are done, and so every snapshot taken."""
         wait(list(self._payloads.values()))
 
     # ------------------------------------------------------------ in the network thread: what goes out
 
     async def payload(self, contribution: PendingContribution) -> Payload | None:
-        """The encoded contribution; None: its fate is known. Raises NotFinite."""
+        """The encoded contribution; None: its fate is known already. Raises NotFinite."""
         job = self._payloads.get(contribution)
         if job is None:
             return None
-        # Who no longer waits does not cancel the job: until it has run, the fragment counts as being read.
+        # A caller that stops waiting must not cancel the job: until it has run, the fragment counts as being read.
         return await asyncio.shield(asyncio.wrap_future(job))
 
     async def encode_seed(self, values: Tensor) -> Payload:
-        """Values of version 0. Raises NotFinite."""
+        """Encode values of version 0. Raises NotFinite."""
         return await self._run(lambda: self._seed(values))
 
     def drop(self, is_over: Callable[[PendingContribution], bool]) -> None:
-        """The fate of these contributions is known: they are not pushed again."""
+        """Forget these contributions: their fate is known, and they are not pushed again."""
         for contribution in list(self._payloads):
             if is_over(contribution):
                 self._payloads.pop(contribution, None)
@@ -108,11 +106,10 @@ class CodecThread:
     # ------------------------------------------------------------ in the network thread: what comes in
 
     def own(self, tensors: Mapping[int, FragmentTensors]) -> None:
-        """The model is cut: these are the tensors of its fragments."""
+        """Use these tensors: the model is cut."""
         self._tensors = tensors
 
     def nothing(self, header: PullHeader) -> Arrived:
-        """A version of a fragment of which this process holds no element."""
         values = torch.empty(0, device=self._device)
         return Arrived(
             header.fragment_id, header.version, header.epoch, values, header.merged_version,
@@ -120,47 +117,46 @@ class CodecThread:
         )  # fmt: skip
 
     def local(self, fragment_id: int) -> LocalFragment | None:
-        """As this process holds it. None: the model is not cut yet."""
+        """The part that this process holds. None: the model is not cut yet."""
         tensors = self._tensors.get(fragment_id)
         return None if tensors is None else tensors.fragment
 
     def held(self, fragment_ids: Collection[int]) -> tuple[Held, ...]:
-        """Which of these fragments were pulled, and the version of each that was pulled last."""
+        """The latest pulled version of each of these fragments that was pulled at all."""
         held = ((i, self._held[i]) for i in fragment_ids if i in self._held)
         return tuple(Held(i, h.epoch, h.version) for i, h in held)
 
     def base(self, fragment_id: int) -> tuple[int, int] | None:
-        """Epoch and version that a change may be relative to; None: there is none."""
+        """Epoch and version that a change may be relative to; None: none."""
         held = self._held.get(fragment_id)
         return None if held is None or held.values is None else (held.epoch, held.version)
 
     def tokens_merged(self, fragment_id: int) -> int:
-        """Tokens merged into the version that is held; if none is, into those that an earlier process had seen."""
+        """Tokens merged into the held version; without one, into those that an earlier process had seen."""
         held = self._held.get(fragment_id)
         return self._tokens_seen if held is None else held.tokens_merged
 
     def tokens_seen(self, fragment_ids: Collection[int]) -> int:
-        """Tokens merged into the newest version of these fragments that this learner has seen; 0: it has seen none."""
+        """Tokens merged into the newest version of these fragments that this learner has seen; 0: none."""
         return max((self._held[i].tokens_merged for i in fragment_ids if i in self._held), default=self._tokens_seen)
 
     async def decode(self, header: PullHeader, payload: Payload) -> Arrived:
-        """A version that was pulled. Raises a Refusal of the bytes."""
         held = self._held.get(header.fragment_id)
         base = held.values if held is not None and header.base_version is not None else None
         return await self._run(lambda: self._version(header, payload, base))
 
     async def name(self, payload: Payload) -> bytes:
-        """By which its bytes are known (`codec.parts.sha256`)."""
+        """The SHA-256 that identifies its bytes (`codec.parts.sha256`)."""
         return await self._run(lambda: sha256(payload))
 
     def hold(self, arrived: Arrived, tokens_merged: int) -> None:
-        """This version goes to the training. What was pushed for it, or for versions before it, is not needed again."""
+        """Keep this version, which goes to the training thread. Pushes for it or earlier versions are forgotten."""
         fragment_id, version = arrived.fragment_id, arrived.version
         self._held[fragment_id] = HeldVersion(arrived.epoch, version, tokens_merged, arrived.values)
         self.drop(lambda c: c.fragment_id == fragment_id and c.round <= version)
 
     def lose_base(self, fragment_id: int) -> None:
-        """The bytes of a version were of no use: ask for the values themselves."""
+        """A version's bytes were unusable: ask for values next."""
         if (held := self._held.get(fragment_id)) is not None:
             self._held[fragment_id] = replace(held, values=None)
 
@@ -172,7 +168,7 @@ class CodecThread:
 
     @torch.no_grad()
     def _contribution(self, contribution: PendingContribution, encoding: str) -> Payload:
-        if self._has_encoded_seed:  # its bytes are free now, and nothing that comes is as large
+        if self._has_encoded_seed:  # its memory is free now, and nothing later is as large
             self._give_back()
             self._has_encoded_seed = False
         began = self._cpu_clock()

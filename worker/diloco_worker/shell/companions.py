@@ -1,20 +1,19 @@
-"""Companions: the first moments of the user's inner optimizers, which learners average as they do the model.
+"""Companions: the momentum of the user's inner optimizers, which learners average as they average the model.
 
-Muon and SGD keep it as `momentum_buffer`, Adam and AdamW as `exp_avg`. Optimizers make it at their first step. So it is
-made here before that, as the optimizer itself would: zeros, at step 0. From then on the optimizer changes it in place,
-and so does the learner, between two steps. Where other tensors are put in its place, as by `load_state_dict`, `check`
-notices.
+Muon and SGD keep it as `momentum_buffer`, Adam and AdamW as `exp_avg`. Optimizers create it at their first step, so it
+is created here before that, exactly as the optimizer would: zeros, at step 0. From then on both the optimizer and,
+between two steps, the learner change it in place. `check` notices if other tensors replace it, as `load_state_dict`
+does.
 
-Adam and AdamW divide it by the root of their second moment, which stays local. Own gradients keep
+Adam and AdamW divide it by the root of their second moment, which stays local. If the gradients are one's own, then
 
     |exp_avg| <= (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) sqrt(exp_avg_sq)
 
-whatever they are (Cauchy-Schwarz over their history); the momentum of others may not be. So what a learner takes of it
-is cut to this (`Replica`). Otherwise a row of an embedding that only others have met would be divided by eps, and a
-fresh optimizer, whose bias correction takes it for its own first gradient, would begin with steps that are too long.
+always holds (Cauchy-Schwarz over their history). Momentum from others may exceed it, so it is cut to this bound
+(`Replica`). Otherwise an embedding row that only others have seen would be divided by eps, and a fresh optimizer, whose
+bias correction takes the momentum for its own first gradient, would begin with steps that are too long.
 
-Schedules such as OneCycleLR move betas. So they are read where a version is applied, and the bound is that of betas
-that have always been what they are then.
+Schedules such as OneCycleLR change betas. So they are read when a version is applied, as if they had never changed.
 """
 
 from __future__ import annotations
@@ -41,14 +40,13 @@ KEPT: dict[Momentum, tuple[str, ...]] = {
     "Muon": ("momentum_buffer",),
     "SGD": ("momentum_buffer",),
 }
-"""Kind of momentum -> what it is called in the optimizer's state, and the second moment, if any."""
+"""Kind of momentum -> its key in the optimizer's state, and that of the second moment, if any."""
 
 
 class _Held(NamedTuple):
-    """A tensor of an optimizer's state, and where it was found."""
+    """A tensor in an optimizer's state, and its place there."""
 
     of: str
-    """Name of its parameter."""
     optimizer: Optimizer
     parameter: Tensor
     key: str
@@ -56,18 +54,14 @@ class _Held(NamedTuple):
 
 
 class Companions:
-    """The first moments of some optimizers, as they were when the model joined. Owned by the training thread."""
+    """The momentum of some optimizers, as it was when the model joined. Owned by the training thread."""
 
     def __init__(self, optimizers: Optimizer | Iterable[Optimizer], chosen: SharedSet) -> None:
-        """Makes what the optimizers have not made yet. Parameters of none of them have no companion.
-
-        Raises ConfigError if these are no optimizers, or of another model, and UnsupportedModel for a kind that is
-        not known.
-        """
+        """Create momentum that the optimizers have not created yet. Parameters of no optimizer have no companion.
+        Raises ConfigError if these are not optimizers of this model, and UnsupportedModel for an unknown kind."""
         every = _listed(optimizers)
         name_of = {id(p): name for name, p in chosen.shared.items()}
         self.by_name: dict[str, Companion] = {}
-        """Name of a parameter -> its first moment."""
         self._held: list[_Held] = []
         for optimizer in every:
             for group in optimizer.param_groups:
@@ -85,7 +79,7 @@ class Companions:
             )
 
     def check(self) -> None:
-        """Whether the optimizers still hold these very tensors, whatever their values. Raises ModelChanged."""
+        """Check that the optimizers still hold these very tensors, whatever their values. Raises ModelChanged."""
         if self._is_as_it_was():
             return
         for held in self._held:
@@ -97,7 +91,7 @@ class Companions:
                 )
 
     def _is_as_it_was(self) -> bool:
-        """In C: this runs at every step. What it doubts, `check` looks up."""
+        """A quick check in C, since it runs at every step. `check` examines what fails it."""
         for optimizer, state, values in self._states:
             if optimizer.state is not state or len(state) < len(values):
                 return False
@@ -113,13 +107,13 @@ class Companions:
             state.update(_first_state(group, parameter, keys))
         first, *second = (state[key] for key in keys)
         pace = partial(_pace, group)
-        pace()  # raises, if it must
+        pace()  # may raise
         self.by_name[of] = Companion(kind, first, second[0] if second else None, pace)
         self._held += [_Held(of, optimizer, parameter, key, state[key]) for key in keys]
 
 
 def most_of(beta1: float, beta2: float) -> float:
-    """Of |exp_avg| / sqrt(exp_avg_sq), whatever the gradients were. Raises UnsupportedModel."""
+    """The largest |exp_avg| / sqrt(exp_avg_sq) that gradients can produce. Raises UnsupportedModel."""
     if beta1**2 >= beta2:
         raise UnsupportedModel(
             f"companions=: with betas ({beta1:g}, {beta2:g}) the step of an optimizer has no bound, so the momentum of "
@@ -129,7 +123,6 @@ def most_of(beta1: float, beta2: float) -> float:
 
 
 def _listed(optimizers: object) -> list[Optimizer]:
-    """Raises ConfigError."""
     every: list[Any] = [optimizers]
     if isinstance(optimizers, Iterable) and not isinstance(optimizers, nn.Module | Mapping):
         every = list(optimizers)
@@ -148,7 +141,7 @@ def _listed(optimizers: object) -> list[Optimizer]:
 
 
 def _pace(group: dict[str, Any]) -> MomentumUse:
-    """As the group is at present. Raises UnsupportedModel."""
+    """How the group currently treats its momentum. Raises UnsupportedModel."""
     if "betas" not in group:
         return MomentumUse(float(group["momentum"]))
     beta1, beta2 = map(float, group["betas"])
@@ -156,11 +149,10 @@ def _pace(group: dict[str, Any]) -> MomentumUse:
 
 
 def _kind(optimizer: Optimizer, group: dict[str, Any]) -> Momentum:
-    """Of a group's momentum. With nesterov, Muon and SGD step another way, but keep the same.
+    """The kind of a group's momentum. With nesterov, Muon and SGD step differently, but keep the same momentum.
 
-    An optimizer of the user's own says it itself, by a method `kind_of_momentum(group)`.
-
-    Raises UnsupportedModel for an optimizer that is not known.
+    A user's own optimizer can tell it by a method `kind_of_momentum(group)`. Raises UnsupportedModel for an unknown
+    optimizer.
     """
     if says := getattr(optimizer, "kind_of_momentum", None):
         kind: Momentum = says(group)
@@ -184,7 +176,7 @@ def _kind(optimizer: Optimizer, group: dict[str, Any]) -> Momentum:
 
 
 def _first_state(group: dict[str, Any], parameter: Tensor, keys: tuple[str, ...]) -> dict[str, Tensor]:
-    """What the optimizer would make at its first step."""
+    """The state that the optimizer would create at its first step."""
     state = {key: torch.zeros_like(parameter) for key in keys}
     if len(keys) > 1:
         is_on_device = group["fused"] or group["capturable"]

@@ -1,4 +1,4 @@
-"""Whether the user's optimizers train what is shared: looked at when the model joins, or in the first steps."""
+"""Checks that the user's optimizers train what is shared: when the model joins, or in the first steps."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.core.trained import Differences, differences, inner_of
 
 LOOK_AT_STEP = 3
-"""By then all optimizers have stepped that a loop has, and schedules are made for them."""
+"""By this step all optimizers of a loop have stepped, and their schedules exist."""
 
 
 class Compared:
-    """Of one learner. Owned by the training thread."""
+    """The check for one learner. Owned by the training thread."""
 
     def __init__(self, chosen: SharedSet | None, optimizer: Any = None) -> None:
-        """`chosen`: what is shared; None: optimizers step on copies, and nothing is compared. `optimizer`: all that
-        train it; None: not known yet. Raises WrongCall and OptimizerDiffers."""
+        """`chosen`: what is shared; None: optimizers step on copies, and nothing is compared. `optimizer`: all of this
+        model; None: not known yet. Raises WrongCall and OptimizerDiffers."""
         self._chosen = chosen
         self.optimizers: dict[int, Any] = {}
-        """Those that are known to train the model, by their identity."""
+        """Optimizers known to train the model, by id."""
         self.inner = ""
-        """What they are, as the shards hear it."""
-        self._with_gradient: set[str] = set()  # so some optimizer trains it, perhaps one that nobody has shown
+        """Their kind, as reported to the shards (`inner_of`)."""
+        self._with_gradient: set[str] = set()  # some optimizer trains these, perhaps one that we do not know
         self._steps_left = LOOK_AT_STEP
         if optimizer is None:
             return
@@ -38,12 +38,12 @@ class Compared:
         self._chosen = None
 
     def has(self, optimizer: Any) -> None:
-        """This is one of those that train it."""
+        """Note an optimizer of this model."""
         self.optimizers[id(optimizer)] = optimizer
         self.inner = inner_of(self.optimizers.values())
 
     def stepped(self, log: Log) -> None:
-        """An inner step has ended. Says what is different, once."""
+        """An inner step ended. Logs the differences, once."""
         if self._chosen is None:
             return
         self._with_gradient |= {name for name, one in self._chosen.shared.items() if one.grad is not None}
@@ -61,7 +61,7 @@ class Compared:
 
 
 def several(optimizers: Any) -> Sequence[Any]:
-    """None, one or several."""
+    """None, one or several optimizers as a sequence."""
     if optimizers is None:
         return ()
     return optimizers if isinstance(optimizers, Sequence) else (optimizers,)

@@ -1,8 +1,8 @@
-"""The connection of a learner to one shard: join, attend, report, hear, and keep at it.
+"""The connection of a learner to one shard: join, attend, report, listen, and reconnect.
 
-It runs inside an event loop. Pushes (pusher.py) and pulls (puller.py) are its own. When to dial again is decided in
-core/dialing.py, and which objections of shards end the learner in core/agreement.py. Whatever else a shard sends, it is
-away, and dialed again. Control streams come and go: the training only sees what the inbox brings it.
+It runs inside an event loop, with its own pushes (pusher.py) and pulls (puller.py). core/dialing.py decides when to
+dial again, and core/agreement.py which objections of shards end the learner. After any other error the shard counts as
+away and is dialed again. Training does not notice control streams: it only reads the inbox.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from diloco_worker.shell.pusher import Pusher
 
 GOODBYE_S = 1.0
 SLOW_S = 2.0
-"""Of a Join. Most take milliseconds."""
+"""Seconds after which a Join counts as slow. Most take milliseconds."""
 REPORT_EVERY_S = 0.02
-"""Reports of inner steps that follow faster are drawn together."""
+"""Reports of faster inner steps are combined."""
 
 
 class Connection:
-    """All that a learner keeps with one shard."""
+    """Everything that a learner keeps with one shard."""
 
     def __init__(self, address: str, progress: Progress, context: ConnectionContext) -> None:
         self.state = ConnectionState(context.caller, address, context.council.to_pull())
         self.is_up = False
-        """Whether the shard speaks on the control stream."""
+        """Whether the shard answers on the control stream."""
         self.times_up = 0
         self._c = context
         self._transport = context.dial(address)
@@ -67,18 +67,17 @@ class Connection:
         self._has_progress = asyncio.Event()
         self._born = context.world.clock()
         self._down_since: float | None = self._born
-        self._fault: DilocoError | None = None  # found beside the control stream, which it ends
-        self._deadline: asyncio.Timeout | None = None  # of what is being waited for on the control stream
+        self._fault: DilocoError | None = None  # an error found elsewhere, which ends the control stream
+        self._deadline: asyncio.Timeout | None = None  # for the next message on the control stream
         self.why_down: DilocoError | None = None
-        """What ended the last attempt; None: the shard is there, or was not dialed yet, or ended the stream itself."""
+        """The error of the last attempt; None: the shard is up, was not dialed yet, or ended the stream itself."""
         self.others_away: Callable[[], tuple[ShardAway, ...]] = tuple
-        """The shards that other connections do not reach; reported to this one."""
+        """Shards that this learner's other connections cannot reach; reported to this one."""
         self.num_gone: Callable[[], int] = int
-        """Addresses at which nobody has listened for long."""
         self.agreement = Agreement(1, context.tensors)
-        """Of all shards."""
+        """Shared by all connections."""
         self.objections = Objections(1)
-        """Of all shards."""
+        """Shared by all connections."""
         self.pusher.refused = self.puller.failed = self._fails
 
     @property
@@ -92,19 +91,18 @@ class Connection:
 
     @property
     def away(self) -> ShardAway | None:
-        """What the others are told; None: the shard is there."""
+        """The report to the other shards if this one is away; None: it is up."""
         if self._down_since is None:
             return None
         return ShardAway(self.address, self.state.shard_index, self._c.world.clock() - self._down_since)
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody has listened there for long: it is not merely starting again."""
+        """Whether nobody has listened there for so long that it is not just restarting."""
         since = self._dialing.refused_since
         return since is not None and self._c.world.clock() - since >= GONE_S
 
     async def run(self) -> None:
-        """Keep the connection up until cancelled, or until the learner is over."""
         pulling = asyncio.create_task(self.puller.run(), name=f"pull {self.address}")
         attending = asyncio.create_task(self._stay_connected(), name=f"attend {self.address}")
         log = self._c.telemetry.log
@@ -118,56 +116,53 @@ class Connection:
         except DilocoError as refusal:
             log.error("refused", shard=self.address, code=refusal.code, why=refusal)
             self._c.inbox.put(Failed(refusal))
-        except Exception as error:  # ours: say so, rather than leave a learner that hears nothing
+        except Exception as error:  # a bug of ours: report it, or the learner would hear nothing more
             log.error("connection failed", trace=error, shard=self.address)
             self._c.inbox.put(Failed(DilocoError(f"the connection to {self.address} failed: {error!r}")))
-        await self._end(pulling, attending)  # not in a `finally`: a coroutine that is dropped cannot wait
+        await self._end(pulling, attending)  # not in a `finally`: a coroutine being closed cannot await
 
     def model_is_cut(self, manifest: Manifest) -> None:
-        """Fragments can be pulled now."""
         self.state.manifest = manifest
         self.puller.wake()
 
     def take_lease(self, joined: Joined) -> None:
-        """The leader has joined, and this process speaks under its lease. The leader itself does so."""
+        """The leader has joined; other ranks call under its lease."""
         if self._is_spoken_for:
             self._take_lease(joined)
             self.is_up = True
         self.puller.wake()
 
     def fetch(self, fetch: Fetch) -> None:
-        """All ranks are to pull this version."""
+        """All ranks should pull this version."""
         self.state.to_pull.fetch(fetch.fragment_id, (fetch.epoch, fetch.version))
         self.puller.wake()
 
     def fetch_ended(self, ended: FetchEnded) -> None:
-        """All ranks have decided on a version."""
         fetch = ended.fetch
         self.state.to_pull.ended(fetch.fragment_id, (fetch.epoch, fetch.version), is_applied=ended.is_applied)
         self.puller.wake()
 
     def newest(self, fragment_id: int) -> tuple[int, int] | None:
-        """Epoch and number of the version that the shard has announced last; None: it has announced none."""
+        """Epoch and number of the version that the shard announced last; None: none."""
         return self.state.to_pull.newest(fragment_id)
 
     def report(self, progress: Progress) -> None:
-        """Tell the shard, soon."""
         self._progress = progress
         self._has_progress.set()
 
     def ask_last_rounds(self, fragment_ids: frozenset[int]) -> None:
-        """Tell the shard, soon, that the learner leaves, and which of these fragments it asks a round of."""
+        """Tell the shard soon that the learner leaves, and for which of these fragments it asks a round."""
         if (mine := fragment_ids & self.state.owned) != self._last_rounds:
             self._last_rounds = mine
             self._has_progress.set()
 
     async def settle(self, timeout_s: float) -> None:
-        """Give pushes that are under way time to be answered."""
+        """Wait for answers to the pushes in flight."""
         if self.is_up:
             await self.pusher.settle(timeout_s)
 
     async def leave(self, at_most_s: float) -> None:
-        """Say goodbye, if anybody is there, and nobody else does."""
+        """Send Leave if the shard is up, unless the leader does it."""
         self._is_leaving = True
         if self.is_up and not self._is_spoken_for:
             try:
@@ -186,7 +181,7 @@ class Connection:
     # ------------------------------------------------------------ control
 
     async def _stay_connected(self) -> None:
-        """Raises what enough shards have against this learner."""
+        """Raises the error on which enough shards agree."""
         if self._is_spoken_for:
             await asyncio.get_running_loop().create_future()
         world, telemetry = self._c.world, self._c.telemetry
@@ -199,7 +194,7 @@ class Connection:
                 await self._attend()
             except DilocoError as caught:
                 error = caught
-            except Exception as caught:  # what it sent, or we ourselves: the others go on
+            except Exception as caught:  # caused by the shard's messages or a bug of ours; other connections go on
                 telemetry.log.error("connection failed", trace=caught, shard=self.address)
                 error = DilocoError(f"the connection to {self.address} failed: {caught!r}")
             finally:
@@ -227,7 +222,7 @@ class Connection:
         joined = Joined.at(self.address, answer)
         try:
             self.agreement.take(joined)
-        except DilocoError:  # the shard is not believed: its rounds need not wait for this learner
+        except DilocoError:  # the shard does not fit the run: its rounds need not wait for this learner
             with contextlib.suppress(Refusal, Unavailable):
                 lease = Lease(answer.epoch, answer.generation)
                 await self._transport.leave(self._c.caller.under(lease), GOODBYE_S)
@@ -240,7 +235,8 @@ class Connection:
         )
 
     async def _ask_for_lease(self) -> JoinAnswer:
-        """Ask again if it took long: by as much this process looked younger than it is, beside another with its id."""
+        """Join, a second time if it took long: meanwhile this process seemed younger than it is, which decides between
+        two processes with the same id."""
         state, clock = self.state, self._c.world.clock
         for _ in range(2):
             asked = clock()
@@ -256,7 +252,7 @@ class Connection:
         return answer
 
     def _say_what_is_lost(self, joined: Joined) -> None:
-        """Of versions that this learner has seen."""
+        """Log if the shard has lost versions that this learner has seen."""
         now = {status.fragment_id: status for status in joined.fragments}
         held = [h for h in self._c.codec.held(self.state.fragment_ids) if h.fragment_id in now]
         lost = [h for h in held if h.version and not now[h.fragment_id].seeded]
@@ -279,8 +275,7 @@ class Connection:
             self._c.codec.drop(lambda c: c.fragment_id in mine and c.shard_epoch != joined.epoch)
 
     def _fails(self, error: DilocoError) -> None:
-        """Something that the shard did, beside the control stream, cannot go on: that stream ends, and all begins again
-        with another lease."""
+        """The shard did something wrong outside the control stream: end that stream, and get a new lease."""
         self._fault = error
         if self._deadline is not None:
             self._deadline.reschedule(asyncio.get_running_loop().time())
@@ -301,7 +296,7 @@ class Connection:
                 if directive is None:
                     return
                 if reporting is None:
-                    # Not sooner: where the shard refuses while a report is being sent, grpc.aio drops the refusal and
+                    # Not sooner: if the shard refuses while a report is being sent, grpc.aio drops the refusal and
                     # raises INTERNAL (grpc/grpc#36066). The shard speaks first, so this costs nothing.
                     reporting = asyncio.create_task(self._report_all(stream), name=f"report {self.address}")
                     self._came_up()
@@ -318,8 +313,8 @@ class Connection:
             stream.cancel()
 
     async def _report_all(self, stream: ControlStream) -> None:
-        """Send progress after inner steps, and as a heartbeat when there is none."""
-        with contextlib.suppress(Unavailable):  # the reader sees the same and says why
+        """Send progress after inner steps, and otherwise as a heartbeat."""
+        with contextlib.suppress(Unavailable):  # the reader gets the same error and reports it
             while True:
                 self._has_progress.clear()  # first: a step that ends meanwhile is reported next time
                 why, for_s = ("", 0.0) if (failing := self.pusher.failing) is None else (failing.why, failing.for_s)
@@ -352,7 +347,7 @@ class Connection:
                 raise refusal_from(directive.code, directive.message)
 
     def _check_owned(self, directive: Collect | Committed) -> None:
-        """A shard speaks of its own fragments only. Raises BadRequest."""
+        """A shard may only speak of its own fragments. Raises BadRequest."""
         if directive.fragment_id not in self.state.owned:
             raise BadRequest(
                 f"{self.address} speaks of fragment {directive.fragment_id}, which it did not name in Join"

@@ -1,15 +1,15 @@
-"""The connections of one learner, one per shard. They run inside an event loop and carry out its acts.
+"""The connections of one learner, one per shard. They run inside an event loop and carry out the learner's acts.
 
-From `learner.step` to a shard and back, the bytes change threads five times on the learner's side:
+From `learner.step` to a shard and back, bytes change threads five times on the learner's side:
 
-    1  training -> codec      the step boundary begins the snapshot and the encoding (`CodecThread.begin`)
+    1  training -> codec      the step boundary starts the snapshot and the encoding (`CodecThread.begin`)
     2  codec -> event loop    the payload is pushed (`Pusher`)
        ... the shard ...
-    3  event loop -> codec    the version that was pulled is decoded (`CodecThread.decode`)
-    4  codec -> event loop    the version is held, for the next change (`Puller`)
+    3  event loop -> codec    the pulled version is decoded (`CodecThread.decode`)
+    4  codec -> event loop    the version is kept as the base of the next change (`Puller`)
     5  event loop -> training the version waits in the inbox for the next step boundary (`Inbox`)
 
-Beside 1 and 2, in production the waker thread brings the acts of the boundary to the event loop (network_thread.py).
+In production a waker thread also brings the acts of the boundary to the event loop (network_thread.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from diloco_worker.shell.context import ConnectionContext
 
 
 class Connections:
-    """Made anywhere; from then on `perform`, `run` and `leave` belong to one event loop."""
+    """Made in any thread; `perform`, `run` and `leave` then belong to one event loop."""
 
     def __init__(self, addresses: Sequence[str], progress: Progress, context: ConnectionContext) -> None:
         self._c = context
         self._connections = [Connection(address, progress, context) for address in addresses]
         self._manifest: Manifest | None = None
-        self._leases: dict[int, Lease] = {}  # by shard, as all ranks have agreed on
+        self._leases: dict[int, Lease] = {}  # by shard, as agreed by all ranks
         agreement, objections = Agreement(len(addresses), context.tensors), Objections(len(addresses))
         for connection in self._connections:
             connection.others_away = self._away
@@ -49,24 +49,22 @@ class Connections:
 
     @property
     def pulse(self) -> Pulse:
-        """The state of the run, as the shard says that is furthest."""
+        """The state of the run, from the shard that is furthest."""
         pulses = [connection.state.pulse for connection in self._connections]
         merged, budget = max(p.tokens_merged for p in pulses), max(p.tokens_budget for p in pulses)
         return Pulse(merged, budget, max(p.learners_alive for p in pulses))
 
     @property
     def index(self) -> int | None:
-        """The learner's number, as the first shard counts that has said it; None: none has."""
+        """The learner's number from the first shard that has told it; None: none has."""
         said = [(c.state.shard_index, c.state.index) for c in self._connections if c.state.shard_index is not None]
         return min(said)[1] if said else None
 
     @property
     def shards_up(self) -> set[int]:
-        """Indices of the shards that speak on their control streams."""
         return {c.state.shard_index for c in self._connections if c.is_up and c.state.shard_index is not None}
 
     def figures(self) -> list[dict[str, Any]]:
-        """JSON of each connection."""
         return [
             {
                 "address": c.address,
@@ -83,7 +81,7 @@ class Connections:
 
     @property
     def objections(self) -> str:
-        """What shards have against this learner, or what keeps bytes from passing, in words; empty: nothing."""
+        """Objections of shards against this learner, and failing transfers, as text; empty: none."""
         found = [
             f"{c.address}: {c.why_down} [{c.why_down.code}]"
             for c in self._connections
@@ -94,7 +92,7 @@ class Connections:
 
     @property
     def failing_pushes(self) -> str:
-        """Where the bytes of this learner do not get through, and why not; empty: nowhere."""
+        """Which pushes do not get through, and why, as text; empty: none."""
         found = ((c, failing) for c in self._connections if c.is_up and (failing := c.pusher.failing) is not None)
         return "; ".join(f"pushes to {c.address} have failed for {f.for_s:.0f} s: {f.why}" for c, f in found)
 
@@ -102,28 +100,26 @@ class Connections:
         return sum(connection.is_gone for connection in self._connections)
 
     def _away(self) -> tuple[ShardAway, ...]:
-        """The shards that this learner does not reach."""
         return tuple(away for connection in self._connections if (away := connection.away) is not None)
 
     def perform(self, acts: Sequence[Act]) -> None:
-        """Carry out the acts of one step boundary, in their order. One that fails ends the learner, not this."""
+        """Carry out the acts of one step boundary in order. An act that fails ends the learner, not this call."""
         for act in acts:
             try:
                 self._perform(act)
                 self._c.telemetry.count(act)
-            except Exception as error:  # ours: otherwise only the event loop would hear of it
+            except Exception as error:  # a bug of ours: otherwise only the event loop would know
                 name = type(act).__name__
                 self._c.telemetry.log.error("act failed", trace=error, act=name)
                 self._c.inbox.put(Failed(DilocoError(f"{name} failed: {error!r}")))
 
     async def run(self) -> None:
-        """Keep all connections up until cancelled."""
-        async with asyncio.TaskGroup() as group:  # `gather` would not wait for what is being cancelled
+        async with asyncio.TaskGroup() as group:  # `gather` would not wait for tasks being cancelled
             for connection in self._connections:
                 group.create_task(connection.run(), name=f"connection {connection.address}")
 
     async def leave(self, settle_s: float) -> None:
-        """Give pushes that are under way so many seconds to be answered; then say goodbye. `run` goes on."""
+        """Give pushes in flight `settle_s` seconds to be answered, then send Leave. `run` goes on."""
         await asyncio.gather(*(connection.settle(settle_s) for connection in self._connections))
         await self._c.council.goodbye()
         await asyncio.gather(*(connection.leave(settle_s) for connection in self._connections))
@@ -137,7 +133,7 @@ class Connections:
                     connection.model_is_cut(act.manifest)
             case PushContribution():
                 if not self._c.council.is_alone:
-                    # Written down for all ranks, and also if this one has no part of it, or no lease just now.
+                    # Recorded for all ranks, even if this one has no part of it or no lease just now.
                     self._c.telemetry.pushing(act, self._leases[self._shard_of(act.contribution.fragment_id)])
                 owner = self._owner(act.contribution.fragment_id)
                 if owner is not None and not act.contribution.tensors.is_others:
@@ -168,6 +164,6 @@ class Connections:
         return self._manifest.fragments[fragment_id].shard_index
 
     def _owner(self, fragment_id: int) -> Connection | None:
-        """The one to the shard of a fragment; None: it came back as another one."""
+        """The connection to a fragment's shard; None: that address now serves another shard."""
         shard_index = self._shard_of(fragment_id)
         return next((c for c in self._connections if c.state.shard_index == shard_index), None)

@@ -1,4 +1,4 @@
-"""What all connections of one learner share."""
+"""Everything that the connections of one learner share."""
 
 from __future__ import annotations
 
@@ -16,27 +16,22 @@ from diloco_worker.shell.telemetry import LearnerTelemetry
 
 @dataclass(frozen=True)
 class ConnectionContext:
-    """What all connections of a learner share."""
-
     caller: Caller
     tensors: tuple[TensorSpec, ...]
-    """Of the model, as Join describes it."""
     dial: Callable[[str], Transport]
-    """The way to the shard at an address. Nothing is sent before the first call."""
+    """Returns the transport to the shard at an address. Nothing is sent before the first call."""
     world: World
     council: Council
     codec: CodecThread
     telemetry: LearnerTelemetry
     frozen: tuple[FrozenTensor, ...] = ()
-    """What must be the same in all learners, as Join declares it."""
+    """Tensors that must be equal in all learners, for Join."""
     ties: tuple[Tie, ...] = ()
-    """Further names of tied parameters."""
     index: int | None = None
-    """The number that this learner had in an earlier process."""
+    """This learner's number in an earlier process."""
     site: str = ""
-    """Where it is; empty: nowhere that a mirror could be."""
+    """The learner's place, for mirrors; empty: none."""
 
     @property
     def inbox(self) -> Inbox:
-        """Of the training thread."""
         return self.council.inbox

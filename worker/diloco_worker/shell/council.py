@@ -1,9 +1,9 @@
 """The council of a learner: the processes that decide together what happens at a step boundary.
 
-A process alone is a council of one: what it hears is decided. The ranks of an island train one model in lockstep, as
-DDP and FSDP2 do. Every rank has a whole learner: core, step boundary, codec thread, connections. They differ in what
-they hold of the model (core/parts.py), and in who speaks: the leader, rank 0, joins and attends; the others push and
-pull under its lease. What a rank hears from shards it says to the others first, and all of them feed their cores with
+A single process is a council of one, and decides on what it hears. The ranks of an island train one model in lockstep,
+as DDP and FSDP2 do. Every rank has a whole learner: core, step boundary, codec thread, connections. Ranks differ in the
+part of the model that they hold (core/parts.py), and in who talks to shards: the leader, rank 0, joins and attends; the
+others push and pull under its lease. A rank first shares what it hears with the others, and all feed their cores with
 the same events at the same boundary (core/council_log.py). docs/islands.md is the design.
 """
 
@@ -24,7 +24,7 @@ from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 
 WORDS_MAX = 150
-"""What the leader says to the other ranks, in letters."""
+"""Characters of text that the leader sends to the other ranks."""
 
 
 class Inbox:
@@ -33,7 +33,7 @@ class Inbox:
     def __init__(self) -> None:
         self._events = EventQueue()
         self._changed = threading.Condition()
-        self._has_new = False  # whether the queue holds an event that was not put back
+        self._has_new = False  # whether the queue holds an event other than one put back
 
     def put(self, event: Event) -> None:
         with self._changed:
@@ -49,72 +49,69 @@ class Inbox:
             return event
 
     def put_back(self, event: Event) -> None:
-        """The reader cannot use the event yet. It will be popped next, unless a newer one of its kind has come."""
+        """Return an event that the reader cannot use yet. It is popped next, unless a newer one of its kind arrives."""
         with self._changed:
             self._events.put_back(event)
             self._has_new = False
 
     def unread(self) -> list[Event]:
-        """What waits in it, the oldest first. It stays there."""
+        """A copy of the waiting events, oldest first."""
         with self._changed:
             return list(self._events)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there is an event that was not put back, or until the time is over."""
+        """Wait until there is an event that was not put back, or the time is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_new, timeout_s)
 
 
 class Council:
-    """Of one. Owned by the training thread, but for the inbox."""
+    """A council of one process. Owned by the training thread, except for the inbox."""
 
     is_alone = True
-    """Whether this process decides, and holds all, by itself."""
+    """Whether this process decides alone, and holds the whole model."""
 
     def __init__(self) -> None:
         self.inbox = Inbox()
-        """What this process hears from shards."""
 
     def to_pull(self) -> ToPull:
-        """Which versions this process pulls from a shard."""
+        """Decides which versions this process pulls from a shard."""
         return ToPull()
 
     # ------------------------------------------------------------ at a step boundary
 
     def hear(self) -> Turn:
-        """What is decided at this boundary, but for what `pop` gives."""
+        """The decisions at this boundary, except for the events that `pop` returns."""
         return Turn(None, (), ())
 
     def pop(self) -> Event | None:
-        """The next event that is decided; None: there is none."""
+        """The next decided event; None: none."""
         return self.inbox.pop()
 
     def put_back(self, event: Event) -> None:
-        """It cannot be used yet."""
         self.inbox.put_back(event)
 
     def stepped(self, core: LearnerCore, tokens: int) -> None:
-        """An inner step of this process on so many tokens has ended."""
         core.stepped(tokens)
 
     def trained(self, inner_step: int, tokens: int) -> tuple[int, int]:
-        """Inner steps and tokens of what the model holds, where the core has counted these. Raises IslandBroken."""
+        """Inner steps and tokens in the model, given the core's counts. Raises IslandBroken."""
         return inner_step, tokens
 
     def contributes(self, contribution: PendingContribution) -> None:
-        """It is about to be pushed."""
+        """The contribution is about to be pushed."""
 
     def applies(self, arrived: Arrived, contribution: PendingContribution | None) -> None:
-        """This version is about to be applied, while that contribution is under way."""
+        """The version is about to be applied while the contribution is in flight."""
 
     def post(self, core: LearnerCore | None, pulse: Callable[[], Pulse], *, stop: bool, leave: bool) -> list[Failed]:
-        """Say what this process knows, and whether it wants to stop or to leave. Returns why it cannot."""
+        """Share what this process knows, and whether it wants to stop or leave. Returns why it cannot."""
         return []
 
-    # ------------------------------------------------------------ what all have heard
+    # ------------------------------------------------------------ shared by all
 
     def pulse(self, mine: Pulse) -> Pulse:
-        """The state of the run. `mine`: as this process has heard it."""
+        """The state of the run. `mine`: as this process knows it."""
         return mine
 
     def stops(self, *, is_asked: bool) -> bool:
@@ -122,11 +119,10 @@ class Council:
         return is_asked
 
     def leaves(self, *, is_asked: bool) -> bool:
-        """Whether all leave."""
         return is_asked
 
     def agree(self, text: str) -> str:
-        """What the leader says. All ranks ask alike, and wait for it."""
+        """The leader's text. All ranks call this alike, and wait for it."""
         return text
 
     async def goodbye(self) -> None:
@@ -134,24 +130,22 @@ class Council:
 
 
 class Exchange(Protocol):
-    """Every rank's frame goes to every rank."""
-
     def begin(self, frame: bytes) -> None:
         """Post this rank's frame. Never waits."""
 
     def look(self) -> list[bytes] | None:
-        """The frames that were posted last, in the order of the ranks. None: nothing was posted.
+        """The frames posted last, in rank order. None: nothing was posted.
 
-        Waits until every rank has posted: no longer than their own collectives make them wait. One rank may look while
-        the others do not. Raises IslandBroken.
+        Waits until every rank has posted: no longer than their own collectives make them wait. A single rank may call
+        this. Raises IslandBroken.
         """
 
     def end(self) -> list[bytes] | None:
-        """As `look`, once: then nothing is posted."""
+        """Like `look`, and then nothing is posted any more."""
 
 
 class IslandCouncil(Council):
-    """Of the ranks of an island, which all cross the same boundaries."""
+    """The council of an island's ranks, which all cross the same boundaries."""
 
     is_alone = False
 
@@ -159,7 +153,7 @@ class IslandCouncil(Council):
         self, rank: int, size: int, exchange: Exchange, goodbye: Callable[[], Awaitable[None]],
         agree: Callable[[str], str] = str,
     ) -> None:  # fmt: skip
-        """`goodbye` waits until all ranks leave; `agree` gives what the leader says."""
+        """`goodbye` waits until all ranks leave; `agree` returns the leader's text."""
         super().__init__()
         self._rank = rank
         self._log = CouncilLog(rank, size)
@@ -172,7 +166,7 @@ class IslandCouncil(Council):
         return AsTold() if self._rank else AndTell()
 
     def hear(self) -> Turn:
-        """What all ranks have posted at the boundary before."""
+        """Read what all ranks posted at the previous boundary."""
         try:
             frames = self._exchange.end()
             turn = Turn(None, (), ()) if frames is None else self._log.hear(frames)
@@ -188,21 +182,21 @@ class IslandCouncil(Council):
         raise AssertionError("an island never reads later, so no version waits for a snapshot")
 
     def stepped(self, core: LearnerCore, tokens: int) -> None:
-        """They count at the next boundary, when the sum over all ranks is known."""
+        """The tokens count at the next boundary, when the sum over all ranks is known."""
         self._tokens = tokens
 
     def trained(self, inner_step: int, tokens: int) -> tuple[int, int]:
-        """The model holds the last step already; the core counts it at the next boundary."""
+        """The model already holds the last step, which the core counts at the next boundary."""
         frames = self._exchange.look()
         more = None if frames is None else tokens_of(frames)
         return (inner_step, tokens) if more is None else (inner_step + 1, tokens + more)
 
     def contributes(self, contribution: PendingContribution) -> None:
-        contribution.may_have_arrived = True  # until a version tells: `applies`
+        contribution.may_have_arrived = True  # until `applies` knows
 
     def applies(self, arrived: Arrived, contribution: PendingContribution | None) -> None:
-        """What the version tells goes by what all ranks had sent of it. Values that are not finite were never sent: no
-        version holds them."""
+        """The version holds the contribution only if all ranks had sent their parts. Values that are not finite were
+        never sent, so no version holds them."""
         if contribution is not None and arrived.version >= contribution.round:
             contribution.may_have_arrived = arrived.sent == contribution.tokens
 
@@ -240,12 +234,12 @@ class IslandCouncil(Council):
         return self._agree(text[:WORDS_MAX])
 
     async def goodbye(self) -> None:
-        """Pushes settle at all ranks before the leader says goodbye: with the lease, half contributions end."""
+        """Pushes of all ranks settle before the leader leaves: the end of the lease ends incomplete contributions."""
         await self._goodbye()
 
 
 def _with_what_was_sent(arrived: Arrived, contribution: PendingContribution | None) -> Arrived:
-    """After it came: of what is sent from now on, it holds nothing."""
+    """Note what had been sent when the version arrived: it cannot hold anything sent later."""
     if contribution is None or not (contribution.tensors.is_others or contribution.pushes.may_have_arrived):
         return arrived
     return replace(arrived, sent=contribution.tokens)

@@ -1,4 +1,4 @@
-"""How a learner ends: what it waits for, how long, and how a person hears of it."""
+"""The end of a learner: what it waits for, how long, and what it logs meanwhile."""
 
 from __future__ import annotations
 
@@ -17,45 +17,43 @@ from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.council import Council
 
 FINISH_S = 60.0
-"""For the last versions; what is waited for is a pull of each fragment, at most."""
+"""Seconds to wait for the last versions: at most one pull of each fragment."""
 LEAVE_S = 25.0
-"""For what was trained since the last contributions. Clouds give 30 seconds of warning, or more."""
+"""Seconds to hand over the work since the last contributions. Clouds warn 30 seconds ahead, or more."""
 FIRST_S = 1.5
-"""What takes longer than this is said."""
+"""Waits longer than this, in seconds, are logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What became of what a learner has trained, as `finish` leaves it. True if the run has all of it, and the model
-    the last versions."""
+    """What became of a learner's work. True if the run has all of it, and the model has the last versions."""
 
     work: Literal["all", "partly", "none"]
-    """How much of it versions hold. In a run that has reached its budget, what came too late for it counts for nothing:
-    "all" then means that some was merged."""
+    """How much of it versions hold. In a run that has reached its budget, work that was too late does not count: "all"
+    then means that some was merged."""
     tokens: int
-    """Trained on by this process."""
     tokens_unmerged: int
-    """Of these, averaged over fragments, those that are in no version; what came too late for the budget, too."""
+    """Those of them in no version, averaged over fragments, including work too late for the budget."""
     is_global: bool
-    """Whether the model holds the values of the run now. Else it holds what was trained."""
+    """Whether the model now holds the run's values; otherwise it holds the trained ones."""
     why: str
-    """What is missing, in words; empty: nothing."""
+    """What is missing, as text; empty: nothing."""
 
     def __bool__(self) -> bool:
         return self.work == "all" and not self.why
 
     def __int__(self) -> int:
-        """For scripts that count it, as the bool that it was."""
+        """For scripts that count it: it used to be a bool."""
         return int(bool(self))
 
 
 class Ending:
-    """What is still missing at an end. Owned by the training thread."""
+    """Finds what is still missing at the end. Owned by the training thread."""
 
     usual_s: float
-    """At most, where nobody says for how long to wait."""
+    """Seconds to wait at most, by default."""
     waits: str
-    """What is waited for, in words."""
+    """The log line of the wait."""
 
     def __init__(self, boundary: StepBoundary, connections: Connections, council: Council) -> None:
         self._boundary = boundary
@@ -63,9 +61,9 @@ class Ending:
         self._council = council
 
     def look(self, waited_s: float, wait_s: float | None) -> tuple[bool, str]:
-        """Whether to wait no longer, and what is missing, in words; empty: nothing.
+        """Whether to stop waiting, and what is missing, as text; empty: nothing.
 
-        At most `wait_s` seconds; None: `usual_s`, and not for shards that are gone.
+        Waits at most `wait_s` seconds; None: `usual_s`, and not for shards that are gone.
         """
         missing = self.missing()
         gone = {c.address for c in self._connections if c.is_gone} if wait_s is None else set()
@@ -75,16 +73,16 @@ class Ending:
         return said[0] == "1", said[1:]
 
     def missing(self) -> Mapping[str, str]:
-        """Address of a shard -> what has not come from it, or gone to it, in words."""
+        """Address of a shard -> what has not come from it, or reached it, as text."""
         raise NotImplementedError
 
     @property
     def is_busy(self) -> bool:
-        """Whether this is no moment to end."""
+        """Whether the learner cannot end at this moment."""
         return False
 
     def unmerged(self) -> dict[str, str]:
-        """Work that no version has, as far as a shard would still make one; as `missing`."""
+        """Work in no version that a shard could still merge; keys as in `missing`."""
         core, shards = self._boundary.core, self._boundary.shards
         if core is None:
             return {}  # nothing was trained
@@ -95,11 +93,11 @@ class Ending:
 
 
 class Finishing(Ending):
-    """The end of a run: the last version of every fragment of the model, and then it holds nothing but those.
+    """Ends with the last version of every fragment in the model, and nothing else.
 
-    A shard that has reached the budget makes no versions any more, and what it announced last is final. Where training
-    ends earlier, this learner hands over what it has trained, as one that leaves. The versions count that were
-    announced when `finish` was called: others go on, and would announce for ever.
+    A shard that has reached the budget makes no more versions, so the one that it announced last is final. If training
+    ends earlier, the learner hands over its work as when it leaves, and waits for the versions that were announced when
+    `finish` was called: others continue, and would announce new ones forever.
     """
 
     usual_s = FINISH_S
@@ -107,8 +105,8 @@ class Finishing(Ending):
 
     def __init__(self, boundary: StepBoundary, connections: Connections, council: Council) -> None:
         super().__init__(boundary, connections, council)
-        self._wanted: dict[int, tuple[int, int]] = {}  # fragment -> epoch and version, as announced first
-        self._hands_over = True  # whether to wait for rounds still
+        self._wanted: dict[int, tuple[int, int]] = {}  # fragment -> epoch and version, as first announced
+        self._hands_over = True  # whether to wait for rounds
 
     def look(self, waited_s: float, wait_s: float | None) -> tuple[bool, str]:
         self._hands_over = waited_s < LEAVE_S or wait_s is not None
@@ -116,14 +114,14 @@ class Finishing(Ending):
 
     @torch.no_grad()
     def write(self) -> None:
-        """theta <- the values of the versions that the learner holds, in place of all local progress."""
+        """theta <- the versions that the learner holds, replacing all local progress."""
         assert self._boundary.core is not None
         for fragment in self._boundary.core.exported:
             fragment.tensors.restore()
         self._boundary.written()
 
     def missing(self) -> Mapping[str, str]:
-        """The versions that have not come, and the shards that do not say whether there are some."""
+        """Versions that have not come, and shards that do not tell whether there are any."""
         core = self._boundary.core
         if core is None:
             return {"": "the model is not cut yet"}
@@ -145,7 +143,7 @@ class Finishing(Ending):
         return (self.unmerged() if self._hands_over else {}) | versions | away
 
     def outcome(self, missing: str, *, regardless: bool) -> Finished:
-        """What to say at the end, and whether the global values go into the model."""
+        """The result of `finish`, and whether the global values go into the model."""
         core, shards = self._boundary.core, self._boundary.shards
         assert core is not None
         steps, tokens = self._boundary.trained_here()
@@ -166,16 +164,16 @@ class Finishing(Ending):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a snapshot is being taken: not the moment to write to the model."""
+        """Whether a snapshot is being taken, so that the model must not be written."""
         core = self._boundary.core
         return core is not None and any(f.tensors.is_being_read for f in core.fragments.values())
 
 
 class Leaving(Ending):
-    """Leaving with warning: what a learner has trained goes into a version before it is gone.
+    """Ends with all of the learner's work in a version.
 
-    It tells each shard which fragments hold work that nobody else has. The shard opens a round of each out of turn, and
-    the learner contributes as to any other. Where a contribution is under way, its fate is waited for first.
+    The learner tells each shard which fragments hold work that nobody else has. The shard opens an extra round for
+    each, and the learner contributes as usual. A contribution in flight is waited for first.
     """
 
     usual_s = LEAVE_S
@@ -186,7 +184,7 @@ class Leaving(Ending):
 
 
 class Patience:
-    """How a person hears of one wait: soon, and then now and then. Times are seconds of any clock."""
+    """Logs one wait: soon, and then now and then. Times are seconds of any clock."""
 
     def __init__(self, log: Log, what: str, began: float) -> None:
         self._log = log
@@ -196,13 +194,12 @@ class Patience:
         self._has_said = False
 
     def still(self, why: str, now: float) -> None:
-        """It is not over, and this is what is missing."""
         if now >= self._say_at:
             self._log.event(self._what, for_s=round(now - self._began), why=why)
             self._say_at = now + ANNOUNCE_WAIT_S
             self._has_said = True
 
     def over(self, now: float) -> None:
-        """Say so, if anybody heard that it was waited for."""
+        """Log the end of the wait, if the wait itself was logged."""
         if self._has_said:
             self._log.event(f"{self._what}: done", for_s=round(now - self._began))

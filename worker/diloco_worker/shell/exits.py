@@ -1,16 +1,15 @@
-"""How the process of a learner ends from outside the loop: by SIGTERM, by Ctrl-C, or by an error that nobody catches.
+"""How a learner's process ends from outside the loop: by SIGTERM, Ctrl-C, or an uncaught error.
 
-SIGTERM: the machine is about to be taken away, or somebody ends this process. Where nobody else handles the signal, a
-learner does: at its next step boundary it hands over what it has trained (`Learner.leave`), and then ends the process
-by `SystemExit(143)`, so that `with` and `finally` do their part. A step that is too long to wait for is broken off, by
-the same error: `with learner:` then hands over what the steps before it have trained.
+SIGTERM: the machine is about to go away, or somebody ends this process. If nobody else handles the signal, the learner
+hands over its work at its next step boundary (`Learner.leave`), and then raises `SystemExit(143)`, so that `with` and
+`finally` blocks run. If the step is too long to wait for, the same error interrupts it, and `with learner:` then hands
+over the work of the steps before.
 
-Ctrl-C: a `KeyboardInterrupt` that nobody catches prints the whole stack, which says nothing to whoever pressed the
-keys. What is raised instead is caught by `except KeyboardInterrupt` all the same. If nobody does, the process ends with
-exit code 130.
+Ctrl-C: an uncaught `KeyboardInterrupt` would print the whole stack, which does not help the person at the keyboard. We
+raise another error instead, which `except KeyboardInterrupt` still catches. If nobody does, the exit code is 130.
 
-An error of ours that a training script does not catch: its words and its code, on stderr. The stack says where in the
-script it was; the line is named. All other errors keep their tracebacks.
+An uncaught error of ours is printed as its message and code on stderr, with the line of the script instead of the
+stack. All other errors keep their tracebacks.
 """
 
 from __future__ import annotations
@@ -33,19 +32,18 @@ PYTHONS = sysconfig.get_path("stdlib")
 
 
 class Notice:
-    """The signal, for one learner. Made in any thread; it listens if that is the main thread."""
+    """The handler of SIGTERM for one learner. Made in any thread, but works only if that is the main thread."""
 
     def __init__(self, heard: Callable[[], None], patience_s: Callable[[], float | None] = lambda: None) -> None:
-        """Both are called in the signal handler, so they may only set and read something. `patience_s`: for how many
-        seconds to wait for the end of the step; None: for ever."""
+        """Both are called in the signal handler, so they may only set and read something. `patience_s` returns the
+        seconds to wait for the end of the step; None: forever."""
         self._heard, self._patience_s = heard, patience_s
-        self._waits: SimpleQueue[float | None] = SimpleQueue()  # its `put` may be called in a signal handler
+        self._waits: SimpleQueue[float | None] = SimpleQueue()  # its `put` is safe in a signal handler
         self._is_heeded = threading.Event()
         self._is_too_long = False
         self._home = Home()
         self._has_come = False
         self.is_over = False
-        """Whether its learner is gone."""
         before = signal.getsignal(signal.SIGTERM)
         is_free = before is signal.SIG_DFL or (isinstance(before, Notice) and before.is_over)
         if _is_main_thread() and is_free:
@@ -53,8 +51,8 @@ class Notice:
             threading.Thread(target=self._wait, name="diloco-notice", daemon=True).start()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The handler. Others may call it from theirs, and may install it again when it is over, as Lightning does."""
-        if self.is_over or not self._home.is_here:  # a forked child is no learner: `Process.terminate` ends it
+        """Handle the signal. Other handlers may call it, or install it again after its end, as Lightning does."""
+        if self.is_over or not self._home.is_here:  # a forked child is not a learner: `Process.terminate` ends it
             _end_by_signal()
         if self._is_too_long and not self._is_heeded.is_set():
             self._is_heeded.set()
@@ -65,19 +63,17 @@ class Notice:
         self._heard()
 
     def heed(self) -> None:
-        """The learner does what is to be done. Repeating it is fine."""
+        """The learner reacts to the signal. May be repeated."""
         self._is_heeded.set()
 
     def _wait(self) -> None:
-        """In a thread of its own."""
         patience_s = self._waits.get()
         if patience_s is not None and not self._is_heeded.wait(patience_s):
             self._is_too_long = True
             os.kill(os.getpid(), signal.SIGTERM)
 
     def end(self, *, is_heeded: bool) -> None:
-        """The learner is gone. A signal that came too late for it does now what it does to any process. Repeating it is
-        fine."""
+        """The learner has ended. A signal that came too late for it now has its default effect. May be repeated."""
         is_late = self._has_come and not is_heeded and not self.is_over
         self.is_over = True
         self._is_heeded.set()
@@ -89,9 +85,9 @@ class Notice:
 
 
 def as_exit(what: str) -> SystemExit:
-    """The error to raise once the notice was heeded. Says `what` on stderr."""
+    """The error to raise after the notice was heeded. Prints `what` to stderr."""
     print(f"diloco: SIGTERM; {what}", file=sys.stderr, flush=True)
-    if not _is_main_thread():  # there, the error would end the thread alone
+    if not _is_main_thread():  # otherwise the error would end only the thread
         _end_by_signal()
     return SystemExit(EXIT_TERMINATED)
 
@@ -107,11 +103,11 @@ def _end_by_signal() -> None:
 
 
 class Interrupted(SystemExit, KeyboardInterrupt):
-    """Ctrl-C, once all is in order."""
+    """Ctrl-C, after the learner has left."""
 
 
 def as_one_line(what: str) -> BaseException:
-    """The error to raise after Ctrl-C. Says `what` on stderr, unless somebody types into this very process."""
+    """The error to raise after Ctrl-C. Prints `what` to stderr, except in an interactive interpreter."""
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return KeyboardInterrupt()
     print(f"diloco: interrupted; {what}", file=sys.stderr, flush=True)
@@ -119,7 +115,7 @@ def as_one_line(what: str) -> BaseException:
 
 
 def say_in_one_line() -> None:
-    """Until `say_as_before`. Whatever was to be done with other errors, is."""
+    """Print errors of ours in one line, until `say_as_before`. Other errors go to the previous hook."""
     if hasattr(sys.excepthook, "before"):
         return
     before = sys.excepthook
@@ -136,12 +132,12 @@ def say_in_one_line() -> None:
 
 
 def say_as_before() -> None:
-    """A learner has finished. Who has put another hook over ours, keeps it."""
+    """A learner has finished: restore the previous hook, unless another one was set since."""
     sys.excepthook = getattr(sys.excepthook, "before", sys.excepthook)
 
 
 def _where(trace: TracebackType | None) -> str:
-    """The last line on the way to the error that is neither ours, nor Python's, nor an installed package's."""
+    """The last line in the stack that is neither in our code, nor Python's, nor an installed package's."""
     where = ""
     while trace is not None:
         file, module = trace.tb_frame.f_code.co_filename, str(trace.tb_frame.f_globals.get("__name__", ""))

@@ -1,10 +1,10 @@
-"""What a learner's model holds fixed, with a checksum of each tensor: it must be the same in all learners of a run.
+"""The tensors that a model holds fixed, with their checksums: they must be equal in all learners of a run.
 
-Learners merge what they train. A LoRA on another base, or on the same base in another dtype, is trained for another
-model, and nobody would notice. So every learner declares, and the shards compare:
+Learners merge what they train. A LoRA on another base, or on the same base in another dtype, fits another model, and
+nobody would notice. So every learner declares these tensors, and the shards compare them:
 
     frozen parameters     all that are neither shared nor private (core/shared_set.py)
-    frozen buffers        the packed integers of quantised layers, and what lies beside them (core/buffers.py)
+    frozen buffers        packed integers of quantized layers, and the buffers beside them (core/buffers.py)
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from diloco_worker.core.shared_set import SharedSet
 
 FrozenRule: TypeAlias = Literal["same", "any"]
 CHUNK_BYTES = 2**24
-"""A tensor is brought to the CPU, and hashed, in parts of this size."""
+"""A tensor is copied to the CPU and hashed in parts of this size."""
 
 
 def declare(chosen: SharedSet) -> tuple[FrozenTensor, ...]:
-    """The frozen tensors of a model by name. Reads each of their bytes once, at the speed of memory."""
+    """The frozen tensors of a model, by name. Reads each of their bytes once, at memory speed."""
     held: dict[str, Tensor] = {**chosen.frozen, **chosen.buffers.frozen}
     is_small = sum(tensor.nbytes for tensor in held.values()) <= FROZEN_BYTES_MAX
     found = [_frozen(name, tensor, is_small) for name, tensor in sorted(held.items())]
@@ -37,7 +37,7 @@ def declare(chosen: SharedSet) -> tuple[FrozenTensor, ...]:
 
 def _frozen(name: str, tensor: Tensor, is_small: bool) -> FrozenTensor:
     form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    is_in_parts = hasattr(tensor, "full_tensor")  # a DTensor: this process holds some of its rows
+    is_in_parts = hasattr(tensor, "full_tensor")  # a DTensor, of which this process holds some rows
     has_bytes = tensor.layout is torch.strided and not (is_in_parts or tensor.is_meta or tensor.is_quantized)
     is_sent = is_small and has_bytes and not hasattr(tensor, "__tensor_flatten__")
     values = b"".join(_bytes(chunk).tobytes() for chunk in _chunks(tensor.detach())) if is_sent else b""
@@ -45,7 +45,7 @@ def _frozen(name: str, tensor: Tensor, is_small: bool) -> FrozenTensor:
 
 
 def values_of(frozen: FrozenTensor) -> Tensor | None:
-    """The tensor, where its values were sent and its form is one; else None."""
+    """The tensor, if its values were sent and its form describes one; else None."""
     dtype, _, shape = frozen.form.partition(" ")
     try:
         flat = torch.frombuffer(bytearray(frozen.values), dtype=getattr(torch, dtype))
@@ -55,8 +55,8 @@ def values_of(frozen: FrozenTensor) -> Tensor | None:
 
 
 def checksum(tensor: Tensor, crc32c: int = 0) -> int:
-    """CRC-32C of its bytes, row by row, after others with this one."""
-    if hasattr(tensor, "__tensor_flatten__"):  # made of other tensors, as the quantised ones of torchao
+    """CRC-32C of its bytes, row by row, continuing from `crc32c`."""
+    if hasattr(tensor, "__tensor_flatten__"):  # made of other tensors, like torchao's quantized ones
         for part in tensor.__tensor_flatten__()[0]:
             crc32c = checksum(getattr(tensor, part), crc32c)
         return crc32c
@@ -67,14 +67,14 @@ def checksum(tensor: Tensor, crc32c: int = 0) -> int:
 
 def _bytes(chunk: Tensor) -> Any:
     whole = chunk.contiguous().cpu()
-    flat = whole.as_strided((whole.numel(),), (1,))  # the stride of a single element may be anything, elsewhere
+    flat = whole.as_strided((whole.numel(),), (1,))  # a single element may have any stride
     data: Any = flat.view(torch.uint8).numpy()
     data.flags.writeable = False  # google_crc32c takes nothing else
     return data
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Parts of at most CHUNK_BYTES, row by row; no more than one is ever a copy."""
+    """Parts of at most CHUNK_BYTES, row by row; at most one at a time is a copy."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
     elif tensor.is_contiguous():
@@ -86,7 +86,7 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _as_one(tensors: list[FrozenTensor]) -> FrozenTensor:
-    """Neighbours, where there are more than a shard takes."""
+    """Combine neighbors, if there are more tensors than a shard accepts."""
     if len(tensors) == 1:
         return tensors[0]
     crc32c = None

@@ -1,11 +1,11 @@
-"""Where a learner lives: in one process, and in one thread at a time.
+"""Keeps a learner in one process, and in one thread at a time.
 
-A forked child has a copy of the learner whose threads and connections are the parent's. A spawned child may run the
-user's script again, up to its `join`: a DataLoader with spawned workers does so where the script has no
-`if __name__ == "__main__":`. While a process is a learner, a variable of its environment tells its children so.
+A forked child has a copy of the learner without its threads and connections. A spawned child may run the user's script
+again, including `join`: a DataLoader with spawned workers does so if the script has no `if __name__ == "__main__":`. An
+environment variable tells the children of a process which learners it runs.
 
-The training loop's calls come one at a time: a learner, and the model that it writes to, belong to one thread. Which
-thread that is may change, as in a notebook; two at once may not. A call inside a call is fine.
+Calls of the training loop come one at a time: a learner and its model belong to one thread. The thread may change, as
+in a notebook, but two must not call at once. Nested calls are fine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Home:
-    """The process that something was made in."""
+    """Remembers the process in which something was made."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -41,7 +41,7 @@ class Home:
         return os.getpid() == self._pid
 
     def check(self, learner_id: str) -> None:
-        """Raises WrongCall elsewhere."""
+        """Raises WrongCall in another process."""
         if not self.is_here:
             raise WrongCall(
                 f"this process is a child of the learner {learner_id} (process {self._pid}), which alone may call this"
@@ -56,11 +56,11 @@ class Closable(Protocol):
 _first_join: Home | None = None
 _here: list[str] = []
 _learners: WeakValueDictionary[str, Closable] = WeakValueDictionary()
-"""By the same names."""
+"""By the names in `_here`."""
 
 
 def check_may_join(run: str, learner_id: str) -> None:
-    """Raises WrongCall where `learner_id` would join from a child of a learner, in its place or beside it."""
+    """Raises WrongCall if `learner_id` would join from a learner's child process, in its place or beside it."""
     global _first_join
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise WrongCall(
@@ -81,20 +81,19 @@ def check_may_join(run: str, learner_id: str) -> None:
 
 
 def joined(run: str, learner_id: str, learner: Closable) -> None:
-    """This process is this learner from now on."""
     _here.append(f"{run}/{learner_id}")
     _learners[f"{run}/{learner_id}"] = learner
     _mark()
 
 
 def close_earlier(run: str, learner_id: str) -> None:
-    """A learner that this process has joined under this name, and not closed: the cell of a notebook was run again."""
+    """Close a learner that joined here under this name: a notebook's cell was run again."""
     if (name := f"{run}/{learner_id}") in _here and (earlier := _learners.get(name)) is not None:
         earlier.close()
 
 
 def left(run: str, learner_id: str) -> None:
-    """It no longer is. Repeating it is fine."""
+    """This process no longer runs this learner. May be repeated."""
     if (name := f"{run}/{learner_id}") in _here:
         _here.remove(name)
         _mark()
@@ -109,7 +108,7 @@ def _mark() -> None:
 
 
 def _ancestors() -> set[int]:
-    """Processes that this one comes from. Where there is no /proc, the parent alone."""
+    """This process's ancestors. Without /proc, the parent alone."""
     found, pid = set[int](), os.getppid()
     while pid > 1 and pid not in found:
         found.add(pid)
@@ -122,7 +121,7 @@ def _ancestors() -> set[int]:
 
 
 class OneThread:
-    """Whether a call is under way, and in which thread."""
+    """Refuses calls from two threads at once."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -149,7 +148,7 @@ Owner = TypeVar("Owner", bound=_Owned)
 
 
 def one_thread(call: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """A method that may not be called in two threads at once."""
+    """Decorator: the method must not be called from two threads at once."""
     name = call.__name__
 
     @functools.wraps(call)

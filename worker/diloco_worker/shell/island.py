@@ -1,8 +1,8 @@
-"""An island in torch.distributed: how its ranks find each other, what each has of the model, and how frames go round.
+"""An island on torch.distributed: how its ranks find each other, what each holds, and how they exchange frames.
 
-One small all-reduce per step boundary, on a gloo group of its own. It is begun at one boundary and ended at the next,
-so it has a whole step to run. The user's own groups are never used: a collective in the background would come between
-theirs, in another order at every rank.
+Each step boundary uses one small all-reduce on our own gloo group. It starts at one boundary and ends at the next, so
+it has a whole step to run. The user's groups are never used: background collectives would interleave with theirs in a
+different order on every rank.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ from diloco_worker.shell.council import IslandCouncil
 from diloco_worker.state import LearnerState
 
 TIMEOUT_S = 1800.0
-"""A rank that is away for longer has ended: as in the collectives of torch."""
+"""Seconds after which an absent rank counts as dead, as in torch's collectives."""
 _GROUPS = itertools.count()
-"""Of this process. All ranks join alike, so they count alike."""
+"""Counts this process's groups. All ranks join alike, so their counts agree."""
 GOODBYE_S = 5.0
-"""How long ranks wait for each other when they leave."""
+"""Seconds that ranks wait for each other when they leave."""
 LOOK_S = 0.05
-"""How often they look whether all are there."""
 
 
 def init_island(backend: str | None = None, **options: Any) -> None:
-    """`torch.distributed.init_process_group`, and it works after a restart by `torchrun --max-restarts`, too.
+    """`torch.distributed.init_process_group` that also works after a restart by `torchrun --max-restarts`.
 
-    The ranks find each other by a store. That of torchrun's agent outlives them: in torch 2.13 ranks that were started
-    again read there where those before them listened, and gloo fails with "Connection refused". Here each start
-    has names of its own. Without torchrun it is the plain call. `options`: of `init_process_group`, but not `store`,
-    `rank`, `world_size` and `init_method`, which are torchrun's. Raises WrongCall without torchrun, or a second time.
+    Ranks find each other through a store. The store of torchrun's agent outlives them: in torch 2.13, restarted ranks
+    read there the addresses of their predecessors, and gloo fails with "Connection refused". Here each start uses its
+    own names. Without torchrun it is the plain call. `options`: those of `init_process_group`, except `store`, `rank`,
+    `world_size` and `init_method`, which torchrun supplies. Raises WrongCall without torchrun, or if called twice.
     """
     from torch.distributed.rendezvous import rendezvous  # takes a second
 
@@ -59,16 +58,16 @@ def init_island(backend: str | None = None, **options: Any) -> None:
             store = dist.distributed_c10d.PrefixStore(f"start-{attempt}", store)
             options |= {"store": store, "rank": rank, "world_size": size}
         dist.init_process_group(backend, **options)
-    except ValueError as error:  # of torch: no torchrun, twice, ...
+    except ValueError as error:  # from torch: no torchrun, called twice, ...
         why = str(error).partition("\n")[0]
         raise WrongCall(f"init_island: {why}; call it once, in a script that torchrun starts") from None
 
 
 class IslandGroup:
-    """The ranks of an island, with a gloo group of their own. Making it is a collective call."""
+    """The ranks of an island, with their own gloo group. The constructor is a collective call."""
 
     def __init__(self, island: Any) -> None:
-        """`island`: a process group, or a device mesh. Raises ConfigError."""
+        """`island`: a process group or a device mesh. Raises ConfigError."""
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
                 "island= needs torch.distributed: call init_process_group before join, under torchrun for example"
@@ -79,11 +78,11 @@ class IslandGroup:
         self._group: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=TIMEOUT_S))
 
     def agree(self, text: str) -> str:
-        """The leader's text, at all ranks. At most 200 bytes."""
+        """The leader's text, on all ranks. At most 200 bytes."""
         return self.all_of(text)[0]
 
     def all_of(self, text: str) -> list[str]:
-        """The text of every rank, in their order. At most 200 bytes each."""
+        """The texts of all ranks, in order. At most 200 bytes each."""
         mine = torch.zeros(256, dtype=torch.uint8)
         data = text.encode()
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -96,9 +95,9 @@ class IslandGroup:
         return IslandCouncil(self.rank, self.size, exchange, self.goodbye, self.agree)
 
     def agree_on(self, name: str, saved: LearnerState | None) -> str:
-        """The leader's name for all of them. Raises ConfigError.
+        """The leader's name, for all ranks. Raises ConfigError.
 
-        `saved`: the state that this rank goes on from. Ranks that begin with other counts would decide in other ways.
+        `saved`: the state that this rank resumes. Ranks with different counts would decide differently.
         """
         digest = hashlib.sha256(repr(saved).encode()).hexdigest()
         self._check_equal(digest, "state, or only some ranks bring one (state=); load the same checkpoint in all")
@@ -111,7 +110,7 @@ class IslandGroup:
         return replica
 
     def _check_equal(self, digest: str, what: str) -> None:
-        """Of what every rank brings. Raises ConfigError."""
+        """Compare the digests of all ranks. Raises ConfigError."""
         digests = self.all_of(digest)
         if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
             raise ConfigError(f"ranks {different} of the island bring another than rank 0: {what}")
@@ -126,12 +125,12 @@ class IslandGroup:
             raise UnsupportedModel(f"a parameter {error}; {SUPPORTED}") from None
 
     async def goodbye(self) -> None:
-        """Wait until all ranks are here, or for a few seconds.
+        """Wait until all ranks are here, or a few seconds.
 
-        By the store. A barrier of gloo, `monitored_barrier` too, waits for rank 0 as long as the group does (torch
-        2.13): a rank that fails alone would never end, and torchrun would never learn that it has failed.
+        Uses the store, because a gloo barrier, even `monitored_barrier`, waits for rank 0 as long as the group's
+        timeout (torch 2.13): a rank that fails alone would not end, and torchrun would not learn of its failure.
         """
-        with contextlib.suppress(RuntimeError, TimeoutError):  # the store has ended already; not all ranks leave
+        with contextlib.suppress(RuntimeError, TimeoutError):  # the store has ended, or not all ranks leave
             async with asyncio.timeout(GOODBYE_S):
                 self._store.add("leave", 1)
                 while self._store.add("leave", 0) < self.size:  # noqa: ASYNC110 - other processes add
@@ -139,7 +138,7 @@ class IslandGroup:
 
 
 class GlooExchange:
-    """An `Exchange`: each rank writes into its own part of a vector of zeros, and the maximum is taken."""
+    """An `Exchange`: each rank writes to its own part of a vector of zeros, and the maximum combines them."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group = group
@@ -178,10 +177,10 @@ class GlooExchange:
 
 
 def _own_store(ranks: Sequence[int]) -> Any:
-    """Where the ranks of a gloo group find each other, under a name of its own.
+    """The store in which the ranks of a gloo group find each other, under its own name.
 
-    `new_group` would meet under the same name again after torchrun has restarted all ranks, and read from the store
-    where ranks listened that have ended (torch 2.13).
+    After torchrun restarts all ranks, `new_group` would reuse a name, and read the addresses of ended ranks (torch
+    2.13).
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = f"diloco-island/{restarts}/{next(_GROUPS)}/{ranks[0]}"
@@ -189,13 +188,11 @@ def _own_store(ranks: Sequence[int]) -> Any:
 
 
 def _places(size: int) -> Sequence[slice]:
-    """Where each rank's frame lies."""
     ends = [LEADER_BYTES + i * RANK_BYTES for i in range(size)]
     return [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
 
 
 def _ranks_of(island: Any) -> list[int]:
-    """Raises ConfigError."""
     if hasattr(island, "mesh") and hasattr(island, "mesh_dim_names"):
         return [int(rank) for rank in island.mesh.flatten().tolist()]
     try:

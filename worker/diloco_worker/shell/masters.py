@@ -1,6 +1,6 @@
-"""Where the user's optimizers keep copies of the weights that they step on, in whatever way the user says it.
+"""Finds the copies of weights that the user's optimizers step on.
 
-Looked up each time that a version is applied: most optimizers make their copies at their first step, and
+They are looked up for each version that is applied: most optimizers create their copies at their first step, and
 `load_state_dict` replaces them.
 """
 
@@ -17,8 +17,8 @@ from diloco_worker.core.copies import FindCopies
 from diloco_worker.core.shared_set import SharedSet
 
 Masters: TypeAlias = Any
-"""What `join` takes: an optimizer or a list of them; names with their copies; pairs of a parameter and its copy; or a
-function that gives the copies of a name. Several copies of one parameter come as a list."""
+"""As `join` accepts it: one or several optimizers; names with their copies; pairs of a parameter and its copy; or a
+function that returns the copies of a name. Several copies of one parameter are given as a list."""
 
 KEYS = (
     "z", "x", "y",  # schedule-free
@@ -26,11 +26,11 @@ KEYS = (
     "master_param", "master_params", "master", "master_weight", "fp32_param",  # float32 beside 16 bits
     "x0",  # MADGRAD with momentum, and other dual averaging
 )  # fmt: skip
-"""What optimizers call copies of the weights in their state."""
+"""Names of copies of the weights in the state of known optimizers."""
 
 
 def find_copies(masters: Masters, chosen: SharedSet) -> FindCopies:
-    """How to find the copies of a shared parameter. Raises WrongCall, then and when they are looked up."""
+    """A function that finds the copies of a shared parameter. Both it and this call raise WrongCall."""
     found = _finder(masters, chosen)
 
     def find(name: str) -> Sequence[Tensor]:
@@ -46,7 +46,7 @@ def find_copies(masters: Masters, chosen: SharedSet) -> FindCopies:
 
 
 def is_schedule_free(optimizer: Any) -> bool:
-    """By what the published ones keep in their groups. Their y follows z by 1/t: too slowly for undone.py to notice."""
+    """By a key that the published ones have. Their y follows z by 1/t, too slowly for undone.py to notice."""
     return any("train_mode" in group for group in optimizer.param_groups)
 
 
@@ -68,7 +68,7 @@ def _finder(masters: Masters, chosen: SharedSet) -> Callable[[str], Any]:
 
 
 def _is_optimizer(one: object) -> bool:
-    """Also a wrapper that is none of torch's."""
+    """Includes wrappers that are not torch optimizers."""
     return hasattr(one, "param_groups") and hasattr(one, "state")
 
 
@@ -77,7 +77,6 @@ def _is_pair(one: object) -> bool:
 
 
 def _by_name(given: Mapping[str, Any], chosen: SharedSet) -> dict[str, Any]:
-    """Raises WrongCall."""
     found: dict[str, Any] = {}
     for name, copies in given.items():
         of = chosen.name_of.get(name)
@@ -96,7 +95,6 @@ def _by_any_name(ask: Callable[[str], Any], chosen: SharedSet) -> Callable[[str]
 
 
 def _names_of(pairs: Sequence[Any], chosen: SharedSet) -> dict[str, list[Any]]:
-    """Raises WrongCall."""
     by_id = {id(parameter): name for name, objects in chosen.objects.items() for parameter in objects}
     found: dict[str, list[Any]] = {}
     for number, (parameter, copy) in enumerate(pairs):
@@ -107,15 +105,13 @@ def _names_of(pairs: Sequence[Any], chosen: SharedSet) -> dict[str, list[Any]]:
 
 
 def _of_optimizers(optimizers: Sequence[Any], chosen: SharedSet) -> Callable[[str], list[Tensor]]:
-    """By what is known of their state."""
-
     def find(name: str) -> list[Tensor]:
         copies: list[Tensor] = []
         for optimizer in optimizers:
             for parameter in chosen.objects[name]:
                 copies += _of_state(optimizer.state.get(parameter, {}))
                 copies += _of_groups(optimizer, parameter)
-            if any(optimizer.state.values()) and not copies:  # train() of schedule-free makes empty ones
+            if any(optimizer.state.values()) and not copies:  # schedule-free's train() creates empty states
                 _check_known(optimizer)
         return list({id(copy): copy for copy in copies}.values())
 
@@ -127,7 +123,7 @@ def _of_state(state: object) -> list[Tensor]:
 
 
 def _of_groups(optimizer: Any, parameter: Tensor) -> list[Tensor]:
-    """Of apex and the like: groups of masters beside the groups of parameters."""
+    """Copies as apex and others keep them: groups of masters beside the groups of parameters."""
     return [
         master
         for group, masters in zip(
@@ -139,7 +135,7 @@ def _of_groups(optimizer: Any, parameter: Tensor) -> list[Tensor]:
 
 
 def _check_known(optimizer: Any) -> None:
-    """Raises WrongCall if no parameter of this optimizer has a copy that we would know."""
+    """Raises WrongCall if this optimizer's state has copies of no parameter under a known name."""
     if getattr(optimizer, "param_groups_master", None) or any(map(_of_state, optimizer.state.values())):
         return
     keys = sorted({str(key) for state in optimizer.state.values() if isinstance(state, Mapping) for key in state})
@@ -150,7 +146,6 @@ def _check_known(optimizer: Any) -> None:
 
 
 def _check(name: str, parameter: Tensor, copy: object) -> None:
-    """Raises WrongCall."""
     if not isinstance(copy, Tensor) or not copy.is_floating_point():
         raise WrongCall(f"masters=: the copy of {name} is {shown(copy)}, and no tensor of floats")
     if copy.shape != parameter.shape or copy.device != parameter.device or copy.layout is not torch.strided:

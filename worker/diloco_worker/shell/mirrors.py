@@ -1,4 +1,4 @@
-"""Versions from a mirror of the learner's site, as the shard announced them: whatever else comes costs time alone."""
+"""Pulls versions from a mirror at the learner's site. Bytes other than those the shard announced only cost time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from diloco_common.wire.messages import Near, PullHeader, PullRequest
 from diloco_worker.shell.context import ConnectionContext
 
 SILENT_S = 15.0
-"""So long a mirror may say nothing: it may be getting the version itself."""
+"""Seconds that a mirror may be silent: it may be pulling the version itself."""
 AGAIN_S = 0.25
-"""So long after it was BUSY a mirror is asked again."""
+"""Seconds before a mirror that was BUSY is asked again."""
 SHUNNED = 20
-"""A mirror that failed is left alone for so many times what a shard would be."""
+"""Factor by which a failed mirror is avoided longer than a shard would be."""
 
 
 class Mirrors:
-    """Of one connection. Owned by the network thread."""
-
     def __init__(self, context: ConnectionContext) -> None:
         self._c = context
         self._dialed: dict[str, Transport] = {}
@@ -33,13 +31,13 @@ class Mirrors:
         self._failures = 0
 
     async def pull(self, near: Near, request: PullRequest, num_elements: int) -> tuple[PullHeader, Payload] | None:
-        """The version that was announced; None: ask the shard."""
+        """The announced version; None: pull it from the shard."""
         clock = self._c.world.clock
         if clock() < self._shunned_until.get(near.address, 0.0):
             return None
         try:
             found = await self._pull(near, request, num_elements)
-        except VersionGone:  # it is behind, or ahead
+        except VersionGone:  # the mirror is behind or ahead
             return None
         except Exception as error:  # whatever it sent
             after_s = SHUNNED * backoff_s(self._failures, self._c.world.random.random())
@@ -59,7 +57,6 @@ class Mirrors:
             await transport.close(0.0)
 
     async def _pull(self, near: Near, request: PullRequest, num_elements: int) -> tuple[PullHeader, Payload]:
-        """Raises Refusal, Unavailable, TimeoutError."""
         transport = self._dialed.get(near.address)
         if transport is None:
             transport = self._dialed[near.address] = self._c.dial(near.address)
@@ -80,8 +77,8 @@ class Mirrors:
 
 
 class _Heard:
-    """The parts of an answer; each gives the next one its time. No generator around a generator: who is cancelled in
-    the middle could not close it."""
+    """The parts of an answer; each part extends the time limit. Not a generator: if cancelled in the middle, it could
+    not close the generator inside."""
 
     def __init__(self, parts: AsyncGenerator[PullHeader | Chunk, None], limit: asyncio.Timeout) -> None:
         self._parts, self._limit = parts, limit

@@ -1,7 +1,7 @@
-"""The network thread of a learner: one event loop that runs its connections, and the HTTP server.
+"""The network thread of a learner: one event loop for its connections and the HTTP server.
 
-The loop is woken through a socket. Writing to it lets go of the interpreter lock, and whoever does so gets it back once
-the network thread, just woken, has done its work: up to 5 ms. So a thread of its own does the waking, not the training
+The loop is woken through a socket. Writing to it releases the interpreter lock, and the writer gets the lock back only
+after the network thread has done its work, up to 5 ms later. So a separate thread does the waking, not the training
 thread.
 """
 
@@ -19,7 +19,7 @@ from diloco_worker.shell.connections import Connections
 
 STOP_S = 20.0
 LAST_S = 1.0
-"""Seconds that tasks of grpc.aio have to end by themselves."""
+"""Seconds for tasks of grpc.aio to end by themselves."""
 
 T = TypeVar("T")
 
@@ -28,15 +28,13 @@ class NetworkThread:
     """A `Background`. Started once, stopped once. Its methods may be called from any thread."""
 
     def __init__(self, make_http: Callable[[Connections], HttpServer] | None = None) -> None:
-        """`make_http`: the HTTP server, if there is one."""
         self.http_address = ""
-        """Known once it is started."""
         self._make_http = make_http
         self._http: HttpServer | None = None
         self._thread = threading.Thread(target=self._run, name="diloco-network", daemon=True)
         self._posted: SimpleQueue[Sequence[Act]] = SimpleQueue()  # its `put` keeps the interpreter lock
         self._waker = threading.Thread(target=self._wake, name="diloco-waker", daemon=True)
-        self._running: asyncio.Task[None] | None = None  # None: the connections were never begun
+        self._running: asyncio.Task[None] | None = None  # None: the connections never started
         self._is_stopping = False
 
     def start(self, connections: Connections) -> None:
@@ -48,12 +46,11 @@ class NetworkThread:
         self._wait_for(self._start())
 
     def post(self, acts: Sequence[Act]) -> None:
-        """Have the connections perform these acts, after those that were posted before. Never waits."""
+        """Have the connections perform these acts, after earlier ones. Never waits."""
         if acts and not self._is_stopping:
             self._posted.put(acts)
 
     def stop(self, settle_s: float) -> None:
-        """Let pushes settle, say goodbye, end the thread."""
         if self._is_stopping or not self._thread.is_alive():
             return
         self._is_stopping = True
@@ -68,7 +65,7 @@ class NetworkThread:
     def _wake(self) -> None:
         while acts := self._posted.get():
             self._loop.call_soon_threadsafe(self._connections.perform, acts)
-            del acts  # what they hold is freed once they are done, not with the next ones
+            del acts  # free them as soon as they are done, not with the next ones
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -97,11 +94,11 @@ class NetworkThread:
 
 
 async def _end_of_all_others() -> None:
-    """Until no task is left but this one.
+    """Wait until this is the only task.
 
-    grpc.aio has a task for each call (`_AioCall._handle_status_once_received`), which nobody else knows. It ends once
-    the status of the call has come: a moment after the call was cancelled. A loop that is closed before that leaves it
-    behind, and asyncio says "Task was destroyed but it is pending!".
+    grpc.aio has a task for each call (`_AioCall._handle_status_once_received`) that nobody else knows. It ends when the
+    call's status arrives, a moment after the call was cancelled. If the loop is closed before, asyncio prints "Task was
+    destroyed but it is pending!".
     """
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if not others:

@@ -1,8 +1,8 @@
-"""Other values in the model for a while, the global ones or the user's own: to evaluate, sample and save.
+"""Puts other values (global ones or the user's own) into the model for a while, to evaluate, sample and save.
 
-They are written in place. What was there is put back at the end of the block, bit for bit: the shared parameters, all
-buffers, and what else was written. So the body may run the model in train mode, too, to count statistics anew.
-Meanwhile no version is applied and nothing is contributed: what arrives waits in the inbox.
+They are written in place. At the end of the block the shared parameters, all buffers and any other tensors written are
+restored, bit for bit. So the block may run the model in train mode, for example to recompute statistics. Meanwhile no
+version is applied and nothing is contributed; arriving events wait in the inbox.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import as_module
 
 Values: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[str, Tensor] | Mapping[str, nn.Module]
-"""Names and tensors, as `state_dict` gives them, or what `join` takes as a model."""
+"""Names and tensors as in a state_dict, or a model as `join` accepts it."""
 
 _WRAPPED = frozenset(names.WRAPPERS.values())
 _COUNTER = "n_averaged"
-"""What torch's AveragedModel has beside the model that it averages."""
+"""A buffer that torch's AveragedModel has in addition to the averaged model's."""
 
 
 class OtherValues:
     """One block at a time. Owned by the training thread."""
 
     def __init__(self, replica: Replica, settle: Callable[[], None]) -> None:
-        """`settle` returns once nobody reads the parameters. Raises what ends the learner."""
+        """`settle` waits until nobody reads the parameters. Raises what ends the learner."""
         self._replica = replica
         self._settle = settle
         self._block = ""
@@ -46,7 +46,7 @@ class OtherValues:
 
     @contextmanager
     def instead(self, block: str, write: Callable[[], None], also: Sequence[Tensor] = ()) -> Iterator[None]:
-        """The block of that name. `write` puts the values in; `also`: further tensors that it writes to."""
+        """The block of that name. `write` writes the values; `also`: other tensors that it changes."""
         self.check()
         self._settle()
         with torch.no_grad():
@@ -63,7 +63,7 @@ class OtherValues:
 
     @torch.no_grad()
     def for_good(self, values: Values) -> None:
-        """Write them and leave them there. Raises WrongCall and UnsupportedModel."""
+        """Write values that stay. Raises WrongCall and UnsupportedModel."""
         self.check()
         self._settle()
         pairs = self.beside(values)
@@ -71,20 +71,19 @@ class OtherValues:
         self._replica.into_copies(pairs)
 
     def beside(self, values: Values) -> list[tuple[Tensor, Tensor]]:
-        """Each tensor of the model that they name, with its values. Raises WrongCall and UnsupportedModel."""
+        """Each model tensor that the values name, with its new value. Raises WrongCall and UnsupportedModel."""
         if self._replica.is_spread:
             raise UnsupportedModel("values of your own cannot be put into a model of fully_shard yet")
         return beside(self._replica.model, values)
 
 
 def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """theta <- values, for each pair."""
     for theta, values in pairs:
         layout.once_each(theta, theta).copy_(layout.once_each(values, theta))
 
 
 def beside(model: nn.Module, values: Values) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor of the model that the values name, whatever wraps the one or the other. Raises WrongCall."""
+    """Each named model tensor with its new value; wrappers on either side do not matter. Raises WrongCall."""
     known: dict[str, Tensor] = {**names.buffers(model), **names.parameters(model)}
     plain = {_plain(name): tensor for name, tensor in known.items()}
     found: list[tuple[Tensor, Tensor]] = []
@@ -104,7 +103,6 @@ def beside(model: nn.Module, values: Values) -> list[tuple[Tensor, Tensor]]:
 
 
 def _by_name(values: Values) -> Mapping[str, object]:
-    """Raises WrongCall."""
     if isinstance(values, Mapping) and not any(isinstance(value, nn.Module) for value in values.values()):
         return values
     module = as_module(values)
@@ -112,5 +110,5 @@ def _by_name(values: Values) -> Mapping[str, object]:
 
 
 def _plain(name: str) -> str:
-    """Without what wrappers add to it."""
+    """The name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)

@@ -1,4 +1,4 @@
-"""Pulls what a shard announces, one fragment after the other, newest version only."""
+"""Pulls the versions that a shard announces: one fragment after the other, and only the newest version."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from diloco_worker.shell.mirrors import Mirrors
 UNREADABLE = (
     BadRequest, errors.BadPayload, errors.BadChecksum, errors.UnknownEncoding, errors.NotFinite,
 )  # fmt: skip
-"""What came cannot be read: the next pull asks for the values. Other refusals are of the call, and cost no base."""
+"""The answer was unreadable: the next pull asks for values. Other refusals concern the call, and the base stays."""
 
 
 class Puller:
-    """The pulls of one connection. What came goes to the inbox."""
+    """The pulls of one connection. Versions go to the inbox."""
 
     def __init__(self, state: ConnectionState, transport: Transport, context: ConnectionContext) -> None:
         self._state = state
@@ -33,14 +33,13 @@ class Puller:
         self._has_news = asyncio.Event()
         self._mirrors = Mirrors(context)
         self.near: dict[int, Near | None] = {}
-        """Fragment -> how to have the version that was announced last from a mirror."""
+        """Fragment -> where a mirror has the version that was announced last."""
         self.failed: Callable[[DilocoError], None] = lambda error: None
-        """Called when a pull fails in a way that nobody thought of."""
+        """Called when a pull fails with an unexpected error."""
         self.why_not = ""
         """Why the last pull failed; empty: it did not."""
 
     async def close(self) -> None:
-        """Of what it has dialed itself."""
         await self._mirrors.close()
 
     def wake(self) -> None:
@@ -48,7 +47,6 @@ class Puller:
         self._has_news.set()
 
     async def run(self) -> None:
-        """Pull until cancelled."""
         state, attempt = self._state, 0
         while True:
             await self._has_news.wait()
@@ -71,7 +69,7 @@ class Puller:
                         self._c.codec.lose_base(fragment_id)
                     if isinstance(error, Refusal | Unavailable):
                         self._c.telemetry.log.debug("pull failed", shard=state.address, fragment=fragment_id, why=error)
-                    else:  # what it sent, or we ourselves: the other shards go on
+                    else:  # caused by the shard's bytes or a bug of ours; other shards go on
                         self._c.telemetry.log.error("pull failed", trace=error, shard=state.address)
                         self.failed(DilocoError(f"pulling from {state.address} failed: {error!r}"))
                     self._has_news.set()
@@ -83,10 +81,8 @@ class Puller:
             self._c.inbox.put(event)
 
     async def _pull(self, fragment_id: int, want: tuple[int, int]) -> None:
-        """One attempt; `want` counts where versions are pulled by name, elsewhere the latest does.
-
-        Raises Unavailable, or a Refusal of the call or of the bytes.
-        """
+        """Try once. `want` matters if versions are pulled by name; otherwise the latest one is pulled.
+        Raises Unavailable, or a Refusal of the call or of the bytes."""
         state, codec = self._state, self._c.codec
         assert state.manifest is not None
         epoch, local = state.epoch, codec.local(fragment_id)
@@ -95,9 +91,9 @@ class Puller:
         encodings = pull_encodings(fragment.encoding(state.policy.pull_encoding))
         request = PullRequest(fragment_id, encodings, codec.base(fragment_id))
         if local is not None and state.to_pull.is_by_name:
-            have = None if request.have == want else request.have  # it may have been dropped since
+            have = None if request.have == want else request.have  # this version may have been dropped since
             request = replace(request, have=have, want=want, ranges=local.ranges)
-            if not num_elements:  # one element, for what is said of the version; and so that the shard holds it
+            if not num_elements:  # pull one element, for the version's header and so that the shard keeps the version
                 request, num_elements = replace(request, ranges=(Range(0, 1),), have=None), 1
         near, found = self.near.get(fragment_id), None
         if near is not None and not request.ranges and want == (near.header.epoch, near.header.version):
@@ -110,7 +106,7 @@ class Puller:
             return
         self._c.telemetry.pulled(payload.header.num_bytes, is_near=found is not None)
         arrived = await codec.decode(header, payload) if held else codec.nothing(header)
-        if state.epoch != epoch:  # of an earlier epoch, which may have lost it: Join did not name it
+        if state.epoch != epoch:  # from an earlier epoch, which may have lost it: Join did not name it
             return
         if held:
             codec.hold(arrived, header.tokens_merged)

@@ -1,4 +1,4 @@
-"""Pushes contributions and seeds to one shard, again and again until they are answered or the lease is over."""
+"""Pushes contributions and seeds to one shard, repeatedly, until they are answered or the lease is over."""
 
 from __future__ import annotations
 
@@ -21,70 +21,69 @@ from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.shell.context import ConnectionContext
 
 FAILING_S = 60.0
-"""Pushes that fail for so long, while the control stream holds, are said."""
+"""Seconds after which failing pushes are logged, while the control stream is up."""
 SEEDS_AT_ONCE = 2
-"""Seeds encoded and pushed at once; a shard refuses more than a few of all learners together."""
+"""Seeds encoded and pushed at once; a shard accepts only a few at once, from all learners together."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailingPushes:
-    """Bytes do not get through, whatever else does: a proxy's limit, the MTU of a path."""
+    """Pushes that do not get through although the control stream does: a proxy's limit, the MTU of a path."""
 
     for_s: float
-    """Since the first attempt began."""
+    """Seconds since the first attempt began."""
     why: str
-    """Of the last one that failed."""
 
 
 class Pusher:
-    """The pushes of one connection; each is a task. Outcomes go to the inbox."""
+    """The pushes of one connection, each in its own task. Outcomes go to the inbox."""
 
     def __init__(self, state: ConnectionState, transport: Transport, context: ConnectionContext) -> None:
         self._state = state
         self._transport = transport
         self._c = context
         self._pushes: set[asyncio.Task[None]] = set()
-        self._on_hold: set[asyncio.Task[None]] = set()  # those of seeds that others may bring first
+        self._on_hold: set[asyncio.Task[None]] = set()  # seeds that others may push first
         self._pushing = asyncio.Semaphore(PUSHES_AT_ONCE)
         self._seeding = asyncio.Semaphore(SEEDS_AT_ONCE)
-        self._failing: dict[int, tuple[float, str]] = {}  # fragment -> since when, and why the last time
+        self._failing: dict[int, tuple[float, str]] = {}  # fragment -> since when, and the last error
         self._said_at = -math.inf
         self.refused: Callable[[DilocoError], None] = lambda error: None
-        """Called when the shard refuses a seed: without it, all would wait."""
+        """Called when the shard refuses a seed, without which everybody would wait."""
 
     def push(self, act: PushContribution) -> None:
         """Push a contribution in the background, once it is encoded."""
         contribution, lease = act.contribution, self._state.lease
         if contribution.begin_push(lease):
-            if self._c.council.is_alone:  # else the leader speaks for all ranks
+            if self._c.council.is_alone:  # in an island, `Connections` records it for all ranks
                 self._c.telemetry.pushing(act, lease)
             name = f"push {contribution.fragment_id} of round {contribution.round}"
             self._start(self._push_contribution(contribution, lease), name)
 
     def seed(self, act: OfferSeed) -> None:
-        """Offer the values of version 0 in the background; first writer wins."""
+        """Offer the values of version 0 in the background; the first writer wins."""
         task = self._start(self._push_seed(act, self._state.lease), f"seed {act.fragment_id}")
         if act.hold_s:
             self._on_hold.add(task)
             task.add_done_callback(self._on_hold.discard)
 
     async def settle(self, timeout_s: float) -> None:
-        """Give pushes that are under way time to be answered. A seed on hold is not one of them."""
+        """Wait for answers to the pushes in flight, but not for seeds on hold."""
         if under_way := self._pushes - self._on_hold:
             await asyncio.wait(under_way, timeout=timeout_s)
 
     @property
     def failing(self) -> FailingPushes | None:
-        """The fragment that was last answered longest ago, of those whose last attempt failed. In any thread."""
+        """The push that has failed for longest; None: the last attempts all succeeded. May be read in any thread."""
         oldest = min(self._failing.copy().values(), default=None)
         return None if oldest is None else FailingPushes(self._c.world.clock() - oldest[0], oldest[1])
 
     def begin_anew(self) -> None:
-        """The shard is there again: what failed before says nothing of the way."""
+        """The shard is up again: earlier failures do not count."""
         self._failing.clear()
 
     def say_what_fails(self) -> None:
-        """Now and then, if pushes have been failing for long. Call it while the control stream is up."""
+        """Log pushes that have failed for long, now and then. Call it while the control stream is up."""
         failing, now = self.failing, self._c.world.clock()
         if failing is not None and failing.for_s >= FAILING_S <= now - self._said_at:
             self._said_at = now
@@ -94,7 +93,6 @@ class Pusher:
             )  # fmt: skip
 
     def cancel(self) -> None:
-        """Give all pushes up."""
         for push in self._pushes:
             push.cancel()
 
@@ -119,10 +117,8 @@ class Pusher:
             self._c.inbox.put(Answered(contribution.fragment_id, contribution.round, answer, contribution.tokens))
 
     async def _payload(self, contribution: PendingContribution) -> tuple[Payload | None, bool]:
-        """The encoded contribution, and whether it is not finite: the payload is empty then.
-
-        None: the contribution's fate is known.
-        """
+        """The encoded contribution, and whether it is not finite; then the payload is empty. None: the fate is
+        known."""
         try:
             return await self._c.codec.payload(contribution), False
         except NotFinite as error:
@@ -140,7 +136,7 @@ class Pusher:
         return Payload(PayloadHeader(encoding, num_elements, usual_chunk_elements(encoding), 0, 0), ())
 
     def _part(self, fragment_id: int) -> dict[str, Any]:
-        """What a push says of the part that it brings, if others bring the rest."""
+        """The header fields for the part that this rank pushes; none if it pushes everything."""
         local = self._c.codec.local(fragment_id)
         if local is None or local.num_parts == 1:
             return {}
@@ -154,7 +150,7 @@ class Pusher:
         assert task is not None
         self._on_hold.discard(task)
         async with self._seeding:
-            if act.fragment_id in self._state.to_pull.now:  # another learner was first
+            if act.fragment_id in self._state.to_pull.now:  # another learner has seeded it
                 return
             try:
                 payload = await self._c.codec.encode_seed(act.values)
@@ -179,9 +175,9 @@ class Pusher:
         return self._state.manifest.digest
 
     async def _push_until_answered(self, header: PushHeader, payload: Payload, lease: Lease) -> PushAnswer | None:
-        """Push, again and again while it cannot be heard. None: the lease is over, and what was answered under it.
+        """Push, repeatedly if it fails. None: the lease is over, so that an answer under it does not count.
 
-        A contribution may have been accepted even so; only a version tells, and a round that still wants it asks again.
+        The contribution may still have been accepted. Only a version tells, and a round that still wants it asks again.
         """
         telemetry, attempt, began = self._c.telemetry, 0, self._c.world.clock()
         while lease == self._state.lease:
@@ -199,7 +195,7 @@ class Pusher:
                 continue
             if answer is not None:
                 self._failing.pop(header.fragment_id, None)
-            if answer is None or lease != self._state.lease:  # a later contribution may have the same round
+            if answer is None or lease != self._state.lease:  # the next contribution may have the same round
                 return None
             if answer.outcome is Outcome.REJECTED:
                 telemetry.log.warning(
@@ -209,7 +205,7 @@ class Pusher:
         return None
 
     async def _push_once(self, header: PushHeader, payload: Payload, lease: Lease) -> PushAnswer | None:
-        """One attempt, in its turn. None: the lease was over by then. Raises a Refusal or Unavailable."""
+        """Try once, in turn. None: the lease was over by then. Raises a Refusal or Unavailable."""
         async with self._pushing:
             if lease != self._state.lease:
                 return None

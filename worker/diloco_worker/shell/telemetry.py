@@ -1,7 +1,7 @@
-"""What a learner tells about itself: metrics, log lines, its history, and the figures of /status.
+"""A learner's reports about itself: metrics, log lines, history, and the figures of /status.
 
-Nothing is decided here, and nothing that metrics, log or history return is looked at. Each method belongs to the thread
-that its section names. /status is read in any thread: every value is replaced as a whole.
+Nothing is decided here. Each method belongs to the thread that its section names. /status is read in any thread: every
+value is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diloco_worker.core.fragment import Fate
 
 
 class LearnerTelemetry:
-    """What one process of a learner says of itself: log, metrics, status and history."""
+    """Log, metrics, status and history of one process of a learner."""
 
     def __init__(
         self, caller: Caller, clock: Clock, metrics: WorkerMetrics, log: Log, history: History | None = None
@@ -33,19 +33,17 @@ class LearnerTelemetry:
         self.metrics = metrics
         self.log = log
         self.state = "joining"
-        """"joining", "training", "done" or "stopped"."""
         self.readiness = False, "the model is not cut yet"
-        """Whether the learner has joined every shard and holds every fragment, and what is missing."""
+        """Whether the learner has joined every shard and holds every fragment; and what is missing."""
         self.hung_s = WorkerSettings().hung_s
         """Seconds without the end of an inner step after which the training thread counts as hung; 0: never."""
         self.holds_all = True
-        """Whether this process holds all of each fragment."""
         self.figures: Callable[[], Figures] = Figures
-        """How far the learner is. Asked in any thread but the training's, which has no time to spare."""
+        """The learner's progress. Called in any thread except the training thread, to save its time."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self.bytes_near = 0
-        """Of these, from a mirror."""
+        """Those of `bytes_pulled` from a mirror."""
         self.caller = caller
         self._clock = clock
         self._history = history
@@ -55,14 +53,14 @@ class LearnerTelemetry:
         self._unit = "tokens"
         self._step_time_s = 0.0
         self._stall_s = 0.0
-        """Seconds that `step` held the training loop, in total."""
+        """Total seconds that `step` has held up the training loop."""
         self._stall_max_s = 0.0
         self._tokens_carried = 0.0
         self._connected: set[str] = set()
         metrics.training.begun(caller.learner_id)
 
     def status(self, pulse: Pulse, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """JSON of one learner: counts, bytes, and seconds. Holds no secret. `shards`: how each connection is."""
+        """JSON of one learner: counts, bytes and seconds; no secrets. `shards`: the figures of each connection."""
         figures, step_time_s = self.figures(), self._step_time_s
         fates = figures.contributions or {}
         rejected = sum(n for fate, n in fates.items() if fate not in ("taken", *(f.value for f in Fate)))
@@ -105,7 +103,7 @@ class LearnerTelemetry:
 
     @property
     def health(self) -> tuple[bool, str]:
-        """Whether the training thread makes progress, and what is known of it. Waiting for shards is no hang."""
+        """Whether the training thread makes progress, and a text on it. Waiting for shards is no hang."""
         idle_s = self._clock() - self._progress_at
         if self.state != "training":
             return True, self.state
@@ -113,7 +111,7 @@ class LearnerTelemetry:
 
     @property
     def step_left_s(self) -> float:
-        """What is left of the present step, if it takes as long as others do. In any thread, and in signal handlers."""
+        """Seconds left of the current step at the usual step time. In any thread, and in signal handlers."""
         return max(0.0, self._progress_at + self._step_time_s - self._clock())
 
     # ------------------------------------------------------------ in the training thread
@@ -124,7 +122,7 @@ class LearnerTelemetry:
         self.state = "training"
 
     def model(self, tensors: Sequence[TensorSpec], num_frozen: int) -> None:
-        """What will be synchronised, and how; `num_frozen` parameters will not."""
+        """Log what is synchronized, and how; `num_frozen` parameters are not."""
         trained = [t for t in tensors if t.traits.is_of_model]
         beside = {
             word: count
@@ -138,15 +136,12 @@ class LearnerTelemetry:
         )  # fmt: skip
 
     def born(self, inner_step: int, tokens: int) -> None:
-        """The counters of this process begin there."""
         self._write("born", role="learner", step=inner_step, tokens=tokens)
 
     def stepped(self, inner_step: int, tokens: int) -> None:
-        """An inner step has ended."""
         self._write("stepped", step=inner_step, tokens=tokens)
 
     def record(self, acts: Sequence[Act]) -> None:
-        """Write down what happened at a step boundary."""
         for act in acts:
             match act:
                 case Answered():
@@ -164,13 +159,11 @@ class LearnerTelemetry:
                     )
 
     def ended(self) -> None:
-        """The learner is leaving the run."""
         self._write("ended")
 
     # ------------------------------------------------------------ in the network thread
 
     def count(self, act: Act) -> None:
-        """Count an act in the metrics."""
         match act:
             case StepEnded():
                 self._progress_at = self._clock()
@@ -191,7 +184,7 @@ class LearnerTelemetry:
                 self.metrics.training.computed("apply", act.cpu_seconds)
 
     def pushing(self, act: PushContribution, lease: Lease) -> None:
-        """A push of this contribution begins, under this lease."""
+        """Record that a push of this contribution begins under this lease."""
         c = act.contribution
         self._write(
             "pushed", shard_epoch=lease.epoch, generation=lease.generation, fragment=c.fragment_id, round=c.round,
@@ -199,12 +192,11 @@ class LearnerTelemetry:
         )  # fmt: skip
 
     def pushed(self, outcome: PushOutcome, num_bytes: int) -> None:
-        """A push was answered; "failed": it was not."""
+        """A push ended; outcome "failed" if it was not answered."""
         self.bytes_pushed += num_bytes
         self.metrics.exchange.pushed(outcome, num_bytes)
 
     def pulled(self, num_bytes: int, *, is_near: bool = False) -> None:
-        """A version has come; `is_near`: from a mirror."""
         self.bytes_pulled += num_bytes
         if is_near:
             self.bytes_near += num_bytes
@@ -212,25 +204,23 @@ class LearnerTelemetry:
         self.metrics.exchange.pulled_bytes.inc(num_bytes)
 
     def connected(self, address: str, times: int) -> None:
-        """A control stream is up, for so many times."""
+        """A control stream is up, for the `times`-th time."""
         self._connected.add(address)
         self.metrics.exchange.connected_shards.set(len(self._connected))
         if times > 1:
             self.metrics.exchange.reconnects.inc()
 
     def disconnected(self, address: str) -> None:
-        """A control stream is down. Repeating it is fine."""
+        """A control stream is down. May be repeated."""
         self._connected.discard(address)
         self.metrics.exchange.connected_shards.set(len(self._connected))
 
     # ------------------------------------------------------------ in the codec thread
 
     def computed(self, phase: SyncPhase, cpu_seconds: float) -> None:
-        """CPU time that went into synchronisation."""
         self.metrics.training.computed(phase, cpu_seconds)
 
     def encoded(self, seconds: float) -> None:
-        """A contribution, or a seed, was encoded."""
         self.metrics.exchange.encode_seconds.observe(seconds)
 
     # ------------------------------------------------------------ helpers

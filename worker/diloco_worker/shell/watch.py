@@ -1,17 +1,16 @@
-"""Notices when the user's model is no longer the one that joined: its parameters were replaced, overwritten, added,
+"""Notices when the user's model is no longer the one that joined: parameters were replaced, overwritten, added,
 removed, frozen or unfrozen.
 
-A learner holds on to the Parameters that it joined with. Where others are put in their place, it would go on
-contributing dead ones, and versions would never reach the model. What begins to train later would never be shared.
-Where values are overwritten from a file, the difference would be taken for training. So `Learner.step` asks here,
-before anything of it is contributed. Nothing reads values.
+A learner keeps the Parameters with which it joined. If others replace them, it would contribute dead ones, and versions
+would never reach the model. Parameters that begin to train later would never be shared. If values are overwritten from
+a file, the difference would count as training. So `Learner.step` checks this before it contributes. No values are read.
 
-Another storage of the same Parameter is followed (`parameter.data = tensor`, as SAM restores values), since the replica
-looks at the Parameter itself, if it is of the same form, and what was tied still is.
+New storage of the same Parameter is fine (`parameter.data = tensor`, as SAM restores values) if it has the same form
+and ties still hold, since the replica reads the Parameter itself.
 
-Looking at a parameter still costs 0.1 us, and 0.5 us where caches are cold, so a step looks at `AT_ONCE` of them, in
-turn: what a contribution takes from a replaced tensor until its turn has come was trained before it was replaced.
-Nobody notices `parameter.data.copy_(...)`. Other values go through other_values.py, which writes in place.
+Looking at a parameter costs 0.1 us, and 0.5 us with cold caches, so each step looks at `AT_ONCE` of them, in turn.
+Until then, a contribution takes from a replaced tensor only what was trained before it was replaced. Nobody notices
+`parameter.data.copy_(...)`. For other values, use other_values.py.
 """
 
 from __future__ import annotations
@@ -40,21 +39,19 @@ NAME_THEM = (
 
 _Hook = Callable[[nn.Module, Any], None]
 AT_ONCE = 16
-"""Parameters that a step looks at. With 500, that is each of them every 32nd step."""
+"""Parameters checked per step. With 500 parameters, each is checked every 32nd step."""
 
 
 class HasWatch(Protocol):
-    """What has a watch of its own."""
-
     def check(self) -> None:
-        """At every step. Raises ModelChanged."""
+        """Called at every step. Raises ModelChanged."""
 
 
 class ModelWatch:
     """The parameters of one model, as they were when it joined. Owned by the training thread."""
 
     def __init__(self, chosen: SharedSet, beside: HasWatch | None = None) -> None:
-        """`beside`: what is synchronised beside it."""
+        """`beside`: the check of the companions."""
         self._beside = beside
         self._chosen = chosen
         self._by_name = names.parameters(chosen.model)
@@ -82,7 +79,7 @@ class ModelWatch:
         self._loaded = True
 
     def check(self) -> None:
-        """At every step. Raises ModelChanged."""
+        """Called at every step. Raises ModelChanged."""
         if self._beside is not None:
             self._beside.check()
         self._check(next(self._next))
@@ -94,19 +91,19 @@ class ModelWatch:
             )
 
     def check_in_place(self) -> None:
-        """Whether all is what it was, whatever their values. Raises ModelChanged."""
+        """Check everything, except values. Raises ModelChanged."""
         if self._beside is not None:
             self._beside.check()
         for turn in self._turns:
             self._check(turn)
 
     def end(self) -> None:
-        """Leave nothing in the model. Repeating it is fine."""
+        """Remove our hooks from the model. May be repeated."""
         for hooks in self._hooks:
             hooks.ours = None
 
     def _check(self, turn: int) -> None:
-        """In C, but for what has changed: this runs at every step."""
+        """Runs in C unless something changed, since it is called at every step."""
         if not self._slots.are_as_they_were(turn, len(self._turns)):
             self._refuse_others()
             self._slots = _Slots(self._chosen.model)  # modules without parameters may come and go
@@ -118,7 +115,7 @@ class ModelWatch:
             self._follow(which)
 
     def _refuse_others(self) -> None:
-        """Unless the parameters are the very same objects."""
+        """Raises ModelChanged unless the parameters are the very same objects."""
         found = names.parameters(self._chosen.model)
         if gone := [n for n, p in self._by_name.items() if n in self._shared and n in found and found[n] is not p]:
             raise ModelChanged(
@@ -152,7 +149,7 @@ class ModelWatch:
         raise ModelChanged(f"{_some(which)}: {how}; {NAME_THEM}. This learner ends")
 
     def _follow(self, which: slice) -> None:
-        """Storages that are others now, unless that makes the model another one."""
+        """Accept new storage, unless it makes a different model. Raises ModelChanged."""
         for name in self._names[which]:
             if form_of(self._shared[name]) != self._forms[name]:
                 raise changed_form(name, self._shared[name], *self._forms[name])
@@ -167,7 +164,7 @@ class ModelWatch:
 
 
 class _Slots:
-    """Where the modules of a model have their parameters and submodules, and what is there."""
+    """The places of a model's parameters and submodules, and their contents."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = {id(module): module for _, module in names.modules(model)}.values()
@@ -190,7 +187,7 @@ class _Slots:
 
 
 def _that_own(tensors: Collection[str], model: nn.Module) -> Collection[nn.Module]:
-    """The modules that have one of these themselves: a loop may load others, as a target network is."""
+    """The modules that own one of these: a loop may load others, such as a target network."""
     return {
         id(module): module
         for path, module in names.modules(model)
@@ -199,12 +196,12 @@ def _that_own(tensors: Collection[str], model: nn.Module) -> Collection[nn.Modul
 
 
 class _LoadHooks(OrderedDict[int, _Hook]):
-    """The hooks of `load_state_dict` of one module, and ours, which copies and pickles of the module have not: whoever
-    loads them needs no learner, nor this package. Those of submodules are called, too."""
+    """A module's `load_state_dict` hooks plus ours. Copies and pickles of the module do not contain ours, so that they
+    need neither a learner nor this package. Hooks of submodules are called, too."""
 
     def __init__(self, module: nn.Module, ours: _Hook) -> None:
         super().__init__()
-        self._before = module._load_state_dict_post_hooks  # handles to those remove them from there
+        self._before = module._load_state_dict_post_hooks  # handles to these remove them there
         self.ours: _Hook | None = ours
         module._load_state_dict_post_hooks = self
 
@@ -227,7 +224,6 @@ def _addresses(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _share(things: Sequence[object], turn: int, turns: int) -> slice:
-    """Those whose turn it is."""
     return slice(turn * len(things) // turns, (turn + 1) * len(things) // turns)
 
 

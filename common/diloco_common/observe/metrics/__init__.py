@@ -1,9 +1,8 @@
-"""Every metric of shards and workers: names, help, labels and buckets stand in this folder and nowhere else.
+"""Every metric of shards and workers: names, help, labels and buckets are defined in this folder only.
 
 Names follow the Prometheus conventions (base units, `_total` for counters) and the glossary. Each process has its own
-registry, because a worker may live in a process with metrics of its own. Labels are bounded: fragments, codes of
-errors.py, and learner ids. The shard checks learner ids before they get here, and forgets learners that are gone.
-docs/metrics.md lists all metrics.
+registry, because a worker may run in a process with other metrics. Labels are bounded: fragments, codes of errors.py,
+and learner ids, which the shard has checked and forgets after the learner is gone. docs/metrics.md lists all metrics.
 """
 
 from diloco_common.observe.metrics.reader import ReaderMetrics

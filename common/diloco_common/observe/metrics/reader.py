@@ -8,7 +8,7 @@ from diloco_common.observe.metrics.registry import Declare, MetricsRegistry
 
 
 class FollowingMetrics:
-    """How it is with its shard. What is asked for at each scrape belongs to the process that follows."""
+    """How it follows its shard. Values computed at each scrape belong to the process that follows."""
 
     def __init__(self, declare: Declare) -> None:
         self.up = declare.gauge("diloco_reader_up", "1 while its shard sends.", "role")
@@ -32,7 +32,7 @@ class ReaderMetrics:
         self.following = FollowingMetrics(Declare(self.registry))
 
     def follow(self, role: str, look: Callable[[], tuple[bool, bool, int, float, int]]) -> None:
-        """`look` gives whether it is up and ready, versions and seconds that it is behind, and versions skipped."""
+        """`look` returns whether it is up and ready, versions and seconds that it is behind, and versions skipped."""
 
         def sample() -> None:
             up, ready, versions, seconds, skipped = look()

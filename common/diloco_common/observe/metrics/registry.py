@@ -1,4 +1,4 @@
-"""The basis of all metrics: a registry, the way to declare metrics in it, buckets, and what every process has."""
+"""The basis of all metrics: a registry, declarations, buckets, and the metrics of every process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class MetricsRegistry(CollectorRegistry):
-    """A registry with the metrics of the process itself, and its versions.
+    """A registry with the metrics and versions of the process itself.
 
-    It has none of the `_created` series that the library adds to every counter and histogram.
+    Without the `_created` series that the library adds to every counter and histogram.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.before_scrape: Callable[[], None] = lambda: None
-        """Sets what is only looked at."""
+        """Sets metrics that are only read at a scrape."""
         ProcessCollector(registry=self)
         build = Declare(self).gauge(
             "diloco_build_info", "Versions of this process; always 1.", "version", "python", "torch", "grpcio"
@@ -44,8 +44,6 @@ class MetricsRegistry(CollectorRegistry):
 
 
 class Declare:
-    """Declares metrics in a registry: name, meaning, labels."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
@@ -65,9 +63,9 @@ class Declare:
 class MetricTotals:
     """A counter that follows totals kept elsewhere.
 
-    It never falls: a total that starts again adds nothing until it is above the old one. There is no series before the
-    first total, unless it begins at zero, as rates and alerts need it. A zero, followed by the recovered total of a
-    shard, would look like that much work done at once.
+    It never falls: a total that starts over adds nothing until it exceeds the old one. There is no series before the
+    first total, unless it begins at zero, as rates and alerts need it. A zero followed by a shard's recovered total
+    would look like that much work done at once.
     """
 
     def __init__(self, name: str, what: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
@@ -76,7 +74,7 @@ class MetricTotals:
         self._seen: dict[tuple[str, ...], float] = {}
 
     def begin(self, *values: str) -> Self:
-        """The series of these values of its one label, or the only one, begin at zero."""
+        """Start the series of these values of its one label, or the only series, at zero."""
         for value in values:
             self.follow(0, value)
         if not values:
@@ -84,7 +82,7 @@ class MetricTotals:
         return self
 
     def follow(self, total: float, *labels: str) -> None:
-        """The total of these labels is now this much."""
+        """The total for these labels is now this much."""
         seen = self._seen.get(labels)
         if seen is not None and total <= seen:  # true of most totals, most of the time
             return
@@ -95,19 +93,17 @@ class MetricTotals:
         self._seen[labels] = total
 
     def follow_all(self, totals: Mapping[str, float], *labels: str) -> None:
-        """Those by the value of the last label."""
         for value, total in totals.items():
             self.follow(total, *labels, value)
 
     def forget(self, first_label: str) -> None:
-        """Drop every series whose first label is this one."""
         for labels in [labels for labels in self._seen if labels[0] == first_label]:
             self._counter.remove(*labels)
             del self._seen[labels]
 
 
 class Certificates:
-    """Present where `security.tls` is set. On shards and on workers."""
+    """The expiry of certificates, on shards and workers with `security.tls`."""
 
     def __init__(self, declare: Declare) -> None:
         self._expires = declare.gauge(
@@ -117,14 +113,14 @@ class Certificates:
         )
 
     def follow(self, files: Callable[[], TlsFiles]) -> None:
-        """From now on, tell of these, as they were read last."""
+        """Report on these files from now on, as last read."""
         self._expires.labels("ca").set_function(lambda: _expires(files().ca))
         if files().pair is not None:
             self._expires.labels("own").set_function(lambda: _expires((files().pair or (b"", b""))[1]))
 
 
 def _expires(pem: bytes) -> float:
-    """Of several, that of the first."""
+    """When a certificate expires, or the first of several."""
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 

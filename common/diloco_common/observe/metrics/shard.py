@@ -1,7 +1,7 @@
 """All metrics of a shard, in groups.
 
-Totals follow what the shard counts itself (`diloco_server/core/ledger.py`), at the moment of a scrape; the rest is set
-and observed where it happens.
+Totals follow the shard's own counts (`diloco_server/core/ledger.py`) at each scrape; other metrics are set where things
+happen.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ LEARNER_STATES: tuple[LearnerState, ...] = get_args(LearnerState)
 
 
 def rejections() -> list[str]:
-    """Codes of a rejected contribution, as docs/errors.md lists them."""
+    """Codes of rejected contributions, as in docs/errors.md."""
     return [kind.code for kind in all_kinds() if CONTRIBUTIONS in (kind.met, kind.also)]
 
 
 class Itself:
-    """The shard and its part of the run."""
-
     def __init__(self, declare: Declare) -> None:
         self.ready = declare.gauge("diloco_shard_ready", "1 while ready.")
         self.epoch = declare.gauge("diloco_shard_epoch", "Its epoch.")
@@ -45,14 +43,12 @@ class Itself:
         self._refused_calls.labels(code).inc()
 
     def settings(self, settings: Mapping[str, float]) -> None:
-        """By name, such as sync.quorum."""
+        """By setting name, such as sync.quorum."""
         for name, value in settings.items():
             self._settings.labels(name).set(value)
 
 
 class Learners:
-    """Learners as one shard sees them."""
-
     def __init__(self, declare: Declare) -> None:
         self._learners = declare.gauge(
             "diloco_shard_learners",
@@ -102,7 +98,7 @@ class Learners:
                 self._state.labels(learner, one).set(one == state)
 
     def forget(self, learner: str) -> None:
-        """Drop the series of a learner that has been gone for long. Repeating it is fine."""
+        """Drop the series of a learner that has been gone for long. May be repeated."""
         for gauge in (
             self.left_out, self.kept, self.cosine, self.inner_step, self.tokens, self.step_seconds, self.loss,
             self.silent,
@@ -181,11 +177,16 @@ class RoundMetrics:
 
 
 class Storage:
-    """Versions on their way to the disk, and lost versions."""
+    """Versions on their way to disk, and lost versions."""
 
     def __init__(self, declare: Declare) -> None:
         self.save_seconds = declare.histogram("diloco_shard_save_seconds", "Time to make a version durable.", SECONDS)
         self.saved_bytes = declare.totals("diloco_shard_saved_bytes_total", "Bytes of versions made durable.").begin()
+        self.standby_wait_seconds = declare.histogram(
+            "diloco_shard_standby_wait_seconds",
+            "How long a version waited for the standby to hold the one before.",
+            SECONDS,
+        )
         self.save_failures = declare.counter(
             "diloco_shard_save_failures_total",
             "Attempts to save a version that the disk refused.",
@@ -209,7 +210,7 @@ class Storage:
 
 
 class ShardMetrics:
-    """All metrics of a shard. What is not a total is safe to set from any thread."""
+    """All metrics of a shard. Everything but totals is safe to set from any thread."""
 
     def __init__(self) -> None:
         self.registry = MetricsRegistry()

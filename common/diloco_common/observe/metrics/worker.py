@@ -11,7 +11,7 @@ from diloco_common.observe.metrics.registry import SECONDS, Certificates, Declar
 PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
 """The four answers of the protocol, and "failed" for no answer."""
 SyncPhase = Literal["snapshot", "encode", "decode", "apply"]
-"""Work that synchronisation does on a learner."""
+"""Work for synchronization on a learner."""
 
 _STALL_SECONDS = (0.00001, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 
@@ -43,7 +43,6 @@ class Training:
         self._learner.labels(learner).set(1)
 
     def stepped(self, *, tokens: int, seconds: float, loss: float | None) -> None:
-        """One inner step ended."""
         self.inner_steps.inc()
         self.tokens.inc(tokens)
         self.step_seconds.observe(seconds)

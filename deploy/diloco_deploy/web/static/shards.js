@@ -1,4 +1,4 @@
-// Shards as rows.
+// The table of shards.
 
 import { $, make } from "./dom.js";
 import { bytes, clock, count, seconds } from "./format.js";
@@ -42,7 +42,8 @@ function stateOf(shard, now, known) {
   const unwritten = shard.unwritten ? `, ${shard.unwritten} versions not on disk yet` : "";
   const blind = shard.tells_rounds ? "" : ", tells no rounds";
   const every = shard.sync_every ? `, H = ${shard.sync_every}` : "";
-  const since = `up ${seconds(shard.uptime_s)}${every}${restarts}${unwritten}${blind}`;
+  const readers = Object.entries(shard.readers).map(([what, times]) => `, ${times} ${what}`).join("");
+  const since = `up ${seconds(shard.uptime_s)}${every}${restarts}${unwritten}${blind}${readers}`;
   return shard.ready ? [pill("good", "serving"), note(since)] : [pill("bad", "not ready"), note(shard.reason)];
 }
 
