@@ -88,7 +88,7 @@ def _trained(settings: Settings) -> Path:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     for _ in range(STEPS):
-        model.loss(*stream.next_batch()).backward()
+        model.loss(*stream.next_batch()).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -71,7 +72,12 @@ def measure(
                     )  # fmt: skip
                 until(lambda file=file: read_address(file), "a mirror")  # type: ignore[misc]
             options = Options(
-                namespace=namespace.name, width=width, step_s=0.05, site="site" if mirrored else "", longest_wait_s=2.0
+                namespace=namespace.name,
+                width=width,
+                step_s=0.05,
+                site="site" if mirrored else "",
+                longest_wait_s=2.0,
+                decay=0.002,
             )
             addresses = ",".join(shard.endpoints.grpc for shard in shards)
             learners = [SteadyLearner(f"w{i}", addresses, folder, options) for i in range(LEARNERS)]
@@ -104,6 +110,7 @@ def measure(
             "rounds_per_minute": round(60 * rounds / took_s, 2),
             "merged_tokens_per_s": round(told["tokens_merged"] / SHARDS / took_s, 1),
             "late_share": round(late / max(1, late + taken), 3),
+            "loss": round(fmean(one["loss"] for one in later[0]["learners"]), 6),
         }  # fmt: skip
 
 

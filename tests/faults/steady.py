@@ -93,6 +93,8 @@ class Options:
     """The model has about width ** 2 parameters."""
     step_s: float = STEP_S
     """Between two steps."""
+    decay: float = 0.0
+    """Share of the parameters that a step takes away, beside the noise it adds. The loss is their mean square."""
     site: str = ""
     """Where it is, for mirrors."""
     history: str = ""
@@ -204,8 +206,11 @@ def _learn(name: str, shards: str, options: Options, control: Connection, log: P
             if stepping:
                 with torch.no_grad():
                     for parameter in model.parameters():
-                        parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=1e-3)
-                learner.step(tokens=TOKENS, loss=1.0)
+                        parameter.mul_(1 - options.decay).add_(
+                            torch.randn(parameter.shape, generator=noise), alpha=1e-3
+                        )
+                    loss = max(float(parameter.square().mean()) for parameter in model.parameters())
+                learner.step(tokens=TOKENS, loss=loss)
                 now = time.monotonic()
                 history.longest_gap_s = max(history.longest_gap_s, now - ended)
                 ended, history.steps = now, history.steps + 1
