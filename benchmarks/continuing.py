@@ -1,8 +1,8 @@
 """Going on from a trained model: a GPT that has learnt Python goes on with C++, wholly or with an adapter (LoRA).
 
-    PYTHONPATH=benchmarks diloco lab compare benchmarks/continuing/*.toml --model continuing:full --seeds 3 \\
+    PYTHONPATH=benchmarks diloco lab compare benchmarks/continuing/*_full.toml --model continuing:full --seeds 3 \\
         --out benchmarks/results/quality_continuing.jsonl
-    ... --model continuing:adapter ...
+    ... benchmarks/continuing/*_adapter.toml --model continuing:adapter ...
 
 The text is that of the C++ headers of a Debian machine with g++ (`data.source` of the arms). The trained model is made
 once for each shape, in a minute, and kept in the folder for temporary files.

@@ -58,7 +58,7 @@ FOLDERS = [
 
 
 def default_table() -> str:
-    """The results of the arms in benchmarks/default, which set no shard settings."""
+    """The results of the arms that set nothing of shards: from scratch, and going on from a trained model."""
     lines = runner.load(RESULTS / "quality_default.jsonl")
     arms = {path.stem: load_arm(path) for path in sorted((ROOT / "benchmarks" / "default").glob("*.toml"))}
     rows = ["| run | loss | above data-parallel | above the defaults before |", "| --- | ---: | ---: | ---: |"]
@@ -66,10 +66,20 @@ def default_table() -> str:
         plain = re.sub(r"_rate_.*", "", name)
         others = f"data_parallel_{plain.removesuffix('_h120')}", f"before_{plain}"
         held = [_gap(arms[name], arms[other], lines) if other in arms else "" for other in others]
-        losses = [lines[key]["result"]["loss"] for key in map(arms[name].key, range(SEEDS_MAX)) if key in lines]
-        if losses:
-            rows.append(f"| {_words(name)} | {fmean(losses):.4f} | {held[0]} | {held[1]} |")
+        rows += _row(_words(name), arms[name], lines, held)
+    lines = runner.load(RESULTS / "quality_continuing.jsonl")
+    for what in ("full", "adapter"):
+        ours, other = (
+            load_arm(ROOT / "benchmarks" / "continuing" / f"{side}_{what}.toml", f"continuing:{what}")
+            for side in ("ours", "data_parallel")
+        )
+        rows += _row(f"adamw 4 learners 20 versions, going on, {what}", ours, lines, [_gap(ours, other, lines), ""])
     return "\n".join(rows)
+
+
+def _row(run: str, arm: Arm, lines: Mapping[str, runner.Line], held: Sequence[str]) -> list[str]:
+    losses = [lines[key]["result"]["loss"] for key in map(arm.key, range(SEEDS_MAX)) if key in lines]
+    return [f"| {run} | {fmean(losses):.4f} | {held[0]} | {held[1]} |"] if losses else []
 
 
 def _gap(arm: Arm, other: Arm, lines: Mapping[str, runner.Line]) -> str:
