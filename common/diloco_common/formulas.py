@@ -55,7 +55,7 @@ def every_for_patience(push_s: float, patience: float, overlap: int, step_s: flo
 
 
 def under_way(fragment_s: float, every: int, fragments: int, step_s: float) -> int:
-    """Fragments in flight at once: their rounds begin H t / P apart (diloco_worker/core/sizes.py)."""
+    """Fragments in flight at once: their rounds begin H t / P apart (diloco_planner/sizes.py)."""
     return min(fragments, max(1, math.ceil(fragment_s / (every * step_s / fragments))))
 
 

@@ -139,7 +139,7 @@ def process_figures(
     params: float, encodings: Encodings, fragments: int, under_way: int, ranks: int = 1, training_bytes: float = 16,
     *, companions: bool = False,
 ) -> list[PlanFigure]:  # fmt: skip
-    """What one process of a learner holds, by `diloco_worker/core/sizes.py`. Imports torch.
+    """What one process of a learner holds, by `sizes.py`. Imports torch.
 
     Args:
         params: of the whole model.
@@ -149,7 +149,7 @@ def process_figures(
         training_bytes: bytes per parameter of the training itself: weights, gradients, two moments of AdamW.
     """
     from diloco_common.codec import get_codec
-    from diloco_worker.core.sizes import Share, learner_bytes
+    from diloco_planner.sizes import Share, learner_bytes
 
     each = max(1, round(params / fragments / ranks))
     model = [Share(each, each)] * fragments
@@ -157,7 +157,7 @@ def process_figures(
         model, push=encodings.push, pull=encodings.pull, under_way=under_way, companions=model if companions else ()
     )
     snapshot = get_codec(encodings.push).progress_dtype.itemsize
-    sizes, held = "diloco_worker/core/sizes.py", "n" if ranks == 1 else f"n = N / {ranks}"
+    sizes, held = "diloco_planner/sizes.py", "n" if ranks == 1 else f"n = N / {ranks}"
     return [
         PlanFigure(
             "kept by diloco: anchors, residuals", found.kept, "bytes",
