@@ -41,29 +41,6 @@ def every_for_rate(params: float, bits: float, bits_per_s: float, step_s: float,
     return max(1, math.ceil(params * bits / (share * bits_per_s * step_s)))
 
 
-def round_trip_of_fragment(
-    params: float, fragments: int, push_bits: float, pull_bits: float, up: float, down: float, round_trip_s: float
-) -> float:
-    """Seconds from the snapshot of a fragment to its new version: N/P bits up, N/P bits down, two round trips."""
-    each = params / fragments
-    return each * push_bits / up + each * pull_bits / down + 2 * round_trip_s
-
-
-def every_for_patience(push_s: float, patience: float, overlap: int, step_s: float) -> int:
-    """The smallest H at which a round waits for a push of `push_s`: max(patience H, tau) t (docs/wan.md)."""
-    return 1 if push_s <= overlap * step_s else math.ceil(push_s / (patience * step_s))
-
-
-def under_way(fragment_s: float, every: int, fragments: int, step_s: float) -> int:
-    """Fragments in flight at once: their rounds begin H t / P apart (diloco_planner/sizes.py)."""
-    return min(fragments, max(1, math.ceil(fragment_s / (every * step_s / fragments))))
-
-
-def calls_rate(learners: int, fragments: int, every: int, step_s: float) -> float:
-    """Contributions per second of all learners: L P / (H t)."""
-    return learners * fragments / (every * step_s)
-
-
 def bytes_rate(params: float, push_bits: float, pull_bits: float, learners: int, every: int, step_s: float) -> float:
     """Payload bytes per second that all shards receive and send: L N (push + pull) / 8 / (H t)."""
     return learners * rate(params, push_bits + pull_bits, every, step_s) / 8
