@@ -13,10 +13,11 @@ from typing import TypeVar
 
 from diloco_common.codec.frames import crc32c, said_crc32c
 from diloco_common.errors import BadChecksum, BadRequest, Refusal, Superseded, Unavailable, VersionGone
+from diloco_common.observe.logs import Log
 from diloco_common.ports import Transport
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.calls import CALL_S, call_s
-from diloco_common.wire.follower import Follower, Says
+from diloco_common.wire.follower import Follower
 from diloco_common.wire.messages import (
     FILE,
     Committed,
@@ -63,7 +64,7 @@ async def tell_replaced(host: ShardHost, transport: Transport, caller: Identity)
 class Standby:
     """Copies the files of one shard. Owned by one event loop."""
 
-    def __init__(self, follower: Follower, folder: StandbyFolder, origin: Origin, disk: Executor, log: Says) -> None:
+    def __init__(self, follower: Follower, folder: StandbyFolder, origin: Origin, disk: Executor, log: Log) -> None:
         """`origin`: from the settings; it must equal the shard's, or the shard could not continue from these files."""
         self.follower = follower
         self.num_fragments = 0
