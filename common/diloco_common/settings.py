@@ -157,9 +157,6 @@ class ShardSettings(Section):
     max_learners: int = Field(default=1024, ge=1, le=100_000)
     """Leases held at once. More are answered BUSY. Learners that call from one address without a certificate may hold
     half of them, or 512 if that is more."""
-    bytes_in_max: int = Field(default=4 << 30, ge=1 << 20)
-    """Payload bytes that open pushes may announce, all together. More pushes are answered BUSY. Accepted contributions
-    are not included: at most one per learner and fragment."""
     data_dir: Path | None = None
     """Folder for the versions of this shard alone; none: versions stay in memory, and a restart starts over."""
     interval_s: float = Field(default=0.0, ge=0)

@@ -59,6 +59,8 @@ from diloco_server.storage.filesystem import OldFile
 PULLS_AT_ONCE, HOST_PULLS_AT_ONCE = 4, 4
 """Most pulls of one learner, and of one host's callers without a lease; more are answered BUSY. One is enough; others
 may remain for a while from broken connections."""
+BYTES_IN_MAX = 4 << 30
+"""Most payload bytes that open pushes have announced, all together; more pushes are answered BUSY."""
 BYTES_OUT_MAX = 256 << 20
 """Most payload bytes, over all pulls, that wait to be taken. Further chunks wait in line."""
 PULL_S = 900.0
@@ -97,7 +99,7 @@ class Service:
     def __init__(self, host: ShardHost) -> None:
         limits = host.settings.shard
         self._host, self._answers = host, Pulls(host)
-        self._pushes = OpenPushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, limits.bytes_in_max)
+        self._pushes = OpenPushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, BYTES_IN_MAX)
         self._rank_pushes = Ranks("pushes", max(PUSHES_AT_ONCE, limits.max_pushes // 2))
         self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](HOST_PULLS_AT_ONCE)
         self._rank_pulls = Ranks("pulls", max(PULLS_AT_ONCE, limits.max_pushes // 2))
