@@ -13,6 +13,10 @@ SILENCE_HEARTBEATS = 2.5
 """A shard silent for this many heartbeats is frozen or cut off: dial again."""
 CALL_S = 15.0
 """Seconds for a call apart from its bytes."""
+AGAIN_S = 0.25
+"""Seconds before a call that was answered BUSY is repeated, where the caller waits for nothing else."""
+SAY_EVERY_S = 10.0
+"""Seconds between log lines of who waits for a shard."""
 
 FIRST_S = 0.2
 GROWTH = 1.3

@@ -13,7 +13,7 @@ from diloco_common.errors import DilocoError, VersionGone, refusal_from
 from diloco_common.observe.logs import Log
 from diloco_common.ports import Transport, World
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import CALL_S, SILENCE_HEARTBEATS, backoff_s
+from diloco_common.wire.calls import CALL_S, SAY_EVERY_S, SILENCE_HEARTBEATS, backoff_s
 from diloco_common.wire.messages import (
     PROTOCOL,
     Committed,
@@ -26,9 +26,6 @@ from diloco_common.wire.messages import (
     VersionId,
     check_no_way_back,
 )
-
-SAY_EVERY_S = 10.0
-"""Seconds between log lines of a follower that cannot reach its shard."""
 
 
 class Behind(NamedTuple):

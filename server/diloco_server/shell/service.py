@@ -56,7 +56,7 @@ from diloco_server.shell.rules import check_codecs
 from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
 from diloco_server.storage.filesystem import OldFile
 
-PULLS_AT_ONCE, HOST_PULLS_AT_ONCE = 4, 4
+PULLS_AT_ONCE = 4
 """Most pulls of one learner, and of one host's callers without a lease; more are answered BUSY. One is enough; others
 may remain for a while from broken connections."""
 BYTES_IN_MAX = 4 << 30
@@ -101,7 +101,7 @@ class Service:
         self._host, self._answers = host, Pulls(host)
         self._pushes = OpenPushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, BYTES_IN_MAX)
         self._rank_pushes = Ranks("pushes", max(PUSHES_AT_ONCE, limits.max_pushes // 2))
-        self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](HOST_PULLS_AT_ONCE)
+        self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](PULLS_AT_ONCE)
         self._rank_pulls = Ranks("pulls", max(PULLS_AT_ONCE, limits.max_pushes // 2))
         self._takers = Takers()
         self._outgoing = Outgoing(BYTES_OUT_MAX)

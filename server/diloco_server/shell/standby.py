@@ -36,8 +36,6 @@ from diloco_server.storage.version_file import Origin
 
 LOOK_S = 0.25
 """How often it checks whether it was promoted."""
-FILE_BYTES_MAX = 1 << 40
-
 TELL_S = 1.0
 """How often a promoted shard tries to reach the one it replaces."""
 
@@ -105,7 +103,7 @@ class Standby:
         fragment_id, version = committed.fragment_id, committed.version
         request = PullRequest(fragment_id, (FILE,), want=(committed.epoch, version))
         await self._do(partial(self._folder.follows, self._epoch))
-        parts = self.follower.transport.pull(self.follower.caller, request, call_s(FILE_BYTES_MAX))
+        parts = self.follower.transport.pull(self.follower.caller, request, call_s(1 << 40))  # of any size
         async with aclosing(parts):
             header = await anext(parts, None)
             if not isinstance(header, PullHeader) or header.payload is None:

@@ -9,14 +9,12 @@ from diloco_common.codec import Payload
 from diloco_common.errors import BadChecksum, Busy, DilocoError, VersionGone
 from diloco_common.ports import Transport
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import backoff_s, call_s, read_version
+from diloco_common.wire.calls import AGAIN_S, CALL_S, backoff_s, call_s, read_version
 from diloco_common.wire.messages import Near, PullHeader, PullRequest
 from diloco_worker.shell.context import ConnectionContext
 
-SILENT_S = 15.0
+SILENT_S = CALL_S
 """Seconds that a mirror may be silent: it may be pulling the version itself."""
-AGAIN_S = 0.25
-"""Seconds before a mirror that was BUSY is asked again."""
 SHUNNED = 20
 """Factor by which a failed mirror is avoided longer than a shard would be."""
 
