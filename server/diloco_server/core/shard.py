@@ -14,9 +14,11 @@ versions when a learner joins or goes. The other decisions are in five files:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from diloco_common.codec import Payload
 from diloco_common.errors import (
+    BadRequest,
     Draining,
     NotJoined,
     NotSeeded,
@@ -368,3 +370,28 @@ class Shard:
             tokens_merged=record.tokens_merged,
             payload=None,
         )
+
+
+class MirroredShard(Shard):
+    """Serves another shard's versions, and accepts no contributions."""
+
+    told: JoinAnswer | None = None
+    """The mirrored shard's answer to readers; None: not received yet."""
+
+    def mirror(self, told: JoinAnswer, manifest: Manifest) -> None:
+        self.told = told
+        self.versions.mirror(manifest, told.shard_index)
+
+    def join(self, learner_id: str, request: JoinRequest, now: float) -> Member:
+        """Raises BadRequest."""
+        raise BadRequest(f"this is a mirror of {self.settings.shard.mirror_of}; join its shards instead")
+
+    def pulse(self) -> Pulse:
+        return super().pulse() if self.told is None else self.told.pulse
+
+    def join_answer(
+        self, learner_id: str = "", generation: int = 0, tensors: tuple[TensorSpec, ...] = (), index: int = 0,
+        rules: str = "",
+    ) -> JoinAnswer:  # fmt: skip
+        own = super().join_answer(learner_id, generation, tensors, index, rules)
+        return own if self.told is None else replace(self.told, fragments=own.fragments)
