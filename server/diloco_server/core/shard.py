@@ -2,7 +2,8 @@
 
 Callers report events and their times (`join`, `progress`, `admit`, `contribute`, `committed`, ..., `tick`). The shard
 changes its state and queues effects for the shell to carry out. This file is the interface; it also updates rounds and
-versions when a learner joins or goes. The other decisions are in five files:
+versions when a learner joins or goes. The other decisions are in five files, and callers report to `versions` and
+`rounds` what concerns these alone:
 
     membership.py   leases and generations
     influence.py    how much one contribution may move the model
@@ -44,10 +45,10 @@ from diloco_common.wire.messages import (
     Stop,
     VersionId,
 )
-from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.arithmetic import Published
 from diloco_server.core.directions import Direction
 from diloco_server.core.effects import Effect, Outbox
-from diloco_server.core.fragment import FragmentState, Restored, status_of
+from diloco_server.core.fragment import FragmentState, status_of
 from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import LearnerForgotten, LearnerGone, LearnerJoined, Ledger, SameLosses
 from diloco_server.core.membership import Likeness, Member, Membership, superseded
@@ -194,28 +195,6 @@ class Shard:
 
     # ------------------------------------------------------------ versions
 
-    def restore(self, manifest: Manifest, fragments: Sequence[Restored]) -> None:
-        """Continue from stored versions. Call it before any learner joins."""
-        self.versions.restore(manifest, fragments)
-
-    def seed_record(self, fragment_id: int) -> Record:
-        return self.versions.seed_record(fragment_id)
-
-    def seeded(self, record: Record, values: Values, published: Published) -> None:
-        """Version 0 and this record are durable: announce it."""
-        self.versions.seeded(record, values, published)
-
-    def fail_seed(self, fragment_id: int) -> None:
-        """The seed was unusable: any learner may send another one."""
-        self.fragments[fragment_id].fail_seed()
-
-    def next_record(self, fragment_id: int) -> Record:
-        """The record of the version that is being computed. Call it once per version.
-
-        Learners may join or leave until `committed` receives the same record.
-        """
-        return self.versions.next_record(fragment_id)
-
     def hear(self, fragment_id: int, directions: Mapping[str, Direction], now: float) -> None:
         """Take the directions of the contributions to the version that is being computed."""
         self._outbox.now = now
@@ -230,10 +209,6 @@ class Shard:
         assert closed is not None
         self.rounds.committed(closed, record.fragment_id, now)
         self.versions.committed(record, published)
-
-    def pulled(self, member: Member, fragment_id: int, version: int, now: float) -> None:
-        """A learner that had an earlier version has pulled this one in full."""
-        self.rounds.pulled(member, fragment_id, version, now)
 
     # ------------------------------------------------------------ time
 

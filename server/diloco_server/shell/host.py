@@ -122,7 +122,7 @@ class ShardHost:
         if recovered is None:
             return
         manifest, fragments = recovered
-        self.shard.restore(manifest, fragments)
+        self.shard.versions.restore(manifest, fragments)
         versions = {restored.record.fragment_id: restored.record.version for restored in fragments}
         for fragment_id in versions:
             self.telemetry.restored(fragment_id)
