@@ -21,12 +21,8 @@ CALLS_PER_S = 450.0
 """Contributions (a push and a pull each) per second and core of a shard (docs/performance.md, growth)."""
 BYTES_PER_S = 1.28e9
 """Payload bytes per second that one core of a shard can receive and send (docs/performance.md, growth)."""
-IDLE_BYTES = 260e6
-"""Memory of an idle shard: Python, torch, gRPC (docs/performance.md, memory of a shard)."""
 MOMENTUM_BYTES: Mapping[str, int] = MappingProxyType({"nesterov": 2, "sgd": 2, "adam": 8})
 """State of each outer optimizer, per parameter (docs/version-file.md); 4 is assumed for a user's own."""
-VERSIONS_KEPT = 2
-"""Versions of each fragment on disk (docs/performance.md, keeping versions)."""
 LINK_SHARE = 0.5
 """Share of a link, core or disk that the run may take on average: the rest is for bursts and repeats."""
 
@@ -73,7 +69,7 @@ def shard_memory(
     if companions:
         per_parameter += 8.0 + companion_bytes(pull) - 4
         contributions *= 2
-    return IDLE_BYTES + 8e6 + per_parameter * params_owned + 8.5 * largest + 0.62e6 * learners + contributions
+    return 260e6 + 8e6 + per_parameter * params_owned + 8.5 * largest + 0.62e6 * learners + contributions
 
 
 def shard_disk(params_owned: float, largest: float, each: float, checkpoints: int) -> float:
@@ -82,7 +78,7 @@ def shard_disk(params_owned: float, largest: float, each: float, checkpoints: in
     `largest`: parameters of the largest fragment; `each`: bytes per parameter of a version (docs/runbook.md,
     DilocoDiskNearlyFull).
     """
-    return each * ((VERSIONS_KEPT + checkpoints) * params_owned + 2 * largest)
+    return each * ((2 + checkpoints) * params_owned + 2 * largest)
 
 
 def disk_rate(params_owned: float, each: float, every: int, step_s: float) -> float:

@@ -81,7 +81,6 @@ class Repeats:
         return over
 
 
-_VALUE_MAX = 200
 _HUNG_UP = "ExecuteBatchError"
 """grpc.aio logs it, with a traceback, when a caller hangs up during an answer."""
 
@@ -219,7 +218,7 @@ def show(value: object) -> str:
     return shown
 
 
-def escape(text: str, limit: int = _VALUE_MAX) -> str:
+def escape(text: str, limit: int = 200) -> str:
     """Text as one line that is safe for a terminal, cut after `limit` characters."""
     cut = "" if len(text) <= limit else f"...(+{len(text) - limit})"
     return "".join(_escape_character(c) for c in text[:limit]) + cut

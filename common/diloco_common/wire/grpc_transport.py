@@ -33,8 +33,6 @@ from diloco_common.wire.messages import (
 )
 from diloco_protos import parameter_server_pb2 as pb
 
-RETIRE_S = 120.0
-"""Seconds that calls on a channel with an old certificate have to finish."""
 PROBE_FIRST_S, PROBE_LONGEST_S = 2.0, 60.0
 """Seconds between two probes for the cause of a failing connection: each wait is twice the previous one."""
 
@@ -140,7 +138,8 @@ class _Line:
         files, address = self._credentials.tls(), self._where.now()
         if self._channel is None or files is not self._files or address != self._address:
             if self._channel is not None:
-                retiring = asyncio.create_task(self._channel.close(RETIRE_S), name="retire channel")
+                # Calls on a channel with an old certificate have two minutes to finish.
+                retiring = asyncio.create_task(self._channel.close(120.0), name="retire channel")
                 self._retiring.add(retiring)
                 retiring.add_done_callback(self._retiring.discard)
             self._files, self._address = files, address

@@ -17,10 +17,6 @@ from diloco_server.core.membership import Member
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.standby import Standby
 
-MISSING_SHOWN = 8
-"""Learners shown that an overdue round waits for."""
-EVENTS_SHOWN = 50
-
 
 def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
     """The status of one shard: counts, bytes and seconds. It holds no secrets."""
@@ -69,7 +65,7 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
             "late": ledger.tokens_late,
             "refused": dict(ledger.tokens_refused),
         },
-        "events": _events([*ledger.events][-EVENTS_SHOWN:], now),
+        "events": _events([*ledger.events][-50:], now),
         "bytes_pushed": host.telemetry.bytes_pushed,
         "bytes_pulled": host.telemetry.bytes_pulled,
         "bytes_saved": host.keeper.bytes_saved,
@@ -193,7 +189,7 @@ def _fragment(state: FragmentState, now: float, overdue_after_s: float) -> dict[
         "round_open": state.round is not None,
         "open_s": round(open_s, 3),
         "contributions": len(state.round.contributions) if state.round else 0,
-        "missing": [*islice(state.round.awaited, MISSING_SHOWN)] if state.round and open_s > overdue_after_s else [],
+        "missing": [*islice(state.round.awaited, 8)] if state.round and open_s > overdue_after_s else [],
         "tokens_merged": state.tokens_merged,
     }
 

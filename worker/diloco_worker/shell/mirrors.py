@@ -15,8 +15,6 @@ from diloco_worker.shell.context import ConnectionContext
 
 SILENT_S = CALL_S
 """Seconds that a mirror may be silent: it may be pulling the version itself."""
-SHUNNED = 20
-"""Factor by which a failed mirror is avoided longer than a shard would be."""
 
 
 class Mirrors:
@@ -36,7 +34,7 @@ class Mirrors:
         except VersionGone:  # the mirror is behind or ahead
             return None
         except Exception as error:  # whatever it sent
-            after_s = SHUNNED * backoff_s(self._failures, self._c.world.random.random())
+            after_s = 20 * backoff_s(self._failures, self._c.world.random.random())  # longer than a shard is avoided
             self._failures += 1
             self._shunned_until[near.address] = clock() + after_s
             code = error.code if isinstance(error, DilocoError) else None
