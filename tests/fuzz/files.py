@@ -86,9 +86,9 @@ def answer_version(data: bytes) -> str:
     shard.versions.restore(header.manifest, [Restored(stored.record, stored.values, published, is_new_line=False)])
     for learner in ("ann", "ben", "cem"):
         member = shard.join(learner, asking(header.manifest.tensors), 0.0)
-        protobuf.serialize(protobuf.join_answer_to_pb(shard.join_answer(learner, member.generation)))
+        protobuf.serialize(protobuf.to_pb(shard.join_answer(learner, member.generation)))
         fragment = shard.pull_header(learner, stored.record.fragment_id)
-        protobuf.serialize(protobuf.pull_header_to_pb(fragment))
+        protobuf.serialize(protobuf.to_pb(fragment))
     shard.tick(now=1.0)
     assert torch.isfinite(stored.values.theta).all()
     return "OK"

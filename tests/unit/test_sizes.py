@@ -91,4 +91,3 @@ def test_a_learner_holds_the_tensors_that_are_counted(pull: str, *, error_feedba
     assert (most.pushed, most.pulled) == (payload_bytes(payload), payload_bytes(came))
     moving = num_bytes(contribution.snapshot, difference) + payload_bytes(payload)
     assert most.under_way == moving + payload_bytes(came)
-    assert most.per_element == most.peak / 210_000

@@ -52,7 +52,7 @@ class GrpcTransport:
         self._probe = _Probe(where, self._credentials)
 
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer:
-        message = protobuf.join_request_to_pb(request)
+        message = protobuf.to_pb(request)
         wait = True if self._waits_for_shard else None
         try:
             call = self._control.dialed("Join", "unary_unary")
@@ -67,7 +67,7 @@ class GrpcTransport:
 
     def follow(self, caller: Identity, request: FollowRequest) -> GrpcControlStream:
         follow = self._control.dialed("Follow", "unary_stream")
-        message = protobuf.follow_request_to_pb(request)
+        message = protobuf.to_pb(request)
         return GrpcControlStream(follow(message, metadata=self._metadata(caller)), self._probe)
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
@@ -82,7 +82,7 @@ class GrpcTransport:
     async def pull(
         self, caller: Identity, request: PullRequest, timeout_s: float
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
-        message = protobuf.pull_request_to_pb(request)
+        message = protobuf.to_pb(request)
         pull = self._pulls.dialed("Pull", "unary_stream")
         call = pull(message, metadata=self._metadata(caller), timeout=timeout_s)
         try:
