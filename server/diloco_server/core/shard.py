@@ -97,6 +97,7 @@ class Shard:
         if old is None or old.process_id != process_id:
             self.influence.begin(learner_id)
         member = membership.join(learner_id, process_id, now, request.index, request.age_s)
+        member.site = request.site
         versions.frozen.adopt(learner_id, request.frozen)
         versions.tell_keys(request.ties)
         membership.replace(member, versions.forget_others(learner_id, process_id))

@@ -112,7 +112,6 @@ class Service:
         self._messages, self._bodies = Places[Wait](MESSAGES_AT_ONCE), Bodies()
         self._joins = Rate("joins from this host, or of this identity", HOST_JOINS, HOST_JOINS_PER_S)
         self._homes: dict[str, str] = {}  # learner id -> the host it joined from
-        self._sites: dict[str, str] = {}  # learner id -> the site it named
         self._proven: dict[str, Identity] = {}  # learner id -> the identity that last used its lease
 
     async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
@@ -158,7 +157,6 @@ class Service:
         self._check_home(caller)
         answer = self._host.join(caller.learner_id, request)
         self._homes[caller.learner_id] = caller.account
-        self._sites[caller.learner_id] = request.site
         self._hold(replace(caller, generation=answer.generation))
         return answer
 
@@ -182,7 +180,6 @@ class Service:
         most = max(HOST_LEARNERS, self._host.settings.shard.max_learners // 2)
         expected = {*(m.learner_id for m in membership.live()), *membership.waiting(self._host.clock())}
         self._homes = {name: self._homes.get(name, "") for name in expected}
-        self._sites = {name: self._sites.get(name, "") for name in expected}
         neighbours = sum(home == caller.account and name != caller.learner_id for name, home in self._homes.items())
         if neighbours >= most:
             raise Busy(
@@ -191,12 +188,12 @@ class Service:
             )
 
     async def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
-        stream = self._host.attend(caller)
+        stream, site = self._host.attend(caller), self._host.member(caller).site
         self._hold(caller)  # it may have another certificate by now
         reader = asyncio.create_task(self._read_reports(caller, reports, stream), name="attend")
         try:
             while (directive := await stream.next()) is not None:
-                mirror = self._host.readers.mirror_at(self._sites.get(caller.learner_id, ""))
+                mirror = self._host.readers.mirror_at(site)
                 yield self._answers.near(directive, caller.learner_id, mirror) if mirror else directive
                 if isinstance(directive, Evicted):
                     break
