@@ -15,6 +15,7 @@ from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import Event, TracedRound, told_of
 from diloco_server.core.membership import Member
 from diloco_server.shell.host import ShardHost
+from diloco_server.shell.readers import Readers
 from diloco_server.shell.standby import Standby
 
 
@@ -72,16 +73,18 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "disk_free_bytes": host.keeper.free_bytes,
         "memory_bytes": _resident_bytes(),
         "versions_lost": ledger.versions_lost,
-        "readers": [
-            {"role": r.role, "name": r.name, "site": r.site, "address": r.address, "for_s": round(now - r.since, 1)}
-            for r in host.readers
-        ],
-        "readers_away": [
-            {"role": role, "name": name, "for_s": round(now - since, 1)}
-            for (role, name), since in host.readers.away.items()
-        ],
+        **_readers(host.readers, now),
         "following": None if host.follower is None else following(host.follower, settings),
     }
+
+
+def _readers(readers: Readers, now: float) -> dict[str, Any]:
+    there = [
+        {"role": r.role, "name": r.name, "site": r.site, "address": r.address, "for_s": round(now - r.since, 1)}
+        for r in readers
+    ]
+    away = [{"role": role, "name": name, "for_s": round(now - at, 1)} for (role, name), at in readers.away.items()]
+    return {"readers": there, "readers_away": away}
 
 
 def standby_status(standby: Standby, settings: Settings, name: str) -> dict[str, Any]:
