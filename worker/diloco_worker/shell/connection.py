@@ -140,10 +140,6 @@ class Connection:
         self.state.to_pull.ended(fetch.fragment_id, (fetch.epoch, fetch.version), is_applied=ended.is_applied)
         self.puller.wake()
 
-    def newest(self, fragment_id: int) -> tuple[int, int] | None:
-        """Epoch and number of the version that the shard announced last; None: none."""
-        return self.state.to_pull.newest(fragment_id)
-
     def report(self, progress: Progress) -> None:
         self._progress = progress
         self._has_progress.set()

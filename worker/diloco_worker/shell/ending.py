@@ -133,7 +133,7 @@ class Finishing(Ending):
             connection = there.get(fragment.fragment.shard_index)
             if connection is None:
                 continue
-            announced = connection.newest(i)
+            announced = connection.state.to_pull.newest(i)
             wanted = self._wanted.setdefault(i, announced) if announced is not None else None
             if wanted is not None and announced is not None and wanted[0] != announced[0]:  # the shard has restarted
                 wanted = self._wanted[i] = announced
