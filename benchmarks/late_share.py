@@ -171,7 +171,7 @@ class LearnerRig:
         version, payload = shard.published(fragment_id)
         merged = shard.owned(fragment_id).status(self.name).merged_version
         _, ends = self.carry("down", self.core.policy.pull_encoding)
-        self.run.clock.after(ends, lambda: shard.pulled(self.member, fragment_id, version, self.run.clock.now))
+        self.run.clock.after(ends, lambda: shard.rounds.pulled(self.member, fragment_id, version, self.run.clock.now))
 
         def arrive() -> None:
             values, _ = decode_version(payload, None)

@@ -35,7 +35,7 @@ def shard_with(learners: int, fragments: int) -> Shard:
     values = Values(torch.ones(1), [])
     published = Published(encode_payload(values.theta, "float32"))
     records = [Record(i, 1, 5, {}, {}, 0) for i in range(fragments)]
-    shard.restore(cut(specs, fragments, 1), [Restored(record, values, published, False) for record in records])
+    shard.versions.restore(cut(specs, fragments, 1), [Restored(record, values, published, False) for record in records])
     for i in range(learners):
         member = shard.join(f"learner-{i:04d}", JoinRequest(PROTOCOL, f"process {i}", tuple(specs)), 0.0)
         shard.progress(member, Progress(0, 0, None, 1.0), 0.5)

@@ -35,7 +35,7 @@ def chunk_request(chunk: Chunk) -> pb.PushRequest:
 
 def push_bodies(header: pb.PushHeader, payload: Payload) -> list[bytes]:
     """The messages of a push as they are sent; the header gets that of the payload."""
-    header.payload.CopyFrom(protobuf.payload_to_pb(payload.header))
+    header.payload.CopyFrom(protobuf.to_pb(payload.header))
     messages = [pb.PushRequest(header=header), *(chunk_request(chunk) for chunk in payload.chunks)]
     return [message.SerializeToString() for message in messages]
 

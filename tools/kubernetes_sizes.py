@@ -15,7 +15,7 @@ from typing import NamedTuple
 from diloco_common import formulas, units
 from diloco_common.formulas import BITS
 from diloco_common.settings import CheckpointSettings, SyncSettings
-from diloco_worker.core.sizes import Share, learner_bytes
+from diloco_planner.sizes import Share, learner_bytes
 
 WORKERS = 8
 HEADROOM = 1.25

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from diloco_common.observe.metrics.reader import FollowingMetrics
 from diloco_common.observe.metrics.registry import Certificates, Declare, MetricTotals
-from diloco_common.observe.metrics.shard import Contributions, Itself, Learners, RoundMetrics, Storage
+from diloco_common.observe.metrics.shard import Contributions, FollowingMetrics, Itself, Learners, RoundMetrics, Storage
 from diloco_common.observe.metrics.worker import ExchangeMetrics, Training
 from written import ROOT, written
 

@@ -12,16 +12,13 @@ import ctypes
 
 MIB = 1024 * 1024
 
-# Numbers of malloc.h.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
-
 _SETTINGS = (
-    (_M_ARENA_MAX, (1,)),
-    # Older glibc refuses thresholds above 32 MiB.
-    (_M_MMAP_THRESHOLD, (64 * MIB, 32 * MIB)),
-    (_M_TRIM_THRESHOLD, (512 * MIB,)),
-    (_M_TOP_PAD, (16 * MIB,)),
+    (-8, (1,)),  # M_ARENA_MAX
+    (-3, (64 * MIB, 32 * MIB)),  # M_MMAP_THRESHOLD; older glibc refuses more than 32 MiB
+    (-1, (512 * MIB,)),  # M_TRIM_THRESHOLD
+    (-2, (16 * MIB,)),  # M_TOP_PAD
 )
+"""Options of malloc.h, each with its values, the best one first."""
 
 
 def tune_allocator() -> bool:

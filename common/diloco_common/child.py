@@ -17,8 +17,6 @@ import time
 
 GRACE_S = 10.0
 """Seconds for a child to end by itself after its parent has died."""
-_CHECK_EVERY_S = 1.0
-_PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent_pid: int) -> None:
@@ -28,7 +26,7 @@ def end_with_parent(parent_pid: int) -> None:
     until the parent ends.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent_pid:  # it died before we asked
         sys.exit(f"the parent process {parent_pid} has ended")
     threading.Thread(target=_follow, args=(parent_pid,), name="diloco-parent", daemon=True).start()
@@ -36,7 +34,7 @@ def end_with_parent(parent_pid: int) -> None:
 
 def _follow(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
-        time.sleep(_CHECK_EVERY_S)
+        time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)

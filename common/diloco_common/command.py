@@ -32,7 +32,6 @@ from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataErr
 
 OPTIONS = Parameter(negative=(), allow_repeating=True)
 """For all options: no --no- form, and the last of several values wins, so scripts may append theirs."""
-_PLAIN_WIDTH = 120  # of help text in a file or a pipe
 
 
 class QuietConsole(Console):
@@ -46,7 +45,7 @@ def new_app(name: str, about: str, **more: Any) -> App:
     """A program, or a command with its own subcommands."""
     _open_what_is_closed()
     is_seen = sys.stdout.isatty()
-    width = None if is_seen or "COLUMNS" in os.environ else _PLAIN_WIDTH
+    width = None if is_seen or "COLUMNS" in os.environ else 120  # in a file or a pipe
     app = App(
         name=name, help=about, version=version, help_format="plaintext", default_parameter=OPTIONS,
         help_formatter="default" if is_seen else "plain", console=QuietConsole(width=width),

@@ -21,12 +21,8 @@ CALLS_PER_S = 450.0
 """Contributions (a push and a pull each) per second and core of a shard (docs/performance.md, growth)."""
 BYTES_PER_S = 1.28e9
 """Payload bytes per second that one core of a shard can receive and send (docs/performance.md, growth)."""
-IDLE_BYTES = 260e6
-"""Memory of an idle shard: Python, torch, gRPC (docs/performance.md, memory of a shard)."""
 MOMENTUM_BYTES: Mapping[str, int] = MappingProxyType({"nesterov": 2, "sgd": 2, "adam": 8})
 """State of each outer optimizer, per parameter (docs/version-file.md); 4 is assumed for a user's own."""
-VERSIONS_KEPT = 2
-"""Versions of each fragment on disk (docs/performance.md, keeping versions)."""
 LINK_SHARE = 0.5
 """Share of a link, core or disk that the run may take on average: the rest is for bursts and repeats."""
 
@@ -39,29 +35,6 @@ def rate(params: float, bits: float, every: float, step_s: float) -> float:
 def every_for_rate(params: float, bits: float, bits_per_s: float, step_s: float, share: float) -> int:
     """The smallest H at which the rate is at most this share of a link: `rate` solved for H."""
     return max(1, math.ceil(params * bits / (share * bits_per_s * step_s)))
-
-
-def round_trip_of_fragment(
-    params: float, fragments: int, push_bits: float, pull_bits: float, up: float, down: float, round_trip_s: float
-) -> float:
-    """Seconds from the snapshot of a fragment to its new version: N/P bits up, N/P bits down, two round trips."""
-    each = params / fragments
-    return each * push_bits / up + each * pull_bits / down + 2 * round_trip_s
-
-
-def every_for_patience(push_s: float, patience: float, overlap: int, step_s: float) -> int:
-    """The smallest H at which a round waits for a push of `push_s`: max(patience H, tau) t (docs/wan.md)."""
-    return 1 if push_s <= overlap * step_s else math.ceil(push_s / (patience * step_s))
-
-
-def under_way(fragment_s: float, every: int, fragments: int, step_s: float) -> int:
-    """Fragments in flight at once: their rounds begin H t / P apart (diloco_worker/core/sizes.py)."""
-    return min(fragments, max(1, math.ceil(fragment_s / (every * step_s / fragments))))
-
-
-def calls_rate(learners: int, fragments: int, every: int, step_s: float) -> float:
-    """Contributions per second of all learners: L P / (H t)."""
-    return learners * fragments / (every * step_s)
 
 
 def bytes_rate(params: float, push_bits: float, pull_bits: float, learners: int, every: int, step_s: float) -> float:
@@ -96,7 +69,7 @@ def shard_memory(
     if companions:
         per_parameter += 8.0 + companion_bytes(pull) - 4
         contributions *= 2
-    return IDLE_BYTES + 8e6 + per_parameter * params_owned + 8.5 * largest + 0.62e6 * learners + contributions
+    return 260e6 + 8e6 + per_parameter * params_owned + 8.5 * largest + 0.62e6 * learners + contributions
 
 
 def shard_disk(params_owned: float, largest: float, each: float, checkpoints: int) -> float:
@@ -105,7 +78,7 @@ def shard_disk(params_owned: float, largest: float, each: float, checkpoints: in
     `largest`: parameters of the largest fragment; `each`: bytes per parameter of a version (docs/runbook.md,
     DilocoDiskNearlyFull).
     """
-    return each * ((VERSIONS_KEPT + checkpoints) * params_owned + 2 * largest)
+    return each * ((2 + checkpoints) * params_owned + 2 * largest)
 
 
 def disk_rate(params_owned: float, each: float, every: int, step_s: float) -> float:

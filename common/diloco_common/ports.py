@@ -57,9 +57,8 @@ class History(Protocol):
         """Append one line. Safe from any thread."""
 
 
-class ControlStream(Protocol):
-    async def report(self, progress: Progress) -> None:
-        """Send progress. Raises Unavailable."""
+class Heard(Protocol):
+    """A reader's end of a Follow call."""
 
     async def hear(self) -> Directive | None:
         """The next directive of a known kind; None: the shard ended the stream. Raises a Refusal or Unavailable.
@@ -71,12 +70,11 @@ class ControlStream(Protocol):
         """Give up the stream. May be repeated."""
 
 
-class Heard(Protocol):
-    """A reader's end of a Follow call: a control stream without reports."""
+class ControlStream(Heard, Protocol):
+    """A learner's end of an Attend call."""
 
-    async def hear(self) -> Directive | None: ...
-
-    def cancel(self) -> None: ...
+    async def report(self, progress: Progress) -> None:
+        """Send progress. Raises Unavailable."""
 
 
 class Transport(Protocol):

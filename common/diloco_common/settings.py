@@ -157,9 +157,6 @@ class ShardSettings(Section):
     max_learners: int = Field(default=1024, ge=1, le=100_000)
     """Leases held at once. More are answered BUSY. Learners that call from one address without a certificate may hold
     half of them, or 512 if that is more."""
-    bytes_in_max: int = Field(default=4 << 30, ge=1 << 20)
-    """Payload bytes that open pushes may announce, all together. More pushes are answered BUSY. Accepted contributions
-    are not included: at most one per learner and fragment."""
     data_dir: Path | None = None
     """Folder for the versions of this shard alone; none: versions stay in memory, and a restart starts over."""
     interval_s: float = Field(default=0.0, ge=0)
@@ -249,14 +246,9 @@ class TrainSettings(Section):
     """Highest rate of AdamW. If it is the only optimizer, 2e-3 was best (docs/quality.md)."""
     muon_lr: float = Field(default=5e-3, gt=0)
     """Highest rate of Muon. An update has the root mean square of an AdamW update at this rate."""
-    schedule: Literal["cosine", "wsd", "linear"] = "linear"
-    """How rates decrease after the warm-up, by global progress. "wsd" (warm-up, stable, decay) stays at the highest
-    rate, and falls linearly over the last half of the budget."""
-    lr_final: float = Field(default=0.0, ge=0, le=1)
-    """Share of the highest rates at the end of the schedule."""
     warmup: float = Field(default=0.05, ge=0, le=1)
-    """Share of the token budget over which rates rise. If AdamW is the only optimizer, 0.2 to 0.4 was better in short
-    runs (docs/quality.md)."""
+    """Share of the token budget over which rates rise; then they fall linearly, to zero at its end. If AdamW is the
+    only optimizer, 0.2 to 0.4 was better in short runs (docs/quality.md)."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Weight decay of matrices, with either optimizer."""
     beta1: float = Field(default=0.9, ge=0, lt=1)

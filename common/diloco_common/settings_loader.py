@@ -218,7 +218,7 @@ def from_text(name: str, text: str) -> object:
 
 
 def _read_quantity(name: str, value: object) -> object:
-    """Convert 2M, 512MiB, 30s and bf16 for pydantic. Other values stay, for pydantic to judge."""
+    """Convert 2M, 30s and bf16 for pydantic. Other values stay, for pydantic to judge."""
     if not isinstance(value, str):
         return value
     kinds = set(_kinds(_FIELDS[name].annotation))
@@ -230,7 +230,7 @@ def _read_quantity(name: str, value: object) -> object:
     if float in kinds and _is_time(name):
         parse = quantities.seconds
     elif int in kinds:
-        parse = quantities.num_bytes if name.rpartition(".")[2].startswith("bytes_") else quantities.count
+        parse = quantities.count
     else:
         return value
     try:

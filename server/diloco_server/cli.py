@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -63,7 +62,3 @@ def serve(
 
 def main(argv: Sequence[str] | None = None) -> int:
     return run_app(app, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,8 +18,6 @@ from diloco_chaos.timeline import check_timeline, draw
 from diloco_common import quantities
 from diloco_common.command import new_app, run_app
 from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
-from diloco_common.observe.histories import Histories
-from diloco_common.observe.history import read_histories
 from diloco_common.options import NO_SETTINGS, Flag, SettingsOptions, number, setting, settings_from
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import Given
@@ -28,6 +26,7 @@ from diloco_deploy.run.children import names
 from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.supervisor import Interrupts, Supervisor
 from diloco_deploy.run.up import check_cluster
+from diloco_simulator.verify.histories import Histories, read_histories
 
 _OURS: dict[str, object] = {
     "cluster.folder": "runs/chaos",

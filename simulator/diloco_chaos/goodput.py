@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from diloco_chaos.plan import LINK, ChaosRun
-from diloco_common.observe.histories import Histories, Process
+from diloco_simulator.verify.histories import Histories, Process
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class HoldingTransport(GrpcTransport):
 
     def hold_pull(self, caller: Identity, request: PullRequest) -> HeldCall:
         """Start a pull that nobody reads."""
-        message = protobuf.pull_request_to_pb(request)
+        message = protobuf.to_pb(request)
         return HeldCall(
             self._pulls.dialed("Pull", "unary_stream")(message, metadata=self._metadata(caller)), reads=True
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco_chaos.goodput import LOSSES, ClusterWork, longest_gaps, losses, work_of
 from diloco_chaos.plan import LINK, ChaosRun, Fault
-from diloco_common.observe.histories import Histories, Line
+from diloco_simulator.verify.histories import Histories, Line
 from diloco_simulator.verify.judge import BrokenPromise, stood_still, violations
 
 

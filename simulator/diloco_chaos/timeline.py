@@ -15,7 +15,7 @@ from diloco_chaos.goodput import alive_times
 from diloco_chaos.plan import LINK, ChaosRun, InjectedFault
 from diloco_chaos.result import lines_of
 from diloco_common.errors import ConfigError
-from diloco_common.observe.histories import Histories, Process
+from diloco_simulator.verify.histories import Histories, Process
 
 STEP, VERSION, PACE = "#2a8c82", "#3b4cc0", "#b8860b"
 STARTING = "#fbe3e0"

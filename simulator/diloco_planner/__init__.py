@@ -4,7 +4,7 @@ plans.py       the question: learners with their links, and shards; and the outc
 described.py   a run as described by a file: sites, machines, failures, prices
 chips.py       chips that fail: when an island computes, and with how many of its chips
 money.py       the cost of a run
-choice.py      the settings that suit a link and a number of learners
+choice.py      the settings that suit a link and a number of learners; sizes.py: what a learner needs for them
 proposed.py    ways to train that fit the sites, with their results; weigh.py picks the best, and says why
 ways.py        four ways to train, compared on the same failures
 world.py       production cores in virtual time: steps, links, merges; weightless.py: their tensors hold no values

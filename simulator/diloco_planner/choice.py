@@ -103,8 +103,8 @@ def settle(asked: PlannedRun, encodings: Encodings) -> Choice:
         every, why_every = for_link, _link_asks(asked, for_link)
     fragments = asked.fragments or max(_fragments(asked, every), min(asked.shards or 0, FRAGMENTS_MAX))
     push_s = asked.params / fragments * BITS[encodings.push] / asked.link.up + asked.link.round_trip_s
-    if (for_rounds := formulas.every_for_patience(push_s, PATIENCE, OVERLAP, asked.step_s)) > every:
-        every = for_rounds
+    if push_s > max(PATIENCE * every, OVERLAP) * asked.step_s:  # a round waits no longer (docs/wan.md)
+        every = math.ceil(push_s / (PATIENCE * asked.step_s))
         why_every = (
             f"a push takes {push_s:.2g} s, and a round waits for {PATIENCE:g} H steps of {asked.step_s:g} s at most"
         )
@@ -135,7 +135,7 @@ def settle(asked: PlannedRun, encodings: Encodings) -> Choice:
 
 def calls_of(asked: PlannedRun, fragments: int, every: int) -> float:
     """Contributions of all learners per second, including companions."""
-    return formulas.calls_rate(asked.learners, fragments, every, asked.step_s) * (1 + asked.companions_share)
+    return asked.learners * fragments / (every * asked.step_s) * (1 + asked.companions_share)
 
 
 def written_of(asked: PlannedRun, pull: str) -> float:

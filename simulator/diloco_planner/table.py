@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -81,11 +82,10 @@ def auto_every(asked: PlannedRun, choice: Choice) -> int:
 
 
 def _fragment_s(asked: PlannedRun, choice: Choice) -> float:
-    """Time to send a fragment over a learner's link, and to receive it."""
+    """From the snapshot of a fragment to its new version: N/P bits up, N/P bits down, two round trips."""
     push, pull, link = BITS[choice.encodings.push], BITS[choice.encodings.pull], asked.link
-    return formulas.round_trip_of_fragment(
-        asked.params, choice.fragments, push, pull, link.up, link.down, link.round_trip_s
-    )
+    each = asked.params / choice.fragments
+    return each * push / link.up + each * pull / link.down + 2 * link.round_trip_s
 
 
 def _shard(asked: PlannedRun, choice: Choice) -> Iterator[PlanFigure]:
@@ -129,7 +129,8 @@ def learner_figures(asked: PlannedRun, choice: Choice) -> list[PlanFigure]:
     """What a learner's process holds, if it is not an island. Imports torch."""
     encodings = choice.encodings
     waits_s = _fragment_s(asked, choice) + OVERLAP * asked.step_s
-    under_way = formulas.under_way(waits_s, choice.every, choice.fragments, asked.step_s)
+    apart_s = choice.every * asked.step_s / choice.fragments  # between the rounds of two fragments
+    under_way = min(choice.fragments, max(1, math.ceil(waits_s / apart_s)))
     return process_figures(
         asked.params, encodings, choice.fragments, under_way, companions=asked.companions_every is not None
     )
@@ -139,7 +140,7 @@ def process_figures(
     params: float, encodings: Encodings, fragments: int, under_way: int, ranks: int = 1, training_bytes: float = 16,
     *, companions: bool = False,
 ) -> list[PlanFigure]:  # fmt: skip
-    """What one process of a learner holds, by `diloco_worker/core/sizes.py`. Imports torch.
+    """What one process of a learner holds, by `sizes.py`. Imports torch.
 
     Args:
         params: of the whole model.
@@ -149,7 +150,7 @@ def process_figures(
         training_bytes: bytes per parameter of the training itself: weights, gradients, two moments of AdamW.
     """
     from diloco_common.codec import get_codec
-    from diloco_worker.core.sizes import Share, learner_bytes
+    from diloco_planner.sizes import Share, learner_bytes
 
     each = max(1, round(params / fragments / ranks))
     model = [Share(each, each)] * fragments
@@ -157,7 +158,7 @@ def process_figures(
         model, push=encodings.push, pull=encodings.pull, under_way=under_way, companions=model if companions else ()
     )
     snapshot = get_codec(encodings.push).progress_dtype.itemsize
-    sizes, held = "diloco_worker/core/sizes.py", "n" if ranks == 1 else f"n = N / {ranks}"
+    sizes, held = "diloco_planner/sizes.py", "n" if ranks == 1 else f"n = N / {ranks}"
     return [
         PlanFigure(
             "kept by diloco: anchors, residuals", found.kept, "bytes",

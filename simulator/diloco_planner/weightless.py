@@ -40,7 +40,7 @@ def seeded_shard(settings: Settings, manifest: Manifest, epoch: int = EPOCH, kep
     """A shard with version 0 of everything, or with the versions it had kept."""
     shard = Shard(settings, epoch)
     records = kept or [empty_record(f.fragment_id) for f in manifest.owned_by(settings.shard.index)]
-    shard.restore(manifest, [Restored(record, Values(NOTHING, []), PUBLISHED, not kept) for record in records])
+    shard.versions.restore(manifest, [Restored(record, Values(NOTHING, []), PUBLISHED, not kept) for record in records])
     return shard
 
 

@@ -181,7 +181,7 @@ class PlannedWorld:
     def _commit(self, shard: Shard, merge: MergeRound) -> None:
         if shard is not self.shard:
             return  # it died before
-        shard.committed(shard.next_record(merge.fragment_id), PUBLISHED, self.now)
+        shard.committed(shard.versions.next_record(merge.fragment_id), PUBLISHED, self.now)
         if shard.done:
             self.done_at = self.now
         self.touched()

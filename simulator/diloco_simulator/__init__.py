@@ -8,8 +8,8 @@ learner_process.py  a learner of the product in one process, and a training loop
                     followed.py: the code that both share
 processes.py        the processes of a schedule, and everything that can be done to them
 chaos/              faults, and when they end (faults.py); the knowledge, acts and messages of hostile learners
-verify/             checks at any moment (invariants.py), on histories (judge.py), against hostile learners
-                    (fairness.py), and of members' versions (published.py)
+verify/             checks at any moment (invariants.py), on histories (histories.py, judge.py), against hostile
+                    learners (fairness.py), and of members' versions (published.py)
 cluster.py          one whole schedule; start here
 runner.py           many schedules, in several processes
 """

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_common.errors import LeaseExpired
-from diloco_common.observe.histories import Histories, gather
 from diloco_common.wire.messages import Committed, Role
 from diloco_simulator.chaos.faults import Faults
 from diloco_simulator.followed import Trainer
@@ -21,6 +20,7 @@ from diloco_simulator.options import Options, draw
 from diloco_simulator.processes import HostileProcess, Processes
 from diloco_simulator.verify import invariants
 from diloco_simulator.verify.fairness import Fairness
+from diloco_simulator.verify.histories import Histories, gather
 from diloco_simulator.verify.invariants import Violation
 from diloco_simulator.verify.judge import violations
 from diloco_simulator.verify.published import PublishedFormula

@@ -47,10 +47,9 @@ class _Reader:
         self.process = SimulatedProcess(
             cluster.timeline, self.name, cluster.seed_of(self.name), lambda name: takes_s.get(name, 0.0)
         )
-        self._log: Any = QuietLog(self.name, _nothing)
-        self.follower = Follower(
-            self._dial(shard), Identity("local"), FollowRequest(role), self.process.world(), self._log
-        )
+        log: Any = QuietLog(self.name, _nothing)
+        self._log = log
+        self.follower = Follower(self._dial(shard), Identity("local"), FollowRequest(role), self.process.world(), log)
 
     def _dial(self, address: int) -> MemoryTransport:
         network, path = self._cluster.network, (self.name, address)

@@ -28,7 +28,7 @@ def empty_pushes(target: Target, over: Over) -> Seen:
 
     def make(asked: Asked) -> Tensor | None:
         payload = encode_payload(torch.zeros(asked.fragment.num_elements), mole.policy.push_encoding)
-        asked.header.payload.CopyFrom(protobuf.payload_to_pb(payload.header))
+        asked.header.payload.CopyFrom(protobuf.to_pb(payload.header))
         headers[:] = [pb.PushRequest(header=asked.header).SerializeToString()]
         return None
 

@@ -296,7 +296,7 @@ class Caller:
     def push(self, header: PushHeader, payload: Payload) -> pb.PushResponse:
         return self.push_messages(
             [
-                pb.PushRequest(header=protobuf.push_header_to_pb(header)),
+                pb.PushRequest(header=protobuf.to_pb(header)),
                 *(chunk_request(c) for c in payload.chunks),
             ]
         )

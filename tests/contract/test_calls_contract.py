@@ -11,7 +11,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, refusal, settings_with
 
-from diloco_common.codec import Payload, decode_payload
+from diloco_common.codec import Payload, PayloadHeader, decode_payload
 from diloco_common.errors import BadRequest, ConfigError, InUse
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
@@ -116,7 +116,7 @@ def test_an_observer_sees_the_model_and_pulls_without_a_lease(shard):
     assert answer.generation == 0
     assert tuple(protobuf.tensors_from_pb(answer.tensors)) == TENSORS
     values = torch.empty(NUM_ELEMENTS)
-    decode_payload(Payload(protobuf.payload_from_pb(header.payload), tuple(chunks)), values)
+    decode_payload(Payload(protobuf.from_pb(PayloadHeader, header.payload), tuple(chunks)), values)
     assert values.eq(0.25).all()
     assert [m.learner_id for m in shard.core.membership.all()] == ["a"]
 

@@ -13,7 +13,7 @@ from front import Front
 from in_process import Caller, InProcessShard, contribution, refusal, settings_with
 from torch import Tensor
 
-from diloco_common.codec import Chunk, Payload, decode_payload
+from diloco_common.codec import Chunk, Payload, PayloadHeader, decode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf
@@ -46,7 +46,7 @@ def decoded(payload: Payload) -> Tensor:
 
 
 def values_of(header: pb.PullHeader, chunks: list[bytes], base: Tensor | None = None) -> Tensor:
-    payload = Payload(protobuf.payload_from_pb(header.payload), tuple(chunks))
+    payload = Payload(protobuf.from_pb(PayloadHeader, header.payload), tuple(chunks))
     values, _ = decode_version(payload, None if base is None else base.bfloat16())
     return values.float()
 

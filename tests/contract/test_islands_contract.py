@@ -20,7 +20,7 @@ from island_rank import batch, plain, whole
 
 import diloco_worker
 import forks
-from diloco_common.observe.history import read_histories
+from diloco_simulator.verify.histories import read_histories
 from diloco_simulator.verify.judge import violations
 from diloco_worker.export import lay_out
 

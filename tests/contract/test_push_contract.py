@@ -92,7 +92,7 @@ def opened(serve, clock: Clock) -> OpenRound:
 
 
 def messages(header: PushHeader | None, *chunks: bytes) -> list[pb.PushRequest]:
-    first = [] if header is None else [pb.PushRequest(header=protobuf.push_header_to_pb(header))]
+    first = [] if header is None else [pb.PushRequest(header=protobuf.to_pb(header))]
     return first + [chunk_request(chunk) for chunk in chunks]
 
 

@@ -140,7 +140,7 @@ def test_a_learner_whose_connection_broke_pushes_at_once(serve) -> None:
     async def ghost() -> object:
         """Its header came, and nothing more: nobody has told the shard that the connection broke."""
         call = ann.stub.Push(metadata=ann.metadata())
-        await call.write(pb.PushRequest(header=protobuf.push_header_to_pb(seed)))
+        await call.write(pb.PushRequest(header=protobuf.to_pb(seed)))
         return call
 
     call = shard.loop.run(ghost())

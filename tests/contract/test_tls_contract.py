@@ -247,7 +247,7 @@ def test_a_push_that_is_open_ends_when_its_learner_is_revoked(shard, run):
 
 async def _push_header_and_wait(caller: Any, header: PushHeader) -> Any:
     call = caller.stub.Push(metadata=caller.metadata(), timeout=DEADLINE_S)
-    await call.write(pb.PushRequest(header=protobuf.push_header_to_pb(header)))
+    await call.write(pb.PushRequest(header=protobuf.to_pb(header)))
     return await call
 
 

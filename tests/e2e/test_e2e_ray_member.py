@@ -11,14 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from diloco_common.errors import DilocoError
-from diloco_common.observe.histories import Line, gather
-from diloco_common.observe.history import read_history
 from diloco_common.settings_loader import Given, load, save
 from diloco_common.wire.addresses import Endpoints, Role, read_address
 from diloco_deploy.cluster.record import read_record
 from diloco_deploy.run import ray_up
 from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.ray_member import Look, OnRay, Plan
+from diloco_simulator.verify.histories import Line, gather, read_history
 from diloco_simulator.verify.judge import violations
 from processes import TINY, until
 

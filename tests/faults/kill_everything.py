@@ -36,7 +36,6 @@ SETTINGS = {
     "worker.checkpoint_every_s": 0.5,
     "worker.step_min_s": 0.02,  # one pace, also where others keep the machine busy
     "train.batch": 16,
-    "train.lr_final": 0.0,  # the last steps settle what chance has left
     "sync.quorum": "all",  # where there are several
 }
 

@@ -40,7 +40,7 @@ from in_process import InProcessShard, LoopThread, settings_with
 from training import Training
 
 from diloco_common.codec import num_payload_bytes
-from diloco_common.observe.history import read_histories
+from diloco_simulator.verify.histories import read_histories
 from diloco_simulator.verify.judge import violations
 from waiting import until
 

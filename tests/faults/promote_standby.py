@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from steady import SETTINGS, Options, SteadyLearner
 
 import forks
-from diloco_common.observe.histories import gather
-from diloco_common.observe.history import read_history
+from diloco_simulator.verify.histories import gather, read_history
 from diloco_simulator.verify.judge import violations
 from processes import Shard, environment, until, versions
 

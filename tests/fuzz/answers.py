@@ -147,7 +147,7 @@ class LyingTransport(MemoryTransport):
             return answer
         if self.lies.chance.random() < 0.4:
             raise self.lies.error()
-        data = self.lies.answer(pb.JoinResponse, protobuf.join_answer_to_pb(answer))
+        data = self.lies.answer(pb.JoinResponse, protobuf.to_pb(answer))
         return protobuf.join_answer_from_pb(protobuf.parse(pb.JoinResponse, data))
 
     def attend(self, caller: Identity) -> Any:
@@ -162,7 +162,7 @@ class LyingTransport(MemoryTransport):
         if self.lies.chance.random() < 0.3:
             self.lies.told["pushes are not finite"] += 1
             return PushAnswer(protobuf.Outcome.REJECTED, "NOT_FINITE", "not finite")
-        data = self.lies.answer(pb.PushResponse, protobuf.answer_to_pb(answer))
+        data = self.lies.answer(pb.PushResponse, protobuf.to_pb(answer))
         return protobuf.answer_from_pb(protobuf.parse(pb.PushResponse, data))
 
     async def pull(
@@ -182,7 +182,7 @@ class LyingTransport(MemoryTransport):
                     yield part
                     yield part
                 case _ if isinstance(part, PullHeader):
-                    data = self.lies.answer(pb.PullResponse, pb.PullResponse(header=protobuf.pull_header_to_pb(part)))
+                    data = self.lies.answer(pb.PullResponse, pb.PullResponse(header=protobuf.to_pb(part)))
                     yield protobuf.pull_part(data)
                 case _:
                     self.lies.told["chunk changed"] += 1

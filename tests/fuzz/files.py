@@ -83,12 +83,12 @@ def answer_version(data: bytes) -> str:
     settings = Settings.model_validate({"sync": {"fragments": header.origin.num_fragments}})
     shard = Shard(settings, epoch=2**31)
     published = Published(encode_payload(stored.values.theta.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1), "bfloat16"))
-    shard.restore(header.manifest, [Restored(stored.record, stored.values, published, is_new_line=False)])
+    shard.versions.restore(header.manifest, [Restored(stored.record, stored.values, published, is_new_line=False)])
     for learner in ("ann", "ben", "cem"):
         member = shard.join(learner, asking(header.manifest.tensors), 0.0)
-        protobuf.serialize(protobuf.join_answer_to_pb(shard.join_answer(learner, member.generation)))
+        protobuf.serialize(protobuf.to_pb(shard.join_answer(learner, member.generation)))
         fragment = shard.pull_header(learner, stored.record.fragment_id)
-        protobuf.serialize(protobuf.pull_header_to_pb(fragment))
+        protobuf.serialize(protobuf.to_pb(fragment))
     shard.tick(now=1.0)
     assert torch.isfinite(stored.values.theta).all()
     return "OK"

@@ -134,7 +134,7 @@ def _push(chance: random.Random) -> list[bytes | Callable[[Learner], bytes]]:
     values = torch.full((fragment.num_elements,), chance.choice((0.0, 1e-3, 1.0, 1e30)))
     payload = encode_payload(values, encoding, chunk_elements=chance.choice((256, 256, 2**20)))
     header = pb.PushHeader(
-        fragment_id=fragment.fragment_id, tokens=1, steps=1, payload=protobuf.payload_to_pb(payload.header),
+        fragment_id=fragment.fragment_id, tokens=1, steps=1, payload=protobuf.to_pb(payload.header),
         round=0 if encoding == "float32" else 1,
     )  # fmt: skip
     spoiled = chance.choice((None, None, None, *header.DESCRIPTOR.fields_by_name, "tokens", "payload", "payload"))

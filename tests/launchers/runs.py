@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import waiting
-from diloco_common.observe.histories import Line
+from diloco_simulator.verify.histories import Line
 
 TINY: dict[str, object] = {
     "model.layers": 1, "model.heads": 2, "model.width": 32, "model.context": 32, "train.batch": 4,

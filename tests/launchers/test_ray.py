@@ -19,9 +19,8 @@ import psutil
 import pytest
 from runs import SHARDS, TINY, WORKERS, Watched, as_environment
 
-from diloco_common.observe.histories import Histories, Line, gather
-from diloco_common.observe.history import read_history
 from diloco_common.wire.addresses import read_address
+from diloco_simulator.verify.histories import Histories, Line, gather, read_history
 from diloco_simulator.verify.judge import violations
 from pages import blocks
 

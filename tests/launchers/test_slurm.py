@@ -19,8 +19,7 @@ import pytest
 from runs import SHARDS, TINY, WORKERS, Watched, as_environment
 from slurm_cluster import Slurm
 
-from diloco_common.observe.histories import Line
-from diloco_common.observe.history import read_histories, read_history
+from diloco_simulator.verify.histories import Line, read_histories, read_history
 from diloco_simulator.verify.judge import violations
 from pages import blocks
 

@@ -19,8 +19,8 @@ from diloco_server.core.parts import HalfContribution
 from diloco_server.core.round import Contribution, Round
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.versions import Versions
-from diloco_server.shell.awake_clock import AwakeClock
 from diloco_server.shell.driver import EffectDriver
+from diloco_server.shell.host import AwakeClock
 from diloco_worker.core.connection import AsTold, ConnectionState
 from diloco_worker.core.council_log import CouncilLog
 from diloco_worker.core.events import EventQueue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco_common.observe.histories import Histories, gather
+from diloco_simulator.verify.histories import Histories, gather
 
 EPOCH, LATER = 7, 8
 """Of the shard."""

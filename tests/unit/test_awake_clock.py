@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_server.shell.awake_clock import AwakeClock
+from diloco_server.shell.host import AwakeClock
 
 
 @pytest.mark.parametrize(

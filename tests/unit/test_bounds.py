@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from diloco_common.codec import PayloadHeader
 from diloco_common.errors import WORDS_MAX, BadRequest, Busy, plain, refusal_from
 from diloco_common.wire import bounds, protobuf
 from diloco_common.wire.bounds import LIMITS, FieldLimit
@@ -24,7 +25,9 @@ from diloco_common.wire.messages import (
     Held,
     LearnerPolicy,
     Near,
+    PullHeader,
     Pulse,
+    PushHeader,
 )
 from diloco_protos import parameter_server_pb2 as pb
 
@@ -62,12 +65,12 @@ READ: dict[str, Callable[[Any], object]] = {
     "Committed": lambda committed: protobuf.directive_from_pb(pb.Directive(committed=committed)),
     "Evicted": lambda evicted: protobuf.directive_from_pb(pb.Directive(evicted=evicted)),
     "Pulse": partial(protobuf.from_pb, Pulse),
-    "PushHeader": protobuf.push_header_from_pb,
+    "PushHeader": partial(protobuf.from_pb, PushHeader),
     "Range": lambda r: protobuf.pull_request_from_pb(pb.PullRequest(ranges=[r])),
-    "Payload": protobuf.payload_from_pb,
+    "Payload": partial(protobuf.from_pb, PayloadHeader),
     "PushResponse": protobuf.answer_from_pb,
     "PullRequest": protobuf.pull_request_from_pb,
-    "PullHeader": protobuf.pull_header_from_pb,
+    "PullHeader": partial(protobuf.from_pb, PullHeader),
     "FollowRequest": protobuf.follow_request_from_pb,
     "Near": partial(protobuf.from_pb, Near),
 }

@@ -11,7 +11,7 @@ from diloco_chaos.goodput import LOSSES, longest_gaps, losses, work_of
 from diloco_chaos.plan import LINK, START_S, ChaosRun, Fault, FaultKind, make_plan
 from diloco_chaos.plan import InjectedFault as Hit
 from diloco_chaos.result import make_baseline, make_result, summary
-from diloco_common.observe.histories import Histories, gather
+from diloco_simulator.verify.histories import Histories, gather
 from diloco_simulator.verify.judge import stood_still
 
 SHARDS = ["shard-0", "shard-1"]

@@ -17,7 +17,8 @@ from diloco_common.errors import (
     VersionDamaged,
 )
 from diloco_common.wire.manifest import TensorSpec, cut
-from diloco_server.storage import folders
+from diloco_deploy.checkpoint import folders
+from diloco_deploy.checkpoint.folders import place, restore, take_checkpoint
 from diloco_server.storage.checkpoint import (
     MANIFEST,
     Contents,
@@ -28,7 +29,6 @@ from diloco_server.storage.checkpoint import (
     read_manifest,
 )
 from diloco_server.storage.filesystem import Disk
-from diloco_server.storage.folders import place, restore, take_checkpoint
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import Origin, StoredVersion
 from stores import LONG_AGO, assert_equal, make_version

@@ -29,7 +29,7 @@ def make_shard(fragments: int, version: int = 5, *, sections: Any = None, **sync
     shard = Shard(make_settings(**sections), 2)
     values = Values(torch.ones(1), [])
     published = Published(encode_payload(values.theta, "float32"))
-    shard.restore(
+    shard.versions.restore(
         cut(SPECS[:fragments], fragments, 1),
         [Restored(Record(p, 1, version, {}, {}, 0), values, published, False) for p in range(fragments)],
     )

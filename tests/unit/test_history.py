@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco_common.observe.history import HistoryFile, read_histories, read_history
+from diloco_common.observe.history import HistoryFile
+from diloco_simulator.verify.histories import read_histories, read_history
 
 
 def ticking():

@@ -20,7 +20,7 @@ from diloco_lab.protocol import (
 )
 from diloco_lab.runner import Line
 
-AXES = {"train.lr": (1.0, 2.0, 4.0, 8.0, 16.0), "train.schedule": ("linear", "wsd")}
+AXES = {"train.lr": (1.0, 2.0, 4.0, 8.0, 16.0), "train.optimizer": ("muon", "adamw")}
 
 
 def search(losses: Any, trials: int) -> dict[tuple[int, ...], float]:
@@ -31,7 +31,7 @@ def search(losses: Any, trials: int) -> dict[tuple[int, ...], float]:
 
 
 def test_a_search_ends_where_all_neighbours_are_worse() -> None:
-    tried = search(lambda lr, schedule: abs(lr - 3) + schedule, trials=20)
+    tried = search(lambda lr, optimizer: abs(lr - 3) + optimizer, trials=20)
     assert min(tried, key=lambda point: tried[point]) == (3, 0)
     assert doubts(AXES, tried) == []
     assert {(2, 0), (4, 0), (3, 1)} <= tried.keys()
@@ -40,9 +40,9 @@ def test_a_search_ends_where_all_neighbours_are_worse() -> None:
 @pytest.mark.parametrize(
     ("losses", "trials", "doubt"),
     [
-        (lambda lr, schedule: -lr, 20, "train.lr = 16.0 lies at the edge"),
-        (lambda lr, schedule: abs(lr - 3), 3, "not all neighbours of train.lr = 8.0"),
-        (lambda lr, schedule: math.inf if lr < 4 else 1.0, 20, "lies at the edge"),
+        (lambda lr, optimizer: -lr, 20, "train.lr = 16.0 lies at the edge"),
+        (lambda lr, optimizer: abs(lr - 3), 3, "not all neighbours of train.lr = 8.0"),
+        (lambda lr, optimizer: math.inf if lr < 4 else 1.0, 20, "lies at the edge"),
     ],
 )
 def test_an_edge_and_a_spent_budget_are_no_optimum(losses: Any, trials: int, doubt: str) -> None:

@@ -18,7 +18,7 @@ def run(*inner: str, merge: str = "auto", restored: Restored | None = None, mode
     rig = Rig(sync={"merge": merge})
     if restored is not None:
         assert model is not None
-        rig.shard.restore(model.shard.manifest, [restored])  # type: ignore[arg-type]
+        rig.shard.versions.restore(model.shard.manifest, [restored])  # type: ignore[arg-type]
     for number, said in enumerate(inner):
         rig.join(name := f"learner-{number}")
         rig.report(name, inner=said)

@@ -29,7 +29,7 @@ MISTAKES: list[tuple[Main, str, int, str, str]] = [
     (D, "up --config .", 2, "BAD_CONFIG", "cannot be read"),
     (D, "up --set sync.quorm=1", 2, "BAD_CONFIG", "did you mean sync.quorum?"),
     (D, "up --set lease.lease_s=1s", 2, "BAD_CONFIG", "at least two heartbeats"),
-    (D, "up --set shard.bytes_in_max=12MiX", 2, "BAD_CONFIG", "shard.bytes_in_max = 12MiX"),
+    (D, "up --set shard.max_pushes=12X", 2, "BAD_CONFIG", "shard.max_pushes = 12X"),
     (D, "up --set sync.quorum=4 --workers 2", 2, "BAD_CONFIG", "so no round could ever close"),
     (D, "up --data absent.txt", 3, "BAD_DATA", "there is no file or folder 'absent.txt'"),
     (D, "up --folder file", 2, "BAD_CONFIG", "cannot be written"),

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from diloco_demo.checkpoint import save_checkpoint
+from diloco_deploy.checkpoint.folders import take_checkpoint
 from diloco_server.storage import folders
 from diloco_server.storage.filesystem import Disk, FolderLock
-from diloco_server.storage.folders import take_checkpoint
 from diloco_worker.export import write_model
 from stores import MANIFEST, make_version, open_store
 

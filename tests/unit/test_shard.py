@@ -95,7 +95,7 @@ def test_a_seed_that_could_not_be_used_leaves_room_for_another() -> None:
     rig.holds_jobs = True
     rig.seed("a", 1.0, tokens_merged=12345)
     rig.jobs.clear()
-    rig.shard.fail_seed(0)
+    rig.shard.fragments[0].fail_seed()
     assert rig.shard.tokens_merged == 0, "nothing was merged into what is not there"
     rig.holds_jobs = False
     assert rig.seed("b", 2.0).outcome is ACCEPTED

@@ -27,7 +27,7 @@ class Life(Rig):
         outer = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
         super().__init__(epoch=epoch, sync={"sync_every": 1}, outer=outer, run=run)
         if restored is not None:
-            self.shard.restore(KNOWN.shard.manifest, [restored])  # type: ignore[arg-type]
+            self.shard.versions.restore(KNOWN.shard.manifest, [restored])  # type: ignore[arg-type]
 
     def come(self, name: str, held: tuple[int, int] | None = None, process_id: str = "process") -> None:
         """Join, listen, and take a step."""
@@ -316,7 +316,7 @@ def test_values_that_cannot_be_made_durable_leave_the_line_that_there_is() -> No
     rig.arrives("old", 40)
     rig.holds_jobs = True
     rig.brings("old", 1.0, 40)
-    rig.shard.fail_seed(0)
+    rig.shard.fragments[0].fail_seed()
     assert (rig.theta, rig.identity) == ([9.0], (4, 0))
 
 

@@ -157,21 +157,14 @@ def train(
     return progress
 
 
-DECAY = 0.5
-"""Share of the budget, at its end, in which "wsd" lowers the rates."""
-
-
-def scheduled(fraction: float, train: TrainSettings) -> float:
-    return share(train.schedule, fraction, train.warmup, train.lr_final, DECAY)
-
-
 def share_at(*, fraction: float, inner_step: int, budget: int, train: TrainSettings) -> float:
     """The share of the learning rate for one inner step. `inner_step` counts from 0 at the optimizer's first step.
 
-    It is the schedule (or 1 in a run without end, `budget` 0), times the rise over the first steps.
+    It rises and falls with the run's progress (in a run without end, `budget` 0, it stays 1), times the rise over the
+    first steps.
     """
     rise = min(1.0, (inner_step + 1) / WARMUP_STEPS)
-    return rise * (scheduled(fraction, train) if budget else 1.0)
+    return rise * (share("linear", fraction, train.warmup, final=0.0) if budget else 1.0)
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:

@@ -26,7 +26,7 @@ from diloco_common.errors import (
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.trust.credentials import Credentials
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import read_version
+from diloco_common.wire.calls import AGAIN_S, read_version
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import Fragment, Manifest, Tie, cut
 from diloco_common.wire.messages import (
@@ -46,8 +46,6 @@ from diloco_worker.core import names
 from diloco_worker.export import empty_tensors, lay_out
 
 CALL_S = 120.0
-AGAIN_S = 0.25
-"""Seconds before a shard that was BUSY is asked again: it allows few such pulls at once."""
 LOOK_S = 60.0
 """Seconds between two looks for a newer version, if no announcement comes."""
 

@@ -194,7 +194,7 @@ def join(
         Start() if saved is None else Start(saved.inner_step, saved.tokens, saved.tokens_merged, resumed=True),
         index=saved.index if index is None and saved is not None else index,
         frozen=frozen_tensors.declare(chosen) if frozen == "same" else (),
-        watch=None if replica.is_spread else ModelWatch(chosen, averaged),
+        watch=None if replica.is_spread else ModelWatch(chosen, None if averaged is None else averaged.check),
         council=None if group is None else group.council(), after_version=after_version,
         site=check_site(site),
     )  # fmt: skip

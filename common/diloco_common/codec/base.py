@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec.memory import SLICE_ELEMENTS, scratch, slices, slices_of
-from diloco_common.codec.native import Loops, WeightedSum, kernels
+from diloco_common.codec.native import BLOCK, Loops, WeightedSum, kernels
 from diloco_common.errors import BadPayload, NotFinite
 
-BLOCK_ELEMENTS = 256
+BLOCK_ELEMENTS = BLOCK
 """Elements that share a scale. Chunks, slices and ranges begin at a multiple of it."""
 BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 

@@ -36,7 +36,6 @@ PORTABLE = {
     "aarch64": (InstructionSet(("-march=armv8-a",), "asimd"),),
 }
 """Machine -> the instruction sets with a library, best first."""
-COMPILE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Library:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder, path.name)
             command = [*compiler, *one.flags, *self.flags, "-o", str(made), *map(str, self.sources()), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+            subprocess.run(command, check=True, capture_output=True, timeout=60.0)
             made.replace(path)  # atomic: no process that starts now reads half of it
 
     def built_name(self, one: InstructionSet) -> str:

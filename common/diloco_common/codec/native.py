@@ -20,7 +20,7 @@ from diloco_common.codec import library
 
 _Part = tuple[Tensor, int, int]
 BLOCK = 256
-"""BLOCK_ELEMENTS of the encodings; kernels/common.h has it too."""
+"""Elements that share a scale; kernels/common.h has it too."""
 
 
 class Loops:

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TextIO, TypeAlias
 
+from diloco_common.errors import WORDS_MAX
+
 WINDOW_S = 10.0
 EVENTS_MAX = 1000
 """Most lines of one kind in a window; fewer for warnings and errors."""
@@ -79,11 +81,8 @@ class Repeats:
         return over
 
 
-_VALUE_MAX = 200
 _HUNG_UP = "ExecuteBatchError"
 """grpc.aio logs it, with a traceback, when a caller hangs up during an answer."""
-_MESSAGE_MAX = 2000
-"""Characters shown of another library's message."""
 
 
 class Log:
@@ -219,7 +218,7 @@ def show(value: object) -> str:
     return shown
 
 
-def escape(text: str, limit: int = _VALUE_MAX) -> str:
+def escape(text: str, limit: int = 200) -> str:
     """Text as one line that is safe for a terminal, cut after `limit` characters."""
     cut = "" if len(text) <= limit else f"...(+{len(text) - limit})"
     return "".join(_escape_character(c) for c in text[:limit]) + cut
@@ -235,11 +234,11 @@ def _escape_character(c: str) -> str:
 def _message(record: logging.LogRecord) -> str:
     if hasattr(record, "diloco_event"):
         return record.getMessage()  # already escaped by Log
-    return escape(record.getMessage(), _MESSAGE_MAX)
+    return escape(record.getMessage(), WORDS_MAX)
 
 
 def _traceback_lines(record: logging.LogRecord) -> list[str]:
     if not record.exc_info or record.exc_info[1] is None:
         return []
     text = "".join(traceback.format_exception(record.exc_info[1]))
-    return [escape(line, _MESSAGE_MAX) for line in text.splitlines()]
+    return [escape(line, WORDS_MAX) for line in text.splitlines()]

@@ -21,7 +21,6 @@ from typing import Any, Literal
 from diloco_common.errors import ConfigError, InUse
 
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
-_BACKLOG = 128
 _TCP_LISTEN = "0A"  # the state column of /proc/net/tcp
 
 
@@ -114,7 +113,7 @@ def bind_socket(address: str) -> socket.socket:
         if family == socket.AF_INET6 and wanted.host == "::":
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind(name)
-        sock.listen(_BACKLOG)  # two sockets may bind one port, but only one may listen: claim it now
+        sock.listen(128)  # two sockets may bind one port, but only one may listen: claim it now
         sock.setblocking(False)
     except OSError as error:
         sock.close()

@@ -36,9 +36,6 @@ ELEMENTS_MAX = 2**42
 TOKENS_MAX = 2**40
 STEPS_MAX = 2**32
 """Inner steps of one contribution."""
-TOKENS_TOTAL_MAX = 2**53
-"""Tokens that one learner has trained; the last integer that float64 counts to."""
-STEPS_TOTAL_MAX = 2**48
 TOKENS_MERGED_MAX = 2**62
 """Limit of the wire. A shard stops counting at half of it."""
 TOKENS_COUNTED_MAX = TOKENS_MERGED_MAX // 2
@@ -46,32 +43,19 @@ VERSION_MAX = 2**39
 """Limit of the wire; the name of a version file has 12 digits."""
 VERSION_KEPT_MAX = VERSION_MAX // 2
 """Limit of a version file, below that of the wire by as many further versions: eight years at a thousand a second."""
-EPOCH_MAX = 2**53
 EPOCH_KEPT_MAX = 10**12 - 1
 """Limit of a version file; the name of an epoch file has 12 digits."""
-GENERATION_MAX = 2**53
 NAME_MAX = 64
 """Characters of ids, codes and names of encodings."""
-NAMES_MAX = 32
-DECODES_MAX = 64
-"""Encodings in a Join. A plugin has two entries, even if no run uses it."""
-DECODES_NAME_MAX = 96
-"""Characters of each: `NAME@DIGEST`."""
 PARTS_MAX = 4096
 RANGES_MAX = 8192
 """Ranges in one message. A rank has about one for each tensor of the fragment."""
 RANGES_OF_ALL_MAX = 65536
 """Ranges of all parts of one contribution: 64 ranks with 1024 tensors each in one fragment."""
-SIZE_MAX = 2**53
-"""Sizes of a payload. They must also agree with the fragment, which is checked separately (BAD_PAYLOAD)."""
-LOSS_MAX = 1e30
 STEP_TIME_MAX_S = 2.0**20
 """Twelve days."""
 AGE_MAX_S = 2.0**32
 """A century."""
-HEARTBEAT_MAX_S = 3600.0
-HEARTBEAT_LEAST_S = 0.01
-"""With more frequent heartbeats, learners would do nothing else."""
 AWAY_MAX = 64
 """Shards that a learner reports as away; it omits the rest."""
 ADDRESS_MAX = 260
@@ -95,14 +79,11 @@ class FieldLimit:
         return bool(self.least <= (len(value) if self.counts else value) <= self.most)
 
 
-_U32, _NAME, _VERSION, _EPOCH = (
-    FieldLimit(2**32 - 1),
-    FieldLimit(NAME_MAX, 0, "characters"),
-    FieldLimit(VERSION_MAX),
-    FieldLimit(EPOCH_MAX),
-)
+_U32, _NAME, _VERSION = FieldLimit(2**32 - 1), FieldLimit(NAME_MAX, 0, "characters"), FieldLimit(VERSION_MAX)
+_EXACT = FieldLimit(2**53)
+"""Up to the last integer that float64 counts to, as JSON has them."""
 _FRAGMENT_ID, _SHA256 = FieldLimit(FRAGMENTS_MAX - 1), FieldLimit(32, 0, "bytes")
-_TENSORS, _NAMES, _FRAGMENTS = (FieldLimit(most, 0, "entries") for most in (TENSORS_MAX, NAMES_MAX, FRAGMENTS_MAX))
+_TENSORS, _FRAGMENTS = FieldLimit(TENSORS_MAX, 0, "entries"), FieldLimit(FRAGMENTS_MAX, 0, "entries")
 _TOKENS_MERGED, _RANGES = FieldLimit(TOKENS_MERGED_MAX), FieldLimit(RANGES_MAX, 0, "entries")
 
 LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
@@ -115,8 +96,8 @@ LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
         "protocol": _U32,
         "process_id": _NAME,
         "tensors": _TENSORS,
-        "decodes": FieldLimit(DECODES_MAX, 0, "entries"),
-        "decodes[]": FieldLimit(DECODES_NAME_MAX, 0, "characters"),
+        "decodes": FieldLimit(64, 0, "entries"),  # a plugin has two, even if no run uses it
+        "decodes[]": FieldLimit(96, 0, "characters"),  # NAME@DIGEST
         "held": _FRAGMENTS,
         "frozen": FieldLimit(FROZEN_MAX, 0, "entries"),
         "ties": FieldLimit(TIES_MAX, 0, "entries"),
@@ -132,11 +113,11 @@ LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
         "crc32c": _U32,
         "values": FieldLimit(FROZEN_BYTES_MAX, 0, "bytes"),
     },
-    "Held": {"fragment_id": _FRAGMENT_ID, "epoch": _EPOCH, "version": _VERSION},
+    "Held": {"fragment_id": _FRAGMENT_ID, "epoch": _EXACT, "version": _VERSION},
     "JoinResponse": {
-        "generation": FieldLimit(GENERATION_MAX),
-        "epoch": _EPOCH,
-        "heartbeat_s": FieldLimit(HEARTBEAT_MAX_S, HEARTBEAT_LEAST_S),
+        "generation": _EXACT,
+        "epoch": _EXACT,
+        "heartbeat_s": FieldLimit(3600.0, 0.01),  # with more frequent ones, learners would do nothing else
         "shard_index": _FRAGMENT_ID,
         "num_shards": FieldLimit(FRAGMENTS_MAX, 1),
         "num_fragments": FieldLimit(FRAGMENTS_MAX, 1),
@@ -159,13 +140,13 @@ LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
         "fragment_id": _FRAGMENT_ID,
         "version": _VERSION,
         "merged_version": _VERSION,
-        "epoch": _EPOCH,
+        "epoch": _EXACT,
         "forgotten_version": _VERSION,
     },
     "Progress": {
-        "inner_step": FieldLimit(STEPS_TOTAL_MAX),
-        "tokens": FieldLimit(TOKENS_TOTAL_MAX),
-        "loss": FieldLimit(LOSS_MAX, -LOSS_MAX, is_dropped=True),
+        "inner_step": FieldLimit(2**48),
+        "tokens": _EXACT,
+        "loss": FieldLimit(1e30, -1e30, is_dropped=True),
         "step_time_s": FieldLimit(STEP_TIME_MAX_S),
         "away": FieldLimit(AWAY_MAX, 0, "entries"),
         "inner": _NAME,
@@ -178,8 +159,8 @@ LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
         "index": _FRAGMENT_ID,
         "for_s": FieldLimit(STEP_TIME_MAX_S),
     },
-    "Collect": {"fragment_id": _FRAGMENT_ID, "round": FieldLimit(VERSION_MAX, 1), "epoch": _EPOCH},
-    "Committed": {"fragment_id": _FRAGMENT_ID, "version": _VERSION, "epoch": _EPOCH},
+    "Collect": {"fragment_id": _FRAGMENT_ID, "round": FieldLimit(VERSION_MAX, 1), "epoch": _EXACT},
+    "Committed": {"fragment_id": _FRAGMENT_ID, "version": _VERSION, "epoch": _EXACT},
     "Near": {
         "address": FieldLimit(ADDRESS_MAX, 0, "characters"),
         "values_sha256": _SHA256,
@@ -189,7 +170,7 @@ LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
         "role": _NAME,
         "site": _NAME,
         "address": FieldLimit(ADDRESS_MAX, 0, "characters"),
-        "epoch": _EPOCH,
+        "epoch": _EXACT,
         "tokens_merged": _TOKENS_MERGED,
     },
     "Pulse": {"tokens_merged": _TOKENS_MERGED, "tokens_budget": _TOKENS_MERGED, "learners_alive": _U32},
@@ -198,7 +179,7 @@ LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
     "PushHeader": {
         "fragment_id": _FRAGMENT_ID,
         "round": _VERSION,
-        "epoch": _EPOCH,
+        "epoch": _EXACT,
         "base_version": _VERSION,
         "tokens": FieldLimit(TOKENS_MAX),
         "steps": FieldLimit(STEPS_MAX),
@@ -210,26 +191,26 @@ LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
     },
     "Payload": {
         "encoding": _NAME,
-        "num_elements": FieldLimit(SIZE_MAX),
-        "chunk_elements": FieldLimit(SIZE_MAX),
-        "num_bytes": FieldLimit(SIZE_MAX),
+        "num_elements": _EXACT,  # sizes must also agree with the fragment, which is checked separately (BAD_PAYLOAD)
+        "chunk_elements": _EXACT,
+        "num_bytes": _EXACT,
         "chunks_crc32c": _U32,
     },
     "PushResponse": {"code": _NAME},
     "PullRequest": {
         "fragment_id": _FRAGMENT_ID,
-        "encodings": _NAMES,
+        "encodings": FieldLimit(32, 0, "entries"),
         "encodings[]": _NAME,
         "have_version": _VERSION,
-        "epoch": _EPOCH,
+        "epoch": _EXACT,
         "want_version": _VERSION,
-        "want_epoch": _EPOCH,
+        "want_epoch": _EXACT,
         "ranges": _RANGES,
     },
     "PullHeader": {
         "fragment_id": _FRAGMENT_ID,
         "version": _VERSION,
-        "epoch": _EPOCH,
+        "epoch": _EXACT,
         "merged_version": _VERSION,
         "tokens_merged": _TOKENS_MERGED,
         "base_version": _VERSION,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from diloco_common.codec import Chunk, Payload, PayloadReceiver
-from diloco_common.errors import BadRequest, Refusal
+from diloco_common.errors import BadRequest
 from diloco_common.wire.messages import SLOWEST_BYTES_PER_S, PullHeader, PullRequest
 
 SILENCE_HEARTBEATS = 2.5
 """A shard silent for this many heartbeats is frozen or cut off: dial again."""
 CALL_S = 15.0
 """Seconds for a call apart from its bytes."""
+AGAIN_S = 0.25
+"""Seconds before a call that was answered BUSY is repeated, where the caller waits for nothing else."""
+SAY_EVERY_S = 10.0
+"""Seconds between log lines of who waits for a shard."""
 
 FIRST_S = 0.2
 GROWTH = 1.3
@@ -36,40 +40,27 @@ def backoff_s(attempt: int, jitter: float) -> float:
     return longest * (0.5 + 0.5 * jitter)
 
 
-class Parts(Protocol):
-    def __aiter__(self) -> AsyncIterator[PullHeader | Chunk]: ...
-
-    def __anext__(self) -> Awaitable[PullHeader | Chunk]: ...
-
-    def aclose(self) -> Awaitable[None]: ...
-
-
 async def read_version(
-    parts: Parts, request: PullRequest, num_elements: int,
-    found: Callable[[], None] = lambda: None,
+    answer: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int,
+    heard: Callable[[], None] = lambda: None,
 ) -> tuple[PullHeader, Payload | None]:  # fmt: skip
     """Read the answer to a Pull, and close it; no payload if the caller already has that version.
 
-    `found` is called when the header has arrived. Raises Unavailable, or a Refusal of the call or of the answer.
+    `heard` is called for the header and for each chunk. Raises Unavailable, or a Refusal of the call or of the answer.
     """
-    try:
-        answer = await _read_version(parts, request, num_elements, found)
-    except Refusal:
-        await parts.aclose()  # the rest is not needed
-        raise
-    await parts.aclose()
-    return answer
+    async with aclosing(answer) as parts:
+        return await _read_parts(parts, request, num_elements, heard)
 
 
-async def _read_version(
-    parts: Parts, request: PullRequest, num_elements: int, found: Callable[[], None]
+async def _read_parts(
+    parts: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int, heard: Callable[[], None]
 ) -> tuple[PullHeader, Payload | None]:
     header = await anext(parts, None)
     if not isinstance(header, PullHeader):
         raise BadRequest("the shard answered Pull without a header")
     if header.fragment_id != request.fragment_id:
         raise BadRequest(f"the shard answered with fragment {header.fragment_id}, not {request.fragment_id}")
-    found()
+    heard()
     if header.payload is None:
         return header, None
     if header.payload.num_elements != num_elements:
@@ -87,4 +78,5 @@ async def _read_version(
         if isinstance(part, PullHeader):
             raise BadRequest("the shard answered Pull with two headers")
         receiver.add(part)
+        heard()
     return header, receiver.finish()

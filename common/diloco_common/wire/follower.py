@@ -7,12 +7,13 @@ versions, it skips to the newest.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from diloco_common.errors import DilocoError, VersionGone, refusal_from
+from diloco_common.observe.logs import Log
 from diloco_common.ports import Transport, World
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import CALL_S, SILENCE_HEARTBEATS, backoff_s
+from diloco_common.wire.calls import CALL_S, SAY_EVERY_S, SILENCE_HEARTBEATS, backoff_s
 from diloco_common.wire.messages import (
     PROTOCOL,
     Committed,
@@ -26,9 +27,6 @@ from diloco_common.wire.messages import (
     check_no_way_back,
 )
 
-SAY_EVERY_S = 10.0
-"""Seconds between log lines of a follower that cannot reach its shard."""
-
 
 class Behind(NamedTuple):
     """How far a follower is behind the announcements."""
@@ -36,14 +34,6 @@ class Behind(NamedTuple):
     versions: int
     seconds: float
     """Since it first lacked one of these, or last heard anything."""
-
-
-class Says(Protocol):
-    def event(self, what: str, **facts: Any) -> None: ...
-
-    def debug(self, what: str, **facts: Any) -> None: ...
-
-    def warning(self, what: str, **facts: Any) -> None: ...
 
 
 class Keeps(Protocol):
@@ -60,7 +50,7 @@ class Keeps(Protocol):
 class Follower:
     """Owned by one event loop."""
 
-    def __init__(self, transport: Transport, caller: Identity, request: FollowRequest, world: World, log: Says) -> None:
+    def __init__(self, transport: Transport, caller: Identity, request: FollowRequest, world: World, log: Log) -> None:
         self.transport, self.caller = transport, caller
         self.answer: JoinAnswer | None = None
         """The shard's latest description of the run."""

@@ -33,8 +33,6 @@ from diloco_common.wire.messages import (
 )
 from diloco_protos import parameter_server_pb2 as pb
 
-RETIRE_S = 120.0
-"""Seconds that calls on a channel with an old certificate have to finish."""
 PROBE_FIRST_S, PROBE_LONGEST_S = 2.0, 60.0
 """Seconds between two probes for the cause of a failing connection: each wait is twice the previous one."""
 
@@ -54,7 +52,7 @@ class GrpcTransport:
         self._probe = _Probe(where, self._credentials)
 
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer:
-        message = protobuf.join_request_to_pb(request)
+        message = protobuf.to_pb(request)
         wait = True if self._waits_for_shard else None
         try:
             call = self._control.dialed("Join", "unary_unary")
@@ -69,7 +67,7 @@ class GrpcTransport:
 
     def follow(self, caller: Identity, request: FollowRequest) -> GrpcControlStream:
         follow = self._control.dialed("Follow", "unary_stream")
-        message = protobuf.follow_request_to_pb(request)
+        message = protobuf.to_pb(request)
         return GrpcControlStream(follow(message, metadata=self._metadata(caller)), self._probe)
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
@@ -84,7 +82,7 @@ class GrpcTransport:
     async def pull(
         self, caller: Identity, request: PullRequest, timeout_s: float
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
-        message = protobuf.pull_request_to_pb(request)
+        message = protobuf.to_pb(request)
         pull = self._pulls.dialed("Pull", "unary_stream")
         call = pull(message, metadata=self._metadata(caller), timeout=timeout_s)
         try:
@@ -140,7 +138,8 @@ class _Line:
         files, address = self._credentials.tls(), self._where.now()
         if self._channel is None or files is not self._files or address != self._address:
             if self._channel is not None:
-                retiring = asyncio.create_task(self._channel.close(RETIRE_S), name="retire channel")
+                # Calls on a channel with an old certificate have two minutes to finish.
+                retiring = asyncio.create_task(self._channel.close(120.0), name="retire channel")
                 self._retiring.add(retiring)
                 retiring.add_done_callback(self._retiring.discard)
             self._files, self._address = files, address

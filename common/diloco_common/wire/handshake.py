@@ -35,7 +35,6 @@ SETTINGS = b"\4"
 EXPIRED, NOT_YET_VALID, HOST_DIFFERS, IP_DIFFERS = 10, 9, 62, 64
 """X509_V_ERR_... of OpenSSL."""
 DIAL_S = 2.0
-STATUS_BYTES_MAX = 8 << 20
 
 
 def find_cause(address: str, files: TlsFiles | None, dial_s: float = DIAL_S) -> HandshakeFailed | None:
@@ -71,7 +70,7 @@ def _http_cause(address: str, dial_s: float) -> NotAShard | None:
     asked = http.client.HTTPConnection(wanted.host, wanted.port, timeout=dial_s)
     try:
         asked.request("GET", "/status")
-        status = json.loads(asked.getresponse().read(STATUS_BYTES_MAX))
+        status = json.loads(asked.getresponse().read(8 << 20))
         port = parse_address(status["grpc"]).port
     except http.client.BadStatusLine:  # most likely gRPC
         return None

@@ -17,7 +17,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from diloco_common import errors
-from diloco_common.codec import Chunk, Payload, PayloadHeader
+from diloco_common.codec import Chunk, Payload
 from diloco_common.codec.frames import chunk_in, frame_of, framed
 from diloco_common.wire import bounds
 from diloco_common.wire.by_name import Converter, Field, within
@@ -233,20 +233,10 @@ from_pb = _CONVERTER.from_pb
 # ------------------------------------------------------------ messages
 
 
-payload_to_pb: Callable[[PayloadHeader], pb.Payload] = to_pb
-payload_from_pb: Callable[[pb.Payload], PayloadHeader] = partial(from_pb, PayloadHeader)
-"""Whether the sizes fit a fragment is checked by `codec.check_header`."""
-push_header_to_pb: Callable[[PushHeader], pb.PushHeader] = to_pb
-push_header_from_pb: Callable[[pb.PushHeader], PushHeader] = partial(from_pb, PushHeader)
-pull_request_to_pb: Callable[[PullRequest], pb.PullRequest] = to_pb
 pull_request_from_pb: Callable[[pb.PullRequest], PullRequest] = partial(from_pb, PullRequest)
-pull_header_to_pb: Callable[[PullHeader], pb.PullHeader] = to_pb
-pull_header_from_pb: Callable[[pb.PullHeader], PullHeader] = partial(from_pb, PullHeader)
-join_request_to_pb: Callable[[JoinRequest], pb.JoinRequest] = to_pb
 join_answer_to_pb: Callable[[JoinAnswer], pb.JoinResponse] = to_pb
 join_answer_from_pb: Callable[[pb.JoinResponse], JoinAnswer] = partial(from_pb, JoinAnswer)
 progress_from_pb: Callable[[pb.Progress], Progress] = partial(from_pb, Progress)
-follow_request_to_pb: Callable[[FollowRequest], pb.FollowRequest] = to_pb
 follow_request_from_pb: Callable[[pb.FollowRequest], FollowRequest] = partial(from_pb, FollowRequest)
 answer_to_pb: Callable[[PushAnswer], pb.PushResponse] = to_pb
 answer_from_pb: Callable[[pb.PushResponse], PushAnswer] = partial(from_pb, PushAnswer)

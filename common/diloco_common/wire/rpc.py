@@ -59,11 +59,6 @@ CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 2_000), *_keepal
 BULK_CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 4_000), *_keepalive(10_000, 30_000)]
 """For a channel for pushes or pulls: on a thin link, a ping waits for seconds behind the data. Together with the
 control channel, the two dial an unreachable shard about once per second."""
-HANDSHAKE_MS = 3_000
-"""A connection takes one of the shard's places from its first byte, and gRPC cannot limit those of one host. Three
-seconds are many round trips of any link that a learner can train over."""
-PENDING_CALLS_MAX = 3_000
-"""Calls that wait for the event loop. Each may hold 64 KiB of a message: 200 MB together."""
 SERVER_OPTIONS = [
     *_keepalive(10_000, 30_000),  # leases notice dead learners sooner
     *_SIZES,
@@ -72,12 +67,15 @@ SERVER_OPTIONS = [
     # Bytes that a call may send before the shard reads. By default, gRPC raises this to 4 MiB on fast links.
     ("grpc.http2.lookahead_bytes", 64 << 10),
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+    # A connection takes one of the shard's places from its first byte, and gRPC cannot limit those of one host. Three
+    # seconds are many round trips of any link that a learner can train over.
+    ("grpc.server_handshake_timeout_ms", 3_000),
     ("grpc.max_concurrent_streams", 128),  # per connection; a proxy may carry many learners on one
-    # Above the first number gRPC silently cancels some waiting calls at random; its default of 1000 is reached when 256
-    # learners push and pull at once. Above the second it cancels all.
-    ("grpc.server.max_pending_requests", PENDING_CALLS_MAX),
-    ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS_MAX),
+    # Calls that wait for the event loop. Each may hold 64 KiB of a message: 200 MB together. Above the first number,
+    # gRPC silently cancels some at random; its default of 1000 is reached when 256 learners push and pull at once.
+    # Above the second it cancels all.
+    ("grpc.server.max_pending_requests", 3_000),
+    ("grpc.server.max_pending_requests_hard_limit", 3_000),
     ("grpc.max_connection_idle_ms", 300_000),  # without any call
     ("grpc.so_reuseport", 0),  # otherwise a second process silently takes the same port
 ]

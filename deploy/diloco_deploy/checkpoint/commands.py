@@ -35,9 +35,10 @@ def take(
     into: Annotated[Path | None, Parameter(metavar="PATH", help="put it here, not in `checkpoints`")] = None,
 ) -> int:
     """Take a checkpoint: hard links to the newest version of each fragment, whether or not the shards run."""
+    from diloco_deploy.checkpoint.folders import take_checkpoint
     from diloco_deploy.checkpoint.sources import data_folders
     from diloco_deploy.checkpoint.work import words
-    from diloco_server.storage.folders import FOLDER, take_checkpoint
+    from diloco_server.storage.folders import FOLDER
 
     name = name or datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     if not re.fullmatch(r"(?!version-)\w[\w.-]{0,63}", name):
@@ -115,9 +116,9 @@ def restore(
     folder: Annotated[Path, Parameter(metavar="DEST", help="a new folder, for shard-0, shard-1, ...")],
 ) -> int:
     """Restore parameters and outer momentum bit for bit, on any number of shards."""
+    from diloco_deploy.checkpoint.folders import place, restore
     from diloco_deploy.checkpoint.sources import open_whole
     from diloco_deploy.checkpoint.work import go_on_with, words
-    from diloco_server.storage.folders import place, restore
 
     whole = open_whole(sources)
     restore(whole.read(), place(whole.contents, shards), folder)

@@ -8,22 +8,15 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco_common import quantities
 from diloco_common.command import disk_errors
 from diloco_common.errors import EXIT_OK, DataError
-from diloco_common.options import number
 
-_SECONDS = number(quantities.seconds, 0.0, 3600.0, "seconds, from 0 to 3600, such as 10s")
-LOOK_S = 0.05
+LOOK_S, WAIT_S = 0.05, 10.0
+"""How often, and how long, it looks whether a server serves from the folder."""
 
 
 def promote(
-    folder: Annotated[Path, Parameter(metavar="FOLDER", help="shard.data_dir of the standby, on its machine")],
-    /,
-    *,
-    wait: Annotated[
-        float, Parameter(converter=_SECONDS, metavar="10s", help="how long to wait until it serves")
-    ] = 10.0,
+    folder: Annotated[Path, Parameter(metavar="FOLDER", help="shard.data_dir of the standby, on its machine")], /
 ) -> int:
     """Make a standby the shard. A server that runs on its folder continues as the shard by itself; otherwise the next
     one started on the folder does. Versions that were announced but are not here are lost. If the old shard is alive,
@@ -39,7 +32,7 @@ def promote(
     versions = sorted(version for _, version in held.values())
     what = f"versions {versions[0]} to {versions[-1]}" if versions else "no version"
     print(f"{folder}: promoted, with {what} of {len(held)} fragments")
-    while owner_lives(folder) and time.monotonic() < began + wait:
+    while owner_lives(folder) and time.monotonic() < began + WAIT_S:
         if any(name.startswith("epoch-") for name in disk.names()):
             print(f"it is the shard now, after {time.monotonic() - began:.1f} s")
             return EXIT_OK

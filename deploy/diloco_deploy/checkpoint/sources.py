@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_common.errors import BadCheckpoint, VersionDamaged
+from diloco_deploy.checkpoint.folders import check_complete
 from diloco_deploy.checkpoint.objects import ObjectFolder
 from diloco_deploy.run.folder import existing, shard_folders
 from diloco_server.storage.checkpoint import (
@@ -19,7 +20,7 @@ from diloco_server.storage.checkpoint import (
     read_manifest,
 )
 from diloco_server.storage.filesystem import Disk, Files
-from diloco_server.storage.folders import check_complete, fragments_in, is_checkpoint
+from diloco_server.storage.folders import fragments_in, is_checkpoint
 from diloco_server.storage.version_file import Header, StoredVersion, version_names
 
 

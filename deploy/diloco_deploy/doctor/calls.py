@@ -55,7 +55,7 @@ def describe(door: Door, protocol: int) -> JoinAnswer:
             response_deserializer=pb.JoinResponse.FromString,
         )  # fmt: skip
         return protobuf.join_answer_from_pb(
-            await join(protobuf.join_request_to_pb(request), metadata=_metadata(door), timeout=CALL_S)
+            await join(protobuf.to_pb(request), metadata=_metadata(door), timeout=CALL_S)
         )
 
     return _called(door, ask)
@@ -80,7 +80,7 @@ def measure(door: Door) -> MeasuredShard:
 
 def pull_rate(door: Door, fragment_id: int) -> float | None:
     """Download rate in bits per second; None: the fragment is too small to tell. Raises Refusal, NoShard, Silence."""
-    request = protobuf.pull_request_to_pb(PullRequest(fragment_id))
+    request = protobuf.to_pb(PullRequest(fragment_id))
 
     async def ask(channel: grpc.aio.Channel) -> float | None:
         pull = channel.unary_stream(f"/{rpc.SERVICE}/Pull", request_serializer=protobuf.serialize)

@@ -21,8 +21,8 @@ def place_anew(files: ClusterFolder, settings: Settings) -> str:
 
     The folder must be owned and settled. Raises BadCheckpoint and the like, and OSError; nothing has changed then.
     """
-    from diloco_deploy.checkpoint.sources import open_whole  # these import torch
-    from diloco_server.storage.folders import place, restore
+    from diloco_deploy.checkpoint.folders import place, restore  # these import torch
+    from diloco_deploy.checkpoint.sources import open_whole
 
     new = _new(files)
     whole = open_whole([str(files.folder)])

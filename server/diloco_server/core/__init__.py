@@ -1,7 +1,6 @@
 """The shard's decisions as pure code: no sockets, threads, clocks, randomness or logging.
 
 shard.py        the interface that callers use; start here
-mirrored.py     a shard that copies another one and makes no versions
 membership.py   leases and generations: which learners may call
 taking.py       accepts, holds or refuses each push
 rounds.py       opens and closes rounds

@@ -34,7 +34,8 @@ class TellAll:
 class SeedFragment:
     """Compute version 0 from this payload.
 
-    Then take `Shard.seed_record`, store both, and pass the record to `Shard.seeded`. On failure call `Shard.fail_seed`.
+    Then take `Versions.seed_record`, store both, and pass the record to `Versions.seeded`. On failure call
+    `FragmentState.fail_seed`.
     """
 
     fragment_id: int
@@ -45,7 +46,7 @@ class SeedFragment:
 class MergeRound:
     """Merge these contributions into the next version.
 
-    Then take `Shard.next_record` once, store both, and pass the same record to `Shard.committed`.
+    Then take `Versions.next_record` once, store both, and pass the same record to `Shard.committed`.
     """
 
     fragment_id: int

@@ -58,6 +58,8 @@ class Member:
     """When its process started, by this shard's clock."""
     index: int = 0
     """Its number, unique among live learners."""
+    site: str = ""
+    """Where it says it is, for mirrors; empty: nowhere."""
     first_generation: int = 0
     """The first generation of this process; earlier ones belong to replaced processes."""
     replaced: tuple[str, ...] = ()

@@ -250,7 +250,8 @@ class Rounds:
                 self._outbox.note(EveryChanged(before, self.patience.every.steps, words))
 
     def pulled(self, member: Member, fragment_id: int, version: int, now: float) -> None:
-        """A learner pulled a whole version. Its time counts if that is still the latest."""
+        """A learner that had an earlier version has pulled this one in full. Its time counts if this is still the
+        latest."""
         announced_at = self.patience.every.announced_at.get(fragment_id)
         if announced_at is not None and version == self._versions.owned(fragment_id).version:
             member.arrivals.pulled(announced_at, now)

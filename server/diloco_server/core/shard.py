@@ -2,7 +2,8 @@
 
 Callers report events and their times (`join`, `progress`, `admit`, `contribute`, `committed`, ..., `tick`). The shard
 changes its state and queues effects for the shell to carry out. This file is the interface; it also updates rounds and
-versions when a learner joins or goes. The other decisions are in five files:
+versions when a learner joins or goes. The other decisions are in five files, and callers report to `versions` and
+`rounds` what concerns these alone:
 
     membership.py   leases and generations
     influence.py    how much one contribution may move the model
@@ -14,9 +15,11 @@ versions when a learner joins or goes. The other decisions are in five files:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from diloco_common.codec import Payload
 from diloco_common.errors import (
+    BadRequest,
     Draining,
     NotJoined,
     NotSeeded,
@@ -42,10 +45,10 @@ from diloco_common.wire.messages import (
     Stop,
     VersionId,
 )
-from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.arithmetic import Published
 from diloco_server.core.directions import Direction
 from diloco_server.core.effects import Effect, Outbox
-from diloco_server.core.fragment import FragmentState, Restored, status_of
+from diloco_server.core.fragment import FragmentState, status_of
 from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import LearnerForgotten, LearnerGone, LearnerJoined, Ledger, SameLosses
 from diloco_server.core.membership import Likeness, Member, Membership, superseded
@@ -94,6 +97,7 @@ class Shard:
         if old is None or old.process_id != process_id:
             self.influence.begin(learner_id)
         member = membership.join(learner_id, process_id, now, request.index, request.age_s)
+        member.site = request.site
         versions.frozen.adopt(learner_id, request.frozen)
         versions.tell_keys(request.ties)
         membership.replace(member, versions.forget_others(learner_id, process_id))
@@ -192,28 +196,6 @@ class Shard:
 
     # ------------------------------------------------------------ versions
 
-    def restore(self, manifest: Manifest, fragments: Sequence[Restored]) -> None:
-        """Continue from stored versions. Call it before any learner joins."""
-        self.versions.restore(manifest, fragments)
-
-    def seed_record(self, fragment_id: int) -> Record:
-        return self.versions.seed_record(fragment_id)
-
-    def seeded(self, record: Record, values: Values, published: Published) -> None:
-        """Version 0 and this record are durable: announce it."""
-        self.versions.seeded(record, values, published)
-
-    def fail_seed(self, fragment_id: int) -> None:
-        """The seed was unusable: any learner may send another one."""
-        self.fragments[fragment_id].fail_seed()
-
-    def next_record(self, fragment_id: int) -> Record:
-        """The record of the version that is being computed. Call it once per version.
-
-        Learners may join or leave until `committed` receives the same record.
-        """
-        return self.versions.next_record(fragment_id)
-
     def hear(self, fragment_id: int, directions: Mapping[str, Direction], now: float) -> None:
         """Take the directions of the contributions to the version that is being computed."""
         self._outbox.now = now
@@ -228,10 +210,6 @@ class Shard:
         assert closed is not None
         self.rounds.committed(closed, record.fragment_id, now)
         self.versions.committed(record, published)
-
-    def pulled(self, member: Member, fragment_id: int, version: int, now: float) -> None:
-        """A learner that had an earlier version has pulled this one in full."""
-        self.rounds.pulled(member, fragment_id, version, now)
 
     # ------------------------------------------------------------ time
 
@@ -368,3 +346,28 @@ class Shard:
             tokens_merged=record.tokens_merged,
             payload=None,
         )
+
+
+class MirroredShard(Shard):
+    """Serves another shard's versions, and accepts no contributions."""
+
+    told: JoinAnswer | None = None
+    """The mirrored shard's answer to readers; None: not received yet."""
+
+    def mirror(self, told: JoinAnswer, manifest: Manifest) -> None:
+        self.told = told
+        self.versions.mirror(manifest, told.shard_index)
+
+    def join(self, learner_id: str, request: JoinRequest, now: float) -> Member:
+        """Raises BadRequest."""
+        raise BadRequest(f"this is a mirror of {self.settings.shard.mirror_of}; join its shards instead")
+
+    def pulse(self) -> Pulse:
+        return super().pulse() if self.told is None else self.told.pulse
+
+    def join_answer(
+        self, learner_id: str = "", generation: int = 0, tensors: tuple[TensorSpec, ...] = (), index: int = 0,
+        rules: str = "",
+    ) -> JoinAnswer:  # fmt: skip
+        own = super().join_answer(learner_id, generation, tensors, index, rules)
+        return own if self.told is None else replace(self.told, fragments=own.fragments)

@@ -186,6 +186,10 @@ class Versions:
         self._announce(state)
 
     def next_record(self, fragment_id: int) -> Record:
+        """The record of the version that is being computed. Call it once per version.
+
+        Learners may join or leave until `Shard.committed` receives the same record.
+        """
         state = self.fragments[fragment_id]
         assert state.closed is not None
         return next_record(

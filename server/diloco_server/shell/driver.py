@@ -121,12 +121,12 @@ class EffectDriver:
 
         try:
             values, published = await self._shell.compute("seed", work)
-            record = self._shard.seed_record(effect.fragment_id)
+            record = self._shard.versions.seed_record(effect.fragment_id)
             await self._shell.keep(self._version(record, values, published))
         except Exception:
-            self._shard.fail_seed(effect.fragment_id)
+            self._shard.fragments[effect.fragment_id].fail_seed()
             raise
-        self._shard.seeded(record, values, published)
+        self._shard.versions.seeded(record, values, published)
         self._witness.announcing(self._shard.fragments[effect.fragment_id])
 
     async def _merge(self, effect: MergeRound) -> None:
@@ -155,7 +155,7 @@ class EffectDriver:
         async with self._shell.changing(effect):
             published, found, merged_s = await self._shell.compute("merge", work)
             self._witness.merged(merged_s)
-            record = self._shard.next_record(effect.fragment_id)
+            record = self._shard.versions.next_record(effect.fragment_id)
             await self._shell.keep(self._version(record, values, published))
         if state.fragment.traits.is_of_model:
             self._shard.hear(record.fragment_id, found, self._shell.clock())

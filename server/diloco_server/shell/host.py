@@ -39,10 +39,8 @@ from diloco_server.core.admission import PART
 from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import PieceNorms
-from diloco_server.core.mirrored import MirroredShard
 from diloco_server.core.parts import places_of
-from diloco_server.core.shard import Shard
-from diloco_server.shell.awake_clock import AwakeClock
+from diloco_server.core.shard import MirroredShard, Shard
 from diloco_server.shell.control_streams import ControlStreams, LearnerStream
 from diloco_server.shell.driver import EffectDriver, Job
 from diloco_server.shell.keeper import Checkpointer, Keeper, recover
@@ -124,7 +122,7 @@ class ShardHost:
         if recovered is None:
             return
         manifest, fragments = recovered
-        self.shard.restore(manifest, fragments)
+        self.shard.versions.restore(manifest, fragments)
         versions = {restored.record.fragment_id: restored.record.version for restored in fragments}
         for fragment_id in versions:
             self.telemetry.restored(fragment_id)
@@ -450,3 +448,26 @@ class ShardHost:
     def copied(self, fragment_id: int, version: int) -> None:
         self.readers.copied(fragment_id, version)
         self._moved.set()
+
+
+class AwakeClock:
+    """Monotonic seconds during which the process was awake.
+
+    A process may be frozen for longer than a lease (SIGSTOP, a suspended machine). When it wakes, it may check the time
+    before it reads its learners' messages, and a plain clock would make all of them look silent.
+
+    A gap between two calls counts as at most `longest_s`; the shard calls this many times a second.
+    """
+
+    def __init__(self, longest_s: float, clock: Clock) -> None:
+        self._longest_s = longest_s
+        self._clock = clock
+        self._asked_at = clock()
+        self._asleep_s = 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        asleep_s, self._asked_at = now - self._asked_at - self._longest_s, now
+        if asleep_s > 0:
+            self._asleep_s += asleep_s
+        return now - self._asleep_s

@@ -34,8 +34,6 @@ from diloco_server.storage.store import Found, Store
 from diloco_server.storage.version_file import StoredVersion
 
 RETRY_S = 1.0
-WRITERS = 2
-"""One prepares its bytes while the other waits for the disk; more would only share the disk's bandwidth."""
 SAY_AGAIN_S = 30.0
 """How often a lasting disk failure is logged."""
 
@@ -95,7 +93,8 @@ class Keeper:
         self._metrics = metrics
         self._written = written
         self._log = log
-        self._threads = Writers(world.threads(WRITERS, "diloco-storage"))
+        # One prepares its bytes while the other waits for the disk; more would only share the disk's bandwidth.
+        self._threads = Writers(world.threads(2, "diloco-storage"))
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._due: dict[int, tuple[StoredVersion, Manifest]] = {}  # fragment -> announced but not on disk
         self._waiting = 0  # versions that are announced once they are on disk

@@ -13,8 +13,8 @@ from diloco_common.wire.follower import Follower
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Committed, Directive, JoinAnswer, Near, PullRequest, Pulse, Stop
 from diloco_server.core.arithmetic import Published
-from diloco_server.core.mirrored import MirroredShard
 from diloco_server.core.record import empty_record
+from diloco_server.core.shard import MirroredShard
 from diloco_server.shell.host import ShardHost
 
 
@@ -70,7 +70,7 @@ class Mirror:
             empty_record(committed.fragment_id), epoch=header.epoch, version=header.version,
             tokens_merged=header.tokens_merged,
         )  # fmt: skip
-        self._shard.mirrored(record, published)
+        self._shard.versions.mirrored(record, published)
         host.advance()
 
 

@@ -38,12 +38,8 @@ WATCHES_EACH, WATCHES_MAX = 2, 64
 """Most open Watch calls, per account and in all."""
 WATCH_S = 600.0
 """Most seconds of a Watch. Callers that are still interested ask again, so others free their place."""
-PROBES_MAX = 2
-"""Most open probes, of all accounts; each has at most one."""
 PROBES, PROBES_PER_S = 4, 0.2
 """Probes of one account: at once, and per second in the long run."""
-_FRAMING = 64
-"""Most bytes of a message in addition to its zeros."""
 Status = health_pb2.HealthCheckResponse
 
 
@@ -138,7 +134,7 @@ class Probe:
     ) -> None:
         """`admitted`: see `ParameterServer.admitted`. `package`: the version that it reports."""
         self._admitted, self._wall_clock, self._package = admitted, wall_clock, package
-        self._open = Places[object](1, PROBES_MAX, "others measure their way to this shard; try again in a moment")
+        self._open = Places[object](1, 2, "others measure their way to this shard; try again in a moment")
         self._rate = Rate("probes", PROBES, PROBES_PER_S)
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -161,7 +157,7 @@ class Probe:
         try:
             async with asyncio.timeout(PROBE_S):
                 async for message in requests:
-                    if len(message) > PROBE_MESSAGE_BYTES + _FRAMING:
+                    if len(message) > PROBE_MESSAGE_BYTES + 64:  # with framing
                         raise BadRequest(f"a message of a probe has at most {PROBE_MESSAGE_BYTES} bytes")
                     last = time()
                     if num_bytes < 0:

@@ -78,7 +78,7 @@ class Pulls:
     def pulled(self, caller: Identity, header: PullHeader) -> None:
         """A learner that had an earlier version has pulled this one in full."""
         with contextlib.suppress(Refusal):
-            self._shard.pulled(self._host.member(caller), header.fragment_id, header.version, self._host.clock())
+            self._shard.rounds.pulled(self._host.member(caller), header.fragment_id, header.version, self._host.clock())
 
     async def open_file(self, fragment_id: int, want: VersionId) -> tuple[PullHeader, OldFile]:
         """Open the file of a version, and make its header. Raises UnknownFragment and VersionGone."""

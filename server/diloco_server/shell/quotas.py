@@ -28,11 +28,11 @@ H = TypeVar("H", bound=Hashable)
 class Bytes:
     """Bytes in flight, up to a limit. A single item always fits, however large; otherwise it could never pass."""
 
-    def __init__(self, setting: str, most: int) -> None:
-        """`setting`: the setting with the limit, for messages."""
+    def __init__(self, what: str, most: int) -> None:
+        """`what`: these bytes, for messages."""
         self.most = most
         self.held = 0
-        self._setting = setting
+        self._what = what
 
     def fits(self, num_bytes: int, freed: int = 0) -> bool:
         """Whether they fit once `freed` bytes are given back."""
@@ -42,7 +42,7 @@ class Bytes:
     def check(self, num_bytes: int, freed: int = 0) -> None:
         """Raises Busy."""
         if not self.fits(num_bytes, freed):
-            raise Busy(f"{self.held >> 20} MiB are on their way ({self._setting}); try again in a moment")
+            raise Busy(f"{self.held >> 20} MiB are on their way ({self._what}); try again in a moment")
 
     def take(self, num_bytes: int) -> None:
         self.held += num_bytes
@@ -163,7 +163,7 @@ class OpenPushes(Generic[H]):
     def __init__(self, each: int, together: int, bytes_most: int) -> None:
         self._places = Places[H](each)
         self._together = together
-        self._bytes = Bytes("shard.bytes_in_max", bytes_most)
+        self._bytes = Bytes("bytes that open pushes announced", bytes_most)
         self._by_fragment: dict[tuple[str, int], H] = {}
         self._announced: dict[H, tuple[tuple[str, int], int]] = {}  # push -> (account, fragment), bytes
 

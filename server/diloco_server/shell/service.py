@@ -56,9 +56,11 @@ from diloco_server.shell.rules import check_codecs
 from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
 from diloco_server.storage.filesystem import OldFile
 
-PULLS_AT_ONCE, HOST_PULLS_AT_ONCE = 4, 4
+PULLS_AT_ONCE = 4
 """Most pulls of one learner, and of one host's callers without a lease; more are answered BUSY. One is enough; others
 may remain for a while from broken connections."""
+BYTES_IN_MAX = 4 << 30
+"""Most payload bytes that open pushes have announced, all together; more pushes are answered BUSY."""
 BYTES_OUT_MAX = 256 << 20
 """Most payload bytes, over all pulls, that wait to be taken. Further chunks wait in line."""
 PULL_S = 900.0
@@ -97,9 +99,9 @@ class Service:
     def __init__(self, host: ShardHost) -> None:
         limits = host.settings.shard
         self._host, self._answers = host, Pulls(host)
-        self._pushes = OpenPushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, limits.bytes_in_max)
+        self._pushes = OpenPushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, BYTES_IN_MAX)
         self._rank_pushes = Ranks("pushes", max(PUSHES_AT_ONCE, limits.max_pushes // 2))
-        self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](HOST_PULLS_AT_ONCE)
+        self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](PULLS_AT_ONCE)
         self._rank_pulls = Ranks("pulls", max(PULLS_AT_ONCE, limits.max_pushes // 2))
         self._takers = Takers()
         self._outgoing = Outgoing(BYTES_OUT_MAX)
@@ -110,7 +112,6 @@ class Service:
         self._messages, self._bodies = Places[Wait](MESSAGES_AT_ONCE), Bodies()
         self._joins = Rate("joins from this host, or of this identity", HOST_JOINS, HOST_JOINS_PER_S)
         self._homes: dict[str, str] = {}  # learner id -> the host it joined from
-        self._sites: dict[str, str] = {}  # learner id -> the site it named
         self._proven: dict[str, Identity] = {}  # learner id -> the identity that last used its lease
 
     async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
@@ -156,7 +157,6 @@ class Service:
         self._check_home(caller)
         answer = self._host.join(caller.learner_id, request)
         self._homes[caller.learner_id] = caller.account
-        self._sites[caller.learner_id] = request.site
         self._hold(replace(caller, generation=answer.generation))
         return answer
 
@@ -180,7 +180,6 @@ class Service:
         most = max(HOST_LEARNERS, self._host.settings.shard.max_learners // 2)
         expected = {*(m.learner_id for m in membership.live()), *membership.waiting(self._host.clock())}
         self._homes = {name: self._homes.get(name, "") for name in expected}
-        self._sites = {name: self._sites.get(name, "") for name in expected}
         neighbours = sum(home == caller.account and name != caller.learner_id for name, home in self._homes.items())
         if neighbours >= most:
             raise Busy(
@@ -189,12 +188,12 @@ class Service:
             )
 
     async def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
-        stream = self._host.attend(caller)
+        stream, site = self._host.attend(caller), self._host.member(caller).site
         self._hold(caller)  # it may have another certificate by now
         reader = asyncio.create_task(self._read_reports(caller, reports, stream), name="attend")
         try:
             while (directive := await stream.next()) is not None:
-                mirror = self._host.readers.mirror_at(self._sites.get(caller.learner_id, ""))
+                mirror = self._host.readers.mirror_at(site)
                 yield self._answers.near(directive, caller.learner_id, mirror) if mirror else directive
                 if isinstance(directive, Evicted):
                     break

@@ -13,10 +13,11 @@ from typing import TypeVar
 
 from diloco_common.codec.frames import crc32c, said_crc32c
 from diloco_common.errors import BadChecksum, BadRequest, Refusal, Superseded, Unavailable, VersionGone
+from diloco_common.observe.logs import Log
 from diloco_common.ports import Transport
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.calls import CALL_S, call_s
-from diloco_common.wire.follower import Follower, Says
+from diloco_common.wire.follower import Follower
 from diloco_common.wire.messages import (
     FILE,
     Committed,
@@ -35,8 +36,6 @@ from diloco_server.storage.version_file import Origin
 
 LOOK_S = 0.25
 """How often it checks whether it was promoted."""
-FILE_BYTES_MAX = 1 << 40
-
 TELL_S = 1.0
 """How often a promoted shard tries to reach the one it replaces."""
 
@@ -63,7 +62,7 @@ async def tell_replaced(host: ShardHost, transport: Transport, caller: Identity)
 class Standby:
     """Copies the files of one shard. Owned by one event loop."""
 
-    def __init__(self, follower: Follower, folder: StandbyFolder, origin: Origin, disk: Executor, log: Says) -> None:
+    def __init__(self, follower: Follower, folder: StandbyFolder, origin: Origin, disk: Executor, log: Log) -> None:
         """`origin`: from the settings; it must equal the shard's, or the shard could not continue from these files."""
         self.follower = follower
         self.num_fragments = 0
@@ -104,7 +103,7 @@ class Standby:
         fragment_id, version = committed.fragment_id, committed.version
         request = PullRequest(fragment_id, (FILE,), want=(committed.epoch, version))
         await self._do(partial(self._folder.follows, self._epoch))
-        parts = self.follower.transport.pull(self.follower.caller, request, call_s(FILE_BYTES_MAX))
+        parts = self.follower.transport.pull(self.follower.caller, request, call_s(1 << 40))  # of any size
         async with aclosing(parts):
             header = await anext(parts, None)
             if not isinstance(header, PullHeader) or header.payload is None:

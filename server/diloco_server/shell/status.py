@@ -15,11 +15,8 @@ from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import Event, TracedRound, told_of
 from diloco_server.core.membership import Member
 from diloco_server.shell.host import ShardHost
+from diloco_server.shell.readers import Readers
 from diloco_server.shell.standby import Standby
-
-MISSING_SHOWN = 8
-"""Learners shown that an overdue round waits for."""
-EVENTS_SHOWN = 50
 
 
 def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
@@ -69,23 +66,25 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
             "late": ledger.tokens_late,
             "refused": dict(ledger.tokens_refused),
         },
-        "events": _events([*ledger.events][-EVENTS_SHOWN:], now),
+        "events": _events([*ledger.events][-50:], now),
         "bytes_pushed": host.telemetry.bytes_pushed,
         "bytes_pulled": host.telemetry.bytes_pulled,
         "bytes_saved": host.keeper.bytes_saved,
         "disk_free_bytes": host.keeper.free_bytes,
         "memory_bytes": _resident_bytes(),
         "versions_lost": ledger.versions_lost,
-        "readers": [
-            {"role": r.role, "name": r.name, "site": r.site, "address": r.address, "for_s": round(now - r.since, 1)}
-            for r in host.readers
-        ],
-        "readers_away": [
-            {"role": role, "name": name, "for_s": round(now - since, 1)}
-            for (role, name), since in host.readers.away.items()
-        ],
+        **_readers(host.readers, now),
         "following": None if host.follower is None else following(host.follower, settings),
     }
+
+
+def _readers(readers: Readers, now: float) -> dict[str, Any]:
+    there = [
+        {"role": r.role, "name": r.name, "site": r.site, "address": r.address, "for_s": round(now - r.since, 1)}
+        for r in readers
+    ]
+    away = [{"role": role, "name": name, "for_s": round(now - at, 1)} for (role, name), at in readers.away.items()]
+    return {"readers": there, "readers_away": away}
 
 
 def standby_status(standby: Standby, settings: Settings, name: str) -> dict[str, Any]:
@@ -193,7 +192,7 @@ def _fragment(state: FragmentState, now: float, overdue_after_s: float) -> dict[
         "round_open": state.round is not None,
         "open_s": round(open_s, 3),
         "contributions": len(state.round.contributions) if state.round else 0,
-        "missing": [*islice(state.round.awaited, MISSING_SHOWN)] if state.round and open_s > overdue_after_s else [],
+        "missing": [*islice(state.round.awaited, 8)] if state.round and open_s > overdue_after_s else [],
         "tokens_merged": state.tokens_merged,
     }
 

@@ -169,7 +169,7 @@ class ShardTelemetry:
 
 
 class ShardHistory:
-    """Records one epoch of one shard. `diloco_common/observe/histories.py` describes all lines."""
+    """Records one epoch of one shard. `diloco_common/observe/history.py` describes all lines."""
 
     def __init__(self, history: ports.History | None, epoch: int) -> None:
         self._history = history

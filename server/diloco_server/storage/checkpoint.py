@@ -1,8 +1,8 @@
 """A checkpoint: one version file per fragment, and a manifest that lists them.
 
 The manifest is written last, so a folder without one is not a checkpoint. Each version file ends with its checksums.
-The manifest copies them, so making one reads only headers, however large the model is. `folders.py` (hard links) and
-`diloco checkpoint copy` (object store) put the files in place. docs/checkpoints.md specifies the format.
+The manifest copies them, so making one reads only headers, however large the model is. `folders.py` and
+`diloco checkpoint` put the files in place, by hard links or in an object store. docs/checkpoints.md has the format.
 """
 
 from __future__ import annotations

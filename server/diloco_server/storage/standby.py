@@ -17,10 +17,15 @@ from typing import NamedTuple
 from diloco_common.errors import DataError, VersionDamaged, WrongFolder
 from diloco_common.wire.messages import LINE, VersionId
 from diloco_server.storage.filesystem import FileSystem, NewFile
-from diloco_server.storage.version_file import Header, check_version, parse_version_name, read_header, version_name
+from diloco_server.storage.version_file import (
+    VERSIONS_KEPT,
+    Header,
+    check_version,
+    parse_version_name,
+    read_header,
+    version_name,
+)
 
-KEPT = 2
-"""Versions kept per fragment, as in a shard."""
 TEMPORARY = ".tmp"
 STANDBY, PROMOTED, SUPERSEDED = "standby", "promoted", "superseded"
 _MARK = re.compile(rf"({STANDBY}|{PROMOTED}|{SUPERSEDED})-(\d{{12}})", re.ASCII)
@@ -129,7 +134,7 @@ class StandbyFolder:
             self._fs.remove(name)
             raise
         self._fs.sync_names()
-        for old in [v for f, v in _versions(self._fs) if f == fragment_id][:-KEPT]:
+        for old in [v for f, v in _versions(self._fs) if f == fragment_id][:-VERSIONS_KEPT]:
             self._fs.remove(version_name(fragment_id, old))
         return header
 

@@ -24,6 +24,7 @@ from diloco_common.wire.manifest import Manifest, differences
 from diloco_server.storage.filesystem import Disk, FileSystem, FolderLock, OldFile
 from diloco_server.storage.standby import PROMOTED, SUPERSEDED, first_epoch_of, mark_of, newest, put_mark
 from diloco_server.storage.version_file import (
+    VERSIONS_KEPT,
     Header,
     Origin,
     StoredVersion,
@@ -33,8 +34,6 @@ from diloco_server.storage.version_file import (
     write_version,
 )
 
-KEPT = 2
-"""Versions kept per fragment."""
 TEMPORARY = ".tmp"
 DAMAGED = ".damaged"
 """Suffix of files that recovery has passed over."""
@@ -278,7 +277,7 @@ class FileStore:
         for name in sorted(unneeded):
             self._fs.remove(name)
             unneeded.discard(name)
-        while len(intact) > KEPT:
+        while len(intact) > VERSIONS_KEPT:
             self._fs.remove(version_name(fragment_id, intact[0]))
             del intact[0]
 

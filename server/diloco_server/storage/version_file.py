@@ -86,6 +86,8 @@ WITH_AVERAGE = "diloco-version-4"
 """Format of a file with an average, which an earlier release would take for damaged."""
 FORMATS = ("diloco-version-1", "diloco-version-2", FORMAT, WITH_AVERAGE)
 """Formats that this release reads."""
+VERSIONS_KEPT = 2
+"""Of each fragment, in a folder of a shard or a standby."""
 HEADER_BYTES_MAX = 64 * 2**20
 """A reader allocates at most this much because a file says so. Larger headers are not written, either."""
 SLICE_BYTES = 2**18

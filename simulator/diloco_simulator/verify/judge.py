@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import ParamSpec
 
-from diloco_common.observe.histories import Histories, Line, Merge, Name, Process, Push, Version
+from diloco_simulator.verify.histories import Histories, Line, Merge, Name, Process, Push, Version
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco_common.observe.history import MemoryHistory
 from diloco_simulator.options import Options
+from diloco_simulator.verify.histories import MemoryHistory
 from diloco_simulator.world.network import Network, Path
 from diloco_simulator.world.process import Timeline
 

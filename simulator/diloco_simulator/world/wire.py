@@ -57,14 +57,14 @@ class WireDoor:
         self._identify(caller)
         if not self._has_model() and not request.observe:
             raise NotSeeded("the first model comes from somebody else")
-        return await self._service.join(caller, protobuf.join_request_from_pb(protobuf.join_request_to_pb(request)))
+        return await self._service.join(caller, protobuf.join_request_from_pb(protobuf.to_pb(request)))
 
     def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
         self._identify(caller)
         return self._service.attend(caller, _reports(reports))
 
     def follow(self, caller: Identity, request: FollowRequest) -> AsyncGenerator[Directive, None]:
-        return self._service.follow(caller, protobuf.follow_request_from_pb(protobuf.follow_request_to_pb(request)))
+        return self._service.follow(caller, protobuf.follow_request_from_pb(protobuf.to_pb(request)))
 
     async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | Chunk]) -> PushAnswer:
         self._identify(caller)
@@ -74,7 +74,7 @@ class WireDoor:
         self, caller: Identity, request: PullRequest, ends_in_s: float = 0.0
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
         self._identify(caller)
-        read = protobuf.pull_request_from_pb(protobuf.pull_request_to_pb(request))
+        read = protobuf.pull_request_from_pb(protobuf.to_pb(request))
         return self._service.pull(caller, read, ends_in_s)
 
     async def leave(self, caller: Identity) -> bool:
@@ -95,7 +95,7 @@ async def _reports(reports: AsyncIterator[Progress]) -> AsyncIterator[Progress]:
 async def _parts(parts: AsyncIterator[PushHeader | Chunk]) -> AsyncIterator[PushHeader | Chunk]:
     async for part in parts:
         if isinstance(part, PushHeader):
-            yield protobuf.push_header_from_pb(protobuf.push_header_to_pb(part))
+            yield protobuf.from_pb(PushHeader, protobuf.to_pb(part))
         elif len(part) <= MESSAGE_BYTES_MAX:
             yield part
         else:
@@ -105,12 +105,8 @@ async def _parts(parts: AsyncIterator[PushHeader | Chunk]) -> AsyncIterator[Push
 def encoded(item: Any) -> Any:
     """A shard's message as protobuf; other items are returned unchanged. Raises ValueError."""
     match item:
-        case JoinAnswer():
-            return protobuf.join_answer_to_pb(item)
+        case JoinAnswer() | PullHeader() | PushAnswer():
+            return protobuf.to_pb(item)
         case Collect() | Committed() | Pulse() | Drain() | Stop() | Evicted():
             return protobuf.directive_to_pb(item)
-        case PullHeader():
-            return protobuf.pull_header_to_pb(item)
-        case PushAnswer():
-            return protobuf.answer_to_pb(item)
     return item

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from diloco_common import errors
 from diloco_common.errors import ConfigError, DilocoError, Refusal, Superseded, Unavailable
-from diloco_common.wire.calls import backoff_s
+from diloco_common.wire.calls import SAY_EVERY_S, backoff_s
 
 JOIN_AGAIN = (errors.NotJoined, errors.LeaseExpired, errors.Stalled, errors.StaleGeneration, errors.WrongEpoch)
 """The lease is over, or a repeated Join of this process replaced it: join again."""
@@ -30,8 +30,6 @@ STEADY_S = 5.0
 """After a connection of this length, the next dial does not wait as long as earlier failures would demand."""
 GONE_S = 10.0
 """After this time with nobody listening, a shard is not just restarting: a learner that ends does not wait for it."""
-ANNOUNCE_WAIT_S = 10.0
-"""Seconds between log lines of a learner that cannot reach a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ class Dialing:
         # A shard that ends a lease is reachable: join again without the waits for a silent one.
         if (isinstance(error, JOIN_AGAIN) and self._had_lease) or now - self._began > STEADY_S:
             self._attempt, self._silent_s = 0, 0.0
-        is_news = self._attempt == 0 or self._silent_s >= ANNOUNCE_WAIT_S
+        is_news = self._attempt == 0 or self._silent_s >= SAY_EVERY_S
         if is_news:
             self._silent_s = 0.0
         after_s = backoff_s(self._attempt, jitter)

@@ -22,7 +22,6 @@ from diloco_common.errors import UnsupportedModel
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Range
 from diloco_worker.core.ranks import SUPPORTED
-from diloco_worker.core.sizes import torch_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +202,10 @@ def _the_same(sharings: Mapping[str, Sharing]) -> Sharing:
                 "ignored_params"
             )
     return first
+
+
+def torch_chunk(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The first row and the number of rows that a rank holds of a tensor under `Shard(0)`, cut as torch.chunk does."""
+    each = -(-rows // ranks)
+    first = min(rows, each * rank)
+    return first, min(rows - first, each)

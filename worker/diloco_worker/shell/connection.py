@@ -42,8 +42,6 @@ from diloco_worker.shell.puller import Puller
 from diloco_worker.shell.pusher import Pusher
 
 GOODBYE_S = 1.0
-SLOW_S = 2.0
-"""Seconds after which a Join counts as slow. Most take milliseconds."""
 REPORT_EVERY_S = 0.02
 """Reports of faster inner steps are combined."""
 
@@ -141,10 +139,6 @@ class Connection:
         fetch = ended.fetch
         self.state.to_pull.ended(fetch.fragment_id, (fetch.epoch, fetch.version), is_applied=ended.is_applied)
         self.puller.wake()
-
-    def newest(self, fragment_id: int) -> tuple[int, int] | None:
-        """Epoch and number of the version that the shard announced last; None: none."""
-        return self.state.to_pull.newest(fragment_id)
 
     def report(self, progress: Progress) -> None:
         self._progress = progress
@@ -247,7 +241,7 @@ class Connection:
                 age_s=asked - self._born, tokens_seen=self._c.codec.tokens_seen(state.fragment_ids), site=self._c.site,
             )  # fmt: skip
             answer = await self._transport.join(self._c.caller.identity, request, CALL_S)
-            if clock() - asked < SLOW_S:
+            if clock() - asked < 2.0:  # most take milliseconds
                 break
         return answer
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from diloco_common.observe.logs import Log
-from diloco_worker.core.dialing import ANNOUNCE_WAIT_S
+from diloco_common.wire.calls import SAY_EVERY_S
 from diloco_worker.shell.boundary import StepBoundary
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.council import Council
@@ -133,7 +133,7 @@ class Finishing(Ending):
             connection = there.get(fragment.fragment.shard_index)
             if connection is None:
                 continue
-            announced = connection.newest(i)
+            announced = connection.state.to_pull.newest(i)
             wanted = self._wanted.setdefault(i, announced) if announced is not None else None
             if wanted is not None and announced is not None and wanted[0] != announced[0]:  # the shard has restarted
                 wanted = self._wanted[i] = announced
@@ -196,7 +196,7 @@ class Patience:
     def still(self, why: str, now: float) -> None:
         if now >= self._say_at:
             self._log.event(self._what, for_s=round(now - self._began), why=why)
-            self._say_at = now + ANNOUNCE_WAIT_S
+            self._say_at = now + SAY_EVERY_S
             self._has_said = True
 
     def over(self, now: float) -> None:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Self
 
-from diloco_common.codec import Chunk, Payload
+from diloco_common.codec import Payload
 from diloco_common.errors import BadChecksum, Busy, DilocoError, VersionGone
 from diloco_common.ports import Transport
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import backoff_s, call_s, read_version
+from diloco_common.wire.calls import AGAIN_S, CALL_S, backoff_s, call_s, read_version
 from diloco_common.wire.messages import Near, PullHeader, PullRequest
 from diloco_worker.shell.context import ConnectionContext
 
-SILENT_S = 15.0
+SILENT_S = CALL_S
 """Seconds that a mirror may be silent: it may be pulling the version itself."""
-AGAIN_S = 0.25
-"""Seconds before a mirror that was BUSY is asked again."""
-SHUNNED = 20
-"""Factor by which a failed mirror is avoided longer than a shard would be."""
 
 
 class Mirrors:
@@ -40,7 +34,7 @@ class Mirrors:
         except VersionGone:  # the mirror is behind or ahead
             return None
         except Exception as error:  # whatever it sent
-            after_s = SHUNNED * backoff_s(self._failures, self._c.world.random.random())
+            after_s = 20 * backoff_s(self._failures, self._c.world.random.random())  # longer than a shard is avoided
             self._failures += 1
             self._shunned_until[near.address] = clock() + after_s
             code = error.code if isinstance(error, DilocoError) else None
@@ -62,11 +56,14 @@ class Mirrors:
             transport = self._dialed[near.address] = self._c.dial(near.address)
         request = replace(request, want=(near.header.epoch, near.header.version))
         reader = Identity(self._c.caller.run_id)
+        now = asyncio.get_running_loop().time
         async with asyncio.timeout(SILENT_S) as limit:
             while True:
                 parts = transport.pull(reader, request, call_s(4 * num_elements))
                 try:
-                    header, payload = await read_version(_Heard(parts, limit), request, num_elements)
+                    header, payload = await read_version(
+                        parts, request, num_elements, lambda: limit.reschedule(now() + SILENT_S)
+                    )
                     break
                 except Busy:
                     await asyncio.sleep(AGAIN_S)
@@ -74,20 +71,3 @@ class Mirrors:
         if payload is None or await self._c.codec.name(payload) != expected:
             raise BadChecksum("these are not the bytes that the shard announced")
         return replace(near.header, payload=payload.header, base_version=header.base_version), payload
-
-
-class _Heard:
-    """The parts of an answer; each part extends the time limit. Not a generator: if cancelled in the middle, it could
-    not close the generator inside."""
-
-    def __init__(self, parts: AsyncGenerator[PullHeader | Chunk, None], limit: asyncio.Timeout) -> None:
-        self._parts, self._limit = parts, limit
-        self.aclose = parts.aclose
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> PullHeader | Chunk:
-        part = await anext(self._parts)
-        self._limit.reschedule(asyncio.get_running_loop().time() + SILENT_S)
-        return part

@@ -18,8 +18,6 @@ from diloco_worker.core.acts import Act
 from diloco_worker.shell.connections import Connections
 
 STOP_S = 20.0
-LAST_S = 1.0
-"""Seconds for tasks of grpc.aio to end by themselves."""
 
 T = TypeVar("T")
 
@@ -103,7 +101,7 @@ async def _end_of_all_others() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if not others:
         return
-    _, late = await asyncio.wait(others, timeout=LAST_S)
+    _, late = await asyncio.wait(others, timeout=1.0)
     for task in late:
         task.cancel()
     await asyncio.gather(*late, return_exceptions=True)

@@ -19,7 +19,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import cycle
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -42,16 +42,11 @@ AT_ONCE = 16
 """Parameters checked per step. With 500 parameters, each is checked every 32nd step."""
 
 
-class HasWatch(Protocol):
-    def check(self) -> None:
-        """Called at every step. Raises ModelChanged."""
-
-
 class ModelWatch:
     """The parameters of one model, as they were when it joined. Owned by the training thread."""
 
-    def __init__(self, chosen: SharedSet, beside: HasWatch | None = None) -> None:
-        """`beside`: the check of the companions."""
+    def __init__(self, chosen: SharedSet, beside: Callable[[], None] | None = None) -> None:
+        """`beside`: the check of the companions, which raises ModelChanged."""
         self._beside = beside
         self._chosen = chosen
         self._by_name = names.parameters(chosen.model)
@@ -81,7 +76,7 @@ class ModelWatch:
     def check(self) -> None:
         """Called at every step. Raises ModelChanged."""
         if self._beside is not None:
-            self._beside.check()
+            self._beside()
         self._check(next(self._next))
         if self._loaded:
             raise ModelChanged(
@@ -93,7 +88,7 @@ class ModelWatch:
     def check_in_place(self) -> None:
         """Check everything, except values. Raises ModelChanged."""
         if self._beside is not None:
-            self._beside.check()
+            self._beside()
         for turn in self._turns:
             self._check(turn)
 

@@ -5,8 +5,7 @@ registry, because a worker may run in a process with other metrics. Labels are b
 and learner ids, which the shard has checked and forgets after the learner is gone. docs/metrics.md lists all metrics.
 """
 
-from diloco_common.observe.metrics.reader import ReaderMetrics
-from diloco_common.observe.metrics.shard import ComputePhase, ShardMetrics
+from diloco_common.observe.metrics.shard import ComputePhase, ReaderMetrics, ShardMetrics
 from diloco_common.observe.metrics.worker import PushOutcome, SyncPhase, WorkerMetrics
 
 __all__ = ["ComputePhase", "PushOutcome", "ReaderMetrics", "ShardMetrics", "SyncPhase", "WorkerMetrics"]

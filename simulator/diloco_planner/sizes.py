@@ -1,7 +1,7 @@
 """The memory that one process of a learner needs beyond its model, and its traffic: formulas, from the manifest alone.
 
-Sources: the table at the top of `core/tensors.py` for the tensors kept of a fragment, and `core/parts.py` for the part
-that a rank holds and pushes.
+Sources: the table at the top of `diloco_worker/core/tensors.py` for the tensors kept of a fragment, and `parts.py`
+beside it for the part that a rank holds and pushes.
 
     peak  =  sum over all fragments  (anchor a h + residual r o)
            + sum over those in flight (snapshot s h + encoded contribution + version as received + difference 4 h)
@@ -27,8 +27,6 @@ from diloco_common.codec import get_codec, num_payload_bytes
 from diloco_common.codec.base import BLOCK_ELEMENTS
 from diloco_common.codec.change import ANCHOR, VALUES
 from diloco_common.wire.manifest import Fragment, Manifest, turn
-
-FLOAT32_BYTES = 4
 
 
 class Share(NamedTuple):
@@ -59,18 +57,6 @@ class LearnerBytes:
     def peak(self) -> int:
         return self.kept + self.under_way
 
-    @property
-    def per_element(self) -> float:
-        """Peak bytes per parameter in the process."""
-        return self.peak / self.elements
-
-
-def torch_chunk(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The first row and the number of rows that a rank holds of a tensor under `Shard(0)`, cut as torch.chunk does."""
-    each = -(-rows // ranks)
-    first = min(rows, each * rank)
-    return first, min(rows - first, each)
-
 
 def shares(manifest: Manifest, ranks: int = 1, replicas: int = 1) -> list[Share]:
     """The part of each model fragment in the rank that holds most, the first.
@@ -86,7 +72,7 @@ def shares(manifest: Manifest, ranks: int = 1, replicas: int = 1) -> list[Share]
     def held(fragment: Fragment) -> int:
         found = 0
         for piece in fragment.pieces:
-            _, mine = torch_chunk(rows[piece.tensor], ranks, 0)
+            mine = -(-rows[piece.tensor] // ranks)
             stop = mine * (elements[piece.tensor] // rows[piece.tensor])
             found += max(0, min(stop, piece.tensor_offset + piece.num_elements) - piece.tensor_offset)
         return found
@@ -113,13 +99,13 @@ def learner_bytes(
 
     Raises UnknownEncoding.
     """
-    anchor = FLOAT32_BYTES if pull == "float32" else 2
+    anchor = 4 if pull == "float32" else 2
     feedback = get_codec(push).residual_dtype.itemsize if error_feedback else 0
     kinds = (found, feedback), (companions, 0)
 
     def moving(share: Share) -> int:
         held, owned = share
-        snapshot, difference = get_codec(push).progress_dtype.itemsize * held, FLOAT32_BYTES * held
+        snapshot, difference = get_codec(push).progress_dtype.itemsize * held, 4 * held
         anchor_made = 0 if pull in VALUES else num_payload_bytes(ANCHOR, held)  # from a change
         return snapshot + num_payload_bytes(push, owned) + num_payload_bytes(pull, held) + anchor_made + difference
 

@@ -1,44 +1,18 @@
 """Histories as a model: the processes of a run, what learners contributed, and where it was merged.
 
-Lines come from files or from memory (`history.py`). Everything here is a pure function of them. The lines, in the order
-in which each process writes them:
-
-    shard     born      role="shard", epoch
-              joined    learner, generation
-              gone      learner, generation, code
-              opened    fragment, round, asked
-              accepted  learner, generation, fragment, round, epoch, base, tokens, steps
-              declined  the same, outcome, code
-              merging   fragment, version, contributions: [learner, generation, round, base, tokens, steps, counted]
-              announced fragment, epoch, version, checksum, state, tokens_merged; companion, of those alone
-              restored  the same, stored_epoch
-    learner   born      role="learner", step, tokens
-              stepped   step, tokens
-              pushed    shard_epoch, generation, fragment, round, epoch, base, tokens, steps, since
-              answered  fragment, round, outcome, code
-              carried   shard_epoch, fragment, round, tokens
-              applied   fragment, epoch, version, checksum, merged, forgotten, since
-              ended
-
-Every line has `t`, in seconds. The `epoch` and `base` of a contribution name its base version. `counted` is how many of
-its tokens count as merged, if not all. A shard writes `merging` before it computes a version, and `announced` once the
-version is durable, before any learner hears of it. A later epoch of the shard writes `restored` for the version with
-which it begins; `stored_epoch` is the epoch in the file name. `state` is a checksum of everything from which the shard
-continues, `checksum` one of the values that learners get. The leader of an island writes for all its ranks. It does not
-hold all values, so its `applied` has no checksum.
-
-`since` is a learner's own count of tokens. As far as the learner knows, all work before it is merged. From `applied` on
-the learner counts its contribution to round `merged` as merged, because the version holds it, or its contribution to
-round `forgotten`, because the shard no longer knows. From `carried` on it counts the contribution as not merged.
+Lines come from files or from memory; `diloco_common/observe/history.py` describes them. All but `read_history` and
+`read_histories` are pure functions of them.
 """
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 Line = Mapping[str, Any]
@@ -151,6 +125,19 @@ class Histories:
         return [merge for version in self.lineage.versions if version.survives for merge in version.merges]
 
 
+class MemoryHistory:
+    """The history of one process, in memory. Pass `lines` to `gather`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds. Histories that are judged together need the same clock."""
+        self.lines: list[Line] = []
+        self._clock = clock
+
+    def write(self, what: str, **facts: Any) -> None:
+        """Append one line."""
+        self.lines.append({"t": self._clock(), "what": what, **facts})
+
+
 def gather(histories: Iterable[tuple[str, Sequence[Line]]]) -> Histories:
     """Histories from pairs of a name and lines, in the order in which the processes started.
 
@@ -166,6 +153,24 @@ def gather(histories: Iterable[tuple[str, Sequence[Line]]]) -> Histories:
             processes = [Process(name, number, part) for number, part in enumerate(parts)]
             (shards if parts[0][0]["role"] == "shard" else learners)[name] = processes
     return Histories(shards, learners)
+
+
+def read_history(path: Path) -> list[Line]:
+    """The lines of a file, in order, without lines that a crash truncated. Raises OSError."""
+    found: list[Line] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and "t" in entry and "what" in entry:
+            found.append(entry)
+    return found
+
+
+def read_histories(folder: Path) -> Histories:
+    """All histories in a folder. Raises OSError."""
+    return gather((path.stem, read_history(path)) for path in sorted(folder.glob("*.jsonl")))
 
 
 def _split(lines: Sequence[Line]) -> Iterator[tuple[Line, ...]]:
