@@ -62,9 +62,6 @@ def test_tools_are_pinned_within_what_the_project_says(repository: Path, group: 
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
 
 
-# ------------------------------------------------------------------ how they are made
-
-
 @pytest.mark.parametrize(
     ("file", "is_ours"),
     [

@@ -105,9 +105,6 @@ def test_the_platform_wheel_is_the_other_one_and_libraries(pure: Path, tmp_path:
         assert added == {"diloco_common/codec/kernels/one.so", "diloco_common/codec/kernels/other.so"}
 
 
-# ------------------------------------------------------------------ other machines
-
-
 @pytest.fixture(scope="module")
 def zig(repository: Path) -> Path:
     path = repository / ".venv-wheels/bin/python"

@@ -72,9 +72,6 @@ def judge_unheard(found: Evidence) -> list[str]:
     return problems + ([f"{facts['strangers heard']:.0f} without a certificate"] if facts["strangers heard"] else [])
 
 
-# ------------------------------------------------------------------ pulls
-
-
 def deaf_pulls(target: Target, over: Over) -> Seen:
     """256 Pulls of the whole model that read its header and nothing more."""
     answers, calls = Counter[str](), list[Any]()

@@ -47,8 +47,6 @@ def judge_garbage(found: Evidence) -> list[str]:
     return [] if answered >= BODIES else [f"{BODIES - answered} bodies were answered in another way"]
 
 
-# ------------------------------------------------------------------ enormous Joins
-
 HELD = 200_000
 TENSORS = 1_000_000
 DIMS = 20_000

@@ -66,9 +66,6 @@ class Honest(forks.Answering):
         return answer
 
 
-# ------------------------------------------------------------------ in the process
-
-
 def lesson(generator: torch.Generator) -> Tensor:
     """int64 [SEQUENCES, LENGTH]: the next token follows from the last two, so there is something to learn."""
     first = torch.randint(0, TinyText.VOCABULARY, (SEQUENCES, 1), generator=generator)

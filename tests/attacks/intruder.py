@@ -69,8 +69,6 @@ class Intruder:
             pairs.append(("authorization", f"Bearer {self._token}"))
         return pairs
 
-    # ------------------------------------------------------------ calls, in bytes
-
     def unary(self, method: str, body: bytes, *, lease: bool = True, timeout_s: float = CALL_S) -> Answer:
         """Join and Leave."""
         call = self.channel.unary_unary(SERVICE + method)
@@ -89,8 +87,6 @@ class Intruder:
     def stream(self, method: str, bodies: Iterable[bytes], *, timeout_s: float | None = None) -> Any:
         """Attend and Pull: the call, to be read."""
         return self.channel.stream_stream(SERVICE + method)(iter(bodies), metadata=self.metadata(), timeout=timeout_s)
-
-    # ------------------------------------------------------------ calls, as a learner makes them
 
     def look(self) -> None:
         """Learn the model from the shard, as an observer may; else take the one that everybody of the run has."""

@@ -166,8 +166,6 @@ class Scene(contextlib.ExitStack):
             self.close()
             raise
 
-    # ------------------------------------------------------------ people
-
     def add(self, names: list[str]) -> Honest:
         """Honest learners; they join while this goes on."""
         run = self.certificates
@@ -192,8 +190,6 @@ class Scene(contextlib.ExitStack):
         made = Striker(self.attack, self.target, self.folder / "attacker.log", nice)
         self.callback(made.kill)
         return made
-
-    # ------------------------------------------------------------ the attack
 
     def suffer(self) -> Evidence:
         """Let the attack happen, and collect what is known of it."""
@@ -299,9 +295,6 @@ def _shown(files: Path) -> ssl.SSLContext:
 
 def _wait(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
-
-
-# ------------------------------------------------------------------ in the processes
 
 
 def _strike(number: int, target: Target, over: Any, nice: int, result: Connection, log: Path) -> None:

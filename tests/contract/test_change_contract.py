@@ -114,9 +114,6 @@ def test_the_change_leads_to_the_values(at_version_2):
     assert torch.equal(by_change.view(torch.int32), values.view(torch.int32))
 
 
-# ---------------------------------------------------------------- real learners
-
-
 class Watched(Front):
     """A front that notes how versions come, holds them back, and can name a wrong base."""
 

@@ -57,9 +57,6 @@ def closed_port() -> str:
         return f"127.0.0.1:{bound.getsockname()[1]}"
 
 
-# ---------------------------------------------------------------- what is wrong has a name
-
-
 def test_a_healthy_shard_fails_nothing(serve, train):
     shard = serve()
     train(shard.address, "a").step()
@@ -158,9 +155,6 @@ def test_shards_that_were_not_named(serve, train):
     assert failures(found_at(first.address, second.address)) == []
 
 
-# ---------------------------------------------------------------- clocks and versions
-
-
 @pytest.fixture
 def skewed(serve, loop: LoopThread) -> Iterator[str]:
     """The address of a shard whose clock is an hour behind, and whose package is another one."""
@@ -190,9 +184,6 @@ def test_a_skewed_clock_and_another_package_are_named(skewed):
     assert (named["clock"], named["version"]) == ("CLOCK_SKEWED", "PACKAGES_DIFFER")
     assert max(len(f.what) for f in found) < 500, "a shard does not fill the screen"
     assert clock.figures["clock_skew_s"] == pytest.approx(-3600, abs=30)
-
-
-# ---------------------------------------------------------------- it changes nothing, and no stranger gains by it
 
 
 def test_the_doctor_leaves_no_trace_in_the_run(serve, train):

@@ -112,9 +112,6 @@ def raw(caller: Caller, method: str, *bodies: bytes) -> None:
     caller.loop.run(call())
 
 
-# ---------------------------------------------------------------- 4: bytes that are no message
-
-
 def test_random_bytes_are_answered_with_a_code_and_leave_no_traceback(
     serve: Serve, clock: Clock, written: io.StringIO
 ) -> None:
@@ -137,9 +134,6 @@ def test_random_bytes_are_answered_with_a_code_and_leave_no_traceback(
     while shard.version() == before:
         assert honest.steps < 100
         honest.step()
-
-
-# ---------------------------------------------------------------- 5, 6: tokens
 
 
 @pytest.mark.parametrize("tokens", [2**64 - 1, 2**62, bounds.TOKENS_MAX + 1])
@@ -177,8 +171,6 @@ def test_counters_stop_before_they_could_not_be_sent(serve: Serve, clock: Clock)
     assert answer.pulse.tokens_merged == bounds.TOKENS_COUNTED_MAX
     assert caller.pull()[0].tokens_merged == bounds.TOKENS_COUNTED_MAX
 
-
-# ---------------------------------------------------------------- 15: a large Join
 
 WIDE: list[tuple[str, Callable[[pb.JoinRequest], object], str]] = [
     ("200,000 held", lambda r: r.held.extend([pb.Held(fragment_id=1)] * 200_000), "too many entries"),

@@ -215,9 +215,6 @@ def test_other_machines_get_nothing_without_consent():
         command.page_of("0.0.0.0:7171", given([NOWHERE]), SecuritySettings(), None)
 
 
-# ------------------------------------------------------------ beside `diloco up`
-
-
 def beside(folder: Path, page: str) -> PageThread:
     return PageThread(folder, Settings(cluster=ClusterSettings(page=page)))
 

@@ -104,8 +104,6 @@ class Namespace:
         """Everything gets through again."""
         self._nft("delete", "table", "inet", "faults")
 
-    # ------------------------------------------------------------ helpers
-
     def _bring_up(self) -> None:
         for address, device, where in (
             (self.near, self._near_device, ()),

@@ -181,9 +181,6 @@ class SteadyCluster(ExitStack):
         return "".join(log.read_text() for log in logs if log.exists())
 
 
-# ------------------------------------------------------------------ in the processes
-
-
 def _learn(name: str, shards: str, options: Options, control: Connection, log: Path) -> None:
     if options.namespace:
         _enter(options.namespace)

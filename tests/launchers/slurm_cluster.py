@@ -117,8 +117,6 @@ class Slurm:
         """Of the daemons, for a test that failed."""
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self._folder.glob("*.log")))
 
-    # ------------------------------------------------------------ helpers
-
     def _configure(self) -> None:
         self._conf.write_text(
             _CONF.format(

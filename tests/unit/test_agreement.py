@@ -89,8 +89,6 @@ def test_shards_make_versions_by_the_same_rules(rules: str, is_taken: bool) -> N
             agreement.take(second)
 
 
-# ------------------------------------------------------------------ what ends a learner
-
 TAKEN, WRONG, OTHER = Superseded("another process"), WrongRun("another run"), ManifestMismatch("another model")
 
 
@@ -128,9 +126,6 @@ def test_a_shard_that_speaks_with_the_learner_has_nothing_against_it() -> None:
     assert not objections.raised("ps-1:50051", TAKEN)
 
 
-# ------------------------------------------------------------------ which are there
-
-
 def test_a_run_is_complete_once_every_address_is_another_shard_of_it() -> None:
     shards = Shards(2)
 
@@ -149,9 +144,6 @@ def test_a_shard_that_came_back_has_not_stopped() -> None:
 
     shards.join(FIRST)
     assert not shards.have_stopped
-
-
-# ------------------------------------------------------------------ refusals of values that are not finite
 
 
 REFUSED = PushAnswer(Outcome.REJECTED, NotFinite.code)

@@ -61,9 +61,6 @@ def test_who_has_not_reported_neither_makes_due_nor_is_waited_for() -> None:
     assert is_due([silent, member("a", 4)], {}, 4, "all")
 
 
-# ------------------------------------------------------------------ the grace window
-
-
 EQ_3 = {"grace": "adaptive", "overlap_steps": 2, "on_commit": "overwrite"}
 
 

@@ -155,9 +155,6 @@ def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(cluster,
     assert {cluster, cluster / "new", cluster / "new" / "deep", cluster / "new" / "deep" / "c"} <= set(synced)
 
 
-# ------------------------------------------------------------------ damage
-
-
 def test_every_byte_of_a_checkpoint_is_checked(contents: Contents, cluster: Path) -> None:
     file = contents.files[3]
     path = cluster / "c" / file.name
@@ -243,9 +240,6 @@ def test_a_file_that_differs_from_what_is_listed_is_found(contents, cluster, wha
 @pytest.mark.parametrize("what", [{"run": "other"}, {"optimizer": "adam"}, {"digest": "0" * 32}])
 def test_a_file_of_another_run_or_model_than_the_manifest_says_is_found(contents, cluster, what) -> None:
     assert len(find_damage(Disk(cluster / "c"), replace(contents, **what))) == 6
-
-
-# ------------------------------------------------------------------ restoring
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])

@@ -101,8 +101,6 @@ def test_blocks_equal_the_reference_bit_for_bit(values: Tensor) -> None:
         assert same_bits(decoded(payload), torch.tensor(reference_topk_decode(payload.chunks[0], each.numel())))
 
 
-# ------------------------------------------------------------------ refusals
-
 NUM_ELEMENTS = BLOCK + 129  # 64 and 3 entries: 16 + 101 + 17 bytes, with unused bits in both
 
 

@@ -47,8 +47,6 @@ FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 INT8_SCALE_MAX, INT4_SCALE_MAX = float.fromhex("0x1.020406p+121"), float.fromhex("0x1.249248p+125")
 SUBNORMAL = 2.0**-149
 
-# ------------------------------------------------------------------ the reference
-
 
 def to_float32(x: float) -> float:
     """Round to float32. Quotients and products of two float32 come out right: float64 has the bits for it."""
@@ -123,8 +121,6 @@ def reference_crc32c(data: bytes) -> int:
 def reference_chunks_crc32c(chunks: Sequence[bytes]) -> int:
     return reference_crc32c(b"".join(struct.pack("<I", reference_crc32c(chunk)) for chunk in chunks))
 
-
-# ------------------------------------------------------------------ the vectors
 
 PLAIN = [0.0, 1.0, -1.0, 0.5, -3.0, 100.0, -0.37, 1e-3]
 TWO_CHUNKS = [((7 * i) % 31 - 15) / 8 for i in range(259)]

@@ -48,9 +48,6 @@ def test_the_wait_grows_to_a_bound_and_half_of_it_is_chance(attempt: int, jitter
     assert backoff_s(attempt, jitter) == pytest.approx(seconds, rel=1e-2)
 
 
-# ------------------------------------------------------------------ attempts
-
-
 LEASE_OVER, FOREVER = LeaseExpired("silent"), WrongRun("another run")
 CUT = Unavailable("unavailable: cut off")
 
@@ -122,9 +119,6 @@ def test_of_a_shard_that_was_up_few_words_are_objections(
     redial = dialing.ended(error, 1.0, 0.0)
     assert (redial.is_objection, redial.is_lease_over) == (is_objection, joins)
     assert why in redial.why
-
-
-# ------------------------------------------------------------------ handshakes
 
 
 FOREIGN, HOST, EXPIRED = ForeignCertificate("of another"), WrongHost("no such name"), CertificateNotValid("too old")

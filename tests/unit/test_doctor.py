@@ -55,9 +55,6 @@ def test_every_code_that_the_doctor_says_is_explained(repository: Path) -> None:
     assert said - set(CODES) == set()
 
 
-# ---------------------------------------------------------------- the link
-
-
 ANSWER = JoinAnswer(
     generation=0, epoch=1, heartbeat_s=1.0, shard_index=0, num_shards=1, num_fragments=24, manifest_digest="",
     policy=LearnerPolicy(24, "int8", "bfloat16", "carry", 0.5, error_feedback=True),
@@ -112,9 +109,6 @@ def test_what_a_measurement_means(found: ReportLine, state: str, code: str) -> N
     assert verdict(found) == (state, code)
 
 
-# ---------------------------------------------------------------- the disk
-
-
 class SlowDisk(Disk):
     """Its fsync takes as long as the test says, in the test's own time."""
 
@@ -164,9 +158,6 @@ def test_a_link_that_somebody_laid_is_not_written_through(tmp_path: Path) -> Non
     assert sorted(folder.iterdir()) == before
 
 
-# ---------------------------------------------------------------- the machine
-
-
 def test_a_cgroup_is_less_than_its_machine(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
@@ -179,9 +170,6 @@ def test_a_cgroup_is_less_than_its_machine(tmp_path: Path) -> None:
 def test_kernels_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "find", lambda: "DILOCO_NATIVE is 0")
     assert verdict(machine.kernels()) == ("warning", "KERNELS_MISSING")
-
-
-# ---------------------------------------------------------------- checks
 
 
 def checks(*looks: Callable[[], ReportLine], needs: tuple[str, ...] = ()) -> list[Check]:

@@ -86,9 +86,6 @@ def test_a_version_takes_no_longer_because_it_waited_in_line() -> None:
         assert arrivals.pull_s == pytest.approx(0.5)
 
 
-# ------------------------------------------------------------------ a shard
-
-
 class Pair(Rig):
     """Two learners with steps of a second."""
 

@@ -88,9 +88,6 @@ def test_a_learner_that_leaves_is_asked_for_nothing_that_it_does_not_have() -> N
     assert rig.state.round.missing == ["a"]
 
 
-# ------------------------------------------------------------------ with learners
-
-
 class Counting(nn.Module):
     """Every value counts the steps, in thousandths."""
 

@@ -99,9 +99,6 @@ def test_learners_of_different_layouts_agree(dtype: torch.dtype) -> None:
         assert other.dim() < 4 or other.is_contiguous(memory_format=torch.channels_last)
 
 
-# ------------------------------------------------------------------ memory that is shared
-
-
 def of(**parameters: Tensor) -> nn.Module:
     model = nn.Module()
     for name, tensor in parameters.items():

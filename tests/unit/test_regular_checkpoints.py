@@ -152,9 +152,6 @@ def test_a_disk_that_refuses_is_tried_again_with_the_next_version(
     assert shard.checkpoints == {2: found}
 
 
-# ------------------------------------------------------------------ companions
-
-
 def test_a_companion_that_makes_fewer_versions_does_not_hold_checkpoints_back(tmp_path: Path) -> None:
     shard, finished = Shard(tmp_path, every=10, keep=3, manifest=WITH_COMPANION), list[int]()
     for version in range(101):
