@@ -166,8 +166,6 @@ class Attack:
     """It goes on for at least so long."""
     learners: int = 1
     """Honest ones."""
-    ballast: int = 0
-    """Elements that the model has more."""
     fresh: bool = False
     """The attacker comes first, and the honest learners afterwards."""
     late: bool = False

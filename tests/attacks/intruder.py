@@ -15,10 +15,9 @@ from typing import Any
 
 import grpc
 from attack import Over, Seen, Target, once_tried
-from honest_learners import model_of
 from torch import Tensor
 
-from builders import push_bodies
+from builders import TinyText, push_bodies
 from diloco_common.codec import encode_payload
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import Fragment, TensorSpec, cut
@@ -97,7 +96,7 @@ class Intruder:
         if answer.code == "OK":
             self.tensors = tuple(protobuf.tensors_from_pb(pb.JoinResponse.FromString(answer.message).tensors))
         else:
-            self.tensors = tuple(Replica(model_of(0)).specs)
+            self.tensors = tuple(Replica(TinyText()).specs)
 
     def join_request(self, process_id: str = "") -> pb.JoinRequest:
         return pb.JoinRequest(

@@ -1,7 +1,7 @@
 """The attacks of the table, one after the other: what became of each, and what it cost.
 
     python tests/attacks/measure.py                       # less than five minutes
-    python tests/attacks/measure.py --rows 1,17 --cycles 5
+    python tests/attacks/measure.py --rows 1,16 --cycles 5
     python tests/attacks/measure.py --json result.json
 
 Each attack is first judged as the test does (test_attacks.py): nobody honest is hurt, RSS grows by at most 64 MiB, and

@@ -170,7 +170,7 @@ class Scene(contextlib.ExitStack):
         """Honest learners; they join while this goes on."""
         run = self.certificates
         tls = {} if run is None else {name: run.issue(f"learner/{name}") for name in names}
-        made = Honest(names, self.shard.endpoints.grpc, self.folder, self.token, self.attack.ballast, tls)
+        made = Honest(names, self.shard.endpoints.grpc, self.folder, self.token, tls)
         self.callback(made.kill)
         return made
 

@@ -11,7 +11,7 @@ from attack import Attack, Needs
 from scene import Scene
 from table import ATTACKS
 
-QUICK = (1, 4, 5, 8, 10, 16)
+QUICK = (1, 6, 8, 16)
 """One of a kind; `make attack`, a step of the gate, judges all in the same way."""
 
 
