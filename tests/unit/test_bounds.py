@@ -17,15 +17,7 @@ from diloco_common.errors import WORDS_MAX, BadRequest, Busy, plain, refusal_fro
 from diloco_common.wire import bounds, protobuf
 from diloco_common.wire.bounds import LIMITS, FieldLimit
 from diloco_common.wire.manifest import TensorSpec, Tie
-from diloco_common.wire.messages import (
-    Evicted,
-    FragmentStatus,
-    FrozenTensor,
-    Held,
-    LearnerPolicy,
-    Near,
-    Pulse,
-)
+from diloco_common.wire.messages import Evicted, FragmentStatus, FrozenTensor, Held, LearnerPolicy, Near, Pulse
 from diloco_protos import parameter_server_pb2 as pb
 
 FRAMES = {f"{kind}.{name}" for kind in ("PushRequest", "PullResponse") for name in ("chunk", "crc32c", "padding")}
@@ -118,9 +110,6 @@ def of_length(kind: str, name: str, length: int) -> Any:
     return entries
 
 
-# ---------------------------------------------------------------- the table
-
-
 def test_every_field_of_the_protocol_has_a_limit_or_needs_none() -> None:
     needed = set()
     for kind, descriptor in pb.DESCRIPTOR.message_types_by_name.items():
@@ -134,8 +123,6 @@ def test_every_field_of_the_protocol_has_a_limit_or_needs_none() -> None:
                 needed.add(f"{kind}.{field.name}")
     assert {f"{kind}.{name}" for kind, name, _ in FIELDS} == needed - BY_OTHER_MEANS
 
-
-# ---------------------------------------------------------------- at the limit, and one above
 
 NUMBERS = [
     (kind, name, limit)
@@ -252,9 +239,6 @@ def test_what_a_learner_reports_of_itself_is_always_taken() -> None:
     assert protobuf.progress_from_pb(report).step_time_s == bounds.STEP_TIME_MAX_S
 
 
-# ---------------------------------------------------------------- bytes
-
-
 @pytest.mark.parametrize("kind", sorted(bounds.MESSAGE_BYTES_MAX))
 def test_a_message_that_is_too_long_is_not_parsed(kind: str) -> None:
     too_long = b"\xff" * (bounds.MESSAGE_BYTES_MAX[kind] + 1)
@@ -317,9 +301,6 @@ def test_names_that_short_messages_make_long_are_bounded_together() -> None:
     more = [pb.Tensor(name="y", shape=[1], prefix=bounds.TENSOR_NAME_MAX - 1)] * (bounds.TENSORS_MAX - 1)
     with pytest.raises(BadRequest, match=r"more than 2\^24 characters together"):
         protobuf.tensors_from_pb([first, *more])
-
-
-# ---------------------------------------------------------------- words
 
 
 @pytest.mark.parametrize(

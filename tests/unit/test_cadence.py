@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from builders import make_settings
 from diloco_common.wire.messages import Progress
 from diloco_server.core.arrivals import Reports
-from diloco_server.core.cadence import (
-    GraceWindow,
-    first_interval,
-    is_due,
-)
+from diloco_server.core.cadence import GraceWindow, first_interval, is_due
 from diloco_server.core.membership import Member
 
 

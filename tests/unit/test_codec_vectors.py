@@ -20,14 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from builders import decoded
-from diloco_common.codec import (
-    Payload,
-    PayloadHeader,
-    chunks_crc32c,
-    crc32c,
-    encode_payload,
-    encoding_names,
-)
+from diloco_common.codec import Payload, PayloadHeader, chunks_crc32c, crc32c, encode_payload, encoding_names
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/wire-format.md"

@@ -87,8 +87,6 @@ def test_a_version_takes_no_longer_because_it_waited_in_line() -> None:
 
 
 class Pair(Rig):
-    """Two learners with steps of a second."""
-
     def __init__(self, **sync: Any) -> None:
         sync = {"sync_every": "auto", "quorum": 1, "grace": "adaptive"} | sync
         super().__init__(sync=sync, lease={"lease_s": 1e6, "heartbeat_s": 1.0})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -76,7 +75,6 @@ class Rig:
         return taken
 
     def contributes(self, round_number: int = 1, by: float | list[float] = 2.0, tokens: int = 5) -> PendingContribution:
-        """It trains, and a round asks."""
         self.trains(by, tokens)
         (contribution,) = self.asked(round_number)
         return contribution
@@ -295,18 +293,6 @@ def test_a_contribution_to_a_later_round_moves_along_with_the_version_before_it(
     assert rig.fragment.tokens_since(rig.core.tokens) == 5
 
 
-def test_the_inner_optimizer_and_the_gradients_are_left_alone() -> None:
-    rig = Rig()
-    parameter = rig.model.w
-    parameter.grad = torch.ones(2)
-    rig.trains(by=1.0)
-    rig.arrives(1, 20.0)
-    assert rig.model.w is parameter
-    assert parameter.requires_grad
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [1.0, 1.0]
-
-
 # ------------------------------------------------------------------ snapshots that are taken while training goes on
 
 
@@ -402,7 +388,6 @@ def test_no_version_can_be_applied_while_the_snapshot_is_taken(fails: bool) -> N
 
 
 def overtaken(rig: Rig) -> None:
-    """Another version is applied."""
     rig.arrives(1, 15.0)
 
 
@@ -497,22 +482,6 @@ def test_a_residual_comes_back_from_contributions_that_were_not_merged(encodes: 
     torch.testing.assert_close(sent + contribution.tensors.loss.float(), x + lost.float(), rtol=0, atol=0.005)
 
 
-def test_what_was_refused_for_being_enormous_leaves_nothing_behind() -> None:
-    """Its loss has a rounding that is longer than an honest contribution."""
-    rig = Rig(on_commit="overwrite")
-    contribution = rig.contributes(by=[2.0, 0.42])
-    contribution.tensors.encode("int8")
-    rig.arrives(1, 12.0, merged=1)
-    for number in (2, 3):
-        contribution = rig.contributes(number, by=[3e7, 1.3e7])
-        contribution.tensors.encode("int8")
-        rig.answered(number, rejected(BadChecksum.code))
-        rig.arrives(number, 12.0)
-    contribution = rig.contributes(4, by=0.5)
-    x = decoded(contribution.tensors.encode("int8")) + contribution.tensors.loss.float()
-    assert ((x + 0.5).abs() < 0.3).all()
-
-
 def test_an_encoding_that_fails_midway_leaves_no_half_of_a_residual() -> None:
     rig = Rig(at=0.0)
     contribution = rig.contributes(by=[2.0, 0.42])
@@ -523,15 +492,6 @@ def test_an_encoding_that_fails_midway_leaves_no_half_of_a_residual() -> None:
     with pytest.raises(NotFinite):
         contribution.tensors.encode("int4")
     assert contribution.tensors.residual.tolist() == [0.0, 0.0]
-
-
-def test_nothing_of_a_residual_is_overwritten_by_what_is_not_finite() -> None:
-    rig = Rig()
-    lost = rig.loses()
-    contribution = rig.contributes(2, by=[0.0, math.nan])
-    with pytest.raises(NotFinite, match="element 1 of 2 is nan"):
-        contribution.tensors.encode("int4")
-    assert contribution.tensors.residual.equal(lost)
 
 
 def test_without_error_feedback_no_residual_is_kept() -> None:

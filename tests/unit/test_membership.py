@@ -7,15 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from builders import make_settings
-from diloco_common.errors import (
-    Busy,
-    LeaseExpired,
-    NotJoined,
-    Refusal,
-    StaleGeneration,
-    Stalled,
-    Superseded,
-)
+from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, StaleGeneration, Stalled, Superseded
 from diloco_common.wire.messages import Progress
 from diloco_server.core.membership import ALIKE, LeaseState, Likeness, Member, Membership
 

@@ -50,7 +50,6 @@ ARCHITECTURE = text_of("architecture.md")
 FILES = sorted(set(re.findall(r"`((?:common|server|worker|simulator)/(?!diloco_)[\w/]+\.py)\b", ARCHITECTURE)))
 NAMED = sorted(set(re.findall(r"`([\w/]+\.py): ([\w.]+)`", ARCHITECTURE)))
 (PICTURE,) = re.findall(r"^```\n(LEARNER.*?)^```", ARCHITECTURE, re.M | re.S)
-HOPS = re.findall(r"^(\d+)\. (`.*?`): ", ARCHITECTURE, re.M)
 
 
 def source(file: str) -> Path:
@@ -81,16 +80,6 @@ def test_a_file_that_the_page_names_exists(file: str) -> None:
 @pytest.mark.parametrize(("file", "name"), NAMED)
 def test_a_name_on_the_page_is_in_its_file(file: str, name: str) -> None:
     assert defines(parsed(source(file)).body, name)
-
-
-def test_the_picture_has_the_hops_and_hand_overs_that_the_page_lists() -> None:
-    drawn = [n for a, b in re.findall(r"(\d+)(?:-(\d+))?", PICTURE) for n in range(int(a), int(b or a) + 1)]
-    assert drawn == [int(number) for number, _ in HOPS] == list(range(1, len(HOPS) + 1))
-    assert all(re.search(r"\.py: ", where) for _, where in HOPS)
-    letters = re.findall(r"─([a-z])▶", PICTURE)
-    (counted,) = re.findall(r"There are (\d+) on this way", ARCHITECTURE)
-    assert letters == [chr(ord("a") + i) for i in range(int(counted))]
-    assert "TO FILL" not in ARCHITECTURE
 
 
 CASES = {*range(1, 15), *range(16, 21), *range(22, 26)}
