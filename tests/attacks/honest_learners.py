@@ -59,7 +59,6 @@ class Honest(forks.Answering):
         self.names = names
 
     def ask(self, what: str = "report") -> Report:
-        """What they have done."""
         answer: Report = super().ask(what)
         return answer
 

@@ -23,7 +23,6 @@ GUESSES = 8
 
 
 def join_as_another(target: Target, over: Over) -> Seen:
-    """Join under the id of a worker that trains."""
     intruder, answers = Intruder(target, target.victim), Counter[str]()
     while True:
         answers[intruder.join(process_id=f"a second process {sum(answers.values())}").code] += 1

@@ -37,8 +37,6 @@ _OPTIONS = [
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call ended with."""
-
     code: str
     """The stable code; "OK", or the outcome of a push; "status X" where there is no stable code."""
     message: bytes = b""
@@ -69,7 +67,6 @@ class Intruder:
         return pairs
 
     def unary(self, method: str, body: bytes, *, lease: bool = True, timeout_s: float = CALL_S) -> Answer:
-        """Join and Leave."""
         call = self.channel.unary_unary(SERVICE + method)
         return _answer(lambda: call(body, metadata=self.metadata(lease=lease), timeout=timeout_s))
 
@@ -84,7 +81,6 @@ class Intruder:
         return Answer(said.code or outcome, answer.message, said.message)
 
     def stream(self, method: str, bodies: Iterable[bytes], *, timeout_s: float | None = None) -> Any:
-        """Attend and Pull: the call, to be read."""
         return self.channel.stream_stream(SERVICE + method)(iter(bodies), metadata=self.metadata(), timeout=timeout_s)
 
     def look(self) -> None:
@@ -105,7 +101,6 @@ class Intruder:
         )  # fmt: skip
 
     def join(self, process_id: str = "") -> Answer:
-        """With the model that `look` has learned."""
         if not self.tensors:
             self.look()
         answer = self.unary("Join", self.join_request(process_id).SerializeToString(), lease=False)
@@ -129,7 +124,6 @@ def _answer(call: Callable[[], bytes]) -> Answer:
 
 
 def refused(error: grpc.RpcError) -> Answer:
-    """How a call was refused."""
     trailing = {key: str(value) for key, value in error.trailing_metadata() or ()}
     return Answer(trailing.get(rpc.CODE_KEY, f"status {error.code().name}"), b"", error.details() or "")
 

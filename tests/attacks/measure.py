@@ -39,13 +39,10 @@ import forks
 LOSS_MAX = 0.05
 """Share of its steps that an attack may cost an honest learner."""
 NICE = 19
-PROBE_EVERY_S = 0.05
 
 
 @dataclass
 class Row:
-    """What became of one attack."""
-
     number: int
     name: str
     needs: str
@@ -112,7 +109,6 @@ def main() -> int:
 
 
 def measure(attack: Attack, folder: Path, window_s: float, cycles: int) -> Row:
-    """Judge it, and then compare windows."""
     with Scene(attack, folder) as scene:
         found = scene.suffer()
         row = Row(

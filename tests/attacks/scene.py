@@ -104,7 +104,6 @@ class Striker(forks.Answering):
         return self._cpu_s
 
     def end(self) -> Seen:
-        """Its time is over: what it saw."""
         self._over.set()
         try:
             if self._near.poll(BACK_S):
@@ -176,7 +175,6 @@ class Scene(contextlib.ExitStack):
 
     @property
     def target(self) -> Target:
-        """What the attacker knows."""
         credential = Credential(self.token if self.attack.needs is Needs.TOKEN else None)
         if self.certificates is not None:
             files = self.certificates.issue(f"learner/{credential.learner_id}")
@@ -186,7 +184,6 @@ class Scene(contextlib.ExitStack):
         return Target(where.grpc, where.http, credential, victim=_names(1)[0], fresh=self.attack.fresh)
 
     def striker(self, nice: int = 0) -> Striker:
-        """The attack begins."""
         made = Striker(self.attack, self.target, self.folder / "attacker.log", nice)
         self.callback(made.kill)
         return made

@@ -26,7 +26,6 @@ def test_with_certificates_no_byte_of_a_stranger_is_taken(tmp_path: Path) -> Non
 
 
 def _suffered(attack: Attack, folder: Path) -> list[str]:
-    """What was wrong."""
     with Scene(attack, folder) as scene:
         found = scene.suffer()
     print(dict(found.seen.answers), found.seen.facts, f"RSS + {found.rss_more / 2**20:.0f} MiB")
