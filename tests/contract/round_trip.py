@@ -357,7 +357,6 @@ def load(drawn: Draw, out: Path, flags: list[str]) -> Any:
 
 
 def run(drawn: Draw, loop: LoopThread) -> tuple[str, str]:
-    """What came of it, and words."""
     exact = {"push": "float32", "pull": "float32", "quorum": "all", "fragments": 2, "sync_every": 2}
     frozen_tensors.FROZEN_BYTES_MAX = 0 if drawn.is_large else FROZEN_BYTES_MAX
     shard = InProcessShard(loop, settings_with(run={"tokens": 2 * STEPS * BATCH}, sync=exact)).start()

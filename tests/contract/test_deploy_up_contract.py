@@ -57,8 +57,6 @@ def settings_for(folder: Path, *overrides: str) -> Settings:
 
 
 class Command:
-    """`diloco up` as a process of its own."""
-
     def __init__(self, folder: Path, worker: str, *overrides: str, drain_s: float = 20.0) -> None:
         """`worker`: what stand-ins for workers do."""
         self.folder = folder
@@ -72,7 +70,6 @@ class Command:
         )
 
     def trains(self) -> Command:
-        """Itself, once both workers are up."""
         self.children()
         until(lambda: (found := read_record(self.folder)) and found.members["worker-1"].process == "up", "the record")
         return self
@@ -111,25 +108,6 @@ def new_processes() -> Callable[[], list[psutil.Process]]:
     """What was started since: other tests may have servers that make processes for them."""
     before = psutil.Process().children(recursive=True)
     return lambda: [child for child in psutil.Process().children(recursive=True) if child not in before]
-
-
-def test_a_run_ends_with_a_report_a_model_and_no_process(tmp_path, capsys, new_processes) -> None:
-    outputs = Outputs(report=tmp_path / "out" / "report.json", model=tmp_path / "out" / "model.safetensors")
-    assert bring_up(settings_for(tmp_path / "run", "run.seed=5"), outputs, PROGRAMS) == 0
-
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["eval_loss_first"] == 5.5
-    assert report["eval_loss_final"] == 2.25
-    assert report["tokens"] == 1200, "the last words of the workers count, not what was polled before"
-    assert report["versions"] == {"0": 3, "1": 4}
-    assert (report["rounds"], report["late"], report["seed"]) == (7, 2, 5)
-    assert report["tokens_per_s"] == {"worker-0": 50.0, "worker-1": 50.0, "all": 100.0}
-    assert report["settings"]["cluster"]["shards"] == 2
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"model"
-    said = capsys.readouterr().out
-    assert "5.500 -> 2.250 nats per byte" in said
-    assert "first loss 2.500" in said
-    assert new_processes() == []
 
 
 def test_a_worker_that_hangs_is_killed_and_started_again(command: Callable[..., Command]) -> None:
@@ -173,20 +151,6 @@ def test_a_shard_that_cannot_start_ends_everything_before_any_worker(tmp_path, m
     monkeypatch.setenv("FAKE_SERVER", "fails")
     assert bring_up(settings_for(tmp_path), Outputs(), PROGRAMS) == 4
     assert not (tmp_path / "logs" / "worker-0.log").exists()
-
-
-def test_ctrl_c_ends_in_order_and_says_what_lies_where(command: Callable[..., Command]) -> None:
-    up = command("waits")
-    children = up.children()
-    up.process.send_signal(signal.SIGINT)
-    code, said = up.end()
-    assert code == 130
-    assert gone(children)
-    assert str(up.folder / "logs") in said
-    assert f"diloco resume {up.folder}" in said
-    report = json.loads((up.folder / "report.json").read_text())
-    assert report["interrupted"] is True
-    assert report["tokens"] == 1200, "workers were drained, so their last words are known"
 
 
 def test_a_second_ctrl_c_kills_who_does_not_listen(command: Callable[..., Command]) -> None:

@@ -69,8 +69,6 @@ def test_a_healthy_shard_fails_nothing(serve, train):
 
 
 class World:
-    """What there is to look at."""
-
     def __init__(self, serve: Callable[..., InProcessShard], folder: Path) -> None:
         self.serve, self.folder = serve, folder
         self.run = Certificates(folder / "certs")
@@ -197,8 +195,6 @@ def test_the_doctor_leaves_no_trace_in_the_run(serve, train):
 
 
 class Caller:
-    """Measures by hand."""
-
     def __init__(self, loop: LoopThread, address: str, run_id: str = "local") -> None:
         self._loop, self._address = loop, address
         self._metadata = (("diloco-run", run_id),)

@@ -50,17 +50,6 @@ def test_at_the_end_every_learner_holds_the_final_model(serve, train):
     assert a.learner.finish()  # changes nothing
 
 
-def test_who_finishes_before_the_budget_is_reached_gets_the_latest_versions(serve, train):
-    shard = serve(settings_with(sync=EXACT | {"fragments": 4}))
-    a = train(shard.address, "a")
-    a.until(lambda: all(f.version >= 2 for f in shard.core.fragments.values()), "versions")
-    a.learner.stop()
-    assert a.learner.done
-
-    assert a.learner.finish()
-    assert torch.equal(a.values(), global_values(shard))
-
-
 def test_finish_hands_over_what_no_round_has_asked_for(serve, train):
     """Less than one H: without a last round the untrained model would come back."""
     shard = serve(settings_with(sync=EXACT | {"sync_every": 500}))

@@ -37,7 +37,6 @@ def shards_of(serve, **sync):
 
 
 def merged(shard: InProcessShard, learner_id: str) -> int:
-    """Tokens, summed over the shard's fragments."""
     return shard.loop.look(lambda: shard.core.membership.get(learner_id).tokens_merged)
 
 

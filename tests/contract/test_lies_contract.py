@@ -6,8 +6,6 @@ lies count for is in unit/test_influence.py, other models are in unit/test_shard
 
 from __future__ import annotations
 
-import io
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +22,6 @@ from waiting import DEADLINE_S, until
 
 ACCEPTED = pb.PushResponse.ACCEPTED
 Serve = Callable[..., InProcessShard]
-CALLS = ("Join", "Attend", "Push", "Pull", "Leave")
 TOKENS = 100
 """Of each step."""
 
@@ -110,30 +107,6 @@ def raw(caller: Caller, method: str, *bodies: bytes) -> None:
             )  # fmt: skip
 
     caller.loop.run(call())
-
-
-def test_random_bytes_are_answered_with_a_code_and_leave_no_traceback(
-    serve: Serve, clock: Clock, written: io.StringIO
-) -> None:
-    shard, honest = lively(serve, clock)
-    caller, drawn, codes, words = mallory(shard), random.Random(4), set[str](), [""]
-    for number in range(240):
-        body = drawn.randbytes(drawn.choice((1, 7, 60, 900)))
-        try:
-            raw(caller, CALLS[number % 5], body)
-        except grpc.aio.AioRpcError as error:
-            trailing = {key: str(value) for key, value in error.trailing_metadata() or ()}
-            codes.add(trailing.get(rpc.CODE_KEY, f"without a code: {error.code()} {error.details()}"))
-            words.append(error.details() or "")
-    assert max(len(said.encode()) for said in words) <= WORDS_MAX
-    assert "BAD_REQUEST" in codes
-    assert codes <= {"BAD_REQUEST", "PROTOCOL_MISMATCH", "NOT_JOINED", "UNKNOWN_FRAGMENT", "UNKNOWN_ENCODING"}
-    assert "Traceback" not in written.getvalue()
-    assert shard.metric("refused_calls_total", code="BAD_REQUEST") > 100
-    before = shard.version()
-    while shard.version() == before:
-        assert honest.steps < 100
-        honest.step()
 
 
 @pytest.mark.parametrize("tokens", [2**64 - 1, 2**62, bounds.TOKENS_MAX + 1])

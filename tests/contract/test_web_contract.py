@@ -56,7 +56,6 @@ def not_json(word: str) -> None:
 
 
 async def first_state(client: httpx.AsyncClient) -> dict[str, Any]:
-    """What a viewer is told first."""
     async with client.stream("GET", "/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         async for line in answer.aiter_lines():
