@@ -160,9 +160,6 @@ def draw(chance: random.Random) -> Draw:
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------ the model
-
-
 class Wrapper(nn.Module):
     """As a LightningModule keeps a model."""
 
@@ -262,9 +259,6 @@ def logits(drawn: Draw, model: Any) -> torch.Tensor:
         found = model(**batch(drawn, torch.Generator().manual_seed(9))).logits
     model.train()
     return found.float()
-
-
-# ------------------------------------------------------------------ trained, pulled, loaded
 
 
 def train(drawn: Draw, address: str) -> tuple[Any, torch.Tensor]:

@@ -42,9 +42,6 @@ def a(shard) -> Caller:
     return joined(shard)
 
 
-# ---------------------------------------------------------------- Join
-
-
 def test_join_answers_the_lease_the_cut_and_the_policy(serve, clock):
     shard = serve(settings_with(sync={"push": "int4"}), clock)
     answer = shard.caller("a").join()
@@ -154,8 +151,6 @@ def test_a_report_of_an_impossible_step_time_is_refused_and_widens_no_grace_wind
     assert shard.core.rounds.patience.grace_s() == 0.0
 
 
-# ---------------------------------------------------------------- who calls
-
 BAD_IDS = {
     "a path": "../../etc/passwd", "10 kB": "x" * 10_000, "65 characters": "x" * 65, "a space": "a b",
     "a label breaker": 'a",code="x', "a comma": "a,b",
@@ -217,9 +212,6 @@ def test_every_call_of_another_run_is_refused(shard):
         found = refusal(call)
         assert (found.status, found.code) == (STATUS.FAILED_PRECONDITION, "WRONG_RUN")
         assert "check run.id" in found.words
-
-
-# ---------------------------------------------------------------- Attend
 
 
 @pytest.mark.parametrize("change", [{"generation": 0}, {"generation": 5}, {"epoch": 5}])
@@ -306,9 +298,6 @@ def test_a_shard_that_ends_tells_its_learners(shard):
     assert stream.ends()
 
 
-# ---------------------------------------------------------------- Pull
-
-
 def test_pull_answers_with_a_header_alone_where_the_caller_has_the_version(a, shard):
     a.seed()
 
@@ -339,18 +328,12 @@ def test_pull_refuses_what_is_not_there(a, shard, pull, status, code, words):
     assert words in found.words
 
 
-# ---------------------------------------------------------------- Leave
-
-
 def test_leave_may_be_repeated_and_ends_the_right_to_contribute(a, shard):
     for _ in range(3):
         a.leave()
     assert shard.member_state("a") == "left"
     assert refusal(lambda: a.attend().ends()).code == "NOT_JOINED"
     assert shard.metric("evictions_total", code="LEFT") == 0
-
-
-# ---------------------------------------------------------------- health, and what is no message at all
 
 
 def test_health_says_serving_until_the_end(shard):

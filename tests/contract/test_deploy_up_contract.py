@@ -110,6 +110,25 @@ def new_processes() -> Callable[[], list[psutil.Process]]:
     return lambda: [child for child in psutil.Process().children(recursive=True) if child not in before]
 
 
+def test_a_run_ends_with_a_report_a_model_and_no_process(tmp_path, capsys, new_processes) -> None:
+    outputs = Outputs(report=tmp_path / "out" / "report.json", model=tmp_path / "out" / "model.safetensors")
+    assert bring_up(settings_for(tmp_path / "run", "run.seed=5"), outputs, PROGRAMS) == 0
+
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["eval_loss_first"] == 5.5
+    assert report["eval_loss_final"] == 2.25
+    assert report["tokens"] == 1200, "the last words of the workers count, not what was polled before"
+    assert report["versions"] == {"0": 3, "1": 4}
+    assert (report["rounds"], report["late"], report["seed"]) == (7, 2, 5)
+    assert report["tokens_per_s"] == {"worker-0": 50.0, "worker-1": 50.0, "all": 100.0}
+    assert report["settings"]["cluster"]["shards"] == 2
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"model"
+    said = capsys.readouterr().out
+    assert "5.500 -> 2.250 nats per byte" in said
+    assert "first loss 2.500" in said
+    assert new_processes() == []
+
+
 def test_a_worker_that_hangs_is_killed_and_started_again(command: Callable[..., Command]) -> None:
     up = command("waits", "cluster.hung_s=1").trains()
     found = read_address(up.folder / "run" / "worker-0.json")

@@ -105,9 +105,6 @@ def delta_of_snapshot(contribution: PendingContribution) -> Tensor:
     return contribution.tensors.take_snapshot().float()
 
 
-# ------------------------------------------------------------------ the first version
-
-
 def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no_round() -> None:
     rig = Rig(at=10.0, version=None)
     rig.trains(by=2.0)
@@ -133,9 +130,6 @@ def test_what_is_trained_without_a_shard_lies_on_top_of_its_first_version(on_com
         assert rig.theta == 51.0
         (contribution,) = rig.asked(4)
         assert (delta_of(contribution)[0], contribution.tokens, contribution.base_version) == (-1.0, 7, 3)
-
-
-# ------------------------------------------------------------------ contributions
 
 
 def test_a_contribution_is_anchor_minus_snapshot_with_its_tokens_and_steps() -> None:
@@ -237,9 +231,6 @@ def test_one_contribution_is_under_way_at_a_time() -> None:
     assert (contribution.round, contribution.base_version, contribution.tokens, contribution.steps) == (2, 1, 5, 1)
 
 
-# ------------------------------------------------------------------ versions under progress
-
-
 # Anchor 10; trained +2 before the snapshot, and +1 after it; then version 1 arrives as 20.
 @pytest.mark.parametrize("fate", ["merged", "carried", None], ids=["merged", "not merged", "not asked"])
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite", "blend"])
@@ -291,9 +282,6 @@ def test_a_contribution_to_a_later_round_moves_along_with_the_version_before_it(
     rig.arrives(2, 22.0, merged=2)  # version 1 and the contribution
     assert rig.theta == 23.0, "22 + the one step after the snapshot"
     assert rig.fragment.tokens_since(rig.core.tokens) == 5
-
-
-# ------------------------------------------------------------------ snapshots that are taken while training goes on
 
 
 def trained_meanwhile(rig: Rig, contribution: PendingContribution, before: float, after: float) -> None:
@@ -384,9 +372,6 @@ def test_no_version_can_be_applied_while_the_snapshot_is_taken(fails: bool) -> N
     assert (rig.theta, rig.core.contributions["carried"]) == (22.0, 1)
 
 
-# ------------------------------------------------------------------ what is computed ahead
-
-
 def overtaken(rig: Rig) -> None:
     rig.arrives(1, 15.0)
 
@@ -414,9 +399,6 @@ def test_what_was_computed_ahead_from_another_reference_is_computed_again(
     assert rig.theta == theta
 
 
-# ------------------------------------------------------------------ work that was not merged
-
-
 @pytest.mark.parametrize(
     ("answer", "counted"),
     [
@@ -434,9 +416,6 @@ def test_a_contribution_that_is_not_taken_gives_its_work_back(answer: PushAnswer
     assert rig.core.tokens_carried == 5
     contribution = rig.contributes(by=1.0)
     assert (delta_of(contribution).tolist(), contribution.tokens, contribution.steps) == ([-3.0, -3.0], 10, 2)
-
-
-# ------------------------------------------------------------------ error feedback
 
 
 @pytest.mark.parametrize(
@@ -504,9 +483,6 @@ def test_without_error_feedback_no_residual_is_kept() -> None:
     assert rig.next_delta(2) == 0.0
 
 
-# ------------------------------------------------------------------ joining again
-
-
 def asked_after_a_restart() -> tuple[Rig, PendingContribution]:
     """It holds version 3 of EPOCH, from which the shard goes on in EPOCH + 1; round 4 has asked, and is answered."""
     rig = Rig(version=3)
@@ -567,9 +543,6 @@ def test_a_version_of_an_older_line_does_not_hold_a_contribution_to_a_later_one(
     assert rig.theta == 22.0, "its work goes on"
 
 
-# ------------------------------------------------------------------ a shard that has forgotten this learner
-
-
 @pytest.mark.parametrize("rejoins", [False, True])
 def test_what_a_shard_has_forgotten_counts_as_merged_and_is_not_pushed_again(rejoins: bool) -> None:
     """Through its restart, too."""
@@ -595,9 +568,6 @@ def test_what_cannot_have_been_forgotten_is_given_back(forgotten: int, version: 
     contribution.pushes.may_have_arrived = sent
     rig.core.rejoined([FragmentStatus(0, True, version, 0, EPOCH, forgotten)], EPOCH + 1)
     assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
-
-
-# ------------------------------------------------------------------ a shard that came back with its versions
 
 
 @pytest.mark.parametrize("is_renamed", [False, True])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from diloco_common.errors import UnsupportedModel
 from diloco_common.wire.manifest import cut
 from diloco_worker.core.replica import Replica
 
@@ -45,10 +46,31 @@ def test_the_user_may_say_what_takes_the_mean() -> None:
     assert [s.name for s in specs if s.rule == "mean"] == ["body.weight"]
 
 
+def frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
 def with_parameter(tensor: torch.Tensor) -> nn.Module:
     model = nn.Module()
     model.w = nn.Parameter(tensor)
     return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (frozen, "no trainable parameters; set requires_grad"),
+        (lambda: with_parameter(torch.empty(0)), "no trainable parameters"),
+        (lambda: with_parameter(torch.randn(1, 4).expand(3, 4)), r"w has elements that share memory, .*contiguous"),
+        (lambda: with_parameter(torch.randn(4).double()), r"w is torch.float64; .* must be float32, bfloat16"),
+        (lambda: with_parameter(torch.zeros(4, dtype=torch.complex64)), r"w is torch.complex64"),
+        (lambda: nn.Linear(2, 2, device="meta"), "on the meta device; materialise"),
+    ],
+    ids=["frozen", "empty", "expanded", "float64", "complex", "meta"],
+)
+def test_an_unsupported_model_is_refused_in_words_that_say_what_to_do(make, words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        Replica(make())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
