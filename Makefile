@@ -110,7 +110,7 @@ attack: $(INSTALLED) ## Do the attacks to a real shard beside honest learners, a
 	@mkdir -p runs/attack
 	OMP_NUM_THREADS=1 $(BIN)/python tests/attacks/measure.py $(ATTACK)
 
-fuzz: $(INSTALLED) ## Offer 100,000 wrong messages, requests, files and settings; each has to be refused by its code
+fuzz: $(INSTALLED) ## Offer 100,000 wrong messages, requests and files; each has to be refused by its code
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $(FUZZ)
 
 .PHONY: honest

@@ -47,8 +47,6 @@ class Visit:
 
 
 class Browser:
-    """Opens pages."""
-
     def __init__(self, chromium: Any) -> None:
         self._chromium = chromium
 
@@ -66,7 +64,6 @@ class Browser:
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """A browser, until the end."""
     program = need("chromium", "Debian and Ubuntu: apt install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as driver:

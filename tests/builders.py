@@ -113,7 +113,6 @@ def make_batch(seed: int, sequences: int = 8, length: int = 6) -> Tensor:
 
 
 def inner_step(model: TinyText, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    """One plain local step."""
     optimizer.zero_grad()
     model.loss(batch).backward()
     optimizer.step()

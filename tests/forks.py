@@ -170,8 +170,6 @@ def log_to(log: Path, errors: Path | None = None) -> None:
 
 @dataclass
 class _Become:
-    """What a forked process does."""
-
     program: str
     arguments: list[str]
     environment: dict[str, str]

@@ -48,8 +48,6 @@ from diloco_worker.core.replica import NONE, Replica
 
 
 class ShardShell(LockstepShard):
-    """One shard, its time, and what it said."""
-
     def __init__(self, settings: Settings, epoch: int = 1) -> None:
         self.now = 0.0
         super().__init__(settings, epoch, lambda: self.now)
@@ -162,7 +160,6 @@ class Lockstep:
         self._report(learner, learner.core.last_rounds)
 
     def leave(self, learner_id: str) -> None:
-        """The learner says goodbye."""
         learner = self.learners.pop(learner_id)
         for index, shell in enumerate(self.shards):
             shell.shard.leave(learner.members[index])

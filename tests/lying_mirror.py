@@ -52,7 +52,6 @@ class Liar:
         self.said = ""
 
     def draw(self) -> None:
-        """What the next answer will be."""
         lies = [name.removeprefix("lie_") for name in dir(self) if name.startswith("lie_")]
         self.said = self.chance.choice(["truth", "truth_as_values", *lies])
         self.refusal = self.chance.choice([VersionGone("gone"), Refusal("no"), Unavailable("away"), ValueError("ours")])

@@ -66,7 +66,6 @@ class Jobs(Executor):
         return future
 
     def run(self) -> None:
-        """All of them, in order."""
         waiting, self.waiting = self.waiting, []
         for run in waiting:
             run()
@@ -112,8 +111,6 @@ class Believes:
 
 
 class Parts:
-    """What a learner is made of here."""
-
     def __init__(self, *, encodes_at_once: bool = False) -> None:
         self.clock = Clock()
         self.jobs = Jobs(at_once=encodes_at_once)

@@ -180,7 +180,6 @@ class Process:
         return self.log.read_text() if self.log.exists() else ""
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to it, and to nobody else."""
         assert self._process is not None
         self._process.send_signal(number)
 
@@ -221,7 +220,6 @@ class Shard(Process):
             return False
 
     def learner(self, name: str) -> Status:
-        """What it says of a learner."""
         return learner_in(self.status(), name)
 
     def _given(self) -> list[str]:

@@ -19,7 +19,6 @@ _UNPACKED = {
 
 
 def find(program: str) -> str | None:
-    """The path of a program, if it is there."""
     return shutil.which(program) or shutil.which(_UNPACKED.get(program, program))
 
 

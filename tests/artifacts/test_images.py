@@ -58,12 +58,3 @@ def test_what_is_not_pinned_is_named_and_no_failure(place: Path) -> None:
     ended = run(place)
     assert ended.returncode == 0
     assert "NOT PINNED: python:3.11-slim is a tag" in ended.stdout
-
-
-def test_without_a_registry_nothing_is_written(place: Path) -> None:
-    docker(place, "echo")
-    before = named(place)
-    ended = run(place, "--pin")
-    assert ended.returncode == 1
-    assert "nothing was pinned: " in ended.stderr
-    assert named(place) == before

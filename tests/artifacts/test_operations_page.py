@@ -40,7 +40,6 @@ STANDS_FOR = {
 
 @pytest.fixture
 def follow(tmp_path: Path):
-    """Runs a block of the page; what it wrote."""
     programs, etc = tmp_path / "bin", tmp_path / "etc"
     programs.mkdir()
     for name, body in STANDS_FOR.items():

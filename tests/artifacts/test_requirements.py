@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tools.lock import GROUPS, OF_CUDA, Package, fits, is_needed, known_builds, merged, packages_in, pins_in, written
+from tools.lock import GROUPS, OF_CUDA, known_builds, pins_in
 
 FOLDER = Path(__file__).resolve().parents[2] / "requirements"
 FILES = sorted(FOLDER.glob("*.txt"))
@@ -60,60 +60,3 @@ def test_tools_are_pinned_within_what_the_project_says(repository: Path, group: 
     pinned = pins_in((FOLDER / f"{group}.txt").read_text())
     for requirement in map(Requirement, wanted):
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
-
-
-# ------------------------------------------------------------------ how they are made
-
-
-@pytest.mark.parametrize(
-    ("file", "is_ours"),
-    [
-        ("a-1-py3-none-any.whl", True),
-        ("a-1-cp312-cp312-manylinux_2_28_x86_64.whl", True),
-        ("a-1-cp39-abi3-manylinux_2_34_aarch64.whl", True),
-        ("a-1-cp310-cp310-manylinux_2_28_x86_64.whl", False),
-        ("a-1-cp314-cp314t-manylinux_2_28_x86_64.whl", False),
-        ("a-1-cp312-cp312-musllinux_1_2_x86_64.whl", False),
-        ("a-1-cp312-cp312-win_amd64.whl", False),
-    ],
-)
-def test_wheels_for_linux_on_two_machines_and_four_pythons_are_listed(file: str, is_ours: bool) -> None:
-    assert fits(file) == is_ours
-
-
-@pytest.mark.parametrize(
-    ("marker", "needed"),
-    [
-        ("", True),
-        ("python_full_version < '3.12'", True),
-        ("os_name == 'nt' or sys_platform == 'win32'", False),
-        ("python_full_version < '3.11'", False),
-    ],
-)
-def test_what_no_supported_machine_needs_is_left_out(marker: str, needed: bool) -> None:
-    assert is_needed(marker) == needed
-
-
-def lock_file(*wheels: str) -> str:
-    listed = "".join(
-        f'[[packages.wheels]]\nurl = "https://index/a%2Bb/{name}"\nhashes = {{ sha256 = "{index:064x}" }}\n'
-        for index, name in enumerate(wheels)
-    )
-    return f'[[packages]]\nname = "A.package"\nversion = "1"\n{listed}'
-
-
-def test_a_package_is_listed_with_the_wheels_that_fit() -> None:
-    (found,) = packages_in(lock_file("a-1-cp312-cp312-win_amd64.whl", "a-1%2Bcpu-py3-none-any.whl"))
-    assert found == Package("a-package", "1", {"a-1+cpu-py3-none-any.whl": f"{1:064x}"})
-    assert written([found], "Head.").splitlines()[1:] == ["a-package==1 \\", f"    --hash=sha256:{1:064x}"]
-
-
-def test_a_package_without_a_wheel_is_refused_and_not_built_from_source() -> None:
-    with pytest.raises(ValueError, match=r"A\.package 1 has no wheel"):
-        packages_in(lock_file("a-1-cp312-cp312-win_amd64.whl"))
-
-
-def test_builds_of_torch_stay_as_long_as_its_version_does() -> None:
-    cuda, cpu = Package("torch", "2", {"cuda.whl": "a"}), Package("torch", "2+cpu", {"cpu.whl": "b"})
-    assert merged([cuda, None, cpu]) == Package("torch", "2", {"cuda.whl": "a", "cpu.whl": "b"})
-    assert merged([Package("torch", "3", {"new.whl": "c"}), None, cpu]) == Package("torch", "3", {"new.whl": "c"})

@@ -40,8 +40,6 @@ def once_tried(over: Over, tried: Callable[[], bool]) -> Over:
 
 
 class Needs(Enum):
-    """What an attacker has got hold of."""
-
     NOTHING = "nothing"
     TOKEN = "token"  # that all learners of the run share
     CERTIFICATE = "cert"  # of a learner, its own; the shard asks for certificates, and not for a token
@@ -49,8 +47,6 @@ class Needs(Enum):
 
 @dataclass(frozen=True)
 class Credential:
-    """What a caller can show."""
-
     token: str | None = None
     authority: bytes | None = None
     """Certificate of the run's CA, PEM; None: plaintext."""
@@ -82,8 +78,6 @@ class Credential:
 
 @dataclass(frozen=True)
 class Target:
-    """What an attacker knows of a shard."""
-
     grpc: str
     http: str
     credential: Credential
@@ -96,8 +90,6 @@ class Target:
 
 @dataclass
 class Seen:
-    """What the attacker saw."""
-
     answers: Counter[str] = field(default_factory=Counter)
     """By stable code, by outcome of a push, or "OK"; a gRPC status without a stable code begins with "status "."""
     facts: dict[str, float] = field(default_factory=dict)
@@ -112,14 +104,11 @@ class Seen:
         return sum(n for answer, n in self.answers.items() if answer.startswith("status ") and answer not in ended)
 
     def took(self, *answers: str) -> int:
-        """How many calls were answered so."""
         return sum(self.answers[answer] for answer in answers)
 
 
 @dataclass
 class Evidence:
-    """All that is known of an attack."""
-
     seen: Seen
     rss_more: int
     """Bytes that the shard's RSS grew by, at most."""
@@ -149,8 +138,6 @@ def _nothing(_: Evidence) -> list[str]:
 
 @dataclass(frozen=True)
 class Attack:
-    """One row of the table."""
-
     number: int
     name: str
     needs: Needs
@@ -166,8 +153,6 @@ class Attack:
     """It goes on for at least so long."""
     learners: int = 1
     """Honest ones."""
-    ballast: int = 0
-    """Elements that the model has more."""
     fresh: bool = False
     """The attacker comes first, and the honest learners afterwards."""
     late: bool = False

@@ -1,27 +1,17 @@
-"""Attacks on memory and descriptors: bytes that are begun and not ended, connections that say nothing, readers that do
-not read.
-"""
+"""Attacks on memory and descriptors: bytes that are begun and not ended."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import Counter
-from typing import Any
 
-import grpc
 from attack import Evidence, Over, Seen, Target, once_tried
-from intruder import Intruder, refused
 
-from diloco_protos import parameter_server_pb2 as pb
 from http2 import CALL, HalfCall
 
 JOIN_BYTES = 19 * 10**6
 CONNECTIONS = 60
-PULLS = 256
-OPEN_S = 10.0
-"""For opening all pulls."""
 
 
 def half_joins(target: Target, over: Over) -> Seen:
@@ -70,35 +60,3 @@ def judge_unheard(found: Evidence) -> list[str]:
     facts = found.seen.facts
     problems = [] if facts["insiders heard"] else ["nobody was heard, so nothing was tried"]
     return problems + ([f"{facts['strangers heard']:.0f} without a certificate"] if facts["strangers heard"] else [])
-
-
-# ------------------------------------------------------------------ pulls
-
-
-def deaf_pulls(target: Target, over: Over) -> Seen:
-    """256 Pulls of the whole model that read its header and nothing more."""
-    answers, calls = Counter[str](), list[Any]()
-    threads = [threading.Thread(target=_pull, args=(target, answers, calls), daemon=True) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(OPEN_S)
-    while not over():
-        time.sleep(0.05)
-    for call in calls:
-        call.cancel()
-    return Seen(answers, {"pulls": len(calls)})
-
-
-def _pull(target: Target, answers: Counter[str], calls: list[Any]) -> None:
-    """An eighth of them, on a connection of their own."""
-    one = Intruder(target)
-    body = pb.PullRequest(fragment_id=0).SerializeToString()
-    for _ in range(PULLS // 8):
-        call = one.stream("Pull", [body], timeout_s=60.0)
-        try:
-            next(call)
-            answers["OK"] += 1
-            calls.append(call)
-        except grpc.RpcError as error:
-            answers[refused(error).code] += 1

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import diloco_worker
 import forks
@@ -52,21 +52,15 @@ class Report:
 class Honest(forks.Answering):
     """Learners in a process of their own, which train until they are killed. Started when made."""
 
-    def __init__(
-        self, names: list[str], shard: str, folder: Path, token: str | None, ballast: int, tls: Mapping[str, Path]
-    ) -> None:
-        """`ballast`: elements of a parameter that is synchronised and never changes. `tls`: folders, by name."""
-        given = (names, shard, token, ballast, dict(tls))
+    def __init__(self, names: list[str], shard: str, folder: Path, token: str | None, tls: Mapping[str, Path]) -> None:
+        """`tls`: folders, by name."""
+        given = (names, shard, token, dict(tls))
         super().__init__(names[0], folder / f"{names[0]}.log", _train, *given)
         self.names = names
 
     def ask(self, what: str = "report") -> Report:
-        """What they have done."""
         answer: Report = super().ask(what)
         return answer
-
-
-# ------------------------------------------------------------------ in the process
 
 
 def lesson(generator: torch.Generator) -> Tensor:
@@ -76,21 +70,14 @@ def lesson(generator: torch.Generator) -> Tensor:
     return (first + stride * torch.arange(LENGTH + 1)) % TinyText.VOCABULARY
 
 
-def model_of(ballast: int) -> TinyText:
-    model = TinyText(seed=0)
-    if ballast:
-        model.ballast = nn.Parameter(torch.full((ballast,), 0.01))
-    return model
-
-
 def _train(
-    names: list[str], shard: str, token: str | None, ballast: int, tls: dict[str, Path], control: Connection, log: Path
+    names: list[str], shard: str, token: str | None, tls: dict[str, Path], control: Connection, log: Path
 ) -> None:
     forks.log_to(log)
     torch.set_num_threads(1)
     chance = torch.Generator().manual_seed(sum(names[0].encode()))
-    models = [model_of(ballast) for _ in names]
-    optimizers = [torch.optim.AdamW([p for n, p in m.named_parameters() if n != "ballast"], 3e-3) for m in models]
+    models = [TinyText() for _ in names]
+    optimizers = [torch.optim.AdamW(m.parameters(), 3e-3) for m in models]
     report, learners = Report(time.monotonic()), []
     try:
         for name, model in zip(names, models, strict=True):

@@ -23,7 +23,6 @@ GUESSES = 8
 
 
 def join_as_another(target: Target, over: Over) -> Seen:
-    """Join under the id of a worker that trains."""
     intruder, answers = Intruder(target, target.victim), Counter[str]()
     while True:
         answers[intruder.join(process_id=f"a second process {sum(answers.values())}").code] += 1
@@ -99,9 +98,6 @@ def _generation(status: dict[str, object]) -> int:
     return next((int(learner["generation"]) for learner in learners if learner["id"] == "ann"), 0)
 
 
-# ------------------------------------------------------------------ a fresh shard
-
-
 def first_model(target: Target, over: Over) -> Seen:
     """The first Join on a fresh shard brings a model of its own, and its seeds."""
     mole = Mole(target)
@@ -123,9 +119,6 @@ def first_model(target: Target, over: Over) -> Seen:
 def judge_model(found: Evidence) -> list[str]:
     taken = [answer for answer in found.seen.answers if answer != "MANIFEST_MISMATCH"]
     return [f"another model was answered {', '.join(taken)}"] if taken else []
-
-
-# ------------------------------------------------------------------ ghosts
 
 
 def ghosts(target: Target, over: Over) -> Seen:

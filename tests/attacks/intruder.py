@@ -15,10 +15,9 @@ from typing import Any
 
 import grpc
 from attack import Over, Seen, Target, once_tried
-from honest_learners import model_of
 from torch import Tensor
 
-from builders import push_bodies
+from builders import TinyText, push_bodies
 from diloco_common.codec import encode_payload
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import Fragment, TensorSpec, cut
@@ -38,8 +37,6 @@ _OPTIONS = [
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call ended with."""
-
     code: str
     """The stable code; "OK", or the outcome of a push; "status X" where there is no stable code."""
     message: bytes = b""
@@ -69,10 +66,7 @@ class Intruder:
             pairs.append(("authorization", f"Bearer {self._token}"))
         return pairs
 
-    # ------------------------------------------------------------ calls, in bytes
-
     def unary(self, method: str, body: bytes, *, lease: bool = True, timeout_s: float = CALL_S) -> Answer:
-        """Join and Leave."""
         call = self.channel.unary_unary(SERVICE + method)
         return _answer(lambda: call(body, metadata=self.metadata(lease=lease), timeout=timeout_s))
 
@@ -87,10 +81,7 @@ class Intruder:
         return Answer(said.code or outcome, answer.message, said.message)
 
     def stream(self, method: str, bodies: Iterable[bytes], *, timeout_s: float | None = None) -> Any:
-        """Attend and Pull: the call, to be read."""
         return self.channel.stream_stream(SERVICE + method)(iter(bodies), metadata=self.metadata(), timeout=timeout_s)
-
-    # ------------------------------------------------------------ calls, as a learner makes them
 
     def look(self) -> None:
         """Learn the model from the shard, as an observer may; else take the one that everybody of the run has."""
@@ -101,7 +92,7 @@ class Intruder:
         if answer.code == "OK":
             self.tensors = tuple(protobuf.tensors_from_pb(pb.JoinResponse.FromString(answer.message).tensors))
         else:
-            self.tensors = tuple(Replica(model_of(0)).specs)
+            self.tensors = tuple(Replica(TinyText()).specs)
 
     def join_request(self, process_id: str = "") -> pb.JoinRequest:
         return pb.JoinRequest(
@@ -110,7 +101,6 @@ class Intruder:
         )  # fmt: skip
 
     def join(self, process_id: str = "") -> Answer:
-        """With the model that `look` has learned."""
         if not self.tensors:
             self.look()
         answer = self.unary("Join", self.join_request(process_id).SerializeToString(), lease=False)
@@ -134,7 +124,6 @@ def _answer(call: Callable[[], bytes]) -> Answer:
 
 
 def refused(error: grpc.RpcError) -> Answer:
-    """How a call was refused."""
     trailing = {key: str(value) for key, value in error.trailing_metadata() or ()}
     return Answer(trailing.get(rpc.CODE_KEY, f"status {error.code().name}"), b"", error.details() or "")
 

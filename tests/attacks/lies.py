@@ -37,8 +37,6 @@ def judge_refused(found: Evidence) -> list[str]:
     return problems
 
 
-# ------------------------------------------------------------------ steps and seconds
-
 GHOSTS = 5
 GRACE_MAX_S = 2.0
 EXTRA_STEPS = 1_000

@@ -1,7 +1,7 @@
 """The attacks of the table, one after the other: what became of each, and what it cost.
 
     python tests/attacks/measure.py                       # less than five minutes
-    python tests/attacks/measure.py --rows 1,17 --cycles 5
+    python tests/attacks/measure.py --rows 1,16 --cycles 5
     python tests/attacks/measure.py --json result.json
 
 Each attack is first judged as the test does (test_attacks.py): nobody honest is hurt, RSS grows by at most 64 MiB, and
@@ -39,13 +39,10 @@ import forks
 LOSS_MAX = 0.05
 """Share of its steps that an attack may cost an honest learner."""
 NICE = 19
-PROBE_EVERY_S = 0.05
 
 
 @dataclass
 class Row:
-    """What became of one attack."""
-
     number: int
     name: str
     needs: str
@@ -112,7 +109,6 @@ def main() -> int:
 
 
 def measure(attack: Attack, folder: Path, window_s: float, cycles: int) -> Row:
-    """Judge it, and then compare windows."""
     with Scene(attack, folder) as scene:
         found = scene.suffer()
         row = Row(

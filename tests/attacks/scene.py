@@ -104,7 +104,6 @@ class Striker(forks.Answering):
         return self._cpu_s
 
     def end(self) -> Seen:
-        """Its time is over: what it saw."""
         self._over.set()
         try:
             if self._near.poll(BACK_S):
@@ -166,19 +165,16 @@ class Scene(contextlib.ExitStack):
             self.close()
             raise
 
-    # ------------------------------------------------------------ people
-
     def add(self, names: list[str]) -> Honest:
         """Honest learners; they join while this goes on."""
         run = self.certificates
         tls = {} if run is None else {name: run.issue(f"learner/{name}") for name in names}
-        made = Honest(names, self.shard.endpoints.grpc, self.folder, self.token, self.attack.ballast, tls)
+        made = Honest(names, self.shard.endpoints.grpc, self.folder, self.token, tls)
         self.callback(made.kill)
         return made
 
     @property
     def target(self) -> Target:
-        """What the attacker knows."""
         credential = Credential(self.token if self.attack.needs is Needs.TOKEN else None)
         if self.certificates is not None:
             files = self.certificates.issue(f"learner/{credential.learner_id}")
@@ -188,12 +184,9 @@ class Scene(contextlib.ExitStack):
         return Target(where.grpc, where.http, credential, victim=_names(1)[0], fresh=self.attack.fresh)
 
     def striker(self, nice: int = 0) -> Striker:
-        """The attack begins."""
         made = Striker(self.attack, self.target, self.folder / "attacker.log", nice)
         self.callback(made.kill)
         return made
-
-    # ------------------------------------------------------------ the attack
 
     def suffer(self) -> Evidence:
         """Let the attack happen, and collect what is known of it."""
@@ -299,9 +292,6 @@ def _shown(files: Path) -> ssl.SSLContext:
 
 def _wait(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
-
-
-# ------------------------------------------------------------------ in the processes
 
 
 def _strike(number: int, target: Target, over: Any, nice: int, result: Connection, log: Path) -> None:

@@ -155,8 +155,6 @@ class InProcessShard:
             await self.server.stop(DRAIN_S)
 
     def break_streams(self) -> None:
-        """End every control stream that is open now."""
-
         def end() -> None:
             for stream in self.server.host.streams:
                 stream.end()
@@ -206,8 +204,6 @@ class InProcessShard:
 
 @dataclass(frozen=True)
 class Refused:
-    """How a call ended that was refused."""
-
     status: grpc.StatusCode
     code: str
     words: str
@@ -215,8 +211,6 @@ class Refused:
 
 @dataclass
 class Attendance:
-    """An open control stream."""
-
     loop: LoopThread
     call: Any
     heard: list[Any] = field(default_factory=list)
@@ -269,8 +263,6 @@ class Caller:
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return rpc.metadata_of(self.identity, self.token)
-
-    # ------------------------------------------------------------ calls
 
     def join(
         self, tensors: Sequence[TensorSpec] = TENSORS, *, process_id: str = "", protocol: int = PROTOCOL,
@@ -348,8 +340,6 @@ class Caller:
             return await method(request, metadata=metadata, timeout=DEADLINE_S)
 
         return self.loop.run(call())
-
-    # ------------------------------------------------------------ what learners do
 
     def seed(self, value: float = 0.5) -> None:
         """Bring version 0 of every fragment that the shard owns: the same value everywhere."""

@@ -160,9 +160,6 @@ def draw(chance: random.Random) -> Draw:
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------ the model
-
-
 class Wrapper(nn.Module):
     """As a LightningModule keeps a model."""
 
@@ -264,9 +261,6 @@ def logits(drawn: Draw, model: Any) -> torch.Tensor:
     return found.float()
 
 
-# ------------------------------------------------------------------ trained, pulled, loaded
-
-
 def train(drawn: Draw, address: str) -> tuple[Any, torch.Tensor]:
     """Two learners until the budget is merged. Returns the first one's model after `finish`, and logits of before."""
     models = [adapted(drawn) for _ in range(2)]
@@ -357,7 +351,6 @@ def load(drawn: Draw, out: Path, flags: list[str]) -> Any:
 
 
 def run(drawn: Draw, loop: LoopThread) -> tuple[str, str]:
-    """What came of it, and words."""
     exact = {"push": "float32", "pull": "float32", "quorum": "all", "fragments": 2, "sync_every": 2}
     frozen_tensors.FROZEN_BYTES_MAX = 0 if drawn.is_large else FROZEN_BYTES_MAX
     shard = InProcessShard(loop, settings_with(run={"tokens": 2 * STEPS * BATCH}, sync=exact)).start()

@@ -185,9 +185,6 @@ def test_learners_that_share_other_buffers_are_refused_by_name(serve) -> None:
         Run(shard.address, "b", private=())
 
 
-# ---------------------------------------------------------------- frozen bases
-
-
 def lora(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A base that is loaded, here from a seed, and an adapter."""
     torch.manual_seed(seed)

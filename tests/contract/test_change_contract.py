@@ -13,10 +13,8 @@ from front import Front
 from in_process import Caller, InProcessShard, contribution, refusal, settings_with
 from torch import Tensor
 
-from diloco_common.codec import Chunk, Payload, PayloadHeader, decode_payload
-from diloco_common.codec.change import decode_version
+from diloco_common.codec import Chunk, Payload, decode_payload
 from diloco_common.trust.identity import Identity
-from diloco_common.wire import protobuf
 from diloco_common.wire.messages import Collect, Committed, PullHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.global_model import pull_global_model
@@ -43,12 +41,6 @@ def decoded(payload: Payload) -> Tensor:
     values = torch.empty(payload.header.num_elements)
     decode_payload(payload, values)
     return values
-
-
-def values_of(header: pb.PullHeader, chunks: list[bytes], base: Tensor | None = None) -> Tensor:
-    payload = Payload(protobuf.from_pb(PayloadHeader, header.payload), tuple(chunks))
-    values, _ = decode_version(payload, None if base is None else base.bfloat16())
-    return values.float()
 
 
 @pytest.fixture
@@ -100,21 +92,6 @@ def test_a_learner_must_decode_the_values_too(serve):
     shard = serve(settings_with(sync={"pull": "int8"}))
     found = refusal(lambda: shard.caller().join(decodes=["int8", "float32"]))
     assert (found.code, "int8 and bfloat16" in found.words) == ("UNKNOWN_ENCODING", True)
-
-
-def test_the_change_leads_to_the_values(at_version_2):
-    shard = at_version_2.shard
-    base = values_of(*at_version_2.pull())
-    made_version(shard, [at_version_2], 3, value=0.3)
-
-    by_change = values_of(*at_version_2.pull(have_version=2), base)
-    values = values_of(*at_version_2.pull(encodings=["bfloat16"]))
-
-    assert not torch.equal(by_change, base)
-    assert torch.equal(by_change.view(torch.int32), values.view(torch.int32))
-
-
-# ---------------------------------------------------------------- real learners
 
 
 class Watched(Front):
@@ -181,8 +158,6 @@ def test_learners_hold_the_same_anchors_whatever_way_they_came(serve, train, fro
     learners = {a: {}, b: {}}
 
     def reach(true: Callable[[], Any], what: str) -> None:
-        """Train until something is true."""
-
         def reached() -> Any:
             for training, seen in learners.items():
                 training.step()

@@ -44,13 +44,6 @@ def test_quick_commands_import_neither_torch_nor_grpc() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_every_process_loads_first_does_not_load_torch() -> None:
-    """It costs three seconds."""
-    code = "import sys, diloco_common.settings, diloco_common.observe.http; print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "False"
-
-
 PRINTS = """
 from diloco_common.command import run_command
 def command():

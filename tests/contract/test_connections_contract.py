@@ -169,9 +169,6 @@ def test_a_learner_that_reads_slowly_hears_the_newest(serve, clock):
     assert len(stream.heard) < 100
 
 
-# ---------------------------------------------------------------- bursts of calls
-
-
 CONNECTIONS = 16
 CALLS = 120
 """On each connection: together more than gRPC's own limit, where it begins to cancel calls by chance."""
@@ -198,33 +195,6 @@ async def _burst() -> Counter[grpc.StatusCode]:
 
 def test_no_call_of_a_burst_is_cancelled() -> None:
     assert asyncio.run(_burst()) == {grpc.StatusCode.OK: CONNECTIONS * CALLS}
-
-
-# ---------------------------------------------------------------- refused control streams
-
-
-ENOUGH = 60
-"""A refusal that met a report on its way was lost one time in five."""
-
-
-def test_a_refused_stream_leads_to_a_new_lease_every_time(serve, front, train, monkeypatch):
-    """Else the learner takes the shard for silent, and asks under the old lease again after a longer wait."""
-    monkeypatch.setattr("diloco_common.wire.calls.LONGEST_S", 0.001)
-    shard = serve()
-    between = front(shard)
-    train(between.address, "a")
-    between.refuse_attend = True
-    between.loop.look(lambda: (between.joins.clear(), between.attends.clear()))
-    shard.break_streams()
-
-    until(lambda: len(between.attends) >= ENOUGH, "refused streams")
-
-    joins, attends = between.loop.look(lambda: (between.joins[: ENOUGH - 1], between.attends[:ENOUGH]))
-    assert len(joins) == ENOUGH - 1
-    assert sorted(joins + attends)[::2] == attends, "a Join after each refusal, and nothing else"
-
-
-# ---------------------------------------------------------------- shards that move
 
 
 def tell(file: Path, shard: InProcessShard) -> None:

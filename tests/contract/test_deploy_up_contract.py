@@ -57,8 +57,6 @@ def settings_for(folder: Path, *overrides: str) -> Settings:
 
 
 class Command:
-    """`diloco up` as a process of its own."""
-
     def __init__(self, folder: Path, worker: str, *overrides: str, drain_s: float = 20.0) -> None:
         """`worker`: what stand-ins for workers do."""
         self.folder = folder
@@ -72,7 +70,6 @@ class Command:
         )
 
     def trains(self) -> Command:
-        """Itself, once both workers are up."""
         self.children()
         until(lambda: (found := read_record(self.folder)) and found.members["worker-1"].process == "up", "the record")
         return self
@@ -173,20 +170,6 @@ def test_a_shard_that_cannot_start_ends_everything_before_any_worker(tmp_path, m
     monkeypatch.setenv("FAKE_SERVER", "fails")
     assert bring_up(settings_for(tmp_path), Outputs(), PROGRAMS) == 4
     assert not (tmp_path / "logs" / "worker-0.log").exists()
-
-
-def test_ctrl_c_ends_in_order_and_says_what_lies_where(command: Callable[..., Command]) -> None:
-    up = command("waits")
-    children = up.children()
-    up.process.send_signal(signal.SIGINT)
-    code, said = up.end()
-    assert code == 130
-    assert gone(children)
-    assert str(up.folder / "logs") in said
-    assert f"diloco resume {up.folder}" in said
-    report = json.loads((up.folder / "report.json").read_text())
-    assert report["interrupted"] is True
-    assert report["tokens"] == 1200, "workers were drained, so their last words are known"
 
 
 def test_a_second_ctrl_c_kills_who_does_not_listen(command: Callable[..., Command]) -> None:

@@ -57,9 +57,6 @@ def closed_port() -> str:
         return f"127.0.0.1:{bound.getsockname()[1]}"
 
 
-# ---------------------------------------------------------------- what is wrong has a name
-
-
 def test_a_healthy_shard_fails_nothing(serve, train):
     shard = serve()
     train(shard.address, "a").step()
@@ -72,8 +69,6 @@ def test_a_healthy_shard_fails_nothing(serve, train):
 
 
 class World:
-    """What there is to look at."""
-
     def __init__(self, serve: Callable[..., InProcessShard], folder: Path) -> None:
         self.serve, self.folder = serve, folder
         self.run = Certificates(folder / "certs")
@@ -158,9 +153,6 @@ def test_shards_that_were_not_named(serve, train):
     assert failures(found_at(first.address, second.address)) == []
 
 
-# ---------------------------------------------------------------- clocks and versions
-
-
 @pytest.fixture
 def skewed(serve, loop: LoopThread) -> Iterator[str]:
     """The address of a shard whose clock is an hour behind, and whose package is another one."""
@@ -192,9 +184,6 @@ def test_a_skewed_clock_and_another_package_are_named(skewed):
     assert clock.figures["clock_skew_s"] == pytest.approx(-3600, abs=30)
 
 
-# ---------------------------------------------------------------- it changes nothing, and no stranger gains by it
-
-
 def test_the_doctor_leaves_no_trace_in_the_run(serve, train):
     shard = serve()
     train(shard.address, "a").step()
@@ -206,8 +195,6 @@ def test_the_doctor_leaves_no_trace_in_the_run(serve, train):
 
 
 class Caller:
-    """Measures by hand."""
-
     def __init__(self, loop: LoopThread, address: str, run_id: str = "local") -> None:
         self._loop, self._address = loop, address
         self._metadata = (("diloco-run", run_id),)

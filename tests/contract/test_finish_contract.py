@@ -29,9 +29,6 @@ def run_until_done(*learners: Training) -> None:
     until(all_are_done, "all are done")
 
 
-# ------------------------------------------------------------------ finish
-
-
 def test_at_the_end_every_learner_holds_the_final_model(serve, train):
     shards = [
         serve(settings_with(run={"tokens": 400}, sync=EXACT | {"fragments": 4}, shard={"index": i, "count": 2}))
@@ -51,17 +48,6 @@ def test_at_the_end_every_learner_holds_the_final_model(serve, train):
     assert torch.equal(b.values(), final)
     assert (a.learner.state, shards[0].member_state("a")) == ("done", "left")
     assert a.learner.finish()  # changes nothing
-
-
-def test_who_finishes_before_the_budget_is_reached_gets_the_latest_versions(serve, train):
-    shard = serve(settings_with(sync=EXACT | {"fragments": 4}))
-    a = train(shard.address, "a")
-    a.until(lambda: all(f.version >= 2 for f in shard.core.fragments.values()), "versions")
-    a.learner.stop()
-    assert a.learner.done
-
-    assert a.learner.finish()
-    assert torch.equal(a.values(), global_values(shard))
 
 
 def test_finish_hands_over_what_no_round_has_asked_for(serve, train):
@@ -160,9 +146,6 @@ def test_finish_waits_for_a_shard_that_starts_again(serve, train):
     starting.join()
 
 
-# ------------------------------------------------------------------ who a learner is
-
-
 def test_a_learner_goes_on_from_its_state_as_the_same_one(serve, train):
     shard = serve(settings_with())
     other, a = train(shard.address, "other"), train(shard.address, "a")
@@ -187,9 +170,6 @@ def test_every_learner_has_a_number_and_knows_how_many_there_are(serve, train):
     learners[1].close()
     until(lambda: learners[0].learners_alive == 2, "one has left")
     assert train(shard.address, "d").learner.index == 1
-
-
-# ------------------------------------------------------------------ a model that is not what it was
 
 
 def test_a_model_that_is_not_finite_takes_the_global_values_and_trains_on(serve, train, written):
@@ -226,9 +206,6 @@ def test_a_model_that_is_not_finite_again_and_again_ends_the_learner(serve, trai
         until(forever, "the learner gives up")
     assert a.learner.state == "stopped"
     assert b.learner.core.contributions["NOT_FINITE"] == 0
-
-
-# ------------------------------------------------------------------ with
 
 
 def test_an_error_in_the_loop_ends_the_lease_at_once(serve):

@@ -187,9 +187,6 @@ def test_the_http_port_of_a_shard_says_where_the_shard_listens(serve):
         diloco_worker.join(server.http_address, tiny_model(), http=None, wait_s=30.0)
 
 
-# ---------------------------------------------------------------- what becomes of it
-
-
 def test_joining_ends_with_a_cause_that_waiting_does_not_mend(shard, written):
     with pytest.raises(HandshakeFailed) as ended:
         diloco_worker.join(shard.address, tiny_model(), learner_id="a", wait_s=20)

@@ -112,9 +112,6 @@ async def test_a_port_in_use_is_refused_by_name(process):
             await second.start()
 
 
-# ---------------------------------------------------------------- who may see what
-
-
 SHOWN = {"epoch": 7, "learners": [{"id": "ann", "state": "alive", "generation": 3}], "version": 2}
 OPEN = {"learners": [{"id": "ann", "state": "alive"}], "version": 2}
 TOKEN = "a-token-of-16-or-more"

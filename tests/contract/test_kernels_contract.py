@@ -33,7 +33,6 @@ class Installation:
     find: Any = native.find
 
     def names(self) -> set[str]:
-        """Of what is built."""
         return {path.name for path in self.of.folder.glob("*.so")}
 
 
@@ -109,24 +108,6 @@ def test_a_cpu_without_avx512_takes_the_library_for_avx2(here: Installation, mon
     found = here.of.load()
     assert found[0] == here.of.folder / here.of.built_name(library.PORTABLE["x86_64"][1])
     assert not torch_encodes()
-
-
-def test_a_compiler_that_does_not_know_avx512_builds_the_library_for_avx2(
-    here: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not shutil.which("cc") or library.platform.machine() != "x86_64":
-        pytest.skip("needs a C compiler for x86_64")
-    old = tmp_path / "old cc"
-    old.write_text('case "$*" in *x86-64-v4*) exit 1;; esac\nexec cc "$@"\n')
-    monkeypatch.setenv("CC", f"sh '{old}'")
-    built = here.of.build()
-    assert isinstance(built, Path), built
-    assert here.names() == {built.name} == {here.of.built_name(library.PORTABLE["x86_64"][1])}
-    assert not torch_encodes()
-    best = here.of.folder / here.of.built_name(library.PORTABLE["x86_64"][0])
-    best.touch()
-    here.of.build()
-    assert here.names() == {built.name, best.name}, "what a better compiler made of the same sources stays"
 
 
 def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(here: Installation) -> None:

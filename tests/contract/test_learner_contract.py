@@ -10,26 +10,15 @@ import threading
 import pytest
 import torch
 from in_process import settings_with
-from torch import nn
 from training import EXACT, Training, global_values, state_of, tiny_model
 
 import diloco_worker
-from diloco_common.errors import (
-    CannotConnect,
-    ConfigError,
-    DilocoError,
-    ManifestMismatch,
-    NotFinite,
-    Superseded,
-    Unauthenticated,
-)
+from diloco_common.errors import CannotConnect, ConfigError, DilocoError, ManifestMismatch, Superseded, Unauthenticated
 from diloco_common.wire.calls import FIRST_S, GROWTH
 from diloco_server.shell.status import shard_status
 from diloco_worker.learner import AWAY_S
 from secret_files import secret_file
 from waiting import until
-
-# ---------------------------------------------------------------- joining and training
 
 
 def test_the_first_learner_seeds_and_the_second_adopts(serve, train):
@@ -43,22 +32,6 @@ def test_the_first_learner_seeds_and_the_second_adopts(serve, train):
     assert torch.equal(a.values(), untouched)
     assert torch.equal(b.values(), untouched)
     assert (a.learner.state, shard.member_state("a"), shard.member_state("b")) == ("training", "alive", "alive")
-
-
-def test_contributions_become_versions_that_all_learners_get(serve, train):
-    shard = serve(settings_with(sync={"fragments": 3, "quorum": 2}))
-    a, b = train(shard.address, "a"), train(shard.address, "b", seed=1)
-
-    def both_merged() -> bool:
-        b.step()
-        fragments = a.learner.core.fragments.values(), b.learner.core.fragments.values()
-        return all(f.version >= 2 for side in fragments for f in side)
-
-    a.until(both_merged, "both hold version 2 of all fragments")
-
-    assert shard.ledger.tokens_merged > 0
-    assert all(m.merged > 0 for m in shard.core.membership.all())
-    assert sum(shard.ledger.rejected.values()) == 0
 
 
 def test_samples_are_called_samples_wherever_one_looks(serve, train):
@@ -87,9 +60,6 @@ def test_samples_are_called_samples_wherever_one_looks(serve, train):
     assert a.learner.inner_step == before + 2
 
 
-# ---------------------------------------------------------------- faults
-
-
 def test_training_goes_on_without_the_shard_and_its_work_arrives_after(serve, train):
     """Fault 10: everything that was not merged when the shard went away is part of its next life."""
     first = serve(settings_with(sync=EXACT))
@@ -109,27 +79,6 @@ def test_training_goes_on_without_the_shard_and_its_work_arrives_after(serve, tr
     assert second.member_state("a") == "alive"
     assert a.connection.state.epoch == second.core.epoch
     assert second.core.tokens_merged > tokens_merged  # goes on from what the learner knew
-
-
-def test_a_learner_that_comes_back_keeps_its_progress(serve, train):
-    first = serve(settings_with(sync=EXACT))
-    a = train(first.address, "a")
-    a.until(lambda: first.version() >= 2, "two versions")
-    address = first.address
-    first.stop()
-    for _ in range(20):
-        a.step()
-    trained = a.values()
-
-    second = serve(settings_with(sync=EXACT | {"sync_every": 10_000}, shard={"listen": address}))
-
-    def arrived() -> bool:
-        a.learner.step(tokens=1)  # a boundary without training
-        return all(f.epoch == second.core.epoch for f in a.learner.core.fragments.values())
-
-    until(arrived, "version 0 of the second life is applied")
-    assert torch.allclose(a.values(), trained, atol=1e-6)
-    assert not torch.allclose(a.values(), global_values(second), atol=1e-4)
 
 
 def test_a_shard_that_falls_silent_is_dialed_again(serve, front, train, written):
@@ -291,9 +240,6 @@ def test_a_learner_that_diverges_is_told_and_keeps_the_global_weights_clean(serv
     assert torch.isfinite(global_values(shard)).all()
 
 
-# ---------------------------------------------------------------- pace
-
-
 @pytest.mark.parametrize("switch", ["refuse_join", "cut_attend"])
 def test_dialing_again_slows_down(serve, front, train, written, switch):
     """Fault 13: each wait is at least half of what doubles as long as nobody answers."""
@@ -324,9 +270,6 @@ def test_dialing_again_slows_down(serve, front, train, written, switch):
 
 def _join_in_vain(address: str) -> None:
     diloco_worker.join(address, tiny_model(), learner_id="a", wait_s=20).close()
-
-
-# ---------------------------------------------------------------- refused for good
 
 
 def test_a_learner_with_another_model_sees_the_differences(serve, train):
@@ -375,15 +318,6 @@ def test_a_wrong_token_is_told_at_once(serve, tmp_path):
         assert shard.member_state("a") == "alive"
 
 
-def test_a_model_that_is_not_finite_cannot_seed(serve):
-    shard = serve()
-    model = tiny_model()
-    nn.init.constant_(next(iter(model.parameters())), float("nan"))
-
-    with pytest.raises(NotFinite):
-        diloco_worker.join(shard.address, model, learner_id="a", wait_s=20)
-
-
 def test_workers_may_come_before_their_shard(serve, train, written):
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -398,9 +332,6 @@ def test_workers_may_come_before_their_shard(serve, train, written):
     waiting.join(120)
     assert joined
     assert shard.member_state("early") == "alive"
-
-
-# ---------------------------------------------------------------- the end
 
 
 def _threads() -> list[str]:

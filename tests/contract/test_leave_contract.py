@@ -37,7 +37,6 @@ def shards_of(serve, **sync):
 
 
 def merged(shard: InProcessShard, learner_id: str) -> int:
-    """Tokens, summed over the shard's fragments."""
     return shard.loop.look(lambda: shard.core.membership.get(learner_id).tokens_merged)
 
 
@@ -106,9 +105,6 @@ def test_a_run_that_has_its_budget_wants_no_more(serve, train):
     assert a.learner.leave()
 
 
-# ------------------------------------------------------------------ SIGTERM
-
-
 def test_sigterm_hands_over_at_the_next_step_and_ends_the_process(serve, train, capsys):
     shards = shards_of(serve)
     addresses = ",".join(shard.address for shard in shards)
@@ -172,9 +168,6 @@ def test_a_wait_for_shards_ends_by_sigterm(train, capsys):
     assert ended.value.code == 143
 
 
-# ---------------------------------------------------------------- the end of a learner: what it waits for, and what not
-
-
 class LateGoodbye(ParameterServer):
     """Ends the control stream of a learner that leaves, and answers it a while later."""
 
@@ -194,9 +187,6 @@ def test_a_learner_waits_for_the_answer_to_its_goodbye(serve, monkeypatch: pytes
     learner.close()
 
     assert shard.member_state("a") == "left"
-
-
-# ---------------------------------------------------------------- whom SIGTERM is for
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ lies count for is in unit/test_influence.py, other models are in unit/test_shard
 
 from __future__ import annotations
 
-import io
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +22,6 @@ from waiting import DEADLINE_S, until
 
 ACCEPTED = pb.PushResponse.ACCEPTED
 Serve = Callable[..., InProcessShard]
-CALLS = ("Join", "Attend", "Push", "Pull", "Leave")
 TOKENS = 100
 """Of each step."""
 
@@ -112,36 +109,6 @@ def raw(caller: Caller, method: str, *bodies: bytes) -> None:
     caller.loop.run(call())
 
 
-# ---------------------------------------------------------------- 4: bytes that are no message
-
-
-def test_random_bytes_are_answered_with_a_code_and_leave_no_traceback(
-    serve: Serve, clock: Clock, written: io.StringIO
-) -> None:
-    shard, honest = lively(serve, clock)
-    caller, drawn, codes, words = mallory(shard), random.Random(4), set[str](), [""]
-    for number in range(240):
-        body = drawn.randbytes(drawn.choice((1, 7, 60, 900)))
-        try:
-            raw(caller, CALLS[number % 5], body)
-        except grpc.aio.AioRpcError as error:
-            trailing = {key: str(value) for key, value in error.trailing_metadata() or ()}
-            codes.add(trailing.get(rpc.CODE_KEY, f"without a code: {error.code()} {error.details()}"))
-            words.append(error.details() or "")
-    assert max(len(said.encode()) for said in words) <= WORDS_MAX
-    assert "BAD_REQUEST" in codes
-    assert codes <= {"BAD_REQUEST", "PROTOCOL_MISMATCH", "NOT_JOINED", "UNKNOWN_FRAGMENT", "UNKNOWN_ENCODING"}
-    assert "Traceback" not in written.getvalue()
-    assert shard.metric("refused_calls_total", code="BAD_REQUEST") > 100
-    before = shard.version()
-    while shard.version() == before:
-        assert honest.steps < 100
-        honest.step()
-
-
-# ---------------------------------------------------------------- 5, 6: tokens
-
-
 @pytest.mark.parametrize("tokens", [2**64 - 1, 2**62, bounds.TOKENS_MAX + 1])
 def test_a_push_of_more_tokens_than_there_are_is_no_push(serve: Serve, clock: Clock, tokens: int) -> None:
     shard, honest = lively(serve, clock, run={"tokens": 10**6})
@@ -177,8 +144,6 @@ def test_counters_stop_before_they_could_not_be_sent(serve: Serve, clock: Clock)
     assert answer.pulse.tokens_merged == bounds.TOKENS_COUNTED_MAX
     assert caller.pull()[0].tokens_merged == bounds.TOKENS_COUNTED_MAX
 
-
-# ---------------------------------------------------------------- 15: a large Join
 
 WIDE: list[tuple[str, Callable[[pb.JoinRequest], object], str]] = [
     ("200,000 held", lambda r: r.held.extend([pb.Held(fragment_id=1)] * 200_000), "too many entries"),

@@ -49,7 +49,6 @@ def fit(
     callback: dict[str, Any] | None = None, others: tuple[Any, ...] = (), first: tuple[Any, ...] = (),
     module: Sine | None = None, **arguments: Any,
 ) -> tuple[DilocoCallback, Sine]:  # fmt: skip
-    """Train, and save a checkpoint at the end."""
     given = {
         "max_epochs": -1, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder,

@@ -26,7 +26,7 @@ from in_process import (
 )
 
 from builders import chunk_request
-from diloco_common.codec import Payload, PayloadHeader, chunks_crc32c, encode_payload
+from diloco_common.codec import Payload, PayloadHeader, chunks_crc32c
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.messages import Collect, Committed, PushHeader, Range
 from diloco_protos import parameter_server_pb2 as pb
@@ -96,9 +96,6 @@ def messages(header: PushHeader | None, *chunks: bytes) -> list[pb.PushRequest]:
     return first + [chunk_request(chunk) for chunk in chunks]
 
 
-# ---------------------------------------------------------------- what counts
-
-
 def test_a_round_becomes_a_version_once_all_have_contributed(opened):
     shard = opened.shard
 
@@ -116,23 +113,6 @@ def test_a_round_becomes_a_version_once_all_have_contributed(opened):
     assert shard.ledger.tokens_merged == 200
     assert shard.metric("contributions_total", outcome="accepted") == 2  # the seed is no contribution
 
-
-def test_a_repeated_push_counts_once_in_an_open_round_and_after_it(opened):
-    for _ in range(3):
-        first = opened.push(opened.a)
-    assert first.outcome == DUPLICATE
-    assert opened.shard.state().contributions == {0: ("a",)}
-
-    opened.push(opened.b)
-    until(lambda: opened.shard.version() == 1, "version 1")
-    with opened.unchanged():
-        assert opened.push(opened.a).outcome == DUPLICATE
-    assert opened.shard.ledger.duplicates == 3
-    assert opened.shard.metric("contributions_total", outcome="duplicate") == 3
-    assert opened.shard.ledger.tokens_merged == 200
-
-
-# ---------------------------------------------------------------- refused by the header, before a byte is taken
 
 REFUSED_BY_HEADER: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("another manifest", {"manifest_digest": "f" * 32}, {}, "MANIFEST_MISMATCH", "join again"),
@@ -159,9 +139,6 @@ def test_a_push_is_refused_by_its_header_alone(opened, written, changes, payload
     assert opened.shard.ledger.tokens_refused[code] == header.tokens
     assert f"contribution refused fragment={header.fragment_id} round={header.round} code={code}" in written.getvalue()
     assert "\x1b" not in written.getvalue()
-
-
-# ---------------------------------------------------------------- refused by the bytes
 
 
 def int8_payload(scale: float = 1e-3, code: int = 1, crc_off: int = 0) -> Payload:
@@ -235,71 +212,6 @@ def test_zeros_and_constants_are_merged_like_anything_else(serve, clock, value, 
     assert torch.allclose((after - before).abs(), torch.full_like(after, moved), atol=1e-6)
 
 
-# ---------------------------------------------------------------- refused by who calls, or how
-
-
-def _not_joined(shard: InProcessShard, clock: Clock) -> Caller:
-    stranger = shard.caller("stranger")
-    stranger.identity = replace(stranger.identity, generation=99, epoch=shard.core.epoch)
-    return stranger
-
-
-def _old_generation(shard: InProcessShard, clock: Clock) -> Caller:
-    old = shard.caller("c")
-    old.join()
-    shard.caller("c").join(process_id="another process")
-    return old
-
-
-def _lease_over(shard: InProcessShard, clock: Clock) -> Caller:
-    silent = shard.caller("c")
-    silent.join()
-    clock.now += shard.settings.lease.lease_s + 1
-    until(lambda: shard.member_state("c") == "evicted", "c is evicted")
-    return silent
-
-
-def _left(shard: InProcessShard, clock: Clock) -> Caller:
-    gone = shard.caller("c")
-    gone.join()
-    gone.leave()
-    return gone
-
-
-def _other_run(shard: InProcessShard, clock: Clock) -> Caller:
-    foreign = shard.caller("a")
-    foreign.join()
-    foreign.identity = replace(foreign.identity, run_id="another-run")
-    return foreign
-
-
-@pytest.mark.parametrize(
-    ("caller", "code", "words"),
-    [
-        (_not_joined, "NOT_JOINED", "join first"),
-        (_old_generation, "SUPERSEDED", "its own learner id"),
-        (_lease_over, "LEASE_EXPIRED", "join again"),
-        (_left, "NOT_JOINED", "join again"),
-        (_other_run, "WRONG_RUN", "check run.id"),
-    ],
-)
-def test_whoever_holds_no_lease_cannot_push(serve, clock, caller, code, words):
-    shard = serve(settings_with(), clock)
-    first = shard.caller("first")
-    first.join()
-    first.seed()
-    pusher = caller(shard, clock)
-    header = first.header(contribution())
-    before = shard.state()
-
-    found = refusal(lambda: pusher.push_messages(messages(header), hold=True))
-
-    assert (found.status, found.code) == (STATUS.FAILED_PRECONDITION, code)
-    assert words in found.words
-    assert shard.state() == before
-    assert shard.metric("refused_calls_total", code=code) >= 1
-
-
 def test_the_lease_that_ends_while_the_bytes_come_fences_the_push(opened, clock):
     payload = contribution()
     header = opened.a.header(payload)
@@ -340,18 +252,6 @@ def test_a_push_without_its_header_first_is_refused(opened, sent, says):
         found = refusal(lambda: opened.a.push_messages(sent))
     assert found == Refused(STATUS.INVALID_ARGUMENT, "BAD_REQUEST", says)
     assert opened.shard.metric("refused_calls_total", code="BAD_REQUEST") >= 1
-
-
-def test_parts_of_a_contribution_are_taken_together(opened):
-    parts = [(Range(0, 256),), (Range(256, NUM_ELEMENTS),)]
-    answers = []
-    for part, ranges in enumerate(parts):
-        (start, stop), *_ = ranges
-        payload = encode_payload(torch.full((stop - start,), 0.01), "int8", chunk_elements=CHUNK_ELEMENTS)
-        said = {"part": part, "num_parts": 2, "ranges": ranges}
-        answers.append(opened.push(opened.a, payload, **said))
-        assert opened.shard.state().contributions[0] == (() if part == 0 else ("a",))
-    assert [(answer.outcome, answer.code) for answer in answers] == [(ACCEPTED, "PART"), (ACCEPTED, "")]
 
 
 def test_a_contribution_that_comes_whole_has_no_ranges(opened):
@@ -427,9 +327,6 @@ def test_a_message_above_the_limit_is_refused_with_the_limit_named(opened):
         found = refusal(lambda: opened.shard.loop.run(push()))
     assert found.status == STATUS.RESOURCE_EXHAUSTED
     assert str(rpc.MAX_MESSAGE_BYTES) in found.words
-
-
-# ---------------------------------------------------------------- a shard that is told to end
 
 
 def test_a_shard_that_ends_waits_for_the_contributions_that_it_asked_for(opened):

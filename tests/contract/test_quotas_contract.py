@@ -68,9 +68,6 @@ def pour(calls: list[HalfCall], memory: Memory, ended: int) -> None:
     until(have_ended, f"{ended} calls to end", every_s=0.0)
 
 
-# ---------------------------------------------------------------- bytes on their way in
-
-
 def test_joins_without_an_end_cost_little_and_others_join_beside_them(serve, train, crowd) -> None:
     shard = a_shard(serve)
     honest = train(shard.address, "honest")
@@ -151,9 +148,6 @@ def test_a_learner_whose_connection_broke_pushes_at_once(serve) -> None:
         return str(await call.details())
 
     assert "a later push of this learner came" in shard.loop.run(ended())
-
-
-# ---------------------------------------------------------------- bytes on their way out
 
 
 def test_pulls_that_read_only_the_header_cost_little(serve, crowd) -> None:

@@ -60,7 +60,6 @@ def shard() -> Iterator[Answering]:
 
 @pytest.fixture
 def nobody() -> str:
-    """An address where nobody listens."""
     server = Answering(b"")
     server.shutdown()
     server.server_close()

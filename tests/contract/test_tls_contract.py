@@ -11,18 +11,15 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from in_process import NUM_ELEMENTS, InProcessShard, contribution, refusal, settings_with
+from in_process import InProcessShard, contribution, refusal, settings_with
 from test_thin_link_contract import ThinLink
 
 from certificates import Certificates
-from diloco_common.codec import encode_payload, usual_chunk_elements
+from diloco_common.codec import usual_chunk_elements
 from diloco_common.errors import ConfigError, Revoked
 from diloco_common.trust.identity import MAY
-from diloco_common.wire import protobuf, rpc
+from diloco_common.wire import rpc
 from diloco_common.wire.manifest import TensorSpec, cut
-from diloco_common.wire.messages import PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell import service
 from diloco_worker.global_model import pull_global_model
@@ -145,9 +142,6 @@ def test_a_shard_does_not_start_with_a_certificate_that_nobody_would_take(loop, 
         InProcessShard(loop, settings_with(security={"tls": run.issue(who, **kept_for)}))
 
 
-# ---------------------------------------------------------------- hostile callers
-
-
 def test_one_certificate_takes_one_lease_whatever_ids_it_makes_up(serving, run):
     shard = serving(shard={"max_learners": 2})
     bad = run.issue("learner/a")
@@ -158,9 +152,6 @@ def test_one_certificate_takes_one_lease_whatever_ids_it_makes_up(serving, run):
 
     assert ghosts == {"WRONG_IDENTITY"}
     assert [member.learner_id for member in shard.core.membership.live()] == ["a", "b"]
-
-
-# ---------------------------------------------------------------- revoked
 
 
 def test_whoever_is_revoked_is_out_at_once_and_nobody_else(shard, run):
@@ -212,45 +203,6 @@ def test_a_lease_is_of_the_certificate_that_attends_last(serving, run):
     until(lambda: shard.member_state("a") == "evicted", "so is the new one")
 
 
-def test_whoever_is_revoked_does_not_hear_of_its_health_either(shard, run):
-    bad = shard.caller("a", tls=run.issue("learner/a"))
-    stub = health_pb2_grpc.HealthStub(bad.channel)
-
-    async def watch() -> Any:
-        call = stub.Watch(health_pb2.HealthCheckRequest())
-        await call.read()
-        return call
-
-    async def check() -> Any:
-        return await stub.Check(health_pb2.HealthCheckRequest())
-
-    call = bad.loop.run(watch())
-    assert bad.loop.run(check()).status == health_pb2.HealthCheckResponse.SERVING
-    run.revoke(run.serials["learner/a"])
-
-    assert refusal(lambda: bad.loop.run(call.read())).code == Revoked.code
-    assert refusal(lambda: bad.loop.run(check())).code == Revoked.code
-
-
-def test_a_push_that_is_open_ends_when_its_learner_is_revoked(shard, run):
-    bad = joined(shard, run)
-    header = bad.header(encode_payload(torch.zeros(NUM_ELEMENTS), "float32"), round=0, tokens=0, steps=0)
-    pushing = bad.loop.begin(_push_header_and_wait(bad, header))
-    open_calls = shard.server._access.callers._open
-    until(lambda: open_calls, "the push is open")
-
-    run.revoke(run.serials["learner/a"])
-
-    assert dict(pushing.exception(DEADLINE_S).trailing_metadata())["diloco-code"] == Revoked.code
-    assert not open_calls
-
-
-async def _push_header_and_wait(caller: Any, header: PushHeader) -> Any:
-    call = caller.stub.Push(metadata=caller.metadata(), timeout=DEADLINE_S)
-    await call.write(pb.PushRequest(header=protobuf.to_pb(header)))
-    return await call
-
-
 NUMBER = '{"revoked": [{"serial": 123, "who": "somebody", "at": "today"}]}'
 DEEP = "[" * 100_000
 
@@ -280,9 +232,6 @@ def _code_of(call: Callable[[], Any]) -> str:
         return ""
 
 
-# ---------------------------------------------------------------- renewed
-
-
 def test_a_shard_serves_with_its_renewed_certificate_and_connections_go_on(shard, run, written):
     caller = seeded(shard, run, "a")
     control = caller.attend()
@@ -303,19 +252,6 @@ def shown_serial(address: str) -> str:
     certificate = certificate_at(address, 2.0)
     assert certificate is not None
     return format(certificate.serial_number, "x")
-
-
-def test_half_a_renewal_is_not_served_with(shard, run, written):
-    before = run.serials["shard/0"]
-    folder = run.authority.folder / "shard-0"
-    old_key = (folder / "key.pem").read_bytes()
-    run.issue("shard/0")
-    (folder / "key.pem").write_bytes(old_key)
-
-    until(lambda: "is not the key of" in written.getvalue(), "the shard says so")
-
-    assert shown_serial(shard.address) in (before, run.serials["shard/0"])
-    joined(shard, run)
 
 
 def test_a_learner_goes_on_with_its_renewed_certificate(shard, run, train):
@@ -357,9 +293,6 @@ def test_names_are_proven_through_a_proxy_that_passes_tls_on(shard, run, train, 
         training.until(lambda: shard.core.tokens_merged > 0, "it contributes")
     finally:
         loop.run(proxy.stop())
-
-
-# ---------------------------------------------------------------- audit
 
 
 def test_the_audit_log_tells_who_came_went_and_was_refused(serving, run, tmp_path):

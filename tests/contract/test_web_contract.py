@@ -56,7 +56,6 @@ def not_json(word: str) -> None:
 
 
 async def first_state(client: httpx.AsyncClient) -> dict[str, Any]:
-    """What a viewer is told first."""
     async with client.stream("GET", "/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         async for line in answer.aiter_lines():
@@ -213,9 +212,6 @@ async def test_beyond_this_machine_it_is_served_over_tls_and_an_observers_certif
 def test_other_machines_get_nothing_without_consent():
     with pytest.raises(ConfigError, match=r"--listen = 0\.0\.0\.0:7171 is reachable from other machines"):
         command.page_of("0.0.0.0:7171", given([NOWHERE]), SecuritySettings(), None)
-
-
-# ------------------------------------------------------------ beside `diloco up`
 
 
 def beside(folder: Path, page: str) -> PageThread:

@@ -21,8 +21,6 @@ GARBAGE = b"\xff\xff\xff\xff"
 
 
 class Anything(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Answers every call alike."""
-
     def __init__(self, *messages: bytes, code: grpc.StatusCode | None = None, metadata: Any = ()) -> None:
         self._messages, self._code, self._metadata = messages, code, metadata
 

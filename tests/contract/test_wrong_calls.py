@@ -91,9 +91,6 @@ def here(shard: InProcessShard, tmp_path: Path) -> Iterator[Here]:
     made.close()
 
 
-# ------------------------------------------------------------ calls that take more than a line
-
-
 def lazy_model() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(6), nn.Tanh())
 
@@ -182,10 +179,6 @@ def batch_without_a_tensor(here: Here) -> None:
     callback.on_train_batch_end(SimpleNamespace(), None, None, ["text"], 0)
 
 
-def hf_arguments(**changes: Any) -> Any:
-    return SimpleNamespace(load_best_model_at_end=False, output_dir="out", **changes)
-
-
 HF = pytest.mark.skipif(OfTransformers is None, reason="NOT RUN: transformers or accelerate is not installed")
 LIGHTNING = pytest.mark.skipif(OfLightning is None, reason="NOT RUN: lightning is not installed")
 Row = tuple[str, Callable[[Here], Any], str, str]
@@ -193,9 +186,7 @@ Row = tuple[str, Callable[[Here], Any], str, str]
 JOIN: list[Row] = [
     ("model: a generator of parameters", lambda h: h.join(h.model.parameters()), "WRONG_CALL", "give the nn.Module"),
     ("model: a state_dict", lambda h: h.join(h.model.state_dict()), "WRONG_CALL", "give the nn.Module"),
-    ("model: a class", lambda h: h.join(nn.Linear), "WRONG_CALL", "not an instance"),
     ("model: None", lambda h: diloco_worker.join(h.address, None), "WRONG_CALL", "the model is None"),  # type: ignore[arg-type]
-    ("model: an empty list", lambda h: h.join([]), "WRONG_CALL", "the model is []"),
     ("model: an optimizer", lambda h: h.join(torch.optim.SGD(h.model.parameters())), "WRONG_CALL", "type SGD"),
     ("model: lazy", lambda h: h.join(lazy_model()), "UNSUPPORTED_MODEL", "send one batch through"),
     ("model: all frozen", lambda h: h.join(frozen_model()), "UNSUPPORTED_MODEL", "require"),
@@ -206,9 +197,7 @@ JOIN: list[Row] = [
     ("arguments swapped", lambda h: diloco_worker.join(h.model, h.address), "WRONG_CALL", "shards"),  # type: ignore[arg-type]
     ("shards: None", lambda h: h.join(shards=None), "WRONG_CALL", "shards"),
     ("shards: a number", lambda h: h.join(shards=50051), "WRONG_CALL", "shards"),
-    ("shards: a list of numbers", lambda h: h.join(shards=[50051]), "WRONG_CALL", "shards"),
     ("shards: empty", lambda h: h.join(shards=""), "BAD_CONFIG", "no shard addresses"),
-    ("shards: an empty list", lambda h: h.join(shards=[]), "BAD_CONFIG", "no shard addresses"),
     ("shards: no port", lambda h: h.join(shards="ps-0"), "BAD_CONFIG", "ps-0"),
     ("shards: a port that is none", lambda h: h.join(shards="ps-0:port"), "BAD_CONFIG", "ps-0:port"),
     ("shards: a URL", lambda h: h.join(shards="http://ps-0:50051"), "BAD_CONFIG", "http"),
@@ -216,25 +205,17 @@ JOIN: list[Row] = [
     ("shards: nobody there", nobody_there, "CANNOT_CONNECT", "no run to join after 0.2 s"),
     ("run: another one", lambda h: h.join(run="other"), "WRONG_RUN", "other"),
     ("run: wrong characters", lambda h: h.join(run="my run"), "WRONG_CALL", "run="),
-    ("run: empty", lambda h: h.join(run=""), "WRONG_CALL", "run="),
-    ("run: a number", lambda h: h.join(run=5), "WRONG_CALL", "run="),
     ("learner_id: wrong characters", lambda h: h.join(learner_id="my learner"), "BAD_REQUEST", "my learner"),
     ("learner_id: a number", lambda h: h.join(learner_id=3), "WRONG_CALL", "learner_id="),
     ("tls: no such folder", lambda h: h.join(tls="/no/such/folder"), "BAD_CONFIG", "/no/such/folder"),
-    ("tls: True", lambda h: h.join(tls=True), "WRONG_CALL", "tls="),
     ("token: no such file", lambda h: h.join(token=Path("/no/such/token")), "BAD_CONFIG", "/no/such/token"),
-    ("token: a number", lambda h: h.join(token=5), "WRONG_CALL", "token="),
     ("token: two lines", lambda h: h.join(token="one\ntwo"), "WRONG_CALL", "not one word"),
-    ("token: empty", lambda h: h.join(token=""), "WRONG_CALL", "not one word"),
     ("shared: fits nothing", lambda h: h.join(shared=["head.*"]), "WRONG_CALL", "shared='head.*' fits nothing"),
-    ("shared: a number", lambda h: h.join(shared=5), "WRONG_CALL", "shared= is 5"),
     ("shared: not all that trains", lambda h: h.join(shared="0.*"), "UNSUPPORTED_MODEL", "add it to shared="),
     ("private: fits nothing", lambda h: h.join(private=["lora_*"]), "WRONG_CALL", "private='lora_*' fits nothing"),
     ("private: everything", lambda h: h.join(private="*"), "UNSUPPORTED_MODEL", "no trainable parameters"),
     ("mean_merge: fits nothing", lambda h: h.join(mean_merge=["head"]), "UNSUPPORTED_MODEL", "names ['head']"),
     ("mean_merge: one name", lambda h: h.join(mean_merge="0.weight"), "WRONG_CALL", "a list of names"),
-    ("mean_merge: a number", lambda h: h.join(mean_merge=5), "WRONG_CALL", "mean_merge"),
-    ("mean_merge: a flag", lambda h: h.join(mean_merge=True), "WRONG_CALL", "mean_merge"),
     ("companions: not an optimizer", lambda h: h.join(companions="adam"), "BAD_CONFIG", "companions="),
     ("companions: a state_dict", lambda h: h.join(companions=torch.optim.Adam(h.model.parameters()).state_dict()),
      "BAD_CONFIG", "the optimizer itself"),
@@ -246,23 +227,16 @@ JOIN: list[Row] = [
     ("state: some of it", lambda h: h.join(state={"inner_step": 3}), "BAD_CONFIG",
      "it has no index, learner_id, run, tokens"),
     ("state: of the model", lambda h: h.join(state=h.model.state_dict()), "BAD_CONFIG", "learner.state_dict()"),
-    ("state: a path", lambda h: h.join(state="checkpoint.pt"), "BAD_CONFIG", "learner.state_dict()"),
     ("state: negative", lambda h: h.join(state=state_of("a", -1)), "BAD_CONFIG", "inner_step is -1"),
     ("http: no address", lambda h: h.join(http="here"), "BAD_CONFIG", "here"),
-    ("http: a number", lambda h: h.join(http=8080), "WRONG_CALL", "http="),
     ("http: a port in use", port_in_use, "IN_USE", "127.0.0.1"),
     ("address_file: in no folder", lambda h: h.join(http="127.0.0.1:0", address_file=h.file() / "address"),
      "BAD_CONFIG", "address"),
     ("history: a file", lambda h: h.join(history=h.file()), "BAD_CONFIG", "history="),
-    ("history: a flag", lambda h: h.join(history=True), "WRONG_CALL", "history="),
     ("wait_s: negative", lambda h: h.join(wait_s=-1), "WRONG_CALL", "wait_s"),
-    ("wait_s: words", lambda h: h.join(wait_s="10 s"), "WRONG_CALL", "wait_s"),
-    ("wait_s: not a number", lambda h: h.join(wait_s=float("nan")), "WRONG_CALL", "wait_s"),
     ("island: a word", lambda h: h.join(island="all"), "UNSUPPORTED_MODEL", "island='all'"),
-    ("island: a number", lambda h: h.join(island=2), "WRONG_CALL", "island="),
     ("frozen: another word", lambda h: h.join(frozen="skip"), "BAD_CONFIG", "frozen='skip'"),
     ("residuals: another word", lambda h: h.join(residuals="disk"), "BAD_CONFIG", "residuals='disk'"),
-    ("snapshots: another word", lambda h: h.join(snapshots=True), "BAD_CONFIG", "snapshots=True"),
     ("log: a file", lambda h: h.join(log="train.log"), "WRONG_CALL", "log="),
 ]  # fmt: skip
 STEP: list[Row] = [
@@ -271,13 +245,10 @@ STEP: list[Row] = [
     ("tokens: a float", lambda h: h.learner.step(tokens=8.0), "BAD_CONFIG", "takes a whole number"),
     ("tokens: a tensor", lambda h: h.learner.step(tokens=torch.tensor(8)), "BAD_CONFIG", "takes a whole number"),
     ("tokens: a batch", lambda h: h.learner.step(tokens={"input_ids": [1, 2]}), "BAD_CONFIG", "takes a whole number"),
-    ("tokens: a flag", lambda h: h.learner.step(tokens=True), "BAD_CONFIG", "takes a whole number"),
     ("tokens: negative", lambda h: h.learner.step(tokens=-8), "BAD_CONFIG", "0 to 2^40"),
     ("tokens: of the whole run", lambda h: h.learner.step(tokens=2**50), "BAD_CONFIG", "0 to 2^40"),
     ("loss: one of each token", lambda h: h.learner.step(8, torch.ones(4)), "WRONG_CALL", "loss"),
-    ("loss: words", lambda h: h.learner.step(8, "0.5"), "WRONG_CALL", "loss"),
     ("loss: what the model returned", lambda h: h.learner.step(8, {"loss": torch.ones(())}), "WRONG_CALL", "loss"),
-    ("loss: complex", lambda h: h.learner.step(8, torch.ones((), dtype=torch.complex64)), "WRONG_CALL", "loss"),
     ("after finish", lambda h: h.finished.step(8), "WRONG_CALL", "join again"),
     ("after the with", after_the_with, "WRONG_CALL", "join again"),
     ("in two threads", step_in_two_threads, "WRONG_CALL", "thread"),
@@ -289,33 +260,23 @@ STEP: list[Row] = [
 OTHER_CALLS: list[Row] = [
     ("poll after finish", lambda h: h.finished.poll(), "WRONG_CALL", "join again"),
     ("poll inside a block", inside_a_block(lambda learner: learner.poll()), "WRONG_CALL", "end the block"),
-    ("poll for words", lambda h: h.learner.poll("1 s"), "WRONG_CALL", "wait_s"),
-    ("poll for less than nothing", lambda h: h.learner.poll(-1.0), "WRONG_CALL", "wait_s"),
-    ("finish for words", lambda h: h.learner.finish("1 s"), "WRONG_CALL", "wait_s"),
     ("finish after close", lambda h: [h.learner.close(), h.learner.finish()], "WRONG_CALL", "join again"),
     ("finish inside a block", inside_a_block(lambda learner: learner.finish()), "WRONG_CALL", "end the block"),
-    ("leave for less than nothing", lambda h: h.learner.leave(-1), "WRONG_CALL", "wait_s"),
     ("leave after close", lambda h: [h.learner.close(), h.learner.leave()], "WRONG_CALL", "join again"),
     ("leave inside a block", inside_a_block(lambda learner: learner.leave()), "WRONG_CALL", "end the block"),
-    ("close for words", lambda h: h.learner.close("1 s"), "WRONG_CALL", "settle_s"),
-    ("hung after words", lambda h: setattr(h.learner, "hung_s", "1 h"), "WRONG_CALL", "hung_s"),
     ("a block inside a block", inside_a_block(lambda learner: learner.global_values().__enter__()), "WRONG_CALL",
      "end the block"),
     ("values: none", lambda h: h.learner.values({}).__enter__(), "WRONG_CALL", "there are none"),
-    ("values: None", lambda h: h.learner.values(None).__enter__(), "WRONG_CALL", "None"),
     ("values: a path", lambda h: h.learner.values("best.pt").__enter__(), "WRONG_CALL", "best.pt"),
     ("values: a list of tensors", lambda h: h.learner.values([*h.model.parameters()]).__enter__(), "WRONG_CALL", ""),
     ("values: unknown name", lambda h: h.learner.values({"0.weigth": torch.ones(6, 4)}).__enter__(), "WRONG_CALL",
      "did you mean 0.weight"),
     ("values: another shape", lambda h: h.learner.values({"0.weight": torch.ones(4, 6)}).__enter__(), "WRONG_CALL",
      "of shape (4, 6)"),
-    ("values: numbers", lambda h: h.learner.values({"0.weight": 1.0}).__enter__(), "WRONG_CALL", "0.weight is 1.0"),
-    ("restore: None", lambda h: h.learner.restore(None), "WRONG_CALL", "None"),
     ("restore: of another model", lambda h: h.learner.restore(nn.Linear(2, 2)), "WRONG_CALL", "the model has no"),
     ("restore after finish", lambda h: h.finished.restore(h.model), "WRONG_CALL", "join again"),
     ("restore inside a block", lambda h: inside_a_block(lambda learner: learner.restore(h.model))(h), "WRONG_CALL",
      "end the block"),
-    ("follow: None", lambda h: h.learner.follow(None, tokens=8), "BAD_CONFIG", "torch.optim"),
     ("follow: without a count", lambda h: h.learner.follow(h.training.optimizer), "BAD_CONFIG", "neither tokens"),
     ("follow: a count that is none", follow_wrong_amount, "BAD_CONFIG", "takes a whole number"),
     ("follow twice", follow_twice, "BAD_CONFIG", "remove()"),
@@ -324,10 +285,8 @@ OTHER_CALLS: list[Row] = [
     ("a deep copy", lambda h: copy.deepcopy(h.learner), "WRONG_CALL", "state_dict()"),
     ("a pickle", lambda h: pickle.dumps({"learner": h.learner}), "WRONG_CALL", "state_dict()"),
     ("torch.save", lambda h: torch.save({"learner": h.learner}, h.folder / "a.pt"), "WRONG_CALL", "state_dict()"),
-    ("take_number: None", lambda h: take_number(None), "WRONG_CALL", "shards"),  # type: ignore[arg-type]
     ("take_number: a model", lambda h: take_number(h.model), "WRONG_CALL", "shards"),  # type: ignore[arg-type]
     ("take_number: of another run", lambda h: take_number(h.address, run="other"), "WRONG_RUN", "other"),
-    ("take_number: wait_s", lambda h: take_number(h.address, wait_s=-1), "WRONG_CALL", "wait_s"),
     ("digest_of: a state_dict", lambda h: digest_of(h.model.state_dict()), "WRONG_CALL", "give the nn.Module"),  # type: ignore[arg-type]
     ("digest_of: another optimizer", lambda h: digest_of(h.model, companions=[None]), "BAD_CONFIG", "companions="),  # type: ignore[list-item]
     ("init_island without torchrun", lambda h: init_island("gloo"), "WRONG_CALL", "torchrun"),
@@ -345,14 +304,12 @@ CALLBACKS: list[Any] = [
         (HF, ("Trainer: a file", lambda h: OfTransformers(h.address, save_to=h.file()), "BAD_CONFIG", "is a file")),
         (HF, ("Trainer: no such option", lambda h: OfTransformers(h.address, learnerid="a"), "WRONG_CALL",
               "did you mean learner_id")),
-        (HF, ("Trainer: no shards", lambda h: OfTransformers(None), "WRONG_CALL", "shards")),
         (HF, ("Trainer: the best model", lambda h: OfTransformers(h.address).on_train_begin(
             SimpleNamespace(load_best_model_at_end=True), None, None), "BAD_CONFIG", "load_best_model_at_end")),
         (HF, ("Trainer: added too late", lambda h: OfTransformers(h.address).on_step_end(None, None, None),
               "WRONG_CALL", "before train()")),
         (LIGHTNING, ("Lightning: an island", lambda h: OfLightning(h.address, island=1), "BAD_CONFIG", "no island=")),
         (LIGHTNING, ("Lightning: no such option", lambda h: OfLightning(h.address, save="a"), "WRONG_CALL", "save")),
-        (LIGHTNING, ("Lightning: no shards", lambda h: OfLightning(5), "WRONG_CALL", "shards")),
         (LIGHTNING, ("Lightning: another rate", lambda h: OfLightning(h.address, rate="sine"), "WRONG_CALL", "'sine'")),
         (LIGHTNING, ("Lightning: text", batch_without_a_tensor, "BAD_CONFIG", "give tokens= or samples=")),
         (LIGHTNING, ("Lightning: added too late", lambda h: OfLightning(h.address).on_train_end(None, None),

@@ -58,8 +58,6 @@ class Training:
         self.learner.step(tokens=tokens if counted is None else counted, loss=loss)
 
     def until(self, true: Callable[[], Any], what: str) -> None:
-        """Train until something is true."""
-
         def stepped() -> Any:
             self.step()
             return true()
@@ -71,11 +69,9 @@ class Training:
 
     @property
     def connection(self) -> Any:
-        """Of a learner with one shard."""
         (connection,) = self.learner.connections
         return connection
 
     @property
     def generation(self) -> int:
-        """Of its lease, with one shard."""
         return int(self.connection.state.lease.generation)

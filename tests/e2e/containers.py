@@ -84,7 +84,6 @@ class Project:
         }
 
     def said(self, service: str) -> str:
-        """The logs of a service's containers."""
         return self.run(f"docker-compose logs --no-color {service} 2>&1")
 
     @property

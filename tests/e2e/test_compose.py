@@ -76,7 +76,6 @@ class Page:
         return self._project.run(self._blocks.pop(name))
 
     def leave_out(self, until: str) -> None:
-        """Go on with that block."""
         while self.left[0] != until:
             self._blocks.pop(self.left[0])
 
@@ -457,7 +456,6 @@ def workers_come_and_go(project: Project, page: Page) -> None:
 
 
 def all_healthy(project: Project) -> dict[str, str]:
-    """Container -> health, once all are healthy."""
     found = {name: health for name, health in project.health().items() if "settings" not in name}  # that one ends
     return found if set(found.values()) == {"healthy"} else {}
 

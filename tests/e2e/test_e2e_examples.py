@@ -34,7 +34,7 @@ SAYS = {
     "lora.py": ["an adapter of 4608 parameters", "adapter_model.safetensors: 4.61k parameters as float32"],
 }
 QUICK = {"own_loop.py"}
-"""In `make test`; mistyped, the others are tried there too (test_e2e_journeys_*.py)."""
+"""In `make test`; those of islands are tried there too, mistyped (test_e2e_journeys_islands.py)."""
 RULES = "own_outer_rule.py"
 """Rules of a shard: it joins none."""
 ELSEWHERE = {RULES, "one_round.py", "centered_clip.py", "delayed_nesterov.py", "e3m0.py", "heloco.py", "topk64_2bit.py"}

@@ -41,8 +41,6 @@ Found = set[tuple[str, str]]
 
 
 class Views:
-    """Of a cluster that `diloco up` runs."""
-
     def __init__(self, up: Up) -> None:
         self._told = 0  # of what up has said
         self._up, self.members = up, dict[str, dict[str, Any]]()
@@ -76,7 +74,6 @@ class Views:
         return {one["code"] for one in json.loads(ended.stdout)["findings"] if one["check"] == "cluster"}
 
     def all_say(self, code: str, member: str) -> None:
-        """Wait until each does."""
         began, found, said = time.monotonic(), (code, member), self.console()
         looks: dict[str, Callable[[], bool]] = {
             "json": lambda: found in self.json(),
@@ -96,7 +93,6 @@ class Views:
 
     @contextmanager
     def is_over(self, code: str, member: str) -> Iterator[None]:
-        """At the end, wait until each says so."""
         self._told, found = len(self.console()), (code, member)
         yield
         began = time.monotonic()
@@ -223,7 +219,6 @@ def pushes_are_refused_on_the_way(up: Up) -> Iterator[None]:
 
 @contextmanager
 def another_worker(up: Up, name: str, shards: list[str], **settings: object) -> Iterator[Process]:
-    """One that `diloco up` has not started."""
     given = {**TINY, **SETTINGS, "worker.learner_id": name, "run.id": up.status("shard-0")["run"], **settings}
     one = Process(
         name, "diloco_demo", lambda: [f"--shards={','.join(shards)}", *sets(given)], up.folder.with_name(name)

@@ -24,14 +24,8 @@ LOOP = (EXAMPLES / "own_loop.py").read_text()
 RESUME = (EXAMPLES / "resume.py").read_text()
 JOIN = 'diloco_worker.join(shards, model, run="spirals"'
 STATE = 'state=saved.get("learner")'
-LOAD = '        model.load_state_dict(saved["model"])\n'
 SAVED_AT = "50"
 """The example saves after so many steps."""
-
-
-def in_model(line: str) -> str:
-    """The loop, with something done to the model before it joins."""
-    return changed(LOOP, ("    optimizer = ", f"    {line}\n    optimizer = "))
 
 
 def resumed_with(options: str) -> str:
@@ -46,14 +40,8 @@ def before_joining_again(line: str) -> str:
 AGAIN = f"{JOIN.replace('model', 'deepcopy(model)')}, state=learner.state_dict()) as again"
 MISTAKES: dict[str, tuple[str, str]] = {
     # what is wrong -> the script, the code that it hears
-    "a model in float64": (in_model("model.double()"), "UNSUPPORTED_MODEL"),
-    "a model moved after join": (before_step(LOOP, "model.double()"), "MODEL_CHANGED"),
     "a step after finish": (before_step(LOOP, "learner.finish()"), "WRONG_CALL"),
     "resumed: the whole checkpoint as the state": (resumed_with("state=saved"), "BAD_CONFIG"),
-    "resumed: a count typed by hand": (resumed_with('state=saved["learner"] | {"inner_step": "50"}'), "BAD_CONFIG"),
-    "resumed: loaded after join": (
-        changed(RESUME, (LOAD, ""), ("        generator = ", f"{LOAD}        generator = ")), "MODEL_CHANGED",
-    ),
     "resumed: a layer frozen meanwhile": (
         before_joining_again("model[0].requires_grad_(False)"), "MANIFEST_MISMATCH",
     ),
@@ -79,7 +67,6 @@ def address(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def saved(folder: Path, address: str) -> Path:
-    """The checkpoint that the example has left."""
     with as_examples_run() as patch:
         patch.setattr(sys, "argv", ["resume.py", address, str(folder / "resume.pt"), SAVED_AT])
         runpy.run_path(str(EXAMPLES / "resume.py"), run_name="__main__")

@@ -21,7 +21,6 @@ JOIN = {DDP: 'run="spirals", island=dist.group.WORLD', FSDP2: 'run="spirals", is
 
 
 def joined(script: str, options: str) -> str:
-    """With these options of `join`."""
     return changed(script, (JOIN[script], options))
 
 

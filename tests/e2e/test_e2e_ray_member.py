@@ -17,8 +17,6 @@ from diloco_deploy.cluster.record import read_record
 from diloco_deploy.run import ray_up
 from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.ray_member import Look, OnRay, Plan
-from diloco_simulator.verify.histories import Line, gather, read_history
-from diloco_simulator.verify.judge import violations
 from processes import TINY, until
 
 HOST = "127.0.0.1"
@@ -47,7 +45,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def known(tmp_path: Path) -> Endpoints | None:
-    """Where others look for the shard."""
     return read_address(tmp_path / "run/shard-0.json")
 
 
@@ -78,53 +75,6 @@ def test_a_member_starts_again_what_dies(make: Make, tmp_path: Path) -> None:
     second = known(tmp_path)
     assert second is not None
     assert second.pid != first.pid
-
-
-@pytest.mark.gate  # test_ray.py has it on a real cluster, too
-def test_the_next_life_of_a_shard_waits_for_the_former_one(make: Make, tmp_path: Path) -> None:
-    former = make("shard-0")
-    until_up(former)
-    first = known(tmp_path)
-
-    events: list[str] = []
-    following = make("shard-0")
-    until(lambda: events.extend(following.look().events) or events, "the next life to meet the former one")
-    assert events == [f"shard-0 on {HOST} waits for its former process to end"]
-    assert known(tmp_path) == first, "nobody is sent to one that does not serve"
-
-    assert former.stop(120.0)
-    until_up(following)
-    found = known(tmp_path)
-    assert found is not None
-    assert first is not None
-    assert found.pid != first.pid
-    assert following.look().life == 1
-
-
-@pytest.mark.gate
-@pytest.mark.timeout(300)
-def test_old_and_new_under_one_learner_id_count_nothing_twice(make: Make, tmp_path: Path) -> None:
-    def lines(name: str, life: int) -> list[Line]:
-        path = tmp_path / f"history/{life}/{name}.jsonl"
-        return read_history(path) if path.exists() else []
-
-    def merged(life: int, generations: range) -> bool:
-        found = (c for line in lines("shard-0", life) if line["what"] == "merging" for c in line["contributions"])
-        return any(c["generation"] in generations for c in found)
-
-    shard, old = make("shard-0"), make("worker-0")
-    until_up(shard)
-    until(lambda: merged(0, range(1, 2)), "work of the old process")
-    new = make("worker-0")
-    until(lambda: merged(0, range(2, 100)), "work of the new process")
-    old_log = tmp_path / "logs/worker-0.0.log"
-    until(lambda: "SUPERSEDED" in old_log.read_text(), "the old process to be refused")
-
-    assert old.stop(120.0)
-    assert new.stop(120.0)
-    assert shard.stop(120.0)
-    lives = [("shard-0", lines("shard-0", 0)), *(("worker-0", lines("worker-0", life)) for life in (0, 1))]
-    assert violations(gather(lives)) == []
 
 
 class Unavailable(Exception):
@@ -168,7 +118,6 @@ def looks_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 def state_of(name: str, folder: Path) -> str:
-    """What `diloco status` reads."""
     record = read_record(folder)
     assert record is not None
     return record.members[name].process

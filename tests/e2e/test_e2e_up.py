@@ -18,7 +18,7 @@ from diloco_common.wire.addresses import read_address
 from diloco_demo.data import load_corpus
 from diloco_demo.gpt import build_gpt, evaluate
 from forks import Forked
-from processes import TINY, environment, http_get, run_module, sets, until
+from processes import TINY, environment, http_get, sets, until
 
 BUDGET = 60_000
 WORKERS = ["worker-0", "worker-1"]
@@ -32,8 +32,6 @@ SEED_BYTES = 4.0
 
 
 class Up:
-    """One `diloco up` as a process of its own."""
-
     def __init__(self, folder: Path, shards: int, workers: int, tokens: int, **settings: object) -> None:
         self.folder = folder
         self.shards = [f"shard-{i}" for i in range(shards)]
@@ -74,7 +72,6 @@ class Up:
         self._process.send_signal(number)
 
     def end(self, seconds: float = 200) -> tuple[int, str]:
-        """Exit code and everything that it said."""
         return self._process.wait(seconds), self.log.read_text()
 
     def no_children_left(self) -> bool:
@@ -102,8 +99,6 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Up]]:
 
 
 class Finished(NamedTuple):
-    """A run that has ended by itself."""
-
     run: Up
     said: str
     report: dict[str, Any]
@@ -207,34 +202,3 @@ def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path) -> N
         log = (tmp_path / "run" / "logs" / f"{name}.log").read_text()
         assert "fragment seeded" not in log, "its first life was seeded, this one was not"
         assert log.count("fragment recovered") == len(status["fragments"])
-
-
-EVERYWHERE = {"shard.listen": "0.0.0.0:0", "shard.http": "0.0.0.0:0", "worker.http": "0.0.0.0:0"}
-
-
-@pytest.mark.gate
-def test_a_cluster_that_other_machines_reach_speaks_tls_with_no_extra_command(tmp_path: Path) -> None:
-    run = Up(tmp_path / "run", 1, 2, 0, **EVERYWHERE)
-
-    def status() -> dict[str, Any]:
-        ended = run_module("diloco_deploy", "status", "--folder", str(run.folder), "--json")
-        return dict(json.loads(ended.stdout)) if ended.returncode == 0 else {"members": []}
-
-    def merges() -> bool:
-        members = [m["status"] for m in status()["members"] if m["answered"]]
-        return len(members) == 3 and any(m["role"] == "shard" and m["rounds"] >= 4 for m in members)
-
-    try:
-        until(merges, "rounds, as an observer sees them", seconds=120)
-        for name in (*run.shards, *run.workers):
-            with pytest.raises(OSError):
-                http_get(run.address(name), "/status")
-        run.signal(signal.SIGINT)
-        code, said = run.end()
-    finally:
-        run.kill()
-    assert code == 130, said
-    assert "each process has a certificate" in said
-    for name in (*run.shards, *run.workers):
-        log = (run.folder / "logs" / f"{name}.log").read_text()
-        assert "Traceback" not in log, log

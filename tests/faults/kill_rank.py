@@ -217,7 +217,6 @@ def agent(ranks: int, kind: str, shards: str, folder: Path, marks: Path) -> None
 
 
 def rank(kind: str, shards: str, folder: Path, marks: Path) -> None:
-    """One rank: it trains until it is killed."""
     import torch
     import torch.distributed as dist
     from island_rank import load, save, spread

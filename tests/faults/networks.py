@@ -62,7 +62,6 @@ class Namespace:
         run("ip", "netns", "del", self.name)
 
     def plug_in(self) -> None:
-        """A cable."""
         run("ip", "link", "add", self._near_device, "type", "veth", "peer", self._far_device, "netns", self.name)
         self._bring_up()
 
@@ -103,8 +102,6 @@ class Namespace:
     def heal(self) -> None:
         """Everything gets through again."""
         self._nft("delete", "table", "inet", "faults")
-
-    # ------------------------------------------------------------ helpers
 
     def _bring_up(self) -> None:
         for address, device, where in (

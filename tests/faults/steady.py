@@ -138,7 +138,6 @@ class SteadyCluster(ExitStack):
             self.callback(shard.kill)
 
     def add(self, *names: str, namespace: str = "") -> None:
-        """Learners, and wait until they train."""
         addresses = ",".join(shard.endpoints.grpc for shard in self.shards)
         for name in names:
             options = replace(self._options, namespace=namespace)
@@ -148,7 +147,6 @@ class SteadyCluster(ExitStack):
             self.await_merged(name)
 
     def ask(self, what: str = "report") -> list[History]:
-        """All learners."""
         return [learner.ask(what) for learner in self.learners.values()]
 
     def await_merged(self, name: str) -> None:
@@ -178,12 +176,8 @@ class SteadyCluster(ExitStack):
         ]
 
     def said(self) -> str:
-        """Everything that was logged."""
         logs = [member.log for member in (*self.shards, *self.learners.values())]
         return "".join(log.read_text() for log in logs if log.exists())
-
-
-# ------------------------------------------------------------------ in the processes
 
 
 def _learn(name: str, shards: str, options: Options, control: Connection, log: Path) -> None:
@@ -227,7 +221,6 @@ def _learn(name: str, shards: str, options: Options, control: Connection, log: P
 
 
 def _enter(namespace: str) -> None:
-    """Of the network; before anything dials."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", namespace).open() as file:
         if libc.setns(file.fileno(), _NEW_NETWORK):
@@ -244,7 +237,6 @@ def _remembering(hear: Callable[[Any], None], history: History) -> Callable[[Any
 
 
 def _look(learner: diloco_worker.Learner, history: History) -> None:
-    """Note which versions it holds."""
     assert learner.core is not None
     history.tokens = learner.core.tokens
     history.connected = [connection.is_up for connection in learner.connections]

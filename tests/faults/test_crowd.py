@@ -45,7 +45,6 @@ def headers(path: bytes) -> bytes:
 
 
 def greetings(chance: random.Random) -> list[bytes]:
-    """What the crowd says, once each in turn."""
     call = b"/diloco.v1.ParameterServer/"
     return [
         b"",

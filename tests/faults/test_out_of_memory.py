@@ -65,7 +65,6 @@ def test_a_worker_that_ran_out_of_memory_is_named_and_started_again(tight: Path,
 
 
 def worker_of(up: subprocess.Popen[str]) -> psutil.Process | None:
-    """The process of worker-1."""
     for child in psutil.Process(up.pid).children():
         with suppress(psutil.NoSuchProcess):
             if any("worker-1" in argument for argument in child.cmdline()):

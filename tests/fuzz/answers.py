@@ -55,8 +55,6 @@ CODES = [kind.code for kind in Refusal.__subclasses__()]
 
 
 class Lies:
-    """What a liar has said so far."""
-
     def __init__(self, seed: int, most: int) -> None:
         self.chance = random.Random(f"answers/{seed}")
         self.told: Counter[str] = Counter()
@@ -73,11 +71,9 @@ class Lies:
         return self.count >= self._most
 
     def lie(self) -> bool:
-        """Whether the next answer is wrong."""
         return not self.are_over and self.chance.random() < self.rate
 
     def answer(self, kind: type[Any], truth: Any) -> bytes:
-        """Some bytes for what is true."""
         data: bytes = truth.SerializeToString()
         self.last = f"instead of {kind.DESCRIPTOR.name} {data.hex()}"
         match self.chance.randrange(5):
@@ -98,7 +94,6 @@ class Lies:
                 return _changed(self.chance, kind.FromString(data)).SerializeToString()
 
     def error(self) -> Exception:
-        """Instead of an answer."""
         match self.chance.randrange(4):
             case 0:
                 self.told["no answer"] += 1

@@ -49,9 +49,6 @@ def intact(*, sends_changes: bool) -> bytes:
     return disk.content("new")
 
 
-# ------------------------------------------------------------------ version files
-
-
 def draw_version(chance: random.Random) -> bytes:
     data = intact(sends_changes=chance.random() < 0.5)
     if chance.random() < 0.3:
@@ -122,9 +119,6 @@ def _anything(chance: random.Random, old: Any) -> Any:
     if isinstance(old, float) and chance.random() < 0.7:
         return chance.choice(FLOATS)
     return chance.choice((None, True, False, "", [], {}, 0, -1, 1.5, float("nan"), NESTED, "a" * 100_000))
-
-
-# ------------------------------------------------------------------ manifests of checkpoints
 
 
 @cache

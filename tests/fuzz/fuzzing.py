@@ -45,8 +45,6 @@ class Finding:
 
 @dataclass
 class Result:
-    """Of the cases of one part."""
-
     answers: Counter[str] = field(default_factory=Counter)
     """By stable code."""
     findings: list[Finding] = field(default_factory=list)
@@ -70,7 +68,6 @@ class Hang(Exception):
 
 
 def chance_of(part: str, seed: int, number: int) -> random.Random:
-    """The randomness of one case."""
     return random.Random(f"{part}/{seed}/{number}")
 
 
@@ -119,8 +116,6 @@ def _limited() -> Iterator[None]:
             signal.signal(number, before)
 
 
-# ------------------------------------------------------------------ what cases are made of
-
 NUMBERS = (
     0, 1, 2, 3, 7, 255, 256, 65_535, 65_536, 2**20, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**40 + 1,
     2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1,
@@ -135,7 +130,6 @@ TEXTS = (
 
 
 def number(chance: random.Random, bits: int = 64, *, signed: bool = False) -> int:
-    """A number that fits, extreme ones often."""
     largest = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
     found = min(chance.choice(NUMBERS), largest) if chance.random() < 0.8 else chance.randrange(largest + 1)
     return -found - 1 if signed and chance.random() < 0.2 else found
@@ -163,6 +157,5 @@ def mutated(chance: random.Random, data: bytes) -> bytes:
 
 
 def shown(case: object) -> str:
-    """A case in a line."""
     text = case.hex() if isinstance(case, bytes) else repr(case)
     return text if len(text) <= 400 else f"{text[:400]}... ({len(text)} characters)"

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import answers
-import configs
 import files
 import messages
 import wire
@@ -44,9 +43,8 @@ def parts(folder: Path) -> dict[str, tuple[float, Run]]:
         "calls": (0.34, partial(wire.fuzz_calls, folder / "calls")),
         "http": (0.10, partial(wire.fuzz_http, folder / "http")),
         "messages": (0.20, inside("messages", messages.draw, messages.answer)),
-        "versions": (0.12, inside("versions", files.draw_version, files.answer_version)),
+        "versions": (0.20, inside("versions", files.draw_version, files.answer_version)),
         "manifests": (0.06, inside("manifests", files.draw_manifest, files.answer_manifest)),
-        "settings": (0.08, inside("settings", configs.draw, configs.answer)),
     }
 
 

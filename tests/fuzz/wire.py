@@ -106,9 +106,6 @@ def learners(shard: ShardProcess) -> Iterator[list[Learner]]:
             thread.join()
 
 
-# ------------------------------------------------------------------ drawing
-
-
 def draw_call(chance: random.Random) -> Call:
     method = chance.choice([*REQUESTS, "Push", "Push"])
     call = Call(method, _bodies(chance, method), leased=method != "Join" or chance.random() < 0.1)
@@ -205,9 +202,6 @@ def draw_http(chance: random.Random) -> bytes:
     if chance.random() < 0.1:
         return chance.randbytes(chance.choice((0, 1, 100, 100_000)))
     return mutated(chance, data) if chance.random() < 0.4 else data
-
-
-# ------------------------------------------------------------------ offering
 
 
 def fuzz_calls(folder: Path, seed: int, numbers: range) -> Result:

@@ -68,8 +68,6 @@ class Machines:
             process.wait()
         self._running[name].clear()
 
-    # ------------------------------------------------------------ helpers
-
     def _wire(self) -> None:
         switch = self._space("switch")
         for name in (switch, *map(self._space, self.names)):

@@ -99,7 +99,6 @@ class Slurm:
         return str(job)
 
     def control(self, *arguments: str) -> str:
-        """scontrol."""
         return self._run("scontrol", *arguments)
 
     def show(self, job: str) -> dict[str, str]:
@@ -114,10 +113,7 @@ class Slurm:
         return bool(self._run("squeue", "--noheader", "--jobs", job).strip())
 
     def logs(self) -> str:
-        """Of the daemons, for a test that failed."""
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self._folder.glob("*.log")))
-
-    # ------------------------------------------------------------ helpers
 
     def _configure(self) -> None:
         self._conf.write_text(

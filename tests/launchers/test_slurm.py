@@ -30,8 +30,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 @dataclass
 class Run(Watched):
-    """One run of ours, submitted."""
-
     slurm: Slurm
     folder: Path
     shards: str = ""
@@ -48,7 +46,6 @@ class Run(Watched):
         return int(self.job(name)["Restarts"])
 
     def seconds_of(self, name: str) -> int:
-        """Since its job began to run."""
         hours, minutes, seconds = map(int, self.job(name)["RunTime"].split(":"))
         return 3600 * hours + 60 * minutes + seconds
 

@@ -86,52 +86,21 @@ def test_versions_that_come_to_a_mirror_are_paid_for_once(mirror: str, each: flo
         ("[shards]", "[shard]", ":21: there is no section shard; write one of site"),
         ('site = "a"', 'site = "c"', ":23: there is no site c; name one of the sites"),
         ("date = 2026-05-01", "", ":26: prices have no date; write [prices] with date"),
-        ("date = 2026-05-01", 'date = "May"', ":28: date is 'May'; write a date"),
         ('name = "b"', "", ":10: the site has no name; write name"),
         ("chips = 1000", "chips = ", ":12: this is no TOML"),
         ('"1.5s"', '"0s"', ":13: step_time is '0s'; write a time from 0.1 ms"),
         ('"30ms"', "80", ":6: round_trip is 80; write a time up to 60 s"),
         ("learners = 2", "learners = 2.5", ":3: learners is 2.5; write a whole number from 1 to 10,000"),
-        ("learners = 2", "learners = 100000", ":3: learners is 100000; write a whole number from 1 to 10,000"),
         ("learners = 2", "learners = 10000", ":10: with b there are 10,001 learners; write 10,000 in all at most"),
-        ("learners = 2", f"learners = {10**400}", ":3: learners is of type int; write a whole number"),
-        ("learners = 2", "learners = " + 5000 * "1", ":28: this is no TOML"),
         ("chips = 1000", "chips = 0", ":12: chips is 0; write a whole number from 1"),
-        ("chips = 1000", "chips = true", ":12: chips is True; write a whole number from 1"),
-        ("chips = 1000", "slice = 2.5", ":12: slice is 2.5; write a whole number from 1"),
-        ("chips = 1000", "spares = 1.5", ":12: spares is 1.5; write a whole number from 0"),
         ("chips = 1000", "memory = 80", ":12: memory is 80; write bytes from 1 MB"),
         ("count = 2", "count = 1.5", ":22: count is 1.5; write a whole number from 1 to 4096"),
-        ('name = "b"', 'name = "b c"', ":11: name is 'b c'; write a name"),
-        ("[prices]\n", "", ":26: shards has no currency"),
         ('[prices]\ncurrency = "USD"\ndate = 2026-05-01\n', "", ":7: prices have no date"),
     ],
 )
 def test_a_wrong_file_is_told_by_its_line(tmp_path: Path, wrong: str, right: str, words: str) -> None:
     path = tmp_path / "sites.toml"
     path.write_text(GOOD.replace(wrong, right, 1))
-    with pytest.raises(ConfigError) as caught:
-        read(path)
-    assert str(caught.value).startswith(f"{path}{words}")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('\n# two\nsite = [{name = "a"}, {name = "b", chips = 0}]\n', ":3: chips is 0"),
-        ('[failures]\n\nloss = "9s"\n[[site]]\nsite.name = "a"\n', ":5: site has no site"),
-        ('failures.mtbi = "1y"\nfailures.repair = "soon"\n', ":2: repair is 'soon'"),
-        ('shards = {count = 2, disk = "x"}\n', ":1: disk is 'x'"),
-        ('site.name = "a"\n', ":1: site is written otherwise; write [[site]] once per site"),
-        ('[[site]]\nname = "a"\n[site.chips]\nmany = 1\n', ":3: chips is {'many': 1}"),
-        ('[[site]]\n"name" = "a"\nchips = """\n1 0"""\n', ":3: chips is '1 0'"),
-        ('[[site]]\r\nname = "a"\r\n\r\nchips = 0\r\n', ":4: chips is 0"),
-        ('\ufeff[[site]]\nname = "a"\nchips = 0\n', ":3: chips is 0"),
-    ],
-)
-def test_a_wrong_key_is_found_however_it_is_written(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "sites.toml"
-    path.write_bytes(text.encode())
     with pytest.raises(ConfigError) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}{words}")
@@ -165,8 +134,3 @@ def test_a_preset_that_is_given_keeps_what_the_file_says_otherwise() -> None:
     assert described.failures() == replace(PRESETS["fleet"], repair_s=5.0)
     assert described.failures("poor-cloud") == replace(PRESETS["poor-cloud"], repair_s=5.0)
     assert described.failures(mtbi_s=7.0) == replace(PRESETS["fleet"], repair_s=5.0, mtbi_s=7.0)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        read(tmp_path / "none.toml")

@@ -15,8 +15,6 @@ TWO = ONE + '[[site]]\nname = "b"\n'
     ("file", "words", "said"),
     [
         (ONE, "--learners 2", "--learners would change nothing: {file} has learners for every site; leave out --learn"),
-        (ONE, "--chips 9", "--chips would change nothing: {file} has chips for every site"),
-        (ONE, "--step-time 1s", "--step-time would change nothing: {file} has step_time for every site"),
         (
             ONE + 'mtbi = "1d"\n',
             "--mtbi 1h",
@@ -26,10 +24,8 @@ TWO = ONE + '[[site]]\nname = "b"\n'
         (TWO + 'begins = "2d"\n', "", "b-0 begins after 48 hours, and 24 are simulated; ask for more --hours"),
         (PRICED, "", "{file}: shards have a price, and nobody says how many there are; write count = 2 in [shards]"),
         ("", "--quorum 0", "sync.quorum = 0 (--quorum): must be a whole number at least 1 or 'all'"),
-        ("", "--quorum most", "sync.quorum = most (--quorum): must be a whole number at least 1 or 'all'"),
         ("", "--quorum 9", "--quorum 9: there are 8 learners; ask for so many at most, or for all"),
         ("", "--grace -1", "sync.grace = -1 (--grace): must be a number at least 0 or 'adaptive' (seconds)"),
-        ("", "--grace nan", "sync.grace = nan (--grace): must be a number at least 0 or 'adaptive' (seconds)"),
     ],
 )
 def test_simulate_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, words: str, said: str) -> None:
@@ -64,20 +60,11 @@ SHARDS = '[shards]\ncount = 3\ndisk = "1GB"\n'
     ("file", "words", "said"),
     [
         (LINKED, "--learners 2", "--learners would change nothing: {file} has learners for every site"),
-        (LINKED, "--chips 9", "--chips would change nothing: {file} has chips for every site"),
-        (LINKED, "--step-time 1s", "--step-time would change nothing: {file} has step_time for every site"),
         (LINKED, "--up 1Gbit", "--up would change nothing: {file} has up for every site"),
-        (LINKED, "--down 1Gbit", "--down would change nothing: {file} has down for every site"),
         (LINKED, "--round-trip 0s", "--round-trip would change nothing: {file} has round_trip for every site"),
-        (LINKED, "--tokens-per-step 1M", "--tokens-per-step would change nothing: {file} has tokens_per_step"),
         (SHARDS, "--shards 2", "--shards would change nothing: {file} has count for the shards; leave out --shards"),
-        (SHARDS, "--disk 1GB", "--disk would change nothing: {file} has disk for the shards"),
         (None, "--tokens 1T", "--tokens would change nothing: without --sites FILE.toml no ways to train are weighed"),
-        (None, "--days 3", "--days would change nothing: without --sites"),
-        (None, "--chips 3", "--chips would change nothing: without --sites"),
-        (None, "--tokens-per-step 3", "--tokens-per-step would change nothing: without --sites"),
         (ONE, "--days 0", "--days 0: must be days, above 0"),
-        (ONE, "--days -3", "--days -3: must be days, above 0"),
         (ONE, "--days nan", "--days nan: must be days, above 0"),
     ],
 )

@@ -15,7 +15,6 @@ PREEMPTED = Failures(mtbi_s=1e15, preempt_every_s=5 * HOUR, preempt_for_s=HOUR, 
 
 
 def learners(count: int, failures: Failures = PREEMPTED, begins_s: float = 0.0) -> list[LearnerPlan]:
-    """Half of them come later."""
     plans = [LearnerPlan(f"learner-{i}", Island(256), failures) for i in range(count)]
     return [replace(plan, begins_s=begins_s) if i < count // 2 else plan for i, plan in enumerate(plans)]
 

@@ -7,18 +7,10 @@ from typing import Any
 
 import pytest
 
-from diloco_common.errors import (
-    ConfigError,
-    DilocoError,
-    ManifestMismatch,
-    NotFinite,
-    Superseded,
-    UnknownEncoding,
-    WrongRun,
-)
+from diloco_common.errors import ConfigError, DilocoError, ManifestMismatch, Superseded, UnknownEncoding, WrongRun
 from diloco_common.wire.manifest import TensorSpec, cut
-from diloco_common.wire.messages import FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
-from diloco_worker.core.agreement import REFUSALS_MAX, Agreement, Diverging, Objections, Shards
+from diloco_common.wire.messages import FragmentStatus, LearnerPolicy, Pulse
+from diloco_worker.core.agreement import Agreement, Objections, Shards
 from diloco_worker.core.events import Joined
 
 TENSORS = (TensorSpec("a", (8,)), TensorSpec("b", (8,)))
@@ -89,8 +81,6 @@ def test_shards_make_versions_by_the_same_rules(rules: str, is_taken: bool) -> N
             agreement.take(second)
 
 
-# ------------------------------------------------------------------ what ends a learner
-
 TAKEN, WRONG, OTHER = Superseded("another process"), WrongRun("another run"), ManifestMismatch("another model")
 
 
@@ -128,9 +118,6 @@ def test_a_shard_that_speaks_with_the_learner_has_nothing_against_it() -> None:
     assert not objections.raised("ps-1:50051", TAKEN)
 
 
-# ------------------------------------------------------------------ which are there
-
-
 def test_a_run_is_complete_once_every_address_is_another_shard_of_it() -> None:
     shards = Shards(2)
 
@@ -149,40 +136,3 @@ def test_a_shard_that_came_back_has_not_stopped() -> None:
 
     shards.join(FIRST)
     assert not shards.have_stopped
-
-
-# ------------------------------------------------------------------ refusals of values that are not finite
-
-
-REFUSED = PushAnswer(Outcome.REJECTED, NotFinite.code)
-ACCEPTED = PushAnswer(Outcome.ACCEPTED)
-ALL_BUT_ONE = [(0, 0, number, REFUSED) for number in range(1, REFUSALS_MAX)]
-"""Fragment, shard, round and answer."""
-LAST = (0, 0, REFUSALS_MAX, REFUSED)
-OF_ANOTHER_SHARD = [(1, 1, number, REFUSED) for number in range(1, REFUSALS_MAX + 1)]
-MERGED = "merged"
-"""A contribution to fragment 0."""
-
-
-@pytest.mark.parametrize(
-    ("num_shards", "heard", "ends"),
-    [
-        (1, ALL_BUT_ONE, False),
-        (1, [*ALL_BUT_ONE, LAST], True),
-        (1, ALL_BUT_ONE * REFUSALS_MAX, False),
-        (1, [(i, *rest) for i in range(REFUSALS_MAX) for _, *rest in ALL_BUT_ONE], False),
-        (1, [*ALL_BUT_ONE, (0, 0, REFUSALS_MAX, ACCEPTED), LAST], False),
-        (1, [*ALL_BUT_ONE, MERGED, LAST], False),
-        (2, [(i, *rest) for i in (0, 2) for _, *rest in [*ALL_BUT_ONE, LAST]], False),
-        (2, [*ALL_BUT_ONE, LAST, *OF_ANOTHER_SHARD], True),
-        (2, [*ALL_BUT_ONE, LAST, MERGED, *OF_ANOTHER_SHARD], False),
-    ],
-    ids=[
-        "one is missing", "the last one in a row", "of every rank of an island", "fragments do not add up",
-        "one was accepted", "one was merged", "one shard of two", "both shards", "the first takes it again",
-    ],
-)  # fmt: skip
-def test_the_last_of_so_many_rounds_in_a_row_ends_the_learner(num_shards: int, heard: list[Any], ends: bool) -> None:
-    diverging = Diverging(num_shards)
-    said = [diverging.merged(0) if event is MERGED else diverging.answered(*event) for event in heard]
-    assert [error is not None for error in said] == [False] * (len(heard) - 1) + [ends]

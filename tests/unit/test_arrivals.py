@@ -23,9 +23,6 @@ def reports(reported_at: float, step_s: float = STEP_S) -> Reports:
     return made
 
 
-# ------------------------------------------------------------------ one learner
-
-
 @pytest.mark.parametrize(
     ("reported_at", "step_s", "now", "boundary_at"),
     [
@@ -68,9 +65,6 @@ def test_a_link_that_nothing_measures_any_more_is_believed_better_with_every_rou
     for round_number in range(1, 101):
         arrivals.header(Call(round_number, {arrivals: 1.0}), 9.0, wanted=False)
     assert arrivals.s_per_element < 1e-4
-
-
-# ------------------------------------------------------------------ rounds
 
 
 class Crowd(Rig):

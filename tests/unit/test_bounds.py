@@ -121,9 +121,6 @@ def of_length(kind: str, name: str, length: int) -> Any:
     return entries
 
 
-# ---------------------------------------------------------------- the table
-
-
 def test_every_field_of_the_protocol_has_a_limit_or_needs_none() -> None:
     needed = set()
     for kind, descriptor in pb.DESCRIPTOR.message_types_by_name.items():
@@ -137,8 +134,6 @@ def test_every_field_of_the_protocol_has_a_limit_or_needs_none() -> None:
                 needed.add(f"{kind}.{field.name}")
     assert {f"{kind}.{name}" for kind, name, _ in FIELDS} == needed - BY_OTHER_MEANS
 
-
-# ---------------------------------------------------------------- at the limit, and one above
 
 NUMBERS = [
     (kind, name, limit)
@@ -255,9 +250,6 @@ def test_what_a_learner_reports_of_itself_is_always_taken() -> None:
     assert protobuf.progress_from_pb(report).step_time_s == bounds.STEP_TIME_MAX_S
 
 
-# ---------------------------------------------------------------- bytes
-
-
 @pytest.mark.parametrize("kind", sorted(bounds.MESSAGE_BYTES_MAX))
 def test_a_message_that_is_too_long_is_not_parsed(kind: str) -> None:
     too_long = b"\xff" * (bounds.MESSAGE_BYTES_MAX[kind] + 1)
@@ -320,9 +312,6 @@ def test_names_that_short_messages_make_long_are_bounded_together() -> None:
     more = [pb.Tensor(name="y", shape=[1], prefix=bounds.TENSOR_NAME_MAX - 1)] * (bounds.TENSORS_MAX - 1)
     with pytest.raises(BadRequest, match=r"more than 2\^24 characters together"):
         protobuf.tensors_from_pb([first, *more])
-
-
-# ---------------------------------------------------------------- words
 
 
 @pytest.mark.parametrize(

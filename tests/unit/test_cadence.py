@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from builders import make_settings
 from diloco_common.wire.messages import Progress
 from diloco_server.core.arrivals import Reports
-from diloco_server.core.cadence import (
-    GraceWindow,
-    first_interval,
-    is_due,
-)
+from diloco_server.core.cadence import GraceWindow, first_interval, is_due
 from diloco_server.core.membership import Member
 
 
@@ -59,9 +55,6 @@ def test_who_has_not_reported_neither_makes_due_nor_is_waited_for() -> None:
     silent = member("s", 0, first=None)
     assert not is_due([silent], {}, 4, "all")
     assert is_due([silent, member("a", 4)], {}, 4, "all")
-
-
-# ------------------------------------------------------------------ the grace window
 
 
 EQ_3 = {"grace": "adaptive", "overlap_steps": 2, "on_commit": "overwrite"}

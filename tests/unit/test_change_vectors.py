@@ -36,8 +36,6 @@ ANCHOR = [0.0, 1.0, -1.0, 0.5, -3.0, 100.0, -0.369140625, 1.0]
 VALUES = [1e-3, 1.01, -1.0, 0.498, -3.01, 100.4, -0.37, 1.00390625]
 """The last is half way between two numbers of bfloat16."""
 
-# ------------------------------------------------------------------ the reference
-
 
 def reference_change(values: list[float], anchor: list[float], encoding: str) -> tuple[bytes, list[float], bytes]:
     """One chunk: the change, what it decodes to, and the next anchor as bfloat16. Sums of float32 come out right."""
@@ -69,8 +67,6 @@ def reference_vectors() -> list[Vector]:
         )
     return vectors
 
-
-# ------------------------------------------------------------------ the code agrees
 
 VECTORS = in_file("change")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from recorded import EPOCH, accepted, announced, clean, find, histories, merging, push, sent
+from recorded import clean, find, histories, sent
 
-from diloco_chaos.goodput import LOSSES, longest_gaps, losses, work_of
+from diloco_chaos.goodput import longest_gaps, work_of
 from diloco_chaos.plan import LINK, START_S, ChaosRun, Fault, FaultKind, make_plan
 from diloco_chaos.plan import InjectedFault as Hit
 from diloco_chaos.result import make_baseline, make_result, summary
@@ -104,44 +104,6 @@ def test_goodput_counts_what_was_trained_in_the_measured_time_and_merged_at_last
     assert work_of(histories(lines), ChaosRun(2.0, 6.0)).tokens == 100, "version 3 did not survive"
 
 
-KILLED = Hit("kill", "ann", 7.5, 9.5)
-AWAY = Hit("freeze", "shard-0", 5.5, 5.8)
-
-
-@pytest.mark.parametrize(
-    ("faults", "lost"),
-    [
-        ([], {"joining": 1.0, "never_merged": 2.0, "slower": 3.0}),
-        ([KILLED], {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5}),
-        ([KILLED, AWAY], {"joining": 1.0, "died_shard_away": 2.0, "cut_short": 0.5}),
-        ([KILLED, Hit("cut", "ann to shard-0", 5.5, 9.0)], {"joining": 1.0, "died_shard_away": 2.0, "cut_short": 0.5}),
-        ([Hit("kill", "ann", 2.5, 9.5)], {"joining": 0.5}),
-    ],
-)
-def test_every_lost_second_has_its_cause(faults: list[Hit], lost: dict[str, float]):
-    """Ann asks to join at 2, takes a step of a second from 3 on, and of four steps two are merged."""
-    killed_at = min((fault.began for fault in faults if fault.kind == "kill"), default=10.0)
-    ann = [
-        {"t": 2.0, "what": "born", "role": "learner", "tokens": 0},
-        *({"t": 3.0 + n, "what": "stepped", "tokens": 100 * n} for n in range(1, 5)),
-        push(5.1, 1, since=0, tokens=200),
-    ]
-    ann = sorted((line for line in ann if line["t"] < killed_at), key=lambda line: line["t"])
-    shard = [
-        {"t": 0.0, "what": "born", "role": "shard", "epoch": EPOCH},
-        {"t": 0.1, "what": "joined", "learner": "ann", "generation": 1},
-        announced(0.9, 0),
-        *([accepted(5.1, 1, 200), merging(5.2, 1, 200), announced(5.3, 1)] if killed_at > 5.0 else []),
-    ]
-    found = histories({"ann": ann, "shard-0": shard})
-    work = work_of(found, injected(*faults))
-
-    found_losses = losses(found, injected(*faults), work, {"tokens_per_alive_s": 100.0, "step_s": 1.0})
-
-    assert found_losses == pytest.approx({**dict.fromkeys(LOSSES, 0.0), **lost})
-    assert sum(found_losses.values()) == pytest.approx(work.alive_s - work.tokens / 100.0), "what goodput lacks"
-
-
 def test_every_violation_is_in_the_result():
     lines = clean()
     sent(lines, 2, since=0, tokens=200)
@@ -151,33 +113,3 @@ def test_every_violation_is_in_the_result():
     assert (result["violations"], result["double_counted"], result["unplanned"]) == (2, 1, 1)
     assert "2 violations" in summary(result)
     assert "double_counted: 100 tokens of ann are in version 1 of fragment 0 (shard-0)" in summary(result)
-
-
-def test_hostile_processes_are_named_and_only_the_others_are_judged():
-    lines = clean()
-    lies = {"learner": "hostile-0", "generation": 9}
-    shard = lines["shard-0"]
-    shard += [
-        {"t": 2.01, "what": "joined", **lies},
-        {**accepted(2.02, 1, 2**40), **lies},
-        {**accepted(2.03, 1, 5), **lies, "what": "declined", "outcome": "rejected", "code": "BAD_PAYLOAD"},
-    ]
-    shard.sort(key=lambda line: line["t"])
-    merge = next(line for line in shard if line["what"] == "merging")
-    merge["contributions"] = [*merge["contributions"], merge["contributions"][0] | lies | {"tokens": 2**40}]
-    found = histories(lines)
-    honest = make_result(histories(clean()), ChaosRun(0.0, 8.0), [], None, seed=3, gap_max_s=3.1)
-
-    result = make_result(found, ChaosRun(0.0, 8.0), [], None, seed=3, gap_max_s=3.1, hostile=["hostile-0"])
-
-    assert result["double_counted"] == 0
-    assert {key: result[key] for key in ("tokens", "tokens_accepted", "contributions", "evictions")} == {
-        key: honest[key] for key in ("tokens", "tokens_accepted", "contributions", "evictions")
-    }
-    assert result["hostile"] == [
-        {
-            "name": "hostile-0", "joined": 1, "accepted": 1, "declined": {"BAD_PAYLOAD": 1}, "merged": 1,
-            "tokens_claimed": 2**40, "versions_share": 0.2,
-        }
-    ]  # fmt: skip
-    assert "hostile-0: joined 1 times; 1 contributions accepted, 1 merged" in summary(result)

@@ -46,9 +46,6 @@ def of(*members: SeenMember) -> Cluster:
     return Cluster({member.name: member for member in members})
 
 
-# ------------------------------------------------------------ one learner, over all shards
-
-
 @pytest.mark.parametrize(
     ("at_0", "at_1", "word"),
     [
@@ -74,9 +71,6 @@ def test_every_view_says_the_same_of_a_learner(at_0: str | None, at_1: str | Non
     assert row["state"] == word
     known = {one.name: one.state for one in ClusterStatus.of(called(*said)).members}
     assert known.get("ann", "away") == word
-
-
-# ------------------------------------------------------------ one member, and the sums
 
 
 @pytest.mark.parametrize(
@@ -150,9 +144,6 @@ def test_the_time_left_follows_the_pace_of_merging(heard: list[tuple[int, int]],
     for now, merged in heard:
         pace.heard(now, merged)
     assert pace.left_s(1000) == (None if left_s is None else pytest.approx(left_s))
-
-
-# ------------------------------------------------------------ who ought to be there: one shard misses the others
 
 
 def test_one_shard_misses_another_that_its_learners_do_not_reach() -> None:

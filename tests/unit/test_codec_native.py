@@ -201,9 +201,6 @@ def test_a_change_and_its_anchor_become_the_same_bytes(encoding: str, scale: flo
     both_ways(sent)
 
 
-# ------------------------------------------------------------------ what a learner computes with a version as it came
-
-
 def at_odd_address(values: torch.Tensor) -> torch.Tensor:
     """The same values where a message may have them."""
     data = values.view(torch.uint8)

@@ -20,14 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from builders import decoded
-from diloco_common.codec import (
-    Payload,
-    PayloadHeader,
-    chunks_crc32c,
-    crc32c,
-    encode_payload,
-    encoding_names,
-)
+from diloco_common.codec import Payload, PayloadHeader, chunks_crc32c, crc32c, encode_payload, encoding_names
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/wire-format.md"
@@ -46,8 +39,6 @@ def write(kind: str, vectors: list[Vector]) -> None:
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 INT8_SCALE_MAX, INT4_SCALE_MAX = float.fromhex("0x1.020406p+121"), float.fromhex("0x1.249248p+125")
 SUBNORMAL = 2.0**-149
-
-# ------------------------------------------------------------------ the reference
 
 
 def to_float32(x: float) -> float:
@@ -123,8 +114,6 @@ def reference_crc32c(data: bytes) -> int:
 def reference_chunks_crc32c(chunks: Sequence[bytes]) -> int:
     return reference_crc32c(b"".join(struct.pack("<I", reference_crc32c(chunk)) for chunk in chunks))
 
-
-# ------------------------------------------------------------------ the vectors
 
 PLAIN = [0.0, 1.0, -1.0, 0.5, -3.0, 100.0, -0.37, 1e-3]
 TWO_CHUNKS = [((7 * i) % 31 - 15) / 8 for i in range(259)]

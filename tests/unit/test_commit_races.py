@@ -80,7 +80,6 @@ class Writing:
         return self.shard
 
     def restarted(self) -> Shard:
-        """A shard that begins from the file."""
         assert self.shard.manifest is not None
         shard = make_shard(epoch=2)
         shard.versions.restore(self.shard.manifest, [Restored(self.on_disk, VALUES, PUBLISHED, is_new_line=False)])

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from builders import make_settings
-from diloco_common.errors import ConfigError, ManifestMismatch, ModelChanged, UnsupportedModel
+from diloco_common.errors import ManifestMismatch, ModelChanged
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import Collect, LearnerPolicy
-from diloco_demo.gpt import build_gpt
-from diloco_demo.training import make_optimizer
 from diloco_server.core.fragment import FragmentState
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.momentum import Companion, MomentumUse
@@ -49,7 +47,6 @@ def cluster_of(*learners: str, **sections: dict[str, Any]) -> Lockstep:
 
 
 def states(cluster: Lockstep) -> tuple[FragmentState, FragmentState]:
-    """Of the model, and of its companion."""
     model, companion = cluster.shards[0].shard.fragments.values()
     assert (model.fragment.kind, companion.fragment.kind) == ("parameter", "momentum")
     return model, companion
@@ -60,9 +57,6 @@ def round_of(cluster: Lockstep, change: Callable[[], object]) -> None:
     for learner_id in cluster.learners:
         cluster.stepped(learner_id, tokens=8)
     cluster.exchange()
-
-
-# ------------------------------------------------------------------ on the shard
 
 
 def test_a_companion_becomes_the_exact_mean_while_the_model_takes_an_outer_step() -> None:
@@ -135,21 +129,6 @@ def test_learners_that_do_not_average_the_same_momentum_hear_what_to_do(
         cluster.join("b", linear(), second)
     with pytest.raises(ManifestMismatch, match=r"^the model differs from the shard's"):
         cluster.join("b", nn.Linear(4, 1), second)  # it has a bias
-
-
-# ------------------------------------------------------------------ on the learner
-
-
-def test_a_newcomer_adopts_the_mean_and_later_keeps_what_it_has_added_since() -> None:
-    cluster, old, new = cluster_of(sync={"quorum": 1}), momentum(), momentum()
-    cluster.join("a", linear(), old)
-    round_of(cluster, lambda: old["weight"].values.fill_(2.0))
-    late = cluster.join("b", linear(), new)
-    assert new["weight"].values.tolist() == [[2.0] * 4]
-    late.held = True  # what it contributes is in no version
-    new["weight"].values.add_(0.5)
-    round_of(cluster, lambda: old["weight"].values.fill_(3.0))
-    assert new["weight"].values.tolist() == [[3.5] * 4]
 
 
 def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_replaces() -> None:
@@ -251,36 +230,6 @@ def test_momentum_without_a_second_moment_grows_only_so_far_by_one_version(way: 
     assert held.values.tolist() == [[pytest.approx(left)] * 4]
 
 
-def bfloat16(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.bfloat16().parameters())
-
-
-REFUSED = [
-    (bfloat16, UnsupportedModel, r"the momentum of weight \(Adam\) is torch.bfloat16; only float32"),
-    (
-        lambda m: torch.optim.RMSprop(m.parameters()),
-        UnsupportedModel,
-        "how a torch.optim.rmsprop.RMSprop keeps its momentum is unknown",
-    ),
-    (
-        lambda m: torch.optim.SGD(m.parameters(), momentum=0.9, dampening=0.9),
-        UnsupportedModel,
-        "SGD with momentum and without dampening",
-    ),
-    (lambda m: torch.optim.AdamW(m.parameters(), betas=(0.95, 0.9)), UnsupportedModel, "has no bound"),
-    (lambda m: m, ConfigError, "has a Linear: give the optimizer of this model"),
-]
-
-
-@pytest.mark.parametrize(("make", "kind", "words"), REFUSED)
-def test_what_cannot_be_averaged_is_refused_in_words(
-    make: Callable[[nn.Module], Any], kind: type[Exception], words: str
-) -> None:
-    model = linear()
-    with pytest.raises(kind, match=words):
-        Replica(model, companions=Companions([make(model)], SharedSet(model)).by_name)
-
-
 def test_betas_that_a_schedule_moves_count_as_they_are() -> None:
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -294,8 +243,6 @@ def test_betas_that_a_schedule_moves_count_as_they_are() -> None:
     assert companion.pace() == MomentumUse(group["betas"][0], most_of(*group["betas"]))
     assert companion.pace().keeps < 0.9
 
-
-# ------------------------------------------------------------------ of real optimizers
 
 OPTIMIZERS: list[Callable[[nn.Module], torch.optim.Optimizer]] = [
     lambda m: torch.optim.AdamW(m.parameters(), lr=0.1),
@@ -362,15 +309,3 @@ def test_state_that_is_replaced_later_is_noticed(
     change(optimizer, saved)
     with pytest.raises(ModelChanged, match=r"of weight was replaced .*load_state_dict"):
         companions.check()
-
-
-def test_the_built_in_optimizer_of_both_kinds_is_known_and_frozen_parameters_have_no_companion() -> None:
-    settings = make_settings(model={"layers": 1, "heads": 1, "width": 8, "context": 8})
-    model = build_gpt(settings.model, 0)
-    model.lm_head.weight.requires_grad_(False)
-    found = Companions(make_optimizer(model, settings.train), SharedSet(model)).by_name
-    assert found.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
-    divided = {name for name, companion in found.items() if companion.second is not None}
-    assert divided == {"embedding.weight"}, "the matrices are Muon's"
-    assert {companion.kind for name, companion in found.items() if name in divided} == {"Adam"}
-    assert {companion.kind for name, companion in found.items() if name not in divided} == {"Muon"}

@@ -14,15 +14,7 @@ from torch import nn
 from diloco_common.errors import DilocoError
 from diloco_common.ports import Unavailable
 from diloco_common.wire.manifest import cut
-from diloco_common.wire.messages import (
-    Collect,
-    Committed,
-    Directive,
-    LearnerPolicy,
-    Progress,
-    PullHeader,
-    Pulse,
-)
+from diloco_common.wire.messages import Collect, Committed, Directive, LearnerPolicy, Progress, PullHeader, Pulse
 from diloco_worker.core.acts import ModelCut, StepEnded
 from diloco_worker.core.events import Failed, Joined
 from diloco_worker.core.learner import LearnerCore
@@ -101,7 +93,6 @@ class Shard:
 
 @asynccontextmanager
 async def connected(**shards: Any) -> AsyncIterator[tuple[Connections, ConnectionContext]]:
-    """To these shards, by address."""
     context = replace(Parts(encodes_at_once=True).context(), dial=shards.__getitem__)
     connections = Connections(list(shards), Progress(0, 0), context)
     for connection in connections:

@@ -245,9 +245,6 @@ def test_a_step_applies_versions_up_to_a_size_and_a_poll_all_of_them(tokens: int
     assert found == applied
 
 
-# ------------------------------------------------------------------ anything at any time
-
-
 @settings(max_examples=100)
 @given(seed=st.integers(0, 1_000_000), size=st.integers(1, 4))
 def test_whatever_ranks_hear_and_when_they_do_the_same(seed: int, size: int) -> None:

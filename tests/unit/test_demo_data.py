@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from diloco_common.errors import EXIT_DATA, DataError
-from diloco_demo import data
 from diloco_demo.data import TokenStream, is_held_out, load_corpus
 
 
@@ -65,15 +64,6 @@ def test_hidden_and_unreadable_files_and_things_that_are_not_files_are_passed_ov
     assert torch.equal(got.held_out, want.held_out)
 
 
-def test_the_standard_library_is_megabytes_of_source_text_without_its_tests():
-    corpus = load_corpus("stdlib", held_out=0.05)
-    assert len(corpus.train) > 5_000_000
-    assert len(corpus.held_out) > 100_000
-    assert b"import" in bytes(corpus.train[:100_000].tolist())
-    _, paths = data._stdlib()
-    assert not [p for p in paths if {"test", "site-packages"} & set(p.parts)]
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -102,17 +92,6 @@ def test_a_stream_visits_every_window_once_in_a_pass():
     assert len(set(flat)) == len(flat) == 200
 
 
-@pytest.mark.parametrize("drawn", [0, 6, 50])
-def test_a_stream_set_to_a_position_goes_on_exactly_there(drawn):
-    text = numbered(208)  # 25 windows: batches of 4 straddle the passes
-    a = stream(text)
-    for _ in range(drawn):
-        a.next_batch()
-    b = stream(text, position=a.position)
-    for _ in range(10):
-        assert torch.equal(a.next_batch()[0], b.next_batch()[0])
-
-
 def test_streams_differ_by_learner_seed_and_pass():
     text = numbered(208)
     orders = {
@@ -125,12 +104,3 @@ def test_streams_differ_by_learner_seed_and_pass():
         ]
     }
     assert len(orders) == 4
-
-
-@pytest.mark.parametrize(("length", "enough"), [(15, False), (16, True)])
-def test_a_text_shorter_than_two_windows_is_refused(length, enough):
-    if enough:
-        assert stream(numbered(length), batch=3).next_batch()[0].shape == (3, 8)
-    else:
-        with pytest.raises(DataError, match="a context of 8 needs at least 16"):
-            stream(numbered(length))

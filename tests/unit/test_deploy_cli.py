@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from diloco_chaos import command as chaos
 from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import Endpoints, read_address, write_address
@@ -31,26 +30,6 @@ def test_a_cluster_is_found_by_the_settings_of_its_run(argv, tmp_path, capsys) -
     (tmp_path / "run.toml").write_text('[cluster]\nfolder = "elsewhere"\n')
     assert main([*argv, "--config", str(tmp_path / "run.toml")]) != 0
     assert "elsewhere" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["--every", "x"], "--every x: must be seconds, from 0.1 to 10000, such as 5s"),
-        (["--minutes", "0"], "--minutes 0: must be minutes, from 0.01 to 10000"),
-        (["--dead", "nan"], "--dead nan: must be a share, from 0 to 0.9"),
-        (["--timeline", "x.gif"], "--timeline x.gif: give a name that ends with .png or .svg"),
-        (["--baseline", "/does/not/exist"], "/does/not/exist is not a result of chaos"),
-        (["--workers", "2", "--set", "sync.quorum=3"], "sync.quorum (3) is above cluster.workers (2)"),
-    ],
-)
-def test_bad_input_of_chaos_is_one_line_and_exit_code_2(argv, says, capsys) -> None:
-    network = Path("/proc/self/ns/net").readlink()
-    assert chaos.main(argv) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert len(said.splitlines()) == 1
-    assert Path("/proc/self/ns/net").readlink() == network, "chaos enters a network namespace, which is not done yet"
 
 
 def test_an_address_file_is_read_as_it_was_written(tmp_path: Path) -> None:

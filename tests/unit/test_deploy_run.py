@@ -82,15 +82,6 @@ def test_a_process_hangs_by_silence_or_by_its_own_word(limit_s, looks, heard, hu
     assert hung_at is None
 
 
-def test_a_new_process_begins_with_the_whole_time() -> None:
-    hanging = Hanging(3.0)
-    for now in range(5):
-        found = hanging.look(["worker-0"], now)
-    assert found
-    assert not hanging.look([], 5.0)  # it was killed
-    assert not any(hanging.look(["worker-0"], 6.0 + now) for now in range(3))
-
-
 def test_a_worker_hangs_if_it_trains_and_ends_no_step() -> None:
     now = [0.0]
     telemetry = LearnerTelemetry(Caller("run", "worker-0", "process"), lambda: now[0], WorkerMetrics(), Log("worker-0"))

@@ -18,13 +18,7 @@ from diloco_common.errors import (
 )
 from diloco_common.ports import Unavailable
 from diloco_common.wire.calls import FIRST_S, backoff_s
-from diloco_worker.core.dialing import (
-    REVOKED_S,
-    STAYS_S,
-    STEADY_S,
-    Dialing,
-    Redial,
-)
+from diloco_worker.core.dialing import REVOKED_S, STAYS_S, STEADY_S, Dialing, Redial
 
 
 @pytest.mark.parametrize(("after_s", "ends"), [(REVOKED_S - 0.1, False), (REVOKED_S, True)])
@@ -46,9 +40,6 @@ def test_a_learner_that_is_revoked_while_it_trains_ends_unless_it_gets_another_c
 def test_the_wait_grows_to_a_bound_and_half_of_it_is_chance(attempt: int, jitter: float, seconds: float) -> None:
     """After 10 s of failures, the ninth, it is a second at least."""
     assert backoff_s(attempt, jitter) == pytest.approx(seconds, rel=1e-2)
-
-
-# ------------------------------------------------------------------ attempts
 
 
 LEASE_OVER, FOREVER = LeaseExpired("silent"), WrongRun("another run")
@@ -122,9 +113,6 @@ def test_of_a_shard_that_was_up_few_words_are_objections(
     redial = dialing.ended(error, 1.0, 0.0)
     assert (redial.is_objection, redial.is_lease_over) == (is_objection, joins)
     assert why in redial.why
-
-
-# ------------------------------------------------------------------ handshakes
 
 
 FOREIGN, HOST, EXPIRED = ForeignCertificate("of another"), WrongHost("no such name"), CertificateNotValid("too old")

@@ -19,7 +19,6 @@ from diloco_deploy.doctor import command, machine, shards
 from diloco_deploy.doctor.checks import Check, CheckedLine, ReportLine, failure, ok, run_checks
 from diloco_deploy.doctor.machine import PlannedShard, Written
 from diloco_deploy.explain.catalogue import CODES
-from diloco_server.storage.filesystem import Disk, NewFile
 
 SHARD = PlannedShard(
     params=1e8, fragments=24, learners=8, push="int8", pull="bfloat16", outer="nesterov", every=24, step_s=1.0,
@@ -53,9 +52,6 @@ def test_every_code_that_the_doctor_says_is_explained(repository: Path) -> None:
     }
     assert len(said) > 15
     assert said - set(CODES) == set()
-
-
-# ---------------------------------------------------------------- the link
 
 
 ANSWER = JoinAnswer(
@@ -112,46 +108,6 @@ def test_what_a_measurement_means(found: ReportLine, state: str, code: str) -> N
     assert verdict(found) == (state, code)
 
 
-# ---------------------------------------------------------------- the disk
-
-
-class SlowDisk(Disk):
-    """Its fsync takes as long as the test says, in the test's own time."""
-
-    def __init__(self, folder: Path, sync_s: float) -> None:
-        super().__init__(folder)
-        self.now, self._sync_s = 0.0, sync_s
-
-    def clock(self) -> float:
-        return self.now
-
-    def create(self, name: str) -> NewFile:
-        made = super().create(name)
-        sync = made.sync
-
-        def slowly() -> None:
-            self.now += self._sync_s
-            sync()
-
-        made.sync = slowly  # type: ignore[method-assign]
-        return made
-
-
-@pytest.mark.parametrize(
-    ("sync_s", "expected"),
-    [
-        (0.2, ("warning", "DISK_SLOW")),  # 33 MB in 0.8 s, 24 times in 24 s
-        (1.0, ("failure", "DISK_SLOW")),  # 4 s each: never done
-    ],
-)
-def test_a_slow_disk_is_named(tmp_path: Path, sync_s: float, expected: tuple[str, str]) -> None:
-    slow = SlowDisk(tmp_path, sync_s)
-    written = machine.write(slow, slow.clock)
-    assert written.seconds == pytest.approx(sync_s)
-    assert verdict(machine.fast_enough(tmp_path, written, SHARD)) == expected
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
-
-
 def test_a_link_that_somebody_laid_is_not_written_through(tmp_path: Path) -> None:
     victim, folder = tmp_path / "victim", tmp_path / "data"
     victim.write_text("precious")
@@ -162,9 +118,6 @@ def test_a_link_that_somebody_laid_is_not_written_through(tmp_path: Path) -> Non
     assert machine.speed(folder, None, time.monotonic).code in ("OK", "DISK_SLOW")
     assert victim.read_text() == "precious"
     assert sorted(folder.iterdir()) == before
-
-
-# ---------------------------------------------------------------- the machine
 
 
 def test_a_cgroup_is_less_than_its_machine(tmp_path: Path) -> None:
@@ -179,9 +132,6 @@ def test_a_cgroup_is_less_than_its_machine(tmp_path: Path) -> None:
 def test_kernels_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "find", lambda: "DILOCO_NATIVE is 0")
     assert verdict(machine.kernels()) == ("warning", "KERNELS_MISSING")
-
-
-# ---------------------------------------------------------------- checks
 
 
 def checks(*looks: Callable[[], ReportLine], needs: tuple[str, ...] = ()) -> list[Check]:

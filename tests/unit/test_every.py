@@ -86,12 +86,7 @@ def test_a_version_takes_no_longer_because_it_waited_in_line() -> None:
         assert arrivals.pull_s == pytest.approx(0.5)
 
 
-# ------------------------------------------------------------------ a shard
-
-
 class Pair(Rig):
-    """Two learners with steps of a second."""
-
     def __init__(self, **sync: Any) -> None:
         sync = {"sync_every": "auto", "quorum": 1, "grace": "adaptive"} | sync
         super().__init__(sync=sync, lease={"lease_s": 1e6, "heartbeat_s": 1.0})

@@ -25,7 +25,6 @@ NOT_IMPORTED = ("__main__", ".hf", ".lightning")
 
 
 def errors_of_the_project() -> dict[str, type[DilocoError]]:
-    """Code -> a class that has it."""
     for package in (diloco_common, diloco_server, diloco_worker, diloco_deploy):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith(NOT_IMPORTED):

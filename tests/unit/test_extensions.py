@@ -46,9 +46,6 @@ def path(name: str, steps: range, state: tuple[torch.Tensor, list[torch.Tensor]]
     return theta, buffers
 
 
-# ------------------------------------------------------------------ every outer optimizer
-
-
 @pytest.mark.parametrize("name", OUTER)
 def test_theta_and_buffers_are_all_that_is_remembered(name: str) -> None:
     """What a shard keeps is enough to go on after a restart."""
@@ -68,9 +65,6 @@ def test_how_a_fragment_is_cut_does_not_show(name: str) -> None:
     optimizer.step(theta, gradient, optimizer.new_buffers(size), 1)
     optimizer.step(alone, alone_gradient, optimizer.new_buffers(4), 1)
     assert torch.equal(theta[tail], alone)
-
-
-# ------------------------------------------------------------------ every merge rule
 
 
 def merged(name: str, vectors: list[torch.Tensor]) -> torch.Tensor:
@@ -93,9 +87,6 @@ def test_a_rule_that_gives_nonsense_is_named() -> None:
     for nonsense in ([1.0], [1.0, float("nan")]):
         with pytest.raises(ValueError, match=r"sync\.merge"):
             list(merge(contributions, [Piece("w", 0, SIZE, 0)], lambda *_, n=nonsense: n))
-
-
-# ------------------------------------------------------------------ finding them
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,6 @@ def test_what_was_saved_comes_back_with_its_model(disk: FakeDisk) -> None:
         assert not found.is_behind
 
 
-# ------------------------------------------------------------------ crashes
-
-
 def calls_of(work: Any) -> int:
     """How many calls some work on a disk with versions 0 and 1 makes."""
     disk = FakeDisk()
@@ -140,9 +137,6 @@ def test_a_copy_of_an_earlier_day_begins_an_epoch_that_the_run_has_not_had_since
     assert FileStore(copied, ORIGIN, first_epoch=LONG_AGO + 120).epoch > since
 
 
-# ------------------------------------------------------------------ disks that refuse
-
-
 @pytest.mark.parametrize("call", ["create", "write", "sync", "rename", "sync_names"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
 def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(disk, call, number) -> None:
@@ -168,9 +162,6 @@ def test_a_save_that_does_not_fit_gives_back_the_space_that_it_took(disk: FakeDi
     with pytest.raises(OSError, match="No space left"):
         store.save(make_version(1), MANIFEST)
     assert disk.space == 4000
-
-
-# ------------------------------------------------------------------ damage
 
 
 def test_a_rotten_version_is_named_and_the_one_before_used(disk: FakeDisk) -> None:
@@ -275,9 +266,6 @@ def test_a_folder_of_another_run_is_refused_with_the_differences(disk, changes, 
         open_store(disk, other).recover()
     assert raised.value.exit_code == 3
     assert isinstance(raised.value, DataError)
-
-
-# ------------------------------------------------------------------ restoring
 
 
 @pytest.mark.parametrize("before", [(6, 7), (0,)])

@@ -15,8 +15,6 @@ LOG = Log("cat")
 
 
 class Counting:
-    """A learner that counts what it is told."""
-
     def __init__(self, budget: int = 100) -> None:
         self.told: list[tuple[int | None, int | None]] = []
         self.budget = budget

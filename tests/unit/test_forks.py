@@ -14,23 +14,9 @@ from pathlib import Path
 import pytest
 
 from diloco_common.errors import WrongCall
-from diloco_common.forks import danger
 from diloco_worker.shell import home as children
 
 ROOTS = ("common", "server", "worker", "deploy", "simulator")
-
-
-@pytest.mark.parametrize(
-    ("value", "is_loaded", "why"),
-    [
-        ("", False, ""),
-        ("0", True, ""),
-        ("1", True, "=1 is set"),
-    ],
-)
-def test_children_are_in_danger_where_the_handlers_stay(value: str, is_loaded: bool, why: str) -> None:
-    found = danger(value, is_loaded=is_loaded)
-    assert (why in found) if why else not found
 
 
 def test_no_package_imports_grpc_before_the_variable_is_set(repository: Path) -> None:
@@ -49,7 +35,6 @@ def test_no_package_imports_grpc_before_the_variable_is_set(repository: Path) ->
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No learner was in this process yet."""
     monkeypatch.setattr(children, "_first_join", None)
     monkeypatch.delenv(children.MARK, raising=False)
     return monkeypatch

@@ -63,7 +63,6 @@ def store() -> SlowStore:
 
 @pytest.fixture
 def keeping(store: SlowStore) -> Iterator[Callable[..., Keeper]]:
-    """Makes keepers, and closes them."""
     made: list[Keeper] = []
 
     def make(**settings: Any) -> Keeper:

@@ -28,8 +28,6 @@ TINY: dict[str, Any] = {
 
 
 class Line:
-    """A task of a user: fit a line."""
-
     tokens_per_batch = 8
 
     def __init__(self, settings: Settings) -> None:
@@ -65,27 +63,6 @@ class Line:
 
 def build(settings: Settings, non_iid: float) -> Line:
     return Line(settings)
-
-
-class Wild(Line):
-    """It diverges in its first step."""
-
-    rate = 1e25  # so that none of its contributions is finite
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.rate)
-
-
-class Wilder(Wild):
-    rate = math.inf
-
-
-def wild(settings: Settings, non_iid: float) -> Line:
-    return Wild(settings)
-
-
-def wilder(settings: Settings, non_iid: float) -> Line:
-    return Wilder(settings)
 
 
 def arm(name: str = "a", **tables: dict[str, Any]) -> Arm:
@@ -144,14 +121,6 @@ def test_what_diverged_is_said_and_left_out_of_the_gap() -> None:
     said = comparison([calm, wild], [0, 1], lines)
     assert "1 of 2" in said
     assert "-50.00 % (one pair)" in said
-
-
-@pytest.mark.parametrize("task", ["wild", "wilder"])
-def test_a_run_whose_contributions_are_all_refused_ends_and_counts_as_diverged(task: str) -> None:
-    alone = make_arm(task, TINY | {"lab": {"learners": 1}}, f"{HERE}:{task}")
-    result = runner.run(alone, seed=0)["result"]
-    assert result["stalled"]
-    assert result["diverged"]
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from diloco_common.settings import ModelSettings, RunSettings, Settings, TrainSettings
 from diloco_demo.data import Corpus
 from diloco_demo.gpt import GPT
-from diloco_lab.arms import Conditions
-from diloco_lab.lockstep import LockstepRun
 from diloco_lab.tasks import BuiltIn, inner_step
 
 TEXT = (torch.arange(4096) ** 2 % 251).to(torch.uint8)
@@ -55,24 +51,6 @@ def test_a_stack_steps_as_each_learner_alone(optimizer: str, model: ModelSetting
         assert isinstance(one, GPT)
         for name, p in one.named_parameters():
             torch.testing.assert_close(p, other.get_parameter(name), rtol=1e-3, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    "rough", [{"speeds": (1.1, 1.0, 0.4)}, {"kill_every": 1.0, "away": 6.0}], ids=["speeds", "deaths"]
-)
-def test_a_whole_run_goes_the_same_way_with_and_without_a_stack(rough: dict[str, Any]) -> None:
-    outcomes, losses, deaths = [], [], []
-    for kind in (BuiltIn, Alone):
-        of = task(kind, "muon", tokens=3 * 2 * 8 * 30)
-        run = LockstepRun(of.settings, of, Conditions(learners=3, **rough))
-        outcomes.append(run.run())
-        deaths.append([len(learner.cores) - learner.alive for learner in run.learners.values()])
-        losses.append(of.evaluate(run.global_model(), 1, 512))
-    assert outcomes[0] == outcomes[1]
-    assert outcomes[0].deaths == sum(deaths[0])
-    assert set(deaths[0]) <= ({1, 2} if "kill_every" in rough else {0}), "they die in turn"
-    # The batch that was read ahead is lost with a dead learner, and alone nobody reads ahead.
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2 if outcomes[0].deaths else 2e-3)
 
 
 class Own(GPT):

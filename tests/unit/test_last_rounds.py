@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
 
-from builders import make_settings
 from diloco_common.wire.messages import Collect, Outcome
 from diloco_server.core.membership import LAST_S, LAST_TRIES
-from lockstep import Lockstep
 from rig import TOKENS, Rig
 
 NOTHING, FRAGMENT_0 = frozenset[int](), frozenset([0])
@@ -86,56 +82,6 @@ def test_a_learner_that_leaves_is_asked_for_nothing_that_it_does_not_have() -> N
     rig.report("b", last_rounds=NOTHING)
     rig.step("a", steps=4)
     assert rig.state.round.missing == ["a"]
-
-
-# ------------------------------------------------------------------ with learners
-
-
-class Counting(nn.Module):
-    """Every value counts the steps, in thousandths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(64))
-        self.v = nn.Parameter(torch.ones(64))
-
-
-H = 500
-
-
-def step(cluster: Lockstep, models: dict[str, Counting], learner_ids: str) -> None:
-    for learner_id in learner_ids:
-        with torch.no_grad():
-            for p in models[learner_id].parameters():
-                p += 2.0**-10
-        cluster.stepped(learner_id, tokens=8)
-
-
-@pytest.mark.parametrize("quorum", [2, "all"])
-@pytest.mark.parametrize("last_step", [3, H - 1, 1234])
-def test_all_that_was_trained_is_merged_wherever_it_leaves(last_step: int, quorum: object) -> None:
-    """H = 500. Without a last round, half of H is lost on average: 250 of 1234 steps is a fifth."""
-    sync = {"sync_every": H, "quorum": quorum, "fragments": 2, "merge": "mean", "push": "float32", "pull": "float32"}
-    outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
-    cluster = Lockstep(make_settings(sync=sync, outer=outer), num_shards=2)
-    models = {learner_id: Counting() for learner_id in "abc"}
-    for learner_id, model in models.items():
-        cluster.join(learner_id, model)
-    for _ in range(last_step):
-        step(cluster, models, "abc")
-        cluster.exchange()
-
-    leaver = cluster.learners["c"].core
-    rounds = sum(f.version for f in leaver.of_model)
-    for _ in range(2):  # what is under way first, if anything is
-        step(cluster, models, "ab")
-        cluster.leaving("c")
-        cluster.exchange()
-    cluster.leave("c")
-
-    merged = sum(shell.shard.membership.get("c").tokens_merged for shell in cluster.shards) / 2
-    assert merged == 8 * last_step
-    assert sum(f.version for f in leaver.of_model) - rounds <= 2, "one round of each fragment, for all"
 
 
 def test_it_gets_another_one_where_its_work_is_refused_and_not_for_ever() -> None:

@@ -261,25 +261,3 @@ def test_a_command_loads_no_more_than_it_needs(command: Command, loaded):
     assert sorted(beyond) == []
     unused = {name for name in LOADS[command.name] if not any(is_below(module, name) for module in seen)}
     assert not unused, "these are needed no more"
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        pytest.param("diloco_common.wire.manifest", "import torch", id="what the longest name that fits rules out"),
-        pytest.param("diloco_common.wire.rpc", "from diloco_protos import parameter_server_pb2", id="another package"),
-        pytest.param("diloco_protos.extra", "import torch", id="what is not listed"),
-        pytest.param("diloco_server.core.shard", "import math, time", id="a clock"),
-        pytest.param("diloco_server.core.shard", "from diloco_common import *", id="everything of a package"),
-        pytest.param("diloco_server.core.shard", "from ..service import Service", id="the shell, by its parent"),
-        pytest.param("diloco_server.core.shard", "def now():\n    import time", id="in a function"),
-        pytest.param("diloco_server.core.shard", "if TYPE_CHECKING:\n    import grpc", id="for types alone"),
-        pytest.param("diloco_server.core.shard", "clock = __import__('time').monotonic", id="behind the back"),
-        pytest.param("diloco_worker.core.learner", "from diloco_server.core.round import Round", id="the other side"),
-        pytest.param("diloco_server.shell.host", "from time import monotonic", id="the clock of a shell"),
-        pytest.param("diloco_server.shell.service", "from diloco_common.wire import rpc", id="grpc in a shell"),
-        pytest.param("diloco_simulator.world.process", "import time", id="real time in the simulator"),
-    ],
-)
-def test_a_module_that_breaks_its_layer_is_found(module, source):
-    assert violations(source, module)

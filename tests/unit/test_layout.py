@@ -99,9 +99,6 @@ def test_learners_of_different_layouts_agree(dtype: torch.dtype) -> None:
         assert other.dim() < 4 or other.is_contiguous(memory_format=torch.channels_last)
 
 
-# ------------------------------------------------------------------ memory that is shared
-
-
 def of(**parameters: Tensor) -> nn.Module:
     model = nn.Module()
     for name, tensor in parameters.items():
@@ -145,11 +142,3 @@ def test_other_views_of_the_same_memory_are_refused_by_name(make: Callable[[Tens
     with pytest.raises(UnsupportedModel, match=r"(v and w|w and v) share memory, .* Tie them as one") as caught:
         Replica(make(torch.randn(12)))
     assert "\n" not in str(caught.value)
-
-
-def test_a_model_on_several_devices_is_refused_by_name() -> None:
-    model = of(w=torch.randn(3), v=torch.randn(3))
-    model.w.data = torch.randn(3)
-    parameters = {"w": model.w, "v": nn.Parameter(torch.empty(3, device="meta"))}
-    with pytest.raises(UnsupportedModel, match=r"on several devices \(w on cpu, v on meta\): put those"):
-        layout.refuse_several_devices(parameters)

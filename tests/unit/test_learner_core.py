@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -76,7 +75,6 @@ class Rig:
         return taken
 
     def contributes(self, round_number: int = 1, by: float | list[float] = 2.0, tokens: int = 5) -> PendingContribution:
-        """It trains, and a round asks."""
         self.trains(by, tokens)
         (contribution,) = self.asked(round_number)
         return contribution
@@ -107,9 +105,6 @@ def delta_of_snapshot(contribution: PendingContribution) -> Tensor:
     return contribution.tensors.take_snapshot().float()
 
 
-# ------------------------------------------------------------------ the first version
-
-
 def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no_round() -> None:
     rig = Rig(at=10.0, version=None)
     rig.trains(by=2.0)
@@ -135,9 +130,6 @@ def test_what_is_trained_without_a_shard_lies_on_top_of_its_first_version(on_com
         assert rig.theta == 51.0
         (contribution,) = rig.asked(4)
         assert (delta_of(contribution)[0], contribution.tokens, contribution.base_version) == (-1.0, 7, 3)
-
-
-# ------------------------------------------------------------------ contributions
 
 
 def test_a_contribution_is_anchor_minus_snapshot_with_its_tokens_and_steps() -> None:
@@ -239,9 +231,6 @@ def test_one_contribution_is_under_way_at_a_time() -> None:
     assert (contribution.round, contribution.base_version, contribution.tokens, contribution.steps) == (2, 1, 5, 1)
 
 
-# ------------------------------------------------------------------ versions under progress
-
-
 # Anchor 10; trained +2 before the snapshot, and +1 after it; then version 1 arrives as 20.
 @pytest.mark.parametrize("fate", ["merged", "carried", None], ids=["merged", "not merged", "not asked"])
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite", "blend"])
@@ -293,21 +282,6 @@ def test_a_contribution_to_a_later_round_moves_along_with_the_version_before_it(
     rig.arrives(2, 22.0, merged=2)  # version 1 and the contribution
     assert rig.theta == 23.0, "22 + the one step after the snapshot"
     assert rig.fragment.tokens_since(rig.core.tokens) == 5
-
-
-def test_the_inner_optimizer_and_the_gradients_are_left_alone() -> None:
-    rig = Rig()
-    parameter = rig.model.w
-    parameter.grad = torch.ones(2)
-    rig.trains(by=1.0)
-    rig.arrives(1, 20.0)
-    assert rig.model.w is parameter
-    assert parameter.requires_grad
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [1.0, 1.0]
-
-
-# ------------------------------------------------------------------ snapshots that are taken while training goes on
 
 
 def trained_meanwhile(rig: Rig, contribution: PendingContribution, before: float, after: float) -> None:
@@ -398,11 +372,7 @@ def test_no_version_can_be_applied_while_the_snapshot_is_taken(fails: bool) -> N
     assert (rig.theta, rig.core.contributions["carried"]) == (22.0, 1)
 
 
-# ------------------------------------------------------------------ what is computed ahead
-
-
 def overtaken(rig: Rig) -> None:
-    """Another version is applied."""
     rig.arrives(1, 15.0)
 
 
@@ -429,9 +399,6 @@ def test_what_was_computed_ahead_from_another_reference_is_computed_again(
     assert rig.theta == theta
 
 
-# ------------------------------------------------------------------ work that was not merged
-
-
 @pytest.mark.parametrize(
     ("answer", "counted"),
     [
@@ -449,9 +416,6 @@ def test_a_contribution_that_is_not_taken_gives_its_work_back(answer: PushAnswer
     assert rig.core.tokens_carried == 5
     contribution = rig.contributes(by=1.0)
     assert (delta_of(contribution).tolist(), contribution.tokens, contribution.steps) == ([-3.0, -3.0], 10, 2)
-
-
-# ------------------------------------------------------------------ error feedback
 
 
 @pytest.mark.parametrize(
@@ -497,22 +461,6 @@ def test_a_residual_comes_back_from_contributions_that_were_not_merged(encodes: 
     torch.testing.assert_close(sent + contribution.tensors.loss.float(), x + lost.float(), rtol=0, atol=0.005)
 
 
-def test_what_was_refused_for_being_enormous_leaves_nothing_behind() -> None:
-    """Its loss has a rounding that is longer than an honest contribution."""
-    rig = Rig(on_commit="overwrite")
-    contribution = rig.contributes(by=[2.0, 0.42])
-    contribution.tensors.encode("int8")
-    rig.arrives(1, 12.0, merged=1)
-    for number in (2, 3):
-        contribution = rig.contributes(number, by=[3e7, 1.3e7])
-        contribution.tensors.encode("int8")
-        rig.answered(number, rejected(BadChecksum.code))
-        rig.arrives(number, 12.0)
-    contribution = rig.contributes(4, by=0.5)
-    x = decoded(contribution.tensors.encode("int8")) + contribution.tensors.loss.float()
-    assert ((x + 0.5).abs() < 0.3).all()
-
-
 def test_an_encoding_that_fails_midway_leaves_no_half_of_a_residual() -> None:
     rig = Rig(at=0.0)
     contribution = rig.contributes(by=[2.0, 0.42])
@@ -525,15 +473,6 @@ def test_an_encoding_that_fails_midway_leaves_no_half_of_a_residual() -> None:
     assert contribution.tensors.residual.tolist() == [0.0, 0.0]
 
 
-def test_nothing_of_a_residual_is_overwritten_by_what_is_not_finite() -> None:
-    rig = Rig()
-    lost = rig.loses()
-    contribution = rig.contributes(2, by=[0.0, math.nan])
-    with pytest.raises(NotFinite, match="element 1 of 2 is nan"):
-        contribution.tensors.encode("int4")
-    assert contribution.tensors.residual.equal(lost)
-
-
 def test_without_error_feedback_no_residual_is_kept() -> None:
     rig = Rig(error_feedback=False)
     contribution = rig.contributes()
@@ -542,9 +481,6 @@ def test_without_error_feedback_no_residual_is_kept() -> None:
     rig.arrives(1, 12.0, merged=1)
     rig.trains(by=0.0)
     assert rig.next_delta(2) == 0.0
-
-
-# ------------------------------------------------------------------ joining again
 
 
 def asked_after_a_restart() -> tuple[Rig, PendingContribution]:
@@ -607,9 +543,6 @@ def test_a_version_of_an_older_line_does_not_hold_a_contribution_to_a_later_one(
     assert rig.theta == 22.0, "its work goes on"
 
 
-# ------------------------------------------------------------------ a shard that has forgotten this learner
-
-
 @pytest.mark.parametrize("rejoins", [False, True])
 def test_what_a_shard_has_forgotten_counts_as_merged_and_is_not_pushed_again(rejoins: bool) -> None:
     """Through its restart, too."""
@@ -635,9 +568,6 @@ def test_what_cannot_have_been_forgotten_is_given_back(forgotten: int, version: 
     contribution.pushes.may_have_arrived = sent
     rig.core.rejoined([FragmentStatus(0, True, version, 0, EPOCH, forgotten)], EPOCH + 1)
     assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
-
-
-# ------------------------------------------------------------------ a shard that came back with its versions
 
 
 @pytest.mark.parametrize("is_renamed", [False, True])

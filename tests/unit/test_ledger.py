@@ -120,9 +120,6 @@ def series(registry: CollectorRegistry, name: str) -> dict[str, float]:
     return {"".join(s.labels.values()): s.value for s in samples if s.value}
 
 
-# ------------------------------------------------------------------ all views are of one account
-
-
 def draw(random_: random.Random) -> Fact:
     fragment, number, code = random_.randrange(3), random_.randrange(1, 6), random_.choice(["NOT_FINITE", "TOO_STALE"])
     learner, gone = random_.choice("abc"), random_.choice(["LEFT", "STALE_GENERATION", "LEASE_EXPIRED", "REVOKED"])
@@ -181,9 +178,6 @@ def test_status_metrics_and_rounds_agree(shard: Shard, seed: int) -> None:
     for traced in told["rounds"]:
         refused += Counter(traced["refused"])
     assert all(count <= status["rejected"][code] for code, count in refused.items()), "some were of no open round"
-
-
-# ------------------------------------------------------------------ what is told of rounds
 
 
 def test_a_round_is_told_from_its_opening_to_its_version(shard: Shard) -> None:

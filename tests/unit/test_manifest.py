@@ -43,9 +43,6 @@ def loads(manifest: Manifest) -> list[int]:
     return [f.num_elements for f in manifest.fragments]
 
 
-# ------------------------------------------------------------------ any model
-
-
 @given(tensors=MODELS, num_fragments=st.integers(1, 30))
 def test_every_element_lies_in_exactly_one_piece(tensors: list[TensorSpec], num_fragments: int) -> None:
     manifest = cut(tensors, num_fragments, 1)
@@ -103,28 +100,7 @@ def test_the_order_in_which_tensors_are_named_changes_nothing(
     assert cut(shuffled, num_fragments, 1).digest == cut(tensors, num_fragments, 1).digest
 
 
-# ------------------------------------------------------------------ a model that looks like one
-
-
-def transformer(width: int = 64, layers: int = 6) -> list[TensorSpec]:
-    tensors = [TensorSpec("embedding.weight", (256, width), "mean"), TensorSpec("norm.weight", (width,))]
-    for i in range(layers):
-        tensors += [
-            TensorSpec(f"layers.{i}.qkv.weight", (3 * width, width)),
-            TensorSpec(f"layers.{i}.out.weight", (width, width)),
-            TensorSpec(f"layers.{i}.up.weight", (4 * width, width)),
-            TensorSpec(f"layers.{i}.down.weight", (width, 4 * width)),
-            TensorSpec(f"layers.{i}.norm.weight", (width,)),
-        ]
-    return tensors
-
-
 # With 24 fragments the pieces are nearly as large as a fragment, and some fragments hold one, some two of them.
-@pytest.mark.parametrize(("num_fragments", "peak"), [(1, 1.0), (4, 1.02), (8, 1.1), (24, 1.3)])
-def test_traffic_is_flat(num_fragments: int, peak: float) -> None:
-    manifest = cut(transformer(), num_fragments, 1)
-    assert len(manifest.fragments) == num_fragments
-    assert max(loads(manifest)) <= peak * manifest.num_elements / num_fragments
 
 
 # The digest is part of the protocol: another implementation must come to the same one.
@@ -167,9 +143,6 @@ def test_what_cannot_be_cut_is_refused(
         cut(tensors, num_fragments, num_shards)
 
 
-# ------------------------------------------------------------------ the table of differences
-
-
 def test_differences_are_named_with_both_sides() -> None:
     same = TensorSpec("same", (2,))
     mine = [same, TensorSpec("shape", (2, 3)), TensorSpec("merge", (4,), "mean"), TensorSpec("mine", ())]
@@ -180,9 +153,6 @@ def test_differences_are_named_with_both_sides() -> None:
         "shape: [2, 3] <-> [3, 2]",
         "theirs: absent <-> [5]",
     ]
-
-
-# ------------------------------------------------------------------ companions
 
 
 def with_companions(tensors: list[TensorSpec]) -> list[TensorSpec]:
@@ -252,9 +222,6 @@ def test_a_parameter_has_one_companion() -> None:
     w = TensorSpec("w", (4, 2))
     with pytest.raises(BadRequest, match="are of one parameter"):
         check_kinds([w, companion_of(w, "Adam"), companion_of(w, "SGD")])
-
-
-# ------------------------------------------------------------------ buffers
 
 
 def norm(path: str, width: int, rule: Rule = "variance") -> list[TensorSpec]:

@@ -45,9 +45,6 @@ def replica_of(model: nn.Module, masters: Masters) -> Replica:
     return replica
 
 
-# ------------------------------------------------------------------ what is read and written
-
-
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_a_master_gets_all_of_a_version_and_its_parameter_is_rounded_from_it(fragments: int) -> None:
     model = Net()
@@ -122,9 +119,6 @@ def test_a_block_leaves_the_copies_as_they_were_and_restored_values_go_there() -
     rig.learner.restore({"1": torch.full((1,), 7.0)})
     assert [m.item() for m in masters.values()] == [16.0, 7.0]
     assert rig.values == [17.0, 7.0]
-
-
-# ------------------------------------------------------------------ where they are
 
 
 class WithGroups:

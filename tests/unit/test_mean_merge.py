@@ -58,17 +58,6 @@ class Encoder(Asked):
         return None  # type: ignore[return-value]
 
 
-class Many(Decoder):
-    """Several heads, as the model says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.ModuleList(nn.Linear(32, 101, bias=False) for _ in range(2))
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.more
-
-
 class Table(nn.Module):
     """An embedding of the user's own."""
 
@@ -78,8 +67,6 @@ class Table(nn.Module):
 
 
 class Says(nn.Module):
-    """What its embedding is."""
-
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
         self.embedding, self.body = embedding, nn.Linear(4, 4)
@@ -108,7 +95,6 @@ WITH_HEAD = ["lm_head.weight", "wpe.weight", "wte.weight"]
             nn.Sequential(nn.Linear(3, 3), Asked(vocabulary=32)), [f"1.{n}" for n in WITH_HEAD], id="a part says"
         ),
         pytest.param(Encoder(), WITH_HEAD, id="if the model does not know, its size tells"),
-        pytest.param(Many(), ["more.0.weight", "more.1.weight", "wpe.weight", "wte.weight"], id="several heads"),
         pytest.param(Says(Table()), ["embedding.weight"], id="a table of the user's own"),
         pytest.param(Says(nn.Conv2d(3, 4, 2)), [], id="a projection of patches is none"),
         pytest.param(nn.Sequential(Decoder(), nn.Linear(101, 32)), ["0.wpe.weight", "0.wte.weight"], id="reads it"),

@@ -7,15 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from builders import make_settings
-from diloco_common.errors import (
-    Busy,
-    LeaseExpired,
-    NotJoined,
-    Refusal,
-    StaleGeneration,
-    Stalled,
-    Superseded,
-)
+from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, StaleGeneration, Stalled, Superseded
 from diloco_common.wire.messages import Progress
 from diloco_server.core.membership import ALIKE, LeaseState, Likeness, Member, Membership
 
@@ -32,9 +24,6 @@ def heard(members: Membership, member: Member, step: int, now: float) -> None:
 @pytest.fixture
 def members() -> Membership:
     return make_membership()
-
-
-# ------------------------------------------------------------------ generations
 
 
 def test_every_join_of_anybody_gets_the_next_generation(members: Membership) -> None:
@@ -117,9 +106,6 @@ def test_of_two_processes_with_one_id_the_one_that_began_later_has_it(
         come(members, "process 2", later_s, second_age_s)
 
 
-# ------------------------------------------------------------------ leases
-
-
 # Joined at 0, heard at the given times with the given inner steps; the lease is 6 s.
 @pytest.mark.parametrize(
     ("heard_at", "now", "state", "code"),
@@ -179,9 +165,6 @@ def test_a_lease_that_is_over_says_why(end: str, error: type[Refusal], words: st
         members.check("a", 1)
 
 
-# ------------------------------------------------------------------ bounds
-
-
 def test_as_many_leases_are_held_as_the_settings_allow() -> None:
     members = make_membership(max_learners=2)
     a = members.join("a", "p", 0.0)
@@ -206,9 +189,6 @@ def test_the_longest_gone_are_forgotten_first() -> None:
     assert [m.learner_id for m in members.all()] == ["b", "c"]
     with pytest.raises(NotJoined, match="join first"):
         members.check("d", 1)
-
-
-# ------------------------------------------------------------------ numbers
 
 
 def test_every_live_learner_has_the_smallest_number_that_is_free(members: Membership) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import deque
-
 import pytest
 import torch
 
@@ -32,18 +29,6 @@ def test_memory_that_a_view_still_shows_is_not_used_again() -> None:
     assert part.eq(7.0).all()
     del part
     assert memory.empty(SIZE).data_ptr() == address
-
-
-def test_the_pool_holds_as_many_blocks_as_were_in_use_at_once() -> None:
-    """Whatever the order of sizes: a learner's contributions take turns in fragments of unequal size."""
-    pool, sizes = memory.Pool(), random.Random(1)
-    in_use: deque[memoryview] = deque()
-    for _ in range(500):
-        in_use.append(pool.take(sizes.randrange(14 * MIB, 19 * MIB)))
-        if len(in_use) == 5:
-            in_use.popleft()
-    in_use.clear()
-    assert len(pool) == 5
 
 
 def test_a_block_that_nobody_needed_for_long_goes() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from busy import busy_shard, busy_worker, certificate
+from certificates import Certificates
 from diloco_common.observe.metrics import ReaderMetrics, ShardMetrics, WorkerMetrics
+from diloco_common.trust.tls import read_folder
 
 
 def values(registry: CollectorRegistry) -> dict[str, float]:
@@ -20,60 +21,6 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
         for sample in family.samples
         if sample.name.startswith("diloco_")
     }
-
-
-@pytest.mark.parametrize(
-    ("series", "value"),
-    [
-        ("diloco_shard_ready", 1),
-        ("diloco_shard_refused_calls_total{code=NOT_JOINED}", 1),
-        ("diloco_shard_joins_total", 1),
-        ("diloco_shard_evictions_total{code=LEASE_EXPIRED}", 1),
-        ("diloco_shard_learners{state=alive}", 3),
-        ("diloco_shard_learners{state=stalled}", 1),
-        ("diloco_shard_learner_inner_step{learner=worker-1}", 10),
-        ("diloco_shard_learner_silent_seconds{learner=worker-1}", 0.5),
-        ("diloco_shard_contributions_total{outcome=accepted}", 1),
-        ("diloco_shard_contributions_rejected_total{code=NOT_FINITE}", 1),
-        ("diloco_shard_received_bytes_total", 100),
-        ("diloco_shard_learner_state{learner=worker-1}{state=stalled}", 1),
-        ("diloco_shard_learner_state{learner=worker-1}{state=alive}", 0),
-        ("diloco_shard_learner_contributions_total{learner=worker-1}{fate=merged}", 3),
-        ("diloco_shard_learner_left_out{learner=worker-1}", 1),
-        ("diloco_shard_settings{setting=sync.quorum}", 2),
-        ("diloco_shard_contributed_tokens_total{fate=merged}", 800),
-        ("diloco_shard_oldest_round_seconds", 2.5),
-        ("diloco_shard_quorum_seconds_sum", 0.1),
-        ("diloco_shard_rounds_closed_total{why=grace}", 1),
-        ("diloco_shard_round_seconds_sum", 1.5),
-        ("diloco_shard_version{fragment=3}", 7),
-        ("diloco_shard_tokens_merged_total", 5000),
-        ("diloco_shard_tokens_budget", 10_000),
-        ("diloco_shard_save_failures_total", 1),
-        ("diloco_shard_versions_lost_total", 2),
-    ],
-)
-def test_what_happens_in_a_shard_is_counted(series, value):
-    assert values(busy_shard().registry)[series] == value
-
-
-@pytest.mark.parametrize(
-    ("series", "value"),
-    [
-        ("diloco_worker_inner_steps_total", 1),
-        ("diloco_worker_loss", 2.5),
-        ("diloco_worker_inner_step_seconds_sum", 0.25),
-        ("diloco_worker_sync_stall_seconds_sum", 0.0002),
-        ("diloco_worker_pushes_total{outcome=accepted}", 1),
-        ("diloco_worker_pushes_total{outcome=failed}", 0),
-        ("diloco_worker_pushed_bytes_total", 500),
-        ("diloco_worker_contributions_unmerged", 2),
-        ("diloco_worker_version{fragment=3}", 7),
-        ("diloco_worker_reconnects_total", 1),
-    ],
-)
-def test_what_happens_in_a_worker_is_counted(series, value):
-    assert values(busy_worker().registry)[series] == value
 
 
 def test_the_age_of_a_version_grows_until_the_next_one():
@@ -107,8 +54,11 @@ def test_tokens_merged_never_fall_and_begin_where_a_restored_shard_does():
 
 
 def test_a_learner_that_is_forgotten_leaves_no_series():
-    m = busy_shard()
-    m.learners.silent.labels("worker-2").set(0.1)
+    m = ShardMetrics()
+    m.learners.state("worker-1", "stalled")
+    m.learners.contributions.follow_all({"asked": 5, "merged": 3}, "worker-1")
+    for learner in ("worker-1", "worker-2"):
+        m.learners.silent.labels(learner).set(0.1)
 
     m.learners.forget("worker-1")
     m.learners.forget("worker-1")
@@ -141,22 +91,10 @@ def test_a_standby_says_how_far_it_is_behind() -> None:
     assert "diloco_reader_skipped_versions_total 7.0" in text
 
 
-def test_the_page_of_metrics_leaves_none_out(repository: Path):
-    page = (repository / "docs/metrics.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^- `(\w+)` \((\w+)[,)]", page, flags=re.MULTILINE)
-    served = {
-        (family.name + ("_total" if family.type == "counter" else ""), family.type)
-        for metrics in (busy_shard(), busy_worker(), following())
-        for family in metrics.registry.collect()
-        if family.name.startswith("diloco_") and family.name != "diloco_build_info"
-    }
-    assert len(listed) == len(set(listed))
-    assert set(listed) == served
-
-
-@pytest.mark.parametrize("metrics", [busy_shard(), busy_worker()], ids=["shard", "worker"])
-def test_when_certificates_expire_is_told_in_seconds_since_1970(metrics):
-    files = certificate()
+@pytest.mark.parametrize("kind", [ShardMetrics, WorkerMetrics])
+def test_when_certificates_expire_is_told_in_seconds_since_1970(kind: type[ShardMetrics | WorkerMetrics], tmp_path):
+    files, metrics = read_folder(Certificates(tmp_path).issue("learner/worker-1", days=90.0)), kind()
+    metrics.certificates.follow(lambda: files)
     own = values(metrics.registry)["diloco_certificate_expires_timestamp_seconds{which=own}"]
     assert own == files.certificate.not_valid_after_utc.timestamp()
     assert values(metrics.registry)["diloco_certificate_expires_timestamp_seconds{which=ca}"] > own

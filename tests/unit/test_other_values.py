@@ -40,9 +40,6 @@ def bits(model: nn.Module) -> list[list[int]]:
     return [t.detach().contiguous().reshape(-1).view(torch.uint8).tolist() if t.dim() else [int(t)] for t in tensors]
 
 
-# ------------------------------------------------------------------ what is undone
-
-
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
 def test_whatever_the_body_does_to_the_model_is_undone_bit_for_bit(error: type[BaseException] | None) -> None:
     net = Net()
@@ -64,9 +61,6 @@ def test_whatever_the_body_does_to_the_model_is_undone_bit_for_bit(error: type[B
     assert bits(net) == before
     assert [id(b) for b in net.buffers()] == objects
     others.check()  # it is over
-
-
-# ------------------------------------------------------------------ which values, by which name
 
 
 def averaged() -> nn.Module:
@@ -102,9 +96,6 @@ def test_what_is_not_named_stays_and_dtypes_are_those_of_the_model() -> None:
     assert net.body.weight.eq(1.5).all()
     assert net.body.weight.dtype == torch.bfloat16
     assert torch.equal(net.norm.weight, before)
-
-
-# ------------------------------------------------------------------ what a learner does
 
 
 def test_the_newest_global_values_are_in_the_model_and_then_no_longer() -> None:

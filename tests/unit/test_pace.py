@@ -114,9 +114,6 @@ def honest(crowd: Crowd, count: int = 3, step_s: float = 1.0) -> list[Actor]:
     return [crowd.come(f"honest-{i}", step_s) for i in range(count)]
 
 
-# ------------------------------------------------------------------ rounds
-
-
 def test_a_ghost_that_reports_a_thousand_steps_at_a_time_opens_no_more_rounds() -> None:
     """A learner reported a thousand steps at a time, and everybody was asked four times per step."""
     alone, with_ghost = Crowd(), Crowd()
@@ -161,9 +158,6 @@ def test_the_end_of_a_budget_is_not_called_by_one_stranger() -> None:
     with_ghost.come("ghost", 0.1, per_step=(1, 2**40), contributes=False)
     with_ghost.run(40)
     assert with_ghost.run(200) <= alone.run(200) + 2
-
-
-# ------------------------------------------------------------------ grace
 
 
 def test_ghosts_that_report_long_steps_widen_no_window() -> None:

@@ -37,8 +37,6 @@ def functions(file: Path) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in parsed(file).body if isinstance(node, ast.FunctionDef)}
 
 
-# ---------------------------------------------------------------- all pages
-
 PAGES = sorted(path for folder in (ROOT, DOCS) for path in folder.glob("*.md"))
 
 
@@ -48,13 +46,10 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if "://" not in link and not page.parent.joinpath(link).exists()] == []
 
 
-# ---------------------------------------------------------------- architecture.md
-
 ARCHITECTURE = text_of("architecture.md")
 FILES = sorted(set(re.findall(r"`((?:common|server|worker|simulator)/(?!diloco_)[\w/]+\.py)\b", ARCHITECTURE)))
 NAMED = sorted(set(re.findall(r"`([\w/]+\.py): ([\w.]+)`", ARCHITECTURE)))
 (PICTURE,) = re.findall(r"^```\n(LEARNER.*?)^```", ARCHITECTURE, re.M | re.S)
-HOPS = re.findall(r"^(\d+)\. (`.*?`): ", ARCHITECTURE, re.M)
 
 
 def source(file: str) -> Path:
@@ -86,18 +81,6 @@ def test_a_file_that_the_page_names_exists(file: str) -> None:
 def test_a_name_on_the_page_is_in_its_file(file: str, name: str) -> None:
     assert defines(parsed(source(file)).body, name)
 
-
-def test_the_picture_has_the_hops_and_hand_overs_that_the_page_lists() -> None:
-    drawn = [n for a, b in re.findall(r"(\d+)(?:-(\d+))?", PICTURE) for n in range(int(a), int(b or a) + 1)]
-    assert drawn == [int(number) for number, _ in HOPS] == list(range(1, len(HOPS) + 1))
-    assert all(re.search(r"\.py: ", where) for _, where in HOPS)
-    letters = re.findall(r"─([a-z])▶", PICTURE)
-    (counted,) = re.findall(r"There are (\d+) on this way", ARCHITECTURE)
-    assert letters == [chr(ord("a") + i) for i in range(int(counted))]
-    assert "TO FILL" not in ARCHITECTURE
-
-
-# ---------------------------------------------------------------- reliability.md and security.md
 
 CASES = {*range(1, 15), *range(16, 21), *range(22, 26)}
 PROMISES = [f"P{i}" for i in (*range(1, 8), 10, 11, 12)]
@@ -184,8 +167,6 @@ def test_who_might_do_harm_is_tested() -> None:
         assert all((TESTS / path).is_file() for path in named), row
 
 
-# ---------------------------------------------------------------- simulation.md
-
 SIMULATION = re.search(r"### Promises(.*?)### Invariants(.*?)### What a loss", text_of("simulation.md"), re.S)
 
 
@@ -201,17 +182,11 @@ def test_what_the_page_says_is_checked_is_checked() -> None:
     assert all(f'"{name}"' in cluster for name in of_the_cluster)
 
 
-# ---------------------------------------------------------------- home.md
-
-
 def test_the_page_for_home_has_the_figure_of_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
     (command,) = [text for text in blocks(DOCS / "home.md").values() if text.startswith("diloco plan")]
     assert main(shlex.split(command)[1:]) == 0
     (link,) = re.findall(r"a shard's link.*?  ([0-9.]+ Mbit/s)", capsys.readouterr().out)
     assert f"here {link}" in text_of("home.md")
-
-
-# ---------------------------------------------------------------- deploy.md and launchers.md
 
 
 def test_every_block_is_followed_or_says_why_not() -> None:
@@ -226,17 +201,11 @@ def test_every_block_is_followed_or_says_why_not() -> None:
     assert 'blocks(ROOT / "docs/operations.md")["slurm"]' in (TESTS / "launchers/test_slurm.py").read_text()
 
 
-# ---------------------------------------------------------------- quality.md
-
-
 def test_a_figure_that_was_typed_is_replaced_by_the_result() -> None:
     text = quality.PAGE.read_text()
     typed = text.replace("| 1.6945 |", "| 1.0000 |")
     assert typed != text
     assert quality.rebuilt(typed) == quality.rebuilt(text) == text
-
-
-# ---------------------------------------------------------------- comparison.md
 
 
 def test_the_page_has_what_is_on_record() -> None:
@@ -245,8 +214,6 @@ def test_the_page_has_what_is_on_record() -> None:
     for text in (versus_page.table(results), versus_page.age(results)):
         assert text in page
 
-
-# ---------------------------------------------------------------- wan.md
 
 _, _, WAN = text_of("wan.md").partition("| encoding |")
 HEADING, _, *LINES = WAN.partition("\n\n")[0].splitlines()

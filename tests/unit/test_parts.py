@@ -83,7 +83,6 @@ class Islands(Rig):
         return self.push(self.members[learner_id], self.header(1, payload), payload)
 
     def seed(self, learner_id: str, value: float = 0.0, **changes: Any) -> PushAnswer:
-        """In two parts."""
         values = torch.full((SIZE,), value)
         return [self.push_part(learner_id, values, cut_in(600), part, 0, **changes) for part in range(2)][-1]
 
@@ -260,9 +259,6 @@ def test_norms_of_chunks_are_those_of_the_pieces_wherever_ranges_and_chunks_end(
         assert norms.finish() == pytest.approx(expected, rel=1e-5)
 
 
-# ------------------------------------------------------------------ version 0
-
-
 def test_while_one_island_brings_version_0_in_parts_others_do_not() -> None:
     rig = Islands().joined("island", "other")
     rig.push_part("island", torch.ones(SIZE), cut_in(600), 0, 0)
@@ -285,9 +281,6 @@ def test_half_of_version_0_gives_way_once_no_part_has_come_for_a_lease() -> None
         rig.report("other")
     rig.seed("other", 2.0)
     assert rig.values.unique().tolist() == [2.0]
-
-
-# ------------------------------------------------------------------ versions by name
 
 
 def test_a_version_is_held_while_an_island_pulls_it_and_says_what_it_said() -> None:
@@ -334,9 +327,6 @@ def test_ranges_are_cut_out_of_a_version(seed: int) -> None:
     for ranges in ((Range(0, SIZE),), *filter(None, of_rows(seed, 3))):
         cut = Payload(cut_header(few, ranges, 256), tuple(cut_chunks(few, ranges, 256)))
         assert cut.header == encode_payload(laid_out(values, ranges), "bfloat16", chunk_elements=256).header
-
-
-# ------------------------------------------------------------------ anything at any time
 
 
 @given(seed=st.integers(0, 100_000))

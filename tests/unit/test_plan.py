@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
-from dataclasses import replace
 
 import pytest
 
@@ -14,11 +12,11 @@ from diloco_common.errors import ConfigError
 from diloco_common.formulas import BITS
 from diloco_common.program import main
 from diloco_common.quantities import bits_per_s
-from diloco_common.settings import Settings, SyncSettings
+from diloco_common.settings import SyncSettings
 from diloco_planner.choice import PlannedRun, choose
 from diloco_planner.plan_command import parameters_of
 from diloco_planner.plans import Link
-from diloco_planner.table import auto_every, figures, learner_figures
+from diloco_planner.table import auto_every
 
 MBIT = 1e6
 
@@ -125,28 +123,3 @@ def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str], ranks: int, gigaby
 )
 def test_a_plan_for_nothing_is_refused(words: list[str]) -> None:
     assert main(words) == 2
-
-
-def test_averaged_momentum_takes_its_share_of_links_disks_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    def shown(**given: int) -> dict[str, float]:
-        plan = replace(asked(1e8, 1000), outer="nesterov", **given)
-        choice = choose(plan)
-        assert choice.every == 12
-        return {row.name: row.value for row in [*figures(plan, choice), *learner_figures(plan, choice)]}
-
-    local, rarely, often = shown(), shown(companions_every=4), shown(companions_every=1)
-    for name in ("a learner sends", "a learner receives", "contributions to a shard, each second"):
-        assert (rarely[name] / local[name], often[name] / local[name]) == pytest.approx((1.25, 2.0))
-    assert often["disk of a shard"] / local["disk of a shard"] == pytest.approx(14 / 8), "6 bytes beside 8"
-    assert rarely["a shard's disk writes"] / local["a shard's disk writes"] == pytest.approx(9.5 / 8)
-    assert 1.5 < often["diloco's part, at most"] / local["diloco's part, at most"] < 2, "no residuals"
-    assert often["the training itself"] == local["the training itself"]
-    assert often["memory of a shard, at most"] > 1.5 * local["memory of a shard, at most"]
-
-    assert choose(replace(asked(1e8, 100), companions_every=1)).every > 12, "a thin link asks for less"
-    assert main(["plan", "--params", "125M", "--companions-every", "4"]) == 0
-    words = capsys.readouterr().out.partition("settings (run.toml):")[2]
-    settings = Settings.model_validate(tomllib.loads(words))
-    assert (settings.train.average_momentum, settings.sync.companions_every) == (True, 4)
-    assert main(["plan", "--params", "125M"]) == 0
-    assert "average_momentum" not in capsys.readouterr().out

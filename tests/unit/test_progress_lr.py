@@ -75,9 +75,6 @@ def test_it_goes_on_from_its_state_in_another_process() -> None:
     assert rates(again, resumed, 1) == pytest.approx([1.0, 10.0])
 
 
-# ------------------------------------------------------------------ beside others
-
-
 def by_hand(optimizer: torch.optim.Optimizer, run: Run) -> list[LRScheduler]:
     warm = LinearLR(optimizer, 0.5, 1.0, total_iters=10)
     return [warm, ProgressLR(optimizer, run, "constant", warmup=0.0)]

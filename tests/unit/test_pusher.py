@@ -79,7 +79,6 @@ class Rig:
         return taken
 
     def seeds(self) -> None:
-        """Every fragment."""
         for i, fragment in self.core.fragments.items():
             self.pusher.seed(OfferSeed(i, fragment.tensors.values(), 0.0))
 

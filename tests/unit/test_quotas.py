@@ -17,8 +17,6 @@ from diloco_server.shell.quotas import (
     connections_wanted,
 )
 
-# ---------------------------------------------------------------- how often
-
 
 def granted(rate: Rate, account: str, times: list[float]) -> list[bool]:
     """Whether each of these events was let through."""
@@ -55,9 +53,6 @@ def test_accounts_without_number_cost_no_memory_and_forget_the_oldest() -> None:
     assert granted(rate, "1", [0.0]) == [True], "forgotten"
 
 
-# ---------------------------------------------------------------- places
-
-
 def test_an_account_that_comes_too_often_loses_its_oldest_place() -> None:
     places = Places[str](each=2)
     assert [places.take("ann", name) for name in ("1", "2", "3", "4")] == [None, None, "1", "2"]
@@ -72,9 +67,6 @@ def test_nobody_is_pushed_out_of_a_place_that_cannot_be_taken_away() -> None:
             pass
         assert places.of("ann") == 1
     assert places.of("ann") == 0
-
-
-# ---------------------------------------------------------------- pushes
 
 
 def pushes(each: int = 4, together: int = 64, bytes_most: int = 100) -> OpenPushes[str]:
@@ -141,9 +133,6 @@ def test_announced_bytes_are_bounded_and_come_back() -> None:
 def test_one_push_always_fits_if_there_is_no_other() -> None:
     now_open = pushes(bytes_most=100)
     assert begin(now_open, "ann", "larger than all that is allowed", 1, num_bytes=1000) == []
-
-
-# ------------------------------------------------------------------ who reads what it pulls
 
 
 def pulled(takers: Takers, account: str, num_bytes: int) -> bool:

@@ -67,17 +67,6 @@ def test_a_checkpoint_holds_every_fragment_at_the_version_that_names_it(shard: S
     assert shard.checkpoints == {2: [2, 2]}
 
 
-def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(shard: Shard, tmp_path, monkeypatch) -> None:
-    """Else a power cut may take the folder that it lies in; writing version 2 does not count, it came before."""
-    shard.save(0, 2)
-    shard.save(1, 2)
-    synced: list[Path] = []
-    monkeypatch.setattr("diloco_server.storage.filesystem.sync_path", synced.append)
-    assert [shard.regular.written(i, 2, MANIFEST, 0) for i in (0, 1)] == [[], [2]]
-    folder = tmp_path / "checkpoints"
-    assert {tmp_path, folder, folder / "version-000000000002"} <= set(synced)
-
-
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     shard = Shard(tmp_path, keep=2)
     for version in range(9):
@@ -150,9 +139,6 @@ def test_a_disk_that_refuses_is_tried_again_with_the_next_version(
     assert shard.checkpoints == {}
     assert shard.write(*later) == [2]
     assert shard.checkpoints == {2: found}
-
-
-# ------------------------------------------------------------------ companions
 
 
 def test_a_companion_that_makes_fewer_versions_does_not_hold_checkpoints_back(tmp_path: Path) -> None:

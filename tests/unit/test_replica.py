@@ -37,9 +37,6 @@ def names(model: nn.Module) -> list[str]:
     return sorted(spec.name for spec in Replica(model).specs if spec.kind == "parameter")
 
 
-# ------------------------------------------------------------------ which, and under which names
-
-
 def test_trainable_parameters_count_and_no_others() -> None:
     assert names(Block()) == ["gain", "norm.bias", "norm.weight", "nothing", "submodule.bias", "submodule.weight"]
 
@@ -47,9 +44,6 @@ def test_trainable_parameters_count_and_no_others() -> None:
 def test_the_user_may_say_what_takes_the_mean() -> None:
     specs = Replica(Language(tied=False), mean_merge={"body.weight"}).specs
     assert [s.name for s in specs if s.rule == "mean"] == ["body.weight"]
-
-
-# ------------------------------------------------------------------ what is refused, and in which words
 
 
 def frozen() -> nn.Module:
@@ -77,9 +71,6 @@ def with_parameter(tensor: torch.Tensor) -> nn.Module:
 def test_an_unsupported_model_is_refused_in_words_that_say_what_to_do(make, words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         Replica(make())
-
-
-# ------------------------------------------------------------------ values in and out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

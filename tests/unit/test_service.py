@@ -14,13 +14,7 @@ import torch
 
 from builders import decoded, make_settings
 from diloco_common.codec import Chunk, Payload, encode_payload, encoding_names
-from diloco_common.errors import (
-    BadRequest,
-    Busy,
-    Draining,
-    NotJoined,
-    TornUpload,
-)
+from diloco_common.errors import BadRequest, Busy, Draining, NotJoined, TornUpload
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject
@@ -120,7 +114,6 @@ RigOf: TypeAlias = Callable[..., Rig]
 
 @pytest.fixture
 def rig_of() -> Iterator[RigOf]:
-    """Makes rigs, and closes them."""
     rigs: list[Rig] = []
 
     def made(pull: str = "float32", **sections: dict[str, Any]) -> Rig:
@@ -206,21 +199,6 @@ async def test_a_push_has_to_keep_pace_although_each_chunk_comes_soon(rig_of, mo
     with pytest.raises(TornUpload, match="too slowly"):
         await rig.push_slowly(ann, asyncio.Event(), drips=True)
     assert rig.host.telemetry.bytes_pushed < 4 * SIZE, "it was not waited for to the end"
-
-
-async def test_a_learner_may_pull_a_few_times_at_once_and_costs_others_no_place(rig: Rig) -> None:
-    ann = await rig.seeded()
-    opened = [rig.service.pull(ann, PullRequest(0)) for _ in range(module.PULLS_AT_ONCE)]
-    for pull in opened:
-        await anext(pull)
-    with pytest.raises(Busy, match="4 pulls of ann are open"):
-        await rig.pull(ann)
-    await rig.pull(OBSERVER)
-    await opened[0].aclose()
-    await rig.pull(ann)
-    for pull in opened:
-        await pull.aclose()
-    assert rig.service._outgoing.num_bytes == 0
 
 
 async def test_who_has_not_shown_that_it_reads_is_given_small_chunks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

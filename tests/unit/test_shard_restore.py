@@ -184,9 +184,6 @@ def test_a_fragment_that_came_back_with_nothing_is_a_loss_too() -> None:
     assert new.lost == [VersionsLost(0, 3, 0, 2, "ann"), VersionsLost(0, 3, 0, 3, "ben")]
 
 
-# ------------------------------------------------------------------ whose values an empty shard takes
-
-
 class Anew(Life):
     """A shard that came back with nothing; "new" has never seen a version, the others have trained."""
 

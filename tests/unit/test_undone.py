@@ -137,9 +137,6 @@ def test_a_step_of_a_learner_says_it_and_goes_on(caplog: pytest.LogCaptureFixtur
     assert learner.status()["versions_undone"] == IN_A_ROW
 
 
-# ------------------------------------------------------------------ what counts as gone
-
-
 def seen(rows: int, *, at: int, share: float, step: float = 0.1, laid: float = 1.0, steps: int = STEPS) -> Tensor:
     """Rows of a version of that size, of which step `at` takes back a share; the others train by steps of that size."""
     generator = torch.Generator().manual_seed(0)

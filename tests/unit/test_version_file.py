@@ -101,9 +101,6 @@ def test_a_header_that_claims_more_than_there_is_allocates_nothing() -> None:
     assert_detected((2**40).to_bytes(8, "little") + CONTENT[8:])
 
 
-# ------------------------------------------------------------------ made by others, with checksums that are right
-
-
 def forged(change: Callable[[dict[str, Any], dict[str, Any]], object], content: bytes = CONTENT) -> bytes:
     """The file with another header. `change` gets its tensors, and its metadata with their JSON opened."""
 

@@ -14,14 +14,11 @@ from waiting import DEADLINE_S, until_async
 
 
 async def turns() -> None:
-    """Let everybody go on as far as they can."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 class Reader:
-    """A call whose message is read."""
-
     def __init__(self, bodies: Bodies) -> None:
         self.is_read = False
         self.came = asyncio.Event()
@@ -116,28 +113,6 @@ async def test_bytes_wait_in_line_until_they_fit() -> None:
     tasks[3].cancel()
     await turns()
     assert outgoing.num_bytes == 0
-
-
-async def test_who_hangs_up_in_line_holds_up_nobody() -> None:
-    outgoing = Outgoing(100)
-    async with outgoing.held(80):
-        first = asyncio.create_task(outgoing._turn(90))
-        second = asyncio.create_task(outgoing._turn(10))
-        await turns()
-        first.cancel()
-        await turns()
-    await second
-    assert outgoing.num_bytes == 10
-
-
-class Parts:
-    """Parts of a push without an end."""
-
-    def __aiter__(self) -> Parts:
-        return self
-
-    async def __anext__(self) -> bytes:
-        return b"part"
 
 
 class Version(list[bytes]):

@@ -187,9 +187,6 @@ def test_a_shared_tensor_that_is_frozen_contributes_nothing_and_gets_versions() 
     assert rig.values == [17.0, 14.0]
 
 
-# ------------------------------------------------------------------ SAM
-
-
 class Sam:
     """Sharpness-aware minimisation, as it is usually written: climb, and restore what was kept by `p.data = old`."""
 

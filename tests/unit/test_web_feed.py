@@ -43,9 +43,6 @@ def row_of(feed: Feed, name: str, now: float = NOW) -> dict[str, Any]:
     return next(row for row in found if row["id"] == name)
 
 
-# ------------------------------------------------------------ who is here
-
-
 def test_a_learner_that_is_expected_and_was_never_seen_is_on_the_page():
     feed = feed_of("shard-0")
     feed.expect(["shard-0"], ["ann", "zoe"])
@@ -159,9 +156,6 @@ def test_what_one_answer_shows(changed, path, shown):
     assert shown in found.lower() if path.endswith("words") else shown == found
 
 
-# ------------------------------------------------------------ is it learning
-
-
 @pytest.mark.parametrize(
     ("losses", "title"),
     [
@@ -178,9 +172,6 @@ def test_whether_it_learns_is_told_from_more_than_scatter(losses, title):
         feed.heard("shard-0", shard(learners=[learner("ann", loss=loss)]), now=NOW + second)
         feed.sample(NOW + second)
     assert feed.since(0, NOW)["headlines"]["learning"]["title"] == title
-
-
-# ------------------------------------------------------------ what is sent, and how much
 
 
 def test_only_what_is_new_is_sent_again():

@@ -14,7 +14,7 @@ from zoo import PROGRAMS, ZOO, Program, by_itself, keep, preload
 MOST_LINES = 80
 MOST_ADDED = 9
 STEPS = 24
-SHORT = {"vision", "gan", "lstm", "masters"}
+SHORT = {"vision", "gan"}
 """In `make test`; the others in `make gate`."""
 QUICK = {"sync.sync_every": 4, "sync.fragments": 2, "lease.heartbeat_s": 0.3}
 

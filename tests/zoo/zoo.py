@@ -45,8 +45,6 @@ SETTINGS: dict[str, Any] = {"sync.fragments": 4, "sync.sync_every": 24, "lease.l
 
 @dataclass(frozen=True)
 class Program:
-    """One of the zoo."""
-
     name: str
     about: str
     steps: int
@@ -76,7 +74,6 @@ class Program:
 
     @property
     def added(self) -> int:
-        """Lines that make it a learner."""
         return sum(bool(MARK.search(line)) for line in self.lines)
 
     def alone(self, folder: Path) -> Path:
@@ -88,20 +85,12 @@ class Program:
 
 ZOO = (
     Program("vision", "BatchNorm, loader workers, EMA swapped in", 900, 32, splits=True),
-    Program("channels_last", "residual, BatchNorm, channels last", 900, 32, splits=True),
     Program("gan", "two models, two optimizers", 1200, 64),
     Program("ppo", "actor and critic, PPO", 600, 64),
     Program("moco", "contrastive; queue and key encoder are private", 700, 64, based=True),
     Program("recommender", "sparse tables, SparseAdam", 1000, 128),
     Program("moe", "two of eight experts", 800, 64),
-    Program("lstm", "tied weights, SGD written by hand", 700, 16, per_sample=32),
-    Program("accumulation", "GPT; autocast, accumulation, clipping, cosine", 500, 16, per_sample=32),
-    Program("sam", "sharpness-aware: two steps, `p.data = old`", 800, 32),
-    Program("masters", "bfloat16 weights, float32 masters", 800, 32),
-    Program("schedule_free", "schedule-free SGD", 1000, 64),
-    Program("unfreezing", "gradual unfreezing", 1000, 64),
     Program("lora", "adapters by peft", 800, 32, based=True),
-    Program("compiled", "torch.compile", 800, 64),
     Program("hf_trainer", "Trainer of Hugging Face, loader workers", 500, 16, per_sample=32),
     Program("lightning_trainer", "Trainer of Lightning, loader workers", 600, 64),
     Program("trl_sft", "SFTTrainer, completions alone count", 300, 32, per_sample=8, needs="trl"),
@@ -132,7 +121,6 @@ class Found:
 
     @property
     def worst(self) -> float:
-        """Of the learners, after `finish`."""
         return min(self.learners) if self.metric in HIGHER_IS_BETTER else max(self.learners)
 
     @property
@@ -244,8 +232,6 @@ def by_itself(
 
 
 class Herd:
-    """Programs that run, each with a log."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.all: list[Forked] = []
@@ -258,7 +244,6 @@ class Herd:
         return process
 
     def run(self, name: str, path: Path, arguments: Sequence[str]) -> None:
-        """To its end, which must be a good one."""
         code = self.begin(name, path, arguments).wait(WAIT_S)
         assert code == 0, f"{name} ended with {code}:\n{self.said(name)}"
 

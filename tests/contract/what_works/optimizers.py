@@ -260,8 +260,6 @@ def gan() -> Script:
     return Script({"generator": generator, "judge": judge}, step)
 
 
-# ---------------------------------------------------------------- weights of the optimizer's own
-
 MASTER: Make = partial(torch.optim.AdamW, lr=0.03)
 
 

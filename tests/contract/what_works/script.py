@@ -222,9 +222,6 @@ def whole(theta: Tensor) -> Tensor:
     return theta.full_tensor() if hasattr(theta, "full_tensor") else theta
 
 
-# ---------------------------------------------------------------- what most scripts have
-
-
 DEVICE = torch.device(os.environ.get("WHAT_WORKS_ON", "cpu"))
 """Where scripts train; `make gpu` names a card."""
 SEED = int(os.environ.get("WHAT_WORKS_SEED", "0"))

@@ -25,7 +25,6 @@ CASES = Cases()
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
