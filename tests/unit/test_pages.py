@@ -211,7 +211,7 @@ def test_the_page_for_home_has_the_figure_of_its_plan(capsys: pytest.CaptureFixt
     assert f"here {link}" in text_of("home.md")
 
 
-# ---------------------------------------------------------------- deploy.md, launchers.md and getting-started.md
+# ---------------------------------------------------------------- deploy.md and launchers.md
 
 
 def test_every_block_is_followed_or_says_why_not() -> None:
@@ -224,13 +224,6 @@ def test_every_block_is_followed_or_says_why_not() -> None:
     assert list(followed(DOCS / "launchers.md")) == ["ray"]
     assert 'blocks(ROOT / "docs/launchers.md")["ray"]' in (TESTS / "launchers/test_ray.py").read_text()
     assert 'blocks(ROOT / "docs/operations.md")["slurm"]' in (TESTS / "launchers/test_slurm.py").read_text()
-
-
-def test_getting_started_shows_commands_of_the_page_that_is_followed() -> None:
-    (shown,) = re.findall(r"^## In containers\n+```sh\n(.*?)^```", text_of("getting-started.md"), re.M | re.S)
-    commands = "\n".join(followed(DOCS / "deploy.md").values())
-    for line in shown.splitlines():
-        assert line.partition("  #")[0].strip() in commands
 
 
 # ---------------------------------------------------------------- quality.md
