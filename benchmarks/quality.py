@@ -1,6 +1,6 @@
-"""The tables of docs/quality.md, from what `diloco lab` has written down: `python benchmarks/quality.py`.
+"""Writes the tables of docs/quality.md from results of `diloco lab`: `python benchmarks/quality.py`.
 
-Each table is between `<!-- NAME -->` and `<!-- end -->` in the page, and the text around it is written by hand.
+Each table stands between `<!-- NAME -->` and `<!-- end -->` in the page; the text around it is written by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "quality.md"
 RESULTS = ROOT / "benchmarks" / "results"
 SEEDS_MAX = 1000
-"""More than anybody ran."""
 
 
 def _filled(text: str, place: re.Match[str]) -> str:
@@ -29,7 +28,6 @@ def _filled(text: str, place: re.Match[str]) -> str:
 
 
 def rebuilt(page: str) -> str:
-    """The page with all of its tables."""
     texts = {"arms": arms_table(FOLDERS), "default": default_table()}
     for name, text in texts.items():
         mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
@@ -45,11 +43,11 @@ class Shown:
     results: str
     """benchmarks/results/quality_RESULTS.jsonl"""
     base: str = ""
-    """What all are held against,"""
+    """The arm that all are compared with,"""
     pairs: Sequence[tuple[str, str]] = ()
-    """or which against which."""
+    """or pairs to compare."""
     title: str = ""
-    """What the run is called; else by its arm."""
+    """The title of the run; default: the name of its arm."""
 
 
 FOLDERS = [
@@ -60,7 +58,7 @@ FOLDERS = [
 
 
 def default_table() -> str:
-    """What the arms of benchmarks/default, which set nothing of shards, have come to."""
+    """The results of the arms that set nothing of shards: from scratch, and going on from a trained model."""
     lines = runner.load(RESULTS / "quality_default.jsonl")
     arms = {path.stem: load_arm(path) for path in sorted((ROOT / "benchmarks" / "default").glob("*.toml"))}
     rows = ["| run | loss | above data-parallel | above the defaults before |", "| --- | ---: | ---: | ---: |"]
@@ -68,10 +66,20 @@ def default_table() -> str:
         plain = re.sub(r"_rate_.*", "", name)
         others = f"data_parallel_{plain.removesuffix('_h120')}", f"before_{plain}"
         held = [_gap(arms[name], arms[other], lines) if other in arms else "" for other in others]
-        losses = [lines[key]["result"]["loss"] for key in map(arms[name].key, range(SEEDS_MAX)) if key in lines]
-        if losses:
-            rows.append(f"| {_words(name)} | {fmean(losses):.4f} | {held[0]} | {held[1]} |")
+        rows += _row(_words(name), arms[name], lines, held)
+    lines = runner.load(RESULTS / "quality_continuing.jsonl")
+    for what in ("full", "adapter"):
+        ours, other = (
+            load_arm(ROOT / "benchmarks" / "continuing" / f"{side}_{what}.toml", f"continuing:{what}")
+            for side in ("ours", "data_parallel")
+        )
+        rows += _row(f"adamw 4 learners 20 versions, going on, {what}", ours, lines, [_gap(ours, other, lines), ""])
     return "\n".join(rows)
+
+
+def _row(run: str, arm: Arm, lines: Mapping[str, runner.Line], held: Sequence[str]) -> list[str]:
+    losses = [lines[key]["result"]["loss"] for key in map(arm.key, range(SEEDS_MAX)) if key in lines]
+    return [f"| {run} | {fmean(losses):.4f} | {held[0]} | {held[1]} |"] if losses else []
 
 
 def _gap(arm: Arm, other: Arm, lines: Mapping[str, runner.Line]) -> str:
@@ -80,14 +88,13 @@ def _gap(arm: Arm, other: Arm, lines: Mapping[str, runner.Line]) -> str:
 
 
 def arms_table(folders: Sequence[Shown]) -> str:
-    """What the arms of these folders have come to so far."""
     head = ["| run | loss | held against | its loss | above it, 95 % | contributions a round |"]
     head.append("| --- | ---: | --- | ---: | ---: | ---: |")
     return "\n".join([*head, *(row for shown in folders for row in arms_rows(shown))])
 
 
 def arms_rows(shown: Shown) -> Iterator[str]:
-    """The arms of a folder, in pairs of one seed."""
+    """The arms of a folder, compared in pairs with equal seeds."""
     lines = runner.load(RESULTS / f"quality_{shown.results}.jsonl")
     arms = {path.stem: load_arm(path) for path in sorted((ROOT / "benchmarks" / shown.folder).glob("*.toml"))}
     for name, base in shown.pairs or [(name, shown.base) for name in arms if name != shown.base]:

@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python benchmarks/versus.py                                     # what is missing, then the page
     sudo .venv/bin/python benchmarks/versus.py --only ours,ddp --links 100mbit --cases plain --again
-    sudo .venv/bin/python benchmarks/versus.py --longer --only ours --links 100mbit --seed 1       # 200 s, another seed
+    sudo .venv/bin/python benchmarks/versus.py --links 100mbit --seed 1                            # another seed
     .venv/bin/python benchmarks/versus.py --page                                   # only the page and the picture
 
 4 workers train a small GPT on real text, each on a machine of its own (a network namespace behind a link of its own).
@@ -12,8 +12,8 @@ Needs root, iproute2, nsenter and unshare, and the peers, each in an environment
     ... versus.py --venvs VENVS
 
 DDP and ours run under the Python of this script. A run takes about a minute; a peer that is not installed is skipped.
-Results are lines in benchmarks/results/versus.jsonl, one for each system, link, case and seed; the newest one counts.
-Those of longer runs are in versus_longer.jsonl.
+Let nothing else run on the machine. Results are lines in benchmarks/results/versus.jsonl, one for each system, link,
+case and seed; the newest one counts.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ from networks import LongLink, NotPossible, run
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "versus.jsonl"
-LONGER = RESULTS.with_name("versus_longer.jsonl")
-LONGER_S = 200.0
 COMMIT = subprocess.run(
     ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False
 ).stdout.strip()
-MODULES = {"ours": "diloco_worker", "mean": "diloco_worker", "torchft": "torchft", "hivemind": "hivemind"}
+MODULES = {"ours": "diloco_worker", "float32": "diloco_worker", "torchft": "torchft", "hivemind": "hivemind"}
 """What a system needs, beside torch."""
 CORES = 2
 """All processes of a run share this many cores."""
@@ -55,18 +53,20 @@ WORKERS = 4
 VICTIM = 3
 """The worker that is slow, or is killed. No service runs beside it."""
 START_S = 300.0
+STEP_S = 0.4
+"""Four workers compute for about 0.1 s of a core in each step: half of the machine, so that systems differ by what they
+do with the links, and not by what two cores allow."""
 LOOK_S = 0.05
 TRIES = 8
 """A worker that ends by itself is started again this often, as any cluster manager would."""
-SYSTEMS = {"ours": (0, 1), "ddp": (), "torchft": (0,), "hivemind": (0,), "alone": (), "mean": (0, 1)}
+SYSTEMS = {"ours": (0, 1), "float32": (0, 1), "ddp": (), "torchft": (0,), "hivemind": (0,), "alone": ()}
 """Name -> workers beside whose machine a service of the system runs (shards, lighthouse, first DHT node)."""
 CASES = ("plain", "slow", "killed")
 TORCHRUN = [
     "--nnodes=3:4", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d", "--rdzv-id=versus",
-    "--monitor-interval=0.2",
-    "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120,is_host={is_host}",
+    "--rdzv-conf=is_host={is_host}",
 ]  # fmt: skip
-"""Quicker than the defaults (30 s of last call, 15 s until a dead agent is forgotten), so that DDP is back sooner."""
+"""With the timeouts that it has by default."""
 
 
 # ------------------------------------------------------------ machines
@@ -167,9 +167,9 @@ class Cell:
 class Times:
     """In seconds, of one run."""
 
-    warm: float = 8.0
+    warm: float = 10.0
     """From the first step; not measured."""
-    measured: float = 32.0
+    measured: float = 40.0
     kill_after: float = 10.0
     """From the beginning of what is measured."""
     away: float = 30.0
@@ -253,7 +253,7 @@ def run_cell(cell: Cell, python: str, times: Times, text: tuple[bytes, bytes]) -
         for name, content in zip(("train.bin", "held.bin"), text, strict=True):
             Path(folder, name).write_bytes(content)
         task = Task(
-            str(folder), machines.hosts, cell.link, step_s=0.25, slow_rank=VICTIM if cell.case == "slow" else -1,
+            str(folder), machines.hosts, cell.link, step_s=STEP_S, slow_rank=VICTIM if cell.case == "slow" else -1,
             seed=cell.seed,
         )  # fmt: skip
         cluster = Cluster(cell, task, python, machines)
@@ -281,14 +281,15 @@ def _run(cell: Cell, cluster: Cluster, task: Task, machines: Machines, times: Ti
     Path(folder, "go.tmp").rename(folder / "go")
     began = go + times.warm
     ended = began + times.measured + (times.away if cell.case == "killed" else 0.0)
+    killed = began + times.kill_after if cell.case == "killed" else None
     due: list[tuple[float, Callable[[], None]]] = []
-    if cell.case == "killed":
-        killed = began + times.kill_after
+    if killed is not None:
         due = [(killed, lambda: cluster.kill(VICTIM)), (killed + times.away, lambda: cluster.start_worker(VICTIM))]
     _tend_until(began, cluster, [])
-    sent = machines.sent_bytes()
+    sent, busy = machines.sent_bytes(), _busy_s()
     _tend_until(ended, cluster, due)
-    return versus_page.Window(began, ended, machines.sent_bytes() - sent)
+    back = killed and killed + times.away
+    return versus_page.Window(began, ended, machines.sent_bytes() - sent, _busy_s() - busy, back)
 
 
 def _tend_until(ended: float, cluster: Cluster, due: list[tuple[float, Callable[[], None]]]) -> None:
@@ -303,6 +304,12 @@ def _tend_until(ended: float, cluster: Cluster, due: list[tuple[float, Callable[
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
+
+
+def _busy_s() -> float:
+    """Seconds of CPU that this machine has spent since it started, of all its cores, the kernel's included."""
+    user, nice, system, _, _, irq, soft = (int(t) for t in Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
+    return float(user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
 # ------------------------------------------------------------ all runs
@@ -322,8 +329,7 @@ def main() -> int:
             print(f"this machine does not let us make machines and links: {error}", file=sys.stderr)
             return 2
     if not args.no_page:
-        usual = read(RESULTS if args.longer else args.results)
-        versus_page.write([r for r in usual if r["seed"] == 0], read(LONGER))
+        versus_page.write(read(args.results))
     return 0
 
 
@@ -335,8 +341,13 @@ def _run_missing(args: argparse.Namespace) -> None:
         if cell in done or python is None:
             print(f"{cell.name}: {'done before' if cell in done else 'not installed, see --help'}", flush=True)
             continue
+        load = os.getloadavg()[0]
         result = run_cell(cell, python, args.times, text)
-        result |= {"when": datetime.now(UTC).isoformat(timespec="seconds"), "times": asdict(args.times)}
+        result |= {
+            "load_before": load,
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "times": asdict(args.times),
+        }
         result |= {"commit": COMMIT, "defaults": versus_page.defaults()}
         with args.results.open("a") as out:
             out.write(json.dumps(result) + "\n")
@@ -358,17 +369,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cases", type=lambda t: t.split(","), default=[*CASES], help=",".join(CASES))
     parser.add_argument("--venvs", type=Path, help="folder with an environment for each peer, VENVS/torchft ...")
     parser.add_argument("--again", action="store_true", help="run also what has a result")
-    parser.add_argument("--seconds", type=float, help=f"measured in a run; {Times.measured:g}, longer {LONGER_S:g}")
+    parser.add_argument("--seconds", type=float, default=Times.measured, help="measured in a run; default %(default)g")
     parser.add_argument("--seed", type=int, default=0, help="of the initial values and the text")
-    parser.add_argument("--longer", action="store_true", help="longer runs, with results of their own")
-    parser.add_argument("--results", type=Path, help="file with a line for each run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file with a line for each run")
     parser.add_argument("--page", action="store_true", help="run nothing, write page and picture")
     parser.add_argument("--no-page", action="store_true", help="write neither page nor picture")
     args = parser.parse_args()
     if unknown := {*args.only, *args.links, *args.cases} - {*SYSTEMS, *LINKS, *CASES}:
         parser.error(f"no such thing: {', '.join(unknown)}")
-    args.times = Times(measured=args.seconds or (LONGER_S if args.longer else Times.measured))
-    args.results = args.results or (LONGER if args.longer else RESULTS)
+    args.times = Times(measured=args.seconds)
     return args
 
 

@@ -6,11 +6,13 @@ The words of the page stay. A table stands between `<!-- table: NAME -->` and `<
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,20 +26,28 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, PICTURE = DOCS / "comparison.md", DOCS / "comparison.png"
 NAMES = {
     "ours": "ours", "ddp": "torch DDP", "torchft": "torchft", "hivemind": "hivemind", "alone": "no system",
-    "mean": "ours, sync.merge=mean",
+    "float32": "ours, float32",
 }  # fmt: skip
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s", "20mbit": "20 Mbit/s"}
 CASES = {"plain": "all alike", "slow": "one worker 3 x slower", "killed": "one worker killed, then back"}
 COLOURS = {
     "ours": "#c8372d", "ddp": "#777777", "torchft": "#1f6fb4", "hivemind": "#2c9150", "alone": "#c9c2b0",
-    "mean": "#e09a3a",
+    "float32": "#e09a3a",
 }  # fmt: skip
-OURS = ("ours", "mean")
+Result = dict[str, Any]
+OURS = ("ours", "float32")
 END_S = 5.0
+FIGURES: Sequence[tuple[Callable[[Result], float | None], str]] = (
+    (itemgetter("merged_per_s"), "{:.0f}"),
+    (lambda r: 1000 * r["stall_max_s"], "{:,.0f}"),
+    (lambda r: loss_at_end(r), "{:.2f}"),
+)
+"""Of each case."""
+COSTS = (("bytes_per_token", "{:,.0f}"), ("cpu_ms_per_token", "{:.2f}"))
 LOSS_TOP = 3.7
 """The picture begins here: everybody comes down to it within 5 s."""
-Result = dict[str, Any]
 HELD_OUT_BYTES = 4096
+PACE_S, PACE_SHARE = 4.0, 0.9
 COUNTS_OWN = {"hivemind"}
 """Each worker counts its own merged tokens. In the other systems, each knows those of all."""
 
@@ -51,6 +61,10 @@ class Window:
     began: float
     ended: float
     sent_bytes: int
+    busy_s: float
+    """CPU time that the whole machine spent."""
+    back: float | None = None
+    """When the killed worker was started again."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,8 @@ def of_run(task: Task, case: str, window: Window, system: str) -> dict[str, Any]
         "stall_p99_s": round(stalls[min(len(stalls) - 1, int(0.99 * len(stalls)))], 4),
         "stall_max_s": round(stalls[-1], 4),
         "bytes_per_token": round(window.sent_bytes / trained, 1) if trained else None,
+        "cpu_ms_per_token": round(1000 * window.busy_s / trained, 3) if trained else None,
+        "full_pace_s": None if window.back is None else full_pace_s(workers, task, window),
         "losses": losses(task),
     }
 
@@ -130,6 +146,21 @@ def stalls_of(processes: Sequence[Steps], step_s: float, window: Window) -> list
     found = [b - a - step_s for a, b in pairwise(ends) if b > window.began]
     rest = window.ended - (ends[-1] if ends else window.began) - step_s
     return [*found, rest] if rest > 0 else found
+
+
+def full_pace_s(workers: dict[int, list[Steps]], task: Task, window: Window) -> float | None:
+    """Seconds from the killed worker's second start until all workers train at full pace again.
+
+    Full pace: in the next `PACE_S` seconds the workers together take at least `PACE_SHARE` of the steps that they would
+    take without any system. None: not within the window.
+    """
+    assert window.back is not None
+    at = sorted(t for processes in workers.values() for steps in processes for t in steps.at)
+    enough = PACE_SHARE * task.workers * PACE_S / task.step_s
+    for t in [t for t in at if window.back <= t <= window.ended - PACE_S]:
+        if bisect_right(at, t + PACE_S) - bisect_left(at, t) >= enough:
+            return round(t - window.back, 1)
+    return None
 
 
 def losses(task: Task) -> list[tuple[float, float]]:
@@ -188,11 +219,10 @@ def _filled(text: str, place: re.Match[str]) -> str:
     return f"{place[1]}\n{text}\n\n{place[2]}"
 
 
-def write(results: Sequence[Result], longer: Sequence[Result]) -> None:
+def write(results: Sequence[Result]) -> None:
     """Put tables of what is there into the page, and draw the picture anew."""
     page = PAGE.read_text()
-    made = {"cases": table(results), "age": age([*results, *longer])}
-    for name, text in made.items():
+    for name, text in {"cases": table(results), "age": age(results)}.items():
         found = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         page = found.sub(partial(_filled, text), page)
     PAGE.write_text(page)
@@ -200,36 +230,27 @@ def write(results: Sequence[Result], longer: Sequence[Result]) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """A row for each link and system: all alike, then with one slow worker, then with one killed."""
+    """A row for each link and system: all alike, with one slow worker, with one killed. Medians of the seeds."""
     heads = [head for what in ("merged tokens/s", "longest stall, ms", "loss") for head in (what, "slow", "killed")]
-    rows = [
-        f"| link | system | {' | '.join(heads)} | bytes per token |",
-        f"| --- | --- |{' ---: |' * len(heads)} ---: |",
-    ]
+    heads += ["full pace again, s", "bytes per token", "CPU, ms per token"]
+    rows = ["| " + " | ".join(["link", "system", *heads]) + " |", "| --- | --- |" + " ---: |" * len(heads)]
     for link, system in dict.fromkeys((r["link"], r["system"]) for r in results):
-        of = {r["case"]: r for r in results if (r["link"], r["system"]) == (link, system)}
-        found = [of.get(case, {"failed": ""}) for case in CASES]
-        cells = [cell(r) for cell in (_merged_cell, _stall_cell, _loss_cell) for r in found]
-        rows.append(f"| {LINKS[link]} | {NAMES[system]} | {' | '.join(cells)} | {_bytes_cell(found[0])} |")
+        of = [[r for r in results if (r["link"], r["system"], r["case"]) == (link, system, case)] for case in CASES]
+        cells = [_median(of_case, figure, shape) for figure, shape in FIGURES for of_case in of]
+        cells += [_median(of[2], itemgetter("full_pace_s"), "{:.0f}")]
+        cells += [_median(of[0], itemgetter(figure), shape) for figure, shape in COSTS]
+        rows.append(f"| {LINKS[link]} | {NAMES[system]} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def _merged_cell(r: Result) -> str:
-    if "failed" in r:
-        return f"could not: {_cell(r['failed'])}" if r["failed"] else "-"
-    return f"{r['merged_per_s']:.0f}" + (f"; {len(r['deaths'])} processes ended by themselves" if r["deaths"] else "")
-
-
-def _stall_cell(r: Result) -> str:
-    return "-" if "failed" in r else f"{1000 * r['stall_max_s']:,.0f}"
-
-
-def _loss_cell(r: Result) -> str:
-    return "-" if "failed" in r else f"{loss_at_end(r):.2f}"
-
-
-def _bytes_cell(r: Result) -> str:
-    return "-" if "failed" in r else f"{r['bytes_per_token']:,.0f}"
+def _median(results: Sequence[Result], figure: Callable[[Result], float | None], shape: str) -> str:
+    """Of some seeds. "-": not run, or there is no such figure; "no": within no run's time."""
+    if failed := [r["failed"] for r in results if "failed" in r]:
+        return f"could not: {_cell(failed[0])}"
+    found = [figure(r) for r in results]
+    if not found:
+        return "-"
+    return "no" if None in found else shape.format(median(x for x in found if x is not None))
 
 
 def defaults() -> dict[str, Any]:
@@ -249,33 +270,33 @@ def age(results: Sequence[Result]) -> str:
 
 
 def draw(results: Sequence[Result], picture: Path) -> None:
-    """Held-out loss over wall-clock: a row for each case, a column for each link."""
+    """Held-out loss over wall-clock: a row for each case, a column for each link where all cases ran."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
+    links = [link for link in LINKS if {r["case"] for r in results if r["link"] == link} == {*CASES}]
     figure, panels = plt.subplots(
-        len(CASES), len(LINKS), figsize=(11, 8.6), sharex=True, sharey=True, layout="constrained", squeeze=False
+        len(CASES), len(links), figsize=(9, 8.6), sharex=True, sharey=True, layout="constrained", squeeze=False
     )
     for row, (case, words) in zip(panels, CASES.items(), strict=True):
-        for panel, (link, shape) in zip(row, LINKS.items(), strict=True):
-            here = [r for r in results if (r["case"], r["link"]) == (case, link) and r.get("losses")]
-            for r in here:
-                at, losses = zip(*r["losses"], strict=True)
-                panel.plot(at, losses, color=COLOURS[r["system"]], linewidth=1.8)
-            panel.set_title(f"{shape}: {words}", loc="left", fontsize=9, color="#222222")
+        for panel, link in zip(row, links, strict=True):
+            for r in results:
+                if (r["case"], r["link"]) == (case, link) and r.get("losses"):
+                    at, losses = zip(*r["losses"], strict=True)
+                    width = 1.8 if r["seed"] == 0 else 0.6
+                    panel.plot(at, losses, color=COLOURS[r["system"]], linewidth=width)
+            panel.set_title(f"{LINKS[link]}: {words}", loc="left", fontsize=9, color="#222222")
             panel.spines[["top", "right"]].set_visible(False)
             panel.grid(axis="y", color="#dddddd", linewidth=0.6)
             panel.set_ylim(top=LOSS_TOP)
-            if not here:
-                panel.text(0.5, 0.5, "not run", transform=panel.transAxes, ha="center", color="#777777")
     for panel in panels[-1]:
         panel.set_xlabel("seconds of training")
     for row in panels:
         row[0].set_ylabel("held-out loss, nats per byte")
-    there = {r["system"] for r in results}
+    there = {r["system"] for r in results if r["link"] in links}
     lines = [Line2D([], [], color=COLOURS[system], label=name) for system, name in NAMES.items() if system in there]
     figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
     figure.savefig(picture, dpi=110)

@@ -1,7 +1,7 @@
 """What the processes of each system of versus.py run: `versus_systems.py SYSTEM service|worker NUMBER TASK`.
 
-    ours, mean  a shard lives beside worker 0, another beside worker 1: no machine and no link more. `mean` merges by
-                the mean.
+    ours        a shard lives beside worker 0, another beside worker 1: no machine and no link more. Default settings.
+    float32     ours with torchft's numbers on the wire, H and outer optimizer, so that encodings explain nothing.
     ddp         torch DistributedDataParallel over Gloo, started by torchrun. Rank 0 writes a checkpoint to a disk that
                 all share; whoever is (re)started goes on from it. That is how torchrun's own examples survive a death.
     torchft     Streaming DiLoCo, a lighthouse beside worker 0. Every worker is a replica group of one.
@@ -28,31 +28,30 @@ import torch.distributed as dist
 from versus_task import WAIT_S, Task, Training
 
 SHARDS, PORT = 2, 50051
-THIN = {"sync.push": "int4", "sync.pull": "int8"}
-"""What docs/concepts.md advises for thin links."""
 SAVE_S = 5.0
 LIGHTHOUSE = 29510
 DELAY_STEPS = {"1gbit": 2, "100mbit": 5, "20mbit": 5}
 """Inner steps between the beginning of a fragment's all-reduce and its use. With 4 fragments and H = 24 at most 5."""
-STRAGGLER_S = 6.0
-"""torchft's lighthouse waits so long for replicas that are alive but not there yet. With less it leaves out one that is
-three times slower, time and again, and that one has to fetch the whole state each time. With more, survivors of a death
-wait longer for a neighbour that still hangs in the broken all-reduce."""
 TIMEOUT = timedelta(seconds=60)
 
 # ------------------------------------------------------------ ours
 
 
-def serve_ours(task: Task, index: int, *more: str) -> None:
-    """`more`: settings of the shard, beside those that make it comparable."""
+def serve_ours(task: Task, index: int, more: dict[str, object] | None = None) -> None:
+    """`more`: settings of the shard that are not the defaults."""
     from diloco_server import cli
 
     settings = {
         "security.insecure": "true", "shard.listen": f"{task.hosts[index]}:{PORT}", "shard.index": index,
-        "shard.count": SHARDS, "sync.sync_every": task.sync_every, "outer.lr": task.outer_lr,
-        "outer.momentum": task.outer_momentum, **(THIN if task.link == "20mbit" else {}),
+        "shard.count": SHARDS, **(more or {}),
     }  # fmt: skip
-    sys.exit(cli.main([f"--set={one}" for one in (*(f"{key}={value}" for key, value in settings.items()), *more)]))
+    sys.exit(cli.main([f"--set={key}={value}" for key, value in settings.items()]))
+
+
+def serve_float32(task: Task, index: int) -> None:
+    wire = {"sync.push": "float32", "sync.pull": "float32"}
+    outer = {"outer.lr": task.outer_lr, "outer.momentum": task.outer_momentum}
+    serve_ours(task, index, {**wire, **outer, "sync.sync_every": task.sync_every, "sync.merge": "mean"})
 
 
 def work_ours(task: Task, rank: int) -> None:
@@ -104,9 +103,8 @@ def serve_torchft(task: Task, index: int) -> None:
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
-        bind=f"[::]:{LIGHTHOUSE}", min_replicas=task.workers // 2, join_timeout_ms=int(1000 * STRAGGLER_S),
-        quorum_tick_ms=10, heartbeat_timeout_ms=2000,
-    )  # fmt: skip
+        bind=f"[::]:{LIGHTHOUSE}", min_replicas=task.workers // 2, join_timeout_ms=10_000, quorum_tick_ms=100
+    )  # the timeouts of its README
     print(server.address(), flush=True)
     while True:
         time.sleep(1)
@@ -201,12 +199,11 @@ def work_hivemind(task: Task, rank: int) -> None:
 # ------------------------------------------------------------ all
 
 WORK = {
-    "ours": work_ours, "mean": work_ours, "ddp": work_ddp, "torchft": work_torchft, "hivemind": work_hivemind,
+    "ours": work_ours, "float32": work_ours, "ddp": work_ddp, "torchft": work_torchft, "hivemind": work_hivemind,
     "alone": lambda task, rank: Training(task, rank).run(),
 }  # fmt: skip
 SERVE = {
-    "ours": serve_ours, "mean": lambda task, index: serve_ours(task, index, "sync.merge=mean"),
-    "torchft": serve_torchft, "hivemind": serve_hivemind,
+    "ours": serve_ours, "float32": serve_float32, "torchft": serve_torchft, "hivemind": serve_hivemind,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -192,7 +192,9 @@ class Training:
         self.task, self.rank = task, rank
         self.pace = Pace(task.step_s_of(rank))
         self.model = make_model(task, self.pace)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=task.lr, betas=(0.9, 0.99), weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=task.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+        )
         self.optimizer.register_step_post_hook(lambda *_: self.pace.wait(1.0))  # before the hooks of any system
         self._text = Text(task, rank)
         self._folder = Path(task.folder)
