@@ -1,17 +1,16 @@
-"""What one core of a shard serves: its CPU time as learners, fragments and parameters grow, and with more shards.
+"""The load that one core of a shard can serve: CPU time over learners, fragments, parameters, and with more shards.
 
     python benchmarks/growth.py                                # all cases: minutes
     python benchmarks/growth.py --only learners,shards
 
-Shards are real processes, learners are light ones (light_learners.py) in this process. In a round, every learner
+Shards are real processes; learners are light ones (light_learners.py) in this process. In a round, every learner
 reports H inner steps, so all fragments are due. All learners contribute int8 to all fragments, and pull every version
-as bfloat16. The kernel gives the CPU seconds of a shard. Then, over all cases with one shard, by least squares:
+as bfloat16. The kernel reports the CPU seconds of a shard. Over all cases with one shard, least squares gives:
 
     CPU seconds = a per version + b per contribution + c per parameter + d per byte received or sent
 
-So one core serves 1 / b contributions per second where they are small, and 1 / d bytes per second where they are large.
-`cores` is how busy the busiest shard was: its event loop is one thread, so near 1 it is saturated. Needs Linux, and
-about 3 GiB.
+So one core serves 1 / b small contributions per second, or 1 / d bytes per second of large ones. `cores` is the load of
+the busiest shard: its event loop is one thread, so near 1 it is saturated. Needs Linux, and about 3 GiB.
 """
 
 from __future__ import annotations
@@ -33,16 +32,13 @@ SYNC_EVERY = 24
 
 @dataclass(frozen=True)
 class Cost:
-    """A case, and what a round of all fragments costs its shards."""
-
     learners: int
     fragments: int
     parameters: int
     shards: int = 1
     seconds: float = 0.0
-    """With the learners' own work on the same cores."""
+    """Includes the learners' work on the same cores."""
     cpu_s: list[float] = field(default_factory=list)
-    """Of each shard."""
     moved_bytes: float = 0.0
     """Received and sent by all shards."""
 
@@ -52,11 +48,10 @@ class Cost:
 
     @property
     def terms(self) -> list[float]:
-        """What the law's costs are of."""
         return [self.fragments, self.contributions, self.parameters, self.moved_bytes]
 
 
-# "mixed" varies several numbers at once, so the law can tell bytes from contributions and from parameters.
+# "mixed" varies several numbers at once, to separate bytes, contributions and parameters.
 SWEEPS = {
     "learners": [Cost(n, 8, 1_000_000) for n in (1, 4, 8, 16, 32, 64, 128, 256)],
     "fragments": [Cost(4, n, 8_000_000) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)],
@@ -68,7 +63,7 @@ SWEEPS = {
 
 
 async def measure(case: Cost, rounds: int, at_least_s: float) -> Cost:
-    """Warm up for one round, then take `rounds` or more. With several shards, a learner is a light one per shard."""
+    """Warm up for one round, then measure at least `rounds`. Each learner is one light learner per shard."""
     manifest = cut(tensors_of(case.parameters), case.fragments, case.shards)
     contributions = noise_of(manifest.fragments, 0.001, "int8")
     settings = (
@@ -84,7 +79,7 @@ async def measure(case: Cost, rounds: int, at_least_s: float) -> Cost:
         for learner in learners:
             await learner.join()
         for learner in learners[: case.shards]:
-            for fragment in learner.fragments:  # one after the other, to save memory in this process
+            for fragment in learner.fragments:  # in turn, to save memory in this process
                 await learner.seed(noise_of([fragment], 0.02, "float32"))
         await asyncio.gather(*(learner.pulled(0) for learner in learners))
 
@@ -109,9 +104,9 @@ async def measure(case: Cost, rounds: int, at_least_s: float) -> Cost:
 
 
 def law(costs: Sequence[Cost]) -> list[float]:
-    """Costs per version, contribution, parameter and byte, of cases with one shard.
+    """Costs per version, contribution, parameter and byte, from cases with one shard.
 
-    Least squares of the relative distances. Negative costs are left out, the most negative first.
+    Least squares of relative errors. Negative costs are removed, the most negative first.
     """
     weighted = np.array([cost.terms for cost in costs], dtype=float) / np.array([[cost.cpu_s[0]] for cost in costs])
     kept = list(range(weighted.shape[1]))

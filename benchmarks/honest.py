@@ -1,12 +1,12 @@
-"""What the guard costs those who are healthy: nothing. At default settings, without an attacker.
+"""Shows that the guard costs healthy learners nothing, at default settings and without an attacker.
 
-    python benchmarks/honest.py                         # the kinds that were found; exits 1 where a promise is broken
-    python benchmarks/honest.py --draw 1000 --seed 1    # clusters drawn at random, each with the guard and without
-    python benchmarks/honest.py --show 1:17             # one of them, by seed and number: its plans, and what was cut
+    python benchmarks/honest.py                         # known difficult clusters; exits 1 if a promise is broken
+    python benchmarks/honest.py --draw 1000 --seed 1    # random clusters, each with the guard and without
+    python benchmarks/honest.py --show 1:17             # one of them, by seed and number: its plans, and the cuts
 
-Whole runs in lockstep (`words.py`): the production cores in virtual time. Of healthy learners nothing is refused, and
-nobody is left out. What is cut changes the loss by less than 0.2 % on average and 1 % in any cluster, and no learner is
-cut by more than half in more than two contributions to a fragment, one after the other.
+Whole runs in lockstep (`words.py`): the production cores in virtual time. No healthy learner is refused or left out.
+Cuts change the loss by less than 0.2 % on average and 1 % in any cluster, and no learner is cut by more than half in
+more than two consecutive contributions to a fragment.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from diloco_server.core.influence import Influence
 from words import ROWS, Cluster, Plan, Trained
 
 MEAN_MOST, ONE_MOST = 0.2, 1.0
-"""Percent of the loss."""
+"""Largest increase of the loss in percent: on average, and in one cluster."""
 STREAK_MOST = 3
-"""Contributions that may be cut by more than half, one after the other: from the first to the last two H pass."""
+"""Most consecutive contributions cut by more than half; from the first to the last, two H pass."""
 Trust = Literal["members", "strangers"]
 
 
-# ------------------------------------------------------------------ kinds that were found
+# ------------------------------------------------------------------ known difficult clusters
 
 
 USUAL = Plan()
 
 
 def alike(learners: int, plan: Plan = USUAL, **first: object) -> tuple[Plan, ...]:
-    """So many learners, of which the first differs."""
+    """A cluster of this many learners, of which the first differs."""
     return (replace(plan, **first), *[plan] * (learners - 1))  # type: ignore[arg-type]
 
 
@@ -97,7 +97,7 @@ COUNTS = (1, 2, 2, 3, 3, 4, 4, 5, 6, 8, 12, 24)
 
 
 def drawn(seed: int, number: int) -> Cluster:
-    """Whatever an ordinary cluster is: nothing in here lies, and no value is not finite."""
+    """A random ordinary cluster: no learner lies, and no value is infinite or NaN."""
     r = random.Random(f"{seed} {number}")
     count, every, steps = r.choice(COUNTS), r.choice((6, 12, 24)), r.choice((144.0, 216.0))
     optimizer = r.choice([*RATES])
@@ -130,18 +130,17 @@ def drawn(seed: int, number: int) -> Cluster:
 
 
 def _rows(r: random.Random, tokens: int, count: int) -> int:
-    """Of a batch: up to so many times as many as another's."""
+    """Rows of a batch, up to `tokens` times another's."""
     if tokens == 1:
         return ROWS
     most: float = tokens ** r.random() * (1 if tokens > 64 else ROWS / 4)
     return max(1, round(most))
 
 
-# ------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------ the cost
 
 
 def no_guard(train: Callable[[], float]) -> float:
-    """Call with nothing bounded."""
     kept = Influence.bound, Influence.hear
     Influence.bound = lambda self, fragment_id, taken, before: (self.bound_weights(taken), None)  # type: ignore[method-assign]
     Influence.hear = lambda self, taken, directions: ((), None)  # type: ignore[method-assign]
@@ -153,13 +152,11 @@ def no_guard(train: Callable[[], float]) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of the guard, in one cluster."""
-
     name: str
     cluster: Cluster
     loss: float
     worse: float
-    """Percent of the loss without it; nan where training itself diverges."""
+    """Percent above the loss without the guard; NaN if training itself diverges."""
     refused: dict[str, int]
     left_out: dict[str, float]
     least_kept: float
@@ -167,7 +164,6 @@ class Cost:
     merges: int
 
     def broken(self) -> list[str]:
-        """The promises that it does not keep."""
         return [
             *([f"refused {self.refused}"] if self.refused else []),
             *([f"left out {self.left_out}"] if self.left_out else []),
@@ -206,9 +202,9 @@ def interval(values: Sequence[float]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draw", type=int, default=0, help="so many clusters at random, instead of the kinds")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--show", help="one that was drawn: SEED:NUMBER")
+    parser.add_argument("--draw", type=int, default=0, help="this many random clusters, instead of the known ones")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random clusters")
+    parser.add_argument("--show", help="one random cluster: SEED:NUMBER")
     parser.add_argument("--trust", choices=["members", "strangers"], default="members")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Sick and cunning learners among healthy ones, by what they do to the loss.
+"""The damage to the loss by faulty and attacking learners among healthy ones.
 
-    python benchmarks/hostile.py                    # both tables; exits 1 where a promise is broken
-    python benchmarks/hostile.py --record           # and write benchmarks/results/hostile.md
+    python benchmarks/hostile.py                    # both tables; exits 1 if a promise is broken
+    python benchmarks/hostile.py --record           # also write benchmarks/results/hostile.md
 
 Whole runs in the lab: production cores in virtual time, a small GPT over bytes, H = 12, 40 versions, int4 up and int8
-down. All learners train for as long, and lower their rates to zero. A member is sick for four fifths of the run and
-does not know it. A stranger is cunning: it sees what the others have sent to the round. Each figure is the loss over
-that of the healthy others alone, so 1.00 means that the sick one costs no more than its absence. It is the mean over
-seeds, which differ by 0.3 %.
+down. All learners train equally long, and lower their rates to zero. A faulty member sends wrong values for the last
+four fifths of the run, unknowingly. An attacking stranger sees what the others have sent to the round. Each figure is
+the loss relative to that of the healthy learners alone, so 1.00 means that the bad learner costs no more than its
+absence. Figures are means over seeds, which differ by 0.3 %.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from diloco_server.core.ledger import Fact, LearnerLeftOut
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "results" / "hostile.md"
 RATES = {"muon": "four_h12", "adamw": "adamw_h12_agreement"}
-"""Arms of `benchmarks/frequency`, whose rates were tuned."""
+"""Arms of `benchmarks/frequency`, with tuned rates."""
 STEPS = 480.0
 """40 versions."""
 MOST = {"muon": 1.01, "adamw": 1.015}
 STRANGERS_MOST = 1.03
 PATIENCE = 1.5
-"""Inner steps for which a cunning one waits for the contributions of the others."""
+"""Inner steps that an attacker waits for the others' contributions."""
 ALIE_Z = 1.5
 Trust = Literal["members", "strangers"]
 Memory = dict[str, Tensor]
 Values = Callable[[Tensor, Sequence[Tensor], Memory], Tensor]
-"""(what a healthy learner would send, what the others sent, what this one remembers) -> what it sends."""
+"""(a healthy learner's contribution, the others' contributions, this learner's memory) -> its contribution."""
 
 
 def times(factor: float) -> Values:
@@ -65,21 +65,20 @@ def noise(factor: float) -> Values:
 
 
 def replay(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
-    """The same values again and again."""
     return memory.setdefault("first", own.clone())
 
 
 def just_under(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
-    """Against the others' mean as far as chance hides it, and as long as counts: the median of the others.
+    """Point against the others' mean as far as chance hides it, at the median length, which is the most that counts.
 
-    Most of it lies along another direction in each round, which both have drawn.
+    Most of it lies along another direction in each round, which all attackers share.
     """
     memory["round"] = memory.get("round", torch.zeros(())) + 1
     return _away(own, others, seed=int(memory["round"]), agree=0.03)
 
 
 def one_way(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
-    """The same, along one direction in all rounds."""
+    """As `just_under`, along one direction in all rounds."""
     return _away(own, others, seed=1, agree=0.03)
 
 
@@ -96,7 +95,7 @@ def _away(own: Tensor, others: Sequence[Tensor], *, seed: int, agree: float) -> 
 
 
 def alie(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
-    """mean - z std of the others: inside their spread, always on the wrong side of it.
+    """mean - z std of the others: within their spread, but always on the wrong side.
 
     Baruch, Baruch, Goldberg 2019, "A Little Is Enough" (arXiv 1902.06156).
     """
@@ -123,13 +122,12 @@ CUNNING: dict[str, Values] = {
     "2^40 tokens, one direction": one_way,
 }
 Text = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Inputs and targets of a batch -> what a learner with a text of its own reads."""
+"""Inputs and targets of a batch -> those of a learner with its own text."""
 READS: dict[str, Text] = {
     "healthy, reads the same backwards": lambda inputs, targets: (targets.flip(-1), inputs.flip(-1)),
     "healthy, reads another alphabet": lambda inputs, targets: ((inputs + 128) % 256, (targets + 128) % 256),
 }
 TOLD = ("nothing", *READS, *list(SICK)[4:])
-"""Cases whose directions are shown."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class Case:
     learners: int
     sick: int = 0
     what: str = ""
-    """"": all are healthy."""
+    """Empty: all are healthy."""
     seed: int = 0
 
     @property
@@ -149,7 +147,7 @@ class Case:
 
 
 class Sick(LearnerRig):
-    """Trains like the others, and sends something else from a fifth of the run on."""
+    """Trains like the others, but sends something else after a fifth of the run."""
 
     def __init__(self, run: Attacked, index: int) -> None:
         super().__init__(run, index)
@@ -175,14 +173,13 @@ class Sick(LearnerRig):
 
 
 def _values(payload: Payload) -> Tensor:
-    """float32 [num_elements]."""
     out = torch.empty(payload.header.num_elements)
     decode_payload(payload, out)
     return out
 
 
 class Reader(BuiltIn):
-    """The last learner may read a text of its own."""
+    """The task, with another text for the last learner."""
 
     def __init__(self, settings: Settings, what: str) -> None:
         super().__init__(settings)
@@ -209,13 +206,13 @@ class WatchedShard(ShardRig):
 
 
 class Attacked(LockstepRun):
-    """The last learners are sick."""
+    """A run whose last learners are faulty."""
 
     def __init__(self, case: Case) -> None:
         arm = load_arm(HERE / "frequency" / f"{RATES[case.optimizer]}.toml")
         settings = arm.seeded(case.seed)
         parts = {
-            "run": settings.run.model_copy(update={"tokens": 2**60}),  # the time ends it
+            "run": settings.run.model_copy(update={"tokens": 2**60}),  # the run ends by time
             "sync": settings.sync.model_copy(update={"merge": case.merge}),
             "outer": settings.outer.model_copy(update={"momentum": 0.5}),
             "guard": settings.guard.model_copy(update={"trust": case.trust}),
@@ -224,7 +221,7 @@ class Attacked(LockstepRun):
         conditions = arm.conditions.model_copy(update={"learners": case.learners, "noise": 0.05, "shards": 1})
         self.case = case
         self.left_out: dict[str, float] = {}
-        """Learner -> when it was, first."""
+        """Learner -> when it was first left out."""
         task = Reader(settings, case.what) if case.what in READS else BuiltIn(settings)
         super().__init__(settings, task, conditions)
         self.shards = [WatchedShard(self, 0, 1)]
@@ -237,7 +234,6 @@ class Attacked(LockstepRun):
         return min(1.0, self.clock.now / STEPS)
 
     def train(self) -> float:
-        """The loss of the global model."""
         self.begin()
         while self.clock.now < STEPS:
             self.clock.step()
@@ -248,13 +244,13 @@ class Attacked(LockstepRun):
 class Result:
     loss: float
     left_out_after: float
-    """Steps from when it fell sick until it was left out; infinity: never."""
+    """Steps from its first bad contribution until it was left out; infinity: never."""
     wrongly: int
     """Healthy learners that were left out."""
     cosine: float
-    """Of the last learner's contributions at the end with the others of their rounds."""
+    """Cosine of the last learner's final contributions with the others of their rounds."""
     others: float
-    """Of these with each other."""
+    """Cosine of these with each other."""
 
 
 def run(case: Case) -> Result:
@@ -276,12 +272,10 @@ def cases(trust: Trust) -> list[Case]:
 
 
 def alone(case: Case) -> Case:
-    """The healthy ones without the sick."""
     return replace(case, learners=case.learners - case.sick, sick=0, what="")
 
 
 def table(trust: Trust, seeds: Sequence[int], results: dict[Case, Result]) -> tuple[list[str], list[str]]:
-    """Markdown lines, and the promises that are broken."""
     rows: dict[str, list[str]] = {}
     broken = []
     heads = []
@@ -301,7 +295,7 @@ def table(trust: Trust, seeds: Sequence[int], results: dict[Case, Result]) -> tu
 
 
 def directions(results: dict[Case, Result]) -> list[str]:
-    """Markdown lines: why no rule about directions leaves out whoever repeats itself."""
+    """Markdown lines that show why no rule about directions detects repetition."""
     lines = ["| 1 of 4 | cosine with the others | theirs with each other | left out |", "| --- | ---: | ---: | --- |"]
     for case in told():
         r = results[case]

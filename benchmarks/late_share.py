@@ -1,8 +1,8 @@
-"""How much of what rounds ask for is absent or late, and how fast a run is: H = 24 against `sync.sync_every = "auto"`.
+"""The share of requested contributions that is absent or late, and the pace: H = 24 against `sync.sync_every = "auto"`.
 
-Drives production cores (a shard, and learners that share one tiny model) in virtual time. What a link carries is
-modelled: in each direction one thing after the other, bytes over bandwidth, then latency. A fragment stands for N / P
-parameters. Steps vary by a tenth, messages by some milliseconds; the shard looks at the time every 20 ms, as its host.
+Drives production cores (a shard, and learners that share one tiny model) in virtual time. Links are modeled: each
+direction carries one message at a time, at a bandwidth plus a latency. A fragment stands for N / P parameters. Step
+times vary by a tenth, messages by some milliseconds; the shard ticks every 20 ms, as its host does.
 
     python benchmarks/late_share.py                # the table of docs/wan.md
     python benchmarks/late_share.py --steps 11 --links 1000 --params 4e5 --burst 128 --rest 1
@@ -36,7 +36,7 @@ from diloco_worker.core.replica import Replica
 
 FRAGMENTS = 24
 WIDTH = 64
-"""Of the tiny model: a fragment has so many parameters, and stands for more."""
+"""Parameters per fragment of the tiny model, which stand for more."""
 LATENCY_S = {1000: 0.0005, 100: 0.01, 20: 0.02}
 """One way, by Mbit/s."""
 TICK_S, MERGE_S, ENCODE_S, NOISE, TOKENS = 0.02, 0.002, 0.002, 0.1, 1024
@@ -63,7 +63,7 @@ class ShardRig(LockstepShard):
 
 
 class LearnerRig:
-    """A learner that steps, and a link in either direction."""
+    """A learner that steps, and its link in both directions."""
 
     def __init__(self, run: Run, name: str, step_s: float) -> None:
         self.run, self.name, self.step_s, self.draw = run, name, step_s, random.Random(name)
@@ -75,16 +75,16 @@ class LearnerRig:
         self.core = LearnerCore(self.replica, shard.manifest, shard.join_answer().policy)
         self.inbox: list[Callable[[], None]] = []
         self.free_at = {"up": 0.0, "down": 0.0}
-        self.pulling: dict[int, Committed] = {}  # what waits, the newest of each fragment
+        self.pulling: dict[int, Committed] = {}  # announced but not pulled, the newest of each fragment
         self.is_pulling = False
         shard.progress(self.member, Progress(0, 0), now)
 
     def message(self) -> float:
-        """Seconds that it is on its way."""
+        """Random travel time of a message, in seconds."""
         return self.run.latency_s + self.draw.expovariate(1 / (0.001 + self.run.latency_s / 10))
 
     def carry(self, way: str, encoding: str) -> tuple[float, float]:
-        """Seconds until a fragment begins to move over the link, and until its last byte has left."""
+        """Seconds until a fragment starts to move over the link, and until its last byte has left."""
         now = self.run.clock.now
         begins = max(now, self.free_at[way])
         self.free_at[way] = begins + self.run.params / FRAGMENTS * BITS[encoding] / self.run.bits_per_s
@@ -135,7 +135,7 @@ class LearnerRig:
         self.run.clock.after(begins + way_s, lambda: self.announce(header, payload, ends - begins))
 
     def announce(self, header: PushHeader, payload: Payload, bytes_s: float) -> None:
-        """The header is there. A push that is not wanted costs its link nothing more."""
+        """The header arrived. A push that is not wanted uses no more of the link."""
         shard = self.run.shard.shard
         answer = shard.admit(self.member, header)
         self.run.shard.pushed += self.run.counts
@@ -157,7 +157,7 @@ class LearnerRig:
         self.run.clock.after(self.message(), lambda: self.inbox.append(done))
 
     def pull(self, committed: Committed | None = None) -> None:
-        """One at a time, and of each fragment the newest."""
+        """Pull one fragment at a time, the newest version of each."""
         if committed is not None:
             self.pulling[committed.fragment_id] = committed
         if self.is_pulling or not self.pulling:
@@ -219,8 +219,7 @@ class Run:
 def measure(
     sync: SyncSettings, step_s: float, bits_per_s: float, args: argparse.Namespace
 ) -> tuple[int, float, float, float]:
-    """H in the end, the share of what was asked that was absent, that of pushes that came late, and merged tokens per
-    second. "auto" settles first."""
+    """The final H, the absent share of requests, the late share of pushes, and merged tokens per second."""
     run = Run(
         sync, args.learners, step_s, bits_per_s, LATENCY_S[round(bits_per_s / 1e6)], args.params, args.burst, args.rest
     )

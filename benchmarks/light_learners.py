@@ -1,9 +1,9 @@
-"""A shard process, and learners so light that a benchmark measures only the shard.
+"""Runs shard processes, and learners so light that a benchmark measures only the shard.
 
-On the wire, a light learner behaves like a real one. It has three channels, joins, reports its inner steps and offers
+To the shard, a light learner looks like a real one. It has three channels, joins, reports its inner steps and offers
 seeds. It contributes when asked (a few pushes at once, repeated while the shard is busy), and pulls every announced
-version, one after the other. But it trains, encodes and decodes nothing. Its contributions are noise, encoded once for
-all learners. It counts the pulled bytes and throws them away. So hundreds of light learners share one event loop.
+version in turn. But it does not train, encode or decode. Its contributions are noise, encoded once for all learners,
+and it only counts the pulled bytes. So hundreds of light learners share one event loop.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from diloco_worker.shell.pusher import SEEDS_AT_ONCE
 TOKENS_PER_STEP = 1000
 CALL_S = 300.0
 ATTEMPTS_MAX = 50
-"""Attempts of a push, which take about two minutes. So a lost shard ends the benchmark."""
+"""Attempts of a push, about two minutes in all, after which a lost shard ends the benchmark."""
 LAYERS, WIDEST = 10, 768
 SCHEDULER_CLOCK = 2
-"""The clock of a process's CPU time, in a clock id of Linux; see clock_getcpuclockid(3)."""
+"""Clock id for the CPU time of a process on Linux; see clock_getcpuclockid(3)."""
 
 
-# ------------------------------------------------------------ what is synchronised
+# ------------------------------------------------------------ the model
 
 
 def tensors_of(parameters: int) -> tuple[TensorSpec, ...]:
@@ -84,7 +84,7 @@ def noise_of(fragments: Sequence[Fragment], scale: float, encoding: str) -> dict
 
 
 class Member:
-    """A shard or worker on free ports, with its memory and CPU time as the kernel counts them."""
+    """A shard or worker on free ports, with its memory and CPU time from the kernel."""
 
     def __init__(self, process: subprocess.Popen[bytes], address: Endpoints) -> None:
         self.address = address.grpc
@@ -99,7 +99,7 @@ class Member:
         return int(found[1]) * 1024
 
     def status(self) -> dict[str, Any]:
-        """What it says of itself; ends the benchmark if it does not answer."""
+        """Its /status; ends the benchmark if it does not answer."""
         answer = fetch_status(self.http, 5.0)
         return answer or sys.exit(f"{self.http} does not answer")
 
@@ -132,7 +132,6 @@ running_shard = partial(running, "diloco_server")
 
 @contextmanager
 def running_shards(count: int, *settings: str) -> Iterator[list[Member]]:
-    """All shards of one run, with these settings."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(running_shard(f"shard.count={count}", f"shard.index={i}", *settings))
@@ -141,7 +140,7 @@ def running_shards(count: int, *settings: str) -> Iterator[list[Member]]:
 
 
 class Accepted:
-    """Bytes of accepted contributions that are in no announced version yet: now, and at most."""
+    """Bytes of accepted contributions that are in no announced version yet: the current sum, and its maximum."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -167,7 +166,7 @@ class LightLearner:
         self, learner_id: str, shard: Member, manifest: Manifest, fragments: Sequence[Fragment],
         contributions: Mapping[int, Payload], accepted: Accepted,
     ) -> None:  # fmt: skip
-        """`fragments`: those of this shard. `contributions`: fragment id -> the payload it contributes every time."""
+        """`fragments`: of this shard. `contributions`: fragment id -> the payload it contributes every time."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self.fragments = fragments
@@ -193,7 +192,7 @@ class LightLearner:
         self._pulled_more = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
 
-    # ------------------------------------------------------------ what it is told to do
+    # ------------------------------------------------------------ commands
 
     async def join(self) -> None:
         request = pb.JoinRequest(
@@ -214,13 +213,13 @@ class LightLearner:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def step(self, inner_step: int) -> None:
-        """Report that it has reached this inner step; a heartbeat repeats the last report."""
+        """Report this inner step; a heartbeat repeats the last report."""
         self._inner_step = inner_step
         async with self._writing:
             await self._stream.write(protobuf.progress_to_pb(Progress(inner_step, inner_step * TOKENS_PER_STEP)))
 
     async def seed(self, seeds: Mapping[int, Payload]) -> None:
-        """Offer version 0 of every fragment, a few at once, except fragments that others have seeded meanwhile."""
+        """Offer version 0 of every fragment, a few at once, unless another learner has seeded it."""
         at_once = asyncio.Semaphore(SEEDS_AT_ONCE)
 
         async def offer(fragment_id: int, payload: Payload) -> None:
@@ -252,14 +251,14 @@ class LightLearner:
                 lambda: all(self._pulled.get(f.fragment_id, -1) >= version for f in self.fragments)
             )
 
-    # ------------------------------------------------------------ how
+    # ------------------------------------------------------------ helpers
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return rpc.metadata_of(self._identity, None)
 
     async def _push(self, fragment_id: int, payload: Payload, round_number: int, tokens: int, steps: int) -> None:
-        """Push until there is an answer. Raises the Refusal or AioRpcError after which a real learner would give up."""
+        """Push until answered. Raises the Refusal or AioRpcError at which a real learner would give up."""
         header = PushHeader(
             fragment_id, round_number, self._identity.epoch, max(0, round_number - 1), tokens, steps,
             payload.header, self._digest,
@@ -297,7 +296,7 @@ class LightLearner:
             await self.step(self._inner_step)
 
     async def _pull_all(self) -> None:
-        """One fragment after the other, newest version only, as a learner does."""
+        """Pull fragments in turn, only the newest version, as a learner does."""
         while True:
             await self._news.wait()
             self._news.clear()

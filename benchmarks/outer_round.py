@@ -48,7 +48,7 @@ STEP_TOKENS = 1000
 CHANGE = 1e-3
 ROUND_S = 300.0
 POLL_S = 0.2
-"""`poll` returns sooner where something arrives."""
+"""`poll` returns sooner if something arrives."""
 WARM_UP = 5
 
 
@@ -57,8 +57,6 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class LearnerSpec:
-    """The settings of a learner process."""
-
     rank: int
     learners: int
     shards: tuple[str, ...]
@@ -70,8 +68,6 @@ class LearnerSpec:
 
 
 class Weights(nn.Module):
-    """Parameters with given names and shapes, and nothing else."""
-
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -80,7 +76,7 @@ class Weights(nn.Module):
 
 
 def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
-    """The process. Its model does not train. It obeys these commands from a pipe, and ends with its parent:
+    """Run the learner process. Its model does not train. It obeys commands from a pipe, and ends with its parent:
 
     "round"  change the parameters, say "ready"; at "go" take part until every fragment has its next version; say "done"
     "gloo"   say "ready"; at "go" all-reduce as many float32 with Gloo; say "done"
@@ -98,7 +94,7 @@ def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
     memory = OwnMemory()
     learner = diloco_worker.join(
         spec.shards, model, learner_id=f"learner-{spec.rank}", tls=spec.tls, mean_merge=mean_merge, wait_s=ROUND_S,
-        island="alone",  # the process group is for all-reduce, beside which a round is measured
+        island="alone",  # the process group is only for the all-reduce
     )  # fmt: skip
     with learner:
         pipe.send("joined")
@@ -123,18 +119,16 @@ def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
 
 
 class OwnMemory:
-    """The most that the process holds in some spans of time, beyond what it held before: model, benchmark, all else."""
+    """Peak memory of the process within marked times, beyond what it held before."""
 
     def __init__(self) -> None:
         self._before = self._rss("VmRSS")
         self.most = 0
 
     def begin(self) -> None:
-        """From here on."""
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
     def end(self) -> None:
-        """Up to here."""
         self.most = max(self.most, self._rss("VmHWM") - self._before)
 
     @staticmethod
@@ -168,7 +162,6 @@ def take_round(learner: diloco_worker.Learner) -> None:
 
 
 def usage(learner: diloco_worker.Learner) -> dict[str, Any]:
-    """CPU, memory and bytes since the process began."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "cpu_s": own.ru_utime + own.ru_stime,
@@ -243,11 +236,10 @@ class Usage:
 
     @property
     def cpu_s(self) -> float:
-        """Of all processes together."""
         return self.learner_cpu_s + self.shard_cpu_s
 
     def in_round(self, *, count: bool) -> float:
-        """Take a round, and return its seconds. What it uses counts, or it warms up."""
+        """Take a round, and return its seconds. Its usage counts, unless it is a warm-up."""
         before: list[dict[str, Any]] = []
         shards_before: list[float] = []
 
@@ -269,7 +261,7 @@ class Usage:
 def usage_over_tls(
     args: argparse.Namespace, settings: Sequence[str], tensors: Sequence[TensorSpec], stack: ExitStack
 ) -> Usage:
-    """The same cluster once more, with certificates. Its rounds are taken in turn with those in plaintext."""
+    """A second cluster with certificates. Its rounds alternate with those in plaintext."""
     folder, now = Path(stack.enter_context(tempfile.TemporaryDirectory())), datetime.now(UTC)
     make_authority(folder, "local", now)
     authority = open_authority(folder)
@@ -290,10 +282,9 @@ def usage_over_tls(
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything. Returns the figures for `--json`."""
     tensors = tensors_of(int(args.params))
     parameters = sum(t.num_elements for t in tensors)
-    # A round is one inner step, so that all fragments are due at once. There are no heartbeats between the reports.
+    # A round is one inner step, so that all fragments are due at once. No heartbeats come between the reports.
     settings = [
         f"sync.fragments={args.fragments}", "sync.sync_every=1", "sync.quorum=all",
         f"sync.push={args.push}", f"sync.pull={args.pull}", f"shard.count={args.shards}",
@@ -310,7 +301,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         usage.learners.timed("round")
         encrypted = usage_over_tls(args, settings, tensors, stack) if args.tls else None
         taken: list[list[float]] = []
-        """Of each round: seconds of ours, over TLS, of Gloo; 0 where there is none."""
+        """Seconds of each round: ours, over TLS, and of Gloo; 0 if not measured."""
         for i in range(1 - WARM_UP, args.rounds):
             seconds = [usage.in_round(count=i >= 0), encrypted.in_round(count=i >= 0) if encrypted else 0.0]
             taken.append([*seconds, 0.0 if args.no_gloo else usage.learners.timed("gloo")])

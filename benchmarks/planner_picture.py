@@ -1,4 +1,4 @@
-"""The picture and the page of docs/planner.md: goodput over chips for four ways of training.
+"""Makes the picture and the page of docs/planner.md: goodput over chips for four ways of training.
 
 Writes docs/images/planner.png and docs/assets/planner.html, a page that needs no server. A minute on one core.
 """

@@ -1,9 +1,9 @@
-"""A real local cluster beside a simulated one of the same plan: tokens, rounds, evictions, late contributions, bytes.
+"""Compares a real local cluster with a simulated one: tokens, rounds, evictions, late contributions, bytes.
 
-Each learner is a process that steps by the clock, some slower than others. Learners are killed when the plan says so,
-and another process takes over when it says so; it has imported torch before. The planner draws the plan once, and is
-asked what it comes to. It is also told how long joining took, the median of the run, and when the real run was looked
-at: a lease may have ended just before. A row has what is real, and in brackets how far off the simulation is.
+Each learner is a process whose steps follow the clock, some slower than others. A plan, drawn once, says when learners
+are killed and when another process, which has already imported torch, replaces each. The planner simulates the same
+plan, with the measured median time of joining, and up to the time at which the real run was read: a lease may have
+ended just before. A row has the real figures, and in brackets the simulation's error.
 
     python benchmarks/planner_reality.py                       # the figures of docs/planner.md; 9 minutes
     python benchmarks/planner_reality.py --learners 4 --seeds 1 --seconds 30
@@ -36,7 +36,7 @@ from light_learners import running_shard
 
 STEP_S, NOISE, TOKENS, FRAGMENTS, PARAMS = 0.1, 0.1, 100, 6, 12_000
 SLOWER = (1.0, 1.1, 1.3, 1.6)
-"""Times of a step, for one learner after the other."""
+"""Factors on the step time, learner by learner."""
 FAILS = Failures(mtbi_s=1e12, preempt_every_s=45.0, preempt_for_s=9.0, notice_s=0.0)
 IMPORT_S = 120.0
 LEASE = LeaseSettings(lease_s=3.0, heartbeat_s=0.5)
@@ -67,8 +67,6 @@ with diloco_worker.join(shard, model, learner_id=name, log=None) as learner:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
-
     tokens_trained: float
     tokens_merged: float
     rounds: float
@@ -79,7 +77,6 @@ class Result:
 
 
 def plans(learners: int, seconds: float, seed: int) -> list[LearnerPlan]:
-    """Learners whose deaths are drawn."""
     found = []
     for i in range(learners):
         chance = random.Random(f"{seed} {i}")
@@ -92,7 +89,7 @@ def plans(learners: int, seconds: float, seed: int) -> list[LearnerPlan]:
 
 
 def joining_takes(plan: LearnerPlan, joining_s: float) -> LearnerPlan:
-    """As `plan`, but each process begins to train so many seconds later, or never, if it is killed before."""
+    """`plan`, but each process starts training this much later, or never, if it is killed before."""
     assert plan.line is not None
     joined = [joining_s, *(back + joining_s for _, back, _ in plan.line.away)]
     gone = [*(gone for gone, _, _ in plan.line.away), plan.line.until]
@@ -118,7 +115,7 @@ def simulated(
     world = PlannedWorld(settings(grace), PARAMS, plans, ShardPlan(), until, seed, decided=FRAGMENTS)
     found = world.run()
     sent, taken = (1e3 * sum(one[way] for one in found.learners) for way in ("sent_gb", "taken_gb"))
-    seeded = 1e-6 * num_payload_bytes(SEED_ENCODING, PARAMS)  # the simulation begins with version 0
+    seeded = 1e-6 * num_payload_bytes(SEED_ENCODING, PARAMS)  # the simulation starts from version 0
     return Result(
         found.tokens_trained, found.tokens_share_merged * found.tokens_trained, found.rounds, found.evictions,
         found.late_share, sent + seeded, taken,
@@ -126,7 +123,7 @@ def simulated(
 
 
 class Process:
-    """Of a learner: it waits for `go`."""
+    """The process of a learner, which waits for `go`."""
 
     def __init__(self, plan: LearnerPlan, shard: str, folder: Path, life: int) -> None:
         self._steps, self._errors = folder / f"{plan.name}.{life}", folder / f"{plan.name}.{life}.err"
@@ -149,7 +146,7 @@ class Process:
         self._child.stdin.flush()
 
     def kill(self) -> None:
-        """When the plan says so, or at the end. If it has ended by itself, the run is not the one of the plan."""
+        """Kill it, as planned or at the end. If it has ended by itself, the run did not follow the plan."""
         if self._child.returncode is None and (code := self._child.poll()) is not None:
             print(f"{self._steps.name} ended by itself with {code}: {self._errors.read_text()[-500:]}", file=sys.stderr)
         self._child.kill()
@@ -161,7 +158,7 @@ class Process:
 
     @property
     def joined_s(self) -> list[float]:
-        """How long joining took; nothing if it did not come to that."""
+        """Empty if it did not join."""
         return [float(line.split()[1]) for line in self._lines() if line.startswith("joined")]
 
     def _lines(self) -> list[str]:
@@ -169,7 +166,7 @@ class Process:
 
 
 def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) -> tuple[Result, float, float]:
-    """And how many seconds joining took, as a rule, and after how many it was looked at."""
+    """Run the real cluster. Returns its totals, the median time of joining, and when it was read, in seconds."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shard = stack.enter_context(running_shard(
@@ -201,7 +198,6 @@ def real(learners: Sequence[LearnerPlan], seconds: float, grace: float | str) ->
 
 
 def script(learners: Sequence[LearnerPlan], lives: dict[str, list[Process]], seconds: float) -> list[tuple[float, Any]]:
-    """When who begins and who dies."""
 
     def events() -> Iterator[tuple[float, Any]]:
         for plan in learners:

@@ -1,4 +1,4 @@
-"""The cost of keeping versions, and the time that a shard takes to come back.
+"""The cost of storing versions, and the time that a shard takes to recover.
 
 Writes two versions of each fragment of a shard to a data folder, as the shard itself does: 100 M parameters in 24
 fragments. Then starts `diloco-server` on the folder and waits until it serves.
@@ -79,7 +79,7 @@ def write(folder: Path, settings: Settings, parameters: int) -> dict[str, float]
 
 
 def recover(folder: Path, settings: Settings) -> dict[str, float]:
-    """Measure the time from the start of the process until it serves. Files are in the page cache, as after SIGKILL."""
+    """Seconds from the start of the process until it serves. Files are in the page cache, as after SIGKILL."""
     address_file = folder / "address.json"
     flags = [f"--set=sync.fragments={settings.sync.fragments}", f"--set=sync.pull={settings.sync.pull}"]
     command = [sys.executable, "-m", "diloco_server", f"--set=shard.data_dir={folder}", *flags]

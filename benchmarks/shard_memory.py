@@ -3,8 +3,8 @@
     python benchmarks/shard_memory.py                  # 100 M parameters, 4 learners, 24 fragments: about a minute
     python benchmarks/shard_memory.py --push int4 --pull int8
 
-The learners seed all fragments at once, as real learners do when they start together. Then a round of every fragment is
-opened. All learners but one contribute to all rounds, then the last one does. So the shard holds as much as it can.
+The learners seed all fragments at once, as real learners do when they start together. Then a round of every fragment
+opens. All learners but one contribute to all rounds, then the last one does. So the shard holds the maximum.
 
     (peak RSS - idle RSS - peak bytes of accepted, unmerged contributions) / parameters  <  11 bytes
 
@@ -27,7 +27,6 @@ MB = 1e6
 
 
 async def load(shard: Member, manifest: Manifest, learners: int, rounds: int, push: str) -> Accepted:
-    """Seed and contribute as described above."""
     accepted = Accepted()
     contributions = noise_of(manifest.fragments, 0.001, push)
     all_learners = [

@@ -1,4 +1,4 @@
-"""How long a shard's core keeps the event loop when it opens all rounds at once: CPU, tick by tick.
+"""How long a shard's core blocks the event loop when it opens all rounds at once: CPU time per tick.
 
     python benchmarks/slices.py --learners 1024 --fragments 1024
 
@@ -29,7 +29,6 @@ H = 24
 
 
 def shard_with(learners: int, fragments: int) -> Shard:
-    """Seeded, and everybody has joined."""
     specs = [TensorSpec(f"w{i:04d}", (1,)) for i in range(fragments)]
     sync, limits = SyncSettings(fragments=fragments, sync_every=H), ShardSettings(max_learners=4096)
     shard = Shard(Settings(sync=sync, shard=limits), 2)

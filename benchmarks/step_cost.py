@@ -1,15 +1,15 @@
 """The cost of `learner.step` for a training loop under full traffic: real shards, real learners, steps of 100 ms.
 
-   python benchmarks/step_cost.py                     # 1 learner, 2 shards, 100 M parameters: about 40 s
-   python benchmarks/step_cost.py --steps 100         # shorter
+python benchmarks/step_cost.py # 1 learner, 2 shards, 100 M parameters: about 40 s python benchmarks/step_cost.py
+--steps 100 # shorter
 
 A step sleeps for most of its time, like a loop that waits for its accelerator, and changes a 24th of the parameters.
-With P = H = 24, about one fragment is contributed and one version applied per step. As a yardstick, the loop also adds
-one tensor of a fragment's size to another: applying a version cannot cost less. Snapshots, which are whole when `step`
-returns, are stated apart, beside copies of the values of another fragment just before.
+With P = H = 24, about one fragment is contributed and one version applied per step. For comparison, the loop also adds
+one tensor of a fragment's size to another: applying a version cannot cost less. Snapshots, which are complete when
+`step` returns, are reported separately, next to copies of another fragment's values just before.
 
-Exits with 1 if `learner.step` without its snapshots took more than 1 % of a 100 ms step in the median or more than
-10 ms at the 99th percentile, if a snapshot took longer than a copy (medians), or if fewer than half a contribution was
+Exits with 1 if `learner.step` without its snapshots took more than 1 % of a 100 ms step in the median or more than 10
+ms at the 99th percentile, if a snapshot took longer than a copy (medians), or if fewer than half a contribution was
 merged or half a version applied per step.
 """
 
@@ -41,16 +41,15 @@ from outer_round import OwnMemory, Weights
 
 STEP_S = 0.1
 SLEEP_S = 0.095
-"""Sleep in each step. The rest is for its own work."""
+"""Sleep in each step. The rest is work."""
 STEP_TOKENS = 1000
 CHANGE = 1e-4
 PARTS = 24
-"""One of them is changed per step."""
+"""Parts of the parameters, of which one is changed per step."""
 TENSORS = 500
-"""About so many. A fragment has about 21."""
+"""Approximate number of tensors; a fragment has about 21."""
 FRAGMENTS = 24
 SETTLE_STEPS = 5
-"""First steps, which are left out."""
 MEDIAN_MAX_S = 0.01 * STEP_S
 P99_MAX_S = 0.01
 FLYING_MIN = 0.5
@@ -64,9 +63,9 @@ class Measured:
     inside_s: list[float] = field(default_factory=list)
     """Seconds inside `learner.step`."""
     addition_s: list[float] = field(default_factory=list)
-    """Of the yardstick, just before it: beside the traffic."""
+    """Seconds of the comparison addition, just before it, under the same traffic."""
     copy_s: list[float] = field(default_factory=list)
-    """The values of another fragment copied, at the same place."""
+    """Seconds to copy another fragment's values, at the same place."""
     snapshot_s: list[float] = field(default_factory=list)
     """Seconds inside `learner.step` for the snapshots of that step."""
     counts: dict[str, float] = field(default_factory=dict)
@@ -85,7 +84,7 @@ class Loop:
         self._flat = [parameter.detach().view(-1) for parameter in self.model.parameters()]
         self._number = 0
         size = sum(flat.numel() for flat in self._flat) // FRAGMENTS
-        self._pairs = [(torch.ones(size), torch.ones(size)) for _ in range(4)]  # touched, unlike zeros
+        self._pairs = [(torch.ones(size), torch.ones(size)) for _ in range(4)]  # ones: memory is allocated
         self._copy = torch.ones(2 * size)
 
     def step(self) -> None:
@@ -115,7 +114,7 @@ class Loop:
 
 
 def run_loop(shards: Sequence[str], tensors: Sequence[TensorSpec], steps: int, pipe: Connection) -> None:
-    """The learner process: measures so many steps, sends the results, and ends."""
+    """The learner process: measures `steps` steps, sends the results, and ends."""
     tune_allocator()  # as diloco-worker does
     torch.set_num_threads(1)
     loop = Loop(tensors)
@@ -164,7 +163,7 @@ def measure_steps(loop: Loop, learner: diloco_worker.Learner, steps: int) -> dic
 
 
 def time_snapshots() -> list[float]:
-    """From now on the seconds of every snapshot are appended to this list."""
+    """A list to which the seconds of every later snapshot are appended."""
     seconds: list[float] = []
     take = FragmentTensors.contribute
 
@@ -189,7 +188,7 @@ def counts(learner: diloco_worker.Learner) -> dict[str, float]:
 
 
 def in_rows(tensors: Sequence[TensorSpec], count: int) -> tuple[TensorSpec, ...]:
-    """The same elements in about so many tensors: some rows each."""
+    """The same elements in about `count` tensors of some rows each."""
     each = sum(t.num_elements for t in tensors) // count
     found = []
     for tensor in tensors:
@@ -203,7 +202,6 @@ def in_rows(tensors: Sequence[TensorSpec], count: int) -> tuple[TensorSpec, ...]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything. Returns the figures for `--json`."""
     tensors = in_rows(tensors_of(int(args.params)), TENSORS)
     parameters = sum(t.num_elements for t in tensors)
     with ExitStack() as stack:
@@ -239,7 +237,6 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def good_enough(r: dict[str, Any]) -> bool:
-    """Whether the result keeps the limits above."""
     cost = r["without_snapshot_seconds"]
     flying = min(r["versions_applied_per_step"], r["contributions_merged_per_step"])
     return bool(

@@ -3,9 +3,9 @@
     python benchmarks/straggler.py                  # two runs of 4 workers: about 75 s
 
 Every inner step of the tiny model sleeps for most of its time. So workers on the same few cores do not slow each other
-down, and only synchronisation could. In the first run, all steps sleep for 50 ms. In the second, the steps of one
-worker sleep for 250 ms. The benchmark compares the steps per second of the three others. It also shows which share of
-the slow worker's tokens was merged, as a mean over the fragments.
+down; only synchronization could. In the first run, all steps sleep for 50 ms. In the second, the steps of one worker
+sleep for 250 ms. The benchmark compares the steps per second of the three others. It also shows which share of the slow
+worker's tokens was merged, as a mean over the fragments.
 
 Exits with 1 if the others lose 5 % or more, or if nothing of the slow worker is merged.
 """
@@ -63,7 +63,6 @@ def run(delays_s: dict[str, float], seconds: float) -> dict[str, Any]:
 
 
 def wait_until_all_merge(shard: Member, names: set[str]) -> None:
-    """Wait until a version holds a contribution of every worker."""
     deadline = time.monotonic() + START_S
     while {learner["id"] for learner in shard.status()["learners"] if learner["merged"]} != names:
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""A small task of words on which clusters are drawn, trained and lied to: `honest.py` and `hostile.py`.
+"""A small word task on which `honest.py` and `hostile.py` train random, faulty and attacked clusters.
 
-Whole runs in lockstep (`diloco_lab.lockstep`): the production cores in virtual time. Each learner has a plan of its
-own: speed, batch, optimizer, rates, and what happens to it. Nothing depends on the pace of the machine.
+Whole runs in lockstep (`diloco_lab.lockstep`): the production cores in virtual time. Each learner has its own plan:
+speed, batch, optimizer, rates, and events. Nothing depends on the machine's pace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diloco_server.core.effects import MergeRound
 from diloco_server.core.ledger import Fact, LearnerLeftOut
 
 WORDS, ROWS, LENGTH, RARE = 64, 8, 9, 8
-"""Of the vocabulary; of a usual batch; of a sequence; words that only some learners meet."""
+"""Words of the vocabulary; rows of a usual batch; length of a sequence; words that only some learners meet."""
 LONGEST = 1e9
 
 # ------------------------------------------------------------------ the task
@@ -52,11 +52,11 @@ class Words(nn.Module):
 
 
 class Chain:
-    """A Markov chain over words. The last `RARE` come up only where `rare`."""
+    """A Markov chain over words. The last `RARE` occur only if `rare`."""
 
     def __init__(self, *, rare: bool = False, sure: float = 0.0, of: int = 7) -> None:
-        """`sure`: the share of the way from the usual odds to certainty. At 1 the likeliest word always comes next.
-        `of`: the seed of its odds."""
+        """`sure`: interpolates from the usual odds to certainty; at 1 the likeliest word always comes next. `of`: seed
+        of its odds."""
         odds = 2.5 * torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(of))
         if not rare:
             odds[:, -RARE:] = -math.inf
@@ -81,33 +81,32 @@ class Plan:
 
     speed: float = 1.0
     rows: int = ROWS
-    """Of a batch."""
     optimizer: str = "adamw"
     lr: float = 4e-3
     warm: int = 0
-    """It raises its rate over so many steps of its own."""
+    """Its own steps over which it raises its rate."""
     decays: int = 0
-    """And lowers it over so many, by a cosine to a fiftieth."""
+    """Steps over which it lowers its rate, by a cosine to a fiftieth."""
     joins_at: float = 0.0
     phase: float = 0.0
-    """So much longer its first step takes."""
+    """Extra time of its first step."""
     dies_at: float = math.inf
     away: float = 0.0
     keeps_optimizer: bool = False
-    """Its checkpoint has the optimizer's state."""
+    """Whether its checkpoint has the optimizer's state."""
     cut_off: float = 0.0
-    """So long it trains on without the shard, from the middle of the run on."""
+    """How long it trains without the shard, from the middle of the run."""
     stands: float = 0.0
-    """So long it does nothing, from there on."""
+    """How long it does nothing, from the middle of the run."""
     text: str = "usual"
     rare_from: float = math.inf
     """Steps after which it meets the rare words."""
     varies: bool = False
-    """Batches have 1 to 100 times as few tokens."""
+    """Whether batches have up to 100 times fewer tokens, at random."""
     spikes: float = 0.0
-    """The share of its batches whose answers are wrong."""
+    """Share of its batches with wrong targets."""
     thaws_at: int = 0
-    """Its embedding is frozen for so many steps."""
+    """Steps for which its embedding is frozen."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +117,12 @@ class Cluster:
     fragments: int = 3
     merge: str = "mean"
     std: float = 0.2
-    """Of the values that the model begins with."""
+    """Standard deviation of the initial values."""
     zero_head: bool = False
     seed: int = 0
 
 
 class Task:
-    """What `LockstepRun` asks of one."""
-
     tokens_per_batch = ROWS * LENGTH
 
     def __init__(self, cluster: Cluster) -> None:
@@ -169,10 +166,10 @@ def make_optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Inner:
-    """Models, optimizers and data of the learners, by index: what `LockstepRun` steps."""
+    """Models, optimizers and data of the learners, by index, which `LockstepRun` steps."""
 
     kind = ""
-    """A cluster names its merge rule."""
+    """Empty, because a cluster names its merge rule."""
 
     def __init__(self, run: Trained) -> None:
         self._plans, self._task = run.cluster.plans, run.task
@@ -215,7 +212,6 @@ class Inner:
     def leave(self, index: int) -> None: ...
 
     def begin(self, index: int) -> None:
-        """It is back."""
         if not self._plans[index].keeps_optimizer:
             self._optimizers[index] = make_optimizer(self._plans[index], self.models[index])
 
@@ -225,20 +221,17 @@ class Inner:
 
 @dataclass
 class Found:
-    """What became of the contributions of a run."""
-
     answers: Counter[str] = field(default_factory=Counter)
     left_out: dict[str, float] = field(default_factory=dict)
-    """Learner -> when it was, first."""
+    """Learner -> when it was first left out."""
     merges: int = 0
     merged: Counter[str] = field(default_factory=Counter)
-    """Learner -> its contributions that are in versions."""
     kept: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    """Learner and fragment -> what was kept of each contribution."""
+    """Learner and fragment -> the factor on each contribution's length."""
 
     @property
     def refused(self) -> Counter[str]:
-        """LATE is no refusal: the round was over, and the work is in the next contribution."""
+        """Without LATE: the round was over, and the work is in the next contribution."""
         return Counter({code: n for code, n in self.answers.items() if code not in ("ACCEPTED", "LATE", "DUPLICATE")})
 
     @property
@@ -247,7 +240,7 @@ class Found:
 
     @property
     def longest_cut(self) -> int:
-        """Contributions of one learner to one fragment, one after the other, that were cut by more than half."""
+        """Most consecutive contributions of one learner to one fragment that were cut by more than half."""
         longest = 0
         for of in self.kept.values():
             streak = 0
@@ -271,8 +264,6 @@ class WatchedShard(ShardRig):
 
 
 class Learner(LearnerRig):
-    """What its plan says happens to it."""
-
     @property
     def plan(self) -> Plan:
         return self._run.cluster.plans[self.index]  # type: ignore[attr-defined, no-any-return]
@@ -305,7 +296,7 @@ class Learner(LearnerRig):
 
 
 class Trained(LockstepRun):
-    """A cluster that has trained. Runs end after a time, so that arms have the same wall-clock."""
+    """The training of a cluster. Runs end by time, so that arms have equal wall-clock time."""
 
     shard_kind: type[WatchedShard] = WatchedShard
 
@@ -361,5 +352,5 @@ class Trained(LockstepRun):
 
     @property
     def loss(self) -> float:
-        """Held-out, of the global model."""
+        """Held-out loss of the global model."""
         return self.task.evaluate(self.global_model(), 1, 0)

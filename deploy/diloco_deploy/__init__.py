@@ -3,12 +3,12 @@
     cluster/     one pure model of a cluster, and how processes are asked
     show/        the model on a terminal: status, tables, the report of a run
     web/         the model as a live page
-    run/         `diloco up`, on this machine or on Ray: children, folder, members, other numbers of them
+    run/         `diloco up`, on this machine or on Ray: children, folder, members, resizing
     trust/       certificates and tokens
     checkpoint/  checkpoints, exports, `diloco pull`
-    doctor/, explain/   what is wrong, and what it means
+    doctor/, explain/   find problems, and explain their codes
 
-`cli.py` is the table of commands; `diloco_common/program.py` runs it. A command lies where its work is.
+`cli.py` lists the commands; `diloco_common/program.py` runs them. Each command is in the folder of its work.
 """
 
 import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)

@@ -1,4 +1,4 @@
-"""The commands of this distribution, which `diloco` finds here (`diloco_common/program.py`)."""
+"""The commands of this distribution, found by `diloco` (`diloco_common/program.py`)."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ COMMANDS = (
         "run a cluster on this machine until its token budget is reached", RUN,
     ),
     Command(
-        "init", "diloco_deploy.run.commands:init", "make a folder to begin with: run.toml and train.py", RUN,
+        "init", "diloco_deploy.run.commands:init", "create a folder to start from: run.toml and train.py", RUN,
     ),
     Command(
         "resume", "diloco_deploy.run.commands:resume",
-        "go on with a run, as it was, or on another number of shards", RUN,
+        "continue a run, as it was or on another number of shards", RUN,
     ),
     Command(
         "scale", "diloco_deploy.run.commands:scale", "change the number of workers of a running cluster", RUN,
     ),
     Command("status", "diloco_deploy.show.status:status", "show a running cluster", LOOK),
     Command(
-        "record", "diloco_deploy.show.record:record", "say whose work is in each version, with which weight", LOOK,
+        "record", "diloco_deploy.show.record:record", "show whose work is in each version, and its weight", LOOK,
     ),
     Command("web", "diloco_deploy.web.command:web", "the live page of a run, in a browser", LOOK),
     Command("logs", "diloco_deploy.commands:logs", "show the logs of a cluster on this machine", LOOK),
     Command("health", "diloco_deploy.commands:health", "ask one process whether it is healthy", LOOK),
     Command(
         "doctor", "diloco_deploy.doctor.command:doctor",
-        "say what is wrong with the way to the shards, or a machine", LOOK,
+        "check the connection to the shards, or a machine", LOOK,
     ),
     Command(
-        "explain", "diloco_deploy.explain.catalogue:explain", "say what a code means, and what to do", LOOK,
+        "explain", "diloco_deploy.explain.catalogue:explain", "explain a code, and what to do", LOOK,
     ),
     Command(
         "checkpoint", "diloco_deploy.checkpoint.commands:app", "take, list, verify and copy checkpoints", MODEL,
@@ -56,7 +56,7 @@ COMMANDS = (
         "certs", "diloco_deploy.trust.commands:certs",
         "make the certificates of a run, show them, and revoke them", TRUST,
     ),
-    Command("token", "diloco_deploy.trust.commands:token", "make the token that all share", TRUST),
+    Command("token", "diloco_deploy.trust.commands:token", "make the shared token", TRUST),
     Command(
         "config", "diloco_deploy.commands:config",
         "show the settings of a run, and where each one comes from", SETTINGS,

@@ -88,7 +88,6 @@ def logs(
 
 
 def _show_end(name: str, path: Path, lines: int, named: bool) -> int:
-    """Returns the size of what was looked at."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in deque(file, maxlen=lines):
             _print(name, line, named)
@@ -99,7 +98,7 @@ def _show_rest(name: str, path: Path, start: int, named: bool) -> int:
     try:
         size = path.stat().st_size
     except OSError:
-        return 0  # begun anew
+        return 0  # the file was replaced
     if size == start:
         return start
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -124,9 +123,8 @@ def show(
     json: Json = False,
     options: SettingsOptions = NO_SETTINGS,
 ) -> int:
-    """Show every setting with its value, as TOML that --config takes. With --origin each says where it comes from: a
-    line of the file, an environment variable, --set, or the default.
-    """
+    """Show every setting with its value, as TOML for --config. With --origin, each shows its source: a line of the
+    file, an environment variable, --set, or the default."""
     found = settings_with_origins(load_from(options, {}), only_given=given)
     if json:
         print(dumps({name: {"value": one.value, "origin": one.source} for name, one in found.items()}, indent=2))
@@ -136,7 +134,7 @@ def show(
 
 
 def settings_with_origins(loaded: Loaded, *, only_given: bool = False) -> dict[str, Given]:
-    """Every setting (section.key) with its effective value, as JSON has it, and its source."""
+    """Every setting (section.key) with its effective value as JSON, and its source."""
     tree = loaded.settings.model_dump(mode="json")
     return {
         name: Given(value, loaded.given[name].source if name in loaded.given else "default")
@@ -147,14 +145,14 @@ def settings_with_origins(loaded: Loaded, *, only_given: bool = False) -> dict[s
 
 
 def as_lines(found: Mapping[str, Given], *, origin: bool) -> Iterator[str]:
-    """TOML. What is none is a comment, because TOML has no word for it."""
+    """Lines of TOML. None becomes a comment, because TOML has no word for it."""
     last = ""
     for name, one in found.items():
         section, key = name.split(".")
         if section != last:
             yield from (["", f"[{section}]"] if last else [f"[{section}]"])
             last = section
-        # Numbers, texts, lists and booleans are the same in JSON; but for very small numbers, which need no care here.
+        # Numbers, strings, lists and booleans look the same in JSON, except very small numbers, which do not occur.
         line = f"# {key} =" if one.value is None else f"{key} = {dumps(one.value, ensure_ascii=False)}"
         yield f"{line:<40}  # {one.source}" if origin else line
 

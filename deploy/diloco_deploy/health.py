@@ -1,9 +1,8 @@
-"""Asks a process of this machine whether it is healthy. A container's HEALTHCHECK runs this.
+"""Checks whether a process on this machine is healthy. A container's HEALTHCHECK runs this.
 
-It runs every few seconds beside a training process, so it must be cheap: `python -m diloco_deploy.health` is
-`diloco health` without the rest of the command line. It imports grpc only for a shard, and neither torch nor the
-settings. Where the process serves over TLS, a shard is asked with a certificate of the run, such as its own; HTTP needs
-ca.pem alone.
+It runs every few seconds beside a training process, so it must be cheap: `python -m diloco_deploy.health` is `diloco
+health` without the rest of the command line. It imports grpc only for a shard, and neither torch nor the settings. Over
+TLS, a shard requires a certificate of the run, such as its own; HTTP needs only ca.pem.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from diloco_deploy.cluster import reading
 TIMEOUT_S = 3.0
 OK = 200
 TLS_VARIABLE = "DILOCO_SECURITY__TLS"
-"""The setting of the process that is asked, where both have one environment: in its container."""
+"""The TLS setting, which a process and its health check share in a container."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +74,7 @@ def _ask_http(address: str, tls: Path | None) -> tuple[bool, str]:
     context = None
     if tls is not None:
         context = ssl.create_default_context(cafile=str(tls / "ca.pem"))
-        context.check_hostname = False  # a worker's is for no name that can be dialed
+        context.check_hostname = False  # a worker's certificate names no host
     try:
         code, body = reading.get(address, "/readyz", TIMEOUT_S, tls=context)
         return code == OK, str(reading.read_json(body)["reason"])

@@ -26,7 +26,7 @@ def serve(
     count: Annotated[str | None, setting("shard.count", "S", "how many shards the run has")] = None,
     mirror_of: Annotated[str | None, setting("shard.mirror_of", "HOST:PORT", "be a mirror of this shard")] = None,
     standby_of: Annotated[str | None, setting("shard.standby_of", "HOST:PORT", "be a standby of this shard")] = None,
-    site: Annotated[str | None, setting("shard.site", "NAME", "of a mirror: where it is")] = None,
+    site: Annotated[str | None, setting("shard.site", "NAME", "site of a mirror")] = None,
     data_dir: Annotated[str | None, setting("shard.data_dir", "FOLDER", "its versions")] = None,
     tls: Annotated[str | None, setting("security.tls", "FOLDER", "its certificate, by `diloco certs issue`")] = None,
     insecure: Annotated[Flag, Parameter(help="plaintext on any address (security.insecure)")] = False,
@@ -44,7 +44,7 @@ def serve(
 
     end_on_sigterm()
     tune_allocator()  # before threads and large buffers
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # anybody may dial, and each failed handshake writes a line
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # each failed handshake of any caller would write a line
     import asyncio
     import gc
     import logging

@@ -188,7 +188,7 @@ async def test_a_fragment_is_taken_from_one_learner_at_a_time_and_then_from_the_
     ann, bob = await rig.join(), await rig.join("bob")
     slow = asyncio.create_task(rig.push_slowly(ann, asyncio.Event()))
     await until_async(lambda: rig.service._seeding, "its header")
-    with pytest.raises(Busy, match="others are bringing 1 fragments"):
+    with pytest.raises(Busy, match="others are sending 1 fragments"):
         await rig.push(bob, 0)
     slow.cancel()
     await until_async(lambda: not rig.service._seeding, "its end")

@@ -142,7 +142,7 @@ def test_in_a_crowd_of_folders_those_that_are_known_are_served_and_new_ones_are_
         learner_wishes(tmp_path, str(i))
 
     assert len(tending.look(NOW + timedelta(days=61))) == len(SUBJECTS) + len(known) + 1, "one of them has room"
-    assert "more than 3 folders: whoever is new gets no certificate" in tending.why_not
+    assert "more than 3 folders: new learners get no certificate" in tending.why_not
     for path in (tmp_path / "learners").glob("learner-[0-9]"):
         shutil.rmtree(path)
     tending.look(NOW + timedelta(days=61))

@@ -1,4 +1,4 @@
-"""`diloco checkpoint`, `restore`, `export` and `pull`. What takes torch is imported when they run."""
+"""`diloco checkpoint`, `restore`, `export` and `pull`. Modules that need torch are imported inside the commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def take(
     name: Annotated[str | None, Parameter(metavar="NAME", help="of the checkpoint", show_default="the time")] = None,
     into: Annotated[Path | None, Parameter(metavar="PATH", help="put it here, not in `checkpoints`")] = None,
 ) -> int:
-    """Take a checkpoint: hard links to the newest version of each fragment. The shards may run or not."""
+    """Take a checkpoint: hard links to the newest version of each fragment, whether or not the shards run."""
     from diloco_deploy.checkpoint.sources import data_folders
     from diloco_deploy.checkpoint.work import words
     from diloco_server.storage.folders import FOLDER, take_checkpoint
@@ -133,7 +133,7 @@ def export(
     *,
     how: Writing,
 ) -> int:
-    """Write the model as its own library loads it, or refuse."""
+    """Write the model in the form that its own library loads, or fail."""
     how.check()
     from diloco_deploy.checkpoint.sources import open_whole
     from diloco_deploy.checkpoint.work import model_in, write_out
@@ -178,9 +178,8 @@ def pull(
     token_file: Annotated[Path | None, Parameter(metavar="FILE", help="bearer token, if the shards ask")] = None,
     wait: Annotated[float, Parameter(converter=_SECONDS, metavar="5s", help="how long to wait for shards")] = 5.0,
 ) -> int:
-    """Pull the latest version of every fragment from the shards, without joining, and write the model as its own
-    library loads it, or refuse.
-    """
+    """Pull the latest version of every fragment from the shards, without joining, and write the model in the form that
+    its own library loads, or fail."""
     if (shards is None) == (folder is None):
         raise ConfigError("give --shards or --folder, one of them: diloco pull --folder runs/local --out model")
     how.check()

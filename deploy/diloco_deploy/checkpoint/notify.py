@@ -1,9 +1,9 @@
-"""Tells inference servers of a model folder that is whole: they watch none.
+"""Tells inference servers about a new model folder, since they watch none.
 
-SGLang is told by one call, `POST /update_weights_from_disk`. vLLM takes a weight transfer of four: once
-`/init_weight_transfer_engine`, and for each version `/start_weight_update`, `/update_weights` and
-`/finish_weight_update`. Its backend must be one that reads files: it is given the folder as `path`. A folder must have
-the same path where the server runs.
+SGLang needs one call, `POST /update_weights_from_disk`. vLLM needs a weight transfer of four: once
+`/init_weight_transfer_engine`, and per version `/start_weight_update`, `/update_weights` and `/finish_weight_update`.
+Its backend must be one that reads files; it gets the folder as `path`. A folder must have the same path where the
+server runs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,17 @@ from diloco_common.errors import ConfigError, plain
 from diloco_common.wire.addresses import is_loopback
 
 CALL_S = 300.0
-"""Of one call: a server loads the weights before it answers."""
+"""Seconds for one call: a server loads the weights before it answers."""
 TRIES, WAIT_S = 5, 1.0
-"""Calls that nobody answered, or that the server cannot take now (429, 5xx), and the first wait between two of them,
-which doubles."""
+"""Attempts for a call without an answer, or with 429 or 5xx; and the first wait between them, which doubles."""
 ANSWER_MAX = 1 << 16
 
 
 class Refused(Exception):
-    """In words, what a server said, or that it said nothing."""
+    """A server refused, or did not answer; the message says which."""
 
 
 class Notified:
-    """One inference server."""
-
     def __init__(self, url: str, sleep: Callable[[float], None] = time.sleep) -> None:
         """`url`: vllm+http://HOST:PORT or sglang+http://HOST:PORT (or https). Raises ConfigError."""
         kind, _, self.address = url.partition("+")
@@ -48,7 +45,8 @@ class Notified:
         self._sleep = sleep
 
     def tell(self, folder: Path) -> str:
-        """That this folder is whole. Answers what came of it, in words; a server that refuses is told of the next."""
+        """Tell the server that this folder is complete. Returns the result in words. Later folders are announced even
+        if it fails."""
         try:
             if self._is_vllm:
                 self._transfer(folder)
@@ -57,7 +55,7 @@ class Notified:
                 if answer.get("success") is False:
                     raise Refused(plain(str(answer.get("message"))))
         except Refused as refused:
-            self._is_initialised = False  # it may be another process by now
+            self._is_initialised = False  # it may be a new process by now
             return f"{self.address} did not take {folder.name}: {refused}"
         return f"{self.address} has taken {folder.name}"
 
@@ -69,7 +67,7 @@ class Notified:
         try:
             self._call("/update_weights", {"update_info": {"path": str(folder)}})
         finally:
-            self._call("/finish_weight_update", {})  # also where it was refused: it serves nobody meanwhile
+            self._call("/finish_weight_update", {})  # even after a refusal: until then it serves no one
 
     def _call(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raises Refused."""
@@ -92,7 +90,7 @@ class Notified:
 
 
 def _json(data: bytes) -> Mapping[str, Any]:
-    """Of an answer; what is no object says nothing."""
+    """The JSON object of an answer; empty if it is not an object."""
     try:
         found = json.loads(data)
     except ValueError:

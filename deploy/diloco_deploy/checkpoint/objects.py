@@ -1,8 +1,8 @@
-"""Checkpoints in an object store, through `obstore`. An extra installs it, and it is loaded only when needed.
+"""Checkpoints in an object store, through `obstore`, an extra that is loaded only when needed.
 
-Credentials, region and endpoint come from the usual variables of the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
-...). The manifest is written last, and never over another one. So a checkpoint with a manifest is complete, and no
-checkpoint ever changes.
+Credentials, region and endpoint come from the usual environment variables (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
+The manifest is written last, and never over another one. So a checkpoint with a manifest is complete, and no checkpoint
+ever changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from diloco_server.storage.filesystem import Files, OldFile
 from diloco_server.storage.version_file import check_version
 
 BLOCK_BYTES = 8 * 2**20
-"""Size of a read."""
 TRIED_AGAIN = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 
 
@@ -26,7 +25,7 @@ class ObjectFolder:
     """The objects under a URL, as `Files` of `storage.filesystem`."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError for a wrong URL, or where the extra is missing."""
+        """Raises ConfigError for a wrong URL, or if the extra is missing."""
         try:
             import obstore
         except ModuleNotFoundError:
@@ -80,7 +79,7 @@ class ObjectFolder:
 
 
 class _OldObject:
-    """A version is read from front to end in small slices: obstore reads blocks, and keeps the last one."""
+    """Reads a version from start to end in small slices; obstore reads blocks, and keeps the last one."""
 
     def __init__(self, reader: Any, told: Callable[[], AbstractContextManager[None]]) -> None:
         self.size: int = reader.size
@@ -99,7 +98,7 @@ class _OldObject:
 
 
 def copy_checkpoint(source: Files, contents: Contents, url: str) -> None:
-    """Copy a checkpoint with intact files. After an interruption, call it again.
+    """Copy a checkpoint with intact files. Safe to call again after an interruption.
 
     Raises VersionDamaged, BadCheckpoint if there is something else at `url`, CannotConnect, and ConfigError.
     """

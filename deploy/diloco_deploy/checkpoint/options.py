@@ -15,8 +15,6 @@ from diloco_common.options import Dtype, Flag
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Writing:
-    """The options."""
-
     out: Annotated[Path, Parameter(metavar="OUT", help="folder, or FILE.safetensors; replaces what is there")]
     base: Annotated[
         Path | None,
@@ -33,7 +31,7 @@ class Writing:
     dtype: Annotated[Dtype, Parameter(help="of the parameters")] = "float32"
 
     def check(self) -> None:
-        """Before anything is pulled. Raises ConfigError and DataError."""
+        """Check the options before anything is pulled. Raises ConfigError and DataError."""
         if self.base is not None and self.out.suffix == ".safetensors":
             raise ConfigError(f"--out {self.out}: give a folder, as configuration and tokenizer come with --base")
         if self.base is not None and not self.base.is_dir():

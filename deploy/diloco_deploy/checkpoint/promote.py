@@ -25,10 +25,9 @@ def promote(
         float, Parameter(converter=_SECONDS, metavar="10s", help="how long to wait until it serves")
     ] = 10.0,
 ) -> int:
-    """Make a standby the shard. The server that keeps its folder goes on as the shard by itself; where none runs, the
-    next one that is started on the folder is the shard. What was announced and is not here is lost. If the shard still
-    lives, it ends as soon as the promoted one reaches it.
-    """
+    """Make a standby the shard. A server that runs on its folder continues as the shard by itself; otherwise the next
+    one started on the folder does. Versions that were announced but are not here are lost. If the old shard is alive,
+    it ends as soon as the promoted one reaches it."""
     from diloco_server.storage.filesystem import Disk, owner_lives
     from diloco_server.storage.standby import promote
 

@@ -25,17 +25,14 @@ from diloco_server.storage.version_file import Header, StoredVersion, version_na
 
 @dataclass(frozen=True)
 class Source:
-    """One named folder or URL, and the versions in it."""
-
     where: str
     files: Files
     contents: Contents
     is_data: bool = False
-    """A data folder: a shard that runs removes versions, once it has newer ones."""
+    """A data folder, from which a running shard removes versions once it has newer ones."""
 
     def read(self, file: CheckpointFile) -> tuple[Header, StoredVersion]:
-        """A version, with every byte checked; of a data folder, the newest if this one has gone. Raises
-        VersionDamaged and OSError."""
+        """A checked version; from a data folder, the newest if this one is gone. Raises VersionDamaged and OSError."""
         try:
             return read_listed(self.files, file, self.contents)
         except (VersionDamaged, FileNotFoundError) as error:
@@ -51,13 +48,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Whole:
-    """Sources that together hold a whole model."""
-
     sources: tuple[Source, ...]
     contents: Contents
 
     def read(self) -> Iterator[tuple[Header, StoredVersion]]:
-        """Every fragment, one after the other, with every byte checked. Raises VersionDamaged and OSError."""
+        """Every fragment in turn, with every byte checked. Raises VersionDamaged and OSError."""
         return (source.read(file) for source in self.sources for file in source.contents.files)
 
 
@@ -116,11 +111,11 @@ def _open_data(where: str, disk: Disk) -> Source:
 
 
 def _newest(where: str, files: Files, fragment_id: int) -> tuple[Header, CheckpointFile]:
-    """Of those that are intact. Raises BadCheckpoint."""
+    """The newest intact version. Raises BadCheckpoint."""
     for name in version_names(fragment_id, files.names()):
         try:
             return describe(files, name)
         except (VersionDamaged, FileNotFoundError):
-            if name not in files.names():  # a shard has removed it, for there is a newer one
+            if name not in files.names():  # a shard removed it, so there is a newer one
                 return _newest(where, files, fragment_id)
     raise BadCheckpoint(f"fragment {fragment_id} has no intact version in {where}")

@@ -1,4 +1,4 @@
-"""What the commands for checkpoints and models read, write and say."""
+"""The work of the commands for checkpoints and models, and their output."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from diloco_worker.export import empty_tensors, lay_out
 from diloco_worker.global_model import GlobalModel, buffers_of, keys_of
 
 DONE = "DONE"
-"""The file that says that a folder of `diloco pull --each` is whole."""
+"""The file that marks a folder of `diloco pull --each` as complete."""
 
 
 def model_in(whole: Whole) -> GlobalModel:
-    """The model that was saved. Raises VersionDamaged and OSError."""
+    """Read the saved model. Raises VersionDamaged and OSError."""
     manifest = whole.contents.manifest
     tensors, versions, ties = empty_tensors(manifest), dict[int, int](), tuple[Tie, ...]()
     fragments = {fragment.fragment_id: fragment for fragment in manifest.exported_fragments}
@@ -46,9 +46,9 @@ def model_in(whole: Whole) -> GlobalModel:
 
 
 def find_checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """Checkpoints in `folder`, in its `checkpoints`, and in its shards': there, parts of one name are one.
+    """Checkpoints in `folder`, in its `checkpoints`, and in its shards', where parts with one name are one checkpoint.
 
-    Of each its paths and its state; if it can be read, run, versions and bytes, too. Raises OSError.
+    Each has its paths and state and, if it can be read, run, versions and bytes. Raises OSError.
     """
     taken = sorted(folder.glob(f"{FOLDER}/*/")) or sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
     parts: dict[str, list[Path]] = {}
@@ -71,7 +71,6 @@ def _facts(*paths: Path) -> dict[str, Any]:
 
 
 def show(checkpoints: Sequence[dict[str, Any]], *, as_json: bool) -> None:
-    """What `find_checkpoints` has found."""
     if as_json:
         print(json.dumps(checkpoints, indent=2))
         return
@@ -83,7 +82,6 @@ def show(checkpoints: Sequence[dict[str, Any]], *, as_json: bool) -> None:
 
 
 def words(contents: Contents) -> str:
-    """What is in it, for people."""
     total = len(contents.files) + len(contents.missing)
     shards = ", ".join(map(str, sorted({file.shard_index for file in contents.files})))
     part = f" (a part: shards {shards} of {contents.num_shards})" if contents.missing else ""
@@ -92,7 +90,7 @@ def words(contents: Contents) -> str:
 
 
 def go_on_with(contents: Contents, folder: Path, shards: int) -> str:
-    """The command, with the settings other than defaults that a shard needs to accept these versions."""
+    """The command to continue with these versions, with the settings that differ from the defaults."""
     given = {"run.id": contents.run, "sync.fragments": contents.num_fragments, "outer.optimizer": contents.optimizer}
     settings = [("--set", f"{name}={value}") for name, value in given.items() if str(value) != default_of(name)]
     return shlex.join(["diloco", "up", "--folder", str(folder), "--shards", str(shards), *chain(*settings)])
@@ -102,7 +100,7 @@ def go_on_with(contents: Contents, folder: Path, shards: int) -> str:
 
 
 def write_out(found: GlobalModel, how: Writing, of: str = "") -> int:
-    """Write one, and say so: the exit code. `of`: what the versions are, if not the newest."""
+    """Write a model, and print a summary. Returns the exit code. `of`: describes the versions, if not the newest."""
     file, fixed = write(found, how)
     trained = sum(t.numel() for name, t in found.tensors.items() if name not in found.buffers)
     print(
@@ -114,8 +112,7 @@ def write_out(found: GlobalModel, how: Writing, of: str = "") -> int:
 
 
 def write_each(found: Iterable[GlobalModel], how: Writing, keep: int | None, told: Sequence[Notified] = ()) -> int:
-    """A folder for each, and `DONE` in it last. `keep`: so many of those written last. `told`: who hears of each.
-    Raises DataError."""
+    """Write a folder per model, `DONE` last. `keep`: folders to keep. `told`: servers to notify. Raises DataError."""
     written: list[Path] = []
     if there := next(how.out.glob("version-*"), None):
         raise DataError(f"{there} is of another run, or of an earlier command: give --out another folder")

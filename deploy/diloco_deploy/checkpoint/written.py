@@ -1,13 +1,13 @@
-"""What `pull` and `export` write: a model that its own library loads as what was trained, or nothing.
+"""Writes the model for `pull` and `export`: in the form that its own library loads, or not at all.
 
-The run has the names of the module that joined. Which names a loader takes, `--base` says:
+The run uses the names of the module that joined. `--base` determines the names to write:
 
     an adapter's folder       the file that PEFT has written there
     a model of transformers   the library: it makes the model, reads the base into it, writes it, and reads it again
     another folder            its safetensors
     none                      the state_dict of the model that joined, as learners have declared it
 
-What of the base stays is compared with the checksums of what learners hold fixed.
+Tensors kept from the base are compared with the checksums of what learners hold fixed.
 """
 
 from __future__ import annotations
@@ -36,31 +36,29 @@ from diloco_worker.shell.frozen_tensors import checksum, values_of
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
-"""Endings of files that hold weights, or say which do: these are not copied."""
+"""Suffixes of files with weights, or with indexes of them: these are not copied."""
 PEFT = "base_model.model."
-"""How names begin in PEFT's file. In a model with `add_adapter` they do not."""
+"""Prefix of names in PEFT's file; a model with `add_adapter` has none."""
 OR_ELSE = "save the model of a learner, after `finish`"
 
 
 @dataclass(frozen=True)
 class Loader:
-    """What takes the model."""
-
     name: str
     wants: Mapping[str, Tensor]
-    """Every name -> the values of the base; tied ones share their memory."""
+    """Every name -> the values of the base; tied ones share memory."""
     lacks: Collection[str] = ()
-    """What of it the base does not have."""
+    """The names that the base lacks."""
     file: str = MODEL
     model: Any = None
-    """Of transformers: it writes itself. `wants` is its memory."""
+    """A transformers model, which saves itself; `wants` is its memory."""
 
 
 def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
-    """Write the model. Returns the file with its weights, and how many of these nobody has trained.
+    """Write the model. Returns the file with its weights, and how many of these were not trained.
 
-    Raises DataError where a tensor of the run has no place with the loader, or the loader wants one that neither the
-    run nor the base has, or the base is another one, and OSError. `out` is then as it was.
+    Raises DataError if the loader has no place for a tensor of the run, or wants one that neither the run nor the base
+    has, or the base does not match; and OSError. `out` is then unchanged.
     """
     dtype, base, strip = getattr(torch, how.dtype), how.base, how.strip and how.strip.rstrip(".") + "."
     tensors = {name: t if name in found.buffers else t.to(dtype) for name, t in found.tensors.items()}
@@ -92,13 +90,13 @@ def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
 
 
 def _places(loader: Loader, mine: Mapping[str, str], strip: str) -> dict[str, str]:
-    """Wanted name -> the key of what learners have there. `mine`: key, without `strip` -> tensor of the run, or "".
+    """Wanted name -> the learners' key for it. `mine`: key, without `strip` -> tensor of the run, or "".
 
-    A model may sit in another module, whose names come before its own, and in PEFT's file names are without the
-    adapter's. Of all ways, the one is taken that gives most tensors a place. Raises DataError if there are several.
+    A model may be inside another module, whose names precede its own, and PEFT's file omits the adapter's name. The
+    mapping that places most tensors is taken. Raises DataError if there are several.
     """
     wants = {want.removeprefix(PEFT) if loader.file == ADAPTER else want: want for want in loader.wants}
-    in_order = sorted(mine, key=lambda key: mine[key] != "")  # what is shared wins
+    in_order = sorted(mine, key=lambda key: mine[key] != "")  # shared tensors win
     ways = {("", "")}
     for key in filter(mine.get, mine):
         for adapter in ("", *key.split(".")) if loader.file == ADAPTER else ("",):
@@ -119,7 +117,7 @@ def _places(loader: Loader, mine: Mapping[str, str], strip: str) -> dict[str, st
 
 
 def _without(adapter: str, key: str) -> str:
-    """As PEFT writes it."""
+    """The key as PEFT writes it."""
     if not adapter:
         return key
     short = ".".join(part for part in key.split(".") if part not in (adapter, "modules_to_save"))
@@ -127,13 +125,13 @@ def _without(adapter: str, key: str) -> str:
 
 
 def _told(frozen: FrozenTensor, dtype: torch.dtype) -> Tensor | None:
-    """The values of one that learners hold fixed, where they have sent them."""
+    """The values of a frozen tensor, if learners have sent them."""
     values = values_of(frozen)
     return values.to(dtype) if values is not None and values.is_floating_point() else values
 
 
 def _differs(frozen: FrozenTensor, values: Tensor) -> bool:
-    """Whether learners hold other values than the base, as far as can be told: not, where these were rounded."""
+    """Whether learners are known to hold other values than the base; unknown, so False, if these were rounded."""
     dtype = getattr(torch, frozen.form.partition(" ")[0], None)
     if frozen.crc32c is None or values.is_meta or not isinstance(dtype, torch.dtype):
         return False
@@ -142,10 +140,7 @@ def _differs(frozen: FrozenTensor, values: Tensor) -> bool:
 
 
 def _check(loader: Loader, values: Mapping[str, Tensor], other: set[str], lost: set[str], is_partial: bool) -> set[str]:
-    """Every tensor of the run has its place, and every place its tensor. Returns the names that are left out.
-
-    Raises DataError, unless it is to be a part.
-    """
+    """Check that tensors and places match. Returns the names left out. Raises DataError, unless `is_partial`."""
     same, wants = canonical(loader.wants), loader.wants
     differing = {same[want] for want in other}
     other = {want for want in wants if same[want] in differing}
@@ -178,7 +173,7 @@ def _shown(names: set[str]) -> str:
 
 
 def _loader(base: Path | None, dtype: torch.dtype, mine: Mapping[str, Tensor | None]) -> Loader:
-    """`mine`: key -> values, or None where the run has none. Raises DataError."""
+    """`mine`: key -> values, or None if the run has none. Raises DataError."""
     if base is None:
         return _taking("the state_dict of the model", mine)
     name, config = f"the model of --base {base}", base / "config.json"
@@ -202,14 +197,14 @@ def _loader(base: Path | None, dtype: torch.dtype, mine: Mapping[str, Tensor | N
 
 
 def _taking(name: str, mine: Mapping[str, Tensor | None]) -> Loader:
-    """It takes what learners have."""
+    """A loader that takes exactly the learners' tensors."""
     wants = {key: torch.empty(0, device="meta") if t is None else t for key, t in mine.items()}
     return Loader(name, wants, {key for key, t in mine.items() if t is None})
 
 
 def _save(loader: Loader, values: Mapping[str, Tensor], left_out: Collection[str], folder: Path) -> None:
     """Raises DataError."""
-    if loader.model is None:  # safetensors wants memory of its own for each
+    if loader.model is None:  # safetensors does not accept shared memory
         written = {key: t.clone() for key, t in {**loader.wants, **values}.items() if key not in left_out}
         write_model(folder / loader.file, written)
         return
@@ -219,7 +214,7 @@ def _save(loader: Loader, values: Mapping[str, Tensor], left_out: Collection[str
     with _library(folder):
         loader.model.save_pretrained(folder, state_dict=dict(written), max_shard_size="1000TB")
         loaded = type(loader.model).from_pretrained(folder, local_files_only=True).state_dict()
-    for path in folder.glob("*.safetensors"):  # safetensors (0.8) makes them for their owner alone
+    for path in folder.glob("*.safetensors"):  # safetensors 0.8 makes them readable by their owner only
         path.chmod((folder / "config.json").stat().st_mode)
     if wrong := {k for k, v in (written | dict(values)).items() if not torch.equal(loaded[k], v.to(loaded[k].dtype))}:
         raise DataError(
@@ -229,11 +224,11 @@ def _save(loader: Loader, values: Mapping[str, Tensor], left_out: Collection[str
 
 
 def _prompts(base: Path, keys: dict[str, str], tensors: dict[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """With what a prompt encoder gives, which PEFT saves, in the place of its parameters."""
+    """Replace a prompt encoder's parameters by its output, which PEFT saves."""
     for before in {key.partition("prompt_encoder.")[0] for key in keys if "prompt_encoder." in key}:
         inside = {key: name for key, name in keys.items() if key.startswith(f"{before}prompt_encoder.")}
         if not all(inside.values()):
-            continue  # a part of it is frozen, and nobody has it here
+            continue  # a part of it is frozen, and not available here
         state = {key.split("prompt_encoder.")[1].partition(".")[2]: tensors[name] for key, name in inside.items()}
         values = state["embedding.weight"]
         if len(state) > 1:
@@ -254,7 +249,7 @@ def _prompts(base: Path, keys: dict[str, str], tensors: dict[str, Tensor]) -> tu
 
 @contextmanager
 def _library(folder: Path) -> Iterator[None]:
-    """What it raises is one line. Raises ConfigError and DataError."""
+    """Turn a library's exceptions into one-line errors. Raises ConfigError and DataError."""
     try:
         yield
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""One model of a cluster: who is there, since when, and how it is. All that people see of a run is a view of it.
+"""One model of a cluster: its members, their state, and since when. Every display of a run is a view of it.
 
-`reading.py` takes in what a process says, `asking.py` asks. The rest is pure: `members.py` is one shard or worker over
-all of its processes, `learners.py` one learner over all shards, `model.py` the cluster, `roll_call.py` who ought to be
-there, and `record.py` what `diloco up` writes down of its processes.
+`asking.py` asks processes and `reading.py` checks their answers. The rest is pure: `members.py` models one shard or
+worker over all of its processes, `learners.py` one learner over all shards, `model.py` the cluster, `roll_call.py`
+compares expected members with present ones, and `record.py` is what `diloco up` writes about its processes.
 """

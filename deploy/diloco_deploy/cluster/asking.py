@@ -1,4 +1,4 @@
-"""Asks processes over HTTP or HTTPS: many at once with one deadline for all, or one shard with its rounds."""
+"""Asks processes over HTTP or HTTPS: many at once with one deadline, or one shard for its rounds."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from diloco_deploy.cluster import reading
 
 _THREADS_MAX = 16
 HAS_EXPIRED = 10
-"""X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL, which `ssl` has no name for."""
+"""OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED, which `ssl` does not name."""
 OK = 200
 ASK_S = 3.0
 
 
 class Asker:
-    """How processes are asked."""
-
     def __init__(self, tls: Path | None = None, bearer_token: str | None = None) -> None:
-        """`tls`: folder with the certificate of an observer; None: in plaintext. Raises ConfigError, SecretExposed.
+        """`tls`: folder with an observer's certificate; None: plaintext. Raises ConfigError, SecretExposed.
 
-        `bearer_token`: sent along; in plaintext, other machines show generations and epochs only to whoever does so.
+        `bearer_token`: sent along; in plaintext, other machines show generations and epochs only to callers with it.
         """
         self._tls = None if tls is None else _context(tls)
         self._headers = {"Authorization": f"Bearer {bearer_token}"} if bearer_token else {}
 
     def get(self, address: str, timeout_s: float, path: str = "/status") -> tuple[int, bytes]:
-        """The status code and the body of a path. Raises OSError, Unreadable."""
+        """The status code and body of a path. Raises OSError, Unreadable."""
         return reading.get(address, path, timeout_s, tls=self._tls, headers=self._headers)
 
 
@@ -40,7 +38,7 @@ IN_PLAINTEXT = Asker()
 
 
 def fetch_status(address: str, timeout_s: float, asker: Asker = IN_PLAINTEXT) -> dict[str, Any] | None:
-    """The /status of the process at host:port; None if no valid answer came in time."""
+    """The /status of a process; None if no valid answer arrived in time."""
     try:
         return _status(address, timeout_s, asker)
     except (OSError, ValueError):
@@ -54,13 +52,13 @@ def _status(address: str, timeout_s: float, asker: Asker) -> dict[str, Any] | No
 
 
 def _read(body: bytes) -> dict[str, Any]:
-    """And by how many seconds its clock is ahead of ours, if it tells the time. Raises Unreadable."""
+    """The status, with `clock_skew_s`: seconds by which its clock, if reported, is ahead of ours. Raises Unreadable."""
     status = reading.read_status(body)
     return status if (clock := status.get("clock")) is None else {**status, "clock_skew_s": clock - time.time()}
 
 
 def expired(error: Exception) -> str:
-    """Why a TLS connection failed, if it was for a certificate that has expired; else nothing."""
+    """Why a TLS connection failed, if a certificate has expired; otherwise empty."""
     if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == HAS_EXPIRED:
         return "its certificate, or the authority's, has expired"
     if isinstance(error, ssl.SSLError) and (error.reason or "").endswith("CERTIFICATE_EXPIRED"):
@@ -71,9 +69,9 @@ def expired(error: Exception) -> str:
 def fetch_all(
     addresses: Mapping[str, str], timeout_s: float, asker: Asker = IN_PLAINTEXT, over: dict[str, str] | None = None
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Ask every address (name -> host:port) at once. Returns the answers that came within `timeout_s`.
+    """Ask every address (name -> host:port) at once. Returns the answers that arrived within `timeout_s`.
 
-    `over` gets why of those that cannot be asked for a certificate that has expired.
+    `over`: filled with the reason for members whose certificate has expired.
     """
     todo = list(addresses.items())
     found: dict[str, dict[str, Any]] = {}
@@ -109,40 +107,38 @@ def fetch_all(
 
 
 class ShardReply(NamedTuple):
-    """What a shard has said."""
-
     asked_at: float
-    """Just before its status was asked for, in seconds of the monotonic clock."""
+    """When its status was requested, in seconds of the monotonic clock."""
     status: dict[str, Any]
     rounds: dict[str, Any] | None
-    """What is new of them; None: it does not tell them."""
+    """New rounds; None: it does not report them."""
 
 
 class NoAnswer(Exception):
-    """A shard did not answer, or not as a shard does; the words say how."""
+    """A shard did not answer, or not like a shard; the message says how."""
 
     code = ""
-    """Stable, where one is known: EXPIRED."""
+    """A stable code, if known: EXPIRED."""
 
 
 def ask(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = ASK_S) -> ShardReply:
-    """The status of a shard and its rounds after a number. Raises NoAnswer."""
+    """A shard's status, and its rounds after number `after`. Raises NoAnswer."""
     asked_at = time.monotonic()
     try:
         status = _read(_get(asker, address, "/status", timeout_s))
     except reading.Unreadable as error:
         raise NoAnswer(f"{address}: {error}") from None
     if status["role"] != "shard":
-        raise NoAnswer(f"{address} is no shard")
+        raise NoAnswer(f"{address} is not a shard")
     try:
         rounds = reading.read_json(_get(asker, address, f"/rounds?epoch={epoch}&after={after}", timeout_s))
-    except (NoAnswer, reading.Unreadable):  # an older shard, or one that tells them only to whoever shows the token
+    except (NoAnswer, reading.Unreadable):  # an older shard, or one that requires the token
         rounds = None
     return ShardReply(asked_at, status, rounds)
 
 
 def ask_record(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = ASK_S) -> dict[str, Any]:
-    """What a shard has at /record after a line of an epoch. Raises NoAnswer."""
+    """A shard's /record after a line of an epoch. Raises NoAnswer."""
     try:
         return reading.read_json(_get(asker, address, f"/record?epoch={epoch}&after={after}", timeout_s))
     except reading.Unreadable as error:
@@ -165,7 +161,7 @@ def _get(asker: Asker, address: str, path: str, timeout_s: float) -> bytes:
 
 
 class Poller:
-    """A thread that repeatedly asks all members of a cluster."""
+    """Repeatedly asks all members of a cluster, on a thread."""
 
     def __init__(self, every_s: float = 0.5, timeout_s: float = 1.0, asker: Asker = IN_PLAINTEXT) -> None:
         self.asker = asker
@@ -213,5 +209,5 @@ def _context(tls: Path) -> ssl.SSLContext:
         context.load_cert_chain(tls / CERTIFICATE, tls / KEY)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"{tls}: cannot be used: {error}") from None
-    context.check_hostname = False  # the run's authority is enough: a worker's is for no name that can be dialed
+    context.check_hostname = False  # the run's authority is enough: a worker's certificate names no host
     return context

@@ -1,7 +1,7 @@
-"""What is wrong in a cluster: one list, from the model and the time. Pure.
+"""Finds what is wrong in a cluster, from the model and the time. Pure.
 
 `diloco status`, its JSON and `--strict`, the live page, `diloco doctor` and `diloco up` show these findings, and make
-none of their own about a running cluster. Each has a code that `diloco explain` knows.
+no others about a running cluster. `diloco explain` knows their codes.
 """
 
 from __future__ import annotations
@@ -18,52 +18,47 @@ from diloco_deploy.cluster.members import SeenMember, Status
 from diloco_deploy.cluster.model import SILENT_AFTER_S, Cluster
 
 FAILING_S = 5.0
-"""Of pushes: one that fails for a moment is tried again."""
+"""Pushes must fail for this long to be reported: brief failures are retried."""
 READER_S = 30.0
-"""A mirror or a standby that is away for less is dialing again."""
+"""A mirror or standby must be away for this long to be reported: before that it is reconnecting."""
 SHORT = 0.5
-"""Of the length of contributions: who keeps less is told."""
+"""Learners that keep less than this share of their length are reported."""
 ENDS_SOON_S = 14 * 86_400.0
-"""Of a certificate, as the alert has it."""
+"""Certificates that expire sooner are reported, as by the alert."""
 SKEW_S = 10.0
-"""Of clocks."""
+"""Larger differences between clocks are reported."""
 BYTES_PER_PARAMETER = 10
-"""Of one version with its outer optimizer, at most."""
+"""Most bytes of one version with its outer optimizer, per parameter."""
 NO_TOKENS_STEPS = 10
 NAMES_SHOWN = 4
 STANDS = frozenset({"STORAGE", "NO_PROGRESS"})
-"""Codes with which the run makes no versions, or not all."""
+"""Codes that mean that the run makes no versions, or not all."""
 GONE = frozenset({"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY", "LEFT_OUT", Revoked.code, Expired.code})
-"""Codes with which somebody is not there who is expected."""
+"""Codes that mean that an expected member is missing."""
 OF_SHARDS = frozenset({"SHARD_AWAY", "SHARD_UNKNOWN", Expired.code})
-"""Of these, those of shards."""
 _HERE = ("up", "heard")
 _DONE = ("ended", "left")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a person would want to know. The fields are those of `problems` in `diloco status --json`."""
+    """A problem to report. The fields are those of `problems` in `diloco status --json`."""
 
     code: str
-    """As in docs/errors.md."""
     member: str
-    """Whom it concerns."""
     words: str
-    """What it is, what it means, and why."""
+    """The problem, its effect, and its cause."""
     do: str
-    """What to do now."""
     since_s: float | None = None
-    """For how long; None: nobody knows."""
 
     def __str__(self) -> str:
         return f"{self.words}; {self.do} [{self.code}]"
 
 
 def findings(cluster: Cluster, now: float, silent_after_s: float = SILENT_AFTER_S) -> list[Finding]:
-    """Those of shards first, then those of learners. `now`: by the clock of the model.
+    """Findings of shards, then of learners. `now`: by the clock of the model.
 
-    `silent_after_s`: whoever is up and has not answered for so long is away; infinite, where that is said otherwise.
+    `silent_after_s`: a process that has not answered for this long is away; infinite, if the caller tracks that itself.
     """
     found = [one for shard in cluster.shards for one in _of_shard(cluster, shard, now, silent_after_s)]
     found += _unasked(cluster)
@@ -75,7 +70,7 @@ def findings(cluster: Cluster, now: float, silent_after_s: float = SILENT_AFTER_
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """worker-2 before worker-10."""
+    """Sort key that puts worker-2 before worker-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -100,7 +95,6 @@ def _of_shard(cluster: Cluster, shard: SeenMember, now: float, silent_after_s: f
 
 
 def _readers(shard: SeenMember) -> Iterator[Finding]:
-    """Mirrors and standbys that are away."""
     for away in shard.get("readers_away", ()):
         since_s, role = float(away.get("for_s") or 0.0), away.get("role")
         if since_s < READER_S:
@@ -121,13 +115,13 @@ def _readers(shard: SeenMember) -> Iterator[Finding]:
 
 
 def _silent_s(member: SeenMember, now: float) -> float:
-    """For how long a process that is up has answered nothing."""
+    """How long a process that is up has not answered."""
     return 0.0 if member.heard_at is None or not member.answers else now - member.heard_at
 
 
 def _shard_away(cluster: Cluster, shard: SeenMember, now: float) -> Finding:
     since_s = _away_s(shard, now)
-    left_s = float(shard.get("certificate_s", inf)) - (now - (shard.heard_at or now))  # by what it said last
+    left_s = float(shard.get("certificate_s", inf)) - (now - (shard.heard_at or now))  # by its last answer
     if shard.why_code == Expired.code or left_s <= 0:
         words = f"the certificate of {shard.label} has expired{_for(since_s)}: nobody can call it{_because(shard)}"
         return Finding(Expired.code, shard.label, words, "issue another: `diloco certs issue`", since_s)
@@ -158,7 +152,7 @@ def _not_ready(shard: SeenMember) -> Iterator[Finding]:
 
 
 def _no_progress(cluster: Cluster, shard: SeenMember) -> Iterator[Finding]:
-    """Rounds that are open for far longer than usual, or none that can be opened."""
+    """Rounds open for far longer than usual, or too few learners for any."""
     limit_s, quorum = shard.get("overdue_after_s"), shard.get("quorum")
     if limit_s is None or shard.get("done") or any(not f.get("seeded", True) for f in shard.get("fragments", ())):
         return
@@ -183,7 +177,7 @@ def _no_progress(cluster: Cluster, shard: SeenMember) -> Iterator[Finding]:
 
 
 def _absent(cluster: Cluster, shard: SeenMember) -> dict[str, str]:
-    """Learners that the shard knows and that contribute nothing to its rounds, and why."""
+    """Learners that contribute nothing to this shard's rounds, and why."""
     found = {}
     for said in shard.get("learners", ()):
         name, state = str(said["id"]), str(said.get("state"))
@@ -229,7 +223,7 @@ def _clock(shard: SeenMember) -> Iterator[Finding]:
 
 
 def _unasked(cluster: Cluster) -> Iterator[Finding]:
-    """Shards of the run that are no members here: known from what shards and their learners say."""
+    """Shards of the run that were not asked, known from shards and learners."""
     members = cluster.shards
     known = {shard.get("index") for shard in members} | {None} | {_index(shard.label) for shard in members}
     missed: dict[int, float] = {}
@@ -253,7 +247,6 @@ def _index(name: str) -> int | None:
 
 
 def _count(cluster: Cluster) -> int:
-    """Shards of the run."""
     return max([int(shard.get("count", 0)) for shard in cluster.shards] + [len(cluster.shards)])
 
 
@@ -293,7 +286,7 @@ def _worker_away(name: str, member: SeenMember, since_s: float | None) -> Findin
 
 
 def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
-    """Of one that has a lease, by what shards say."""
+    """Findings about a learner with a lease, from the shards' statuses."""
     if learner.state == "stalled":
         since_s = _least(learner.told, "last_step_s")
         words = f"{name} is stalled: it sends heartbeats, but ends no inner step{_for(since_s)}; nobody waits for it"
@@ -327,7 +320,7 @@ def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
 
 
 def _own_words(name: str, worker: SeenMember) -> Iterator[Finding]:
-    """What only a worker that is asked says: of the shards that refuse it, and of its steps."""
+    """Findings that only a worker's own status shows: refusals by shards, and undone versions."""
     for shard in worker.get("shards", ()):
         code = str(shard.get("code") or "")
         if code and code != Unavailable.code and not shard.get("connected"):
@@ -338,7 +331,7 @@ def _own_words(name: str, worker: SeenMember) -> Iterator[Finding]:
         yield Finding(VersionUndone.code, name, words, f"`diloco explain {VersionUndone.code}`")
 
 
-# ------------------------------------------------------------ in words
+# ------------------------------------------------------------ words
 
 
 def _standing(member: SeenMember) -> str:

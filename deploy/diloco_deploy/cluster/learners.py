@@ -1,7 +1,7 @@
-"""One learner over all shards: the only place that says how a learner is. Pure.
+"""Combines what all shards say about each learner. Pure.
 
-Shards do not know of each other, so each tells of the learners that it knows. The terminal, `--json` and the page are
-views of what is put together here.
+Shards do not know of each other, so each reports the learners that it knows. The terminal, `--json` and the page are
+views of the result.
 """
 
 from __future__ import annotations
@@ -14,40 +14,37 @@ from math import inf, isfinite
 from diloco_deploy.cluster.members import SeenMember, Status, counts_of
 
 LEARNERS_MAX = 10_000
-"""Learners that are remembered. Of more, those that have been away for longest are dropped, and counted."""
+"""Learners that are remembered. Above it, those away longest are dropped, and counted."""
 STATES = ("away", "awaited", "left_out", "stalled", "partly", "unknown", "training", "left")
-"""In the order in which they want attention."""
+"""Sorted by how much they need attention."""
 HERE = ("training", "stalled", "left_out", "partly")
 WITH_LEASE = ("alive", "stalled", "left_out")
 STEP_S_MIN = 1e-6
-"""No step is shorter: a learner that reports less has no rate."""
+"""Shortest credible step; a learner that reports less has no rate."""
 
 
 @dataclass
 class SeenLearner:
-    """One learner."""
-
     learner_id: str
     state: str = "unknown"
-    """"training", "stalled" (heartbeats, but no step), "left_out", "partly" (a lease at some shards only), "away"
-    (no lease anywhere), "awaited" (expected, and never seen), "left" (said goodbye), "unknown" (no shard answers that
-    could know)."""
+    """"training", "stalled" (heartbeats, but no step), "left_out", "partly" (a lease at some shards only), "away" (no
+    lease anywhere), "awaited" (expected, but never seen), "left", "unknown" (no shard answers)."""
     heard_at: float = -inf
-    """When a shard heard of it last, by the clock of the model; minus infinity: none ever did."""
+    """When a shard last heard from it, by the clock of the model; minus infinity: never."""
     at: Mapping[str, str] = field(default_factory=dict)
-    """Shard that answers and knows it -> "alive", "stalled", "left_out", "evicted" or "left"."""
+    """Answering shard that knows it -> "alive", "stalled", "left_out", "evicted" or "left"."""
     away_at: tuple[str, ...] = ()
-    """Shards that answer, and where it has no lease."""
+    """Answering shards where it has no lease."""
     said: Status = field(default_factory=dict)
-    """The entry in the status of the shard that heard of it last: that one knows best how far it is."""
+    """Its entry from the shard that last heard from it, which is the most recent."""
     told: list[Status] = field(default_factory=list)
-    """Its entries in the statuses of the shards that answer."""
+    """Its entries from all answering shards."""
     staleness: int | None = None
-    """Of its last accepted contribution, in versions: the worst of all shards."""
+    """Staleness of its last accepted contribution, in versions: the worst of all shards."""
     counts: Counter[str] = field(default_factory=Counter)
-    """asked and merged: over all shards and, as far as they were heard of, their earlier processes."""
+    """asked and merged, over all shards and their earlier processes, as far as known."""
     missed: Counter[str] = field(default_factory=Counter)
-    """Why contributions that were asked for are in no version, by code."""
+    """Requested contributions that are in no version, by code."""
 
     @property
     def is_here(self) -> bool:
@@ -63,12 +60,12 @@ class SeenLearner:
 
     @property
     def unit(self) -> str:
-        """What it counts as tokens: "tokens" or "samples"."""
+        """The unit of its tokens: "tokens" or "samples"."""
         return "samples" if self.said.get("unit") == "samples" else "tokens"
 
     @property
     def loss(self) -> float | None:
-        """Of its last report. None: it has not said, or it is no number."""
+        """Its last reported loss. None: it reported none, or not a finite number."""
         loss = self.said.get("loss")
         return float(loss) if loss is not None and isfinite(float(loss)) else None
 
@@ -78,7 +75,7 @@ class SeenLearner:
 
     @property
     def tokens_per_s(self) -> float:
-        """By its own report; 0: it is not here, has not said, or says what cannot be."""
+        """By its own report; 0 if it is not here, has not reported, or reports the impossible."""
         if not self.is_here or not self.inner_step or self.step_time_s < STEP_S_MIN:
             return 0.0
         found = self.tokens / self.inner_step / self.step_time_s
@@ -86,13 +83,12 @@ class SeenLearner:
 
     @property
     def who_says(self) -> str:
-        """In words."""
         verb = "heard" if self.is_here else "evicted"
         count = sum((word in WITH_LEASE) == self.is_here and word != "left" for word in self.at.values())
         return f"{verb} by {count} shard{'' if count == 1 else 's'}"
 
     def as_status(self) -> Status:
-        """What its own /status would say, as far as shards know it."""
+        """Its status as its own /status would report it, as far as shards know it."""
         return {
             "role": "worker", "name": self.learner_id, "state": self.state, "inner_step": self.inner_step,
             "tokens": self.tokens, "unit": self.unit, "loss": self.loss, "step_time_s": self.step_time_s,
@@ -103,7 +99,7 @@ class SeenLearner:
 
 
 def put_together(shards: Iterable[SeenMember], known: Mapping[str, SeenLearner]) -> dict[str, SeenLearner]:
-    """The learners of a run, by id. Those that no shard knows any more stay as they were known, and are away."""
+    """The learners of a run, by id. Those that no shard knows any more keep their last state, and are away."""
     shards = list(shards)
     found: dict[str, SeenLearner] = {}
     states: dict[str, dict[str, str]] = {}
@@ -116,7 +112,7 @@ def put_together(shards: Iterable[SeenMember], known: Mapping[str, SeenLearner])
                 found[learner_id].told.append({**said, "shard": shard.label})
     for shard in shards:
         for learner_id, (counts, missed) in shard.past_learners.items():
-            if learner_id not in found:  # it has not come back to a shard that started again
+            if learner_id not in found:  # it has not rejoined a restarted shard
                 found[learner_id] = replace(
                     known.get(learner_id, SeenLearner(learner_id)), counts=Counter(), missed=Counter()
                 )
@@ -137,7 +133,7 @@ def put_together(shards: Iterable[SeenMember], known: Mapping[str, SeenLearner])
 
 
 def forget_most(learners: dict[str, SeenLearner]) -> int:
-    """Drop the learners that have been away for longest, if there are too many. Returns how many."""
+    """Drop the learners that have been away longest, if there are too many. Returns how many."""
     over = len(learners) - LEARNERS_MAX
     if over <= 0:
         return 0
@@ -148,13 +144,12 @@ def forget_most(learners: dict[str, SeenLearner]) -> int:
 
 
 def _state_at(said: Status) -> str:
-    """What one shard says of a learner, in one word."""
     state = str(said["state"])
     return "left_out" if said.get("left_out") and state in WITH_LEASE else state
 
 
 def _standing(at: Mapping[str, str], answering: Iterable[str]) -> tuple[str, tuple[str, ...]]:
-    """One word for a learner, and the shards that answer and gave it no lease."""
+    """The state of a learner, and the answering shards where it has no lease."""
     without = tuple(shard for shard in answering if at.get(shard) not in WITH_LEASE)
     words = set(at.values())
     if not answering:

@@ -1,4 +1,4 @@
-"""One shard or worker over all of its processes, from what each of them says at /status. Pure."""
+"""One shard or worker over all of its processes, from their answers at /status. Pure."""
 
 from __future__ import annotations
 
@@ -10,52 +10,48 @@ from typing import Any
 from diloco_common.wire.addresses import Role
 
 Status = Mapping[str, Any]
-"""One answer of /status."""
 COUNTERS = (
     "rounds", "late", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled", "tokens_carried",
 )  # fmt: skip
-"""Each process counts these from 0 again."""
+"""Counters that each process starts at 0."""
 COUNTERS_OF_LEARNERS = ("asked", "merged")
 
 
 @dataclass
 class SeenMember:
-    """One shard or worker, and what it said."""
-
     name: str
-    """It is asked under this name, which may be no more than an address."""
+    """The name under which it is asked, which may be only an address."""
     role: Role
     process: str = "starting"
-    """"starting", "up", "died", "ended", "lost" or "left" (`diloco scale`) of a process of `diloco up`; else "up" while
-    it answers, or a word for people."""
+    """For a process of `diloco up`: "starting", "up", "died", "ended", "lost" or "left" (`diloco scale`); otherwise
+    "up" while it answers, or a word to show."""
     status: Status = field(default_factory=dict)
-    """The last answer of its present process."""
+    """The last answer of its current process."""
     label: str = ""
-    """What people call it."""
     heard_at: float | None = None
     asked_at: float = 0.0
-    """For its last answer, by a clock that is never set."""
+    """When its last answer was requested, by a monotonic clock."""
     why_not: str = "not asked yet"
-    """Why it does not answer; empty: it does."""
+    """Why it does not answer; empty if it does."""
     why_code: str = ""
-    """The same as a code, where one is known: EXPIRED."""
+    """The code of that reason, if known: EXPIRED."""
     since: float | None = None
-    """Since when it is gone, by the clock of the model; None: nobody knows."""
+    """Since when it is gone, by the clock of the model; None: unknown."""
     again: str = ""
-    """Who starts it again; empty: a person does."""
+    """What restarts it; empty: a person does."""
     starts: int = 0
-    """Processes that have answered, before the present one."""
+    """Earlier processes that have answered."""
     listing: Status = field(default_factory=dict)
-    """Its last answer that lists fragments: while a shard that was started again reads its versions, it has none."""
+    """Its last answer that lists fragments: a restarted shard lists none until it has read its versions."""
     tokens_before: int = 0
-    """The most that an earlier process had trained. The next one goes on from a checkpoint."""
+    """The most tokens that an earlier process had trained. The next one continues from a checkpoint."""
     budget_before: int = 0
     past: Counter[str] = field(default_factory=Counter)
-    """Counters of its earlier processes, as far as they were heard of."""
+    """Counters of its earlier processes, as far as known."""
     contributions_before: float = 0.0
     past_refused: Counter[str] = field(default_factory=Counter)
     past_learners: dict[str, tuple[Counter[str], Counter[str]]] = field(default_factory=dict)
-    """Learner -> counts and missed of the shard's earlier processes."""
+    """Learner -> counts and missed contributions at the shard's earlier processes."""
 
     def __post_init__(self) -> None:
         self.label = self.label or self.name
@@ -67,17 +63,15 @@ class SeenMember:
         return self.process == "up" and bool(self.status)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the last answer."""
         found = self.status.get(key)
         return default if found is None else found
 
     def heard(self, status: Status, now: float, asked_at: float = 0.0) -> None:
-        """It has answered."""
         self.status, self.heard_at, self.asked_at, self.why_not, self.why_code = status, now, asked_at, "", ""
         self._note()
 
     def begins_anew(self) -> None:
-        """Another process takes its place: what this one had counted is kept."""
+        """A new process takes its place: keep the counts of this one."""
         self.process = "starting"
         if not self.status:
             return
@@ -93,9 +87,9 @@ class SeenMember:
         self.status = {}
 
     def is_succeeded_by(self, status: Status, asked_at: float) -> bool:
-        """Whether an answer is of another process than the last one. Epochs tell; else the uptime does.
+        """Whether an answer comes from a new process: by its epoch or, without one, by its uptime.
 
-        An answer that took long, or a clock that was set, is no start.
+        A slow answer, or a clock that was set, is not taken for a restart.
         """
         if not self.status:
             return False
@@ -104,24 +98,22 @@ class SeenMember:
         before, passed_s = float(self.get("uptime_s", 0.0)), asked_at - self.asked_at
         return float(status.get("uptime_s") or 0.0) < before + 0.5 * passed_s - 1.0
 
-    # ------------------------------------------------------------ over all of its processes
+    # ------------------------------------------------------------ over all processes
 
     def count(self, key: str) -> int:
         return self.past[key] + int(self.get(key, 0))
 
     @property
     def tokens(self) -> int:
-        """That a worker has trained. (Those of a shard are counted by what became of them.)"""
+        """Tokens that a worker has trained; 0 for a shard."""
         return max(self.tokens_before, int(self.get("tokens", 0))) if self.role == "worker" else 0
 
     @property
     def tokens_budget(self) -> int:
-        """Of the run, as a shard says it."""
         return int(self.get("tokens_budget", 0)) if self.status else self.budget_before
 
     @property
     def contributions(self) -> float:
-        """In all rounds of a shard."""
         return self.contributions_before + self._contributions()
 
     @property
@@ -130,7 +122,7 @@ class SeenMember:
 
     @property
     def versions(self) -> tuple[int, int] | None:
-        """The lowest and the highest of a shard's fragments of the model; None: it lists none."""
+        """The lowest and highest version of a shard's model fragments; None: it lists none."""
         found = [int(one["version"]) for one in self.get("fragments", ()) if not one.get("companion")]
         return (min(found), max(found)) if found else None
 
@@ -140,7 +132,6 @@ class SeenMember:
 
     @property
     def learners_held(self) -> int:
-        """Learners with a lease at this shard."""
         return sum(one.get("state") in ("alive", "stalled") for one in self.get("learners", ()))
 
     def _contributions(self) -> float:
@@ -153,5 +144,4 @@ class SeenMember:
 
 
 def counts_of(said: Mapping[str, Any]) -> Counter[str]:
-    """What one shard has counted of a learner."""
     return Counter({key: int(said.get(key) or 0) for key in COUNTERS_OF_LEARNERS})

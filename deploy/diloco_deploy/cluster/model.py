@@ -1,6 +1,6 @@
-"""The cluster: all members and learners, and what they sum up to. Pure: answers and times come in.
+"""A cluster: all members and learners, and their totals. Pure: answers and times come in.
 
-One look makes a model of one answer each (`diloco status`); `diloco up` and the live page keep one over time.
+`diloco status` makes a model from one answer per member; `diloco up` and the live page keep one over time.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from diloco_deploy.cluster.learners import SeenLearner, forget_most, put_togethe
 from diloco_deploy.cluster.members import SeenMember, Status
 
 SILENT_AFTER_S = 3.0
-"""A process is shown as silent if it has not answered for this long."""
+"""A process that has not answered for this long is shown as silent."""
 PACE_S = 30.0
-"""How far back the pace of a run is looked at."""
+"""Time over which the pace of a run is measured."""
 PACE_FROM_S = 4.0
-"""Of a shorter time, the pace is a guess: "4:56:29 left" of a run of a minute."""
+"""Over a shorter time, the pace would be a guess."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """A cluster in numbers. Shards share nothing, so their counters are summed."""
+    """Totals of a cluster. Shards share nothing, so their counters are summed."""
 
     unit: str
-    """What workers count as tokens: "tokens" or "samples"."""
+    """"tokens" or "samples"."""
     tokens: int
-    """Tokens trained by all workers, by their own count. (A worker that comes back goes on from its checkpoint.)"""
+    """Tokens trained by all workers, by their own count. A worker that returns continues from its checkpoint."""
     tokens_merged: int
-    """Progress of the run: tokens merged into a fragment, mean over the fragments."""
+    """Progress of the run: merged tokens, averaged over the fragments."""
     tokens_budget: int
     tokens_per_s: float
     tokens_carried: int
     loss: float | None
-    """Training loss, mean over the workers that report one."""
+    """Mean training loss of the workers that report one."""
     rounds: int
     participants_mean: float
     late: int
@@ -45,18 +45,17 @@ class Totals:
     bytes_pushed: int
     bytes_pulled: int
     done: bool
-    """Every shard has reached the token budget."""
 
 
 class Cluster:
-    """A cluster, as far as it is known. Owned by one thread."""
+    """The known state of a cluster. Owned by one thread."""
 
     def __init__(self, members: Mapping[str, SeenMember] | None = None) -> None:
         self.members = dict(members or {})
         self.forgotten = 0
-        """Learners that were away for too long."""
+        """Learners dropped because they were away for too long."""
         self._learners: dict[str, SeenLearner] = {}
-        self._unread = set(self.members)  # those whose last change is not in `_learners` yet
+        self._unread = set(self.members)  # members whose last change is not in `_learners` yet
 
     @property
     def shards(self) -> list[SeenMember]:
@@ -66,43 +65,39 @@ class Cluster:
     def workers(self) -> list[SeenMember]:
         return [member for member in self.members.values() if member.role == "worker"]
 
-    # ------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------ answers
 
     def expect(self, name: str, role: Role) -> None:
-        """A member exists from now on."""
         self.members.setdefault(name, SeenMember(name, role))
 
     def await_learner(self, learner_id: str) -> None:
-        """A learner ought to come."""
         self._learners.setdefault(learner_id, SeenLearner(learner_id, "awaited"))
 
     def begins_anew(self, name: str) -> None:
-        """A member has another process."""
         self._before_change_of(name)
         self.members[name].begins_anew()
 
     def process(self, name: str, state: str, why: str = "", code: str = "") -> None:
-        """The process of a member is up, or is not. A member that has left is not expected; what it did counts."""
+        """Set the state of a member's process. A member that left is not expected, but its work counts."""
         member = self.members[name]
         member.process, member.why_not, member.why_code = state, why, code
         self._unread.add(name)
 
     def heard(self, name: str, status: Status, now: float, asked_at: float = 0.0) -> None:
-        """A member has answered."""
         self._before_change_of(name)
         self.members[name].heard(status, now, asked_at)
 
-    # ------------------------------------------------------------ how it is
+    # ------------------------------------------------------------ state
 
     @property
     def learners(self) -> dict[str, SeenLearner]:
-        """Put together once after all that was heard: it takes a look at every learner of every shard."""
+        """Combined only when needed, since that visits every learner of every shard."""
         if self._unread:
             self._roll()
         return self._learners
 
     def state_of(self, member: SeenMember, now: float) -> str:
-        """One word for a member: the state of its process first, then its state at the shards, then its own."""
+        """A member's state in one word: of its process first, then at the shards, then its own."""
         if member.process != "up":
             return member.process + (f" {units.clock(now - member.since)}" if member.since is not None else "")
         if not member.status:
@@ -118,7 +113,7 @@ class Cluster:
 
     @property
     def tokens_merged(self) -> int | None:
-        """Progress of the run: the mean over all fragments of the model. None: no shard has said."""
+        """Progress of the run: the mean over all fragments of the model. None: no shard has answered."""
         said = [shard.listing for shard in self.shards if shard.listing]
         if not said:
             return None
@@ -128,15 +123,12 @@ class Cluster:
 
     @property
     def tokens_budget(self) -> int:
-        """0: there is none."""
         return max((shard.tokens_budget for shard in self.shards), default=0)
 
     def count(self, key: str) -> int:
-        """A counter of shards."""
         return sum(shard.count(key) for shard in self.shards)
 
     def totals(self) -> Totals:
-        """The sums over all members."""
         shards, workers = self.shards, self.workers
         rounds = self.count("rounds")
         losses = [float(worker.get("loss")) for worker in workers if worker.get("loss") is not None]
@@ -158,7 +150,7 @@ class Cluster:
         )
 
     def versions(self) -> dict[str, int]:
-        """The version of every fragment, those of companions too."""
+        """The version of every fragment, including companions."""
         listed = (fragment for shard in self.shards for fragment in shard.get("fragments", ()))
         found = {int(fragment["id"]): int(fragment["version"]) for fragment in listed}
         return {str(fragment): version for fragment, version in sorted(found.items())}
@@ -166,7 +158,7 @@ class Cluster:
     def _before_change_of(self, name: str) -> None:
         member = self.members[name]
         if member.role == "shard":
-            if member.status and name in self._unread:  # or who is in this answer alone would never be known
+            if member.status and name in self._unread:  # or learners in this answer alone would be missed
                 self._roll()
             self._unread.add(name)
 
@@ -180,13 +172,13 @@ class Cluster:
 
 
 class Pace:
-    """The progress of the last half minute."""
+    """Measures the pace over the last half minute."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
     def heard(self, now: float, merged: int) -> None:
-        """So many tokens are merged. The time before the first version says nothing of the pace."""
+        """Add a measurement. The time before the first version does not count."""
         if merged == 0:
             self._seen.clear()
         self._seen.append((now, merged))

@@ -1,8 +1,8 @@
-"""Reads what another process says over HTTP: with one deadline, with bounds, and only as what it ought to be.
+"""Reads another process's answers over HTTP: with one deadline, with limits, and with every field checked.
 
-Whoever is asked may be a stranger, or may have been taken over. So a body has a size, a depth and a time, however it
-drips; numbers have limits; and whatever is text comes out printable, on one line: it may go to a terminal. Every tool
-that asks a process uses this. Light: a container's health check imports it every few seconds.
+The process may belong to a stranger, or may have been taken over. So an answer has limits on size, depth and time,
+however slowly it arrives; numbers have limits; and text comes out printable, on one line, since it may go to a
+terminal. Every tool that asks a process uses this. Few imports: a container's health check runs it every few seconds.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any, NoReturn, cast
 from diloco_common.errors import plain
 
 BODY_BYTES_MAX = 8 << 20
-"""The largest /status, of 1,024 learners and 4,096 fragments, has a third of it."""
+"""The largest /status, with 1,024 learners and 4,096 fragments, has a third of it."""
 HEAD_BYTES_MAX = 64 << 10
 NESTS_MAX = 1 << 17
-"""Lists and objects of one body: a few for each learner and fragment."""
+"""Most lists and objects in one body: a few for each learner and fragment."""
 DEPTH_MAX = 8
 NUMBER_MAX = 2**63
 PIECE = 64 << 10
 
 
 class Unreadable(ValueError):
-    """What came is not what was asked for; the words say how. They are printable."""
+    """The answer is not valid; the printable message says why."""
 
     def __init__(self, words: str) -> None:
         super().__init__(plain(words))
@@ -40,10 +40,10 @@ def get(
     address: str, path: str, timeout_s: float, *, tls: ssl.SSLContext | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, bytes]:  # fmt: skip
-    """The status code and the body of one GET. Follows no redirect and uses no proxy: headers may hold a token.
+    """The status code and body of one GET. Follows no redirect and uses no proxy, since headers may hold a token.
 
-    Takes `timeout_s` seconds at most, in whatever pieces it comes; only finding the address by its name is not counted.
-    Raises OSError (TimeoutError among them) and Unreadable.
+    Takes at most `timeout_s` seconds in all, except for looking up the host name. Raises OSError (including
+    TimeoutError) and Unreadable.
     """
     ends_at = time.monotonic() + timeout_s
     host, _, port = address.rpartition(":")
@@ -61,7 +61,7 @@ def get(
 
 
 def _left(ends_at: float) -> float:
-    """Seconds. Raises TimeoutError."""
+    """Raises TimeoutError."""
     left = ends_at - time.monotonic()
     if left <= 0:
         raise TimeoutError("no answer in time")
@@ -69,7 +69,7 @@ def _left(ends_at: float) -> float:
 
 
 def _read(connection: socket.socket, ends_at: float) -> bytes:
-    """All that comes: HTTP/1.0 ends with the connection, or where the head says."""
+    """The whole answer: HTTP/1.0 ends with the connection, or where its head says."""
     data, whole = bytearray(), None
     while whole is None or len(data) < whole:
         connection.settimeout(_left(ends_at))
@@ -85,7 +85,7 @@ def _read(connection: socket.socket, ends_at: float) -> bytes:
 
 
 def _length(head: bytes) -> int:
-    """Of the body, as the head says. Raises Unreadable."""
+    """Length of the body, from the head. Raises Unreadable."""
     said = [line.partition(b":")[2] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
     if not said:
         return BODY_BYTES_MAX
@@ -105,22 +105,22 @@ def _split(data: bytes) -> tuple[int, bytes]:
         answer.begin()
         return answer.status, answer.read()
     except http.client.HTTPException as error:
-        raise Unreadable(f"it speaks no HTTP: {error!r}") from None
+        raise Unreadable(f"it does not speak HTTP: {error!r}") from None
 
 
 # ------------------------------------------------------------------ JSON
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The object of a body, with printable texts and finite numbers within limits. Raises Unreadable."""
+    """Parse the JSON object of a body, with printable texts and limited, finite numbers. Raises Unreadable."""
     if body.count(b"[") + body.count(b"{") > NESTS_MAX:
         raise Unreadable(f"the answer has more than {NESTS_MAX} lists and objects")
     try:
         found = json.loads(body, parse_int=_int, parse_float=_float, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"the answer is no JSON that is taken: {error}") from None
+        raise Unreadable(f"the answer is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Unreadable("the answer is no object")
+        raise Unreadable("the answer is not an object")
     return cast(dict[str, Any], _clean(found, DEPTH_MAX))
 
 
@@ -136,7 +136,7 @@ def _float(text: str) -> float:
 
 
 def _constant(text: str) -> NoReturn:
-    raise Unreadable(f"{text[:32]} is no number")
+    raise Unreadable(f"{text[:32]} is not a number")
 
 
 def _clean(value: Any, depth: int) -> Any:
@@ -165,8 +165,8 @@ _IS: dict[str, Callable[[Any], bool]] = {
 }
 
 _Fields = Mapping[str, Any]
-"""Field -> what it is, or the fields of each entry of a list, or of an object in a tuple. What is None is absent; what
-is not here is of a newer release, and not looked at."""
+"""Field -> its kind; a list holds the fields of each entry, a tuple those of an object. None counts as absent. Fields
+not listed here are from a newer release, and ignored."""
 _COMMON: _Fields = {
     "role": TEXT, "name": TEXT, "run": TEXT, "uptime_s": AMOUNT, "tokens_merged": COUNT, "tokens_budget": COUNT,
     "bytes_pushed": COUNT, "bytes_pulled": COUNT,
@@ -217,7 +217,7 @@ def read_status(body: bytes) -> dict[str, Any]:
 
 def _check(where: str, found: Any, fields: _Fields) -> None:
     if not isinstance(found, dict):
-        raise Unreadable(f"{where or 'the status'} is no object")
+        raise Unreadable(f"{where or 'the status'} is not an object")
     for name, kind in fields.items():
         value, place = found.get(name), f"{where}{name}"
         if value is None:
@@ -230,6 +230,6 @@ def _check(where: str, found: Any, fields: _Fields) -> None:
             _check(f"{place}.", value, kind[0])
         else:
             if not isinstance(value, list):
-                raise Unreadable(f"{place} is no list")
+                raise Unreadable(f"{place} is not a list")
             for entry in value:
                 _check(f"{place}.", entry, kind[0])

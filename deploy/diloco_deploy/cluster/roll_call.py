@@ -1,7 +1,7 @@
-"""Who ought to be in a cluster, and who is: from answers, the record of `diloco up`, and what shards hear. Pure.
+"""Compares a cluster's expected members with those present, from answers, the record of `diloco up`, and shards. Pure.
 
-Shards do not know each other. Each knows how many there are, and hears from its learners which of the others they do
-not reach. So one shard that answers is enough to miss another one.
+Shards do not know each other. But each knows their number, and hears from its learners which others they do not reach.
+So one answering shard is enough to notice a missing one.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
 
 Presence = Literal["alive", "away", "dead", "starting", "left", "unknown"]
-"""alive: it answers, or others hear it. away: expected, and neither answers nor is heard. dead: its process is known to
-have ended. starting: its process is not up yet. left: it said goodbye, or did its work. unknown: nobody was asked."""
+"""alive: it answers, or others hear from it. away: expected, but not heard from. dead: its process is known to have
+ended. starting: its process is not up yet. left: it said goodbye, or finished. unknown: no process that knows was
+asked."""
 _ROLES: dict[bool, Role] = {True: "worker", False: "shard"}
 _OF_PROCESSES: dict[str, Presence] = {"died": "dead", "lost": "dead", "ended": "left"}
 
 
 @dataclass(frozen=True)
 class Present:
-    """One shard or worker that is there, or ought to be. The fields are those of `diloco status --json`."""
+    """One shard or worker that is present or expected. The fields are those of `diloco status --json`."""
 
     name: str
     role: Role
     presence: Presence
     state: str = ""
-    """One word for people: training, ready, away, dead, evicted, left_out, stalled, ..."""
+    """The word to show: training, ready, away, dead, evicted, left_out, stalled, ..."""
     since_s: float | None = None
-    """How long it has been away or dead; None: it is not, or nobody knows."""
+    """How long it has been away or dead; None: it is not, or unknown."""
     why: str = ""
-    """Who says so, in words; empty: it answered itself."""
+    """The source of this, in words; empty: its own answer."""
     code: str = ""
-    """Of why it does not answer, where one is known."""
+    """The code of why it does not answer, if known."""
     answered: bool = False
-    """Whether it answered itself."""
     restarts: int = 0
-    """How often its process was started again, as far as `diloco up` counts."""
+    """How often its process was restarted, as counted by `diloco up`."""
     status: Status | None = None
-    """Its /status. Of a worker that was not asked: what the shards know of it."""
+    """Its /status; for a worker that was not asked, what the shards know of it."""
 
     @property
     def is_missing(self) -> bool:
@@ -55,22 +55,18 @@ class Present:
 
     @property
     def word(self) -> str:
-        """Of one that is not alive, with the time since when."""
+        """Its state, and for how long, if it is not alive."""
         return (self.state or self.presence) + (f" {units.clock(self.since_s)}" if self.since_s is not None else "")
 
 
 @dataclass(frozen=True)
 class Roll:
-    """Who was called, and what all of them together are."""
-
     present: tuple[Present, ...]
-    """Shards first."""
     cluster: Cluster
     problems: tuple[Finding, ...]
 
     @property
     def workers_expected(self) -> int:
-        """Those that are there, or ought to be."""
         return sum(one.role == "worker" and one.presence != "left" for one in self.present)
 
 
@@ -78,9 +74,9 @@ def roll_call(
     asked: Mapping[str, str], answers: Mapping[str, Status], record: ClusterRecord | None, now: float,
     over: Mapping[str, str] | None = None,
 ) -> Roll:  # fmt: skip
-    """All members. `asked`: name (or address, where no name is known) -> address; `answers`: by the same names.
+    """Find all members. `asked`: name (or address, if no name is known) -> address; `answers`: by the same names.
 
-    `over`: why somebody cannot be asked for a certificate that has expired.
+    `over`: reasons for members whose certificate has expired.
     """
     call = _Call(asked, answers, record, now)
     found = [*call.shards(), *call.workers()]
@@ -106,20 +102,19 @@ def roll_call(
 
 
 def _member(one: Present, recorded: MemberRecord | None) -> SeenMember:
-    """By a clock that is 0 now."""
+    """A member by a clock that is 0 now."""
     if one.presence != "alive":
         since = None if one.since_s is None else -one.since_s
         return SeenMember(
             one.name, one.role, one.state or one.presence, one.status or {}, why_not=one.why, since=since,
             why_code=one.code, again=_again(one, recorded),
         )  # fmt: skip
-    if one.status is None:  # learners reach it; we did not ask it
+    if one.status is None:  # learners reach it, but it was not asked
         return SeenMember(one.name, one.role, "heard")
     return SeenMember(one.name, one.role, "up", one.status)
 
 
 def _again(one: Present, recorded: MemberRecord | None) -> str:
-    """Who starts it again."""
     if one.presence == "starting":
         return "wait: `diloco up` starts it"
     if recorded is not None and recorded.process == "lost":
@@ -130,8 +125,6 @@ def _again(one: Present, recorded: MemberRecord | None) -> str:
 
 
 class _Call:
-    """What is known when the roll is called."""
-
     def __init__(
         self, asked: Mapping[str, str], answers: Mapping[str, Status], record: ClusterRecord | None, now: float
     ) -> None:
@@ -142,7 +135,7 @@ class _Call:
         self._shards = [status for status in self._heard.values() if status.get("role") == "shard"]
 
     def shards(self) -> Iterator[Present]:
-        """Those that say how many there are, and those that they miss."""
+        """The shards: as many as any of them, or the record, reports."""
         count = max([int(s.get("count") or 0) for s in self._shards] + [self._record.shards if self._record else 0])
         by_index = {int(shard["index"]): shard for shard in self._shards if shard.get("index") is not None}
         strays = {str(shard.get("name")): shard for shard in self._shards if shard.get("index") is None}  # older ones
@@ -167,7 +160,7 @@ class _Call:
             yield one
 
     def workers(self) -> Iterator[Present]:
-        """Those that answer, those of `diloco up`, and those of whom shards know."""
+        """The workers: those that answer, those of `diloco up`, and those known to shards."""
         own = {name: status for name, status in self._heard.items() if status.get("role") == "worker"}
         known = {one.name: one for one in self._learners()}
         ours = [name for name, one in self.recorded.items() if one.role == "worker"]
@@ -188,7 +181,7 @@ class _Call:
         return Present(name, role, "alive", status=status, answered=True, restarts=restarts)
 
     def _by_record(self, name: str, role: Role) -> Present | None:
-        """What `diloco up` says of a process that did not answer; None: it says nothing, or that it is up."""
+        """The record of a process that did not answer; None: there is none, or it is up."""
         one = self.recorded.get(name)
         if one is None or one.process == "up":
             return None
@@ -197,7 +190,7 @@ class _Call:
         return Present(name, role, presence, one.process, since_s, one.why, restarts=one.restarts)
 
     def _by_learners(self, name: str, index: int) -> Present:
-        """What learners say of a shard to the others."""
+        """A shard's presence, from what learners tell the other shards."""
         by_learner: dict[str, float | None] = {}  # learner -> for how long it has not reached it; None: it does
         for shard in self._shards:
             for learner in shard.get("learners", ()):
@@ -213,7 +206,6 @@ class _Call:
         return Present(name, "shard", "alive", why=why)
 
     def _learners(self) -> Iterator[Present]:
-        """What shards know of their learners."""
         members = [SeenMember(f"{number}", "shard", "up", shard) for number, shard in enumerate(self._shards)]
         for name, learner in sorted(put_together(members, {}).items()):
             presence: Presence = "alive" if learner.is_here else "left" if learner.state == "left" else "away"
@@ -223,6 +215,6 @@ class _Call:
 
 
 def _away_s(said: Sequence[Mapping[str, Any]], index: int) -> float | None:
-    """For how long a learner has not reached a shard that did not answer us. One that it never reached has no index."""
+    """How long a learner has not reached a shard that did not answer. A shard it never reached has no index."""
     named = {a.get("index"): float(a["for_s"]) for a in said}
     return named.get(index, named.get(None))

@@ -1,1 +1,1 @@
-"""`diloco doctor`: looks at a learner's way to the shards, or at a shard's machine, and names what is wrong."""
+"""`diloco doctor`: checks a learner's connection to the shards, or a shard's machine, and names the problems."""

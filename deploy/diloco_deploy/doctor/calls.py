@@ -1,7 +1,7 @@
-"""Calls of a doctor to one shard: they read, and change nothing. As an observer, with the caller's own credentials.
+"""The doctor's calls to one shard. They only read, as an observer with the caller's credentials.
 
-Join as an observer, Pull of one fragment until enough bytes have come, and Probe.Measure: each with the bounds that the
-shard sets for everybody, and bounds of its own.
+Join as an observer, Pull of one fragment until enough bytes arrived, and Probe.Measure: each within the shard's limits
+and limits of its own.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ T = TypeVar("T")
 
 CALL_S = 4.0
 DOWN_S, DOWN_BYTES_MAX = 2.0, 16 << 20
-"""A pull is given up after that."""
 PACKAGE_CHARACTERS_MAX = 64
 ENOUGH_BYTES = 64 << 10
-"""With fewer, nothing is said of a bandwidth."""
+"""Fewest bytes from which a bandwidth is computed."""
 
 
 class NoShard(Exception):
-    """Something answers, but no shard; the message has gRPC's words."""
+    """Something other than a shard answers; the message has gRPC's words."""
 
 
 class Silence(Exception):
-    """The connection stands, and nobody answers."""
+    """The connection is open, but no answer comes."""
 
 
 def describe(door: Door, protocol: int) -> JoinAnswer:
-    """What the run is. Raises the shard's Refusal, NoShard, Silence."""
+    """The shard's description of the run. Raises its Refusal, NoShard, Silence."""
     request = JoinRequest(protocol, "", observe=True)
 
     async def ask(channel: grpc.aio.Channel) -> JoinAnswer:
@@ -63,7 +62,7 @@ def describe(door: Door, protocol: int) -> JoinAnswer:
 
 
 def measure(door: Door) -> MeasuredShard:
-    """The way up, the shard's clock and package. Raises Refusal, NoShard (the shard has no Probe), Silence."""
+    """Measure upload rate, clock and package of a shard. Raises Refusal, NoShard (it has no Probe), Silence."""
 
     async def ask(channel: grpc.aio.Channel) -> MeasuredShard:
         probe = channel.stream_unary(
@@ -80,7 +79,7 @@ def measure(door: Door) -> MeasuredShard:
 
 
 def pull_rate(door: Door, fragment_id: int) -> float | None:
-    """Bits per second of the way down; None: the fragment is too small to tell. Raises Refusal, NoShard, Silence."""
+    """Download rate in bits per second; None: the fragment is too small to tell. Raises Refusal, NoShard, Silence."""
     request = protobuf.pull_request_to_pb(PullRequest(fragment_id))
 
     async def ask(channel: grpc.aio.Channel) -> float | None:

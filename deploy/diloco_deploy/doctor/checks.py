@@ -1,6 +1,6 @@
-"""What a check has found, what checks have learnt for those after them, and how they run. Imports nothing slow.
+"""Checks and their results, and how they run. Imports nothing slow.
 
-One runs after the other: each within its time, none able to harm another, and all within the whole time.
+Checks run one after another, each with its own time limit and all within a total. None can harm another.
 """
 
 from __future__ import annotations
@@ -20,51 +20,44 @@ if TYPE_CHECKING:
 
 
 class State(StrEnum):
-    """How bad it is."""
-
     OK = "ok"
-    WARNING = "warning"  # it works, but not at its best
-    FAILURE = "failure"  # it does not work, or will not for long
-    SKIPPED = "skipped"  # not looked at, as a check before it failed
+    WARNING = "warning"  # works, but not at its best
+    FAILURE = "failure"  # does not work, or soon will not
+    SKIPPED = "skipped"  # not checked, because an earlier check failed
 
 
 @dataclass(frozen=True)
 class ReportLine:
-    """One line of a report."""
-
     state: State
     code: str
-    """OK, or one that `diloco explain` knows."""
+    """OK, or a code of `diloco explain`."""
     what: str
     do: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What was measured, by name and unit: round_trip_s, up_bits_per_s."""
+    """Measured values, by name with unit: round_trip_s, up_bits_per_s."""
 
 
 def ok(what: str, **figures: float) -> ReportLine:
-    """Nothing to mend."""
     return ReportLine(State.OK, "OK", what, figures=figures)
 
 
 def warning(code: str, what: str, do: str = "", /, **figures: float) -> ReportLine:
-    """It works, but not at its best. Without `do`, what `diloco explain` says."""
+    """It works, but not at its best. `do` defaults to the text of `diloco explain`."""
     return ReportLine(State.WARNING, code, what, do or CODES[code].do, figures)
 
 
 def failure(code: str, what: str, do: str = "", /, **figures: float) -> ReportLine:
-    """It does not work. Without `do`, what `diloco explain` says."""
+    """It does not work. `do` defaults to the text of `diloco explain`."""
     return ReportLine(State.FAILURE, code, what, do or CODES[code].do, figures)
 
 
 def of_error(error: DilocoError) -> ReportLine:
-    """A check ended with an error of ours; its message says what to do, too."""
+    """A check raised an error of ours, whose message says what to do."""
     code = error.code if error.code in CODES else "UNEXPECTED"
     return failure(code, str(error))
 
 
 class Door(NamedTuple):
-    """How a shard is called."""
-
     address: str
     run_id: str
     files: TlsFiles | None = None
@@ -72,18 +65,18 @@ class Door(NamedTuple):
 
 
 class MeasuredShard(NamedTuple):
-    """What a shard says of itself, and the way to it."""
+    """A shard's own report, and the connection to it."""
 
     up: float | None
-    """Bits per second; None: too few bytes came to tell."""
+    """Upload rate in bits per second; None: too few bytes arrived."""
     skew_s: float
-    """The shard's clock less ours, when its answer came."""
+    """The shard's clock minus ours, when its answer arrived."""
     package: str
 
 
 @dataclass
 class Known:
-    """By address. Each key is written by one thread."""
+    """Results by address, for later checks. Each key is written by one thread."""
 
     answers: dict[str, JoinAnswer] = field(default_factory=dict)
     measured: dict[str, MeasuredShard] = field(default_factory=dict)
@@ -91,31 +84,26 @@ class Known:
 
 
 TOTAL_S = 16.0
-"""Of all checks together."""
+"""Time limit of all checks together."""
 
 
 class Check(NamedTuple):
-    """One question."""
-
     name: str
     about: str
-    """What it looks at: an address, a folder; shown beside the name."""
+    """What it checks, such as an address or a folder; shown beside the name."""
     seconds: float
-    """It is given up after that."""
     look: Callable[[], ReportLine | Sequence[ReportLine]]
     needs: tuple[str, ...] = ()
-    """Names of checks of the same `about` without which it makes no sense."""
+    """Checks of the same `about` that must have passed."""
 
 
 class CheckedLine(NamedTuple):
-    """A finding, and which check made it."""
-
     check: Check
     finding: ReportLine
 
 
 def run_checks(checks: Sequence[Check], clock: Callable[[], float], ends_at: float) -> Iterator[CheckedLine]:
-    """The findings of all checks, in order, as they are made. `ends_at`: a time of the clock, in seconds."""
+    """Run the checks in order, and yield findings as they are made. `ends_at`: a time of the clock, in seconds."""
     bad: set[tuple[str, str]] = set()
     for check in checks:
         missing = [name for name in check.needs if (name, check.about) in bad]
@@ -132,7 +120,7 @@ def run_checks(checks: Sequence[Check], clock: Callable[[], float], ends_at: flo
 
 
 def _look(check: Check, seconds: float) -> Sequence[ReportLine]:
-    """On a thread of its own, which is left behind if it hangs: it must not keep the process from ending."""
+    """Run a check on its own thread. If it hangs, the daemon thread is left behind."""
     found: list[ReportLine] = []
 
     def look() -> None:
@@ -141,7 +129,7 @@ def _look(check: Check, seconds: float) -> Sequence[ReportLine]:
             found.extend([answer] if isinstance(answer, ReportLine) else answer)
         except DilocoError as error:
             found.append(of_error(error))
-        except Exception as error:  # a check that breaks is one finding, and the others go on
+        except Exception as error:  # a failing check is a finding; the others go on
             found.append(failure("CHECK_FAILED", f"{type(error).__name__}: {error}"))
 
     thread = threading.Thread(target=look, name=f"check {check.name}", daemon=True)

@@ -1,4 +1,4 @@
-"""`diloco doctor`: which checks there are, and how they are told."""
+"""`diloco doctor`: selects the checks, and prints their findings."""
 
 from __future__ import annotations
 
@@ -41,30 +41,26 @@ if TYPE_CHECKING:
 
 MARKS = {State.OK: "ok", State.WARNING: "WARNING", State.FAILURE: "FAILURE", State.SKIPPED: "skipped"}
 AT_ONCE = 16
-"""Ways to shards that are looked at side by side."""
 
 
 @dataclass(frozen=True)
 class Patient:
-    """Who is looked at."""
-
     settings: Settings
     shards: Sequence[str] = ()
-    """Addresses of shards: the way to them is looked at. Empty: it is not."""
+    """Addresses of shards to check the connection to; empty: none."""
     is_shard: bool = False
-    """Whether this machine is to run the shard of the settings."""
     params: float | None = None
-    """Parameters of the whole model; None: not known."""
+    """Parameters of the whole model; None: unknown."""
     step_s: float = 1.0
     learners: int = 8
     folder: Path | None = None
-    """Of a cluster of `diloco up`: what `diloco status` finds is said, too."""
+    """Folder of a cluster of `diloco up`, whose findings in `diloco status` are included."""
     device: str | None = None
-    """A device of this machine, as torch names it; None: none is looked at."""
+    """A device of this machine to check, as torch names it; None: none."""
 
 
 def examine(patient: Patient, *, as_json: bool = False) -> int:
-    """Look at everything, and say it as it is found. Exit code 1 if something fails."""
+    """Run all checks, and print findings as they are made. Exit code 1 if something fails."""
     began, seen = time.monotonic(), []
     for found in look(patient):
         seen.append(found)
@@ -85,8 +81,7 @@ def examine(patient: Patient, *, as_json: bool = False) -> int:
 
 
 def look(patient: Patient) -> Iterator[CheckedLine]:
-    """The findings, as they are made."""
-    # Torch, which the codec needs: two seconds, and many on a busy machine. No check should pay for that.
+    # Imports torch, for the codec: two seconds, or many on a busy machine. No check should pay for that.
     import_module("diloco_deploy.doctor.shards")
     ends_at = time.monotonic() + TOTAL_S
     if patient.shards:
@@ -102,7 +97,7 @@ def look(patient: Patient) -> Iterator[CheckedLine]:
 
 
 def _ways(patient: Patient, ends_at: float) -> Iterator[CheckedLine]:
-    """All ways side by side; then the link to the first shard that answers, alone, as the others would share it."""
+    """Check all connections in parallel; then, alone, the bandwidth to the first shard that answers."""
     from diloco_common.trust.credentials import Credentials
     from diloco_deploy.doctor import shards
 
@@ -123,7 +118,6 @@ def _ways(patient: Patient, ends_at: float) -> Iterator[CheckedLine]:
 
 
 def _walked(door: Door, known: Known, ends_at: float) -> Iterator[CheckedLine]:
-    """One way."""
     from diloco_common.wire.messages import PROTOCOL
     from diloco_deploy.doctor import shards
 
@@ -145,7 +139,7 @@ def _walked(door: Door, known: Known, ends_at: float) -> Iterator[CheckedLine]:
 
 
 def _cluster(folder: Path) -> list[ReportLine]:
-    """What `diloco status` says of it. Raises CannotConnect."""
+    """The findings of `diloco status`. Raises CannotConnect."""
     from diloco_deploy.cluster.asking import Asker
     from diloco_deploy.show.status import Where, look
     from diloco_deploy.trust.own import OwnCertificates
@@ -154,7 +148,6 @@ def _cluster(folder: Path) -> list[ReportLine]:
 
 
 def of_roll(roll: Roll) -> list[ReportLine]:
-    """The same findings as those of `diloco status`."""
     found = [failure(one.code, one.words, one.do) for one in roll.problems]
     return found or [ok(f"{len(roll.present)} members, and nothing is wrong with them")]
 
@@ -171,7 +164,7 @@ def _of_machine(patient: Patient) -> list[Check]:
         _kernels(),
     ]
     if folder is None:
-        none = warning("NOT_DURABLE", "no data folder is set (shard.data_dir): a restart begins anew")
+        none = warning("NOT_DURABLE", "no data folder is set (shard.data_dir): a restart starts from nothing")
         return [Check("disk", "", 1.0, lambda: none), *checks]
     return [
         Check("disk speed", about, 10.0, partial(machine.speed, folder, shard, time.monotonic)),
@@ -203,7 +196,7 @@ def _shard(patient: Patient) -> PlannedShard | None:
 
 
 def _lines(found: CheckedLine) -> Iterator[str]:
-    """What a shard has said is in some of the words: it must not steer the terminal."""
+    """Escapes the words, since some come from a shard and must not control the terminal."""
     check, finding = found
     mark = MARKS[finding.state]
     code = "" if finding.state in (State.OK, State.SKIPPED) else f" [{finding.code}]"
@@ -226,15 +219,13 @@ _SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250
 
 def doctor(
     shards: Annotated[
-        str | None, setting("worker.shards", "HOST:PORT,...", "look at the way from here to these shards")
+        str | None, setting("worker.shards", "HOST:PORT,...", "check the connection from here to these shards")
     ] = None,
     *,
     folder: Annotated[
         Path | None, Parameter(metavar="PATH", help="check the shards of the cluster that `diloco up` runs there")
     ] = None,
-    shard: Annotated[
-        Flag, Parameter(help="check whether this machine is fit to run the shard of the settings")
-    ] = False,
+    shard: Annotated[Flag, Parameter(help="check whether this machine can run the shard of the settings")] = False,
     device: Annotated[
         str | None,
         Parameter(
@@ -255,11 +246,10 @@ def doctor(
     options: SettingsOptions = NO_SETTINGS,
     json: Json = False,
 ) -> int:
-    """Say what is wrong, with a code for `diloco explain`, and what to do. On a learner's machine: the way to the
-    shards, from the name to the bandwidth, and which settings the link allows. With --shard: disk, files, memory and
-    kernels. It changes nothing, and ends within 20 s. With --device: a minute in which a card does the same work again
-    and again, and every bit is compared. Exit code 1 if something fails.
-    """
+    """Report problems, each with a code for `diloco explain` and what to do. On a learner's machine: the connection to
+    the shards, from host name to bandwidth, and the settings that the link allows. With --shard: disk, files, memory
+    and kernels. Changes nothing, and ends within 20 s. With --device: for a minute, a device repeats the same work, and
+    every bit is compared. Exit code 1 if something fails."""
     if folder is not None:
         if shards is not None:
             raise ConfigError("give --shards or --folder, one of them")

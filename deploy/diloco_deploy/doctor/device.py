@@ -1,7 +1,7 @@
-"""A device that trains: whether it computes the same bits twice, its memory, and the way to it. Imports torch.
+"""Checks a training device: whether it computes the same bits twice, its memory, and its bandwidth. Imports torch.
 
-A card may compute wrongly and say nothing. Here it does the same work again and again, for a minute, and every bit is
-compared on the card itself. What it gets wrong each time alike is not found.
+A faulty card may compute wrong values silently. Here it repeats the same work for a minute, and every bit is compared
+on the card itself. Errors that repeat identically are not found.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ SOAK_S = 60.0
 OPTIMIZER_STEPS = 8
 COPIES = 5
 FEW = 0.05
-"""Of a device's memory: with less that is free, nothing can be trained."""
+"""Least share of a device's memory that must be free."""
 
 
 class Sizes(NamedTuple):
-    """Of what a device is given to do."""
-
     matrix: int
     copied_bytes: int
 
@@ -35,7 +33,7 @@ ACCELERATOR, CPU = Sizes(8192, 1 << 30), Sizes(256, 16 << 20)
 
 
 def checks(name: str, soak_s: float = SOAK_S) -> list[Check]:
-    """All of one device, as torch names it: "cuda", "cuda:1", "xpu", "cpu"."""
+    """All checks of one device, as torch names it: "cuda", "cuda:1", "xpu", "cpu"."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -51,7 +49,7 @@ def checks(name: str, soak_s: float = SOAK_S) -> list[Check]:
 
 
 class Work:
-    """Matrix products and optimizer steps, from the same numbers each time."""
+    """Matrix products and optimizer steps from fixed inputs."""
 
     def __init__(self, device: torch.device) -> None:
         size = _sizes(device).matrix
@@ -60,7 +58,7 @@ class Work:
         self._start = torch.randn(size, size, generator=drawn, device=device)
 
     def run(self) -> Sequence[Tensor]:
-        """What came out: bfloat16 and float32, the same bits each time."""
+        """The results, bfloat16 and float32, the same bits each time."""
         product = self._halves[0] @ self._halves[1]
         theta = torch.nn.Parameter(self._start.clone())
         optimizer = torch.optim.AdamW([theta], lr=1e-3)
@@ -75,7 +73,7 @@ def soak(device: torch.device, seconds: float) -> ReportLine:
 
 
 def same_bits(work: Callable[[], Sequence[Tensor]], soak_s: float, clock: Callable[[], float]) -> ReportLine:
-    """Whether the work comes to the same bits each time, for so many seconds, and at least twice."""
+    """Whether the work gives the same bits each time, for `soak_s` seconds and at least twice."""
     first, times, wrong = work(), 1, 0
     ends = clock() + soak_s
     while times < 2 or clock() < ends:
@@ -90,7 +88,6 @@ def same_bits(work: Callable[[], Sequence[Tensor]], soak_s: float, clock: Callab
 
 
 def bandwidth(device: torch.device) -> ReportLine:
-    """Of its own memory."""
     one = torch.ones(_sizes(device).copied_bytes, dtype=torch.uint8, device=device)
     other = torch.empty_like(one)
     rate = 2 * one.numel() / _seconds(lambda: other.copy_(one), device)
@@ -98,7 +95,6 @@ def bandwidth(device: torch.device) -> ReportLine:
 
 
 def copies(device: torch.device) -> ReportLine:
-    """To the device and back, from memory of the host that stays in place; and whether the same comes back."""
     is_apart = device.type != "cpu"
     host = torch.randint(256, (_sizes(device).copied_bytes // 4,), dtype=torch.uint8)
     host = host.pin_memory() if is_apart else host
@@ -112,7 +108,7 @@ def copies(device: torch.device) -> ReportLine:
 
 
 def free_memory(device: torch.device) -> ReportLine:
-    """What torch could still take. Of a CPU, that is another check."""
+    """Memory that torch could still allocate. For a CPU that is another check."""
     module = _module(device)
     if not hasattr(module, "mem_get_info"):
         return ok(f"{device}: torch does not say how much memory is free")
@@ -129,7 +125,6 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The fastest of some."""
     took = []
     for _ in range(COPIES):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A machine of ours: the disk of a data folder, open files, memory, kernels."""
+"""Checks this machine: the disk of a data folder, open files, memory, kernels."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from diloco_server.storage.filesystem import Disk, FileSystem
 
 PROBE_BYTES = 8 << 20
 PROBES, PROBE_S = 3, 2.0
-"""Files that are written, one after the other; none is begun after so many seconds."""
+"""Files written in turn; none is started after this many seconds."""
 SYNC_SLOW_S = 0.5
-"""For so small a file, whatever the model."""
+"""Limit for a file of that size, whatever the model."""
 
 
 class Written(NamedTuple):
-    """How long it took to make files durable."""
-
     seconds: float
-    """Median, of one file: write, fsync, rename, fsync of the folder, as a version is written."""
+    """Median for one file: write, fsync, rename, fsync of the folder, as for a version."""
     num_bytes: int
 
     @property
@@ -36,13 +34,11 @@ class Written(NamedTuple):
         return self.num_bytes / max(self.seconds, 1e-6)
 
     def version_s(self, num_bytes: float) -> float:
-        """Seconds for a file of another size: nothing is faster than this one was, and more bytes take longer."""
+        """Seconds for another size: never less than measured, and proportional for larger files."""
         return max(self.seconds, num_bytes / self.bytes_per_s)
 
 
 class PlannedShard(NamedTuple):
-    """What a shard will hold."""
-
     params: float
     fragments: int
     learners: int
@@ -53,16 +49,16 @@ class PlannedShard(NamedTuple):
     step_s: float
     checkpoints: int
     companions_every: int | None = None
-    """`sync.companions_every` of a run that averages momentum; None: it does not."""
+    """`sync.companions_every` if the run averages momentum; otherwise None."""
 
     @property
     def version_bytes(self) -> int:
-        """Per parameter, of the model."""
+        """Bytes per parameter of the model."""
         return formulas.version_bytes(self.outer, self.pull)
 
     @property
     def companion_bytes(self) -> int:
-        """Per parameter, of its companions."""
+        """Bytes per parameter of its companions."""
         return formulas.companion_bytes(self.pull) if self.companions_every else 0
 
 
@@ -93,7 +89,7 @@ def speed(folder: Path, shard: PlannedShard | None, clock: Callable[[], float]) 
     """How fast versions become durable in a folder."""
     place = _nearest(folder)
     try:
-        # Of its own, for its owner alone: in a folder that others write to, a name may be a link of theirs.
+        # In a private folder: in one that others write to, a name may be their link.
         with tempfile.TemporaryDirectory(prefix="doctor-", dir=place) as own:
             written = write(Disk(Path(own)), clock)
     except OSError as error:
@@ -102,7 +98,6 @@ def speed(folder: Path, shard: PlannedShard | None, clock: Callable[[], float]) 
 
 
 def fast_enough(folder: Path, written: Written, shard: PlannedShard | None) -> ReportLine:
-    """Whether versions are durable in time."""
     what = (
         f"{folder}: {units.size(written.num_bytes)} are durable after {written.seconds:.2g} s "
         f"({units.size(written.bytes_per_s)}/s)"
@@ -114,10 +109,10 @@ def fast_enough(folder: Path, written: Written, shard: PlannedShard | None) -> R
         return ok(what, **figures)
     elements = shard.params / shard.fragments
     save_s = written.version_s(shard.version_bytes * elements)
-    turn_s = save_s  # of a fragment, and what its companion adds
+    turn_s = save_s  # of a fragment and its companion
     if shard.companions_every:
         turn_s += written.version_s(shard.companion_bytes * elements) / shard.companions_every
-    # Versions are written by two threads, one file each: what counts is how long the disk is busy with all of them.
+    # Two threads write versions, one file each, so what counts is how long the disk is busy in all.
     busy = shard.fragments * turn_s / (shard.every * shard.step_s)
     what += f"; a version takes {save_s:.2g} s, and all of them {busy:.0%} of the time of H steps"
     if busy > 1:
@@ -128,7 +123,6 @@ def fast_enough(folder: Path, written: Written, shard: PlannedShard | None) -> R
 
 
 def room(folder: Path, shard: PlannedShard | None) -> ReportLine:
-    """Whether the disk has room for the versions that are kept."""
     place = _nearest(folder)
     try:
         free = float(Disk(place).free_bytes())
@@ -143,7 +137,7 @@ def room(folder: Path, shard: PlannedShard | None) -> ReportLine:
 
 
 def enough_room(folder: Path, free: float, used: float, shard: PlannedShard) -> ReportLine:
-    """`used`: by the shard's own files, which count as room."""
+    """`used`: bytes of the shard's own files, which count as free."""
     each = shard.version_bytes + shard.companion_bytes
     needed = formulas.shard_disk(shard.params, shard.params / shard.fragments, each, shard.checkpoints)
     what = (
@@ -156,7 +150,7 @@ def enough_room(folder: Path, free: float, used: float, shard: PlannedShard) -> 
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that there is: the shard will make the rest."""
+    """The folder, or its nearest existing parent: the shard creates the rest."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
 
 
@@ -164,13 +158,12 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def files(settings: ShardSettings) -> ReportLine:
-    """Open files that a shard may have here: it raises its own limit to the hard one."""
+    """Check the limit of open files: a shard raises its own to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return enough_files(ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH), settings)
 
 
 def enough_files(hard: int, settings: ShardSettings) -> ReportLine:
-    """Whether so many open files serve all learners."""
     wanted, allowed = connections_wanted(settings), connections_allowed(settings, hard)
     learners = allowed // CONNECTIONS_PER_LEARNER
     what = f"{hard} files may be open: enough for {learners} learners ({CONNECTIONS_PER_LEARNER} connections each)"
@@ -182,7 +175,6 @@ def enough_files(hard: int, settings: ShardSettings) -> ReportLine:
 
 
 def memory(shard: PlannedShard | None) -> ReportLine:
-    """Whether the memory will do."""
     return enough_memory(available_bytes(), shard)
 
 
@@ -201,7 +193,7 @@ def enough_memory(available: float, shard: PlannedShard | None) -> ReportLine:
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> float:
-    """What a new process can have: of the machine, or of the cgroup if that is less."""
+    """Memory for a new process: of the machine, or of the cgroup if that is less."""
     found = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     available = 1024.0 * int(found["MemAvailable"].split()[0])
     try:

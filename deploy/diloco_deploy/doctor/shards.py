@@ -1,7 +1,4 @@
-"""The way to a shard: its name, its port, TLS and certificates; then what it says.
-
-Versions, clocks, bandwidth, and which settings the link allows.
-"""
+"""Checks the connection to a shard, from its name and port to TLS, then its version, clock, and bandwidth."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ ENDS_SOON = timedelta(days=14)
 
 
 def name(address: str) -> ReportLine:
-    """Whether the host name has an address here."""
+    """Whether the host name resolves here."""
     host = parse_address(address).host
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
@@ -39,7 +36,7 @@ def name(address: str) -> ReportLine:
 
 
 def port(address: str, dial_s: float = DIAL_S) -> ReportLine:
-    """Whether something listens there, and how long a round trip takes."""
+    """Whether the port is open, and how long a round trip takes."""
     wanted = parse_address(address)
     trips: list[float] = []
     for _ in range(DIALS):
@@ -59,7 +56,6 @@ def port(address: str, dial_s: float = DIAL_S) -> ReportLine:
 
 
 def round_trip(address: str, seconds: float) -> ReportLine:
-    """The finding of a port that answers."""
     what = f"{address} answers; a round trip takes {1000 * seconds:.3g} ms"
     if seconds > FAR_S:
         return warning("LINK_FAR", what, round_trip_s=seconds)
@@ -70,7 +66,7 @@ def handshake(
     address: str, files: TlsFiles | None,
     cause_at: Callable[[str, TlsFiles | None], HandshakeFailed | None] = find_cause,
 ) -> Sequence[ReportLine]:  # fmt: skip
-    """Whether both sides agree on TLS, and for how long."""
+    """Whether TLS works, and for how long the certificates are valid."""
     cause = cause_at(address, files)
     if cause is not None:
         return [of_error(cause)]
@@ -85,17 +81,16 @@ def handshake(
 
 
 def validity(whose: str, until: datetime, now: datetime) -> ReportLine:
-    """For how long a certificate holds."""
     what = f"{whose} holds until {shown(until)}"
     return warning("CERTIFICATE_ENDS_SOON", what) if until - now < ENDS_SOON else ok(what)
 
 
 SKEW_MOST_S = 60.0
-"""Of clocks: beyond `SKEW_S` it is a warning, and beyond this, where certificates depend on it, a failure."""
+"""Difference of clocks that is a failure if certificates depend on it; beyond `SKEW_S` it is a warning."""
 
 
 def describe(door: Door, known: Known, protocol: int) -> Sequence[ReportLine]:
-    """Whether a shard lets us in, and which run it serves. Raises its Refusal."""
+    """Whether a shard accepts us, and the run it serves. Raises its Refusal."""
     try:
         answer = calls.describe(door, protocol)
     except calls.NoShard as error:
@@ -130,7 +125,7 @@ def complete(known: Known) -> ReportLine:
 
 
 def measure(door: Door, known: Known) -> ReportLine:
-    """The clock of the shard; its version is kept for `version`, the way up for `link`. Raises its Refusal."""
+    """Check the shard's clock, and keep its version and upload rate for `version` and `link`. Raises its Refusal."""
     try:
         measured = calls.measure(door)
     except (calls.NoShard, Unavailable) as error:
@@ -143,20 +138,20 @@ def measure(door: Door, known: Known) -> ReportLine:
 
 
 def no_bytes(address: str, why: str) -> ReportLine:
-    """A probe sends bytes, as a push does, and a shard answered small messages before."""
+    """The finding if a probe fails although small messages get through: pushes would fail as well."""
     if why.startswith("unimplemented") and "http2 header" not in why:
         return warning("CLOCK_UNKNOWN", f"{address} is of a version before `diloco doctor`")
     return failure("PUSHES_FAIL", f"bytes do not get through to {address}, though small messages do ({why})")
 
 
 def version(door: Door, known: Known, ours: str) -> Sequence[ReportLine]:
-    """Whether the shard runs our version. Nothing, where the shard did not say which it runs."""
+    """Whether the shard runs our version. Empty if it did not report its own."""
     measured = known.measured.get(door.address)
     return [] if measured is None else [package(door.address, measured.package, ours)]
 
 
 def clock(address: str, skew_s: float, *, proven: bool) -> ReportLine:
-    """What it means that the shard's clock is so many seconds ahead of ours."""
+    """The finding for a shard's clock that is `skew_s` seconds ahead of ours."""
     what = (
         f"the clock of {address} is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
         if abs(skew_s) >= 1
@@ -168,14 +163,13 @@ def clock(address: str, skew_s: float, *, proven: bool) -> ReportLine:
 
 
 def package(address: str, theirs: str, ours: str) -> ReportLine:
-    """Whether both run the same version."""
     if theirs == ours:
         return ok(f"{address} runs {theirs}, as this machine does")
     return warning("PACKAGES_DIFFER", f"{address} runs {theirs}, this machine {ours}")
 
 
 def link(door: Door, known: Known, step_s: float, params: float | None) -> ReportLine:
-    """How much the link carries, and which settings that allows. Raises a Refusal."""
+    """The bandwidth of the link, and the settings it allows. Raises a Refusal."""
     measured, answer = known.measured.get(door.address), known.answers.get(door.address)
     up = None if measured is None else measured.up
     if answer is None:
@@ -189,8 +183,8 @@ def link(door: Door, known: Known, step_s: float, params: float | None) -> Repor
 
 
 def advice(up: float, down: float, answer: JoinAnswer, params: float, step_s: float, measured: str) -> ReportLine:
-    """What a link of so many bits per second allows, beside what the run asks for."""
-    # Companions are as many parameters again. Shards do not say how rarely they travel; never more often.
+    """The settings that a link allows, compared with the run's. `up`, `down`: bits per second."""
+    # Companions double the parameters. Shards do not report how rarely they travel, but never more often.
     moved = params * (1 if all(tensor.traits.is_of_model for tensor in answer.tensors) else 2)
     policy, defaults = answer.policy, SyncSettings()
     every, push, pull = policy.sync_every, policy.push_encoding, policy.pull_encoding
@@ -218,11 +212,9 @@ def advice(up: float, down: float, answer: JoinAnswer, params: float, step_s: fl
 
 
 def _params(answer: JoinAnswer) -> int:
-    """Of the model, without its companions."""
     return sum(tensor.num_elements for tensor in answer.tensors if tensor.traits.is_of_model)
 
 
 def _rates(up: float | None, down: float | None) -> str:
-    """The measured ones, in words."""
     found = [f"{units.bit_rate(rate)} {way}" for rate, way in ((up, "up"), (down, "down")) if rate is not None]
     return ", ".join(found) or "nothing measured"

@@ -1,1 +1,1 @@
-"""`diloco explain`: what every code means, what to look at and what to do. The pages take their tables from here."""
+"""`diloco explain`: the meaning of every code, and what to do. Parts of the documentation are generated from it."""

@@ -1,7 +1,7 @@
-"""`diloco explain`: every code there is, which one was meant, and what is said of it: on a terminal, and on pages.
+"""`diloco explain`: finds a code and prints its explanation, on a terminal or for the documentation.
 
-Parts of docs/errors.md and docs/runbook.md are made from the entries. Each stands between `<!-- explain: NAME -->` and
-`<!-- end -->`; `tools/explained.py` writes it. What is around them is written there.
+Parts of docs/errors.md and docs/runbook.md are generated from the entries. Each part stands between `<!-- explain: NAME
+-->` and `<!-- end -->`; `tools/explained.py` writes it, and leaves the rest of the page.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def explain(
 
 
 def of_kind(*kinds: Kind) -> list[Entry]:
-    """In the order of their pages."""
+    """Entries in the order of the pages."""
     return [entry for entry in ENTRIES if entry.kind in kinds]
 
 
@@ -101,7 +101,7 @@ def _all() -> Iterator[str]:
 
 
 def plain_text(markdown: str) -> str:
-    """For a terminal: links as words with their page, no marks of tables."""
+    """Markdown for a terminal: links become words with their page, tables become lists."""
     text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", markdown)
     text = re.sub(r"\[([^\]]+)\]\(runbook\.md#\w+\)", r"\1 (diloco explain \1)", text)
     text = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r"\1 (docs/\2)", text)
@@ -114,17 +114,17 @@ _LINK = re.compile(r"\[[^\]]+\]\([^)]+\)")
 
 
 def with_parts(page: str) -> str:
-    """The page with its parts made anew. Raises KeyError for a part that does not exist."""
+    """The page with its parts regenerated. Raises KeyError for an unknown part."""
     return _PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n{found[3]}", page)
 
 
 def _list(kind: Kind) -> Callable[[], str]:
-    """A line for each; a call has its gRPC status, other errors their exit code, or that they stand in a log."""
+    """A line per entry, with the gRPC status of a call, or the exit code of an error, or whether it is logged."""
     return lambda: "\n".join(_line(entry) for entry in of_kind(kind)) + "\n"
 
 
 def _line(entry: Entry) -> str:
-    """What it means and what happens by itself; the message and `diloco explain` say what to do."""
+    """The meaning, and what happens by itself; the message and `diloco explain` say what to do."""
     beside = entry.status if entry.kind is Kind.CALL else _ends(entry)
     also = f"Also {entry.also}." if entry.kind is Kind.CONTRIBUTION and entry.also else ""
     _, _, itself = entry.do.partition("Nothing: ")

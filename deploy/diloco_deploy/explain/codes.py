@@ -1,4 +1,4 @@
-"""Every code, explained: errors, findings of `diloco doctor`, outcomes, exit codes; alerts.md has the alerts."""
+"""The explanation of every code: errors, findings, outcomes and exit codes. alerts.md has the alerts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from diloco_common.errors import CALLS, DilocoError, Refusal, all_kinds
 
 
 class Kind(Enum):
-    """Where a code is met. The value is how lists call it."""
+    """Where a code appears. The values are headings of lists."""
 
-    CALL = "refused calls"  # a gRPC call ends with it
-    CONTRIBUTION = "rejected contributions"  # a push is answered REJECTED with it
+    CALL = "refused calls"  # the status of a gRPC call
+    CONTRIBUTION = "rejected contributions"  # the code of a push answered REJECTED
     CONNECTING = "connecting"  # no call gets through
     COMMAND = "commands and training loops"
     DATA = "data folders of shards"
@@ -27,7 +27,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """A code that people meet. Texts are Markdown, with links as from a page in docs/."""
+    """A code and its explanation. Texts are Markdown, with links relative to docs/."""
 
     code: str
     kind: Kind
@@ -35,19 +35,18 @@ class Entry:
     do: str
     """What to do. Alerts have numbered steps."""
     look: str = ""
-    """What to look at first: a setting, a file, a figure; empty where `do` or the message itself says it."""
+    """What to look at first: a setting, a file, a figure; empty if `do` or the message says it."""
     status: str = ""
     """gRPC status of a refused call."""
     exit_code: int | None = None
-    """Of a command that ends with it."""
+    """Exit code of a command that ends with it."""
     also: str = ""
-    """Where else it is met."""
     is_logged: bool = False
-    """It stands in the log of a process that goes on."""
+    """Whether it appears in the log of a process that goes on."""
 
 
 def _of(error: type[DilocoError]) -> Entry:
-    own = vars(error)  # not what it inherits
+    own = vars(error)  # without inherited attributes
     status = error.status if issubclass(error, Refusal) and error.met == CALLS else ""
     return Entry(
         error.code, Kind(error.met), " ".join((error.__doc__ or "").split()), own.get("do", ""), own.get("look", ""),
@@ -133,7 +132,7 @@ WORDS = (
         is_logged=True,
     ),
 )  # fmt: skip
-"""In answers of `diloco status`, in logs, and at the end of a command that should not end so."""
+"""Codes in `diloco status`, in logs, and of unexpected failures."""
 
 
 def _finding(code: str, means: str, do: str, look: str = "") -> Entry:
@@ -306,11 +305,11 @@ EXITS = (
 
 
 def _alerts(page: str) -> Iterator[Entry]:
-    """Each is a heading, a paragraph that says what it means, and what to do."""
+    """Each alert is a heading, a paragraph with its meaning, and what to do."""
     for part in page.removeprefix("## ").split("\n## "):
         code, means, do = part.rstrip("\n").split("\n\n", 2)
         yield Entry(code, Kind.ALERT, means, do)
 
 
 ALERTS = tuple(_alerts((Path(__file__).parent / "alerts.md").read_text(encoding="utf-8")))
-"""Of Prometheus. The wrapped lines are those of docs/runbook.md."""
+"""Alerts of Prometheus. Lines are wrapped as in docs/runbook.md."""

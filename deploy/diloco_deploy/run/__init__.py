@@ -1,1 +1,1 @@
-"""Runs a cluster: `diloco up` on this machine or on Ray, its child processes, its folder, and how it goes on later."""
+"""Runs a cluster: `diloco up` on this machine or on Ray, its child processes, its folder, and how to resume it."""

@@ -1,4 +1,4 @@
-"""How to start the shards and workers of a local cluster: their names, arguments, ports and log files."""
+"""Defines how to start a local cluster's shards and workers: names, arguments, ports and log files."""
 
 from __future__ import annotations
 
@@ -19,41 +19,34 @@ EVALUATE = "evaluate"
 
 @dataclass(frozen=True)
 class Programs:
-    """The modules of the children."""
-
     server: str = "diloco_server"
     worker: str = "diloco_demo"
 
 
 class Children:
-    """The processes of one cluster, alive or not."""
-
     def __init__(
         self, settings: Settings, files: ClusterFolder, programs: Programs, certificates: OwnCertificates | None = None
     ) -> None:
-        """`certificates`: of these very processes; None: they speak plaintext."""
+        """`certificates`: of these processes; None: they use plaintext."""
         self._settings, self._files, self._programs, self._certificates = settings, files, programs, certificates
         self._model = settings.run.model or declared_digest(settings)
-        self._ports: dict[str, tuple[str, str]] = {}  # of shards: gRPC and HTTP, kept over restarts
+        self._ports: dict[str, tuple[str, str]] = {}  # shard -> gRPC and HTTP address, kept over restarts
         self.shards = names("shard", settings.cluster.shards)
         self.workers = names("worker", settings.cluster.workers)
 
     def scale(self, workers: int) -> None:
-        """From now on there are so many workers."""
         self.workers = names("worker", workers)
 
     def found(self, name: str, at: Endpoints) -> None:
-        """A child is up. When a shard is started again, it gets the ports of its first process."""
+        """A child is up. A restarted shard gets the same ports again."""
         if name in self.shards:
             self._ports[name] = (at.grpc, at.http)
 
     @property
     def shards_are_up(self) -> bool:
-        """Whether the addresses of all shards are known, so that workers can be started."""
         return len(self._ports) == len(self.shards)
 
     def shard(self, index: int) -> ChildSpec:
-        """Shard number `index`."""
         name = self.shards[index]
         shard, address_file = self._settings.shard, self._files.run / f"{name}.json"
 
@@ -69,7 +62,7 @@ class Children:
         return ChildSpec(name, "shard", self._programs.server, arguments, self.log(name), address_file)
 
     def worker(self, index: int, host: str = "") -> ChildSpec:
-        """Worker number `index`. All shards must be up. `host`: the host at which it reaches them, if not their own."""
+        """All shards must be up. `host`: the host at which the worker reaches them, if not their own address."""
         name = self.workers[index]
         worker, address_file = self._settings.worker, self._files.run / f"{name}.json"
         given = {
@@ -82,7 +75,7 @@ class Children:
         return ChildSpec(name, "worker", self._programs.worker, lambda: arguments, self.log(name), address_file)
 
     def evaluation(self) -> ChildSpec:
-        """The job that evaluates and exports the global model. All shards must be up."""
+        """The job that evaluates and exports the model. All shards must be up."""
         arguments = [
             "evaluate", f"--settings={self._files.settings}", f"--shards={self.shard_addresses()}",
             *_sets(self._proof_of(OBSERVER)), f"--export={self._files.model}", f"--out={self._files.evaluation}",
@@ -94,11 +87,10 @@ class Children:
         return self._files.logs / f"{name}.log"
 
     def port(self, shard: str) -> int:
-        """The gRPC port of a shard that is up."""
         return int(self._ports[shard][0].rpartition(":")[2])
 
     def shard_addresses(self, host: str = "") -> str:
-        """Of all shards, which must be up, as one text. `host`: as of `worker`."""
+        """Addresses of all shards, which must be up, as one text. `host`: see `worker`."""
         return ",".join(f"{host}:{self.port(s)}" if host else dialable(self._ports[s][0]) for s in self.shards)
 
     def _proof_of(self, who: str) -> dict[str, object]:
@@ -107,18 +99,17 @@ class Children:
 
 
 def names(kind: Role, count: int) -> list[str]:
-    """The names of all processes of a kind."""
     return [f"{kind}-{i}" for i in range(count)]
 
 
 def nth_port(address: str, index: int) -> str:
-    """The address of process number `index`. If the settings name a port, the processes take it and the next ones."""
+    """The address of process number `index`: a port in the settings counts up from the first process."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + index}" if port.isdigit() and int(port) else address
 
 
 def flags(files: ClusterFolder, address_file: Path, given: Mapping[str, object]) -> list[str]:
-    """Of a shard or worker: the settings of the cluster, and those of its own."""
+    """Arguments of a shard or worker: the cluster's settings, and its own."""
     return [f"--settings={files.settings}", f"--address-file={address_file}", *_sets(given)]
 
 

@@ -1,4 +1,4 @@
-"""`diloco up`, `init`, `resume` and `scale`, as they are typed."""
+"""The commands `diloco up`, `init`, `resume` and `scale`."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ def up(
     on: Annotated[Literal["here", "ray"], Parameter(help="where to run: this machine, or its Ray cluster")] = "here",
     options: SettingsOptions = NO_SETTINGS,
 ) -> int:
-    """Run shards and workers as processes of this machine and show their state. At the end, evaluate and export the
-    global model. Ctrl-C ends the run in order, a second one at once.
-    """
+    """Run shards and workers as processes on this machine and show their state. At the end, evaluate and export the
+    global model. Ctrl-C ends the run cleanly; a second one, at once."""
     flags = {
         "cluster.shards": shards, "cluster.workers": workers, "cluster.folder": folder, "run.tokens": tokens,
         "run.seed": seed, "data.source": data, "worker.track": track,
@@ -130,9 +129,8 @@ if __name__ == "__main__":
 
 
 def init(folder: Annotated[Path, Parameter(metavar="FOLDER", help="a new folder; its name becomes run.id")], /) -> int:
-    """Make a folder to begin with: run.toml, the settings of a run with what they mean, and train.py, a training loop
-    with a model of its own that joins the run. Both run as they are.
-    """
+    """Create a folder to start from: run.toml, the settings of a run with explanations, and train.py, a training loop
+    with its own model that joins the run. Both work as they are."""
     run = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)[:64] or "local"
     files = {"run.toml": RUN_TOML.format(run=run), "train.py": TRAIN_PY.format(run=run)}
     for name in files:
@@ -173,7 +171,7 @@ def resume(
         list[str] | None, Parameter(metavar="SECTION.KEY=VALUE", help="one setting; may be repeated")
     ] = None,
 ) -> int:
-    """Go on with the run in a folder, with the settings that it had: none need to be given again.
+    """Continue the run in a folder with its earlier settings, which need not be given again.
 
     With another number of shards, every fragment is first written to the data folders of the new ones, bit for bit. The
     old ones are kept.
@@ -216,6 +214,5 @@ def scale(
     config: Config = None,
 ) -> int:
     """Change the number of workers of a running `diloco up`. New ones join within seconds; those with the highest
-    numbers leave in order, and what they have pushed is merged.
-    """
+    numbers leave cleanly, and their pushed work is merged."""
     return scale_to(settings_from(SettingsOptions(config), {"cluster.folder": folder}).cluster.folder, workers)

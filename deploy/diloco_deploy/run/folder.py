@@ -1,4 +1,4 @@
-"""The folder of a local cluster: addresses, logs, settings, results, the lock on it, and the data of its shards."""
+"""The folder of a local cluster: addresses, logs, settings, results, its lock, and its shards' data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from diloco_deploy.trust.own import OwnCertificates
 
 @dataclass(frozen=True)
 class Outputs:
-    """The paths of the results; None: in the folder of the cluster."""
+    """Paths of the results; None: in the cluster's folder."""
 
     report: Path | None = None
     model: Path | None = None
@@ -39,26 +39,22 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "data": (),
     "cluster": ("shards",),
 }
-"""Settings that must not change when a run is resumed: section -> keys; no keys: all keys of the section."""
+"""Settings that must not change when a run is resumed: section -> keys; empty: all keys."""
 
 
 class ClusterFolder:
-    """The folder of a cluster."""
-
     def __init__(self, folder: Path, outputs: Outputs, data: Path | None = None) -> None:
-        """`data`: the folder for the versions of the shards, if not the folder itself."""
+        """`data`: the parent of the shards' data folders, if not `folder`."""
         self.folder = folder
         self.data = data or folder
-        """The folder of the shards' data folders."""
         self.run = folder / "run"
         self.logs = folder / "logs"
         self.certs = folder / "certs"
-        """The cluster's own authority, where it needs one."""
+        """The cluster's own certificate authority, if it needs one."""
         self.settings = folder / "settings.json"
         self._where = folder / "where"
         self.evaluation = folder / "evaluation.json"
         self.evaluated = self.run / "evaluated.json"
-        """How far the evaluation is."""
         self.report = outputs.report or folder / "report.json"
         self.model = outputs.model or folder / "model.safetensors"
 
@@ -75,7 +71,7 @@ class ClusterFolder:
             try:
                 yield
             finally:
-                lock.truncate(0)  # the number may be another process's by the next time that somebody looks
+                lock.truncate(0)  # another process may have this number later
 
     def _lock(self, lock: TextIO) -> None:
         try:
@@ -91,9 +87,9 @@ class ClusterFolder:
         lock.flush()
 
     def prepare(self, settings: Settings, *, fresh: bool) -> bool:
-        """Remove the leftovers of an earlier start. Returns whether there is a run to go on with.
+        """Remove leftovers of an earlier start. Returns whether there is a run to continue.
 
-        With `fresh`, the run begins anew. Raises ConfigError if the folder holds another run.
+        With `fresh`, the run starts over. Raises ConfigError if the folder holds another run.
         """
         self.clear_addresses()
         for path in (self.evaluation, *self.run.glob("*.final.json")):
@@ -104,7 +100,7 @@ class ClusterFolder:
             self.check(settings)
         else:  # without versions, the checkpoints of workers are useless
             left = [path for shard in shards for path in sorted(shard.glob("checkpoints/*/checkpoint.json"))]
-            if left and not fresh:  # somebody may be about to restore one
+            if left and not fresh:  # a user may want to restore one
                 raise ConfigError(
                     f"{self.folder} holds checkpoints ({left[-1].parent}) but no versions. To go on from one, use "
                     "`diloco restore`; to delete them and start anew, use --fresh"
@@ -116,22 +112,20 @@ class ClusterFolder:
 
     @property
     def holds_versions(self) -> bool:
-        """Whether there is a run to go on with."""
         return _hold_versions(self.data)
 
     def _held_versions_elsewhere(self) -> bool:
-        """Whether the run in the folder has its versions in another data folder than ours; `check` then refuses."""
+        """Whether the run in the folder has its versions in another data folder; `check` then refuses."""
         if self.is_on_ray or not self.settings.exists():
             return False
         return _hold_versions(anchored(load_saved(self.settings).settings).shard.data_dir or self.folder)
 
     @property
     def is_on_ray(self) -> bool:
-        """Whether the run in the folder was last started on a Ray cluster."""
+        """Whether the run was last started on a Ray cluster."""
         return self._where.exists() and self._where.read_text(encoding="utf-8").strip() == "ray"
 
     def runs(self, where: Literal["here", "ray"]) -> None:
-        """Remember where the run was started, for `diloco resume`."""
         self._where.write_text(where + "\n", encoding="utf-8")
 
     def check(self, settings: Settings) -> None:
@@ -154,7 +148,7 @@ class ClusterFolder:
             )
 
     def clear_addresses(self) -> None:
-        """Remove all address files, because no process is running."""
+        """Remove all address files. Call it when no process is running."""
         for path in self.run.glob("*.json"):
             if not path.name.endswith(".final.json"):
                 path.unlink(missing_ok=True)
@@ -163,7 +157,6 @@ class ClusterFolder:
         return self.folder / f"worker-{index}"
 
     def shard_folder(self, index: int) -> Path:
-        """The folder for the versions of a shard."""
         return self.data / f"shard-{index}"
 
     def final_status(self, name: str) -> Path:
@@ -171,7 +164,7 @@ class ClusterFolder:
 
 
 def anchored(settings: Settings) -> Settings:
-    """The same settings with absolute paths, so that they mean the same to a command that is typed elsewhere."""
+    """The settings with absolute paths, so that a command started elsewhere reads them alike."""
     sections = {}
     for name in type(settings).model_fields:
         section = getattr(settings, name)
@@ -183,21 +176,21 @@ def anchored(settings: Settings) -> Settings:
 
 
 def is_owned(folder: Path) -> bool:
-    """Whether the process that locked the folder of a cluster last is alive."""
+    """Whether the process that last locked a cluster's folder is alive."""
     try:
         owner = int((folder / "run" / "lock").read_text(encoding="utf-8"))
-        if owner == os.getpid():  # of another container, or before this machine was started
+        if owner == os.getpid():  # in another container, or before a reboot
             return False
         os.kill(owner, 0)
     except PermissionError:
-        return True  # it is, and somebody else's
+        return True  # it is alive, and another user's
     except (OSError, ValueError, OverflowError):
         return False
     return True
 
 
 def shown(path: Path) -> str:
-    """A path as a person would type it here."""
+    """A path as a user would type it here."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path != here and path.is_relative_to(here) else path))
 
@@ -220,25 +213,25 @@ def existing(folder: Path) -> Path:
 
 
 def shard_folders(folder: Path) -> list[Path]:
-    """The folders shard-0, shard-1, ... of the cluster that `diloco up` runs, or ran, in `folder`."""
+    """The data folders shard-0, shard-1, ... of the `diloco up` cluster in `folder`."""
     saved = folder / "settings.json"
     return numbered((load_saved(saved).settings.shard.data_dir if saved.exists() else None) or folder, "shard")
 
 
-# ---------------------------------------------------------------- the shards in it
+# ---------------------------------------------------------------- its shards
 
 
 class LocalShards(NamedTuple):
-    """The way to the shards that `diloco up` runs in a folder: addresses, run and certificate. Nobody is asked."""
+    """How to reach the shards of `diloco up` in a folder: addresses, run and certificate. None is asked."""
 
     addresses: tuple[str, ...]
     run: str
     tls: Path | None
-    """Folder of an observer's certificate, if the cluster has made itself one."""
+    """Folder of an observer's certificate, if the cluster made one."""
 
 
 def shards_in(folder: Path) -> LocalShards:
-    """Those of the cluster in a folder. Raises CannotConnect: none is up there."""
+    """The shards of the cluster in a folder. Raises CannotConnect if none is up."""
     found = [read_address(path) for path in sorted((folder / "run").glob("shard-*.json"))]
     addresses = tuple(dialable(one.grpc) for one in found if one is not None)
     if not addresses:
@@ -248,7 +241,7 @@ def shards_in(folder: Path) -> LocalShards:
 
 
 def _remove(folder: Path) -> None:
-    """With all that is in it; a volume that is mounted there stays. Raises ConfigError for a link, and OSError."""
+    """Remove a folder and its contents, but not a volume mounted there. Raises ConfigError for a link, and OSError."""
     if folder.is_symlink():
         if any(folder.iterdir()):
             raise ConfigError(

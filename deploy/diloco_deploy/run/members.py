@@ -1,9 +1,8 @@
-"""Who is in a cluster of `diloco up`, and how their processes are: over time, for its own display and for others.
+"""The members of a `diloco up` cluster and their processes, over time, for its display and for other commands.
 
-`Watch` is pure: answers and times come in. It counts for the display; the record in the folder tells `diloco status`
-and `diloco scale`, and by `Members` both hear of every change. `diloco scale` writes a wish for another number of
-workers, `diloco up` looks for it and answers in its record. The folder is the only way in: who may write to it may do
-anything to the run anyway.
+`Watch` is pure: answers and times come in. It feeds the display; the record in the folder feeds `diloco status` and
+`diloco scale`; `Members` updates both. `diloco scale` writes a file that asks for another number of workers, and
+`diloco up` answers in its record. The folder is the only interface: anyone who may write to it controls the run anyway.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from diloco_deploy.show.terminal import Snapshot
 
 _LOSSES_MAX = 512
 HOLD_S = 3.0
-"""A finding that is over sooner is not told."""
+"""Findings that end sooner are not reported."""
 _SAME_EVENT_WITHIN_S = 1.0
 _EVENTS_KEPT_S = 600.0
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """An event that was already told. Shards report its age, so its time varies a little between answers."""
+    """An event that was already reported. Shards report its age, so its time varies a little."""
 
     key: tuple[str, int, str, str, str]
-    """Member, which of its processes, event, learner, code."""
+    """Member, number of its process, event, learner, code."""
     at: float
-    """By the clock of the process: an answer that took long, or lay here for a while, is no new event."""
+    """By the process's clock, so that a delayed answer does not look like a new event."""
     told_at: float
 
 
 class Watch:
-    """The members of a cluster, as far as they are known. Owned by one thread."""
+    """The known members of a cluster. Owned by one thread."""
 
     def __init__(self, started_at: float) -> None:
         self.doing = "starting"
@@ -50,31 +49,31 @@ class Watch:
         self._losses: list[float] = []
         self._pace = Pace()
         self._seen: list[_Seen] = []
-        self._wrong_since: dict[tuple[str, str], float] = {}  # code and member of a finding -> since when
+        self._wrong_since: dict[tuple[str, str], float] = {}  # code and member of a finding -> since when it holds
         self._told: set[tuple[str, str]] = set()
 
     def expect(self, name: str, role: Role) -> None:
-        """A member exists from now on. A known member has started a new process."""
+        """Add a member. A known member has started a new process."""
         if name in self.cluster.members:
             self.cluster.begins_anew(name)
         self.cluster.expect(name, role)
         self.cluster.members[name].again = "`diloco up` starts it again once it has ended, or hangs (cluster.hung_s)"
 
     def process(self, name: str, state: str) -> None:
-        """The state of a member's process has changed. One that has left is not expected; what it did still counts."""
+        """The state of a member's process changed. One that left is not expected, but its work counts."""
         self.cluster.process(name, state)
 
     def heard(self, name: str, status: Status, now: float) -> list[str]:
-        """A member has answered. Returns its new events, as lines for people."""
+        """A member answered. Returns its new events, as lines to print."""
         self.cluster.heard(name, status, now)
         if status.get("role") == "shard":
             self._pace.heard(now, self.cluster.tokens_merged or 0)
         return self._new_events(name, status, now)
 
     def wrong(self, now: float) -> list[str]:
-        """Findings that have begun, once they have lasted, and those that are over, as lines for people.
+        """Findings that started and lasted, and those that ended, as lines to print.
 
-        Whose process is down is left out: its supervisor tells of that.
+        Members whose process is down are left out: the supervisor reports them.
         """
         down = {member.name for member in self.cluster.members.values() if member.process != "up"}
         found = {(f.code, f.member): f for f in findings(self.cluster, now) if f.member not in down}
@@ -86,7 +85,7 @@ class Watch:
         return sorted(over) + [f"! {found[key]}" for key in begun]
 
     def sample_loss(self) -> None:
-        """Add the present training loss to its course. Call this at a steady pace."""
+        """Add the current training loss to its history. Call this at a steady pace."""
         loss = self.cluster.totals().loss
         if loss is None:
             return
@@ -95,7 +94,6 @@ class Watch:
             self._losses = [(a + b) / 2 for a, b in zip(self._losses[::2], self._losses[1::2], strict=False)]
 
     def snapshot(self, now: float) -> Snapshot:
-        """The present state of the cluster."""
         left_s = self._pace.left_s(self.cluster.tokens_budget)
         return Snapshot(self.cluster, now - self._started_at, now, tuple(self._losses), left_s, self.doing)
 
@@ -118,7 +116,7 @@ class Watch:
 
 
 class Members:
-    """Once made, `diloco status` says that the cluster is starting. Owned by one thread. Methods raise OSError."""
+    """Keeps the record of a cluster's members up to date. Owned by one thread. Methods raise OSError."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.watch = Watch(time.monotonic())
@@ -127,7 +125,7 @@ class Members:
 
     @property
     def are_training(self) -> bool:
-        """Workers may come and go."""
+        """Whether workers may be added and removed."""
         return self._record.training
 
     def train(self, training: bool) -> None:
@@ -135,12 +133,10 @@ class Members:
         self._write()
 
     def want_workers(self, count: int) -> None:
-        """There ought to be so many from now on."""
         self._record.workers = count
         self._write()
 
     def expect(self, name: str, role: Role) -> None:
-        """A member has a process from now on, perhaps another one."""
         self.watch.expect(name, role)
         old = self._record.members.get(name)
         self._record.members[name] = MemberRecord(
@@ -150,14 +146,13 @@ class Members:
         self._write()
 
     def process_is(self, name: str, state: str, why: str = "") -> None:
-        """The state of a member's process has changed."""
         self.watch.process(name, state)
         one = self._record.members[name]
         one.process, one.since, one.why = state, time.time(), why or one.why
         self._write()
 
     def left(self, name: str) -> None:
-        """A member that was told to go is gone, and is not missed."""
+        """A member that was told to leave is gone, and no longer expected."""
         self.watch.process(name, "left")
         self._record.members.pop(name, None)
         self._write()
@@ -168,7 +163,7 @@ class Members:
 
 WORKERS_MAX = 256
 ANSWER_WITHIN_S = 30.0
-"""Longer than a worker that leaves may take, for `diloco up` answers only after it."""
+"""Longer than a worker may take to leave, since `diloco up` answers only after that."""
 _LOOK_S = 0.1
 
 
@@ -177,8 +172,8 @@ def wish_file(folder: Path) -> Path:
 
 
 def take_wish(folder: Path) -> int | None:
-    """The number of workers that somebody wants, once. None: nobody wants another one, or it makes no sense."""
-    mine = wish_file(folder).with_suffix(".taken")  # ours alone: a wish that is written meanwhile waits
+    """Take the requested number of workers. None: there is no request, or it is invalid."""
+    mine = wish_file(folder).with_suffix(".taken")  # taken by renaming: a newer request waits
     try:
         wish_file(folder).rename(mine)
     except FileNotFoundError:
@@ -192,7 +187,7 @@ def take_wish(folder: Path) -> int | None:
 
 
 def scale_to(folder: Path, workers: int) -> int:
-    """The command. Raises ConfigError, and CannotConnect: no `diloco up` runs there, or it does not answer."""
+    """Run the command. Raises ConfigError, and CannotConnect if no `diloco up` runs there or it does not answer."""
     if not 1 <= workers <= WORKERS_MAX:
         raise ConfigError(f"--workers {workers}: must be a whole number from 1 to {WORKERS_MAX}")
     before = read_record(folder)

@@ -1,4 +1,4 @@
-"""A cluster's data on another number of shards: all fragments are placed anew, and a kill loses none."""
+"""Moves a cluster's data to another number of shards: places all fragments again, and survives a kill."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from diloco_deploy.run.folder import ClusterFolder, numbered, shard_folders
 
 
 def place_anew(files: ClusterFolder, settings: Settings) -> str:
-    """Write all fragments to data folders for another number of shards; keep the old ones. Says so. Takes torch.
+    """Write all fragments to data folders for another number of shards, and keep the old ones. Returns a message.
 
-    A kill at any moment leaves the old shards or the new ones. The new data folders are made whole in `placing-anew`,
-    beside the old ones. The old ones go into `placing-anew/before`; then the new ones come out, shard-0 first. So as
-    long as shard-0 is inside, the old ones are what counts.
+    A kill at any moment leaves either the old shards or the new ones. The new data folders are completed in
+    `placing-anew`, beside the old ones. The old ones move into `placing-anew/before`; then the new ones move out,
+    shard-0 first. So as long as shard-0 is inside, the old ones count.
 
-    The folder must be owned and settled. Raises BadCheckpoint and the like, and OSError: nothing has changed then.
+    The folder must be owned and settled. Raises BadCheckpoint and the like, and OSError; nothing has changed then.
     """
     from diloco_deploy.checkpoint.sources import open_whole  # these import torch
     from diloco_server.storage.folders import place, restore
@@ -38,7 +38,7 @@ def place_anew(files: ClusterFolder, settings: Settings) -> str:
 
 
 def settle(files: ClusterFolder) -> None:
-    """Finish what a killed `place_anew` left, or take it back. The folder must be owned."""
+    """Finish or undo a killed `place_anew`. The folder must be owned."""
     new = _new(files)
     half = new.with_name(new.name + ".restoring")
     if half.exists():
@@ -47,22 +47,22 @@ def settle(files: ClusterFolder) -> None:
         return
     if (new / "shard-0").exists():
         _move((new / "before").glob("shard-*"), files.data)
-        new.rename(half)  # so that a kill while it is deleted leaves nothing that looks finished
+        new.rename(half)  # a kill during the deletion leaves nothing that looks finished
         shutil.rmtree(half)
     else:
         _finish(files)
 
 
 def _finish(files: ClusterFolder) -> list[Path]:
-    """Take the new folders out; the folders that are kept. May be called again after a kill."""
+    """Move the new folders out. Returns the folders that are kept. May be called again after a kill."""
     new, name = _new(files), f"before-{time.strftime('%Y%m%d-%H%M%S')}"
     _move(numbered(new, "shard"), files.data)
     saved = new / "settings.json"
     if saved.exists():
         save(load_saved(saved).settings, files.settings)
     kept = []
-    workers = list(files.folder.glob("worker-*"))  # a worker's checkpoint is of the shards that it had
-    # Beside themselves, for a rename does not reach another disk.
+    workers = list(files.folder.glob("worker-*"))  # a worker's checkpoint belongs to its old shards
+    # beside the originals, because a rename cannot cross disks
     for paths, home in ((list((new / "before").glob("shard-*")), files.data), (workers, files.folder)):
         if paths:
             (home / name).mkdir(exist_ok=True)

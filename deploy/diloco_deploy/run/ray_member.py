@@ -1,9 +1,9 @@
-"""One shard or worker on Ray, as the actor sees it: a process on its node, started again if it dies.
+"""One shard or worker on Ray, from the actor's side: a process on its node, restarted if it dies.
 
-Knows nothing of Ray. If the actor's process or its node dies, Ray makes the actor again elsewhere: the member's next
-life. Its former process may still live then, if only Ray's daemon died. A shard waits until the former one has let go
-of the folder; a worker joins with a new generation, which fences the former one off. So each life has a log, an address
-file and a history of its own. The address file that others read is written once the process is up.
+Does not use Ray. If the actor's process or its node dies, Ray recreates the actor elsewhere: the member's next life.
+Its former process may still be alive, if only Ray's daemon died. A shard waits until that process has released the
+folder; a worker joins with a new generation, which fences it off. So each life has its own log, address file and
+history. The address file that others read is written once the process is up.
 """
 
 from __future__ import annotations
@@ -25,46 +25,43 @@ from diloco_deploy.trust.authority import is_good, open_authority
 from diloco_deploy.trust.own import RENEW_EVERY_S
 
 IN_USE_AGAIN_S = 5.0
-"""Seconds until a member looks again whether its former process is gone."""
+"""Seconds between checks whether a member's former process is gone."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one member is, in a folder that all nodes see."""
+    """One member; the folder is shared by all nodes."""
 
     name: str
     role: Role
     index: int
     folder: Path
-    """Of the cluster, with the file of its settings."""
+    """The cluster's folder, with its settings file."""
     num_shards: int
     model: str
     """Digest (`run.model`)."""
     has_certificates: bool
     restart: bool
     history: Path | None
-    """As `run.history`: here, the folder of a folder for each life."""
+    """`run.history`: here the parent of one folder per life."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What there is to say of a member."""
-
     host: str
     life: int
     is_up: bool
     over: Action | None
-    """Set once it will not be started again here."""
+    """Set when it will not be restarted here."""
     exit_code: int
     events: tuple[str, ...]
-    """What happened since the last look."""
 
 
 class OnRay:
-    """In the process of the actor. All calls come from one thread, the one that made it."""
+    """A member in the actor's process. All calls come from the thread that made it."""
 
     def __init__(self, plan: Plan, host: str) -> None:
-        """`host`: the address of this node, at which a shard listens. Starts the process."""
+        """Start the process. `host`: the address of this node, on which a shard listens."""
         self._plan, self._host = plan, host
         self._files = ClusterFolder(plan.folder, Outputs())
         self._life = _next_life(self._files.run / "lives", plan.name)
@@ -78,7 +75,7 @@ class OnRay:
         self._start()
 
     def look(self) -> Look:
-        """See to the process: start it again where that is due."""
+        """Check the process, and restart it if that is due."""
         now, events = time.monotonic(), []
         for exit in self._supervisor.look(now):
             events.append(f"{exit.name} on {self._host} {self._judge(exit, now)}")
@@ -92,12 +89,12 @@ class OnRay:
         found = self._supervisor.endpoints(self._plan.name)
         if found is not None and not self._is_known:
             write_json(self._files.run / f"{self._plan.name}.json", asdict(found))
-            self._is_known = True  # not before: the folder may fail for once
+            self._is_known = True  # only now: writing may fail once
             events.append(f"{self._plan.name} is up on {self._host}")
         return Look(self._host, self._life, found is not None, self._over, self._exit_code, tuple(events))
 
     def stop(self, grace_s: float) -> bool:
-        """Let the process end in order. Returns whether it did within `grace_s` seconds."""
+        """Ask the process to end. Returns whether it did within `grace_s` seconds."""
         self._again_at = None
         return not self._supervisor.stop([self._plan.name], grace_s)
 
@@ -136,7 +133,7 @@ class OnRay:
         return flags(files, self._own / "address.json", given)
 
     def _certificate(self) -> Path:
-        """Made if it has too little of its time left. A shard's names this node."""
+        """The certificate, renewed if it expires soon. A shard's names this node."""
         authority = open_authority(self._files.certs)
         who, hosts = (f"shard/{self._plan.index}", [self._host]) if self._plan.role == "shard" else (
             f"learner/{self._plan.name}", [])  # fmt: skip
@@ -148,12 +145,12 @@ class OnRay:
 
 
 def shard_files(folder: Path, num_shards: int) -> str:
-    """The address files of all shards, as `worker.shards` takes them."""
+    """The address files of all shards, in the form of `worker.shards`."""
     return ",".join(f"@{folder / 'run' / f'shard-{i}.json'}" for i in range(num_shards))
 
 
 def _next_life(folder: Path, name: str) -> int:
-    """A number that no life of this member had before, here or on another node: whoever makes the folder has it."""
+    """A number that no earlier life of this member has had on any node: making the folder claims it."""
     folder.mkdir(parents=True, exist_ok=True)
     life = 0
     while True:

@@ -1,8 +1,8 @@
 """`diloco up --on ray`: one cluster on the nodes of a Ray cluster, from the first actor to the exported model.
 
-Each shard and each worker is an actor in a placement group that spreads over the nodes (ray_member.py). Ray makes an
-actor again when it or its node dies. The driver starts them, says what happens, and ends them; the run itself goes on
-without it only as long as Ray keeps the actors, which is as long as the driver lives.
+Each shard and each worker is an actor in a placement group that spreads over the nodes (ray_member.py). Ray recreates
+an actor when it or its node dies. The driver starts the actors, reports events, and ends the actors. Ray keeps them
+only as long as the driver lives.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _DRAIN_S = 35.0
 
 
 def bring_up_on_ray(settings: Settings, outputs: Outputs, *, fresh: bool = False) -> int:
-    """Run a cluster on Ray until its token budget is reached, and return the exit code of the command.
+    """Run a cluster on Ray until its token budget is reached. Returns the exit code of the command.
 
-    `cluster.folder` has to be one that all nodes see. Goes on with the run in it, if there is one; `fresh` deletes it.
-    Raises CannotConnect if there is no Ray cluster, ConfigError also where Ray is not installed, and InUse.
+    `cluster.folder` must be visible to all nodes. Continues a run in it, if there is one; `fresh` deletes it. Raises
+    CannotConnect if there is no Ray cluster, ConfigError (also if Ray is not installed), and InUse.
     """
     check_cluster(settings)
     ray = _connected()  # before `Interrupts`: Ray sets a handler for SIGTERM
@@ -51,7 +51,7 @@ def bring_up_on_ray(settings: Settings, outputs: Outputs, *, fresh: bool = False
     with files.owned(), Interrupts() as interrupts:
         settle(files)
         if files.prepare(settings, fresh=fresh):
-            _say(f"continuing the run in {files.folder} (--fresh begins anew)")
+            _say(f"continuing the run in {files.folder} (--fresh starts over)")
         save(settings, files.settings)
         files.runs("ray")
         if not settings.security.insecure:
@@ -66,21 +66,19 @@ def bring_up_on_ray(settings: Settings, outputs: Outputs, *, fresh: bool = False
 
 
 class _RayRun:
-    """The actors of one run."""
-
     def __init__(self, ray: Any, settings: Settings, files: ClusterFolder, interrupts: Interrupts) -> None:
         self._ray, self._settings, self._files, self._interrupts = ray, settings, files, interrupts
         self._groups: list[Any] = []
         self._actors: dict[str, Any] = {}
-        self._asked: dict[Any, str] = {}  # a look that is under way -> whose
+        self._asked: dict[Any, str] = {}  # pending call of `look` -> member
         self._next_look: dict[str, float] = {}
         self._looks: dict[str, Look] = {}
         self._heard_of: set[str] = set()  # since the workers ended
-        self._failed: dict[str, str] = {}  # whose last look failed -> why
+        self._failed: dict[str, str] = {}  # member whose last look failed -> why
         self._say_at = 0.0
         self._began = time.monotonic()
         self._record = ClusterRecord.of(settings)
-        self._record.write(files.folder)  # from now on, `diloco status` says that it is starting
+        self._record.write(files.folder)  # `diloco status` now shows it as starting
         self._observer = None if settings.security.insecure else OwnCertificates.observer_in(files.folder)
 
     def run(self) -> int:
@@ -107,7 +105,7 @@ class _RayRun:
         return code
 
     def close(self) -> None:
-        """Take the actors away; processes that still live are told to end."""
+        """Remove the actors; processes that still run are told to end."""
         from ray.util.placement_group import remove_placement_group
 
         for actor in self._actors.values():
@@ -118,7 +116,7 @@ class _RayRun:
     # ------------------------------------------------------------ phases
 
     def _place(self, role: Role, count: int, resources: dict[str, float]) -> bool:
-        """Start all members of a kind, each on a node of its own as far as there are as many. False: interrupted."""
+        """Start all members of a kind, spread over the nodes. False: interrupted."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -153,7 +151,7 @@ class _RayRun:
         )  # fmt: skip
 
     def _is_over(self, workers: list[str]) -> bool:
-        """Once one worker has ended, the budget is reached. Dead workers need not come back to hear it."""
+        """Over once one worker has ended, since the budget is reached then. Dead workers need not return."""
         over = {name: self._looks[name].over for name in workers if name in self._looks}
         if all(over.get(name) in (Action.FAIL, Action.LOST) for name in workers):
             raise DilocoError("all workers have failed; their last words are above")
@@ -163,7 +161,7 @@ class _RayRun:
     def _wait_for_shards(self) -> bool:
         """Look after the shards until all are up. False: interrupted."""
         shards = [name for name in self._actors if name.startswith("shard")]
-        self._heard_of.clear()  # nobody has looked while the workers ended
+        self._heard_of.clear()  # shards were not checked while the workers ended
         while not all(name in self._heard_of and self._looks[name].is_up for name in shards):
             if self._interrupts.count:
                 return False
@@ -172,7 +170,7 @@ class _RayRun:
         return True
 
     def _look_after_all(self, kind: str = "") -> None:
-        """Ask each, or each of a kind, how it is, and hear those who have an answer. Those that are lost are left."""
+        """Ask all members, or those of a kind, for their state, and handle the answers. Lost members are skipped."""
         now = time.monotonic()
         lost = {name for name, found in self._looks.items() if found.over is Action.LOST}
         idle = self._actors.keys() - self._asked.values() - lost
@@ -191,7 +189,7 @@ class _RayRun:
                 continue  # a RayActorError too, but it may come back
             except errors.RayActorError:
                 self._is_dead(name)
-            except errors.RayTaskError as error:  # such as a folder of the network that failed for once
+            except errors.RayTaskError as error:  # such as a network folder that failed once
                 if (why := str(error).strip().rpartition("\n")[2]) != self._failed.get(name):
                     _say(f"{name}: looking after it failed ({why}); it is retried")
                 self._failed[name] = why
@@ -200,7 +198,6 @@ class _RayRun:
                 self._heard(name, found)
 
     def _is_dead(self, name: str) -> None:
-        """Its actor is, for good."""
         if name.startswith("shard"):
             self._note(name, "lost")
             raise DilocoError(f"{name}: its actor died and is not made again, so a part of the model is away")
@@ -222,7 +219,7 @@ class _RayRun:
             raise DilocoError(f"{name} failed with exit code {found.exit_code}, so a part of the model is away")
 
     def _note(self, name: str, process: str, found: Look | None = None) -> None:
-        """Write down how a member is, for `diloco status`, if that has changed."""
+        """Record a member's state for `diloco status`, if it changed."""
         before = self._record.members.get(name)
         life, why = (0, "") if found is None else (found.life, found.events[-1] if found.events else "")
         if before is None or (before.process, before.restarts) != (process, life):
@@ -239,7 +236,7 @@ class _RayRun:
         self._say_at = now + _SAY_EVERY_S
         answers = fetch_all(addresses_in(self._files.folder), 1.0, Asker(self._observer))
         if not answers:
-            return  # nobody is up yet
+            return  # nothing is up yet
         totals = Cluster({name: SeenMember(name, each["role"], "up", each) for name, each in answers.items()}).totals()
         loss = "-" if totals.loss is None else f"{totals.loss:.3f}"
         _say(f"tokens merged {totals.tokens_merged:,} of {totals.tokens_budget:,}, loss {loss}")
@@ -257,7 +254,7 @@ class _RayRun:
         )  # fmt: skip
         try:
             while child.poll() is None and not self._interrupts.count:
-                self._look_after_all("shard")  # it reads the model from them
+                self._look_after_all("shard")  # the evaluation reads the model from them
                 self._interrupts.wait(_LOOK_EVERY_S / 5)
         finally:
             child.terminate()  # unless it has ended
@@ -277,14 +274,14 @@ class _RayRun:
         return EXIT_INTERRUPTED
 
     def _stop(self, role: str) -> None:
-        """Ask all of a kind to end in order; whoever is away, or does not, is taken away at the end."""
+        """Ask all members of a kind to end. `close` removes those that do not."""
         asked = [actor.stop.remote(_DRAIN_S) for name, actor in self._actors.items() if name.startswith(role)]
         if asked:
             self._ray.wait(asked, num_returns=len(asked), timeout=_DRAIN_S + 5)
 
 
 class _Actor(OnRay):
-    """A member on the node where Ray has put it."""
+    """A member on the node that Ray chose."""
 
     def __init__(self, plan: Plan) -> None:
         import ray
@@ -293,7 +290,7 @@ class _Actor(OnRay):
 
 
 def _connected() -> Any:
-    """Ray, connected. Raises ConfigError, CannotConnect."""
+    """Raises ConfigError, CannotConnect."""
     try:
         import ray
     except ImportError:

@@ -1,8 +1,8 @@
-"""Child processes: start them, notice when they die, start them again, and never leave one behind.
+"""Supervises child processes: starts them, restarts them when they die, and never leaves one behind.
 
 The pure function `verdict_on_exit` decides what a death means. Each child has its own POSIX session (setsid), so Ctrl-C
-reaches only us. Children end with us even if we are killed (`diloco_common.child`). `Hanging` says who lives and does
-nothing, and `Interrupts` counts what asks us to end.
+reaches only us. Children end with us even if we are killed (`diloco_common.child`). `Hanging` finds live processes that
+do nothing, and `Interrupts` counts signals that ask us to end.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from diloco_common.errors import EXIT_REFUSED, EXIT_UNEXPECTED
 from diloco_common.wire.addresses import Endpoints, read_address
 
 DEATHS_MAX = 5
-"""A child is not started again after more deaths in a row than this."""
+"""After more deaths in a row, a child is not started again."""
 _SETTLED_AFTER_S = 60.0
-"""If a child ran this long, its deaths are counted anew."""
+"""After running this long, a child's deaths are counted from zero."""
 _LOOK_EVERY_S = 0.05
 
 Kind = Literal["shard", "worker", "job"]
 
 
 class Action(enum.Enum):
-    """The consequence of a child's exit."""
-
     ENDED = "ended"  # it did its work
     AGAIN = "again"  # start it again after a while
     LOST = "lost"  # go on without it
@@ -44,8 +42,6 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The action, and why."""
-
     action: Action
     why: str
     wait_s: float = 0.0
@@ -57,10 +53,10 @@ class Verdict:
 def verdict_on_exit(
     kind: Kind, code: int, *, was_up: bool, deaths: int, restart: bool, out_of_memory: bool = False
 ) -> Verdict:
-    """Decide what the exit of a child means. A shard never ends by itself, a worker when the budget is reached.
+    """Decide what a child's exit means. A shard never ends by itself; a worker ends when the budget is reached.
 
-    `code`: as in `subprocess.Popen`. `was_up`: it, or an earlier process of the child, had bound its ports. `deaths`:
-    in a row, with this one. `out_of_memory`: the kernel has killed a process for lack of memory since the last exit.
+    `code`: as in `subprocess.Popen`. `was_up`: any process of the child had bound its ports. `deaths`: in a row,
+    including this one. `out_of_memory`: the kernel has killed a process for lack of memory since the last exit.
     """
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     if out_of_memory and code == -signal.SIGKILL:
@@ -70,7 +66,7 @@ def verdict_on_exit(
     failed = Verdict(Action.FAIL, f"failed ({how})", exit_code=code if code > 0 else EXIT_UNEXPECTED)
     if kind == "job" or (not was_up and code > 0):
         return failed
-    if kind == "worker" and code == EXIT_REFUSED:  # it was welcome, and is no longer
+    if kind == "worker" and code == EXIT_REFUSED:  # it was admitted before
         return Verdict(Action.LOST, f"was refused ({how}), and is not started again", exit_code=code)
     if deaths > DEATHS_MAX:
         return Verdict(Action.FAIL, f"died {deaths} times in a row ({how})", exit_code=failed.exit_code)
@@ -81,7 +77,7 @@ def verdict_on_exit(
 
 
 def memory_kills() -> int:
-    """Processes that the kernel has killed for lack of memory since boot; 0 if it does not say."""
+    """Number of processes that the kernel has killed for lack of memory since boot; 0 if unknown."""
     try:
         counted = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:
@@ -91,13 +87,13 @@ def memory_kills() -> int:
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """How to start one child. Once up, the child writes its `address_file`; a job has none."""
+    """How to start one child. A child writes its `address_file` once it is up; a job has none."""
 
     name: str
     kind: Kind
     module: str
     arguments: Callable[[], Sequence[str]]
-    """Called at every start: a later process may get the ports of the first."""
+    """Called at every start: a restarted process may get the ports of the first."""
     log: Path
     address_file: Path | None = None
 
@@ -114,8 +110,6 @@ class _Child:
 
 @dataclass(frozen=True)
 class Exit:
-    """A child has exited."""
-
     name: str
     kind: Kind
     log: Path
@@ -123,10 +117,7 @@ class Exit:
 
 
 class Supervisor:
-    """The child processes of one command. All calls come from the main thread.
-
-    The kernel ties "end with the parent" to the thread that started a child; the main thread lives longest.
-    """
+    """The child processes of one command. Call it from the main thread: the kernel ends a child with its thread."""
 
     def __init__(self, restart: bool) -> None:
         self._restart = restart
@@ -140,13 +131,11 @@ class Supervisor:
         self.kill()
 
     def start(self, spec: ChildSpec) -> None:
-        """Start a new child."""
         spec.log.unlink(missing_ok=True)
         self._children[spec.name] = child = _Child(spec)
         self._spawn(child)
 
     def endpoints(self, name: str) -> Endpoints | None:
-        """The addresses of a child, once its present process is up."""
         child = self._children[name]
         if child.process is None or child.spec.address_file is None:
             return None
@@ -157,32 +146,29 @@ class Supervisor:
         return found
 
     def pid(self, name: str) -> int | None:
-        """The process id of a child; None while it is dead."""
         process = self._children[name].process
         return process.pid if process else None
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a child, if it is alive."""
         if (process := self._children[name].process) is not None:
             _signal(process, number)
 
     def kill_for(self, name: str, dead_s: float) -> None:
-        """Kill a child on purpose. `start_due` starts it again after `dead_s` seconds."""
+        """Kill a child on purpose. `start_due` restarts it after `dead_s` seconds."""
         child = self._children[name]
         self._kill([child])
         child.start_again_at = time.monotonic() + dead_s
 
     def names(self) -> set[str]:
-        """Every child that was started, alive or not."""
         return set(self._children)
 
     def look(self, now: float) -> list[Exit]:
-        """Find the children that have exited, and judge their exits. `start_due` starts children again."""
+        """Find the children that have exited, and judge their exits. `start_due` restarts them."""
         exits = []
         for name, child in self._children.items():
             if child.process is None or not _has_exited(child.process):
                 continue
-            self.endpoints(name)  # the child may have come up and died between two looks
+            self.endpoints(name)  # it may have come up and died since the last look
             code = _reap(child.process)
             child.process = None
             child.deaths = 1 if now - child.started_at > _SETTLED_AFTER_S else child.deaths + 1
@@ -197,7 +183,7 @@ class Supervisor:
         return exits
 
     def start_due(self, now: float) -> list[str]:
-        """Start the dead children whose wait is over. Returns their names."""
+        """Restart the dead children whose wait is over. Returns their names."""
         due = [
             name for name, one in self._children.items() if one.start_again_at is not None and now >= one.start_again_at
         ]
@@ -206,7 +192,6 @@ class Supervisor:
         return due
 
     def waiting(self) -> set[str]:
-        """Children that are dead and will be started again."""
         return {name for name, child in self._children.items() if child.start_again_at is not None}
 
     def stop(self, names: Iterable[str], grace_s: float, hurry: Callable[[], bool] = lambda: False) -> list[str]:
@@ -232,16 +217,14 @@ class Supervisor:
         return killed
 
     def dismiss(self, name: str) -> None:
-        """Ask a child to end for good (SIGTERM). `look` tells when it has."""
+        """Ask a child to end for good (SIGTERM). `look` reports its exit."""
         self._children[name].start_again_at = None
         self.signal(name, signal.SIGTERM)
 
     def forget(self, name: str) -> None:
-        """A child that has ended was the last process of its name."""
         self._kill([self._children.pop(name)])
 
     def kill(self) -> None:
-        """End every child now."""
         self._kill(self._children.values())
 
     def _kill(self, children: Iterable[_Child]) -> None:
@@ -321,19 +304,19 @@ class Interrupts:
         self._wake.set()
 
     def wait(self, seconds: float) -> None:
-        """Sleep, but not longer than until the next interrupt."""
+        """Sleep until the next interrupt, or for `seconds`."""
         self._wake.wait(seconds)
         self._wake.clear()
 
 
 LOOKS_WITHIN_S = 5.0
-"""If we did not look for longer than this, the time does not count."""
+"""A longer pause between looks does not count."""
 
 
 class Hanging:
-    """Which processes hang: they live, but answer nothing, or say themselves that nothing goes on. Pure: times come in.
+    """Finds processes that hang: they are alive, but do not answer, or report no progress. Pure: times come in.
 
-    Only time in which we looked counts: if this process was stopped itself, or the machine slept, nobody is to blame.
+    Only time in which we looked counts: if this process was stopped, or the machine slept, no process hangs.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -344,13 +327,13 @@ class Hanging:
         self._looked_at: float | None = None
 
     def heard(self, name: str, now: float, *, is_hung: bool) -> None:
-        """A process has answered. `is_hung`: its training thread makes no progress, as it says itself."""
+        """A process answered. `is_hung`: it reports that its training thread makes no progress."""
         self._heard_at[name] = now
         if is_hung:
             self._hung.add(name)
 
     def look(self, names: Iterable[str], now: float) -> dict[str, str]:
-        """Those of `names` (whose ports are bound) that hang, and why. Each is told once per process."""
+        """The processes in `names` that hang, and why. Each is reported once. Their ports must be bound."""
         if self._looked_at is not None and (gap := now - self._looked_at) > LOOKS_WITHIN_S:
             self._heard_at = {name: at + gap for name, at in self._heard_at.items()}
         self._looked_at = now

@@ -1,7 +1,7 @@
 """`diloco up`: one cluster on this machine, from the first process to the exported model.
 
-Starts shards first, then workers. At the end it evaluates the global model while the shards still hold it.
-`supervisor.py` decides what the death of a child means, `members.py` notes it, and `show/terminal.py` shows the state.
+Starts shards first, then workers. At the end it evaluates the model while the shards still hold it. `supervisor.py`
+decides what a child's death means, `members.py` records it, and `show/terminal.py` shows the state.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _TAIL_LINES = 8
 
 
 def bring_up(settings: Settings, outputs: Outputs, programs: Programs | None = None, *, fresh: bool = False) -> int:
-    """Run a cluster until its token budget is reached, and return the exit code of the command.
+    """Run a cluster until its token budget is reached. Returns the exit code of the command.
 
-    Goes on with the run in the folder, if there is one; `fresh` deletes it. Raises ConfigError, DataError and InUse.
+    Continues a run in the folder, if there is one; `fresh` deletes it. Raises ConfigError, DataError and InUse.
     """
     check_cluster(settings)
     settings = anchored(settings)
@@ -62,7 +62,7 @@ def bring_up(settings: Settings, outputs: Outputs, programs: Programs | None = N
 
 
 def check_cluster(settings: Settings) -> None:
-    """Raises ConfigError: the quorum asks for more contributions than there are workers; DataError: no such data."""
+    """Raises ConfigError if the quorum exceeds the workers, and DataError if there is no such data."""
     quorum, workers = settings.sync.quorum, settings.cluster.workers
     if quorum != "all" and quorum > workers:
         raise ConfigError(
@@ -75,11 +75,11 @@ def check_cluster(settings: Settings) -> None:
 
 
 class _Interrupted(Exception):
-    """Somebody asked us to end."""
+    """A signal asked us to end."""
 
 
 class _ChildFailed(Exception):
-    """A child has failed, and starting it again would not help. Has its `Exit`."""
+    """A child failed, and a restart would not help. Holds its `Exit`."""
 
 
 class LocalRun:
@@ -105,7 +105,7 @@ class LocalRun:
         self._poller = Poller(asker=Asker(own.of(OBSERVER) if own else None))
         self._page = PageThread(files.folder, settings)
         self._ended: set[str] = set()
-        self._leaving: dict[str, float] = {}  # workers that were told to go and have not ended -> when they are killed
+        self._leaving: dict[str, float] = {}  # workers told to leave -> when they are killed
         self._lost: set[str] = set()
         self._http: dict[str, str] = {}  # name -> address of /status
         self._hanging = Hanging(settings.cluster.hung_s)
@@ -116,7 +116,7 @@ class LocalRun:
     def run(self, *, is_resumed: bool) -> int:
         self._poller.start()
         if is_resumed:
-            self._display.tell(f"continuing the run in {self._files.folder} (--fresh begins anew)")
+            self._display.tell(f"continuing the run in {self._files.folder} (--fresh starts over)")
         if self._certificates is not None:
             folder = self._files.certs
             self._display.tell(f"each process has a certificate; more: diloco certs issue learner/ID --folder {folder}")
@@ -143,7 +143,7 @@ class LocalRun:
         return EXIT_OK
 
     def close(self) -> None:
-        """Whatever happened: nothing is drawn, served or asked any more."""
+        """Stop the display, the page and the polling, whatever happened."""
         self._display.close()
         self._page.stop()
         self._poller.stop()
@@ -166,7 +166,7 @@ class LocalRun:
             self._members.train(False)
 
     def _training_is_over(self) -> bool:
-        # Once one worker has ended, the budget is reached. Dead workers need not come back to hear it.
+        # Once one worker has ended, the budget is reached. Dead workers need not return.
         left = set(self._workers) - self._ended - self._lost
         return bool(self._ended) and left <= self._supervisor.waiting()
 
@@ -208,7 +208,7 @@ class LocalRun:
         self._stop(self._shards)
 
     def _stop(self, names: Sequence[str]) -> None:
-        """Let children end by themselves; a second interrupt ends them at once."""
+        """Let children end by themselves; kill them on a second interrupt."""
         started = set(names) & self._supervisor.names()
         for name in self._supervisor.stop(started, _DRAIN_S, hurry=lambda: self._interrupts.count >= 2):
             self._display.tell(f"{name} did not end by itself and was killed")
@@ -247,7 +247,6 @@ class LocalRun:
     # ------------------------------------------------------------ the loop
 
     def _until(self, is_over: Callable[[], bool]) -> None:
-        """Supervise the cluster until a condition holds."""
         while True:
             now = time.monotonic()
             if self._certificates is not None:
@@ -291,7 +290,7 @@ class LocalRun:
         self._find_addresses()
 
     def _look_for_wish(self) -> None:
-        """Carry out what `diloco scale` asks for, once training goes on."""
+        """Carry out a request of `diloco scale` during training."""
         if not self._members.are_training or self._leaving or (wanted := take_wish(self._files.folder)) is None:
             return
         before, after = set(self._workers), set(names("worker", wanted))
@@ -310,11 +309,11 @@ class LocalRun:
         self._settings = self._settings.model_copy(
             update={"cluster": self._settings.cluster.model_copy(update={"workers": wanted})}
         )
-        save(self._settings, self._files.settings)  # `diloco resume` begins with as many
+        save(self._settings, self._files.settings)  # `diloco resume` starts with this number
         self._display.tell(f"workers: {len(before)} -> {wanted}")
 
     def _kill_who_stays(self, now: float) -> None:
-        """A worker that was told to go has as long as at the end of the run."""
+        """Kill workers that were told to leave and took too long."""
         for name, until in self._leaving.items():
             if now > until:
                 self._leaving[name] = float("inf")
@@ -322,11 +321,11 @@ class LocalRun:
                 self._display.tell(f"{name} did not end by itself and was killed")
 
     def _kill_who_hangs(self, now: float) -> None:
-        """They are started again as those are that died by themselves."""
+        """Kill processes that hang. They are restarted like those that died."""
         found = self._hanging.look(self._http, now)
         if not found:
             return
-        # A busy machine may have left no time for them among all others: they are asked once more, alone.
+        # They may only be slow on a busy machine: ask them once more, alone.
         answers = fetch_all({name: self._http[name] for name in found}, _LAST_WORD_S, self._poller.asker)
         for name, why in found.items():
             if not answers.get(name, {"hung": True}).get("hung"):
@@ -344,7 +343,6 @@ class LocalRun:
         self._supervisor.start(self._children.worker(index))
 
     def _has_left(self, name: str) -> None:
-        """A worker that was told to go is gone."""
         self._leaving.pop(name, None)
         self._supervisor.forget(name)
         self._members.left(name)

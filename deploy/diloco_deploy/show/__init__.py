@@ -1,1 +1,1 @@
-"""What a person sees of a run on a terminal: tables, lines, the report at its end."""
+"""Terminal output about a run: tables, lines, and the final report."""

@@ -1,7 +1,7 @@
 """`diloco record`: whose work is in each version, with which weight, and how much of it was cut.
 
-Shards remember the last contributions of their epoch (`ledger.RECORD_MAX`), as long as they run. Whoever wants to keep
-all of them lets `--follow --json` write to a file.
+Shards remember the last contributions of their epoch (`ledger.RECORD_MAX`) while they run. `--follow --json` can write
+all of them to a file.
 """
 
 from __future__ import annotations
@@ -27,33 +27,30 @@ FOLLOW_EVERY_S = 2.0
 
 
 class Line(BaseModel):
-    """What one learner has in one version of one fragment, as a line of `--json`."""
+    """One learner's contribution to one version of one fragment, as a line of `--json`."""
 
     at: float
-    """Unix time at which the version was announced, by the clock of whoever asks."""
+    """Unix time of the version's announcement, by the caller's clock."""
     shard: str
-    """host:port."""
     epoch: int
     fragment: int
     version: int
     learner: str
     tokens: int
-    """That it trained for this, as it says."""
+    """Tokens trained for this, as the learner claims."""
     share: float
-    """Of the weights in this version, in [0, 1]; 0: it was left out."""
+    """Share of the version's weights, in [0, 1]; 0: it was left out."""
     kept: float
-    """What was left of its length, in (0, 1]; the rest was cut."""
+    """Factor that scaled its length, in (0, 1]."""
 
 
 class AskedShards(NamedTuple):
-    """Those that are asked, and what of each is known."""
-
     addresses: list[str]
     known: dict[str, tuple[int, int]]
     """Address -> epoch and number of the last line."""
 
     def news(self, asker: Asker, silent: dict[str, str]) -> Iterator[Line]:
-        """What has come since. `silent` gets why of those that do not answer."""
+        """New lines. `silent`: filled with the reasons of shards that do not answer."""
         for address in self.addresses:
             try:
                 yield from self._of(address, asker)
@@ -88,10 +85,10 @@ def record(
     follow: Annotated[Flag, Parameter(name=("--follow", "-f"), help="follow new contributions until Ctrl-C")] = False,
     json: Json = False,
 ) -> int:
-    """Say whose work is in each version: its share of the weights, and how much of its length was left.
+    """Show whose work is in each version: its share of the weights, and how much of its length was kept.
 
-    Without --json a table of all versions that shards remember: of each learner, how often it was merged, its mean
-    share, and what was cut. With --json a line for each contribution to each version.
+    Without --json, a table over all versions that shards remember: how often each learner was merged, its mean share,
+    and what was cut. With --json, a line for each contribution to each version.
     """
     where, asker = whom_to_ask(folder, config, http, tls, token_file)
     found = where.addresses()
@@ -118,7 +115,6 @@ def record(
 
 
 def table(lines: list[Line]) -> Table:
-    """A row for each learner, of all versions here."""
     shown = Table("learner", "versions", "left out", "tokens", "mean share", "cut", "mean cut", box=None)
     versions = len({(one.shard, one.epoch, one.fragment, one.version) for one in lines})
     for learner in sorted({one.learner for one in lines}):

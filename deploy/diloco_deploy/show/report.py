@@ -21,7 +21,7 @@ def make_report(
     cluster: Cluster, settings: Settings, *, wall_s: float, evaluation: Mapping[str, Any] | None,
     interrupted: bool = False,
 ) -> Report:  # fmt: skip
-    """All facts about a run whose workers have ended `wall_s` seconds after the command began.
+    """The report of a run whose workers ended `wall_s` seconds after the command started.
 
     `evaluation`: the result of `diloco-worker evaluate` (losses in nats per byte); None if it did not run.
     """
@@ -48,9 +48,9 @@ def make_report(
 
 
 def summary(report: Report, files: Mapping[str, Path | None], folder: Path | None = None) -> str:
-    """The report for people: did it learn, what was lost, what did it cost, where is it, what comes next.
+    """The report in words: did it learn, what was lost, what did it cost, where are the results, what next.
 
-    `folder`: of the run, which can go on; None: nothing is said of that.
+    `folder`: of the run, to show how to continue; None: omit that.
     """
     tokens = f"{units.count(report['tokens'])} {report['unit']} trained, {units.count(report['tokens_merged'])} merged"
     moved = f"pushed {units.size(report['bytes_pushed'])}, pulled {units.size(report['bytes_pulled'])}"
@@ -64,7 +64,7 @@ def summary(report: Report, files: Mapping[str, Path | None], folder: Path | Non
     facts += [(name, shown(path)) for name, path in files.items() if path is not None]
     if folder is not None:
         budget, merged = int(report["settings"]["run"]["tokens"]), int(report["tokens_merged"])
-        budget = 2 * (budget if merged < 2 * budget else merged)  # a resumed run can be far above its budget
+        budget = 2 * (budget if merged < 2 * budget else merged)  # a resumed run can be far beyond its budget
         facts.append(
             ("what next", f"diloco resume {shown(folder)} --tokens {units.count(budget)} trains longer; docs/index.md")
         )
@@ -82,8 +82,8 @@ def _learned(report: Report) -> str:
 
 
 def _lost(report: Report) -> str:
-    """Of accepted work nothing ever is; the rest is what workers had at the end, after the last version."""
-    rest = report["tokens_dropped"] - _dropped_on_the_way(report)  # with what is merged, it adds up to what was trained
+    """What was lost: never accepted work, only what workers had trained after the last version."""
+    rest = report["tokens_dropped"] - _dropped_on_the_way(report)  # together with merged tokens, all that was trained
     if report["tokens"] < report["tokens_merged"]:
         return "no merged work; workers that started anew do not know how much they had trained before"
     if not rest:
@@ -94,14 +94,14 @@ def _lost(report: Report) -> str:
 
 
 def _dropped_on_the_way(report: Report) -> int:
-    """Tokens that are in no version, and that no worker had at the end either. Below a percent it is how counts of
-    several processes differ."""
+    """Tokens that are in no version, and that no worker had left at the end. Below 1 %, it is noise between counts of
+    several processes."""
     dropped = report["tokens_dropped"] - sum(report["tokens_unmerged"].values())
     return int(dropped) if dropped > 0.01 * report["tokens"] else 0
 
 
 def _unusual(report: Report) -> Iterator[str]:
-    """What reads like a loss, and is none; and what workers dropped that ended early."""
+    """Facts that look like a loss but are none, and work dropped by workers that ended early."""
     if dropped := _dropped_on_the_way(report):
         yield (
             f"{units.count(dropped)} more {report['unit']} are in no version: a worker drops what it has not sent when "

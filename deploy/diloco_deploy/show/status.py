@@ -1,6 +1,6 @@
-"""`diloco status`: the state of a running cluster. Asks every process once and waits only a moment.
+"""`diloco status`: the state of a running cluster. Asks every process once, with a short deadline.
 
-`ClusterStatus` is what `--json` prints. Fields are only ever added. Durations are in seconds; no field is a secret.
+`ClusterStatus` is what `--json` prints. Fields are only ever added. Durations are in seconds; no field is secret.
 """
 
 from __future__ import annotations
@@ -33,41 +33,34 @@ from diloco_deploy.show.terminal import Snapshot, legend, line, tables
 from diloco_deploy.trust.own import OwnCertificates
 
 SCHEMA = 1
-"""Of ClusterStatus. Grows when a field changes its meaning."""
+"""Version of ClusterStatus. Increases when a field changes its meaning."""
 EXIT_DEGRADED = 7
-"""With --strict: there is a finding."""
+"""Exit code with --strict if there is a finding."""
 ANSWER_WITHIN_S = 1.2
-"""Deadline for all processes together. If nobody answers, the command ends within two seconds."""
+"""Deadline for all processes together. Without any answer, the command ends within two seconds."""
 WATCH_EVERY_S = 2.0
 
 
 class ExpectedStatus(BaseModel):
-    """How many members there ought to be."""
-
     shards: int | None
-    """None: no shard says."""
+    """None: unknown, as no shard answered."""
     workers: int | None
-    """Those of `diloco up`; elsewhere those that have joined and have not said goodbye."""
+    """Workers of `diloco up`; elsewhere those that have joined and not left."""
 
 
 class ClusterStatus(BaseModel):
-    """A cluster at one moment."""
-
     schema_version: int = SCHEMA
     run: str | None = None
-    """run.id, as a member says it."""
     complete: bool
-    """Everybody who is expected is there."""
     expected: ExpectedStatus
     problems: list[Finding] = Field(default_factory=list)
     totals: Totals
     versions: dict[str, int]
-    """Fragment -> version, of the shards that answered."""
+    """Fragment -> version, from the shards that answered."""
     members: list[Present]
 
     @classmethod
     def of(cls, roll: Roll) -> ClusterStatus:
-        """All that is known."""
         shards = sum(one.role == "shard" for one in roll.present)
         return cls(
             run=next((str(one.status["run"]) for one in roll.present if one.status and one.status.get("run")), None),
@@ -80,20 +73,17 @@ class ClusterStatus(BaseModel):
         )
 
     def exit_code(self, *, strict: bool) -> int:
-        """Of `diloco status`."""
         return EXIT_DEGRADED if strict and self.problems else EXIT_OK
 
 
 @dataclass(frozen=True)
 class Where:
-    """Whom to ask."""
-
     folder: Path
     http: Sequence[str] = ()
     """Addresses to ask instead of those in the folder."""
 
     def addresses(self) -> dict[str, str]:
-        """Name, or address where no name is known, -> host:port. Raises CannotConnect if there is nobody to ask."""
+        """Name (or address, if no name is known) -> host:port. Raises CannotConnect if there is none."""
         found = {address: address for address in self.http} or addresses_in(self.folder)
         if not found and (record := self.record()) is not None and is_owned(self.folder):
             raise CannotConnect(
@@ -108,14 +98,14 @@ class Where:
         return found
 
     def record(self) -> ClusterRecord | None:
-        """What `diloco up` says of the members."""
+        """The record that `diloco up` keeps of its members."""
         return None if self.http else read_record(self.folder)
 
 
 def whom_to_ask(
     folder: str | None, config: Config, http: str | None, tls: Path | None, token_file: str | None
 ) -> tuple[Where, Asker]:
-    """Whom the options of a command name, and how they are asked. Raises ConfigError."""
+    """The processes that a command's options name, and how to ask them. Raises ConfigError."""
     settings = settings_from(SettingsOptions(config), {"cluster.folder": folder, "security.token_file": token_file})
     where, bearer_token = (
         Where(settings.cluster.folder, split_addresses(http or "")),
@@ -125,9 +115,9 @@ def whom_to_ask(
 
 
 def look(where: Where, asker: Asker = IN_PLAINTEXT) -> Roll:
-    """Ask every address once: who is there, and who ought to be. Raises CannotConnect: nobody answered.
+    """Ask every address once, and compare with the expected members. Raises CannotConnect if none answered.
 
-    Whoever cannot be asked for a certificate that has expired is there.
+    A process whose certificate has expired counts as answering.
     """
     addresses = where.addresses()
     over: dict[str, str] = {}
@@ -139,13 +129,13 @@ def look(where: Where, asker: Asker = IN_PLAINTEXT) -> Roll:
 
 
 def snapshot_of(roll: Roll) -> Snapshot:
-    """For the tables. The run is as old as the process that has run for longest."""
+    """A snapshot for the tables. The run is as old as its oldest process."""
     elapsed_s = max((float(member.get("uptime_s", 0.0)) for member in roll.cluster.members.values()), default=0.0)
     return Snapshot(roll.cluster, elapsed_s, doing="running")
 
 
 def show_status(where: Where, *, as_json: bool, strict: bool, console: Console, asker: Asker = IN_PLAINTEXT) -> int:
-    """The command, once. The exit code. Raises CannotConnect: nobody answered, or there are no address files."""
+    """Show the status once. Returns the exit code. Raises CannotConnect if none answered, or there are no addresses."""
     roll = look(where, asker=asker)
     status = ClusterStatus.of(roll)
     if as_json:
@@ -158,7 +148,7 @@ def show_status(where: Where, *, as_json: bool, strict: bool, console: Console, 
 def watch_status(
     where: Where, *, console: Console, asker: Asker = IN_PLAINTEXT, wait: Callable[[float], None] = time.sleep
 ) -> int:
-    """Show it again and again, until Ctrl-C. On no terminal, one line each time. Raises CannotConnect at the first."""
+    """Repeat the status until Ctrl-C; without a terminal, as one line. Raises CannotConnect at the first."""
     glances = _glances(where, asker, wait)
     if not console.is_terminal:
         for glance in glances:
@@ -172,15 +162,13 @@ def watch_status(
 
 @dataclass(frozen=True)
 class _Glance:
-    """What was seen last."""
-
     roll: Roll
     silence: str = ""
-    """For how long nobody has answered since; empty: somebody does."""
+    """How long no process has answered since; empty: some do."""
 
 
 def _glances(where: Where, asker: Asker, wait: Callable[[float], None]) -> Iterator[_Glance]:
-    """Without end. Raises CannotConnect: nobody answered the first time."""
+    """Endless. Raises CannotConnect if none answers the first time."""
     glance = _Glance(look(where, asker=asker))
     answered_at = time.monotonic()
     while True:
@@ -202,7 +190,7 @@ def _one_line(glance: _Glance) -> str:
 
 
 def _screen(glance: _Glance, width: int) -> RenderableType:
-    """The page, below how far the run is."""
+    """The page, with the run's progress on top."""
     head = Text(line(snapshot_of(glance.roll), width), style="bold")
     if glance.silence:
         head = Text(f"! {glance.silence}; these figures are older", style="red")
@@ -210,7 +198,7 @@ def _screen(glance: _Glance, width: int) -> RenderableType:
 
 
 def page(roll: Roll, width: int) -> RenderableType:
-    """The tables, what the words mean, and what is wrong."""
+    """The tables, a legend, and the findings."""
     snapshot = snapshot_of(roll)
     parts: list[RenderableType] = [tables(snapshot, width), Text(legend(snapshot), style="dim")]
     parts += [Text(f"! {problem}", style="red") for problem in roll.problems]
@@ -235,10 +223,10 @@ def status(
     watch: Annotated[Flag, Parameter(help="repeat every 2 s, until Ctrl-C")] = False,
     json: Json = False,
 ) -> int:
-    """Show a running cluster: shards and workers, those that are away or dead too, and what that means.
+    """Show a running cluster: shards and workers, including those that are away or dead, and what that means.
 
-    Any one shard is enough to ask: it knows how many there are, and hears from its learners which they do not reach.
-    Exit code 0 if somebody answers, 5 if nobody does; with --strict, 7 if anything is wrong.
+    Asking any one shard is enough: it knows how many there are, and hears from its learners which they do not reach.
+    Exit code 0 if any process answers, 5 if none does; with --strict, 7 if anything is wrong.
     """
     whom, asker = whom_to_ask(folder, config, http, tls, token_file)
     if watch and (json or strict):

@@ -1,4 +1,4 @@
-"""Shows a cluster on a terminal: a live view on a TTY, and elsewhere one plain line every few seconds.
+"""Shows a cluster: a live view on a terminal, and elsewhere one plain line every few seconds.
 
 `view`, `line` and `tables` are pure: they turn a snapshot and a width into text.
 """
@@ -48,17 +48,13 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A cluster at one moment."""
-
     cluster: Cluster
     elapsed_s: float = 0.0
     now: float = 0.0
-    """By the clock of the cluster."""
     losses: tuple[float, ...] = ()
-    """The course of the training loss, oldest first."""
+    """The training loss over time, oldest first."""
     eta_s: float | None = None
     doing: str = "training"
-    """The present activity of the cluster, in a few words."""
 
 
 def tables(snapshot: Snapshot, width: int) -> Group:
@@ -70,14 +66,14 @@ def tables(snapshot: Snapshot, width: int) -> Group:
 
 
 def legend(snapshot: Snapshot) -> str:
-    """What a word of the tables means, where a newcomer might read it wrong; empty if it is not there."""
+    """Explains a word of the tables that newcomers may misread; empty if it is not shown."""
     if not any(worker.get("contributions", {}).get("carried") for worker in snapshot.cluster.workers):
         return ""
     return "carried: late or refused, so its work went into the worker's next contribution; not lost"
 
 
 def view(snapshot: Snapshot, width: int) -> Group:
-    """The live view: the present activity, the progress, every member, and the course of the loss."""
+    """The live view: activity, progress, every member, and the loss over time."""
     totals = snapshot.cluster.totals()
     parts: list[RenderableType] = [Text(f"{snapshot.doing}  {units.clock(snapshot.elapsed_s)}", style="bold")]
     merged, budget = units.count(totals.tokens_merged), units.count(totals.tokens_budget)
@@ -105,7 +101,7 @@ def view(snapshot: Snapshot, width: int) -> Group:
 
 
 def line(snapshot: Snapshot, width: int) -> str:
-    """The view in one line. If it is too long, the least important parts are left out."""
+    """The view in one line, without the least important parts if it is too long."""
     totals = snapshot.cluster.totals()
     is_learning = snapshot.doing in ("training", "running")
     up = sum(worker.process == "up" for worker in snapshot.cluster.workers)
@@ -139,7 +135,7 @@ def _fit(parts: list[str], width: int) -> Text:
 class _Column(NamedTuple):
     title: str
     from_width: int
-    """Shown on terminals at least this wide."""
+    """Least width of a terminal that shows it."""
     cell: Callable[[Snapshot, SeenMember], str]
     right: bool = True
 
@@ -196,16 +192,14 @@ def _cell(column: _Column, text: str) -> Text:
 
 
 class Display(Protocol):
-    """The output of `diloco up`."""
-
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """Draw the present state, but no more often than a person can read."""
+        """Draw the current state, but no more often than a person can read."""
 
     def tell(self, text: str) -> None:
         """Print one event."""
 
     def close(self) -> None:
-        """Leave the terminal in order. Repeating it is fine."""
+        """Restore the terminal. Calls after the first do nothing."""
 
 
 class LineDisplay:
@@ -253,7 +247,7 @@ class LiveDisplay:
 
 
 def display_for(console: Console) -> Display:
-    """The live view on a real terminal, and lines elsewhere. NO_COLOR removes only the colours."""
+    """The live view on a terminal, lines elsewhere. NO_COLOR removes only the colors."""
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(console)
     return LineDisplay(console)

@@ -1,1 +1,1 @@
-"""Who belongs to a run: its CA, certificates, and the list of those that hold no longer."""
+"""The identities of a run: its certificate authority, certificates and deny-list."""

@@ -1,12 +1,12 @@
-"""The folder of a run's certificate authority: it makes certificates, and takes them back.
+"""A run's certificate authority in a folder: issues certificates and revokes them.
 
     ca.pem, ca.key        the authority, P-256, ten years
-    issued.jsonl          what was issued, one line each
+    issued.jsonl          the issued certificates, one line each
     revoked.json          the deny-list: the master copy
     learner-a/ ...        ca.pem, cert.pem and key.pem of one identity, to be copied to its machine
 
-The folder and the keys in it are for their owner alone. Nothing of others is overwritten: no authority, and no
-certificates of somebody else.
+The folder and its keys are private to their owner. No other authority, and no certificate of another identity, is
+overwritten.
 """
 
 from __future__ import annotations
@@ -43,18 +43,16 @@ _BESIDE_THE_KEY = (CA, ISSUED, REVOKED)
 _ELSE = "give another --out, or remove it if nobody needs it"
 CA_DAYS, CERTIFICATE_DAYS = 3650, 90
 CLOCKS_DIFFER = timedelta(hours=1)
-"""A certificate begins so long before it is made: the clocks of other machines may be behind."""
+"""A certificate is valid from this long ago, because clocks of other machines may be behind."""
 KEEP_SHARE = 1 / 3
-"""A certificate is good for a while yet as long as this share of its time is left."""
+"""A certificate is kept while at least this share of its time is left."""
 SERVES = (Scope.SHARD, Scope.MIRROR, Scope.STANDBY)
-"""Scopes of processes that are dialed."""
+"""Scopes of processes that others dial."""
 HERE = ("localhost", "127.0.0.1", "::1")
-"""Every shard's certificate is good for these, too: its health is asked for on its own machine."""
+"""Every shard's certificate is also valid for these, for health checks on its own machine."""
 
 
 class Authority:
-    """The authority of one run."""
-
     def __init__(
         self, folder: Path, run_id: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
     ) -> None:
@@ -65,9 +63,9 @@ class Authority:
         self, subject: Subject, now: datetime, *, hosts: Sequence[str] = (), days: float = CERTIFICATE_DAYS,
         into: Path | None = None,
     ) -> tuple[Path, Issued]:  # fmt: skip
-        """Make a key and a certificate, and write them with ca.pem into a folder. Repeating it renews.
+        """Make a key and a certificate, and write them with ca.pem into a folder. Calling it again renews.
 
-        `hosts`: names and IP addresses under which a shard is dialed. Raises ConfigError.
+        `hosts`: names and IP addresses of a shard, as others dial it. Raises ConfigError.
         """
         if bool(hosts) and subject.scope not in SERVES:
             raise ConfigError(f"{subject} has no use for --host: only shards, mirrors and standbys are dialed")
@@ -78,15 +76,15 @@ class Authority:
         issued = Issued("certificate", subject.uri, serial_text(certificate.serial_number), expires)
         with disk_errors(ConfigError, NOT_WRITTEN):
             into.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.registry.note(issued)  # first: whatever ends this process, no certificate is about that is not listed
-            # A process that looks in between sees a pair that does not fit, and waits for the other.
+            self.registry.note(issued)  # first, so every certificate is listed even after a crash
+            # A process that reads in between sees a pair that does not match, and waits.
             write_file(into / CERTIFICATE, certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
             write_file(into / KEY, _private_pem(key), mode=PRIVATE)
             write_file(into / CA, self._certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
         return into, issued
 
     def check_free(self, into: Path, subject: Subject) -> None:
-        """A folder may hold a certificate of the same subject, or nothing that is written there. Raises ConfigError."""
+        """Check that a folder holds a certificate of the same subject, or none of these files. Raises ConfigError."""
         if any(os.path.lexists(into / name) for name in (CA_KEY, ISSUED)):
             raise ConfigError(f"{into} is the folder of an authority; give a certificate a folder of its own (--out)")
         if os.path.lexists(into / CERTIFICATE):
@@ -118,9 +116,9 @@ class Authority:
 
 
 def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
-    """Make the authority of a run in a folder, unless there is one already. Returns whether it did.
+    """Make the authority of a run, unless the folder has it already. Returns whether it did.
 
-    Raises ConfigError: the folder cannot be written, or holds the authority of another run, or one whose key is away.
+    Raises ConfigError if the folder cannot be written, or holds another run's authority, or one without its key.
     """
     if (folder / CA_KEY).exists():
         if (other := open_authority(folder).run_id) != run_id:
@@ -128,7 +126,7 @@ def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
                 f"{folder} holds the authority of run {other!r}, not of {run_id!r}; give another --folder"
             )
         return False
-    # Where no authority's key is, nothing else of one may be: it would be lost.
+    # Without a key, no other file of an authority may exist: it would be lost.
     if found := [name for name in _BESIDE_THE_KEY if os.path.lexists(folder / name)]:
         raise ConfigError(
             f"{folder} holds {', '.join(found)} of an authority, but not its {CA_KEY}; bring that back, give another "
@@ -148,7 +146,7 @@ def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
         folder.chmod(0o700)
         write_file(folder / CA, certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
         write_revocations(folder / REVOKED, [])
-        write_file(folder / CA_KEY, _private_pem(key), mode=PRIVATE)  # last: with it, the authority is whole
+        write_file(folder / CA_KEY, _private_pem(key), mode=PRIVATE)  # last: it makes the authority complete
     return True
 
 
@@ -196,7 +194,6 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 def _begun(
     name: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, now: datetime, days: float, *, is_ca: bool
 ) -> x509.CertificateBuilder:
-    """What every certificate has."""
     usage = x509.KeyUsage(
         digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, content_commitment=False,
         key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
@@ -215,7 +212,7 @@ def _begun(
 
 
 def is_good(folder: Path, subject: Subject, hosts: Sequence[str], revoked: set[str], now: datetime) -> bool:
-    """Whether a folder holds a certificate of this subject and hosts that has enough of its time left."""
+    """Whether a folder holds a valid certificate of this subject and hosts with enough time left."""
     try:
         files = read_folder(folder, needs_pair=True)
         is_of_subject = files.subject == subject

@@ -1,4 +1,4 @@
-"""`diloco certs` and `diloco token`: their options, what they do, and what they print."""
+"""The commands `diloco certs` and `diloco token`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CERTS = Path("certs")
 certs = new_app(
     "certs",
     "Make a certificate authority for a run, certificates for its shards, learners and observers, and the list of "
-    "those that hold no longer.",
+    "those that are revoked.",
 )
 
 
@@ -56,16 +56,15 @@ def issue(
     days: Annotated[Days, _VALID] = 90.0,
     out: Annotated[
         Path | None,
-        Parameter(metavar="FOLDER", help="where it is put", show_default="SCOPE-NAME in the folder of the authority"),
+        Parameter(metavar="FOLDER", help="where to put it", show_default="SCOPE-NAME in the folder of the authority"),
     ] = None,
     keep: Annotated[
         Flag, Parameter(help="keep certificates that have a third of their time left and cover these hosts")
     ] = False,
     folder: Folder = CERTS,
 ) -> int:
-    """Make a key and a certificate per identity, in a folder of its own: copy that to its machine, and name it there
-    with --tls FOLDER. The same again renews; the certificate before stays valid.
-    """
+    """Make a key and a certificate per identity, each in its own folder: copy that to its machine, and name it there
+    with --tls FOLDER. Repeating the command renews; the earlier certificate stays valid."""
     authority, now = open_authority(folder), datetime.now(UTC)
     subjects = [subject_of(authority.run_id, text) for text in identities]
     if out is not None and len(subjects) > 1:
@@ -73,7 +72,7 @@ def issue(
     for subject in subjects:
         into = out or authority.folder / str(subject).replace("/", "-")
         if keep and is_good(into, subject, host or (), authority.registry.revoked(), now):
-            print(f"{into}: {subject} is good for a while yet")
+            print(f"{into}: {subject} is kept: it is valid for a while")
             continue
         authority.check_free(into, subject)
         _, issued = authority.issue(subject, now, hosts=host or (), days=days, into=into)
@@ -106,9 +105,8 @@ def revoke(
     *,
     folder: Folder = CERTS,
 ) -> int:
-    """Put everything that an identity was issued, or one serial, on the deny-list. Shards that read it
-    (security.revoked) end the open calls of its holder within a second, and take no new ones.
-    """
+    """Put all certificates of an identity, or one serial, on the deny-list. Shards that read it (security.revoked) end
+    the holder's open calls within a second, and take no new ones."""
     authority, now = open_authority(folder), datetime.now(UTC)
     registry = authority.registry
     if "/" in what:
@@ -129,7 +127,7 @@ def tend(
     identities: Identities,
     /,
     *,
-    out: Annotated[Path, Parameter(metavar="FOLDER", help="where they are put")],
+    out: Annotated[Path, Parameter(metavar="FOLDER", help="where to put them")],
     run: Run = "local",
     host: Annotated[
         list[str] | None,
@@ -142,10 +140,9 @@ def tend(
     days: Annotated[Days, _VALID] = 90.0,
     folder: Folder = CERTS,
 ) -> int:
-    """Make the authority of a run if there is none. Then stay: issue and renew certificates for shards and observers,
-    for each learner that makes a folder OUT/learners/learner-ID, and pass the deny-list on to the shards. SIGHUP renews
-    all of them at once. docker-compose.yml runs this.
-    """
+    """Make the authority of a run if there is none, then keep running: issue and renew certificates for shards and
+    observers, and for each learner that makes a folder OUT/learners/learner-ID, and pass the deny-list on to the
+    shards. SIGHUP renews all of them at once. docker-compose.yml runs this."""
     from diloco_common.observe import logs
 
     make_authority(folder, run, datetime.now(UTC))
@@ -166,10 +163,10 @@ def tend(
             for words in tending.look(datetime.now(UTC), renews=renews):
                 log.event("issued", to=words)
             why = tending.why_not
-        except ConfigError as error:  # what was issued before goes on
+        except ConfigError as error:  # earlier certificates stay valid
             why = str(error)
         if why and why != said:
-            log.error("not everything could be seen to", why=why)
+            log.error("some certificates could not be maintained", why=why)
         said = why
         time.sleep(LOOK_S)
     return 0
@@ -201,7 +198,7 @@ BEARER_TOKEN_BYTES = 32
 def make_bearer_token(path: Path) -> bool:
     """Write a random bearer token to `path` (mode 0600), unless the file exists. Returns whether it did.
 
-    Processes that start together agree on one token: the first to create the file decides, and the file is whole when
+    Processes that start together agree on one token: the first to create the file wins, and the file is complete when
     it appears. Raises ConfigError.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,7 +1,7 @@
-"""The certificates of a cluster that `diloco up` runs: an authority of its own, and one certificate per process.
+"""The certificates of a `diloco up` cluster: its own authority, and one certificate per process.
 
-Made where one of its addresses can be reached from other machines. They are in the folder `certs` of the cluster, so a
-worker on another machine joins with one that `diloco certs issue --folder CLUSTER/certs` makes.
+Made if one of its addresses can be reached from other machines. They are in the cluster's folder `certs`, so `diloco
+certs issue --folder CLUSTER/certs` makes one for a worker on another machine.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ OBSERVER = "observer/up"
 
 
 class OwnCertificates:
-    """Of one cluster."""
-
     def __init__(self, folder: Path, run_id: str, shards: int, workers: Sequence[str], hosts: Sequence[str]) -> None:
-        """`folder`: of the authority, made if there is none. `hosts`: names of the shards. Raises ConfigError."""
+        """`folder`: of the authority, which is made if missing. `hosts`: names of the shards. Raises ConfigError."""
         make_authority(folder, run_id, datetime.now(UTC))
         self._authority = open_authority(folder)
         self._hosts = hosts
@@ -38,20 +36,16 @@ class OwnCertificates:
         self.deny_list = folder / REVOKED
 
     def include(self, who: str) -> None:
-        """This identity has a certificate too, from the next `renew` on, which is due at once."""
+        """Add an identity; the next `renew`, due at once, makes its certificate."""
         if who not in self._who:
             self._who.append(who)
             self._renew_at = -math.inf
 
     def of(self, who: str) -> Path:
-        """The folder of one identity."""
         return self._authority.folder / who.replace("/", "-")
 
     def renew(self, now: float) -> None:
-        """Make what is missing, and renew what has little of its time left. `now`: seconds, of any clock.
-
-        Raises ConfigError.
-        """
+        """Make missing certificates, and renew those that expire soon. `now`: seconds. Raises ConfigError."""
         if now < self._renew_at:
             return
         self._renew_at = now + RENEW_EVERY_S
@@ -59,19 +53,19 @@ class OwnCertificates:
         for who in self._who:
             subject, hosts = subject_of(self._authority.run_id, who), self._hosts if who.startswith("shard/") else ()
             if self._authority.registry.is_out(subject):
-                continue  # somebody has revoked it, and let it in again with `diloco certs issue` if that was meant
+                continue  # revoked on purpose; only `diloco certs issue` makes another
             if not is_good(self.of(who), subject, hosts, revoked, today):
                 self._authority.issue(subject, today, hosts=hosts)
 
     @staticmethod
     def observer_in(folder: Path) -> Path | None:
-        """What `diloco up` asks its processes with, in the folder of a cluster; None: they speak plaintext."""
+        """The observer certificate in a cluster's folder, for asking its processes; None: they use plaintext."""
         made = folder / "certs" / OBSERVER.replace("/", "-")
         return made if made.exists() else None
 
 
 def own_certificates(settings: Settings, folder: Path) -> OwnCertificates | None:
-    """Those of a cluster that other machines may reach, made and good for a while; else None. Raises ConfigError."""
+    """The certificates of a cluster that other machines may reach, renewed; otherwise None. Raises ConfigError."""
     security, addresses = settings.security, (settings.shard.listen, settings.shard.http, settings.worker.http)
     if security.tls is not None:
         raise ConfigError(
@@ -88,7 +82,7 @@ def own_certificates(settings: Settings, folder: Path) -> OwnCertificates | None
 
 
 def _names_of_this_machine(listen: str) -> list[str]:
-    """Under which others may dial a shard that listens there."""
+    """The names under which others may dial a shard that listens at this address."""
     host = parse_address(listen).host
     try:
         is_any = ipaddress.ip_address(host.strip("[]")).is_unspecified

@@ -1,4 +1,4 @@
-"""What an authority has issued, and what of it holds no longer; and how its files are written: whole or not at all."""
+"""The records of an authority: issued and revoked certificates. Files are written atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diloco_common.trust.tls import shown
 
 
 def write_file(path: Path, content: bytes, *, mode: int) -> None:
-    """Write a file; a reader sees all of it or what was there before. Raises OSError."""
+    """Write a file atomically: a reader sees the new content or the old. Raises OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
     with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -34,17 +34,14 @@ def _for_owner(name: str, flags: int) -> int:
 PRIVATE, PUBLIC = 0o600, 0o644
 ISSUED = "issued.jsonl"
 SERIAL_DIGITS_MIN = 12
-"""What is shorter is a slip of the pen: a serial that nobody issued here is revoked all the same."""
+"""Shorter serials are taken for typing errors; a full serial is revoked even if it was not issued here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A certificate that was made once."""
-
     kind: str
-    """certificate; of a folder of before also token."""
+    """"certificate"; in older folders also "token"."""
     who: str
-    """URI."""
     serial: str
     expires: int
     """Seconds since 1970."""
@@ -60,8 +57,6 @@ class Issued:
 
 
 class Registry:
-    """The records in the folder of an authority."""
-
     def __init__(self, folder: Path) -> None:
         self._issued = folder / ISSUED
         self.deny_list = folder / REVOKED
@@ -69,7 +64,6 @@ class Registry:
 
     @property
     def files(self) -> list[Path]:
-        """What changes with the records."""
         return [self._issued, self.deny_list]
 
     def note(self, issued: Issued) -> Issued:
@@ -84,7 +78,7 @@ class Registry:
         return issued
 
     def issued(self) -> list[Issued]:
-        """Everything, oldest first. Raises ConfigError."""
+        """All certificates, oldest first. Raises ConfigError."""
         try:
             lines = self._issued.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
@@ -101,19 +95,19 @@ class Registry:
         return {one.serial for one in read_revocations(self.deny_list)}
 
     def is_out(self, who: Subject) -> bool:
-        """Whether what somebody was issued last is revoked. Raises ConfigError."""
+        """Whether an identity's last certificate is revoked. Raises ConfigError."""
         serials = [one.serial for one in self.issued() if one.who == who.uri]
         return bool(serials) and serials[-1] in self.revoked()
 
     def revoke(self, who: Subject, now: datetime) -> tuple[list[Revocation], list[Revocation]]:
-        """Revoke all that somebody was issued: what is new on the deny-list, and what was on it. Raises ConfigError."""
+        """Revoke an identity's certificates. Returns those revoked now, and before. Raises ConfigError."""
         serials = [one.serial for one in self.issued() if one.who == who.uri]
         if not serials:
             raise ConfigError(f"{who} was issued nothing here; see `diloco certs list`")
         return self._deny([Revocation(serial, who.uri, shown(now)) for serial in serials])
 
     def revoke_serial(self, text: str, now: datetime) -> tuple[list[Revocation], list[Revocation]]:
-        """Revoke one certificate, also one that somebody else issued. Raises ConfigError."""
+        """Revoke one certificate, even if it was not issued here. Raises ConfigError."""
         try:
             serial = normal_serial(text)
         except ValueError:
@@ -123,12 +117,12 @@ class Registry:
                 f"{text[:80]!a} is neither an identity (learner/a) nor a whole serial; see `diloco certs list`"
             )
         who = "somebody who was not issued it here"
-        with contextlib.suppress(ConfigError):  # the name is for people; damaged records keep nobody in
+        with contextlib.suppress(ConfigError):  # the name is only informative; damaged records must not prevent it
             who = next((one.who for one in self.issued() if one.serial == serial), who)
         return self._deny([Revocation(serial, who, shown(now))])
 
     def _deny(self, wanted: list[Revocation]) -> tuple[list[Revocation], list[Revocation]]:
-        """One at a time, also among processes: who reads the deny-list to write it must not lose what another wrote."""
+        """Extend the deny-list under a lock, also between processes, so that no entry is lost."""
         try:
             with open(self.deny_list.with_name("lock"), "ab", opener=_for_owner) as held:
                 fcntl.flock(held, fcntl.LOCK_EX)

@@ -1,12 +1,12 @@
-"""`diloco certs tend`: stay, and see to the certificates of all containers on one host.
+"""`diloco certs tend`: maintains the certificates of all containers on one host.
 
     OUT/shards/shard-0/ ...             of every shard; OUT/shards/revoked.json is a copy of the deny-list
-    OUT/observers/observer-NAME/ ...    of every observer; a key that is lent is readable for our group
-    OUT/learners/learner-ID/ ...        whoever makes this folder gets a certificate in it, whose ca.pem comes last and
-                                        goes once it is revoked
+    OUT/observers/observer-NAME/ ...    of every observer; the group may read a key that is lent
+    OUT/learners/learner-ID/ ...        any process that makes this folder gets a certificate in it; its ca.pem comes
+                                        last, and is removed on revocation
 
-The authority's own folder stays with this process. What lies in `learners` belongs to the learners: it is neither read
-nor followed, for they could put links there.
+Only this process sees the authority's own folder. The contents of `learners` are neither read nor followed, because
+learners could put links there.
 """
 
 from __future__ import annotations
@@ -28,49 +28,47 @@ from diloco_deploy.trust.authority import CERTIFICATE_DAYS, SERVES, Authority
 from diloco_deploy.trust.registry import PUBLIC, Issued, write_file
 
 LOOK_S = 0.25
-"""How often to look: shards look as often, so whoever is revoked is out within a second."""
+"""How often to check for changes. Shards check as often, so a revoked caller is cut off within a second."""
 RENEW_SHARE = 1 / 3
 """A certificate is renewed when this share of its time is left."""
 AGAIN = timedelta(minutes=1)
-"""Nobody is issued another within this time, whatever becomes of the folder: each is a line in the records."""
+"""An identity gets no second certificate within this time, whatever becomes of the folder: each is recorded."""
 LEARNERS_MAX = 1024
-"""Folders of learners: with so many, whoever is new gets nothing."""
+"""Most learners' folders; beyond it, new ones get no certificate."""
 LOOKED_AT_MAX = 4 * LEARNERS_MAX
-"""Entries among which new ones are looked for."""
+"""Most folder entries checked for new learners."""
 _LEARNER = re.compile(r"learner-([A-Za-z0-9._-]{1,64})\Z")
 
 
 class Tending:
-    """The certificates below one folder."""
-
     def __init__(
         self, authority: Authority, out: Path, subjects: Sequence[Subject], hosts: Sequence[str],
         days: float = CERTIFICATE_DAYS, lent: Collection[Subject] = (),
     ) -> None:  # fmt: skip
-        """`subjects`: shards, their mirrors and observers. `hosts`: of every shard, beside the name of its own folder.
+        """`subjects`: shards, their mirrors and observers. `hosts`: of every shard, besides the name of its own folder.
 
-        `lent`: observers that run as another user, in our group: Prometheus does.
+        `lent`: observers that run as another user in our group, such as Prometheus.
         """
         self._authority, self._out, self._subjects, self._hosts = authority, out, subjects, hosts
         self._days, self._lent = days, lent
         self._newest: dict[str, Issued] = {}
         self._known: dict[str, Subject] = {}
-        """Name of the folder -> learner that has had a certificate."""
+        """Name of the folder -> learner that once got a certificate."""
         self._tried: dict[str, datetime] = {}
         self._troubles: dict[str, str] = {}
-        """URI, or what else it is about -> why it could not be seen to. Tried again every minute."""
+        """URI, or another subject -> why it failed. Retried every minute."""
         self._revoked: set[str] = set()
         self._records: Stamp = ()
         for name in ("shards", "observers", "learners"):
             (out / name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def look(self, now: datetime, *, renews: bool = False) -> list[str]:
-        """See to what there is to do; what was done, in words. `renews`: all, however new.
+        """Issue and renew whatever is due. Returns what was done, in words. `renews`: renew all, however new.
 
-        What cannot be seen to stops nothing else; `why_not` tells. Raises ConfigError: the records cannot be read.
+        A failure stops nothing else; see `why_not`. Raises ConfigError if the records cannot be read.
         """
         troubles, self._troubles = self._troubles, {}
-        self._pass_on_the_deny_list()  # before all: it must not wait for records that are damaged
+        self._pass_on_the_deny_list()  # first: damaged records must not delay it
         self._read_records()
         wishes = [(subject, self._folder(subject)) for subject in self._subjects] + self._wishes()
         self._tried = {uri: at for uri, at in self._tried.items() if timedelta() <= now - at < AGAIN}
@@ -80,7 +78,7 @@ class Tending:
 
     @property
     def why_not(self) -> str:
-        """Why not everything could be seen to; empty: it could."""
+        """Empty if nothing failed."""
         first = next(iter(self._troubles.values()), "")
         return f"{first} (and {len(self._troubles) - 1} more)" if len(self._troubles) > 1 else first
 
@@ -95,7 +93,7 @@ class Tending:
             self._records = stamp
 
     def _pass_on_the_deny_list(self) -> None:
-        """Shards read a copy: their folder holds no key of the authority."""
+        """Copy the deny-list for shards: their folder holds no key of the authority."""
         copy = self._out / "shards" / REVOKED
         try:
             content = self._authority.registry.deny_list.read_bytes()
@@ -109,7 +107,7 @@ class Tending:
         return self._out / f"{kind}s" / str(subject).replace("/", "-")
 
     def _wishes(self) -> list[tuple[Subject, Path]]:
-        """Learners that have made a folder: those that are known, then new ones while there is room."""
+        """Learners that have made a folder: known ones, then new ones while there is room."""
         learners, new = self._out / "learners", []
         known = [(learner, learners / name) for name, learner in self._known.items() if _is_folder(learners / name)]
         try:
@@ -125,18 +123,18 @@ class Tending:
         room = max(0, LEARNERS_MAX - len(known))
         if len(new) > room or len(looked_at) == LOOKED_AT_MAX:
             self._troubles["learners"] = (
-                f"{learners} holds more than {LEARNERS_MAX} folders: whoever is new gets no certificate; remove some"
+                f"{learners} holds more than {LEARNERS_MAX} folders: new learners get no certificate; remove some"
             )
         return known + new[:room]
 
     def _see_to(self, subject: Subject, folder: Path, now: datetime, renews: bool) -> str:
-        """Issue one certificate if that is due; what was done."""
+        """Issue one certificate if it is due. Returns what was done."""
         newest, uri = self._newest.get(subject.uri), subject.uri
         if newest is not None and newest.serial in self._revoked:
             self._troubles.pop(uri, None)
             if subject.scope is Scope.LEARNER:
                 _take_back(folder)
-            return ""  # only whoever has revoked it may let it in again
+            return ""  # only the operator may admit it again
         if not renews:
             left = 0.0 if newest is None else newest.expires - now.timestamp()
             is_good = left > RENEW_SHARE * self._days * 86400 and os.path.lexists(folder / CA)
@@ -152,19 +150,19 @@ class Tending:
             return ""
 
     def _lend_or_take_back(self, subject: Subject, folder: Path) -> None:
-        """A key that there is: readable for the group while it is lent, and for nobody else otherwise."""
+        """Set the mode of an observer's existing key: readable for the group only while it is lent."""
         if subject.scope is Scope.OBSERVER:
             with suppress(OSError), _held(folder) as held:
                 self._set_modes(subject, held)
 
     def _set_modes(self, subject: Subject, held: int) -> None:
-        """Of an observer's folder, which is open, and of the key in it. Raises OSError."""
+        """Set the modes of an observer's open folder and its key. Raises OSError."""
         is_lent = subject in self._lent
         os.fchmod(held, 0o750 if is_lent else 0o700)
         Path(f"/proc/self/fd/{held}", KEY).chmod(0o640 if is_lent else 0o600)
 
     def _make(self, subject: Subject, folder: Path, now: datetime) -> str:
-        """Issue one certificate; what was done. Raises ConfigError."""
+        """Issue one certificate. Returns what was done. Raises ConfigError."""
         hosts = [folder.name, *self._hosts] if subject.scope in SERVES else []
         try:
             if subject.scope is not Scope.LEARNER:
@@ -181,14 +179,14 @@ class Tending:
 
 
 def _take_back(folder: Path) -> None:
-    """Whoever starts with this folder waits for ca.pem, which comes with another certificate."""
+    """Remove ca.pem: a process that starts with this folder waits for it, and so for another certificate."""
     with suppress(OSError), _held(folder) as held:
         os.unlink(CA, dir_fd=held)
 
 
 @contextmanager
 def _held(folder: Path) -> Iterator[int]:
-    """This very folder, open, whatever takes its name meanwhile. Raises OSError."""
+    """Open this exact folder, even if its name is replaced meanwhile. Raises OSError."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield held
@@ -197,7 +195,7 @@ def _held(folder: Path) -> Iterator[int]:
 
 
 def _is_folder(path: Path) -> bool:
-    """And no link to one."""
+    """Whether it is a folder, and not a link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:

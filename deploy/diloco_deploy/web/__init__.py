@@ -1,5 +1,5 @@
 """The live page of a run: `diloco web`.
 
-`feed.py` keeps what the shards said, `app.py` serves it and says to whom, `live_page.py` puts them together, and
-`command.py` starts them. What a browser gets lies in `static/`.
+`feed.py` keeps what the shards said, `app.py` serves it and controls access, `live_page.py` connects them, and
+`command.py` starts them. `static/` holds the browser's files.
 """

@@ -1,7 +1,7 @@
-"""The HTTP side of the live page: a small Starlette application over a `Hub`, which has the state; and who may look.
+"""The HTTP side of the live page: a small Starlette application over a `Hub`, which has the state; and access control.
 
-GET  /            the page, or, for whoever must show a key first, a page that asks for it
-POST /enter       the key; answers with a cookie
+GET  /            the page, or a form for the key if one is required
+POST /enter       takes the key; answers with a cookie
 GET  /events      server-sent events; each is the JSON of `Feed.since`
 GET  /learners    one page of learners: sort, descending, find, page
 GET  /static/...  files of the page
@@ -31,31 +31,29 @@ _SESSION = b"diloco live page"
 
 
 class Access:
-    """Decides who may look. There are three ways, whatever the address.
+    """Decides who may see the page, in one of three ways for every address.
 
-    Nothing is asked, as the shards ask for nothing; a key, as a cookie or a bearer token; or, over TLS, the certificate
-    of an observer or admin.
+    Everyone, if the shards require nothing either; callers with a key, as a cookie or bearer token; or, over TLS,
+    callers with the certificate of an observer or admin.
     """
 
     def __init__(
         self, key: str | None, token: str | None = None, admits: Callable[[bytes | None], bool] | None = None
     ) -> None:
-        """`key`: what viewers must know; None: nothing is asked. `token`: the run's; it does as well.
-
-        `admits`: whether a certificate is enough.
-        """
+        """`key`: required from viewers; None: nothing is. `token`: the run's token, accepted as well. `admits`: whether
+        a certificate suffices."""
         self._key, self._admits = key, admits
         self._words = [word.encode() for word in (key, token) if word]
         session = "" if key is None else hmac.new(key.encode(), _SESSION, hashlib.sha256).hexdigest()
         self.session = session
-        """What the cookie of a viewer holds. The key itself is not in it."""
+        """The value of a viewer's cookie. It does not contain the key."""
 
     def is_key(self, word: str) -> bool:
         given = word.strip().encode()
         return self._key is not None and any(hmac.compare_digest(given, good) for good in self._words)
 
     def may_look(self, certificate: bytes | None, authorization: str, cookie: str) -> bool:
-        """Whether to show the run to a caller with these: in PEM, the header, the value of our cookie."""
+        """Whether to show the run to a caller with this certificate (PEM), Authorization header and cookie."""
         if self._key is None or (self._admits is not None and self._admits(certificate)):
             return True
         kind, _, word = authorization.partition(" ")
@@ -64,7 +62,7 @@ class Access:
         return hmac.compare_digest(cookie.encode(), self.session.encode())
 
     def answers_to(self, host: str) -> bool:
-        """Whether a request with this Host header is meant for us. Where a key is asked, any is: it has no cookie."""
+        """Whether we answer to this Host header: to any, if a key is required, as other sites lack its cookie."""
         return self._key is not None or is_no_name(host)
 
 
@@ -72,7 +70,7 @@ STATIC = Path(__file__).parent / "static"
 COOKIE = "diloco_web"
 ENTER_BYTES_MAX = 4096
 ENTER_S, ENTERING_MAX = 2.0, 16
-"""For the key to arrive, and keys that are awaited at once: strangers may send them, and send none."""
+"""Seconds for a key to arrive, and most keys awaited at once: strangers may send wrong ones, or none."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -82,22 +80,19 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-"""Of every answer. The page loads nothing from elsewhere, and nobody puts it into a frame."""
+"""Headers of every answer. The page loads nothing from elsewhere, and cannot be framed."""
 Answer = Callable[[Request], Awaitable[Response]]
 
 
 class Hub(Protocol):
-    """Where the application gets what it shows."""
-
     def stream(self, last_seen: str) -> AsyncIterator[bytes]:
-        """Messages of server-sent events; `last_seen`: the id of the last one that the caller knows, or nothing."""
+        """Messages of server-sent events. `last_seen`: the id of the last one that the caller has, or empty."""
 
     def learners(self, *, sort: str, descending: bool, find: str, page: int) -> dict[str, Any]:
         """Raises ValueError."""
 
 
 def make_app(hub: Hub, access: Access) -> Callable[[Any, Any, Any], Awaitable[None]]:
-    """The ASGI application."""
     entering = asyncio.Semaphore(ENTERING_MAX)
 
     def may_look(request: Request) -> bool:
@@ -125,7 +120,7 @@ def make_app(hub: Hub, access: Access) -> Callable[[Any, Any, Any], Awaitable[No
         except (TimeoutError, ClientDisconnect):
             return JSONResponse({"error": "the key did not arrive"}, 408, {"connection": "close"})
         if len(body) > ENTER_BYTES_MAX:
-            return JSONResponse({"error": "that is no key"}, 413)
+            return JSONResponse({"error": "that is not a key"}, 413)
         if not access.is_key(body.decode("utf-8", "replace")):
             return JSONResponse({"error": "that is not the key"}, 403)
         answer = Response(status_code=204)
@@ -167,7 +162,7 @@ def make_app(hub: Hub, access: Access) -> Callable[[Any, Any, Any], Awaitable[No
 
 
 class _Strict:
-    """Refuses what is meant for another name, and adds `HEADERS` to every answer."""
+    """Refuses requests for another host name, and adds `HEADERS` to every answer."""
 
     def __init__(self, app: Starlette, access: Access) -> None:
         self._app, self._access = app, access
@@ -192,7 +187,7 @@ class _Strict:
 
 
 async def _key_in(request: Request) -> bytes:
-    """What was sent, or so much of it that it is no key. Raises ClientDisconnect."""
+    """The body, cut off once it is too long for a key. Raises ClientDisconnect."""
     body = b""
     async for chunk in request.stream():
         body += chunk
@@ -202,5 +197,5 @@ async def _key_in(request: Request) -> bytes:
 
 
 def _cookie_name(request: Request) -> str:
-    """With the port: cookies of one host are sent to all its ports, and several pages may be open."""
+    """The name includes the port: a host's cookies go to all its ports, and several pages may be open."""
     return f"{COOKIE}_{request.url.port or 0}"

@@ -1,4 +1,4 @@
-"""`diloco web`: the live page of a run, from any machine that reaches its shards; and the one beside `diloco up`."""
+"""`diloco web`: the live page of a run, from any machine that reaches its shards; and the one of `diloco up`."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def web(
     ] = None,
     insecure: Annotated[Flag, Parameter(help="allow plaintext on a --listen that other machines reach")] = False,
 ) -> int:
-    """Serve a page that shows a run as it happens: loss, learners, rounds, shards, events. Ends with Ctrl-C.
+    """Serve a page that shows a run live: loss, learners, rounds, shards, events. Ends with Ctrl-C.
 
-    Shards are asked once per second. The page is for this machine alone, unless --listen says otherwise. Where shards
-    ask for a certificate or a token, viewers are asked for the key in the address that is printed.
+    Shards are asked once per second. Only this machine can open the page, unless --listen says otherwise. If shards
+    require a certificate or a token, viewers need the key in the printed address.
     """
     flags = {
         "cluster.folder": folder, "security.token_file": token_file, "security.insecure": "true" if insecure else None,
@@ -66,10 +66,10 @@ def web(
 def page_of(
     listen: str, watched: Watched, security: SecuritySettings, tls: Path | None, certificate: Path | None = None
 ) -> LivePage:
-    """A page that shows no more than its viewers may see: whoever asks with a secret also asks for one.
+    """A page that is as protected as the shards: if asking them takes a secret, viewers need one.
 
-    `tls`: folder of an observer's or admin's certificate, to ask shards with. `certificate`: folder of the one to serve
-    with; in plaintext, beyond this machine needs a token or `security.insecure`. Raises ConfigError, SecretExposed.
+    `tls`: folder of an observer's or admin's certificate, for asking shards. `certificate`: folder of the one to serve
+    with; plaintext beyond this machine needs a token or `security.insecure`. Raises ConfigError, SecretExposed.
     """
     # The run's own certificates do not protect this page.
     check_http_is_meant("--listen", listen, security.model_copy(update={"tls": certificate}))
@@ -96,13 +96,12 @@ _START_S = 10.0
 
 
 class PageThread:
-    """A page beside `diloco up`: one that cannot be served ends no run.
+    """The live page of `diloco up`, on a thread. A page that fails does not end the run.
 
-    Owned by the main thread, which starts and stops it. Nothing else passes between the two.
+    Owned by the main thread, which starts and stops it; nothing else passes between the two threads.
     """
 
     def __init__(self, folder: Path, settings: Settings) -> None:
-        """`folder`: of the cluster."""
         self._folder, self._settings = folder, settings
         self._said = "the live page did not start in time"
         self._is_up = threading.Event()
@@ -111,7 +110,7 @@ class PageThread:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="diloco-web", daemon=True)
 
     def start(self) -> str:
-        """Where the page is, or why there is none, as a line for people."""
+        """Start the page. Returns its address, or why there is none, as a line to print."""
         if not self._settings.cluster.page:
             return "no live page: cluster.page is empty"
         self._thread.start()
@@ -119,7 +118,7 @@ class PageThread:
         return self._said
 
     def stop(self) -> None:
-        """Repeating it is fine."""
+        """Calls after the first do nothing."""
         if self._loop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join(3.0)

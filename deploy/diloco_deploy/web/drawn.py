@@ -1,4 +1,4 @@
-"""What the page draws over time, in a bounded number: the course of the run, its rounds, what happened. Pure."""
+"""What the page draws over time, in bounded numbers: the run's course, its rounds, and events. Pure."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from typing import Any
 POINTS_MAX = 720
 FIRST_EVERY_S = 1.0
 SPANS_S = (60.0, 600.0, 7200.0)
-"""Where the loss goes is said of the shortest of these spans in which it can be told from its scatter."""
+"""The trend of the loss is taken over the shortest of these spans in which it stands out from the scatter."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """The run at one moment."""
-
     seq: int
     at: float
     """Seconds since 1970."""
     tokens_merged: int
     loss: float | None
-    """Mean over the learners that are there and report one; None also while no shard answers: a gap."""
+    """Mean over present learners that report one; None also while no shard answers, which draws a gap."""
     loss_min: float | None = None
     loss_max: float | None = None
     learners: int = 0
-    """With a lease."""
+    """Learners with a lease."""
     tokens_per_s: float = 0.0
 
     def row(self) -> list[float | None]:
-        """JSON. `static/course.js` reads it."""
+        """The point as JSON, for `static/course.js`."""
         return [
             self.at, self.tokens_merged, self.loss, self.loss_min, self.loss_max, self.learners, self.tokens_per_s,
         ]  # fmt: skip
@@ -42,21 +40,19 @@ class Point:
 
 @dataclass(frozen=True)
 class Trend:
-    """How the loss has moved."""
-
     change: float
     noise: float
-    """Standard error of the change, from how the points scatter."""
+    """Standard error of the change, from the scatter of the points."""
     over_s: float
 
 
 class Course:
-    """Points at a steady pace. When there are too many, every second one goes, and the pace halves."""
+    """Points at a steady pace. When there are too many, every second one is dropped and the pace halves."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
         self.thinned_seq = 0
-        """Number of the change in which points went: whoever knows less gets the whole course."""
+        """Number of the change that last dropped points: viewers with an older number get the whole course."""
         self._every_s = FIRST_EVERY_S
 
     def is_due(self, now: float) -> bool:
@@ -70,20 +66,16 @@ class Course:
             self.thinned_seq = point.seq
 
     def since(self, seq: int) -> tuple[bool, list[Point]]:
-        """Whether the points are the whole course, and the points that came after a change."""
+        """Points after number `seq`, and whether they are the whole course."""
         if seq < self.thinned_seq:
             return True, self.points
         return seq == 0, [*takewhile(lambda point: point.seq > seq, reversed(self.points))][::-1]
 
     def trends(self, spans_s: Iterable[float]) -> list[Trend]:
-        """Of the spans of which the course holds enough."""
         return [trend for over_s in spans_s if (trend := self.trend(over_s)) is not None]
 
     def trend(self, over_s: float) -> Trend | None:
-        """How the loss has moved: the newest third of a span against its oldest third.
-
-        None: the course holds too little to say.
-        """
+        """The newest third of a span compared with its oldest third; None if there are too few points."""
         if not self.points:
             return None
         begin = self.points[-1].at - over_s
@@ -102,24 +94,24 @@ KEPT_S = 900.0
 
 @dataclass
 class DrawnRound:
-    """A round of one fragment, and when this page heard of a change in it."""
+    """A round of one fragment, and the number of its last change."""
 
     seq: int
     shard: str
     opened_at: float
     """Seconds since 1970, by the clock of the page's server."""
     facts: Mapping[str, Any]
-    """As `diloco_server/shell/status.py` tells them."""
+    """As reported by `diloco_server/shell/status.py`."""
     cut_s: float | None = None
-    """When its shard fell silent, if it had not become a version by then: nobody knows how it went on."""
+    """When its shard stopped answering, if the round had not become a version: its end is unknown."""
 
     @property
     def is_open(self) -> bool:
-        """It may still become a version: it is drawn, however old it is."""
+        """Whether it may still become a version: then it is drawn, however old it is."""
         return self.facts["announced_s"] is None and self.cut_s is None
 
     def row(self) -> list[Any]:
-        """JSON: what a picture needs, without names. `static/rounds.js` reads it."""
+        """The round as JSON, without names, for `static/rounds.js`."""
         f = self.facts
         return [
             self.shard, f["fragment"], f["round"], round(self.opened_at, 2), f["quorum_s"], f["closed_s"],
@@ -129,17 +121,17 @@ class DrawnRound:
 
 
 class DrawnRounds:
-    """Bounded in number and age; the oldest go first."""
+    """Rounds, bounded in number and age; the oldest are dropped."""
 
     def __init__(self) -> None:
         self._rounds: OrderedDict[tuple[str, int, int, int], DrawnRound] = OrderedDict()  # by their last change
 
     def heard(self, seq: int, shard: str, epoch: int, facts: Mapping[str, Any], now: float) -> None:
-        """A shard told of a round, for the first time or again. Raises KeyError where a fact is missing."""
+        """Take a shard's report of a round. Raises KeyError if a fact is missing."""
         key = (shard, epoch, int(facts["fragment"]), int(facts["round"]))
         opened_at = now - float(facts["ago_s"])
         old = self._rounds.get(key)
-        if old is not None and abs(old.opened_at - opened_at) < 1.0:  # else the same round has opened once more
+        if old is not None and abs(old.opened_at - opened_at) < 1.0:  # otherwise the round has opened again
             opened_at = old.opened_at
         self._rounds[key] = DrawnRound(seq, shard, opened_at, facts)
         self._rounds.move_to_end(key)
@@ -152,25 +144,24 @@ class DrawnRounds:
                 del self._rounds[old_key]
 
     def cut(self, seq: int, shard: str, at: float) -> None:
-        """A shard has not been heard since: what it had under way is not known to go on."""
+        """A shard stopped answering: the end of its unfinished rounds is unknown."""
         for key, drawn in list(self._rounds.items()):
             if drawn.shard == shard and drawn.facts["announced_s"] is None and drawn.cut_s is None:
                 drawn.seq, drawn.cut_s = seq, max(0.0, at - drawn.opened_at)
                 self._rounds.move_to_end(key)
 
     def since(self, seq: int) -> list[DrawnRound]:
-        """Those that changed after a number."""
         return [*takewhile(lambda drawn: drawn.seq > seq, reversed(self._rounds.values()))][::-1]
 
 
 EVENTS_MAX = 200
 TOGETHER_S = 3.0
-"""Two hundred learners that join at once are one event."""
+"""Events this close together are shown as one: two hundred learners may join at once."""
 SAME_S = 1.0
-"""The time of an event is computed from its age, so it varies a little."""
+"""Tolerance for the time of an event, which is computed from its age."""
 NAMES_MAX = 3
 LEARNERS_MAX = 10_000
-"""Of one event."""
+"""Most learners named in one event."""
 
 # event of a shard -> (level, words for one learner, words for many)
 _OF_LEARNERS = {
@@ -190,24 +181,20 @@ _BY_CODE = {
 
 @dataclass
 class EventLine:
-    """One line of the list."""
-
     number: int
-    """Its own among all events of a page."""
+    """Unique among all events of a page."""
     seq: int
     at: float
-    """Seconds since 1970; of the first, where several are told together."""
+    """Seconds since 1970; of the first, if several are shown together."""
     kind: str
     level: str
-    """"good", "info" or "bad"."""
     code: str = ""
     words: str = ""
-    """Of an event that is of no learner."""
+    """The text of an event that concerns no learner."""
     shards: dict[str, None] = field(default_factory=dict)
     learners: dict[str, None] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """JSON."""
         return {
             "id": self.number, "at": round(self.at, 2), "kind": self.kind, "level": self.level,
             "words": self.words or self._of_learners(), "shards": list(self.shards),
@@ -221,9 +208,9 @@ class EventLine:
 
 
 class Events:
-    """The last events by the time when they happened, oldest first.
+    """The last events, in order of their time, oldest first.
 
-    A shard that was cut off tells again what it told before: what came late must not push out what happened last.
+    A shard that was cut off repeats old events; late ones must not displace the newest.
     """
 
     def __init__(self) -> None:
@@ -231,9 +218,9 @@ class Events:
         self._numbers = count(1)
 
     def heard(self, seq: int, shard: str, facts: Mapping[str, Any], now: float) -> None:
-        """A shard told of an event. Kinds that this page does not know are told as they came."""
+        """Take a shard's event. Unknown kinds are shown as they are."""
         kind, code = str(facts.get("event", "")), str(facts.get("code") or "")
-        at = now - max(0.0, float(facts.get("ago_s", 0)))  # nothing happened after now
+        at = now - max(0.0, float(facts.get("ago_s", 0)))  # not later than now
         if kind not in _OF_LEARNERS:
             level = "bad" if kind == "versions lost" else "info"
             self.say(seq, at, kind, level, _words_of(shard, kind, facts), shard)
@@ -251,17 +238,16 @@ class Events:
             event.learners[learner] = None
 
     def say(self, seq: int, at: float, kind: str, level: str, words: str, shard: str = "") -> None:
-        """Something that is of no learner. A shard that was cut off tells again what it told before."""
+        """Add an event that concerns no learner, unless a shard repeats it."""
         if any((old.kind, old.words) == (kind, words) and abs(old.at - at) < SAME_S for old in self._events):
             return
         self._add(EventLine(next(self._numbers), seq, at, kind, level, "", words, {shard: None} if shard else {}))
 
     def since(self, seq: int) -> list[EventLine]:
-        """Those that changed after a number."""
         return [event for event in self._events if event.seq > seq]
 
     def _add(self, event: EventLine) -> bool:
-        """Whether it is kept: it is older than all that are, and there is no room for more."""
+        """Insert an event. Returns False if it is older than all others and there is no room."""
         if len(self._events) >= EVENTS_MAX:
             if event.at < self._events[0].at:
                 return False

@@ -1,7 +1,7 @@
-"""From the answers of shards to what the page shows: one state, and what changed in it since a number.
+"""Turns answers of shards into the page's state, and into its changes since a number.
 
-Pure: `live_page.py` hands in answers and the time (seconds since 1970), and passes on what `since` gives. Whatever
-stops answering stays, with the time since when. Nothing is guessed: what no shard has said is null.
+Pure: `live_page.py` passes in answers and the time (seconds since 1970), and sends what `since` returns. A member that
+stops answering stays, with the time since then. Nothing is guessed: values that no shard has reported are null.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from diloco_deploy.web.headlines import WORDS, headlines
 OUTAGES_MAX = 128
 FINDINGS_SHOWN = 20
 PAGE = 50
-"""Learners that are shown at once."""
 _COUNTERS = ("rounds", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled")
 _AS_SAID = ("ready", "reason", "uptime_s", "memory_bytes", "disk_free_bytes", "bytes_saved", "unwritten")
-"""Of a shard, as its status has it."""
+"""Fields copied from a shard's status."""
 
 
 @dataclass
 class Outage:
-    """A span in which a shard did not answer."""
-
     seq: int
     shard: str
     began: float
@@ -39,11 +36,11 @@ class Outage:
 
 
 class Feed:
-    """What a page knows of one run. Owned by one event loop."""
+    """The state of one run's page. Owned by one event loop."""
 
     def __init__(self, now: float) -> None:
         self.began = now
-        self._seq = 1  # grows with every change; 0 is what a new page knows
+        self._seq = 1  # grows with every change; a new page starts from 0
         self._cluster = Cluster()
         self._traced: dict[str, tuple[int, int]] = {}  # shard -> epoch and number up to which its rounds are known
         self._course = Course()
@@ -53,25 +50,25 @@ class Feed:
         self._outages: deque[Outage] = deque(maxlen=OUTAGES_MAX)
         self._silent_since: float | None = now
 
-    # ------------------------------------------------------------ what the shards say
+    # ------------------------------------------------------------ answers of shards
 
     def expect(self, shards: Iterable[str], learners: Iterable[str] = ()) -> None:
-        """These belong to the run. Whoever is no longer among them stays, and is away."""
+        """Set the members of the run. Others stay, as away."""
         for name in shards:
             self._cluster.expect(name, "shard")
         for learner_id in learners:
             self._cluster.await_learner(learner_id)
 
     def traced(self, name: str) -> tuple[int, int]:
-        """Epoch and number to ask a shard with for what is new of its rounds."""
+        """The epoch and number from which to ask a shard for new rounds."""
         return self._traced.get(name, (0, 0))
 
     def heard(self, name: str, status: Status, rounds: Status | None, now: float, asked_at: float) -> None:
-        """A shard has answered. `rounds`: its timeline; None: it tells none. `asked_at`: by a clock that is never set.
+        """A shard answered. `rounds`: its rounds and events; None: it reports none. `asked_at`: by a monotonic clock.
 
-        Raises an error of any kind, and nothing has changed, where the answer is not as a shard's.
+        Raises an error of any kind, and changes nothing, if the answer is not a shard's.
         """
-        trial = Feed(now)  # one odd answer must not end the page for all: show it alone first
+        trial = Feed(now)  # try it alone first: one odd answer must not break the page
         trial.expect([name])
         trial._take(name, status, rounds, now, asked_at)
         trial.sample(now)
@@ -98,11 +95,11 @@ class Feed:
             self._heard_rounds(shard, rounds, seq, now)
 
     def silent(self, name: str, why: str, now: float, code: str = "") -> None:
-        """A shard did not answer; `why` in words, and as a code where one is known."""
+        """A shard did not answer; `why` in words, `code` if known."""
         shard, seq = self._cluster.members[name], self._next()
         if shard.answers:
             self._outages.append(Outage(seq, shard.label, now))
-            self._traced.pop(name, None)  # once it answers, it tells all of its rounds again, also those cut here
+            self._traced.pop(name, None)  # when it answers again, ask for all its rounds
             self._rounds.cut(seq, shard.label, shard.heard_at or now)
             self._events.say(seq, now, "shard away", "bad", f"{shard.label} does not answer: {why}", shard.label)
         self._cluster.process(name, "away", why, code)
@@ -123,15 +120,15 @@ class Feed:
             )
         )  # fmt: skip
 
-    # ------------------------------------------------------------ what the page shows
+    # ------------------------------------------------------------ the page
 
     def since(self, seq: int, now: float) -> dict[str, Any]:
-        """JSON: the present state, and of what only grows what is newer than a number. 0: everything."""
+        """The current state as JSON, with points, rounds and events newer than number `seq`; 0: all of them."""
         if not 0 <= seq <= self._seq:
             seq = 0
         is_whole, points = self._course.since(seq)
         run, totals, states = self._run(), self._totals(), Counter(one.state for one in self._learners)
-        wrong = findings(self._cluster, now, silent_after_s=inf)  # `silent` says so
+        wrong = findings(self._cluster, now, silent_after_s=inf)  # `silent` reports silence
         shards = self._cluster.shards
         return {
             "seq": self._seq,
@@ -158,7 +155,7 @@ class Feed:
         }  # fmt: skip
 
     def learners(self, *, sort: str, descending: bool, find: str, page: int, now: float) -> dict[str, Any]:
-        """One page of learners as JSON. Raises ValueError: there is no such order."""
+        """One page of learners as JSON. Raises ValueError for an unknown order."""
         if sort not in _ORDERS:
             raise ValueError(f"sort: one of {', '.join(_ORDERS)}")
         wanted = [one for one in self._learners if find.lower() in one.learner_id.lower()]
@@ -249,19 +246,15 @@ class Feed:
 
 
 class Column(NamedTuple):
-    """Of the table of learners."""
-
     title: str
     key: str
-    """Of a row, and of an order."""
+    """Key of a row, and of an order."""
     kind: str
     """How learners.js draws it."""
     word: str = ""
-    """Of the glossary."""
     unit: str = ""
-    """The title with `*` in the place of "tokens", where learners count something else."""
+    """The title with `*` for "tokens", if learners count something else."""
     wide: bool = False
-    """Left out on a narrow screen."""
 
 
 COLUMNS = (
@@ -273,11 +266,9 @@ COLUMNS = (
     Column("staleness", "staleness", "number", "staleness", wide=True),
     Column("contributions", "merged", "fate", "fate"),
 )
-"""From left to right."""
 
 
 def _row(one: SeenLearner) -> dict[str, Any]:
-    """JSON of one learner."""
     return {
         "id": one.learner_id,
         "state": one.state,

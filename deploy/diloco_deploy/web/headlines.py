@@ -1,4 +1,4 @@
-"""Three answers at the top of the page: is it learning, is anybody gone, is anything lost. Pure."""
+"""The three answers at the top of the page: is it learning, is a member missing, is anything lost. Pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from diloco_deploy.cluster.learners import HERE
 from diloco_deploy.web.drawn import Point, Trend
 
 LEVEL = 0.005
-"""A change below this share of the loss is no change."""
+"""Smaller changes of the loss, as a share of it, count as none."""
 NOISE = 4.0
-"""Nor is one below so many standard errors: points that follow each other are alike."""
+"""Changes within this many standard errors count as none. Many, because neighboring points are correlated."""
 
 
 class Words(NamedTuple):
-    """How people are told of a state of learners."""
-
     letter: str
-    """Of the picture of all."""
+    """Its letter in the overview of all learners."""
     level: str
     pill: str
     title: str
     sentence: str
-    """After "2 learners"."""
 
 
 WORDS = {
@@ -44,10 +41,10 @@ def headlines(
     *, states: Counter[str], answering: int, heard: int, shards_away: Sequence[str], wrong: Sequence[Finding],
     run: Mapping[str, Any], totals: Mapping[str, Any], points: Sequence[Point], trends: Sequence[Trend],
 ) -> dict[str, Any]:  # fmt: skip
-    """JSON of the three. Each has a level ("good", "info", "bad"), a title and a sentence.
+    """The three answers as JSON. Each has a level ("good", "info", "bad"), a title and a sentence.
 
     `states`: learners by state. `answering`, `heard`: shards that answer, and that ever did. `wrong`: the findings,
-    which the page lists below. `trends`: of the spans of the course, shortest first.
+    listed below on the page. `trends`: by span, shortest first.
     """
     if not answering:
         words = "No shard has answered yet." if not heard else "No shard answers; these figures are older."

@@ -1,6 +1,6 @@
-"""One live page: it asks the shards, keeps what they say, and serves it, inside one event loop.
+"""A live page: asks the shards, keeps their answers, and serves them, in one event loop.
 
-It is told whom to ask, and with which credentials; both are looked at again and again.
+The members to ask, and the credentials, are read again repeatedly.
 """
 
 from __future__ import annotations
@@ -31,18 +31,16 @@ from diloco_deploy.web.feed import Feed
 
 @dataclass(frozen=True)
 class PageMembers:
-    """At one moment."""
-
     shards: Mapping[str, str | None]
     """Name -> host:port of HTTP; None: it has none now."""
     learners: Sequence[str] = ()
-    """Ids that are expected; more may come."""
+    """Expected ids; more may join."""
     why: Mapping[str, str] = field(default_factory=dict)
-    """Name -> how its process ended last, in words."""
+    """Name -> how its process last ended, in words."""
 
 
 Watched = Callable[[], PageMembers]
-"""Called again and again; never raises."""
+"""Called repeatedly; never raises."""
 
 
 def given(addresses: Sequence[str]) -> Watched:
@@ -52,7 +50,7 @@ def given(addresses: Sequence[str]) -> Watched:
 
 
 def in_folder(folder: Path) -> Watched:
-    """The cluster that `diloco up` runs there, now or later."""
+    """The cluster of `diloco up` in a folder, now or later."""
 
     def look() -> PageMembers:
         found = {name: http for name, http in addresses_in(folder).items() if name.startswith("shard-")}
@@ -67,20 +65,17 @@ def in_folder(folder: Path) -> Watched:
 
 
 class PageCredentials:
-    """What shards are shown, read again when the files change. Owned by one event loop."""
+    """The credentials for asking shards, read again when their files change. Owned by one event loop."""
 
     def __init__(self, tls: Path | None, token: str | None) -> None:
-        """`tls`: folder with the certificate of an observer or admin; shards are asked over TLS then.
-
-        Raises ConfigError, SecretExposed.
-        """
+        """`tls`: folder of an observer's or admin's certificate. Raises ConfigError, SecretExposed."""
         self.tls, self.token = tls, token
         self._folder = None if tls is None else TlsFolder(tls, needs_pair=True)
         self._asker = Asker(tls, token)
-        self._is_old = False  # there are newer files
+        self._is_old = False  # newer files exist
 
     def asker(self) -> Asker:
-        """To ask shards with, now. Files that cannot be used change nothing: they may be half written."""
+        """The current asker. Unusable files change nothing, since they may be half written."""
         if self._folder is not None:
             self._is_old |= self._folder.refresh()
         if self._is_old:
@@ -91,9 +86,9 @@ class PageCredentials:
 
 
 def door_of(certificate: Path, revoked: Path | None) -> TlsDoor:
-    """Serve with the certificate in a folder; its ca.pem says who are observers and admins.
+    """Serve with the certificate in a folder; its ca.pem proves observers and admins.
 
-    `revoked`: a deny-list other than the one in the folder. Raises ConfigError, SecretExposed.
+    `revoked`: a deny-list instead of the one in the folder. Raises ConfigError, SecretExposed.
     """
     folder = TlsFolder(certificate, needs_pair=True)
     deny_list = DenyList(revoked or certificate / REVOKED, is_required=revoked is not None)
@@ -110,20 +105,20 @@ def door_of(certificate: Path, revoked: Path | None) -> TlsDoor:
 
 
 EVERY_S = 1.0
-"""How often a shard is asked, and how often a page hears of it, at most."""
+"""How often a shard is asked, and most often a page is updated."""
 REST = 9.0
-"""After an answer that took long to take in, rest for so many times as long: a tenth of a core is enough."""
+"""After an answer that took long to process, pause this many times as long, to use at most a tenth of a core."""
 STREAM_S = 25.0
-"""A stream ends then, and the browser opens the next: connections have a deadline (`http_connections.py`)."""
+"""Seconds of a stream; the browser then opens the next, as connections have a deadline (`http_connections.py`)."""
 STREAMS_MAX = 64
-"""Half of the connections: the rest are for the page itself. A newcomer ends the oldest, whose viewer comes again."""
+"""Most streams: half of all connections; the rest are for the page. A new one ends the oldest, which reconnects."""
 _THREADS_MAX = 16
 _RETRY = b"retry: 500\n\n"
 _log = logging.getLogger("diloco.web")
 
 
 class LivePage:
-    """Use inside one event loop: `start`, then `stop`."""
+    """Serves one page. Use it in one event loop: `start`, then `stop`."""
 
     def __init__(
         self,
@@ -134,14 +129,14 @@ class LivePage:
         asks_key: bool,
         door: TlsDoor | None = None,
     ) -> None:
-        """`asks_key`: for a word that is made here, or the token of the run. `door`: serve over TLS."""
+        """`asks_key`: require a key that is made here, or the run's token. `door`: serve over TLS."""
         self._watched, self._credentials = watched, credentials
         self._members = watched()
         self._key = secrets.token_urlsafe(16) if asks_key else None
         self._scheme = "http" if door is None else "https"
         self._feed = Feed(time.time())
-        self._life = secrets.token_hex(4)  # numbers of another life of this page mean nothing here
-        self._messages: dict[int, bytes] = {}  # number that a viewer knows -> what it is told, at the present number
+        self._life = secrets.token_hex(4)  # distinguishes numbers of an earlier start
+        self._messages: dict[int, bytes] = {}  # number that a viewer knows -> its next message
         self._streams: dict[object, None] = {}  # oldest first
         self._changed = asyncio.Event()
         self._ending = asyncio.Event()
@@ -158,13 +153,13 @@ class LivePage:
         self._listener = HttpListener(listen, app, door)
 
     async def start(self) -> str:
-        """Listen, begin to ask, and return the address of the page. Raises ConfigError or InUse."""
+        """Listen, start asking, and return the address of the page. Raises ConfigError or InUse."""
         address = await self._listener.start()
         self._telling = asyncio.create_task(self._tell(), name="web-tell")
         return f"{self._scheme}://{_shown(address)}/" + ("" if self._key is None else f"#key={self._key}")
 
     async def stop(self) -> None:
-        """End all streams and stop. Repeating it is fine."""
+        """End all streams and stop. Calls after the first do nothing."""
         self._ending.set()
         self._changed.set()
         for task in (*self._asking.values(), *([self._telling] if self._telling else [])):
@@ -200,7 +195,7 @@ class LivePage:
     # ------------------------------------------------------------ helpers
 
     def _message(self, seen: int) -> tuple[int, bytes]:
-        """The newest number, and what is told to whoever knows another one: made once for all viewers."""
+        """The newest number, and the message for viewers at number `seen`, made once for all of them."""
         made = self._messages.get(seen)
         if made is None:
             state = self._feed.since(seen, time.time())
@@ -211,13 +206,13 @@ class LivePage:
         return self._newest, made
 
     async def _tell(self) -> None:
-        """Begin to ask shards that are new, and wake the viewers, at a steady pace."""
+        """Start asking new shards, and wake the viewers, at a steady pace."""
         has_failed = False
         while True:
             began = time.monotonic()
             try:
                 self._look()
-            except Exception:  # the page goes on with what it has
+            except Exception:  # the page continues with what it has
                 if not has_failed:
                     _log.exception("the page could not take a look; this is said once")
                 has_failed = True
@@ -235,7 +230,7 @@ class LivePage:
         self._feed.sample(time.time())
 
     async def _ask(self, name: str) -> None:
-        """Ask one shard again and again. A shard that hangs holds up no other."""
+        """Ask one shard repeatedly. A shard that hangs delays no other."""
         loop = asyncio.get_running_loop()
         while True:
             address = self._members.shards.get(name)
@@ -253,13 +248,13 @@ class LivePage:
                     took_s = time.perf_counter() - began
                 except NoAnswer as error:
                     self._feed.silent(name, str(error), time.time(), error.code)
-                except Exception as error:  # whatever it was: ask again
+                except Exception as error:  # of any kind: ask again
                     self._feed.silent(name, f"its answer makes no sense: {plain(repr(error))[:200]}", time.time())
             await asyncio.sleep(max(EVERY_S, REST * took_s))
 
 
 def _shown(address: str) -> str:
-    """What a browser on this machine can call: every interface has this one."""
+    """The address for a browser on this machine: loopback for "every interface"."""
     for every, here in (("0.0.0.0:", "127.0.0.1:"), ("[::]:", "[::1]:")):
         if address.startswith(every):
             return here + address.removeprefix(every)

@@ -1,27 +1,27 @@
 """The shard's decisions as pure code: no sockets, threads, clocks, randomness or logging.
 
-shard.py        the face that callers use; start here
-mirrored.py     the same of a mirror, which makes no versions
-membership.py   who may speak: leases and generations
-taking.py       what becomes of a push
-rounds.py       when rounds open and close
-patience.py     how long an open round waits, and for whom
-round.py        what one round has collected, and whether it may close
-due.py          which fragments are due
-cadence.py      how many inner steps lie between two rounds of a fragment, and how long one stays open after its quorum
-every.py        H, where the settings leave it to the shard
-influence.py    how much one contribution may move the model
-directions.py   where contributions point
-arrivals.py     when a learner that was asked will have contributed
-admission.py    the answer to a push, and what is refused, by its header
-model.py        what learners must have in common
-versions.py     seeding, restoring, committing and announcing versions; when the run has its tokens
-fragment.py     a fragment's state: its phase, its latest version, its round
-record.py       what is kept with a version: how it came to be
-parts.py        contributions that come in parts
-merge.py        contributions -> one pseudo-gradient, or the next values of buffers
-outer.py        pseudo-gradient -> new version
-arithmetic.py   a fragment's numbers: seeding, stepping and sending them
-ledger.py       what has happened, and the account of it
-effects.py      what the shell has to do next
+shard.py        the interface that callers use; start here
+mirrored.py     a shard that copies another one and makes no versions
+membership.py   leases and generations: which learners may call
+taking.py       accepts, holds or refuses each push
+rounds.py       opens and closes rounds
+patience.py     how long an open round waits, and for which learners
+round.py        the contributions of one round, and whether it may close
+due.py          which fragments are due for a round
+cadence.py      inner steps between rounds of a fragment, and the grace window
+every.py        chooses H when sync.sync_every is "auto"
+influence.py    limits how much one contribution may move the model
+directions.py   compares the directions of contributions
+arrivals.py     predicts when a learner's contribution will arrive
+admission.py    answers a push from its header
+model.py        checks that learners train the same model
+versions.py     seeds, restores, commits and announces versions; ends the run at its token budget
+fragment.py     the state of one fragment: its phase, latest version and round
+record.py       the record kept with each version
+parts.py        contributions that arrive in parts
+merge.py        merges contributions into one pseudo-gradient, or into the next values of buffers
+outer.py        the outer optimizers
+arithmetic.py   seeding, stepping and encoding a fragment's values
+ledger.py       the facts of a run, and their totals
+effects.py      work that the core hands to the shell
 """

@@ -1,12 +1,12 @@
-"""What becomes of a push, decided from its header and the fragment's state. Changes nothing.
+"""Decides on a push from its header and the fragment's state. Changes nothing.
 
-In this order: a contribution to another line of versions is refused; one that the shard has already is a duplicate; a
-copy of one that was not taken gets the same answer again; one to a round that is over, or not open, is late. For the
-rest the checks decide whether the bytes are wanted: each raises a `Refusal` that says what to do.
+In this order: a contribution to versions that this shard does not continue is refused; one that it already has is a
+duplicate; a copy of one that was not taken gets the same answer again; one to a round that is over, or not open, is
+late. For the rest, the checks decide whether the bytes are wanted; each raises a `Refusal` that says what to do.
 
-The whole order of what is refused: identity and run (the shell), lease and generation (membership.py); from the header
-alone manifest, epoch, round, sizes (here); of the bytes sizes, checksum, decoder limits (codec); finite values
-(rounds.py). Nothing else is refused: how much a contribution counts for, its round says (influence.py).
+All checks of a push, in order: identity and run (the shell), lease and generation (membership.py), manifest, epoch,
+round and sizes from the header (here), sizes, checksum and decoder limits of the bytes (codec), finite values
+(taking.py). Nothing else is refused; `influence.py` decides how much a contribution counts for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DUPLICATE = PushAnswer(Outcome.DUPLICATE)
 LATE = PushAnswer(Outcome.LATE)
 PART = "PART"
 HELD = PushAnswer(Outcome.ACCEPTED, PART)
-"""The part is there, and others are missing: nothing was contributed yet."""
+"""The part was received and others are missing: nothing was contributed yet."""
 
 
 def by_header(
@@ -44,14 +44,14 @@ def by_header(
 ) -> PushAnswer | None:
     """The answer to a push; None if its bytes are wanted. Raises a Refusal.
 
-    `quiet_since`: half a seed that has not grown since then gives way. To a whole one it always does.
+    `quiet_since`: an incomplete seed with no new part since then gives way. It always gives way to a whole seed.
     """
     check_epoch(header, state, epoch)
     if header.is_seed:
         if (state.seeded or state.computing) and learner_id not in state.may_bring:
             return DUPLICATE
         if state.computing:
-            raise Busy(f"fragment {header.fragment_id}: a version is being made; bring your values in a moment")
+            raise Busy(f"fragment {header.fragment_id}: a version is being made; send your values in a moment")
         check_sizes(header, state, SEED_ENCODINGS)
         half_seed = state.half_seed_of(learner_id, quiet_since) if is_part(header) else None
         return _by_other_parts(header, None if half_seed is None else half_seed.parts)
@@ -77,7 +77,7 @@ def by_header(
 
 
 def _by_other_parts(header: PushHeader, half: HalfContribution | None) -> PushAnswer | None:
-    """An empty part, and one that is there already, need no bytes. Raises ContributionConflict."""
+    """HELD for a part that is empty or already received: its bytes are not needed. Raises ContributionConflict."""
     if not is_part(header):
         return None
     is_there = not header.ranges or (half is not None and half.has(header))
@@ -85,13 +85,13 @@ def _by_other_parts(header: PushHeader, half: HalfContribution | None) -> PushAn
 
 
 def is_taken(header: PushHeader, state: FragmentState, learner_id: str) -> bool:
-    """Whether this very contribution is already in a round or in a version."""
+    """Whether this exact contribution is already in a round or a version."""
     if header.is_seed:
         return False
     held = state.held(learner_id, header.round)
     if held is not None:
         return held.is_what(header)
-    # Merged, or its learner has pushed for a later round since: then it knows the fate of this one.
+    # Merged, or its learner has pushed for a later round since and so knows the answer to this one.
     return state.may_hold(learner_id, header.round)
 
 
@@ -99,7 +99,7 @@ def is_taken(header: PushHeader, state: FragmentState, learner_id: str) -> bool:
 
 
 def check_origin(header: PushHeader, manifest: Manifest) -> None:
-    """The contribution is for this model. Raises ManifestMismatch."""
+    """Check that the contribution is for this model. Raises ManifestMismatch."""
     if header.manifest_digest != manifest.digest:
         raise ManifestMismatch(
             f"manifest {header.manifest_digest[:12]!r} is not this run's {manifest.digest[:12]!r}; join again"
@@ -107,9 +107,9 @@ def check_origin(header: PushHeader, manifest: Manifest) -> None:
 
 
 def is_in_line(header: PushHeader, state: FragmentState, epoch: int) -> bool:
-    """Whether the fragment's latest version is the base version, or came from it.
+    """Whether the fragment's latest version is the base version or was made from it.
 
-    A version that was lost is never in line: its number was given again, in another epoch.
+    A lost version never is: its number was given again, in another epoch.
     """
     if header.is_seed or not state.seeded:
         return header.epoch == epoch
@@ -121,16 +121,16 @@ def is_in_line(header: PushHeader, state: FragmentState, epoch: int) -> bool:
 
 
 def check_epoch(header: PushHeader, state: FragmentState, epoch: int) -> None:
-    """Raises WrongEpoch if the latest version did not come from the contribution's base version."""
+    """Raises WrongEpoch if the latest version was not made from the contribution's base version."""
     if not is_in_line(header, state, epoch):
         raise WrongEpoch(
             f"fragment {header.fragment_id}: version {header.base_version} of epoch {header.epoch} is over, "
-            f"version {state.version} of epoch {state.epoch or epoch} did not come from it; pull first"
+            f"version {state.version} of epoch {state.epoch or epoch} was not made from it; pull first"
         )
 
 
 def check_round(header: PushHeader, state: FragmentState, learner_id: str, staleness_max: int) -> None:
-    """The round is open and asked this learner, which can have the base version. Raises WrongRound or TooStale."""
+    """Check that the round is open, asked this learner, and fits the base version. Raises WrongRound or TooStale."""
     where = f"fragment {header.fragment_id}"
     if header.steps < 1 or header.tokens < 1:
         raise WrongRound(
@@ -150,7 +150,7 @@ def check_round(header: PushHeader, state: FragmentState, learner_id: str, stale
 
 
 def check_sizes(header: PushHeader, state: FragmentState, encodings: Collection[str]) -> None:
-    """The announced bytes are what fragment, ranges and encoding imply. Raises BadPayload or UnknownEncoding."""
+    """Check the announced sizes against fragment, ranges and encoding. Raises BadPayload or UnknownEncoding."""
     num_elements = state.fragment.num_elements
     if is_part(header) or header.ranges:
         num_elements = check_ranges(header, num_elements)

@@ -1,13 +1,13 @@
-"""The arithmetic that makes the next version of a fragment, and the bytes that are sent of it.
+"""Computes the next version of a fragment, and its encoded bytes.
 
-The average of the versions is kept as its difference to theta, which is small, so 2 bytes of it say enough:
+The average of the versions is kept as its small difference to theta, for which bfloat16 is enough:
 
     average <- average + w (theta - average),    w = (1 - d) / (1 - d^t),    so the average after version 1 is version 1
 
-d is `outer.average`, t the version. Rounded to the nearest, a difference would stand still where what is added to it is
-less than half of its last bit. So it is rounded up or down by turns, the more often to the one that is nearer. Whose
-turn it is follows from the element and the version alone: a restart changes nothing. Against float64, the average is
-off by 0.5 % of its distance to theta at d = 0.9, by 0.9 % at 0.97, by 2.1 % at 0.99, and by 4.8 % at 0.999.
+d is `outer.average`, t the version. With rounding to nearest, the difference would stop moving once its change is less
+than half of its last bit. So it is rounded up or down in turn, more often to the nearer value. The choice depends only
+on the element and the version, so a restart changes nothing. Against float64, the average is off by 0.5 % of its
+distance to theta at d = 0.9, by 0.9 % at 0.97, by 2.1 % at 0.99, and by 4.8 % at 0.999.
 """
 
 from __future__ import annotations
@@ -31,17 +31,13 @@ from diloco_server.core.round import Contribution
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """How versions of a fragment are made."""
-
     rule: str | MergeRule
     optimizer: OuterOptimizer
     average: float = 0.0
-    """d of the average of the versions; 0: none is kept."""
+    """d of the average of the versions; 0: no average is kept."""
     follows: bool = False
-    """The outer momentum follows how many learners are merged."""
 
     def optimizer_of(self, contributions: Sequence[Contribution]) -> OuterOptimizer:
-        """For one round."""
         if not self.follows:
             return self.optimizer
         return self.optimizer.with_momentum(momentum_for(contributions, self.rule))
@@ -49,39 +45,38 @@ class Making:
 
 @dataclass
 class Values:
-    """The numbers of a fragment. Only `seed` and `step` change them, on the shard's compute thread."""
+    """The values of a fragment. Only `seed` and `step` change them, on the shard's compute thread."""
 
     theta: Tensor
     """float32 [num_elements]."""
     buffers: list[Tensor]
-    """State of the outer optimizer, [num_elements] each, in the dtype that it keeps."""
+    """Buffers of the outer optimizer, [num_elements] each, in its own dtype."""
     average: Tensor | None = None
     """Average of the versions minus theta, bfloat16 [num_elements]. None: the average is theta, or there is none."""
 
     def averaged(self) -> Tensor:
-        """The average of the versions, float32 [num_elements]."""
         return self.theta if self.average is None else self.theta + self.average
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version as it is sent: encoded once, the same bytes for everybody."""
+    """An encoded version; every learner gets the same bytes."""
 
     values: Payload
     """The anchor of every learner that has this version."""
     change: Payload | None = None
     """The difference to the version before. None for a first version, and if `sync.pull` sends values."""
     sha256: tuple[bytes, bytes] | None = None
-    """Of the values, and of the change (or empty): for whoever takes them from a mirror. None: there was none."""
+    """Hashes of the values and of the change (or empty), for learners that pull from a mirror. None: not computed."""
 
     def named(self) -> Published:
-        """With these names. Takes about half a nanosecond for each byte."""
+        """A copy with the hashes. Takes about half a nanosecond per byte."""
         change = b"" if self.change is None else sha256(self.change)
         return replace(self, sha256=(sha256(self.values), change))
 
 
 def seed(payload: Payload | PartedPayload, optimizer: OuterOptimizer) -> Values:
-    """The values of version 0. Raises BadPayload."""
+    """Decode the values of version 0. Raises BadPayload."""
     num_elements = payload.header.num_elements
     theta = memory.empty(num_elements)
     if isinstance(payload, PartedPayload):
@@ -103,7 +98,7 @@ def step(
     outer_step: int,
     making: Making,
 ) -> None:
-    """Merge a closed round and take one outer step, in place. What is contributed whole is merged whole."""
+    """Merge a closed round and take one outer step in place. Buffers (`is_whole`) are merged as whole values."""
     if fragment.traits.is_whole:
         for bounds, merged_values in pool(contributions, fragment.pieces):
             values.theta[bounds] = merged_values
@@ -124,14 +119,15 @@ def step(
 
 
 def _kept(decay: float, version: int) -> float:
-    """1 - w: what is kept of the difference between the average and theta."""
+    """1 - w: the share of the difference between average and theta that remains."""
     return 1 - (1 - decay) / (1 - decay**version)
 
 
 def _round_by_turns(values: Tensor, start: int, turn: int) -> Tensor:
-    """To one of the two numbers next to each that bfloat16 has; in place. `start`: where they begin in the fragment.
+    """Round to one of the two neighboring bfloat16 values, in place. `start`: position of `values` in the fragment.
 
-    What is added to the 16 bits that go are multiples of the golden ratio, so evenly spread over turns and neighbours.
+    The offsets added to the 16 dropped bits are multiples of the golden ratio, so evenly spread over turns and
+    elements.
     """
     places = torch.arange(start, start + values.numel(), dtype=torch.int32)
     turned = (turn * 0x9E3779B1 >> 16) & 0xFFFF
@@ -141,7 +137,7 @@ def _round_by_turns(values: Tensor, start: int, turn: int) -> Tensor:
 
 
 def publish(values: Values, encoding: str, before: Published | None = None) -> Published:
-    """Encode the current values for learners that hold `before`. None: they hold nothing, or another epoch's."""
+    """Encode the current values for learners that hold `before`; None: they hold no version of this epoch."""
     whole = pull_encodings(encoding)[-1]
     if before is None or encoding == whole:
         return Published(encode_payload(values.theta, whole))

@@ -1,6 +1,6 @@
-"""Where the contributions to a version point: with the others of their round, and with what their learner said before.
+"""Compares the direction of each contribution with the others of its round, and with its learner's previous one.
 
-All are compared over the same sample of their elements, so it takes no longer where the fragment is larger.
+All are compared on one sample of their elements, so the time does not grow with the fragment.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from diloco_server.core.merge import FLOAT32_TINY, rows, shares_of
 from diloco_server.core.round import Contribution
 
 STRETCHES, STRETCH = 16, 1 << 12
-"""Stretches of a fragment, evenly spread, and elements of each. The cosine of vectors with nothing in common is 0.004
-then."""
+"""Sampled stretches of a fragment, evenly spread, and their length. Unrelated vectors then have a cosine of 0.004."""
 MANY = 64
-"""Contributions, each of which is compared with each. Of more, fewer elements are."""
+"""Above this many contributions, which are compared in pairs, fewer elements are sampled."""
 KEPT = 512
-"""Elements of the sample that are kept until the next contribution: 1 KiB for each learner and fragment."""
+"""Elements of the sample kept until the next contribution: 1 KiB for each learner and fragment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """Where a contribution points, in a round where one of them at least has two others."""
+    """The direction of a contribution, in a round where at least one has two others."""
 
     cosine: float
-    """With the others: the mean, weighted by how much each of them counts for. Among strangers the median."""
+    """Cosine with the others: the mean, by how much each counts; among strangers, the median."""
     others: float
-    """The same of these with each other; 0 where there is only one."""
+    """The others' cosine with each other; 0 if there is only one."""
     again: float | None = None
-    """With what its learner contributed to the version before; None: nothing."""
+    """Cosine with its learner's contribution to the version before; None: there was none."""
 
 
 def directions(
@@ -44,10 +43,10 @@ def directions(
     *,
     median: bool = False,
 ) -> dict[str, Direction]:
-    """Of each contribution to a fragment of so many elements: those that take part, and those that do not.
+    """The direction of each contribution to a fragment of `num_elements`: of `part`, which is merged, and of `beside`.
 
-    Of two alone, either may be the one that points away, so there are none. `said`: learner -> a sample of what it said
-    last. Those of this round take its place. `median`: as among strangers.
+    Empty where there are only two, since either may point away. `said`: learner -> the sample of its last contribution;
+    replaced by those of this round. `median`: compare as among strangers.
     """
     taken = [c for c in (*part, *beside) if c.norm > 0]
     shares = dict(zip((c.learner_id for c in part), shares_of(part), strict=True))
@@ -65,7 +64,7 @@ def directions(
     else:
         rest, along = own.sum() - own, cosines @ own - own
         with_others = _ratio(along, rest)
-        pairs = own @ along - 2 * own * along  # of the others with each other, both ways
+        pairs = own @ along - 2 * own * along  # of the others with each other, each pair twice
         agreeing = _ratio(pairs, rest.square() - own.square().sum() + own.square())
     agreeing = torch.where(others > 1, agreeing, 0.0)
     again = [_again(said.get(c.learner_id), now) for c, now in zip(taken, sample, strict=True)]
@@ -76,13 +75,13 @@ def directions(
 
 
 def _compared(taken: Sequence[Contribution], num_elements: int) -> tuple[Tensor, Tensor]:
-    """Dot products of each with each over the sample, float64 (M, M), and what is kept of it, bfloat16 (M, n)."""
+    """Dot products of all pairs over the sample, float64 (M, M), and the part of it to keep, bfloat16 (M, n)."""
     stretches = [*_stretches(num_elements, len(taken))]
     every = max(1, sum(s.stop - s.start for s in stretches) // KEPT)
     products, kept = torch.zeros(len(taken), len(taken), dtype=torch.float64), []
     for stretch in stretches:
         for _, some in rows(taken, stretch):
-            values = some.double()  # beside one with nearly all of the weight float32 would leave noise of the others
+            values = some.double()  # float32 would lose the others beside one with nearly all of the weight
             products += values @ values.T
             kept.append(some[:, ::every].bfloat16())
     return products, torch.cat(kept, 1)
@@ -99,7 +98,7 @@ def _stretches(num_elements: int, contributions: int) -> Iterator[slice]:
 
 
 def _medians(cosines: Tensor, part: Tensor) -> Tensor:
-    """Of each, the lower median of those with the others that take part."""
+    """For each contribution, the lower median of its cosines with the others in `part`."""
     own = torch.eye(len(cosines), dtype=torch.bool)
     return cosines.masked_fill(own | ~part, math.nan).nanmedian(1).values
 

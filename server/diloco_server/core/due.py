@@ -1,10 +1,10 @@
-"""Which fragments of a shard are due. H decides for the model; other kinds may be due more rarely.
+"""Finds the fragments of a shard that are due for a round.
 
-Out of turn, a fragment is due where a learner leaves that has trained since it contributed last.
+H decides for the model; other kinds may be due more rarely. A fragment is also due, out of turn, when a learner leaves
+that has trained since it last contributed to it.
 
-Whether one is due depends on every learner, and reports come from every learner all the time. So where each of them
-counts from is kept as a table, fragments by learners, and compared at once. A learner that leaves takes part in some
-rounds only: those fragments are looked at one by one.
+All learners report constantly, so a table of fragments by learners holds the inner step from which each learner counts,
+and one tensor operation compares it. A leaving learner takes part only in some rounds, which are checked one by one.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from diloco_server.core.membership import Member
 from diloco_server.core.versions import Versions
 
 NEVER = 1 << 62
-"""Steps or tokens that nobody reaches."""
+"""More steps or tokens than any learner reaches."""
 READY = 0.75
-"""Of the interval: so many steps a contribution has, unless its learner leaves or the budget ends. Learners that are up
-to a third slower are in every round."""
+"""Share of the interval that a learner must have trained to be asked, unless it leaves or the budget ends. Learners
+that are up to a third slower are in every round."""
 
 
 class DueFragments:
-    """Decided anew only where something has changed: most ticks find all as the last one did."""
+    """Recomputes only what has changed: most ticks give the same answer as the one before."""
 
     def __init__(self, sync: SyncSettings, every: Every, versions: Versions) -> None:
         self._sync, self._every = sync, every
         self._versions = versions
-        self._found: object = None  # what `among` last decided by
+        self._found: object = None  # the inputs of the last `among`
         self._put_off: list[int] = []
-        self._put_off_by: set[int] = set()  # the generations that it was due for
-        self._last: set[int] = set()  # those that are due because what is trained fills the budget
+        self._put_off_by: set[int] = set()  # the live generations at that time
+        self._last: set[int] = set()  # due because the trained tokens fill the budget
         self._begin()
 
     def among(self, live: Sequence[Member], merging: Sequence[Member], quorum: Quorum) -> list[int]:
-        """The fragments that are due, in order: so many learners of those that are merged, at least, have taken the
-        steps. None, where nothing has changed.
+        """The fragments that are due, in order: a quorum of the `merging` learners has taken enough steps.
 
-        All of them have reported.
+        Empty if nothing has changed. All learners passed in have reported.
         """
-        # Whether a fragment is due follows from these, not from the time.
+        # Whether a fragment is due depends on these, not on the time.
         put_off, self._put_off = self._put_off, []
         if put_off and self._put_off_by == {m.generation for m in live}:
             return put_off
@@ -72,15 +71,16 @@ class DueFragments:
         return sorted([*(self._due_for_all(merging, quorum) - leaving), *of_leavers])
 
     def put_off(self, due: Sequence[int]) -> None:
-        """These were due, and are not opened yet: they come next, unless learners come or go."""
+        """Postpone these fragments: the next `among` returns them, unless learners have come or gone."""
         self._put_off, self._put_off_by = list(due), {*self._columns}
 
     def asked(self, due: Sequence[int], live: Sequence[Member]) -> list[list[bool]]:
-        """Whom rounds of these fragments ask, of these learners: by fragment, then by learner.
+        """Which of these learners the rounds of these fragments ask: by fragment, then by learner.
 
-        A mean is as long as its parts are: 24 steps of one learner with 3 of another move the model by less than the 24
-        alone. So a learner with few steps since its last merged contribution goes on. It gets the version like all
-        others, and contributes to a later round. All are asked where a version would undo what they carry.
+        A mean is only as long as its parts: 24 steps of one learner merged with 3 of another move the model less than
+        the 24 alone. So a learner with few steps since its last merged contribution is skipped. It receives the version
+        like the others, and contributes to a later round. All are asked where a version would undo the progress that
+        they carry.
         """
         there = torch.ones(len(due), len(live), dtype=torch.bool)
         leaving = [i for i, m in enumerate(live) if m.is_leaving]
@@ -91,7 +91,7 @@ class DueFragments:
             rows = [self._rows[p] for p in due]
             steps = _tensor(m.reported.inner_step for m in live) - self._merged[rows][:, self._columns_of(live)]
             ready = steps >= READY * self._intervals[rows, None].double()
-            ready |= steps < 0  # also of a process that has begun anew: it counts from 0
+            ready |= steps < 0  # a process that started again counts from 0
             ready[:, leaving] = True
             ready[[p in self._last for p in due]] = True
             found = there & ready
@@ -99,28 +99,26 @@ class DueFragments:
         return asked
 
     def usual_steps(self, fragment: Fragment) -> int:
-        """Inner steps between two rounds of a fragment, as H is now."""
         return self._every.steps * fragment.traits.times(self._sync)
 
     # ------------------------------------------------------------ the table
 
     def _begin(self) -> None:
-        """Another model: nothing is known of its fragments."""
         self._phases: Phases = self._versions.phases
         self._ids = list(self._versions.fragments)
         self._rows = {fragment_id: row for row, fragment_id in enumerate(self._ids)}
         self._columns: dict[int, int] = {}  # generation -> its column
         self._free: list[int] = []  # columns
         rows = len(self._ids)
-        self._intervals = torch.full((rows,), NEVER)  # inner steps until the next round; NEVER: not at rest
-        self._left = torch.full((rows,), NEVER)  # of the budget, in tokens
-        self._steps = torch.empty(rows, 0, dtype=torch.int64)  # by learner: where it counts from
+        self._intervals = torch.full((rows,), NEVER)  # inner steps between rounds; NEVER: not RESTING
+        self._left = torch.full((rows,), NEVER)  # tokens left in the budget
+        self._steps = torch.empty(rows, 0, dtype=torch.int64)  # by learner: the inner step it counts from
         self._merged = torch.empty(rows, 0, dtype=torch.int64)  # by learner: the step up to which its work is merged
-        self._tokens = torch.empty(rows, 0, dtype=torch.int64)  # where it counts from in tokens, in a run that ends
+        self._tokens = torch.empty(rows, 0, dtype=torch.int64)  # the same in tokens, if the run has a budget
         self._phases.changed.update(self._ids)
 
     def _look_at_members(self, live: Sequence[Member]) -> None:
-        """Columns for those that have come; those of whoever has gone are free."""
+        """Add columns for new generations, and free those of generations that have gone."""
         for generation in self._columns.keys() - {m.generation for m in live}:
             self._free.append(self._columns.pop(generation))
         new = [m for m in live if m.generation not in self._columns]
@@ -141,9 +139,9 @@ class DueFragments:
                 self._tokens[:, column] = _tensor(_base_tokens(state, member) for state in states)
 
     def _look_at_fragments(self, live: Sequence[Member]) -> None:
-        """Rows of those that have changed. Other kinds than the model rest for ever once the run is over.
+        """Update the rows of changed fragments. Once the run is over, buffers rest for good.
 
-        A new H takes effect at a fragment's next round. Otherwise a smaller one would open many rounds at once.
+        A new H takes effect at a fragment's next round; otherwise a smaller H would open many rounds at once.
         """
         budget, changed = self._versions.budget, self._phases.changed
         if self._versions.done:
@@ -167,7 +165,7 @@ class DueFragments:
         return _tensor(self._columns[m.generation] for m in members)
 
     def _spread(self, members: Sequence[Member], values: Iterable[int]) -> Tensor:
-        """Values of members in their columns; nothing in those of others."""
+        """Values of members in their columns; -NEVER in the others."""
         spread = torch.full((self._steps.shape[1],), -NEVER)
         spread[self._columns_of(members)] = _tensor(values)
         return spread
@@ -177,7 +175,6 @@ class DueFragments:
         return self._versions.budget.tokens > 0
 
     def _interval(self, state: FragmentState) -> int:
-        """Inner steps from its last round to the next."""
         versions, fragment = self._versions, state.fragment
         assert versions.manifest is not None
         steps = self._every.steps * fragment.traits.times(self._sync)
@@ -189,7 +186,7 @@ class DueFragments:
     # ------------------------------------------------------------ decisions
 
     def _due_for_all(self, live: Sequence[Member], quorum: Quorum) -> set[int]:
-        """Those that are due for the learners that stay. Idle ones have no say in it, as long as others contribute."""
+        """Fragments due for the learners that stay. Idle ones do not count as long as others contribute."""
         staying = [m for m in live if not m.is_leaving]
         members, rows = [m for m in staying if not m.is_idle] or staying, _where(self._intervals != NEVER)
         if not members or not rows:
@@ -207,7 +204,7 @@ class DueFragments:
         return due | self._last
 
     def _is_due(self, state: FragmentState, live: Sequence[Member], quorum: Quorum) -> bool:
-        """One that a learner takes part in that leaves. Here, too, idle ones have no say."""
+        """Whether a fragment in which a leaving learner takes part is due. Idle learners do not count here either."""
         fragment_id = state.fragment.fragment_id
         steps = int(self._intervals[self._rows[fragment_id]])
         if steps == NEVER:
@@ -222,7 +219,7 @@ class DueFragments:
 
 
 def _tensor(values: Iterable[int]) -> Tensor:
-    """int64; what is larger is more than anybody reaches."""
+    """int64; larger values become NEVER."""
     return torch.tensor([min(value, NEVER) for value in values], dtype=torch.int64)
 
 
@@ -232,17 +229,17 @@ def _where(mask: Tensor) -> list[int]:
 
 
 def _base_steps(state: FragmentState, member: Member) -> int:
-    """Where a learner counts from for this fragment."""
+    """The inner step from which a learner counts for this fragment."""
     first = member.first_step or 0
     return max(first, state.base_steps.get(member.learner_id, first))
 
 
 def _base_tokens(state: FragmentState, member: Member) -> int:
-    """Those that count as trained begin here; NEVER: it has not been asked yet."""
+    """The token count from which a learner's tokens count as trained; NEVER: it was not asked yet."""
     return state.base_tokens.get(member.learner_id, NEVER)
 
 
 def _merged_steps(fragment_id: int, member: Member) -> int:
-    """The step up to which its work is merged into this fragment; NEVER: none is, as far as is known."""
+    """The step up to which its work is merged into this fragment; NEVER: none is known to be."""
     since = None if member.reports is None else member.reports.merged_until.get(fragment_id)
     return NEVER if since is None else since.inner_step

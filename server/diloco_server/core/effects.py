@@ -1,4 +1,4 @@
-"""What the core asks of its shell, in order: say something, compute something, tell of a fact (`ledger.py`)."""
+"""Effects, which the core asks of its shell: send a message, compute a version, or report a fact (`ledger.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diloco_server.core.round import Contribution
 
 
 class Tell(NamedTuple):
-    """Send a directive on the learner's control stream of this generation, if it has one."""
+    """Send a directive on the control stream of this learner's generation, if it has one."""
 
     learner_id: str
     generation: int
@@ -24,7 +24,7 @@ class Tell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TellAll:
-    """The same, to these members. One effect, as a round asks a thousand learners, and a shard opens many at once."""
+    """Send a directive to all these members, in one effect: a round may ask a thousand learners."""
 
     members: Sequence[Member]
     directive: Directive
@@ -34,8 +34,7 @@ class TellAll:
 class SeedFragment:
     """Compute version 0 from this payload.
 
-    Then take `Shard.seed_record`, make both durable, and hand the record to `Shard.seeded`. On failure call
-    `Shard.fail_seed`.
+    Then take `Shard.seed_record`, store both, and pass the record to `Shard.seeded`. On failure call `Shard.fail_seed`.
     """
 
     fragment_id: int
@@ -46,28 +45,27 @@ class SeedFragment:
 class MergeRound:
     """Merge these contributions into the next version.
 
-    Then take `Shard.next_record` once, make both durable, and hand the same record to `Shard.committed`.
+    Then take `Shard.next_record` once, store both, and pass the same record to `Shard.committed`.
     """
 
     fragment_id: int
     version: int
     contributions: tuple[Contribution, ...]
     beside: tuple[Contribution, ...] = ()
-    """Of earlier rounds, which count on: what learners that are in none of these contributed last to buffers."""
+    """For buffers: last contributions, from earlier rounds, of learners that are not in this one."""
     left_out: tuple[Contribution, ...] = ()
-    """What is looked at and not merged (`influence.py`)."""
+    """Contributions that are compared but not merged (`influence.py`)."""
 
 
 Effect = Tell | TellAll | SeedFragment | MergeRound | Fact
 
 
 class Outbox:
-    """Effects that the shell has not taken yet, in order, and the account of the facts among them."""
+    """Effects that the shell has not taken yet, in order, and the ledger of their facts."""
 
     def __init__(self, membership: Membership) -> None:
         self.ledger = Ledger()
         self.now = 0.0
-        """Of the last event that had a time."""
         self._membership = membership
         self._effects: list[Effect] = []
 

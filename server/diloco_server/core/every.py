@@ -1,19 +1,18 @@
-"""H where `sync.sync_every` is "auto": the smallest that the link, the shard and the steps carry with room to spare.
+"""Chooses H when `sync.sync_every` is "auto": the smallest that link, shard and step time allow with room to spare.
 
-Each shard decides it for its own fragments, by its own clock. In H steps every fragment goes round once: it is asked
-for, pushed, merged, and its version is pulled. Each of these has to fit in half of that time, pulls in three quarters,
-because they mostly wait for messages:
+Each shard chooses for its own fragments, by its own clock. In H steps every fragment is asked for, pushed, merged and
+pulled once. Each of these has to fit in half of that time; pulls in three quarters, because they mostly wait:
 
     push     the usual learner pushes the whole model: one link for all shards
-    pull     it pulls every version of this shard, one after the other, as learners do
+    pull     it pulls every version of this shard, one after another
     shard    the shard merges and publishes all its fragments
-    round    one fragment goes round, all waiting included
+    round    one fragment goes round, including all waits
 
-And if more than 2 % of what was asked comes late, H is too small, whatever the reason. A learner contributes to a
-fragment again once it has pulled the version before; where versions wait in line, it comes late to the round after.
+If more than 2 % of the requested contributions arrive late, H is too small, whatever the reason. A learner contributes
+to a fragment again only after it has pulled the version before, so a queue of versions makes it late.
 
-H at most doubles in one change. It falls by a quarter at most, and only after it has been larger than needed several
-times in a row. How many times doubles whenever a fall turns out to have been too far.
+H at most doubles in one change. It falls by at most a quarter, and only after it was too large several times in a row;
+that number doubles whenever a fall proves to be too far.
 """
 
 from __future__ import annotations
@@ -24,23 +23,22 @@ from dataclasses import dataclass
 from diloco_common.settings import EVERY_LEAST, EVERY_MOST, SyncSettings
 
 ROOM, PULL_ROOM = 0.5, 0.75
-"""Of H steps: what a part of the way may take."""
+"""The share of H steps that one part of the way may take."""
 LATE = 0.02
-"""Of what was asked."""
+"""The share of requested contributions that may be late."""
 ASKED = 64
-"""Contributions that a share is known from."""
+"""Requested contributions needed to measure that share."""
 STEP = 0.25
-"""H changes by no less, and falls by no more."""
+"""H changes by at least this share, and falls by at most this share."""
 QUIET, QUIET_MOST = 2, 64
-"""Looks in a row that ask for less, before H falls."""
+"""Consecutive looks that must allow a smaller H before it falls: at first, and at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a shard knows, in seconds; 0: not known. Each but the first has to fit in H steps."""
+    """What a shard has measured, in seconds; 0: unknown. Each value but `step_s` must fit in H steps."""
 
     step_s: float
-    """Of the usual learner."""
     push_s: float = 0.0
     pull_s: float = 0.0
     shard_s: float = 0.0
@@ -48,13 +46,12 @@ class Measured:
 
 
 def carried(measured: Measured) -> int:
-    """The smallest H that carries this with room to spare."""
     half_s = max(measured.push_s, measured.shard_s, measured.round_s) / ROOM
     return max(1, math.ceil(max(half_s, measured.pull_s / PULL_ROOM) / measured.step_s))
 
 
 def following(every: int, carries: int, late: float, least: int, most: int, *, may_fall: bool) -> int:
-    """The next H. `late`: the share of what was asked. `least`, `most`: as the user bounds it."""
+    """The next H. `late`: the share of requested contributions that came late. `least`, `most`: the allowed range."""
     wanted = every
     if late > LATE:
         wanted = 2 * every
@@ -64,23 +61,22 @@ def following(every: int, carries: int, late: float, least: int, most: int, *, m
 
 
 class Every:
-    """H of one shard, as it is now."""
+    """The current H of one shard."""
 
     def __init__(self, sync: SyncSettings) -> None:
         self.steps = sync.first_every
         self.announced_at: dict[int, float] = {}
-        """Fragment -> when its latest version was."""
+        """Fragment -> when its latest version was announced."""
         self._is_auto = sync.sync_every == "auto"
-        self._rounds = self._asked = self._late = 0  # since it was looked at last
-        self._settles = True  # these rounds were opened before H was what it is
+        self._rounds = self._asked = self._late = 0  # since the last look
+        self._settles = True  # rounds opened under the previous H may still close
         self._quiet, self._patience, self._fell = 0, QUIET, False
 
     def closed(self, contributions: int, late: int) -> None:
-        """A round closed with so many, and without so many that are to be expected."""
+        """Count a closed round: its contributions, and the expected ones that were late."""
         self._rounds, self._asked, self._late = self._rounds + 1, self._asked + contributions + late, self._late + late
 
     def is_time(self, fragments: int) -> bool:
-        """Whether enough rounds have closed to look at H again."""
         if not self._is_auto or self._rounds < fragments:
             return False
         if self._settles:
@@ -89,7 +85,7 @@ class Every:
         return self._asked >= ASKED
 
     def look(self, measured: Measured) -> str:
-        """Decide anew. Returns why H has changed, in words; empty: it has not."""
+        """Choose H again. Returns why it changed; empty if it did not."""
         if measured.step_s <= 0:
             return ""
         before, late, carries = self.steps, self._late / self._asked, carried(measured)

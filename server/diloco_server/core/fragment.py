@@ -1,4 +1,4 @@
-"""One fragment on its shard: which phase it is in, its latest version, and the round that makes the next one."""
+"""One fragment on its shard: its phase, its latest version, and the round that makes the next one."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Contribution, Round
 
 KEPT_MAX = 4
-"""Earlier versions of a fragment that are kept while ranks pull them."""
+"""Most earlier versions of a fragment that are kept while ranks pull them."""
 DECLINED_MAX = 8
-"""Answers about one round that are remembered per learner."""
+"""Most answers about one round that are remembered per learner."""
 
 
 class Phase(Enum):
-    """Of a fragment on its shard."""
-
-    UNSEEDED = "unseeded"  # has no version; only a seed can be pushed, and nothing can be pulled
+    UNSEEDED = "unseeded"  # there is no version; only a seed can be pushed, and nothing can be pulled
     SEEDING = "seeding"  # version 0 is being computed and made durable
     RESTING = "resting"  # the latest version is announced, and no round is open
     COLLECTING = "collecting"  # the latest version is announced, and a round is open
@@ -39,12 +37,12 @@ class Phase(Enum):
 
 
 class Phases:
-    """Which of a shard's fragments collect, and which have changed their phase: looking at all of them takes long."""
+    """Indexes a shard's fragments by phase, because visiting all of them takes long."""
 
     def __init__(self) -> None:
         self.collecting: dict[int, FragmentState] = {}
         self.changed: set[int] = set()
-        """Since somebody has looked at them, and emptied this."""
+        """Fragments whose phase changed; the reader empties it."""
 
     def entered(self, state: FragmentState) -> None:
         fragment_id = state.fragment.fragment_id
@@ -57,17 +55,17 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Whom rounds ask, and what they had reported then. Rounds that open at the same time share it."""
+    """The learners that rounds ask, and what they had reported then. Rounds that open at the same time share it."""
 
     members: Sequence[Member]
     generations: dict[str, int]
     tokens: dict[str, int]
     boundaries: dict[Arrivals, float]
-    """Of the step after which each contributes."""
+    """When the step ends after which each contributes."""
     begins: Tensor
-    """When the bytes of each should begin to come: float64 [members]."""
+    """When each learner's bytes should begin to arrive: float64 [members]."""
     s_per_element: Tensor
-    """And how long each of their elements takes."""
+    """Transfer time per element: float64 [members]."""
 
     @classmethod
     def of(cls, members: Sequence[Member], patience_s: float, now: float) -> Asking:
@@ -83,20 +81,18 @@ class Asking:
         )
 
     def usual_at(self, num_elements: int) -> float:
-        """When the usual one of them is expected to have contributed: their lower median."""
+        """When the median of them is expected to have contributed."""
         expected = self.begins + num_elements * self.s_per_element
         return float(expected.kthvalue((len(self.members) + 1) // 2).values)
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A version that was kept, on its way back into a shard."""
-
     record: Record
     values: Values
     published: Published
     is_new_line: bool
-    """Later versions were announced, or learners hold other bytes: it gets a name of its own, in the new epoch."""
+    """Later versions were announced, or learners hold other bytes, so it is renamed into the new epoch."""
 
 
 @dataclass
@@ -104,60 +100,56 @@ class HalfSeed:
     learner_id: str
     parts: HalfContribution
     grown_at: float
-    """When the last part came."""
 
 
 @dataclass
 class FragmentState:
-    """What the shard knows of one of its fragments."""
-
     fragment: Fragment
     record: Record
-    """Of the latest announced version; its dicts belong to this state. Its version grows within an epoch."""
+    """The record of the latest announced version; its dicts belong to this state. The version grows within an epoch."""
     phase: Phase = Phase.UNSEEDED
-    """Changed by the transitions below, and by nothing else."""
+    """Only the transitions below change it."""
     phases: Phases = field(default_factory=Phases, repr=False, kw_only=True)
-    """Of all fragments of the shard."""
     collected: Round | None = None
     """The open round while COLLECTING, the closed one while MERGING, else None."""
     before: VersionId | None = None
-    """The one that the published change leads from."""
+    """The version that the published change starts from."""
     kept: dict[VersionId, tuple[Record, Published]] = field(default_factory=dict)
-    """Earlier versions that ranks pull, oldest first: all ranks must get the same one."""
+    """Earlier versions that ranks are pulling, oldest first: all ranks must get the same one."""
     pulled: dict[str, VersionId] = field(default_factory=dict)
-    """Learner -> the version that its ranks named last under its lease."""
+    """Learner -> the version that its ranks last requested under its lease."""
     recovered: VersionId | None = None
-    """What was restored when this epoch began; None: nothing."""
+    """The version restored when this epoch began; None: none was."""
     recovered_tokens: int = 0
-    """Merged into it."""
+    """Tokens merged into it."""
     seen_lost: int = 0
-    """The latest version above the recovered one that a learner turned out to hold."""
+    """The latest version after the recovered one that any learner has proved to hold."""
     call: Call = field(default_factory=lambda: Call(0, {}), repr=False)
-    """What the last round of this epoch has asked for, open or not."""
+    """The request of this epoch's last round, open or not."""
     rounds_opened: int = 0
     base_steps: dict[str, int] = field(default_factory=dict)
-    """Learner -> inner step that it had reported when the last round opened, for the cadence."""
+    """Learner -> the inner step it had reported when the last round opened."""
     base_tokens: dict[str, int] = field(default_factory=dict)
-    """Learner -> tokens that it had reported when a round asked it last, for the end of the budget."""
+    """Learner -> the tokens it had reported when a round last asked it."""
     declined: dict[str, dict[PushHeader, PushAnswer]] = field(default_factory=dict)
-    """Learner -> its contributions to the next version that were refused or came late, and the answers. The learner
-    gave their work back, so no other copy may be taken, not even when the same round opens again."""
+    """Learner -> its refused or late contributions to the next version, and the answers. The learner carries that work,
+    so no other copy may be taken, even if the same round opens again."""
     latest: Latest = field(default_factory=Latest, repr=False)
-    """Of buffers: what learners contributed last, for the rounds that they are not in."""
+    """For buffers: each learner's last contribution, which counts in rounds without it."""
     half_seed: HalfSeed | None = None
-    """While UNSEEDED: what has come of version 0, if somebody brings it in parts."""
+    """While UNSEEDED: the parts received of version 0, if a learner sends it in parts."""
     seeded_at: float = -math.inf
-    """When somebody brought values in this epoch."""
+    """When a learner last seeded the fragment in this epoch."""
     seen: int = 0
-    """Tokens merged into the newest version that whoever brought them had seen."""
+    """Tokens merged into the newest version that the seeding learner had seen."""
     may_bring: dict[str, int] = field(default_factory=dict)
-    """Learner -> the same. It has seen more than went into this line, which begins anew with what it brings."""
+    """Learner -> the same. These have seen more tokens than this fragment has merged, and may replace its values."""
     replaced: Record | None = None
-    """While SEEDING: of the line that ends with it; None: there is none."""
+    """While SEEDING: the record of the version that the seed replaces; None: there is none."""
     values: Values | None = None
-    """Ahead of the announced version while MERGING."""
+    """Values of the announced version; while MERGING, of the next one."""
     said: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    """Learner -> a sample of what it contributed last (`directions.py`)."""
+    """Learner -> a sample of its last contribution (`directions.py`)."""
     published: Published | None = None
     """The announced version."""
 
@@ -172,7 +164,7 @@ class FragmentState:
     # ------------------------------------------------------------ transitions
 
     def restore(self, restored: Restored, epoch: int) -> None:
-        """UNSEEDED -> RESTING: go on from a version that was kept, in this new epoch of the shard."""
+        """UNSEEDED -> RESTING: continue from a stored version in this new epoch."""
         assert self.phase is Phase.UNSEEDED
         self.record, self.recovered = restored.record.copy(), restored.record.version_id
         self.recovered_tokens = restored.record.tokens_merged
@@ -182,9 +174,9 @@ class FragmentState:
         self._enter(Phase.RESTING)
 
     def begin_seed(self, learner_id: str, tokens_merged: int, now: float) -> None:
-        """UNSEEDED -> SEEDING: the bytes of version 0 go to the compute thread.
+        """UNSEEDED -> SEEDING: the seed goes to the compute thread as version 0.
 
-        RESTING, COLLECTING -> SEEDING: those of the next version, in the place of all that there was.
+        RESTING, COLLECTING -> SEEDING: it becomes the next version and replaces all values.
         """
         assert self.phase is Phase.UNSEEDED or (self.seeded and not self.computing and learner_id in self.may_bring)
         record = empty_record(self.fragment.fragment_id)
@@ -197,14 +189,14 @@ class FragmentState:
         self._enter(Phase.SEEDING)
 
     def fail_seed(self) -> None:
-        """SEEDING -> UNSEEDED, or RESTING as before: the seed could not be used."""
+        """SEEDING -> UNSEEDED, or back to RESTING: the seed was unusable."""
         assert self.phase is Phase.SEEDING
         self.record = self.replaced or empty_record(self.fragment.fragment_id)
         self._enter(Phase.UNSEEDED if self.replaced is None else Phase.RESTING)
         self.replaced = None
 
     def seed(self, record: Record, values: Values, published: Published) -> None:
-        """SEEDING -> RESTING: version 0 is durable, or the first one of a line that replaces another."""
+        """SEEDING -> RESTING: version 0, or the version that replaces the old values, is durable."""
         assert self.phase is Phase.SEEDING
         self.record, self.values, self.published = record.copy(), values, published
         self.replaced, self.before = None, None
@@ -214,8 +206,8 @@ class FragmentState:
         self._enter(Phase.RESTING)
 
     def open_round(self, asking: Asking, steps: Mapping[str, int], beside: Collection[str], now: float) -> Round:
-        """RESTING -> COLLECTING: these learners are asked for a contribution to the next version. `steps`: what all
-        live ones have reported. `beside`: whose is not merged."""
+        """RESTING -> COLLECTING: ask these learners for contributions to the next version. `steps`: inner steps
+        reported by all live learners. `beside`: learners whose contributions are not merged."""
         assert self.phase is Phase.RESTING
         asked = asking.generations
         left_out = frozenset(asked.keys() & beside)
@@ -231,7 +223,7 @@ class FragmentState:
         return self.collected
 
     def ask_again(self, live: Sequence[Member], patience_s: float, now: float) -> list[Member]:
-        """COLLECTING: ask those as well that were refused, have joined again, or came later. Returns them."""
+        """COLLECTING: also ask learners that were refused or have joined since. Returns them."""
         assert self.round is not None
         self.round.asked_at = now
         again = [m for m in live if self.round.ask_again(m.learner_id, m.generation)]
@@ -241,15 +233,14 @@ class FragmentState:
         return again
 
     def abandon_round(self, *, is_over: bool = False) -> None:
-        """COLLECTING -> RESTING: nobody contributed, and nobody will, so the same round opens later. Or the run is
-        over."""
+        """COLLECTING -> RESTING: no contribution will come, so the same round opens again later; or the run is over."""
         assert self.round is not None
         assert is_over or self.round.is_void
         self.collected = None
         self._enter(Phase.RESTING)
 
     def close_round(self, influence: Influence, now: float) -> Round:
-        """COLLECTING -> MERGING: what the round has collected goes to the compute thread, as far as it counts."""
+        """COLLECTING -> MERGING: bound the collected contributions and close the round."""
         assert self.round is not None
         assert self.round.contributions
         part, _ = self.round.parted()
@@ -277,8 +268,7 @@ class FragmentState:
         self.declined.clear()
 
     def mirror(self, record: Record, published: Published) -> None:
-        """Any -> RESTING: the shard that this one mirrors has announced a version. The one before is kept for whoever
-        was told of it."""
+        """Any -> RESTING: the mirrored shard announced a version. The one before stays for learners that know it."""
         self.kept = {} if self.published is None else {self.version_id: (self.record, self.published)}
         self.before = None if published.change is None else self.version_id
         self.record, self.published = record, published
@@ -287,12 +277,12 @@ class FragmentState:
     # ------------------------------------------------------------ changes in every phase
 
     def rename(self, epoch: int) -> None:
-        """The latest version gets a name of its own: its old one may also name bytes that were lost."""
+        """Rename the latest version: its old name may also name bytes that were lost."""
         self.record, self.before = replace(self.record, epoch=epoch), None
         self.kept.clear()
 
     def decline(self, learner_id: str, header: PushHeader, answer: PushAnswer) -> None:
-        """Remember that a contribution was not taken, while its round may still open again."""
+        """Remember that a contribution was not taken, as long as its round may open again."""
         if header.round != self.version + 1:
             return
         answers = self.declined.setdefault(learner_id, {})
@@ -301,7 +291,7 @@ class FragmentState:
             del answers[next(iter(answers))]  # the oldest
 
     def forget(self, learner_id: str) -> None:
-        """Drop what is known of a learner's merges. Whoever asks under its id hears that they are not known."""
+        """Forget a learner's merges. A process that asks under its id hears that they are unknown."""
         merged = self.record.merged_versions.pop(learner_id, 0)
         self.record.merged_by.pop(learner_id, None)
         self.declined.pop(learner_id, None)
@@ -312,12 +302,11 @@ class FragmentState:
 
     @property
     def version(self) -> int:
-        """Outer steps taken."""
         return self.record.version
 
     @property
     def epoch(self) -> int:
-        """That the version was made in."""
+        """The epoch in which the version was made."""
         return self.record.epoch
 
     @property
@@ -330,12 +319,10 @@ class FragmentState:
 
     @property
     def seeded(self) -> bool:
-        """Whether there is a version."""
         return self.phase not in (Phase.UNSEEDED, Phase.SEEDING)
 
     @property
     def computing(self) -> bool:
-        """Whether a version is being made that is not announced yet."""
         return self.phase in (Phase.SEEDING, Phase.MERGING)
 
     @property
@@ -344,7 +331,7 @@ class FragmentState:
 
     @property
     def closed(self) -> Round | None:
-        """The round that the next version is being made from."""
+        """The closed round from which the next version is computed."""
         return self.collected if self.phase is Phase.MERGING else None
 
     def announcement(self) -> Committed:
@@ -354,7 +341,6 @@ class FragmentState:
         return Collect(self.fragment.fragment_id, self.version + 1, self.epoch)
 
     def status(self, learner_id: str) -> FragmentStatus:
-        """All that one learner is told of the fragment, at one moment."""
         return status_of(self.record, learner_id, seeded=self.seeded and learner_id not in self.may_bring)
 
     def named(self, want: VersionId) -> tuple[Record, Published] | None:
@@ -363,62 +349,63 @@ class FragmentState:
         return self.kept.get(want)
 
     def drop_unwanted(self) -> None:
-        """Keep the earlier versions that ranks pull, and of these the newest."""
+        """Drop earlier versions that no rank is pulling, and all but the newest few."""
         wanted = set(self.pulled.values())
         kept = [(name, held) for name, held in self.kept.items() if name in wanted]
         self.kept = dict(kept[-KEPT_MAX:])
 
     def lacks(self, theirs: Held) -> bool:
         """Whether a learner holds a version that was lost before this epoch."""
-        if self.recovered is None:  # the fragment begins anew, at version 0
+        if self.recovered is None:  # the fragment starts again from version 0
             return theirs.version > 0
         return theirs.version > self.recovered.version and theirs.epoch >= self.recovered.epoch
 
     def is_beside(self, theirs: Held) -> bool:
-        """Whether a learner has gone on from an earlier version in a later epoch than the restored one was made in: a
-        standby was promoted that had not heard of what its shard had lost."""
+        """Whether a learner went on from an earlier version, in a later epoch than the restored version's. That happens
+        when a promoted standby lacked versions that this shard had."""
         recovered = self.recovered
         return recovered is not None and theirs.epoch > recovered.epoch and theirs.version < recovered.version
 
     def knows_less(self, tokens_seen: int, since: float) -> bool:
-        """Whether what there is began with nothing in this epoch, after that time, and somebody has seen more."""
+        """Whether the fragment was seeded from nothing in this epoch, after `since`, by a learner that had seen fewer
+        tokens."""
         has_begun = self.phase is not Phase.UNSEEDED and self.recovered is None and self.seeded_at >= since
         return has_begun and tokens_seen > max(self.seen, self.tokens_merged)
 
     def held(self, learner_id: str, round_number: int) -> Contribution | None:
-        """What the learner has contributed to this round, while that is open or being merged."""
+        """The learner's contribution to this round, while the round is open or being merged."""
         if self.collected is not None and self.collected.round == round_number:
             return self.collected.contributions.get(learner_id)
         return None
 
     def answered(self, learner_id: str, header: PushHeader) -> PushAnswer | None:
-        """The answer that another copy of this contribution got, if that was not taken."""
+        """The answer that an earlier copy of this contribution got, if it was not taken."""
         return self.declined.get(learner_id, {}).get(header)
 
     def half_seed_of(self, learner_id: str, quiet_since: float) -> HalfSeed | None:
-        """The parts of version 0 that this learner has brought.
+        """The parts of version 0 that this learner has sent.
 
-        Raises Busy if another one is bringing them, and has brought one after `quiet_since`. Else its parts give way.
+        Raises Busy if another learner is sending them and sent one after `quiet_since`; otherwise its parts are
+        dropped.
         """
         half = self.half_seed
         if half is None or half.learner_id == learner_id:
             return half
         if half.grown_at <= quiet_since:
             return None
-        raise Busy(f"fragment {self.fragment.fragment_id}: {half.learner_id} is bringing version 0 in parts")
+        raise Busy(f"fragment {self.fragment.fragment_id}: {half.learner_id} is sending version 0 in parts")
 
     def drop_half_seed(self, learner_id: str) -> None:
-        """The parts of version 0 that this learner has brought will not be a whole."""
+        """Drop this learner's parts of version 0, which will not be completed."""
         if self.half_seed is not None and self.half_seed.learner_id == learner_id:
             self.half_seed = None
 
     def may_hold(self, learner_id: str, round_number: int) -> bool:
-        """Whether what the learner contributed to this round is in a version, or may be."""
+        """Whether the learner's contribution to this round is in a version, or may be."""
         return self.record.merged_versions.get(learner_id, self.record.forgotten_version) >= round_number
 
 
 def status_of(record: Record, learner_id: str, *, seeded: bool = True) -> FragmentStatus:
-    """What one learner is told of the version that a record belongs to, as it was when it was the latest."""
     merged = record.merged_versions.get(learner_id)
     return FragmentStatus(
         record.fragment_id, seeded, record.version, merged or 0, record.epoch,

@@ -1,4 +1,4 @@
-"""How much one contribution may move the model: bounded by the others of its round, and by nothing else.
+"""Limits how much one contribution may move the model, from the other contributions of its round.
 
 The shard does not guess who is honest. In each round, the longest contribution counts for at most twice as long as the
 second longest; among strangers (`guard.trust`), for as long as the median:
@@ -6,19 +6,19 @@ second longest; among strangers (`guard.trust`), for as long as the median:
     v_i <- v_i min(1, limit_i / |v_i|)
     limit_i = max(times_i * second longest at equal steps, FALLS * what i or the second counted for before)
 
-`times_i` lies between `APART` and `TWICE`: twice, as far as the learner has pointed where the others point. At equal
-steps: another's length is first multiplied by max(1, steps_i / its steps). Strangers' steps are not believed. Clipping
-against the round itself is adaptive robust clipping (arXiv 2405.14432); a run among strangers clipped to the median
-(arXiv 2603.08163). Ordinary learners are not cut, so their merge is the published formula, bit for bit. What is cut off
-is gone: carried, it would wind up. In a round of one or two, nobody can say who is right: a contribution may be `RISES`
-times as long as before. A contribution with more than half of the weight of its round is not cut either.
+`times_i` lies between `APART` and `TWICE`, and grows with the learner's agreement in direction with the others. "At
+equal steps" multiplies another's length by max(1, steps_i / its steps). Strangers' steps are not believed. Clipping
+against the round itself is adaptive robust clipping (arXiv 2405.14432); arXiv 2603.08163 has a run among strangers,
+clipped to the median. Ordinary learners are not cut, so their merge is the published formula, bit for bit. The part cut
+off is lost: carried along, it would accumulate. In a round of one or two there is no majority, so a contribution may be
+`RISES` times as long as before. A contribution with more than half of the weight of its round is not cut either.
 
-A length says nothing about direction. A learner that points away from the others nearly as much as these agree without
-it, beyond chance, is left out as long as that lasts; a stranger, if it points away at all. So is one that alone repeats
-itself. It is asked like everybody else, and takes the global values as if it were merged.
+A length does not show direction. A learner is left out while it points away from the others, beyond chance, nearly as
+much as they agree without it; a stranger, if it points away at all. So is a learner that alone repeats itself. It is
+asked like the others, and applies the global values as if it were merged.
 
-Claims of members are believed. A stranger's weight and tokens count for at most the lower median of its round, and
-strangers need a majority for a round.
+Claims of members are believed. A stranger's weight and tokens count for at most the lower median of its round, and a
+round of strangers needs a majority.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ from diloco_server.core.membership import Member
 from diloco_server.core.round import Contribution, LengthLimit
 
 TWICE = 2.0
-"""The second longest: healthy learners that point with each other are within it, or come near it as they warm up."""
+"""Limit relative to the second longest: healthy learners that agree in direction stay within it, but for warm-up."""
 FALLS = 0.8
-"""What is left of a limit in the next round: newcomers with a rate near zero do not silence the learners that are
-there. With more, a learner ten times too long would keep the length that all had before their rates fell."""
+"""Share of a limit that remains in the next round, so that newcomers with a rate near zero do not cut the learners that
+are there. With a larger share, a learner ten times too long would keep the length from before all rates fell."""
 APART = 1 / FALLS
-"""The limit of a learner that points nowhere, as noise does and what is long out of date: it may be as long as the
-second longest in the round before, as this was remembered. At twice, noise costs more than the learner's absence."""
+"""Limit for a learner that points nowhere, as noise and outdated work do: it may be as long as the second longest of
+the round before, after that has fallen. At `TWICE`, noise costs more than the learner's absence."""
 RISES = TWICE * TWICE
-"""As long as before, where nobody can say whether it is too long: in a warm-up, two rounds are that far apart."""
+"""Limit relative to the round before, in rounds of one or two: two warm-up rounds differ by up to this factor."""
 OPPOSED = 0.75
-"""Of the cosine of the others with each other. A flipped sign has -1 times that. A healthy learner that alone has met
-some rare words goes down to -0.5 times, as the others pull the model back to what they know."""
+"""A learner points away if its cosine is below minus this multiple of the others' own. A flipped sign has -1 times it.
+A healthy learner that alone has met some rare words goes down to -0.5 times, as the others pull the model back."""
 FEW = 16
-"""Members among which one that points away is left out. Among 17, a flipped sign that nobody leaves out costs 1.0 %,
-and a healthy learner that alone knows some rare words may point further away than that, as all the others pull the
-model back to what they know."""
+"""Largest number of members among which one that points away is left out. Among 17, a flipped sign that stays in costs
+1.0 %, and a healthy learner that alone knows some rare words may point further away than a flipped sign."""
 STILL = 0.1
-"""Of what the contributions of another change from one to the next. A learner that pulls alone, its own way, changes
-0.4 times as much as the others in the lab; one that sends the same values again, by the rounding of its encoding."""
+"""A learner repeats itself if its contributions change less than this share of another's. In the lab, a learner that
+pulls alone in its own direction changes 0.4 times as much as the others; one that resends the same values, only by
+rounding."""
 SHORT = 0.1
-"""Of the longest that counts: what is shorter moves next to nothing, and is not judged. A learner whose rate is zero
-before that of the others sends what rounding has left, again and again."""
+"""Contributions shorter than this share of the longest are not judged: they barely move the model. A learner whose rate
+reaches zero before the others' sends only rounding errors, again and again."""
 ERRORS = 3.0
-"""Standard errors beyond which a mean is no chance."""
+"""Standard errors beyond which a mean is not chance."""
 TOLD = 24
-"""Contributions that a mean is taken of: of two H, where a shard has a dozen fragments."""
+"""Contributions in a mean: two H, for a shard with a dozen fragments."""
 
 
 @dataclass
 class Told:
-    """What the last contributions of one learner to the model told, over all fragments."""
+    """Statistics of a learner's last contributions to the model, over all fragments."""
 
     kept: deque[float] = field(default_factory=lambda: deque(maxlen=TOLD))
-    """What was left of the length of each, in (0, 1]."""
+    """The factor that scaled the length of each, in (0, 1]."""
     directions: deque[Direction] = field(default_factory=lambda: deque(maxlen=TOLD))
 
     @property
@@ -80,22 +80,21 @@ class Told:
 
     @property
     def along(self) -> float:
-        """How far it points with the others, of as far as these do with each other: 0 to 1. 1: nobody knows yet."""
+        """Its agreement with the others relative to their agreement with each other, 0 to 1; 1 while unknown."""
         if not self.is_full or not self._others_agree():
             return 1.0
         others = fmean(d.others for d in self.directions)
         return min(1.0, max(0.0, fmean(d.cosine for d in self.directions) / others))
 
     def points_away(self, opposed: float) -> bool:
-        """Whether it points away from the others so many times as much as these agree without it, beyond chance."""
+        """Whether it points away from the others by `opposed` times their own agreement, beyond chance."""
         return self.is_full and self._others_agree() and _sure(self._against(opposed))
 
     def repeats(self, usual: float) -> bool:
-        """Whether it says the same again and again, which is not what the others say. `usual`: what another changes."""
+        """Whether it repeats itself and disagrees with the others. `usual`: how much another learner changes."""
         return self.along < OPPOSED and self.change < STILL * usual
 
     def is_back(self, opposed: float) -> bool:
-        """Whether one that is left out no longer points away, or the others no longer agree."""
         return self.is_full and (fmean(self._against(opposed)) <= 0 or not self._others_agree())
 
     def _others_agree(self) -> bool:
@@ -106,12 +105,11 @@ class Told:
 
     @property
     def change(self) -> float:
-        """From one contribution to the next: the mean of 1 - their cosine."""
+        """Change from one contribution to the next: the mean of 1 - their cosine."""
         return fmean(1.0 if d.again is None else 1.0 - d.again for d in self.directions)
 
     @property
     def mean_cosine(self) -> float | None:
-        """None: there was nothing to compare with."""
         return fmean(d.cosine for d in self.directions) if self.directions else None
 
     @property
@@ -121,14 +119,13 @@ class Told:
 
 @dataclass
 class Influence:
-    """Of the learners of one shard. Kept in memory only: a restarted shard listens anew."""
+    """The influence of each learner of one shard. Kept in memory only; a restarted shard starts from nothing."""
 
     trust: Literal["members", "strangers"]
     left_out: set[str] = field(default_factory=set)
-    """Learners whose contributions are not merged."""
     _told: dict[str, Told] = field(default_factory=dict)
     _own: dict[int, dict[str, LengthLimit]] = field(default_factory=dict)
-    """Fragment -> learner -> as long as its last contribution counted."""
+    """Fragment -> learner -> the length for which its last contribution counted."""
 
     @property
     def strangers(self) -> bool:
@@ -137,17 +134,17 @@ class Influence:
     # ------------------------------------------------------------ a round
 
     def quorum(self, asked: Iterable[Member], quorum: Quorum) -> Quorum:
-        """How many learners make a round due, and let it close. Of strangers more than half of those that answer."""
+        """The quorum for opening and closing rounds: among strangers, more than half of the learners that answer."""
         if not self.strangers or quorum == "all":
             return quorum
         return max(quorum, sum(m.may_answer for m in asked) // 2 + 1)
 
     def merging(self, live: Sequence[Member]) -> list[Member]:
-        """Those that rounds are opened and closed for."""
+        """The learners for which rounds open and close."""
         return [m for m in live if m.learner_id not in self.left_out]
 
     def unjudged(self, live: Sequence[Member]) -> tuple[str, ...]:
-        """Those left out that nobody can judge any more, as fewer than two others are here. They take part again."""
+        """Readmit all learners that are left out, and return them, if fewer than two others are left to judge them."""
         if not self.left_out or len(self.merging(live)) > 1:
             return ()
         back = tuple(sorted(self.left_out))
@@ -156,30 +153,29 @@ class Influence:
         return back
 
     def claimed(self, tokens: Collection[int]) -> int:
-        """What learners say they have trained, together."""
         most = median_low(tokens) if self.strangers and tokens else math.inf
         return sum(int(min(one, most)) for one in tokens)
 
     def bound(
         self, fragment_id: int, taken: Sequence[Contribution], before: LengthLimit | None
     ) -> tuple[dict[str, Contribution], LengthLimit | None]:
-        """What counts of each contribution to a round that closes, and the limit after it.
+        """Bound the contributions to a round that closes. Returns them by learner, and the limit for the next round.
 
-        `before`: that after the round before; None: no round has told yet.
+        `before`: the limit from the round before; None: there was none.
         """
         bounded, own = self.bound_weights(taken), self._own.setdefault(fragment_id, {})
         limits, after = self._limits([c for c in bounded.values() if c.norm > 0], before, own)
         for learner_id, most in limits.items():
             c = bounded[learner_id]
             bounded[learner_id] = replace(c, kept=min(1.0, most / c.norm))
-            # Where nobody can say, what counts may be longer than what is remembered: or it would grow without end.
+            # In a round of one or two, remember less than what counts, or the limit would grow without end.
             remembered = most * TWICE / RISES if len(limits) < 3 else most
             if not self.strangers:
                 own[learner_id] = LengthLimit(min(c.norm, remembered), c.steps)
         return bounded, after
 
     def bound_weights(self, taken: Sequence[Contribution]) -> dict[str, Contribution]:
-        """The same of contributions whose length tells nothing: to buffers."""
+        """Bound only weights and tokens: the lengths of contributions to buffers mean nothing."""
         if not self.strangers:
             return {c.learner_id: replace(c, counted=c.tokens) for c in taken}
         weight, tokens = median_low(c.weight for c in taken), median_low(c.tokens for c in taken)
@@ -188,7 +184,8 @@ class Influence:
     def _limits(
         self, taken: Sequence[Contribution], before: LengthLimit | None, own: Mapping[str, LengthLimit]
     ) -> tuple[dict[str, float], LengthLimit | None]:
-        """Of each contribution that has a length. `own`: as long as those before counted, by learner."""
+        """The length limit of each contribution, and of the next round. `own`: by learner, the length counted
+        before."""
         steps = {c.learner_id: self._steps(c) for c in taken}
         known = {
             i: max((limit.at(its) for limit in (before, own.get(i)) if limit is not None), default=0.0)
@@ -199,7 +196,7 @@ class Influence:
         norms = torch.tensor([c.norm for c in taken], dtype=torch.float64)
         taken_in = torch.tensor([*steps.values()], dtype=torch.float64)
         rank = (len(taken) + 1) // 2 if self.strangers else len(taken) - 1
-        different, which = torch.unique(taken_in, return_inverse=True)  # few, where contributions are a thousand
+        different, which = torch.unique(taken_in, return_inverse=True)  # few values even for many contributions
         at_equal_steps = norms * (different[:, None] / taken_in).clamp(min=1.0)
         reach = at_equal_steps.kthvalue(rank, dim=1).values[which].tolist()
         if self.strangers:
@@ -217,16 +214,16 @@ class Influence:
         return limits, max(told, fallen, key=lambda limit: limit.at(most_steps))
 
     def _times(self, contribution: Contribution) -> float:
-        """How many times as long as the second longest it may be."""
+        """The limit relative to the second longest."""
         return APART + (TWICE - APART) * self.told(contribution.learner_id).along
 
     def _steps(self, contribution: Contribution) -> int:
         return 1 if self.strangers else contribution.steps
 
-    # ------------------------------------------------------------ what rounds have told
+    # ------------------------------------------------------------ what rounds have shown
 
     def begin(self, learner_id: str) -> None:
-        """A process joins under this id that the shard has not heard of before, or it is forgotten."""
+        """Forget a learner: a new process joined under its id, or the shard has forgotten it."""
         self._told.pop(learner_id, None)
         self.left_out.discard(learner_id)
         for own in self._own.values():
@@ -238,9 +235,9 @@ class Influence:
     def hear(
         self, taken: Collection[Contribution], directions: Mapping[str, Direction]
     ) -> tuple[tuple[str, ...], str | None]:
-        """A round of the model has become a version. `taken`: including those that are left out.
+        """Update from a round of the model that became a version. `taken`: includes contributions that are left out.
 
-        Returns who takes part again from now on, and who does not any more.
+        Returns the learners that take part again, and the one that is left out from now on.
         """
         counted = {c.learner_id: c.kept * c.norm for c in taken}
         longest = max((length for i, length in counted.items() if i not in self.left_out), default=0.0)
@@ -264,13 +261,13 @@ class Influence:
         return back, out
 
     def _repeating(self, learners: Iterable[str]) -> set[str]:
-        """Those that change at most a tenth of what the second least of those that take part does."""
+        """Learners that repeat themselves, measured against the second smallest change among those that take part."""
         changes = {i: told.change for i in learners if (told := self._told[i]).is_full}
         least = sorted(change for i, change in changes.items() if i not in self.left_out)[:2]
         return {i for i in changes if len(least) == 2 and self._told[i].repeats(least[1])}
 
     def _listen_anew(self) -> None:
-        """Other learners are merged from now on, so directions are other ones."""
+        """Drop all directions: other learners are merged from now on, so the old ones do not compare."""
         for told in self._told.values():
             told.directions.clear()
 

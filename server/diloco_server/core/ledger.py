@@ -1,8 +1,7 @@
-"""What happens on a shard: the facts that its core notes, and the one account that is kept of them.
+"""The facts that a shard's core records, and the totals kept of them.
 
-A fact is noted once (`effects.Outbox.note`), and counted here and nowhere else. Whatever the shell tells is a view of
-that: the log says single facts, in the words of `told_of`; /status, /rounds and the counters of /metrics show the
-account. Pure: times come in.
+A fact is noted once (`effects.Outbox.note`) and counted only here. The log prints single facts (`told_of`); /status,
+/rounds and the counters of /metrics show the totals.
 """
 
 from __future__ import annotations
@@ -17,34 +16,32 @@ from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_server.core.round import CloseReason
 
 ROUNDS_MAX = 2048
-"""Of all fragments together. The oldest go first."""
+"""Rounds that are remembered, over all fragments. The oldest are dropped."""
 EVENTS_MAX = 512
 ANSWER_MAX = 512
-"""Rounds of one answer. The next one goes on from there."""
+"""Rounds in one answer. The next answer continues from there."""
 RECORD_MAX = 32_768
-"""Contributions to versions that are remembered, of all fragments together. The oldest go first."""
+"""Merged contributions that are remembered, over all fragments. The oldest are dropped."""
 RECORD_ANSWER_MAX = 1024
-"""Contributions of one answer."""
 
 # ------------------------------------------------------------------ facts
 
 
 @dataclass(frozen=True, slots=True)
 class ContributionAnswered:
-    """A contribution got its answer: one that comes in parts once, and a seed only if it is refused."""
+    """A contribution was answered. One in parts counts once, and a seed only if it is refused."""
 
     learner_id: str
     header: PushHeader
     answer: PushAnswer
     staleness: int
-    """In versions."""
     tokens: int
-    """That the account counts: they are of what the model learns."""
+    """Tokens to count: those of the model's fragments."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContributionDropped:
-    """It was accepted, and comes into no version: its learner has lost its lease."""
+    """An accepted contribution will not be merged: its learner lost its lease."""
 
     learner_id: str
     fragment_id: int
@@ -53,7 +50,7 @@ class ContributionDropped:
 
 @dataclass(frozen=True, slots=True)
 class ContributionLeftOut:
-    """It was taken and has no weight, as its learner is left out (`influence.py`). Its work is gone."""
+    """A contribution has no weight because its learner is left out (`influence.py`). Its work is lost."""
 
     learner_id: str
     fragment_id: int
@@ -82,20 +79,20 @@ class RoundClosed:
     participants: int
     asked: int
     absent: int
-    """Learners that were still expected: what they bring is late, and they carry it."""
+    """Learners that were still expected: their contributions will be late, and they carry the work."""
     open_s: float
 
 
 class Merged(NamedTuple):
-    """What one learner has in a version."""
+    """One learner's share of a version."""
 
     learner_id: str
     tokens: int
-    """As it claimed them."""
+    """As claimed by the learner."""
     share: float
-    """Of the weights of the version, in [0, 1]; 0: it was left out."""
+    """Share of the version's weights, in [0, 1]; 0: left out."""
     kept: float
-    """What was left of its length, in (0, 1]; the rest was cut."""
+    """Factor that scaled its length, in (0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,35 +102,33 @@ class VersionCommitted:
     participants: int
     tokens: int
     round_s: float
-    """From the opening of the round to the announcement."""
+    """From opening the round to announcing the version."""
     merged: tuple[Merged, ...] = ()
-    """By learner; those that were left out come last."""
+    """Sorted by learner; those left out come last."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionsLost:
-    """A learner holds a later version than the one that this shard was restored with."""
+    """A learner holds a later version than the one restored."""
 
     fragment_id: int
     epoch: int
-    """That the lost version was made in."""
     recovered: int
-    """The version that was restored; 0 also where none was, and a learner seeds the fragment again."""
+    """The restored version; also 0 if none was, and a learner seeds the fragment again."""
     seen: int
     learner_id: str
     tokens: int = 0
-    """Merged into what the learner has seen, and not into what was restored."""
+    """Tokens merged into the version that the learner has seen, but not into the restored one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValuesReplaced:
-    """A line that began with nothing ends: a learner that had seen more has brought its values."""
+    """A learner that had seen more tokens replaced the values of versions that began with nothing."""
 
     fragment_id: int
     version: int
-    """The last one of that line."""
+    """The last version before."""
     tokens_merged: int
-    """Into it."""
     learner_id: str
 
 
@@ -161,30 +156,28 @@ class LearnerGone:
 
 @dataclass(frozen=True, slots=True)
 class LearnerForgotten:
-    """Gone for so long that what was kept about it was dropped."""
+    """A learner was gone for so long that its state was dropped."""
 
     learner_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerLeftOut:
-    """What it contributes points away from the others, or is always the same: from now on it is not merged."""
+    """A learner is not merged from now on: it points away from the others, or repeats itself."""
 
     learner_id: str
     cosine: float
-    """With the sum of the others: the mean over two H."""
+    """Cosine with the sum of the others: the mean over two H."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerTakesPart:
-    """It does not point away any more: it is merged again."""
-
     learner_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SameLosses:
-    """Two learners report the same losses: they train on the same batches."""
+    """Two learners report the same losses, so they train on the same batches."""
 
     learner_id: str
     other: str
@@ -192,7 +185,7 @@ class SameLosses:
 
 @dataclass(frozen=True, slots=True)
 class EveryChanged:
-    """H is another one (sync.sync_every = "auto")."""
+    """H changed (sync.sync_every = "auto")."""
 
     before: int
     every: int
@@ -201,7 +194,7 @@ class EveryChanged:
 
 @dataclass(frozen=True, slots=True)
 class MergeChosen:
-    """How contributions of this run are merged from now on (sync.merge = "auto")."""
+    """The merge rule for the rest of the run was chosen (sync.merge = "auto")."""
 
     merge: str
     why: str
@@ -209,7 +202,7 @@ class MergeChosen:
 
 @dataclass(frozen=True, slots=True)
 class MergeStays:
-    """A learner trains with what another merge rule is for. It is merged as all others are."""
+    """A learner's optimizer suits another merge rule than the run's. It is merged like the others."""
 
     merge: str
     learner_id: str
@@ -243,20 +236,17 @@ Fact = (
     | BudgetReached
 )
 
-# ------------------------------------------------------------------ their words
+# ------------------------------------------------------------------ facts in words
 
 
 class FactWords(NamedTuple):
-    """A fact as people hear of it."""
-
     words: str
     facts: Mapping[str, Any]
     level: Literal["debug", "event", "warning", "error"] = "event"
-    """Of its line in the log."""
 
 
 def told_of(fact: Fact) -> FactWords | None:
-    """None: nobody is told of it by itself."""
+    """The log line for a fact; None: it has none."""
     match fact:
         case ContributionAnswered(header=header, answer=answer) if answer.outcome is Outcome.REJECTED:
             facts = {"fragment": header.fragment_id, "round": header.round, "code": answer.code, "why": answer.message}
@@ -296,24 +286,21 @@ def told_of(fact: Fact) -> FactWords | None:
 
 
 def _shown(fact: Fact, *left_out: str) -> dict[str, Any]:
-    """Its fields, by the names that people know."""
     values = {f.name.removesuffix("_id"): getattr(fact, f.name) for f in fields(fact) if f.name not in left_out}
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
 
 
-# ------------------------------------------------------------------ the account
+# ------------------------------------------------------------------ totals
 
 
 NEWS = (
     VersionsLost, ValuesReplaced, LearnerJoined, LearnerGone, LearnerLeftOut, LearnerTakesPart, SameLosses,
     EveryChanged, MergeChosen, MergeStays, BudgetReached,
 )  # fmt: skip
-"""Facts that are among the events of /status and /rounds; others are in the log alone."""
+"""Facts among the events of /status and /rounds; the others are only logged or counted."""
 
 
 class Event(NamedTuple):
-    """Something that people want to hear of."""
-
     seq: int
     at: float
     fact: Fact
@@ -321,30 +308,27 @@ class Event(NamedTuple):
 
 @dataclass
 class TracedRound:
-    """One round, as far as it has come. Seconds count from its opening."""
+    """The progress of one round. Seconds count from its opening."""
 
     fragment_id: int
     round: int
     opened_at: float
     asked: int
     seq: int = 0
-    """Of its last change."""
     quorum_s: float | None = None
     closed_s: float | None = None
     why: str = ""
     """Why it closed: all, grace or lease."""
     participants: int = 0
     announced_s: float | None = None
-    """When its version was announced."""
     tokens: int = 0
     absent: int = 0
-    """Learners that it had asked and that were not there when it closed: those that /status counts as ABSENT."""
+    """Asked learners that were missing when it closed; /status counts them as ABSENT."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Contributions to it that were refused, by code."""
 
 
 class Recorded(NamedTuple):
-    """One line of the record: whose work is in a version."""
+    """One line of the record: a contribution in a version."""
 
     seq: int
     at: float
@@ -355,18 +339,16 @@ class Recorded(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Counts of one epoch, which only grow, and its last rounds and events.
+    """Totals of one epoch, which only grow, and its last rounds and events.
 
-    Tokens count once per fragment of the model that they were pushed for. Every change of a round, and every event,
-    takes the next number: whoever has seen all up to one of them asks for what came after it.
+    Tokens count once per fragment of the model that they were pushed for. Every change of a round and every event takes
+    the next number, so a reader asks for what came after the last number it has seen.
     """
 
     rounds: int = 0
     """Rounds that became a version."""
     participants: int = 0
-    """Contributions merged, over all rounds."""
     closed: Counter[str] = field(default_factory=Counter)
-    """Rounds that were closed, by why."""
     accepted: int = 0
     duplicates: int = 0
     late: int = 0
@@ -376,24 +358,23 @@ class Ledger:
     evictions: Counter[str] = field(default_factory=Counter)
     """Evictions by stable code."""
     left_out: int = 0
-    """Times that a learner was left out."""
     versions_lost: int = 0
     staleness: dict[str, int] = field(default_factory=dict)
-    """Learner -> that of its last accepted contribution, in versions. As long as the learner is remembered."""
+    """Learner -> staleness of its last accepted contribution, in versions. Kept while the learner is remembered."""
     tokens_accepted: int = 0
     tokens_merged: int = 0
     tokens_late: int = 0
-    """Of contributions that came too late. Their learners carry the work into the next round."""
+    """Tokens of late contributions. Their learners carry the work into the next round."""
     tokens_refused: Counter[str] = field(default_factory=Counter)
     tokens_fenced: int = 0
-    """Accepted, then dropped: the learner lost its lease before the round closed. It carries the work if it lives."""
+    """Dropped because the learner lost its lease before the round closed. It carries the work if it lives."""
     tokens_left_out: int = 0
-    """Accepted, and of no weight in its version: the learner was left out."""
+    """Accepted, but without weight in its version because the learner was left out."""
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
     _record: deque[Recorded] = field(default_factory=lambda: deque(maxlen=RECORD_MAX))
-    _recorded: int = 0  # lines of the record so far
+    _recorded: int = 0  # lines recorded so far
     _seq: int = 0  # grows; never reset within an epoch
-    _traced: OrderedDict[tuple[int, int], TracedRound] = field(default_factory=OrderedDict)  # as they changed last
+    _traced: OrderedDict[tuple[int, int], TracedRound] = field(default_factory=OrderedDict)  # by last change
 
     @property
     def tokens_in_flight(self) -> int:
@@ -404,7 +385,7 @@ class Ledger:
         return self.participants / self.rounds if self.rounds else 0.0
 
     def since(self, seq: int) -> tuple[int, Sequence[TracedRound], Sequence[Event]]:
-        """What is newer than a number, oldest first, at most `ANSWER_MAX` rounds; and the number to ask with next."""
+        """What came after `seq`, oldest first, at most `ANSWER_MAX` rounds; and the number to ask with next."""
         newer: list[TracedRound] = []
         for traced in reversed(self._traced.values()):
             if traced.seq <= seq:
@@ -416,14 +397,14 @@ class Ledger:
         return upto, shown, [event for event in self.events if seq < event.seq <= upto]
 
     def record_since(self, seq: int) -> list[Recorded]:
-        """Lines of the record after a number, oldest first, at most `RECORD_ANSWER_MAX`."""
+        """Lines of the record after `seq`, oldest first, at most `RECORD_ANSWER_MAX`."""
         gone = self._recorded - len(self._record)
         return list(islice(self._record, max(0, seq - gone), max(0, seq - gone) + RECORD_ANSWER_MAX))
 
     # ------------------------------------------------------------ reducing
 
     def note(self, fact: Fact, now: float) -> None:
-        """Count a fact. The only way that this changes."""
+        """Count a fact. Nothing else changes the ledger."""
         match fact:
             case ContributionAnswered():
                 self._answered(fact)
@@ -485,7 +466,7 @@ class Ledger:
                     traced.refused[answer.code] += 1
 
     def _changed(self, fragment_id: int, number: int, **what: Any) -> TracedRound | None:
-        """The round, as the newest, with these fields. None: it is too old, or of another epoch."""
+        """Update these fields of a round and make it the newest. None: it is too old, or of another epoch."""
         traced = self._traced.get((fragment_id, number))
         if traced is None:
             return None

@@ -1,11 +1,11 @@
-"""Leases and generations: who is alive and may contribute.
+"""Leases and generations: which learners are alive and may contribute.
 
 A lease ends when its learner has been silent for `lease_s`. Every join, of any learner, gets the next generation. So an
-old generation can never be current again, and whoever speaks with one is fenced off.
+old generation never becomes current again, and calls that use one are fenced off.
 
-Also, which learners train on the same batches: they report the same losses, to the last bit. Every learner begins with
-the same values. Where all shuffle their data with the same seed, they draw the same batches in the same order, and the
-run learns from one learner's data. Losses of different batches agree now and then. Those of several steps do not.
+Also detects learners that train on the same batches, because they report the same losses to the last bit. All learners
+start from the same values; if all shuffle their data with one seed, the run learns from one learner's data. Losses of
+different batches are equal now and then, but not over several steps.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from diloco_common.wire.messages import Progress
 from diloco_server.core.arrivals import Arrivals, Reports
 
 IDLE_ROUNDS = 16
-"""Rounds of any fragments, one after the other, that a learner was asked for and is not in: then it is idle. It opens
-no round for those that contribute."""
+"""A learner is idle, and no longer decides when rounds open, after this many rounds in a row that closed without it."""
 NUMBER_S = 600.0
-"""How long a number is kept for a learner that has not joined yet: it reads its data meanwhile, and makes its model."""
+"""How long a number is kept for a learner that has not joined yet, while it loads its data and builds its model."""
 REPLACED_MAX = 16
-"""Processes of a learner id that are remembered as replaced."""
+"""Most replaced processes remembered per learner id."""
 LAST_S = 30.0
-"""So long a learner may stand still that leaves, and a round waits for it that was opened for its work. Machines get no
-more warning."""
+"""How long a leaving learner may stand still, and a round waits for it. Reclaimed machines get no more warning."""
 LAST_TRIES = 3
-"""A learner that leaves gets so many rounds for its work, where it is lost on its way."""
+"""Most rounds that a leaving learner gets for its work, if that is lost on the way."""
 SLOW_S = 1.0
-"""A Join that was longer on its way made its process look younger than it is, until it says its age again."""
+"""A Join that took longer than this made its process look younger than it is; a later Join corrects it."""
 
 
 NOTHING = Progress(0, 0)
@@ -42,14 +40,14 @@ NOTHING = Progress(0, 0)
 
 class LeaseState(Enum):
     ALIVE = "alive"  # holds a lease
-    STALLED = "stalled"  # holds a lease, but no inner step has ended for long
-    EVICTED = "evicted"  # the lease ran out, or was taken away
+    STALLED = "stalled"  # holds a lease, but has finished no inner step for long
+    EVICTED = "evicted"  # the lease ran out, or was revoked
     LEFT = "left"  # said goodbye
 
 
 @dataclass
 class Member:
-    """A learner as one shard knows it: the current generation, and its record over all of them."""
+    """A learner as one shard knows it: its current generation, and totals over all of them."""
 
     learner_id: str
     process_id: str
@@ -57,44 +55,41 @@ class Member:
     last_heard: float
     last_step_at: float
     began: float = math.inf
-    """When its process did, by this shard's clock."""
+    """When its process started, by this shard's clock."""
     index: int = 0
-    """Its number: no other live learner has it."""
+    """Its number, unique among live learners."""
     first_generation: int = 0
-    """The first generation of this process: an older one belongs to a process that was replaced."""
+    """The first generation of this process; earlier ones belong to replaced processes."""
     replaced: tuple[str, ...] = ()
-    """Processes that joined under this id before. They may not come back: their merges were forgotten."""
+    """Processes that used this id before. They may not return: their merges were forgotten."""
     later: str = ""
-    """The process that had the id before, if it began later. It may come back: other shards have refused this one."""
+    """The previous process, if it started later than this one. It may return: other shards have refused this one."""
     state: LeaseState = LeaseState.ALIVE
     evicted_for: str = ""
     """Stable code of the eviction."""
     progress: Progress = field(default_factory=lambda: Progress(0, 0))
-    """As it was reported."""
+    """The last report of this generation."""
     reports: Reports | None = None
-    """Of this process; None: there is none yet."""
     arrivals: Arrivals = field(default_factory=Arrivals)
-    """How long the contributions of this process take."""
     first_step: int | None = None
-    """Inner step of this generation's first report; the cadence counts from here."""
+    """Inner step of this generation's first report; the cadence counts from it."""
     idle_rounds: int = 0
-    """Rounds that this process was asked for and is not in, since it last was in one."""
+    """Rounds that asked this process and closed without it, since it was last in one."""
     silent_rounds: int | None = None
-    """The same, since it last pushed for one at all, be it too late; None: it never did."""
+    """Such rounds since it last pushed for one, even late; None: it never did."""
     waited_for: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Fragment -> the round that last waited for it because it was overdue there, and its inner step then."""
+    """Fragment -> the last round that waited for it because it was overdue, and its inner step then."""
     had_last: set[int] = field(default_factory=set)
-    """Fragments of which it had the round that it asked for, as it leaves. Once each until it is merged there, whatever
-    process it is by then: so nobody can drive rounds."""
+    """Fragments for which it had the round that it requested while leaving. One each until it is merged there, across
+    processes, so that no one can force rounds open."""
     last_tries: Counter[int] = field(default_factory=Counter)
-    """Fragment -> how many of those rounds there were: what it brings may be lost, or refused."""
+    """Fragment -> the number of those rounds, since its contribution may be lost or refused."""
     asked: int = 0
     contributed: int = 0
     merged: int = 0
     tokens_merged: int = 0
-    """Summed over fragments."""
     missed: Counter[str] = field(default_factory=Counter)
-    """Why contributions that were asked for are in no version, by code."""
+    """Requested contributions that are in no version, by code."""
 
     @property
     def live(self) -> bool:
@@ -102,41 +97,41 @@ class Member:
 
     @property
     def reported(self) -> Progress:
-        """The progress to decide by: the last that this process has reported, under whatever lease."""
+        """The last report of this process, under any lease."""
         return NOTHING if self.reports is None else self.reports.last
 
     @property
     def is_idle(self) -> bool:
-        """It is asked, and nothing of it is accepted."""
+        """It is asked, but none of its contributions is accepted."""
         return self.idle_rounds >= IDLE_ROUNDS
 
     @property
     def sets_pace(self) -> bool:
-        """Others are measured by it: it answers when it is asked, be it too late, and goes on."""
+        """It counts when the usual pace is measured: it is alive and answers requests, even late."""
         answers = self.silent_rounds is not None and self.silent_rounds < IDLE_ROUNDS
         return answers and self.state is LeaseState.ALIVE
 
     @property
     def may_answer(self) -> bool:
-        """It answers when it is asked, or has not been asked often enough to tell."""
+        """It answers requests, or was not asked often enough to tell."""
         rounds = self.idle_rounds if self.silent_rounds is None else self.silent_rounds
         return rounds < IDLE_ROUNDS and self.state is LeaseState.ALIVE
 
     @property
     def is_leaving(self) -> bool:
-        """It hands over what it has trained, and steps no more."""
+        """It hands over its last work and takes no more steps."""
         return self.progress.last_rounds is not None
 
     def takes_part(self, fragment_id: int) -> bool:
-        """In rounds of this fragment. Who leaves does so only where it has work that nobody else has."""
+        """Whether rounds of this fragment ask it. While leaving, it takes part only where it has work of its own."""
         return self.progress.last_rounds is None or fragment_id in self.progress.last_rounds
 
     def wants_last(self, fragment_id: int) -> bool:
-        """It leaves, and a round of this fragment is to be opened for what it has trained."""
+        """Whether it leaves and still needs a round of this fragment for its work."""
         return fragment_id in (self.progress.last_rounds or ()) and fragment_id not in self.had_last
 
     def takes_last(self, fragment_id: int) -> bool:
-        """If it wants that round, this is the one. Returns whether it is."""
+        """If it still needs that round, count this one as it. Returns whether it did."""
         wants = self.wants_last(fragment_id)
         if wants:
             self.had_last.add(fragment_id)
@@ -144,28 +139,25 @@ class Member:
         return wants
 
     def lost_last(self, fragment_id: int) -> None:
-        """What it contributed is in no version: it may have that round once more, `LAST_TRIES` in all."""
+        """Its last contribution is in no version: allow that round again, `LAST_TRIES` in all."""
         if self.last_tries[fragment_id] < LAST_TRIES:
             self.had_last.discard(fragment_id)
 
     def trains_on(self, fragment_id: int) -> None:
-        """It was merged, and does not leave: next time it may have that round again."""
+        """It was merged and is not leaving: allow that round again when it leaves."""
         self.had_last.discard(fragment_id)
         self.last_tries.pop(fragment_id, None)
 
     def missed_round(self) -> None:
-        """A round closed without it."""
         self.idle_rounds += 1
         if self.silent_rounds is not None:
             self.silent_rounds += 1
 
     def contributes(self) -> None:
-        """A contribution of it was accepted."""
         self.contributed += 1
         self.idle_rounds = self.silent_rounds = 0
 
     def is_late(self) -> None:
-        """It contributed to a round that is over."""
         self.silent_rounds = 0
 
 
@@ -176,19 +168,18 @@ class Membership:
         self._settings = settings
         self._max_learners = max_learners
         self.max_gone = max_learners
-        """How many learners without a lease are remembered."""
         self._members: dict[str, Member] = {}
-        self._numbers: dict[str, tuple[int, float]] = {}  # learner id -> its number before it joins, and until when
-        self._live: tuple[Member, ...] | None = None  # what `live` answers, until somebody comes or goes
+        self._numbers: dict[str, tuple[int, float]] = {}  # learner id -> its reserved number, and until when
+        self._live: tuple[Member, ...] | None = None  # cache of `live`
         self._generations = 0  # grows; never reset within an epoch
-        self._expires_at = 0.0  # nothing can expire or stall before
+        self._expires_at = 0.0  # no lease can expire or stall before this time
 
     def welcome(self, learner_id: str, process_id: str, began: float = math.inf) -> None:
-        """Check whether this process, which began then, may join.
+        """Check whether this process, which started at `began`, may join.
 
-        Raises Superseded where another one has the id that has replaced it, or began later: else two of them could take
-        turns, each at another shard, and no shard knows what the others have heard. Nobody is refused for one that is
-        gone: a Join that took long on its way makes a process look younger than it is.
+        Raises Superseded if the id has a lease held by a process that replaced this one or started later. Otherwise two
+        could take turns, each at another shard, and no shard would know what the others heard. A process that is gone
+        never blocks another: a slow Join makes a process look younger than it is.
         """
         old = self._members.get(learner_id)
         if old is None or not old.live or old.process_id == process_id:
@@ -199,8 +190,7 @@ class Membership:
     def join(
         self, learner_id: str, process_id: str, now: float, index: int | None = None, age_s: float = 0.0
     ) -> Member:  # fmt: skip
-        """Grant a lease under a new generation. `index`: the number it says that it had. Raises Busy when too many are
-        held."""
+        """Grant a lease under a new generation. `index`: the number that the learner says it had. Raises Busy."""
         old = self._members.get(learner_id)
         if (old is None or not old.live) and len(self.live()) >= self._max_learners:
             raise Busy(f"{self._max_learners} learners hold a lease already (shard.max_learners); try again later")
@@ -212,14 +202,14 @@ class Membership:
         if old is None or old.process_id != process_id:
             member.first_generation = member.generation
             before = () if old is None else (*old.replaced, old.process_id)
-            if old is not None and old.began > member.began:  # it was silent for a while, and may come back
+            if old is not None and old.began > member.began:  # it was silent for a while, and may return
                 before, member.later = old.replaced, old.process_id
             member.replaced = tuple(p for p in before if p != process_id)[-REPLACED_MAX:]
         else:
             member.first_generation, member.replaced, member.later = old.first_generation, old.replaced, old.later
             member.reports, member.idle_rounds, member.silent_rounds = old.reports, old.idle_rounds, old.silent_rounds
             member.arrivals = old.arrivals
-            if member.began < old.began - SLOW_S:  # what it replaced may be younger
+            if member.began < old.began - SLOW_S:  # the processes it replaced may be younger
                 member.replaced = ()
         if old is not None:
             member.asked, member.contributed, member.merged = old.asked, old.contributed, old.merged
@@ -230,7 +220,7 @@ class Membership:
         return member
 
     def take_number(self, learner_id: str, now: float) -> int:
-        """The number that this learner has, or gets if it joins within `NUMBER_S`. Raises Busy when too many wait."""
+        """The learner's number, reserved for `NUMBER_S` if it has not joined. Raises Busy if too many are reserved."""
         member = self._members.get(learner_id)
         if member is not None and member.live:
             return member.index
@@ -242,13 +232,11 @@ class Membership:
         return index
 
     def waiting(self, now: float) -> tuple[str, ...]:
-        """Learners for which a number is kept."""
         self._numbers = {name: (index, until) for name, (index, until) in self._numbers.items() if now < until}
         return tuple(self._numbers)
 
     def _index(self, learner_id: str, now: float, had: int | None = None) -> int:
-        """The first that nobody else has: of the number that it says it had, the one kept for it, and that of its last
-        lease; otherwise the smallest."""
+        """The first free number of: the one it says it had, its reserved one, its last one, and the smallest."""
         waiting, old = self.waiting(now), self._members.get(learner_id)
         taken = {m.index for m in self.live() if m.learner_id != learner_id}
         taken |= {self._numbers[name][0] for name in waiting if name != learner_id}
@@ -258,14 +246,14 @@ class Membership:
         return next(i for i in candidates if i is not None and i not in taken)
 
     def replace(self, member: Member, processes: set[str]) -> None:
-        """These processes used the member's id before, perhaps before a restart of the shard."""
+        """Add processes that used the member's id before, perhaps before a restart of the shard."""
         member.replaced = (*member.replaced, *sorted(processes - {*member.replaced, member.later}))
 
     def get(self, learner_id: str) -> Member | None:
         return self._members.get(learner_id)
 
     def check(self, learner_id: str, generation: int) -> Member:
-        """The member that speaks. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired, Stalled."""
+        """The member that makes a call. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired, Stalled."""
         member = self._members.get(learner_id)
         if member is None or generation > member.generation:
             raise NotJoined(f"{learner_id} has no lease here; join first")
@@ -278,7 +266,6 @@ class Membership:
         raise self.eviction(member)
 
     def eviction(self, member: Member) -> Refusal:
-        """Why this member's lease is over, in words."""
         if member.state is LeaseState.LEFT:
             return NotJoined(f"{member.learner_id} has left; join again to come back")
         if member.evicted_for == Revoked.code:
@@ -299,7 +286,7 @@ class Membership:
             member.first_step = progress.inner_step
         if progress.inner_step > member.progress.inner_step:
             member.last_step_at = now
-            member.state = LeaseState.ALIVE  # it holds a lease, so who is live stays the same
+            member.state = LeaseState.ALIVE  # it holds a lease, so the live members stay the same
         member.progress = progress
 
     def leave(self, member: Member) -> None:
@@ -314,14 +301,13 @@ class Membership:
         self._live = None
 
     def expire(self, now: float) -> list[Member]:
-        """End the leases that ran out. Returns the members that lost theirs just now."""
         if now < self._expires_at:
             return []
         gone: list[Member] = []
         lease_s, timeout_s, stalled_s = (
             self._settings.lease_s, self._settings.progress_timeout_s, self._settings.stalled_s
         )  # fmt: skip
-        # Learners that come or speak from now on have at least this long; the others what is left of it.
+        # Learners that join or report from now on have at least this long; the loop below handles the others.
         self._expires_at = now + min(lease_s, stalled_s, timeout_s or lease_s)
         for member in self.live():
             silent_s, idle_s = now - member.last_heard, now - member.last_step_at
@@ -340,7 +326,7 @@ class Membership:
         return gone
 
     def forget(self) -> list[str]:
-        """Drop the members above the bound, longest gone first. Returns their ids."""
+        """Drop members without a lease above the bound, longest gone first. Returns their ids."""
         if len(self._members) - len(self.live()) <= self.max_gone:
             return []
         gone = sorted((m for m in self._members.values() if not m.live), key=lambda m: m.last_heard)
@@ -350,7 +336,7 @@ class Membership:
         return dropped
 
     def live(self) -> tuple[Member, ...]:
-        """Members with a lease, in the order of their ids. Asked for at every event, so it is kept."""
+        """Members with a lease, sorted by id."""
         if self._live is None:
             self._live = tuple(m for m in self.all() if m.live)
         return self._live
@@ -360,26 +346,22 @@ class Membership:
 
 
 def superseded(learner_id: str) -> Superseded:
-    """What a process hears once another one has joined under its id."""
+    """The refusal for a process whose id was taken by another."""
     return Superseded(f"another process joined as {learner_id}; give each worker its own learner id")
 
 
 ALIKE = 3
-"""Different losses that two learners must have in common."""
 REPORTS_MAX = 4096
-"""Reports that are remembered, of all learners together."""
 
 
 class Likeness:
-    """The losses that learners of one shard have reported lately."""
-
     def __init__(self) -> None:
         self._first: dict[tuple[int, int, float], str] = {}  # inner step, tokens and loss -> who reported it first
-        self._alike: dict[tuple[str, str], set[float]] = {}  # losses that two learners have in common
+        self._alike: dict[tuple[str, str], set[float]] = {}  # losses that two learners share
         self._said: set[tuple[str, str]] = set()
 
     def heard(self, learner_id: str, progress: Progress) -> str | None:
-        """A learner reports. Returns the learner that it is too much like, the first time that this is so."""
+        """Take a learner's report. Returns the other learner with the same losses, once per pair."""
         if progress.loss is None or not progress.inner_step:
             return None
         report = progress.inner_step, progress.tokens, progress.loss

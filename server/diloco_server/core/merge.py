@@ -1,4 +1,4 @@
-"""Contributions -> one pseudo-gradient.
+"""Merges contributions into one pseudo-gradient.
 
 Per piece, with contributions v, weights w = tokens^2 / steps, and shares s = w / sum w:
 
@@ -6,35 +6,33 @@ Per piece, with contributions v, weights w = tokens^2 / steps, and shares s = w 
     rda     (sum s|v|) unit(sum s unit(v)),  unit(0) = 0        radial-directional averaging
     agreement   (1 - c / 2) sum s v,   c: mean cosine of two contributions, at least 0
 
-Outer gradients of different learners are nearly orthogonal, so the mean of M of norm R has only norm R / sqrt(M); RDA
-averages directions and lengths apart and keeps R. It falls back to the mean where the directions cancel, and pieces
-whose rule is the mean (embeddings and output heads) take the mean instead of RDA.
+Outer gradients of different learners are nearly orthogonal, so the mean of M of norm R has only norm R / sqrt(M). RDA
+averages directions and lengths separately and keeps R. It falls back to the mean where the directions cancel, and
+pieces whose rule is the mean (embeddings and output heads) never use RDA.
 
-Contributions that agree say the same, and an outer step of eta / (1 - mu) > 1 goes too far along it. Agreement is high
-at the beginning of a run and where H is small. There the mean is shortened, by half at most.
+Where contributions agree, an outer step of eta / (1 - mu) > 1 overshoots. They agree most at the beginning of a run and
+where H is small. There the agreement rule shortens the mean, by half at most.
 
-v is a contribution as far as it counts: `influence.py` bounds its length (`Contribution.kept`) and, among strangers,
-its weight.
+v is a contribution after `influence.py` has bounded its length (`Contribution.kept`) and, among strangers, its weight.
 
-Each rule is a weighted sum of the contributions, and what it needs to know for the weights is small: the norms, which
-are there; the norm of the mean direction (rda), or all dot products (rules of others), for either of which the
-contributions are read once more. They stay compressed until here: they are summed in float32, slice by slice and in
-sorted learner order, so the result depends on the set alone, bit for bit.
+Each rule is a weighted sum of the contributions. The weights need only the norms, which are known, and either the norm
+of the mean direction (rda) or all dot products (user rules); for these the contributions are read once more. They stay
+compressed until here. They are summed in float32, slice by slice in sorted learner order, so the result depends on the
+set alone, bit for bit.
 
-Contributions to buffers become the next version of them, by the rule of each.
+Contributions to buffers become the next values of the buffers, by the rule of each.
 
-A learner pushes what it has of a buffer, whole, as the difference to nothing. So these values are relative to no base
-version, and the formulas are exact also where learners have different ones. And what a learner has contributed last
-counts on while it has its lease, also in rounds without it: otherwise a slow learner's data would be in every fourth
-version, and in no other. With values x of the learners, the same weights, for one round, and shares
-s = w / sum w:
+A learner pushes a buffer whole, as the difference to zero. So the values depend on no base version, and the formulas
+are exact even if learners have different ones. A learner's last contribution keeps counting while it has its lease,
+also in rounds without it; otherwise a slow learner's data would be in every fourth version only. With values x of the
+learners, the weights for one round, and shares s = w / sum w:
 
     mean       sum s x
     variance   sum s x + sum s (m - mean)^2,   m and mean of the running mean beside it
     most       max x
     one        x of the learner with the largest weight, the first of these by id
 
-What is the same at all learners stays that, bit for bit.
+Values that are equal at all learners stay equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -60,36 +58,36 @@ from diloco_server.core.parts import PartedPayload, PieceSpan, places_of, root
 from diloco_server.core.round import Contribution
 
 SLICE = 1 << 18
-"""Elements that are worked on at a time: 1 MiB of float32, which stays in the cache from one operation to the next."""
+"""Elements processed at a time: 1 MiB of float32, which stays in the cache between operations."""
 DOT_SLICE = 1 << 15
-"""Elements of which all contributions are decoded at a time, for their dot products."""
+"""Elements of each contribution decoded at a time for dot products."""
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 NEGLIGIBLE = 2.0**-64
-"""A contribution so much shorter than the radius has no direction: what would bring it there leaves float32."""
+"""A contribution shorter than this share of the radius has no direction: scaling it up would leave float32."""
 AGREED = 0.5
-"""The share by which contributions are shortened that agree in full."""
+"""The share by which the mean is shortened if contributions agree in full."""
 CANCELLED = 1e-6
 """Directions cancel where the norm of their weighted mean is below this."""
 
 
 class PieceNorms:
-    """L2 norm of each piece of a contribution, summed up chunk by chunk while the bytes come in.
+    """The L2 norm of each piece of a contribution, summed chunk by chunk while the bytes arrive.
 
-    Checks the bytes, once for all. An error is raised at the end, as a wrong checksum says more.
+    Also checks the bytes. An error is raised only by `finish`, since a wrong checksum tells more.
     """
 
     def __init__(self, header: PayloadHeader, num_pieces: int, places: Sequence[PieceSpan]) -> None:
-        """`places`: where the pieces lie in the payload (`parts.places_of`)."""
+        """`places`: positions of the pieces in the payload (`parts.places_of`)."""
         self._header = header
         self._codec = get_codec(header.encoding)
         self._places = places
-        self._first = 0  # the first place that does not end before the next chunk
+        self._first = 0  # the first place that ends after the start of the next chunk
         self._squares = [0.0] * num_pieces
         self._index = 0
         self._error: BadPayload | None = None
 
     def add(self, chunk: Chunk) -> None:
-        """The next chunk; its size was checked."""
+        """Add the next chunk, whose size was checked."""
         if self._error is not None:
             return
         data, bounds = as_tensor(chunk), self._header.chunk_slice(self._index)
@@ -104,7 +102,7 @@ class PieceNorms:
         self._index += 1
 
     def _places_in(self, start: int, end: int) -> Iterator[PieceSpan]:
-        """What of the places lies in elements [start, end) of the payload. Places ascend, and so do chunks."""
+        """The parts of the places within elements [start, end) of the payload. Places ascend, and so do chunks."""
         while self._first < len(self._places):
             i, first, stop = self._places[self._first]
             a, b = max(start, first), min(end, stop)
@@ -115,14 +113,15 @@ class PieceNorms:
             self._first += 1
 
     def finish(self) -> tuple[float, ...]:
-        """Non-finite exactly where an element is, or where the sum of squares overflows float32. Raises BadPayload."""
+        """The norms: non-finite exactly where an element is, or a sum of squares overflows float32. Raises
+        BadPayload."""
         if self._error is not None:
             raise self._error
         return tuple(map(root, self._squares))
 
 
 def piece_norms(payload: Payload, pieces: Sequence[Piece]) -> tuple[float, ...]:
-    """The same of a payload that is there already. Raises BadPayload."""
+    """The norms of a complete payload. Raises BadPayload."""
     norms = PieceNorms(payload.header, len(pieces), places_of((), pieces))
     for chunk in payload.chunks:
         norms.add(chunk)
@@ -131,10 +130,10 @@ def piece_norms(payload: Payload, pieces: Sequence[Piece]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class MergedSlice:
-    """A slice of the merged pseudo-gradient, as the weighted sum that it is: whoever needs it adds it up."""
+    """A slice of the merged pseudo-gradient, as a weighted sum that is not computed yet."""
 
     start: int
-    """Its first element, in the fragment."""
+    """Index of its first element in the fragment."""
     num_elements: int
     """At most SLICE, all of one piece."""
     codec: Codec
@@ -158,20 +157,20 @@ class MergedSlice:
         return float(torch.linalg.vector_norm(self.tensor())) ** 2
 
     def native(self) -> WeightedSum | None:
-        """For a kernel that adds up and goes on with the sum; None where there are no kernels."""
+        """The sum as input for a fused kernel; None if there are no kernels."""
         return self.codec.native_sum(self.parts, self.weights)
 
 
 MergeRule = Callable[[Sequence[float], Sequence[float], Callable[[], Tensor]], Sequence[float]]
-"""A rule of others: what to multiply the contributions to a piece with, given their norms, their shares (which add up
-to 1), and a function for the dot product of each with each, float64 (M, M), which reads them once. Contributions come
-in the order of their learners' ids. Embedding and output head are merged by the mean all the same."""
+"""A user's merge rule. It gets the norms of the contributions to a piece, their shares (which add up to 1), and a
+function that reads them once and returns their dot products, float64 (M, M). It returns their factors. Contributions
+are sorted by learner id. Embedding and output head are still merged by the mean."""
 
 
 def merge(
     contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str | MergeRule
 ) -> Iterator[MergedSlice]:
-    """The merged pseudo-gradient of a fragment, slice by slice in order. `rule`: one of ours by name, or another.
+    """The merged pseudo-gradient of a fragment, slice by slice in order. `rule`: the name of ours, or a user's.
 
     All contributions have one encoding (`admission.check_sizes`), and their bytes were checked (`piece_norms`).
     """
@@ -184,20 +183,17 @@ def merge(
 
 
 def shares_of(ordered: Sequence[Contribution]) -> list[float]:
-    """Of each contribution in the sum of all weights."""
     weights = [c.weight for c in ordered]
     total = sum(weights)
-    return [weight / total for weight in weights]  # not weights, whose squares could leave the range of float32
+    return [weight / total for weight in weights]  # shares, because squares of weights could leave the range of float32
 
 
 def rows(ordered: Sequence[Contribution], bounds: slice) -> Iterator[tuple[slice, Tensor]]:
-    """Elements of all contributions, decoded, at most `DOT_SLICE` at a time: float32 (M, n), and where they lie in the
-    fragment."""
+    """Decoded elements of all contributions, at most `DOT_SLICE` at a time: their place, and float32 (M, n)."""
     yield from _rows([_source(c.payload) for c in ordered], bounds)
 
 
 def chunk_tensors(payload: Payload) -> list[Tensor]:
-    """The chunks as uint8 tensors, in place."""
     return [as_tensor(chunk) for chunk in payload.chunks]
 
 
@@ -209,7 +205,7 @@ def _weights(
     norms: Sequence[float],
     kept: Sequence[float],
 ) -> Sequence[float]:
-    """What to multiply the contributions to a piece with. `norms`: as far as they are `kept`."""
+    """The factors of the contributions to a piece. `norms`: after scaling by `kept`."""
     clipped = [share * part for share, part in zip(shares, kept, strict=True)]
     if len(sources) == 1 or "mean" in (rule, piece.rule):
         return clipped
@@ -232,8 +228,8 @@ def _checked(weights: Sequence[float], num_sources: int) -> Sequence[float]:
 
 
 def _agreement(sources: Sequence[_Addend], piece: Piece, weights: Sequence[float], lengths: Sequence[float]) -> float:
-    """Mean cosine of two contributions, weighted, in [0, 1]. Reads them once: the norm of their sum tells it.
-    `lengths`: of each, times its weight."""
+    """Weighted mean cosine of two contributions, in [0, 1]. Reads them once, to take the norm of their sum. `lengths`:
+    norm times weight of each."""
     alone, pairs = sum(x * x for x in lengths), 2 * sum(x * y for x, y in itertools.combinations(lengths, 2))
     together = sum(part.sum_squares() for part in _slices(sources, piece.bounds, weights))
     return min(1.0, max(0.0, (together - alone) / pairs)) if pairs > 0 else 0.0
@@ -242,7 +238,7 @@ def _agreement(sources: Sequence[_Addend], piece: Piece, weights: Sequence[float
 def _rda_weights(
     sources: Sequence[_Addend], piece: Piece, shares: Sequence[float], norms: Sequence[float], kept: Sequence[float]
 ) -> Sequence[float] | None:
-    """Reads the contributions once, for the length of their mean direction. None: the directions cancel."""
+    """The factors for RDA. Reads the contributions once, for the length of their mean direction. None: they cancel."""
     radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
     shortest = max(radius * NEGLIGIBLE, FLOAT32_TINY)
     weights = [
@@ -253,8 +249,7 @@ def _rda_weights(
 
 
 def _dot_products(sources: Sequence[_Addend], piece: Piece, kept: Sequence[float]) -> Tensor:
-    """Of each contribution to a piece with each, as far as they are `kept`: float64 (M, M). Reads them once; holds
-    12 M DOT_SLICE bytes."""
+    """Dot products of all pairs, scaled by `kept`: float64 (M, M). Reads them once; holds 12 M DOT_SLICE bytes."""
     parts = torch.tensor(kept, dtype=torch.float64)
     products = torch.zeros(len(sources), len(sources), dtype=torch.float64)
     for _, values in _rows(sources, piece.bounds):
@@ -264,7 +259,6 @@ def _dot_products(sources: Sequence[_Addend], piece: Piece, kept: Sequence[float
 
 
 def _rows(sources: Sequence[_Addend], bounds: slice) -> Iterator[tuple[slice, Tensor]]:
-    """Elements of all contributions, decoded, at most DOT_SLICE at a time: float32 (M, n)."""
     for some in _slices(sources, bounds, [0.0] * len(sources), DOT_SLICE):
         values = torch.empty(len(sources), some.num_elements)
         for row, part in zip(values, some.parts, strict=True):
@@ -273,12 +267,10 @@ def _rows(sources: Sequence[_Addend], bounds: slice) -> Iterator[tuple[slice, Te
 
 
 class _Addend(Protocol):
-    """One contribution, ready to be added."""
-
     codec: Codec
 
     def part(self, start: int) -> tuple[ChunkPart, int]:
-        """Elements from `start` of the fragment on, and how far they reach."""
+        """Elements from `start` of the fragment on, and where they end."""
 
 
 def _source(payload: Payload | PartedPayload) -> _Addend:
@@ -286,8 +278,6 @@ def _source(payload: Payload | PartedPayload) -> _Addend:
 
 
 class _Whole:
-    """A payload that came whole, or that of a part."""
-
     def __init__(self, payload: Payload) -> None:
         header = payload.header
         self.codec = get_codec(header.encoding)
@@ -303,8 +293,6 @@ class _Whole:
 
 
 class _Parted:
-    """Parts that cover the fragment."""
-
     def __init__(self, payload: PartedPayload) -> None:
         sources = [(_Whole(part.payload), part) for part in payload.parts]
         self._spans = sorted(((span, source) for source, part in sources for span in part.spans), key=lambda s: s[0])
@@ -320,7 +308,7 @@ class _Parted:
 def _slices(
     sources: Sequence[_Addend], bounds: slice, weights: Sequence[float], size: int = SLICE
 ) -> Iterator[MergedSlice]:
-    """The weighted sum over these elements, at most `size` at a time; no slice reaches over the end of a chunk."""
+    """The weighted sum over these elements, in slices of at most `size` that end with their chunk at the latest."""
     start, end = bounds.start, bounds.stop
     while start < end:
         parts, stops = zip(*(source.part(start) for source in sources), strict=True)
@@ -331,7 +319,7 @@ def _slices(
 
 
 class Latest:
-    """What each learner has contributed last to one fragment of buffers."""
+    """Each learner's last contribution to one fragment of buffers."""
 
     def __init__(self) -> None:
         self._of: dict[str, Contribution] = {}
@@ -339,9 +327,9 @@ class Latest:
     def take(
         self, merging: Sequence[Contribution], live: Collection[str]
     ) -> tuple[list[Contribution], list[Contribution]]:
-        """The contributions of a closed round, and those of earlier rounds that count beside them, by learner.
+        """The contributions of a closed round, and those of earlier rounds that count beside them, sorted by learner.
 
-        `live`: who has its lease, and is not left out of rounds.
+        `live`: learners with a lease that are not left out.
         """
         mine = {c.learner_id: self._over_its_rounds(c) for c in merging}
         self._of = {i: c for i, c in self._of.items() if i in live} | mine
@@ -353,7 +341,7 @@ class Latest:
 
 
 def pool(contributions: Sequence[Contribution], pieces: Sequence[Piece]) -> Iterator[tuple[slice, Tensor]]:
-    """The merged values, float32, slice by slice of the fragment in order."""
+    """The merged values of buffers, float32, slice by slice in order."""
     ordered = sorted(contributions, key=lambda c: c.learner_id)
     weights = shares_of(ordered)
     shares = torch.tensor(weights, dtype=torch.float64).unsqueeze(1)
@@ -382,6 +370,5 @@ def _spread(ordered: Sequence[Contribution], means: Piece, shares: Tensor) -> Te
 
 
 def _mean(values: Tensor, shares: Tensor) -> Tensor:
-    """Of values [M, n], by their shares [M, 1]."""
     first = values[0]
     return first + ((values - first) * shares).sum(0)

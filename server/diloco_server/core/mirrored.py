@@ -1,4 +1,4 @@
-"""A shard whose versions another process makes: it says what its shard says, and takes no work."""
+"""A mirror: a shard that serves another shard's versions and accepts no contributions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from diloco_server.core.shard import Shard
 
 class MirroredShard(Shard):
     told: JoinAnswer | None = None
-    """What its shard says to readers; None: it has not been heard yet."""
+    """The mirrored shard's answer to readers; None: not received yet."""
 
     def mirror(self, told: JoinAnswer, manifest: Manifest) -> None:
-        """Its shard has described the run."""
         self.told = told
         self.versions.mirror(manifest, told.shard_index)
 
     def mirrored(self, record: Record, published: Published) -> None:
-        """It has announced this version, and here are its bytes."""
         self.versions.mirrored(record, published)
 
     def join(self, learner_id: str, request: JoinRequest, now: float) -> Member:
         """Raises BadRequest."""
-        raise BadRequest(f"this is a mirror of {self.settings.shard.mirror_of}, which takes no work; join the shards")
+        raise BadRequest(f"this is a mirror of {self.settings.shard.mirror_of}; join its shards instead")
 
     def pulse(self) -> Pulse:
         return super().pulse() if self.told is None else self.told.pulse

@@ -1,8 +1,8 @@
-"""What the learners of a run have in common: the model, and what they hold fixed.
+"""Checks that all learners of a run train the same model over the same frozen tensors.
 
-The first learner brings both, unless the settings name the model. Only trained parameters are merged: with different
-frozen ones under them, what is merged does not belong together. Nothing of what is frozen is kept on disk. After a
-restart of the shard, the first learner to come declares it anew.
+The first learner brings both, unless the settings name the model. Only trained parameters are merged; those trained
+over different frozen tensors do not belong together. Frozen tensors are not stored. After a restart of the shard, the
+first learner to join declares them again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from diloco_common.wire.manifest import Manifest, TensorSpec, differences, kinds
 from diloco_common.wire.messages import FrozenTensor
 
 SHOWN = 5
-"""Differences that a refusal names."""
 
 
 def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
-    """What the caller synchronises is what the shard has. Raises ManifestMismatch with the first differences."""
+    """Compare the caller's model with the shard's. Raises ManifestMismatch with the first differences."""
     different = differences(mine.tensors, theirs)
     if not different:
         return
@@ -35,7 +34,6 @@ def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
 
 
 def _what_is_averaged(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -> str:
-    """Of the momentum of both sides, which differs."""
     if here and there:
         kinds = [" and ".join(kinds_of(tensors)) or "another optimizer" for tensors in (here, there)]
         if kinds[0] != kinds[1]:
@@ -47,7 +45,7 @@ def _what_is_averaged(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -
 
 
 def check_model_digest(expected: str, theirs: Sequence[TensorSpec]) -> None:
-    """The caller's model is the one that the shard insists on, if it does. Raises ManifestMismatch."""
+    """Compare the caller's model with `run.model`, if that is set. Raises ManifestMismatch."""
     if not expected or (found := model_digest(theirs)) == expected:
         return
     if model_digest(t for t in theirs if t.traits.is_exported) == expected:
@@ -65,7 +63,7 @@ def check_model_digest(expected: str, theirs: Sequence[TensorSpec]) -> None:
 
 
 class Frozen:
-    """The frozen tensors of one run, as far as this shard has heard of them in this epoch."""
+    """The frozen tensors that learners have declared to this shard in this epoch."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, FrozenTensor] = {}
@@ -76,11 +74,11 @@ class Frozen:
         return tuple(self._tensors.values())
 
     def forget(self) -> None:
-        """The next learner to come declares them anew."""
+        """Forget them: the next learner to join declares them again."""
         self._tensors = {}
 
     def check(self, theirs: Sequence[FrozenTensor]) -> None:
-        """Compare with what a learner declares; nothing: it may differ. Raises FrozenMismatch."""
+        """Compare with a learner's declaration; an empty one always passes. Raises FrozenMismatch."""
         if not theirs or not self._tensors:
             return
         caller = {t.name: t for t in theirs}
@@ -99,7 +97,7 @@ class Frozen:
             )
 
     def adopt(self, learner_id: str, theirs: Sequence[FrozenTensor]) -> None:
-        """A learner that declares these was let in: what was not known yet is known from now on."""
+        """Adopt what was unknown from the declaration of a learner that was admitted."""
         if theirs and not self._tensors:
             self._tensors, self._declared_by = {t.name: t for t in theirs}, learner_id
         for tensor in theirs:
@@ -108,7 +106,7 @@ class Frozen:
 
 
 def _difference(mine: FrozenTensor | None, theirs: FrozenTensor | None) -> str:
-    """In words; empty: there is none."""
+    """The difference in words; empty if there is none."""
     my_form, their_form = (t.form if t is not None else "absent" for t in (mine, theirs))
     if my_form != their_form:
         return f"{my_form} <-> {their_form}"

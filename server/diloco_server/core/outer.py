@@ -1,8 +1,8 @@
-"""Pseudo-gradient -> new version: the outer optimizers, per fragment, computed in float32.
+"""The outer optimizers, which turn a pseudo-gradient into a new version. Per fragment, computed in float32.
 
 G is the merged pseudo-gradient (anchor minus local value), so descending along G moves towards the learners. Momentum
-is kept as bfloat16 between steps, unless mu is large. It forgets a share 1 - mu in each, so what rounding takes of it
-does not add up; but where that share is about as small as what rounding takes, momentum stands still.
+is kept as bfloat16 between steps, unless mu is large. It forgets a share 1 - mu in each step, so rounding errors do not
+accumulate; but where that share is about as small as the rounding error, momentum stands still.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from diloco_server.core.merge import MergedSlice, shares_of
 from diloco_server.core.round import Contribution
 
 BFLOAT16_MU_MAX = 0.7
-"""Up to this mu theta is off by less than 0.3 % of its way where all gradients agree, which is the worst case: by
-0.06 % at 0.5. It would be 1.5 % at 0.9, and 20 % at 0.99."""
+"""Largest mu with bfloat16 momentum. Theta is then off by less than 0.3 % of its way in the worst case, where all
+gradients agree: by 0.06 % at 0.5. It would be 1.5 % at 0.9, and 20 % at 0.99."""
 SLICE = 1 << 17
-"""Elements that one pass works on: small enough to stay in cache between the operations of a step."""
+"""Elements per pass: few enough to stay in cache between the operations of a step."""
 
 
 def momentum_for(contributions: Sequence[Contribution], merge: object) -> float:
-    """mu of a round, where the settings leave it open: mu = l / (l + 2), and l / (l + 1) where the merge rule shortens
-    steps along which learners agree; l = log2 M.
+    """The mu of a round for `outer.momentum = "auto"`: mu = l / (l + 2), l = log2 M.
 
-    M is how many learners of one weight would make a mean as sure as this one: (sum w)^2 / sum w^2.
+    It is l / (l + 1) with the agreement rule, which shortens steps along which learners agree. M is the number of
+    equally weighted learners whose mean would be as certain as this one: (sum w)^2 / sum w^2.
     """
     shares = shares_of(sorted(contributions, key=lambda c: c.learner_id))
     doublings = -math.log2(sum(share * share for share in shares))
@@ -41,28 +41,25 @@ def momentum_for(contributions: Sequence[Contribution], merge: object) -> float:
 
 
 class OuterOptimizer(ABC):
-    """One rule; the state of each fragment lives with the fragment. Rules of others are subclasses of this."""
+    """An outer optimizer; its state lives with the fragment. Users subclass this for their own rules."""
 
     num_buffers: int
-    """Per fragment, each as large as the fragment."""
     buffer_dtype = torch.float32
-    """As the buffers are kept: this, or bfloat16."""
+    """The dtype of the buffers: float32 or bfloat16."""
     is_by_element = True
-    """Every element is stepped as if it were alone: how a fragment is cut into parts does not show."""
+    """Whether every element is stepped independently, so that it does not matter how a fragment is cut."""
 
     def __init__(self, settings: OuterSettings) -> None:
         self.settings = settings
         self.momentum = BFLOAT16_MU_MAX if settings.momentum == "auto" else settings.momentum
-        """mu of the next step. Where it follows the round, it begins with the largest that it may be."""
+        """The mu of the next step. Where it depends on the round, it starts at its maximum."""
 
     def with_momentum(self, mu: float) -> Self:
-        """The same rule with another mu."""
         other = copy(self)
         other.momentum = mu
         return other
 
     def new_buffers(self, num_elements: int) -> list[Tensor]:
-        """Of a fragment that has taken no step: zeros [num_elements]."""
         return [memory.empty(num_elements, self.buffer_dtype).zero_() for _ in range(self.num_buffers)]
 
     def step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
@@ -75,17 +72,17 @@ class OuterOptimizer(ABC):
             self.update(theta[part], gradient[part], [b[part] for b in buffers], outer_step)
 
     def step_merged(self, theta: Tensor, merged: MergedSlice, buffers: Sequence[Tensor], outer_step: int) -> None:
-        """As `step`, along a slice that is not added up yet; theta and buffers are that slice's."""
+        """As `step`, for a slice that is not summed yet; theta and buffers are that slice's."""
         self.step(theta, merged.tensor(), buffers, outer_step)
 
     @abstractmethod
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
-        """As `step`, for part of a fragment. Nothing is remembered but in theta and buffers, which begin as zeros: they
-        are what is kept and restored."""
+        """As `step`, for part of a fragment. Keep state only in theta and buffers, which are stored; buffers start as
+        zeros."""
 
 
 class Sgd(OuterOptimizer):
-    """b <- mu b + G;  theta <- theta - eta b.   Without momentum (mu = 0) no buffer is kept."""
+    """b <- mu b + G; theta <- theta - eta b. Without momentum (mu = 0) no buffer is kept."""
 
     buffer_dtype = torch.bfloat16
 
@@ -101,7 +98,7 @@ class Sgd(OuterOptimizer):
 
 
 class Nesterov(OuterOptimizer):
-    """b <- mu b + G;  theta <- theta - eta (G + mu b).   As torch.optim.SGD(nesterov=True)."""
+    """b <- mu b + G; theta <- theta - eta (G + mu b). As torch.optim.SGD(nesterov=True)."""
 
     num_buffers = 1
     buffer_dtype = torch.bfloat16
@@ -119,12 +116,12 @@ class Nesterov(OuterOptimizer):
         native, (b,) = merged.native(), buffers
         if native is None or b.dtype != torch.bfloat16:
             super().step_merged(theta, merged, buffers, outer_step)
-        else:  # in the pass that adds up, which halves the time of both
+        else:  # one fused pass, which halves the time
             native.nesterov(theta, b, self.momentum, self.settings.lr)
 
 
 class TakeMean(OuterOptimizer):
-    """theta <- theta - G: the mean of what learners have. Of other kinds than parameters, whatever the settings say."""
+    """theta <- theta - G: takes the learners' mean. For tensors that are not parameters, whatever the settings say."""
 
     num_buffers = 0
 
@@ -133,7 +130,7 @@ class TakeMean(OuterOptimizer):
 
 
 ADAM_BETAS, ADAM_EPS = (0.9, 0.99), 1e-8
-"""As FedOpt has them (arXiv 2003.00295), with the eps of torch."""
+"""The values of FedOpt (arXiv 2003.00295), with torch's eps."""
 
 
 class Adam(OuterOptimizer):
@@ -151,12 +148,11 @@ class Adam(OuterOptimizer):
 
 
 def _kept_as(dtype: torch.dtype, mu: float) -> torch.dtype:
-    """What momentum is kept as, where a rule asks for `dtype`."""
     return torch.float32 if dtype == torch.bfloat16 and mu > BFLOAT16_MU_MAX else dtype
 
 
 def _moved(momentum: Tensor, mu: float, gradient: Tensor) -> Tensor:
-    """mu b + G, float32; b keeps it, rounded where it is bfloat16."""
+    """mu b + G in float32; also stored in b, rounded if that is bfloat16."""
     if momentum.dtype == torch.float32:
         return momentum.mul_(mu).add_(gradient).clamp_(-BFLOAT16_MAX, BFLOAT16_MAX)
     moved = momentum.float().mul_(mu).add_(gradient)
@@ -174,5 +170,4 @@ OUR_RULES: Mapping[str, Rule] = {
 
 
 def make_outer_optimizer(settings: OuterSettings, rule: Rule | None = None) -> OuterOptimizer:
-    """The optimizer that the settings name; `rule`: what they name, if it is not one of ours."""
     return (rule or OUR_RULES[settings.optimizer])(settings)

@@ -1,10 +1,9 @@
-"""Contributions that come in parts: what each part holds, and when the parts make a whole.
+"""Contributions that arrive in parts, one from each rank of a learner.
 
-The ranks of a learner push what each of them holds of a fragment. A part names its ranges. Parts wait in the round
-until they cover the fragment exactly; then they are one contribution, and before that they are nothing. They live and
-die with the round and the generation that it asked. Its parts do not overlap, but each range may bring 255 elements of
-padding (part_layout.py). So ranges and padding of all parts together are bounded: half a contribution has at most twice
-the elements of a whole one, and PADDING_MAX more.
+A part names its ranges of the fragment. Parts wait in the round until they cover the fragment exactly; only then are
+they a contribution. They are dropped with the round, or with the generation that it asked. Parts do not overlap, but
+each range may bring 255 elements of padding (part_layout.py). So ranges and padding of all parts together are bounded:
+an incomplete contribution holds at most twice the fragment's elements plus PADDING_MAX.
 """
 
 from __future__ import annotations
@@ -26,42 +25,38 @@ from diloco_common.wire.messages import PushHeader, Range
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 PADDING_MAX = 1 << 22
-"""Elements of padding in all parts of a contribution, beyond as many as the fragment has. One part has at most half."""
+"""Padding elements allowed in all parts of a contribution, beyond the fragment's size. A part has at most half."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank has pushed of a contribution, still compressed."""
-
     ranges: tuple[Range, ...]
     payload: Payload
 
     @property
     def spans(self) -> Iterator[Span]:
-        """Where in the payload each range lies."""
         return spans(self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
 class PartedPayload:
-    """The payload of a contribution that came in parts: together they are the fragment, each element once."""
+    """The payload of a complete contribution in parts, which together hold each element of the fragment once."""
 
     header: PayloadHeader
-    """Of the whole; `num_bytes` is the sum over parts, and there is no checksum."""
+    """The header of the whole: `num_bytes` is the sum over parts, and there is no checksum."""
     parts: tuple[RankPart, ...]
 
     def has(self, header: PushHeader) -> bool:
-        """Whether this very part is one of them. An empty part always is."""
+        """Whether this exact part is one of them. An empty part always is."""
         if not header.ranges:
             return True
         return any((p.payload.header, p.ranges) == (header.payload, header.ranges) for p in self.parts)
 
 
 class PieceSpan(NamedTuple):
-    """A piece of the fragment, or what a part has of it, and where that lies in the payload."""
+    """A piece of the fragment, or a part's share of it, and its position in the payload."""
 
     piece: int
-    """Its index in the fragment."""
     start: int
     stop: int
 
@@ -71,13 +66,13 @@ class HalfContribution:
 
     def __init__(self, header: PushHeader, fragment_elements: int) -> None:
         self.whole = whole_of(header)
-        """Names the contribution; equal for all of its parts."""
+        """Identifies the contribution; equal for all its parts."""
         self._elements = fragment_elements
         self.tokens_merged = header.tokens_merged
-        """Of a seed: the fewest that a rank knows of."""
+        """For a seed: the smallest count that any rank sent."""
         self._parts: dict[int, RankPart] = {}
         self._ranges: list[Range] = []  # of all parts, ascending
-        self._padded = 0  # elements of all payloads
+        self._padded = 0  # elements in all payloads
         self._squares: list[float] = []  # of each piece of the fragment, summed over the parts
         self._covered = 0
 
@@ -87,13 +82,13 @@ class HalfContribution:
 
     @property
     def is_complete(self) -> bool:
-        """The parts do not overlap, so they cover the fragment once there are as many elements."""
+        """True once they have as many elements as the fragment, since parts do not overlap."""
         return self._covered == self._elements
 
     def has(self, header: PushHeader) -> bool:
-        """Whether this very part is there. Raises ContributionConflict if it cannot belong to the others.
+        """Whether this exact part has arrived. Raises ContributionConflict if it cannot belong with the others.
 
-        Raises BadPayload if all of them together have too many ranges, or too much padding.
+        Raises BadPayload if all parts together have too many ranges or too much padding.
         """
         if whole_of(header) != self.whole:
             raise ContributionConflict(
@@ -122,9 +117,9 @@ class HalfContribution:
             )
 
     def add(self, header: PushHeader, part: RankPart, piece_norms: Sequence[float]) -> None:
-        """A part that `has` was asked about, and that is not there yet.
+        """Add a part for which `has` returned False.
 
-        `piece_norms`: L2 norm of each piece of the fragment, as far as it is in this part.
+        `piece_norms`: L2 norm of the part's share of each piece of the fragment.
         """
         squares = [norm * norm for norm in piece_norms]
         self._squares = [a + b for a, b in zip(self._squares, squares, strict=True)] if self._squares else squares
@@ -142,17 +137,17 @@ class HalfContribution:
         return PartedPayload(header, parts)
 
     def piece_norms(self) -> tuple[float, ...]:
-        """Squares add up over parts."""
+        """L2 norm of each piece; squares add up over parts."""
         return tuple(map(root, self._squares))
 
 
 def root(square: float) -> float:
-    """L2 norm of a sum of squares; infinite where that is NaN, or overflows float32."""
+    """The root of a sum of squares; infinite where that is NaN or overflows float32."""
     return math.sqrt(square) if square <= FLOAT32_MAX else math.inf
 
 
 def whole_of(header: PushHeader) -> PushHeader:
-    """What all parts of a contribution have in common; the header itself of one that comes whole."""
+    """The header fields that all parts of a contribution share; for a whole contribution, its header."""
     if header.num_parts == 1:
         return header
     payload = PayloadHeader(header.payload.encoding, 0, 1, 0, 0)
@@ -164,7 +159,7 @@ def is_part(header: PushHeader) -> bool:
 
 
 def check_ranges(header: PushHeader, fragment_elements: int) -> int:
-    """How many elements a payload with these ranges has. Raises BadPayload if they do not lie in the fragment."""
+    """The number of elements of a payload with these ranges. Raises BadPayload if they lie outside the fragment."""
     stop = header.ranges[-1].stop if header.ranges else 0
     if stop > fragment_elements or (header.ranges and not is_part(header)):
         raise BadPayload(
@@ -175,7 +170,7 @@ def check_ranges(header: PushHeader, fragment_elements: int) -> int:
 
 
 def places_of(ranges: Sequence[Range], pieces: Sequence[Piece]) -> list[PieceSpan]:
-    """Where pieces lie in a payload with these ranges of the fragment, ascending; no ranges: the whole fragment."""
+    """The positions of pieces in a payload with these ranges, ascending; no ranges: the whole fragment."""
     if not ranges:
         return [PieceSpan(i, p.offset, p.offset + p.num_elements) for i, p in enumerate(pieces)]
     found = []
@@ -193,7 +188,7 @@ def places_of(ranges: Sequence[Range], pieces: Sequence[Piece]) -> list[PieceSpa
 
 
 def _overlap(held: Sequence[Range], more: Sequence[Range]) -> bool:
-    """Whether two of these ranges, each list ascending and disjoint in itself, have an element in common."""
+    """Whether a range of one list overlaps a range of the other. Each list is ascending and disjoint."""
     for r in more:
         after = bisect_right(held, r)
         if after > 0 and held[after - 1].stop > r.start:

@@ -1,6 +1,6 @@
-"""How long rounds wait, and for whom, once they have their quorum.
+"""How long rounds wait once they have their quorum, and for which learners.
 
-`cadence.py` has the rules for the window, `arrivals.py` when a learner is expected, `every.py` the rule for H.
+`cadence.py` has the rules for the window, `arrivals.py` predicts when a learner contributes, and `every.py` sets H.
 """
 
 from __future__ import annotations
@@ -22,47 +22,43 @@ from diloco_server.core.round import Round
 from diloco_server.core.versions import Versions
 
 OVERDUE = 2
-"""Times H."""
+"""A learner is overdue after this many times H steps without a merge."""
 SLACK = 0.1
-"""Of a step."""
+"""Tolerance for an overdue learner, as a share of one step."""
 TIMES_USUAL, AT_LEAST_S, FIRST_S = 10.0, 10.0, 60.0
-"""An open round is overdue after so many times as long as the usual one, and after these seconds; the third: while no
-round has told what is usual."""
+"""Overdue rounds took this many times the usual duration and at least these seconds; the third: while none is known."""
 
 
 class RoundPatience:
-    """What the learners and rounds of one shard have told of time."""
-
     def __init__(self, sync: SyncSettings, influence: Influence, membership: Membership, versions: Versions) -> None:
         self.grace = GraceWindow(sync)
         self.every = Every(sync)
         self.due = DueFragments(sync, self.every, versions)
-        self._open_s = MovingAverage()  # of rounds, until their version was announced
+        self._open_s = MovingAverage()  # from opening a round to announcing its version
         self._sync = sync
         self._influence = influence
         self._membership = membership
         self._versions = versions
 
     def quorum(self, collecting: Round) -> Quorum:
-        """How many contributions let this round close."""
         found = (
             self._membership.get(learner_id) for learner_id in collecting.asked if learner_id not in collecting.beside
         )
         return self._influence.quorum((m for m in found if m is not None), self._sync.quorum)
 
     def announced(self, closed: Round, now: float) -> None:
-        """A closed round has become a version."""
+        """Measure a closed round that became a version."""
         self.grace.to_publish.add(now - closed.closed_at)
-        self._open_s.add(min(now - closed.opened_at, self.overdue_after_s))  # else a standstill would be the usual
+        self._open_s.add(min(now - closed.opened_at, self.overdue_after_s))  # capped: a standstill is not usual
 
     @property
     def overdue_after_s(self) -> float:
-        """How long a round may be open before people are told."""
+        """How long a round may stay open before it is reported."""
         usual_s = self._open_s.value
         return FIRST_S if usual_s is None else max(TIMES_USUAL * usual_s, AT_LEAST_S)
 
     def grace_s(self) -> float:
-        """The grace window now, in seconds. Only learners that contribute have a say in it, once there are some."""
+        """The grace window now, in seconds, from learners that contribute; from all live ones while there are none."""
         reports = self._usual_reports()
         return self.grace.seconds(
             _usual(r.step_time_s for r in reports), self.every.steps, _usual(r.scatter_s for r in reports)
@@ -72,12 +68,11 @@ class RoundPatience:
         return [m for m in self._membership.live() if m.sets_pace and not m.is_idle]
 
     def _usual_reports(self) -> list[Reports]:
-        """Of those that have told how long a step takes."""
         members = self._setting_pace() or self._membership.live()
         return [m.reports for m in members if m.reports is not None and m.reports.step_time_s > 0]
 
     def waits_until(self, state: FragmentState, grace_s: float, now: float) -> float:
-        """Until when an open round waits for those that are missing, once it has its quorum."""
+        """Time until which an open round waits for missing learners, once it has its quorum."""
         collecting = state.round
         assert collecting is not None
         if collecting.quorum_at is None:
@@ -99,8 +94,8 @@ class RoundPatience:
         return max((self._overdue_until(state, i, patience_s, now) for i in collecting.awaited), default=now)
 
     def _overdue_until(self, state: FragmentState, learner_id: str, patience_s: float, now: float) -> float:
-        """Until when to wait for one that has not been merged here for `OVERDUE` times as many steps as it should, once
-        for so many: its step is longer than rounds are patient, and may never end while one is open."""
+        """Time until which to wait, in one round, for a learner that was not merged here for `OVERDUE` times its usual
+        steps. Its step takes longer than rounds wait, so it might never contribute while one is open."""
         member, collecting = self._membership.get(learner_id), state.round
         if member is None or member.reports is None or collecting is None:
             return now
@@ -119,13 +114,13 @@ class RoundPatience:
         return expected_at + slack_s if waits_in == collecting.round else now
 
     def usual_at(self, state: FragmentState, collecting: Round) -> float:
-        """When the usual one of all that this round asked, earlier or now, is expected to have contributed."""
+        """When the median of all learners that this round asked is expected to have contributed."""
         found = {learner_id: self._membership.get(learner_id) for learner_id in collecting.asked}
         members = [m for i, m in found.items() if m is not None and m.generation == collecting.asked[i]]
         return median_low(m.arrivals.expected_at(state.call, state.fragment.num_elements) for m in members)
 
     def measured(self) -> Measured:
-        """What H has to carry. Kinds that are due more rarely weigh less."""
+        """The measurements that bound H. Fragments that are due more rarely weigh less."""
         manifest, found = self._versions.manifest, [m.arrivals for m in self._setting_pace()]
         assert manifest is not None
         own = sum(1 / s.fragment.traits.times(self._sync) for s in self._versions.fragments.values())
@@ -141,5 +136,4 @@ class RoundPatience:
 
 
 def _usual(seconds: Iterable[float]) -> float:
-    """Their lower median; 0: there is none."""
     return median_low(found) if (found := [*seconds]) else 0.0

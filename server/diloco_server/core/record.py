@@ -1,4 +1,4 @@
-"""What is kept with a version: how it came to be, so that a restarted shard can go on from it."""
+"""The record stored with each version, from which a restarted shard continues."""
 
 from __future__ import annotations
 
@@ -12,44 +12,39 @@ from diloco_server.core.membership import Membership
 from diloco_server.core.round import LengthLimit, Round
 
 MERGES = ("mean", "agreement")
-"""The merge rules that a run takes by itself."""
+"""The merge rules that `sync.merge = "auto"` chooses from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How a version came to be."""
-
     fragment_id: int
     epoch: int
-    """That the version was made in."""
     version: int
     merged_versions: dict[str, int]
-    """Learner -> the last version that its contribution was merged into, this one included."""
+    """Learner -> the last version, including this one, with its contribution."""
     merged_by: dict[str, str]
-    """Learner -> the process that contributed it."""
+    """Learner -> the process that made that contribution."""
     tokens_merged: int
-    """As far as they count (`influence.py`). Stops at `bounds.TOKENS_COUNTED_MAX`: it can be sent for ever."""
+    """Counted tokens (`influence.py`). Stops at `bounds.TOKENS_COUNTED_MAX`, so it can always be sent."""
     forgotten_version: int = 0
-    """The latest version with a contribution of a learner that `merged_versions` no longer names. Grows."""
+    """The latest version with a contribution of a learner that is no longer in `merged_versions`. Grows."""
     limit: LengthLimit | None = None
-    """Of the length of contributions, after the last round (`influence.py`); None: no round has told yet."""
+    """The length limit after the last round (`influence.py`); None: no round has set it."""
     merge: str = ""
-    """The merge rule that the run has taken by what its learners train with (`versions.py`); empty: the settings say
-    it, or nothing was merged yet."""
+    """The merge rule that the run chose (`versions.py`); empty: the settings name it, or nothing was merged yet."""
 
     @property
     def version_id(self) -> VersionId:
         return VersionId(self.epoch, self.version)
 
     def copy(self) -> Record:
-        """The same, with dicts of its own."""
         return replace(self, merged_versions=dict(self.merged_versions), merged_by=dict(self.merged_by))
 
 
 def check_record(record: Record) -> None:
-    """Every number is one that a shard can go on from, and that can be sent. Raises ValueError, which names it.
+    """Check that every number is in the range that a shard can continue from and send. Raises ValueError naming it.
 
-    Whoever can write a file can make its checksums right, so a version file is read as what a caller sends.
+    A version file is checked like a call: anyone who can write a file can write a matching checksum.
     """
     counts = [
         ("fragment_id", record.fragment_id, bounds.FRAGMENTS_MAX - 1),
@@ -83,8 +78,8 @@ def next_record(
 ) -> Record:
     """The record of the version that a closed round makes.
 
-    A stranger is a learner that this shard knows from before its restart only. Above `strangers_max` entries those
-    merged longest ago are dropped.
+    A stranger here is a learner that this shard knows only from before its restart. Above `strangers_max` entries,
+    those merged longest ago are dropped.
     """
     merged_versions, merged_by = dict(before.merged_versions), dict(before.merged_by)
     tokens, forgotten_version = before.tokens_merged, before.forgotten_version

@@ -1,4 +1,4 @@
-"""A round: the collecting of contributions for one outer step of one fragment."""
+"""A round: collects the contributions for one outer step of one fragment."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from diloco_server.core.parts import HalfContribution, PartedPayload, is_part
 
 
 class CloseReason(StrEnum):
-    ALL = "all"  # nobody is missing
-    GRACE = "grace"  # it had its quorum, and the grace window is over
-    LEASE = "lease"  # everybody who is missing has lost the lease that was asked
+    ALL = "all"  # every learner it asked has answered
+    GRACE = "grace"  # the grace window after the quorum is over
+    LEASE = "lease"  # every missing learner has lost the lease under which it was asked
 
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """The longest that a contribution of so many inner steps counts for."""
+    """The length above which a contribution of this many inner steps is cut."""
 
     length: float
     """L2 norm."""
@@ -34,7 +34,7 @@ class LengthLimit:
 
 @dataclass(frozen=True)
 class Contribution:
-    """One pseudo-gradient, still compressed, and where it came from."""
+    """One pseudo-gradient, still compressed, and its origin."""
 
     learner_id: str
     generation: int
@@ -47,18 +47,17 @@ class Contribution:
     piece_norms: tuple[float, ...]
     """L2 norm of each piece of the fragment, in order."""
     rounds: int = 1
-    """To buffers: of the fragment, since the one before of this learner. Known once the round is closed."""
+    """For buffers: rounds of the fragment since this learner's previous contribution. Set when the round closes."""
     kept: float = 1.0
-    """What is left of its length, in (0, 1]. This and the next two: by `influence.py`, once the round is closed."""
+    """The factor that scales its length, in (0, 1]. `influence.py` sets this and the next two when the round closes."""
     weight_max: float = math.inf
     counted: int = 0
-    """Of its tokens, those that count as merged."""
+    """How many of its tokens count as merged."""
 
     @classmethod
     def of(
         cls, member: Member, header: PushHeader, payload: Payload | PartedPayload, piece_norms: tuple[float, ...]
     ) -> Contribution:  # fmt: skip
-        """What a push brings, or the last of its parts."""
         return cls(
             member.learner_id, member.generation, header.fragment_id, header.round, header.base_version,
             header.tokens, header.steps, payload, piece_norms,
@@ -69,7 +68,7 @@ class Contribution:
         return total_norm(self.piece_norms)
 
     def is_what(self, header: PushHeader) -> bool:
-        """Whether a push with this header, of the same learner and round, brings this contribution again."""
+        """Whether a push with this header, from the same learner and round, repeats this contribution."""
         return self._brings(header) and (self.tokens, self.steps) == (header.tokens, header.steps)
 
     def _brings(self, header: PushHeader) -> bool:
@@ -79,46 +78,40 @@ class Contribution:
 
     @property
     def weight(self) -> float:
-        """Quantity times quality: tokens^2 / steps. To buffers that of one round, as others may take several."""
+        """tokens^2 / steps: quantity times quality. For buffers, divided by the rounds that the contribution covers."""
         return min(self.tokens * self.tokens / self.steps, self.weight_max) / self.rounds
 
 
 @dataclass
 class Round:
-    """What a round asked for and has got."""
-
     round: int
-    """The version that it will make."""
+    """The version that it will produce."""
     opened_at: float
     asked: dict[str, int]
-    """Learner -> the generation that was asked. Learners that lose their lease stay here."""
+    """Learner -> the generation that was asked. Includes learners that lost their lease since."""
     lost: set[str] = field(default_factory=set)
-    """Asked learners whose generation is over: they are gone, or have joined again."""
+    """Asked learners whose generation has ended: they went or joined again."""
     refused: set[str] = field(default_factory=set)
-    """Asked learners whose contribution was refused. Nobody waits for another one."""
+    """Asked learners whose contribution was refused. The round does not wait for another one."""
     contributions: dict[str, Contribution] = field(default_factory=dict)
     halves: dict[str, HalfContribution] = field(default_factory=dict)
-    """Learner -> the parts of its contribution that have come, while others are missing.
-
-    Of whose generation was asked, is not over, and has not contributed."""
+    """Learner -> the parts of its incomplete contribution. Only asked, current generations have any."""
     last_of: set[str] = field(default_factory=set)
-    """Learners that leave, and for whose work it was opened. It waits for them, beyond the grace window."""
+    """Leaving learners whose last work this round collects. It waits for them beyond the grace window."""
     beside: frozenset[str] = frozenset()
-    """Learners that were left out when it was opened (`influence.py`): what they contribute is looked at, and not
-    merged."""
+    """Learners that were left out when it opened (`influence.py`): their contributions are observed, not merged."""
     quorum_at: float | None = None
     closed_at: float = 0.0
     limit: LengthLimit | None = None
-    """Of lengths, for the next round. Known once the round is closed."""
+    """The length limit for the next round. Set when this round closes."""
     asked_at: float = field(init=False)
-    """When learners were asked last."""
     usual_at: float = 0.0
-    """When the usual one of those that were asked is expected to have contributed; 0: not known."""
+    """When the median of the asked learners is expected to have contributed; 0: unknown."""
     awaited_last: str = ""
-    """The learner for which it turned out last that waiting is worth while: asked about first, the next time."""
+    """The learner for which the round last decided to wait; it is checked first the next time."""
     awaited: dict[str, int] = field(init=False)
-    """Those of `asked` that are still expected to contribute: not the lost, the refused, and who has. No set: in a
-    set Python's garbage collector would look at each of a million names. Up to 3.13 it passes over a dict of them."""
+    """The learners of `asked` that may still contribute: not lost, not refused, not done. A dict and not a set: up to
+    Python 3.13 the garbage collector skips a dict of strings and integers, but visits each of a set's million names."""
 
     def __post_init__(self) -> None:
         self.asked_at = self.opened_at
@@ -126,7 +119,7 @@ class Round:
         self.awaited = {i: g for i, g in self.asked.items() if i not in over} if over else self.asked.copy()
 
     def ask_again(self, learner_id: str, generation: int) -> bool:
-        """Ask a learner that is not expected to contribute any more, or never was. Returns whether it is one."""
+        """Ask a learner that is not awaited. Returns whether it was asked."""
         if learner_id in self.contributions or learner_id in self.awaited:
             return False
         self.asked[learner_id] = generation
@@ -137,11 +130,9 @@ class Round:
 
     @property
     def missing(self) -> list[str]:
-        """Those that are awaited, in order."""
         return sorted(self.awaited)
 
     def accept(self, contribution: Contribution, quorum: Quorum, now: float) -> None:
-        """Take a contribution of a generation that was asked."""
         assert self.asked.get(contribution.learner_id) == contribution.generation
         self.halves.pop(contribution.learner_id, None)
         self.contributions[contribution.learner_id] = contribution
@@ -149,16 +140,17 @@ class Round:
         self.look(quorum, now)
 
     def look(self, quorum: Quorum, now: float) -> None:
-        """Since when it has its quorum. It may lose it: what was contributed is fenced off, or more are needed."""
+        """Update `quorum_at`. A round can lose its quorum: a contribution is fenced off, or the quorum rises."""
         if self._lacks(quorum):
             self.quorum_at = None
         elif self.quorum_at is None:
             self.quorum_at = now
 
     def refuse(self, learner_id: str, generation: int, whole: PushHeader | None = None) -> bool:
-        """Wait no longer for a learner whose contribution was refused. Returns whether the round had waited.
+        """Stop waiting for a learner whose contribution was refused. Returns whether the round was waiting.
 
-        `whole`: which one (`parts.whole_of`). Its parts are dropped, and those of a later one stay. None: any.
+        `whole`: identifies the contribution (`parts.whole_of`) whose parts are dropped; parts of a later one stay.
+        None: any.
         """
         half = self.halves.get(learner_id)
         if half is not None and whole in (None, half.whole):
@@ -170,9 +162,9 @@ class Round:
         return waited
 
     def lose(self, learner_id: str, quorum: Quorum) -> Contribution | None:
-        """The generation that was asked is over: fence off what it contributed, and return that.
+        """The generation that was asked ended: remove its contribution and return it.
 
-        The quorum may go with it. Then the round asks again in time, as one that never had it.
+        If the quorum is lost with it, the round asks again later like one that never had its quorum.
         """
         if learner_id not in self.asked:
             return None
@@ -189,14 +181,14 @@ class Round:
         return there < needs
 
     def _progress(self, quorum: Quorum) -> tuple[int, int]:
-        """Contributions that count for the quorum, and how many it takes. Whoever waits for all waits for all."""
+        """Contributions that count for the quorum, and the quorum. "all" includes learners that are left out."""
         if quorum == "all":
             return len(self.contributions), max(1, len(self.asked))
         there, asked = (len(ids) - sum(i in ids for i in self.beside) for ids in (self.contributions, self.asked))
         return there, max(1, needed(quorum, asked))
 
     def parted(self) -> tuple[list[Contribution], list[Contribution]]:
-        """What takes part, by learner, and what is beside it."""
+        """The contributions to merge and those that are left out, each sorted by learner."""
         ordered = [self.contributions[i] for i in sorted(self.contributions)]
         return (
             [c for c in ordered if c.learner_id not in self.beside],
@@ -204,7 +196,7 @@ class Round:
         )
 
     def verdict(self, quorum: Quorum, waits_until: float, now: float) -> tuple[CloseReason | None, str]:
-        """Why the round closes now, or None; and the same in words. With its quorum it waits until a time."""
+        """Why the round closes now, or None; and the same in words. With a quorum it stays open until `waits_until`."""
         if not self.contributions:
             return None, f"0/{len(self.asked)} contributions"
         if not self.awaited:
@@ -218,18 +210,17 @@ class Round:
         return CloseReason.GRACE, str(CloseReason.GRACE)
 
     def lacks_quorum_since(self, then: float) -> bool:
-        """Whether everybody who was asked had the time since `then`, and too few contributed.
+        """Whether the quorum is still missing although every asked learner has had the time since `then`.
 
-        One learner that reports and never contributes must not hold up all that were refused, or have joined again.
+        The round then asks again, so that one learner that never contributes cannot block those that joined since.
         """
         return self.quorum_at is None and self.asked_at < then
 
     @property
     def is_void(self) -> bool:
-        """Nothing of it will be merged, and nobody is expected any more."""
+        """It has nothing to merge and awaits no one."""
         return not self.awaited and self.contributions.keys() <= self.beside
 
 
 def total_norm(norms: Sequence[float]) -> float:
-    """L2 norm of a fragment from those of its pieces."""
     return math.hypot(*norms)

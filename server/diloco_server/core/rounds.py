@@ -1,7 +1,7 @@
-"""Rounds: when one opens, whom it asks, when it closes, and what becomes of it where a learner goes.
+"""Rounds: opens and closes them, chooses the learners to ask, and updates rounds when a learner goes.
 
-Makes no versions: a round that closes is handed to the shell as `MergeRound`. `round.py` holds what one round has
-collected, `due.py` which fragments are due, `taking.py` what becomes of a push, `patience.py` how long a round waits.
+Makes no versions: a closed round goes to the shell as `MergeRound`. `round.py` holds the state of one round, `due.py`
+finds the fragments that are due, `taking.py` handles pushes, and `patience.py` says how long a round waits.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ from diloco_server.core.taking import Taking
 from diloco_server.core.versions import Versions
 
 ASKS_AT_ONCE = 1 << 13
-"""So many learners are asked by one tick, over all rounds that it opens: the event loop must hear others meanwhile."""
+"""Most requests that one tick sends, over all rounds that it opens, so that the event loop stays responsive."""
 
 
 class Rounds:
-    """The rounds of all fragments of one shard."""
-
     def __init__(
         self, settings: Settings, influence: Influence, membership: Membership, versions: Versions, outbox: Outbox
     ) -> None:
@@ -54,7 +52,7 @@ class Rounds:
     # ------------------------------------------------------------ learners that go
 
     def lose(self, member: Member, code: str) -> None:
-        """A generation is over: fence off what it contributed to open rounds, and wait for no more of it."""
+        """End a generation: drop its contributions to open rounds, and stop waiting for it."""
         self._lose_parts(member)
         for collecting in self._asked(member):
             was_missing = member.learner_id in collecting.awaited
@@ -67,7 +65,7 @@ class Rounds:
                 member.missed[code] += 1
 
     def leave(self, member: Member) -> None:
-        """A learner said goodbye: what it contributed to open rounds counts, and nobody waits for more of it."""
+        """A learner left: its contributions to open rounds count, and no round waits for it."""
         self._lose_parts(member)
         for collecting in self._asked(member):
             if member.learner_id in collecting.contributions:
@@ -77,7 +75,7 @@ class Rounds:
             collecting.lose(member.learner_id, self.patience.quorum(collecting))
 
     def _lose_parts(self, member: Member) -> None:
-        """What its ranks have begun is over."""
+        """Drop the incomplete uploads and pulls of its ranks."""
         for state in self._versions.fragments.values():
             state.may_bring.pop(member.learner_id, None)
             if state.pulled.pop(member.learner_id, None) is not None:
@@ -85,7 +83,7 @@ class Rounds:
             state.drop_half_seed(member.learner_id)
 
     def _asked(self, member: Member) -> list[Round]:
-        """The open rounds that asked the generation that is over. Its steps are dropped: the next may count from 0."""
+        """The open rounds that asked this generation. Drops its step counts: the next generation may count from 0."""
         rounds = []
         for state in self._versions.fragments.values():
             state.base_steps.pop(member.learner_id, None)
@@ -108,7 +106,7 @@ class Rounds:
             self._open_due(now)
 
     def ask_missing(self, state: FragmentState) -> None:
-        """Ask again whoever the open round waits for: the version that it is relative to has another name now."""
+        """Repeat the request to learners that the open round awaits, because the base version was renamed."""
         for member in self._missing(state.round):
             self._outbox.tell(member, state.request())
 
@@ -117,11 +115,10 @@ class Rounds:
         return [member for i in ids if (member := self._membership.get(i)) is not None]
 
     def committed(self, closed: Round, fragment_id: int, now: float) -> None:
-        """A closed round became a version: count what is in it."""
         tokens = 0
         merged, left_out = closed.parted()
         for contribution in (*merged, *left_out):
-            claimed = self.taking.tokens(fragment_id, contribution.tokens)  # the account is of what was accepted
+            claimed = self.taking.tokens(fragment_id, contribution.tokens)  # the totals count accepted tokens
             member = self._membership.get(contribution.learner_id)
             if member is not None:
                 self._note_merged(member, contribution)
@@ -144,12 +141,12 @@ class Rounds:
         self._outbox.note(VersionCommitted(fragment_id, closed.round, len(merged), tokens, open_s, whose))
 
     def hear(self, closed: Round, directions: Mapping[str, Direction]) -> None:
-        """Where the contributions to a closed round of the model point."""
+        """Take the directions of the contributions to a closed round of the model."""
         known = {
             i: c
             for i, c in closed.contributions.items()
             if (m := self._membership.get(i)) is not None and c.generation >= m.first_generation
-        }  # of another process under the same id this says nothing
+        }  # skip contributions of an earlier process under the same id
         cosines = {i: self._influence.told(i).mean_cosine for i in known}
         back, out = self._influence.hear(known.values(), {i: directions[i] for i in directions.keys() & known.keys()})
         for learner_id in back:
@@ -158,7 +155,7 @@ class Rounds:
             self._outbox.note(LearnerLeftOut(out, cosines[out] or 0.0))
 
     def _open_due(self, now: float) -> None:
-        """Learners that are left out count for nothing here: neither for when a round is due, nor for its quorum."""
+        """Open due rounds. Learners that are left out count neither for when they are due nor for their quorum."""
         live = [m for m in self._membership.live() if m.first_step is not None]
         for learner_id in self._influence.unjudged(live):
             self._outbox.note(LearnerTakesPart(learner_id))
@@ -170,7 +167,7 @@ class Rounds:
         self._open_some(due, live, now)
 
     def _note_merged(self, member: Member, contribution: Contribution) -> None:
-        """All that counted when the round asked is merged with this: its next contribution is what came since."""
+        """Record how far a learner's work is merged: its next contribution holds only later work."""
         state = self._versions.fragments[contribution.fragment_id]
         steps, tokens = (base.get(member.learner_id) for base in (state.base_steps, state.base_tokens))
         is_this_process = contribution.generation >= member.first_generation
@@ -178,18 +175,17 @@ class Rounds:
             member.reports.merged_until[contribution.fragment_id] = Progress(steps, tokens)
 
     def _collecting(self) -> list[FragmentState]:
-        """In the order of the fragments."""
         return [state for _, state in sorted(self._versions.phases.collecting.items())]
 
     def _open_some(self, due: Sequence[int], live: Sequence[Member], now: float) -> None:
-        """Open rounds, but do not ask more than `ASKS_AT_ONCE` times: the rest waits for the next tick."""
+        """Open rounds with at most `ASKS_AT_ONCE` requests; the rest wait for the next tick."""
         if not due:
             return
         at_once = max(1, ASKS_AT_ONCE // len(live))
         self.patience.due.put_off(due[at_once:])
         patience_s, fragments = self.patience.grace.patience_s(self.patience.grace_s()), self._versions.fragments
         steps = {m.learner_id: m.reported.inner_step for m in live}
-        askings: dict[tuple[bool, ...], Asking] = {}  # by whom they ask: most fragments ask the same
+        askings: dict[tuple[bool, ...], Asking] = {}  # keyed by the learners asked: most fragments ask the same ones
         opening = due[:at_once]
         all_asked = self.patience.due.asked(opening, live)
         for fragment_id, asked in zip(opening, all_asked, strict=True):
@@ -199,7 +195,7 @@ class Rounds:
             self._open(fragments[fragment_id], askings[key], steps, now)
 
     def _open(self, state: FragmentState, asking: Asking, steps: Mapping[str, int], now: float) -> None:
-        """`steps`: of all live learners, whether they are asked or not."""
+        """`steps`: inner steps of all live learners, asked or not."""
         opened, live = state.open_round(asking, steps, self._influence.left_out, now), asking.members
         fragment_id = state.fragment.fragment_id
         self._outbox.note(RoundOpened(fragment_id, opened.round, len(live)))
@@ -254,7 +250,7 @@ class Rounds:
                 self._outbox.note(EveryChanged(before, self.patience.every.steps, words))
 
     def pulled(self, member: Member, fragment_id: int, version: int, now: float) -> None:
-        """A learner that had an earlier one has taken all bytes of a version. It counts if that is still the latest."""
+        """A learner pulled a whole version. Its time counts if that is still the latest."""
         announced_at = self.patience.every.announced_at.get(fragment_id)
         if announced_at is not None and version == self._versions.owned(fragment_id).version:
             member.arrivals.pulled(announced_at, now)

@@ -1,13 +1,13 @@
-"""The shard: one state machine that decides everything, and does nothing.
+"""The shard: one state machine that makes every decision and performs no I/O.
 
-Callers say what happened and when (`join`, `progress`, `admit`, `contribute`, `committed`, ..., `tick`). The shard
-changes its state and leaves effects for the shell to carry out. This is the face, and what follows for rounds and
-versions when somebody comes or goes; the other decisions are in five parts, which answer questions themselves:
+Callers report events and their times (`join`, `progress`, `admit`, `contribute`, `committed`, ..., `tick`). The shard
+changes its state and queues effects for the shell to carry out. This file is the interface; it also updates rounds and
+versions when a learner joins or goes. The other decisions are in five files:
 
-    membership.py   who may speak
+    membership.py   leases and generations
     influence.py    how much one contribution may move the model
-    taking.py       what becomes of a push
-    rounds.py       rounds: when they open and close
+    taking.py       the answer to each push
+    rounds.py       when rounds open and close
     versions.py     seeding, restoring, committing and announcing
 """
 
@@ -56,14 +56,13 @@ from diloco_server.core.versions import Versions
 
 
 class Shard:
-    """Decides for the fragments of one shard. Not thread-safe: one owner calls it."""
+    """The state machine of one shard. Not thread-safe: one thread owns it."""
 
     def __init__(self, settings: Settings, epoch: int) -> None:
         self.settings = settings
         self.epoch = epoch
         self.membership = Membership(settings.lease, settings.shard.max_learners)
         self.draining = False
-        """No joins and no new rounds any more."""
         self._likeness = Likeness()
         self._outbox = Outbox(self.membership)
         self.influence = Influence(settings.guard.trust)
@@ -78,10 +77,8 @@ class Shard:
     # ------------------------------------------------------------ learners
 
     def join(self, learner_id: str, request: JoinRequest, now: float) -> Member:
-        """Grant a lease; the one before it ends.
-
-        Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or Busy.
-        """
+        """Grant a lease, ending any earlier one. Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or
+        Busy."""
         self._check_not_draining()
         self._outbox.now = now
         membership, versions, process_id = self.membership, self.versions, request.process_id
@@ -108,7 +105,7 @@ class Shard:
         return member
 
     def take_number(self, learner_id: str, now: float) -> int:
-        """The number of a learner that has not joined yet. Raises Draining or Busy."""
+        """Reserve a number for a learner that has not joined yet. Raises Draining or Busy."""
         self._check_not_draining()
         return self.membership.take_number(learner_id, now)
 
@@ -117,20 +114,20 @@ class Shard:
             raise Draining(f"shard {self.settings.shard.index} is shutting down; try again when it is back")
 
     def observe(self, tensors: Sequence[TensorSpec]) -> None:
-        """Check an observer's model, if it brings one. Raises NotSeeded or ManifestMismatch."""
+        """Check the model of an observer, if it sends one. Raises NotSeeded or ManifestMismatch."""
         if self.manifest is None:
             raise NotSeeded("no learner has joined yet, so there is no model to look at; try again later")
         if tensors:
             check_model(self.manifest, tensors)
 
     def check(self, learner_id: str, generation: int, epoch: int) -> Member:
-        """The member that speaks. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
+        """The member that makes this call. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
         if epoch != self.epoch:
             raise NotJoined(f"{learner_id} has no lease here since this shard restarted; join again")
         return self.membership.check(learner_id, generation)
 
     def attend(self, member: Member) -> None:
-        """A control stream begins: tell it everything that it could have missed. Repeats are harmless."""
+        """A control stream opened: resend everything that the learner may have missed. Repeats are harmless."""
         self._outbox.tell(member, self.pulse())
         for state in self.fragments.values():
             if state.seeded and member.learner_id not in state.may_bring:
@@ -143,7 +140,6 @@ class Shard:
             self._outbox.tell(member, Drain())
 
     def progress(self, member: Member, progress: Progress, now: float) -> None:
-        """A learner reports, which renews its lease."""
         self._outbox.now = now
         other = self._likeness.heard(member.learner_id, progress)
         if other is not None:
@@ -153,18 +149,17 @@ class Shard:
         self.membership.heard(member, progress, now)
 
     def leave(self, member: Member) -> None:
-        """A learner says goodbye. What it contributed to open rounds counts; nobody waits for more of it."""
         self.membership.leave(member)
         self._outbox.note(LearnerGone(member.learner_id, member.generation, "LEFT"))
         self.rounds.leave(member)
 
     def revoke(self, member: Member) -> None:
-        """A learner may call no longer. What it contributed to open rounds is fenced off."""
+        """Revoke a learner's access. Its contributions to open rounds are fenced off."""
         self.membership.revoke(member)
         self._end(member, Revoked.code, f"{member.learner_id} was revoked")
 
     def _expire(self, now: float) -> None:
-        """End the leases that ran out, and forget learners that have been gone for too long."""
+        """End leases that ran out, and forget learners that have been gone for too long."""
         for member in self.membership.expire(now):
             refusal = self.membership.eviction(member)
             self._end(member, refusal.code, str(refusal))
@@ -174,7 +169,7 @@ class Shard:
             self._outbox.note(LearnerForgotten(learner_id))
 
     def _end(self, member: Member, code: str, words: str) -> None:
-        """A generation is over: tell it, and fence it off."""
+        """End a generation: tell the learner, and fence it off."""
         self._outbox.tell(member, Evicted(code, words))
         self._outbox.note(LearnerGone(member.learner_id, member.generation, code))
         self.rounds.lose(member, code)
@@ -182,54 +177,52 @@ class Shard:
     # ------------------------------------------------------------ contributions
 
     def admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
-        """Decide on a push by its header alone. None: send the bytes; else this is the answer."""
+        """Decide on a push by its header alone. Returns its answer, or None if the learner shall send the bytes."""
         return self.rounds.taking.admit(member, header)
 
     def contribute(
         self, member: Member, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...], now: float
     ) -> PushAnswer:
-        """Take a push that was admitted, once its bytes are whole and valid. Raises Busy."""
+        """Take an admitted push whose bytes are complete and valid. Raises Busy."""
         self._outbox.now = now
         return self.rounds.taking.contribute(member, header, payload, piece_norms, now)
 
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
-        """Refuse a push that was admitted, because of its bytes."""
         return self.rounds.taking.reject(member, header, refusal)
 
     # ------------------------------------------------------------ versions
 
     def restore(self, manifest: Manifest, fragments: Sequence[Restored]) -> None:
-        """Go on from versions that were kept, before anybody joins."""
+        """Continue from stored versions. Call it before any learner joins."""
         self.versions.restore(manifest, fragments)
 
     def seed_record(self, fragment_id: int) -> Record:
-        """Of version 0, which is being made."""
         return self.versions.seed_record(fragment_id)
 
     def seeded(self, record: Record, values: Values, published: Published) -> None:
-        """Version 0 is durable with this record: announce it."""
+        """Version 0 and this record are durable: announce it."""
         self.versions.seeded(record, values, published)
 
     def fail_seed(self, fragment_id: int) -> None:
-        """The seed could not be used: any learner may bring another one."""
+        """The seed was unusable: any learner may send another one."""
         self.fragments[fragment_id].fail_seed()
 
     def next_record(self, fragment_id: int) -> Record:
-        """The record of the version that is being made. Call it once per version.
+        """The record of the version that is being computed. Call it once per version.
 
-        Learners may come and go until `committed` gets the same record back.
+        Learners may join or leave until `committed` receives the same record.
         """
         return self.versions.next_record(fragment_id)
 
     def hear(self, fragment_id: int, directions: Mapping[str, Direction], now: float) -> None:
-        """Where the contributions to the version of the model that is being made point."""
+        """Take the directions of the contributions to the version that is being computed."""
         self._outbox.now = now
         closed = self.fragments[fragment_id].closed
         assert closed is not None
         self.rounds.hear(closed, directions)
 
     def committed(self, record: Record, published: Published, now: float) -> None:
-        """The next version is durable with this record: announce it."""
+        """The next version and this record are durable: announce it."""
         self._outbox.now = now
         closed = self.fragments[record.fragment_id].closed
         assert closed is not None
@@ -237,42 +230,42 @@ class Shard:
         self.versions.committed(record, published)
 
     def pulled(self, member: Member, fragment_id: int, version: int, now: float) -> None:
-        """A learner that had an earlier one has taken all bytes of a version."""
+        """A learner that had an earlier version has pulled this one in full."""
         self.rounds.pulled(member, fragment_id, version, now)
 
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
-        """Let time pass: leases end, rounds open and close. Call often, and after every event."""
+        """Expire leases, and open and close rounds. Call it often, and after every event."""
         self._outbox.now = now
         self._expire(now)
         self.versions.end_without()
         self.rounds.tick(now, may_open=not self.draining)
 
     def drain(self) -> None:
-        """Take no new work: no joins, no new rounds. Learners are told."""
+        """Refuse joins, open no more rounds, and tell learners so."""
         self.draining = True
         self._outbox.tell_live(Drain())
 
     def send_pulses(self) -> None:
-        """Tell every learner that the shard is there; about once per heartbeat."""
+        """Tell every learner that the shard is alive; call it about once per heartbeat."""
         self._outbox.tell_live(self.pulse())
 
     # ------------------------------------------------------------ questions
 
     @property
     def manifest(self) -> Manifest | None:
-        """None until the first learner has brought the model, or a version was restored."""
+        """None until a learner has brought the model or a version was restored."""
         return self.versions.manifest
 
     @property
     def fragments(self) -> dict[int, FragmentState]:
-        """Those that this shard owns; none before there is a manifest."""
+        """The fragments that this shard owns; empty until there is a manifest."""
         return self.versions.fragments
 
     @property
     def done(self) -> bool:
-        """The token budget is reached; no round opens any more."""
+        """The token budget is reached; no more rounds open."""
         return self.versions.done
 
     @property
@@ -281,12 +274,11 @@ class Shard:
 
     @property
     def tokens_merged(self) -> int:
-        """Progress of this shard: merged tokens, averaged over its fragments."""
+        """Merged tokens, averaged over the shard's fragments."""
         return self.versions.tokens_merged
 
     @property
     def open_rounds(self) -> int:
-        """Fragments that are collecting contributions."""
         return len(self.versions.phases.collecting)
 
     def pulse(self) -> Pulse:
@@ -304,9 +296,9 @@ class Shard:
         return state.version, state.published.values
 
     def named(self, fragment_id: int, want: VersionId, learner_id: str) -> tuple[Record, Published]:
-        """A version that a rank names, with its record.
+        """A version that a rank requests by name, and its record.
 
-        It is held until they name another one or the lease ends, unless there are too many of the kind. Raises
+        It is kept until the learner's ranks name another one or its lease ends, unless too many are kept. Raises
         UnknownFragment, NotSeeded or VersionGone.
         """
         state = self.owned(fragment_id)
@@ -324,22 +316,20 @@ class Shard:
         return held
 
     def change_since(self, fragment_id: int, have: VersionId | None) -> Payload | None:
-        """The change from what a caller has to the latest announced version; None unless that is the one before.
-
-        Raises UnknownFragment.
-        """
+        """The change from the version before the latest to the latest; None if the caller has another. Raises
+        UnknownFragment."""
         state = self.owned(fragment_id)
         if state.published is None or have is None or have != state.before:
             return None
         return state.published.change
 
-    # ------------------------------------------------------------ what it says of itself to one caller, at one moment
+    # ------------------------------------------------------------ answers for one caller
 
     def join_answer(
         self, learner_id: str = "", generation: int = 0, tensors: tuple[TensorSpec, ...] = (), index: int = 0,
         rules: str = "",
     ) -> JoinAnswer:  # fmt: skip
-        """What a learner, or an observer (neither id nor generation), needs to know of the run."""
+        """The answer to a learner's Join, or to an observer's call (no id, no generation)."""
         settings, sync = self.settings, self.settings.sync
         return JoinAnswer(
             generation=generation,
@@ -349,7 +339,7 @@ class Shard:
             num_shards=settings.shard.count,
             num_fragments=sync.fragments,
             manifest_digest="" if self.manifest is None else self.manifest.digest,
-            policy=LearnerPolicy(  # with H of the settings: learners refuse shards that differ in it
+            policy=LearnerPolicy(  # H from the settings: learners reject shards whose H differs
                 sync.first_every, sync.push, sync.pull, sync.on_commit, BLEND_ALPHA, sync.error_feedback
             ),
             fragments=tuple(state.status(learner_id) for _, state in sorted(self.fragments.items())),
@@ -363,10 +353,9 @@ class Shard:
         )
 
     def pull_header(self, learner_id: str, fragment_id: int, record: Record | None = None) -> PullHeader:
-        """The version of a record, or the latest; without a payload, which is the caller's to choose.
+        """The header for this record's version, or for the latest, without a payload: the caller chooses that.
 
-        All of it is as it was when the version was announced, so every rank hears the same. Raises
-        UnknownFragment.
+        It describes the version as it was announced, so every rank gets the same header. Raises UnknownFragment.
         """
         record = record or self.owned(fragment_id).record
         status = status_of(record, learner_id)

@@ -1,6 +1,6 @@
-"""What becomes of a push: taken for a round, held until its other parts come, late, or refused.
+"""Handles pushes: each is accepted for a round, held until its other parts arrive, late, or refused.
 
-`admission.py` has the rules for one push, `rounds.py` what becomes of a round.
+`admission.py` has the rules for one push, and `rounds.py` opens and closes rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diloco_server.core.versions import Versions
 
 
 class Taking:
-    """The account of what was pushed to the fragments of one shard."""
+    """Answers and counts the pushes to the fragments of one shard."""
 
     def __init__(
         self, sync: SyncSettings, lease_s: float, patience: RoundPatience, versions: Versions, outbox: Outbox
@@ -42,7 +42,7 @@ class Taking:
         return self._outbox.now
 
     def admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
-        """Decide on a push by its header alone. None: its bytes are wanted."""
+        """Decide on a push by its header alone. Returns its answer, or None if its bytes are wanted."""
         try:
             answer = self._admit(member, header)
         except Busy:
@@ -50,7 +50,7 @@ class Taking:
         except Refusal as refusal:
             answer = self.reject(member, header, refusal)
         call = self._call(header)
-        if call is not None and answer is not HELD:  # an empty part says nothing of when the others come
+        if call is not None and answer is not HELD:  # an empty part does not show when the others arrive
             member.arrivals.header(call, self._now, wanted=answer is None)
         return answer
 
@@ -58,9 +58,10 @@ class Taking:
         self, member: Member, header: PushHeader, payload: Payload | PartedPayload, piece_norms: tuple[float, ...],
         now: float,
     ) -> PushAnswer:  # fmt: skip
-        """Take a push whose bytes are whole and valid. State may have moved on since `admit`, so it decides again.
+        """Take a push whose bytes are complete and valid. Decides again, since the state may have changed since
+        `admit`.
 
-        A part is held until the others are there. Raises Busy: another learner is bringing version 0 in parts.
+        A part is held until the others arrive. Raises Busy if another learner is sending version 0 in parts.
         """
         call = self._call(header)
         if call is not None:
@@ -95,7 +96,7 @@ class Taking:
         return ACCEPTED
 
     def _seed(self, state: FragmentState, member: Member, tokens_merged: int) -> None:
-        """Values that a learner brings, in the place of a line that knew less, if there is one."""
+        """Take a learner's values as version 0, or in place of values trained from less."""
         if state.seeded:
             fact = ValuesReplaced(state.fragment.fragment_id, state.version, state.tokens_merged, member.learner_id)
             self._outbox.note(fact)
@@ -104,12 +105,12 @@ class Taking:
         state.begin_seed(member.learner_id, self._versions.budget.believed(tokens_merged), self._now)
 
     def _call(self, header: PushHeader) -> Call | None:
-        """What a push answers, if that is what was asked for last."""
+        """The request that a push answers, if it is the fragment's latest."""
         state = self._versions.fragments.get(header.fragment_id)
         return state.call if state is not None and state.call.round == header.round else None
 
     def _half(self, member: Member, state: FragmentState, header: PushHeader) -> HalfContribution:
-        """Where the part belongs: with those that came before, if there are any."""
+        """The contribution that this part belongs to; a new one for the first part."""
         if header.is_seed:
             seed = state.half_seed_of(member.learner_id, self._now - self._lease_s)
             if seed is None:
@@ -123,9 +124,10 @@ class Taking:
         return halves[member.learner_id]
 
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
-        """Count a refused push. Its round goes on without it: one learner that diverged must not hold up all.
+        """Count a refused push. Its round continues without it, so a learner that diverged does not block the others.
 
-        A learner gives the work of a refused contribution back. So it is no refusal if another copy was taken.
+        The learner carries the work of a refused contribution. If another copy was accepted, the answer is DUPLICATE
+        instead.
         """
         answer = PushAnswer(Outcome.REJECTED, refusal.code, str(refusal))
         state = self._versions.fragments.get(header.fragment_id)
@@ -149,8 +151,8 @@ class Taking:
         answer = admission.by_header(header, state, member.learner_id, epoch, self._sync, quiet_since)
         if answer is HELD:
             return answer
-        if answer is not None and is_known:  # another part was counted: the account has contributions, not parts
-            self._decline(member, state, header, answer)  # but this round may have been opened since, and waits for it
+        if answer is not None and is_known:  # another part was already counted: contributions are counted, not parts
+            self._decline(member, state, header, answer)  # but this round may have opened since, and wait for it
             return answer
         if answer is None:
             return None
@@ -163,11 +165,11 @@ class Taking:
         return answer
 
     def _decline(self, member: Member, state: FragmentState, header: PushHeader, answer: PushAnswer) -> None:
-        """A contribution is not taken, so its learner gives the work back. The round does not wait for another one."""
+        """A contribution is not taken: its learner carries the work, and the round stops waiting for it."""
         whole = whole_of(header)
         state.decline(member.learner_id, whole, answer)
         member.lost_last(header.fragment_id)
-        is_unclear = answer.code == ContributionConflict.code  # parts of two contributions: neither is a whole one
+        is_unclear = answer.code == ContributionConflict.code  # its parts belong to two contributions
         collecting = state.round
         if (
             collecting is not None
@@ -178,7 +180,7 @@ class Taking:
 
     def _count(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
         if header.is_seed and answer.outcome is not Outcome.REJECTED:
-            return  # no learner's work
+            return  # a seed holds no trained work
         state = self._versions.fragments.get(header.fragment_id)
         staleness = 0 if state is None else max(0, state.version - header.base_version)
         tokens = self.tokens(header.fragment_id, header.tokens)
@@ -195,12 +197,11 @@ class Taking:
             self._outbox.note(QuorumReached(contribution.fragment_id, collecting.round, after_s))
 
     def drop(self, contribution: Contribution) -> None:
-        """What was accepted comes into no version."""
         tokens = self.tokens(contribution.fragment_id, contribution.tokens)
         self._outbox.note(ContributionDropped(contribution.learner_id, contribution.fragment_id, tokens))
 
     def tokens(self, fragment_id: int, tokens: int) -> int:
-        """What of a contribution's tokens the account counts."""
+        """How many of a contribution's tokens are counted: all for the model, none for buffers."""
         state = self._versions.fragments.get(fragment_id)
         return tokens if state is None or state.fragment.traits.is_of_model else 0
 

@@ -1,11 +1,11 @@
-"""Versions: how a fragment gets its first one and its next one, what is announced, and what was lost.
+"""Versions: seeds, commits and announces them, and detects lost ones.
 
-Owns the manifest, the fragments that the shard owns, the merge rule, and the end of the run. Which contributions go
-into a version is decided in `rounds.py`.
+Owns the manifest, the shard's fragments, the merge rule, and the end of the run. `rounds.py` chooses the contributions
+of a version.
 
-Where the settings leave the merge rule open, a run takes one when its first learner says what steps its parameters, and
-keeps it: agreement for Adam and its kin, the mean for others, and for a run whose first version comes before any has
-said it. A learner that trains otherwise is merged alike.
+With `sync.merge = "auto"`, the run chooses its merge rule when its first learner names its optimizer, and keeps it:
+agreement for Adam and its kin, the mean for others. It takes the mean if a version is made before any learner has named
+one. Learners with other optimizers are merged by the same rule.
 """
 
 from __future__ import annotations
@@ -29,22 +29,20 @@ from diloco_server.core.record import Record, next_record
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The run ends once every fragment has merged so many tokens, whoever is alive."""
+    """The run's token budget: the run ends once every fragment has merged this many tokens."""
 
     tokens: int
-    """0: the run has no end."""
     influence: Influence
 
     def believed(self, tokens_merged: int) -> int:
-        """Of what a seed says was merged before. No more than there are; a run may have gone a little beyond."""
+        """The merged tokens that a seed claims, at most the budget; a run may have gone a little beyond."""
         return min(tokens_merged, self.tokens) if self.tokens > 0 else tokens_merged
 
     def is_reached(self, state: FragmentState) -> bool:
-        """Whether the fragment has merged all the tokens that the run asks for."""
         return 0 < self.tokens <= state.tokens_merged
 
     def rest_is_trained(self, state: FragmentState, live: Iterable[Member]) -> bool:
-        """Whether what learners trained since the last round fills the budget. Then nobody waits for H steps."""
+        """Whether the tokens trained since the last round fill the budget. Then the round does not wait for H steps."""
         if self.tokens <= 0:
             return False
         base = state.base_tokens
@@ -61,36 +59,35 @@ class Versions:
     ) -> None:  # fmt: skip
         self.epoch = epoch
         self.merge = "" if sync.merge == "auto" else sync.merge
-        """The merge rule by its name; empty: not known yet."""
+        """The name of the merge rule; empty: not chosen yet."""
         self._chooses = sync.merge == "auto"
         self.manifest: Manifest | None = None
         self.fragments: dict[int, FragmentState] = {}
         self.phases = Phases()
         self.budget = Budget(run.tokens, influence)
         self.began_with_nothing = True
-        """No version was there when this epoch began."""
         self.done = False
-        """The token budget is reached, and so is the last version of all kinds. Stays so."""
+        """The token budget is reached, and the last version of every fragment is made. Never reset."""
         self.closing: dict[int, int] = {}
-        """Once the model has its budget: buffers, each with the version that is to be their last. Its round is opened
-        after that of the model, so it holds what learners have counted until then."""
+        """Once the model has its budget: fragments of buffers -> their last version. Its round opens after the model's
+        last one, so it holds the statistics that learners have counted until then."""
         self._is_closing = False
         self.frozen = Frozen()
         self._knows_keys = False
-        """Whether a learner has declared them in this epoch; else they are those of the versions that were kept."""
+        """Whether a learner has declared the names in this epoch; otherwise they are those of the stored versions."""
         self._model_digest = run.model
         self._placed = shard
         self._num_fragments = sync.fragments
         self._membership = membership
         self._outbox = outbox
-        self._as_sent: Sequence[TensorSpec] = ()  # the model as the last learner brought it, in its order
+        self._as_sent: Sequence[TensorSpec] = ()  # the model as the last learner sent it
 
     # ------------------------------------------------------------ the model
 
     def adopt_or_check(self, tensors: Sequence[TensorSpec]) -> None:
-        """The first learner brings the model, unless the settings name one.
+        """Adopt the model of the first learner, or compare with it. The settings may name a model.
 
-        It may be replaced while nothing is seeded and nobody has a lease. Raises ManifestMismatch.
+        It may be replaced while nothing is seeded and no learner has a lease. Raises ManifestMismatch.
         """
         in_use = any(s.seeded or s.computing for s in self.fragments.values()) or self._membership.live()
         if self.manifest is not None and in_use:
@@ -107,17 +104,17 @@ class Versions:
             raise ManifestMismatch(f"the model cannot be cut: {error}") from error
 
     def tell_keys(self, ties: Sequence[Tie]) -> None:
-        """What the first learner of this epoch says of its state_dict."""
+        """Take the state_dict names that the first learner of this epoch declares."""
         assert self.manifest is not None, "a model is adopted first"
         if not self._knows_keys and self.manifest.ties != tuple(ties):
             self.manifest = replace(self.manifest, ties=tuple(ties))
         self._knows_keys = True
 
     def check_frozen(self, frozen: Sequence[FrozenTensor]) -> None:
-        """What is frozen belongs to the learners that hold leases, and to the versions that were made in this epoch.
+        """Compare a learner's frozen tensors with those declared before. Raises FrozenMismatch.
 
-        So a learner that comes first after a restart, with something else, binds nobody once it has gone. Raises
-        FrozenMismatch.
+        They belong to the learners with leases and to the versions of this epoch. So a learner that joins first after a
+        restart, with other tensors, binds no one once it has gone.
         """
         if not self._membership.live() and not any(
             s.version and s.epoch == self.epoch for s in self.fragments.values()
@@ -136,7 +133,6 @@ class Versions:
     # ------------------------------------------------------------ the merge rule
 
     def hear_inner(self, learner_id: str, inner: str) -> None:
-        """A learner says for the first time what steps its parameters."""
         if not self._chooses:
             return
         merge, what = ("agreement", "Adam or its kin") if inner == ADAM else ("mean", "another optimizer than Adam")
@@ -146,7 +142,6 @@ class Versions:
             self._outbox.note(MergeStays(self.merge, learner_id, f"it trains with {what}"))
 
     def merge_rule(self) -> str:
-        """For the version that is being made now."""
         if not self.merge:
             self._choose("mean", "no learner has said what it trains with: join(optimizer=) does")
         return self.merge
@@ -158,7 +153,7 @@ class Versions:
     # ------------------------------------------------------------ making versions
 
     def restore(self, manifest: Manifest, fragments: Sequence[Restored]) -> None:
-        """Go on from versions that were kept, before anybody joins."""
+        """Continue from stored versions. Call it before any learner joins."""
         assert self.manifest is None, "a shard that has a model cannot be restored"
         self.began_with_nothing = False
         self._adopt(manifest)
@@ -169,14 +164,14 @@ class Versions:
         self._check_budget()
 
     def mirror(self, manifest: Manifest, shard_index: int) -> None:
-        """The model of the shard that this one mirrors, and which one that is."""
+        """Adopt the model and the index of the mirrored shard."""
         if self.manifest is None or self.manifest.digest != manifest.digest:
             self._placed = self._placed.model_copy(update={"index": shard_index, "count": manifest.num_shards})
             self._adopt(manifest)
         self.manifest = manifest
 
     def mirrored(self, record: Record, published: Published) -> None:
-        """It has announced this version: announce it."""
+        """The mirrored shard announced this version: announce it."""
         state = self.fragments[record.fragment_id]
         state.mirror(record, published)
         self._outbox.tell_live(state.announcement())
@@ -185,13 +180,12 @@ class Versions:
         return replace(self.fragments[fragment_id].record.copy(), epoch=self.epoch)
 
     def seeded(self, record: Record, values: Values, published: Published) -> None:
-        """Version 0 is durable with this record: announce it."""
+        """Version 0 and this record are durable: announce it."""
         state = self.fragments[record.fragment_id]
         state.seed(record, values, published)
         self._announce(state)
 
     def next_record(self, fragment_id: int) -> Record:
-        """As `Shard.next_record`."""
         state = self.fragments[fragment_id]
         assert state.closed is not None
         return next_record(
@@ -200,30 +194,26 @@ class Versions:
         )  # fmt: skip
 
     def committed(self, record: Record, published: Published) -> None:
-        """The next version is durable with this record: announce it."""
+        """The next version and this record are durable: announce it."""
         state = self.fragments[record.fragment_id]
         state.advance(record, published)
         self._forget_replaced(state)
         self._announce(state)
 
     def end_without(self) -> None:
-        """If the model has its budget: nobody is left that could bring what is to come."""
+        """Once the model has its budget and no learner is left, expect no last versions of buffers."""
         if self.closing and not self._membership.live():
             self.closing.clear()
             self._check_budget()
 
-    # ------------------------------------------------------------ who is in a version
+    # ------------------------------------------------------------ merged contributions
 
     def forget(self, learner_id: str) -> None:
-        """Drop what is known of a learner's merges."""
         for state in self.fragments.values():
             state.forget(learner_id)
 
     def forget_others(self, learner_id: str, process_id: str) -> set[str]:
-        """Drop the merges of other processes under this id: the one that joins now has nothing to do with them.
-
-        Returns those processes.
-        """
+        """Forget merges of earlier processes under this id. Returns those processes."""
         others = set()
         for state in self.fragments.values():
             merged_by = state.record.merged_by.get(learner_id, process_id)
@@ -232,20 +222,20 @@ class Versions:
                 others.add(merged_by)
         return others
 
-    # ------------------------------------------------------------ losses
+    # ------------------------------------------------------------ lost versions
 
     def look_for_losses(self, learner_id: str, held: Sequence[Held], tokens_seen: int = 0) -> list[FragmentState]:
-        """Compare with what a learner holds: it may be a later version than the one that was restored.
+        """Look for versions that a learner holds and this shard has lost. Returns the fragments that were renamed.
 
-        A lost version of the same epoch as the restored one is the hard case: its number will be given to another
-        version. Then the restored version gets a name of its own, so that this learner pulls it. Returns the fragments
-        that were renamed. `tokens_seen`: merged into the newest version that it has seen.
+        A lost version of the restored version's epoch is the hard case: its number will be given to another version.
+        Then the restored version is renamed, so that this learner pulls it. `tokens_seen`: merged into the newest
+        version that the learner has seen.
         """
         renamed = []
         for theirs in held:
             state = self.fragments.get(theirs.fragment_id)
             if state is not None and theirs.epoch != self.epoch and state.is_beside(theirs):
-                state.forget(learner_id)  # what it contributes since is in none of these versions, whatever its number
+                state.forget(learner_id)  # its contributions since are in none of these versions
             if state is None or theirs.epoch == self.epoch or not state.lacks(theirs):
                 continue
             recovered = state.recovered
@@ -263,8 +253,8 @@ class Versions:
         return renamed
 
     def look_for_more(self, learner_id: str, tokens_seen: int, since: float) -> None:
-        """Where a fragment began with nothing, and got values after `since`, a learner that has seen more brings its
-        own. Until then it hears of no version: it would lose what it knows."""
+        """Let a learner replace the values of fragments that were seeded from nothing after `since`, if it has seen
+        more tokens. Until then it is told of no version, or it would lose its values."""
         for state in self.fragments.values():
             if state.knows_less(tokens_seen, since):
                 state.may_bring[learner_id] = tokens_seen
@@ -273,17 +263,15 @@ class Versions:
 
     @property
     def of_model(self) -> list[FragmentState]:
-        """The fragments that the progress of the run is counted by."""
         return [s for s in self.fragments.values() if s.fragment.traits.is_of_model]
 
     @property
     def tokens_merged(self) -> int:
-        """Merged tokens, averaged over the fragments of the model."""
         states = self.of_model
         return sum(s.tokens_merged for s in states) // len(states) if states else 0
 
     def is_final(self, state: FragmentState) -> bool:
-        """Whether no version of a fragment is made any more. Other kinds go on as long as the model."""
+        """Whether no more versions of a fragment are made. Buffers go on as long as the model."""
         return self.budget.is_reached(state) if state.fragment.traits.is_of_model else self.done
 
     @property
@@ -293,7 +281,7 @@ class Versions:
     # ------------------------------------------------------------ helpers
 
     def _forget_replaced(self, state: FragmentState) -> None:
-        """The record was made before the version was written. Processes may have been replaced since."""
+        """Forget processes that were replaced while the version was being written."""
         for learner_id, process_id in list(state.record.merged_by.items()):
             member = self._membership.get(learner_id)
             if member is not None and member.process_id != process_id:
@@ -308,7 +296,7 @@ class Versions:
     def _announce(self, state: FragmentState) -> None:
         told = [m for m in self._membership.live() if m.learner_id not in state.may_bring]
         self._outbox.tell_all(told, state.announcement())
-        if not state.fragment.traits.is_of_model or self.budget.is_reached(state):  # else the run cannot be over
+        if not state.fragment.traits.is_of_model or self.budget.is_reached(state):  # otherwise the run cannot be over
             self._check_budget()
 
     def _check_budget(self) -> None:
@@ -323,7 +311,7 @@ class Versions:
         if self.closing and self._membership.live():
             return
         if any(s.computing for s in self.fragments.values()):
-            return  # a version of another kind: learners take the last ones of buffers, too, and all the same
+            return  # a version of a buffer: all learners shall take the same last ones
         self.closing.clear()
         self.done = True
         self._outbox.note(BudgetReached(self.tokens_merged))

@@ -1,1 +1,1 @@
-"""What carries out the decisions of the core: an event loop, threads, a disk, gRPC and HTTP. Start at `host.py`."""
+"""Carries out the decisions of the core, with an event loop, threads, a disk, gRPC and HTTP. Start at `host.py`."""

@@ -1,7 +1,7 @@
-"""Who may call: what certificates prove, and the calls that end when a proof holds no longer.
+"""Checks who may call, by certificate, and ends open calls whose proof expires or is revoked.
 
-What a shard asks of its callers follows from its settings, and changes while it runs: certificates and the deny-list
-are read again when they change. Nothing here knows gRPC.
+The rules follow from the settings. Certificates and the deny-list are read again when their files change. Nothing here
+knows gRPC.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_server.shell.audit import Audit
 
 LOOK_S = 0.25
-"""How often to look whether files have changed: whoever is revoked is out within a second."""
+"""How often to check the files for changes: a revoked caller is cut off within a second."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,17 +38,17 @@ class Callers:
     """The callers of one shard. Owned by its event loop."""
 
     def __init__(self, wall_clock: Callable[[], float], *, needs_certificate: bool = False) -> None:
-        """Without certificates, callers are who they say they are. `wall_clock`: seconds since 1970."""
+        """`needs_certificate`: False trusts what callers say. `wall_clock`: seconds since 1970."""
         self._wall_clock = wall_clock
         self._needs_certificate = needs_certificate
         self._revoked: frozenset[str] = frozenset()
         self._open: set[_OpenCall] = set()
 
     def proven(self, claimed: Identity, certificate: bytes | None) -> Identity:
-        """The caller with its proof, if this shard asks for one.
+        """The caller with its proof, if this shard requires one.
 
         Args:
-            claimed: who the call says it is of.
+            claimed: the identity that the call states.
             certificate: of the connection, in PEM; TLS has checked its chain.
 
         Raises Unauthenticated, Expired, Revoked or WrongIdentity.
@@ -60,9 +60,9 @@ class Callers:
         subject = proof.subject
         if subject.run_id != claimed.run_id:
             raise WrongIdentity(
-                f"{subject.uri} is of another run than this shard's {claimed.run_id!r}; issue one for it"
+                f"{subject.uri} belongs to another run than this shard's {claimed.run_id!r}; issue one for it"
             )
-        # Without a learner id the caller is an observer. A learner may be one: it reads the same model either way.
+        # Without a learner id the caller is an observer. A learner may be one: both read the same model.
         if claimed.learner_id and (subject.scope is not Scope.LEARNER or subject.name != claimed.learner_id):
             raise WrongIdentity(
                 f"{subject} calls as learner {claimed.learner_id}; use that one's certificate, or its own id"
@@ -70,7 +70,7 @@ class Callers:
         return replace(claimed, proof=proof)
 
     def named(self, claimed: Identity, certificate: bytes | None) -> Identity:
-        """Whom to name where a call is refused: whom its proof names, even if revoked; else whom it claims to be."""
+        """The identity to log for a refused call: the proven one, even if revoked; otherwise the claimed one."""
         try:
             return replace(claimed, proof=self._proof(certificate))
         except Refusal:
@@ -78,11 +78,11 @@ class Callers:
 
     @asynccontextmanager
     async def holding(self, caller: Identity) -> AsyncIterator[None]:
-        """While a call is open. Raises Revoked or Expired, at whatever it waits for, once its proof holds no longer."""
+        """Hold this while a call is open. Raises Revoked or Expired inside it when its proof ends."""
         if (proof := caller.proof) is None:
             yield
             return
-        self._check(proof)  # again: the caller may have waited since
+        self._check(proof)  # again, since the caller may have waited
         limit = asyncio.timeout(proof.expires - self._wall_clock())
         call = _OpenCall(caller, proof.serial, limit)
         self._open.add(call)
@@ -100,27 +100,25 @@ class Callers:
         return proof.serial not in self._revoked
 
     def deny(self, serials: frozenset[str]) -> None:
-        """From now on these are refused."""
         self._revoked |= serials
 
     def revoke(self, serials: frozenset[str]) -> None:
-        """The same, and end their open calls."""
         self.deny(serials)
         ended = [call for call in self._open if call.serial in serials]
         for call in ended:
-            if call.limit.expired():  # it is ending by itself
+            if call.limit.expired():  # it is already ending
                 continue
             call.limit.reschedule(asyncio.get_running_loop().time())
 
     def _proof(self, certificate: bytes | None) -> Proof | None:
         if not self._needs_certificate:
             return None
-        if certificate is None:  # TLS has asked for one: no caller gets here without
+        if certificate is None:  # TLS requires one, so this should not happen
             raise Unauthenticated("this shard asks for a certificate; set security.tls (tls= of join)")
         return proof_of(certificate)
 
     def _check(self, proof: Proof, *, is_over: bool = False) -> None:
-        """Raises Revoked or Expired. `is_over`: one of them it is, whatever the clock says by now."""
+        """Raises Revoked or Expired. `is_over`: raise one in any case, whatever the clock says."""
         what = f"what proved {proof.subject} (serial {proof.serial})"
         if not self.holds(proof):
             raise Revoked(f"{what} was revoked; if this learner is welcome, issue another")
@@ -129,7 +127,7 @@ class Callers:
 
 
 class AccessFiles:
-    """Who may call one shard. Owned by its event loop."""
+    """The access rules of one shard. Owned by its event loop."""
 
     def __init__(
         self, settings: Settings, wall_clock: Callable[[], float], log: Log, audit: Audit | None = None
@@ -142,13 +140,13 @@ class AccessFiles:
         self._tls = TlsFolder(security.tls, needs_pair=True) if security.tls else None
         self._itself, role = Subject(settings.run.id, Scope.SHARD, str(settings.shard.index)), settings.shard.role
         shown = None if self._tls is None else self._tls.files.subject
-        if role == "mirror" or (role == "standby" and shown != self._itself):  # which will serve as the shard
+        if role == "mirror" or (role == "standby" and shown != self._itself):  # a standby may already hold it
             self._itself = Subject(settings.run.id, Scope(role), "" if shown is None else shown.name)
         self._wall_clock = wall_clock
         if self._tls is not None:
             _check_certificate(self._tls.files, self._itself, wall_clock)
         self.tls = None if self._tls is None else self._tls.files
-        """To serve with, as read last; None: calls come in plaintext."""
+        """The files to serve with, as last read; None: plaintext."""
         self.bearer_token = read_bearer_token(security)
         self.callers = Callers(wall_clock, needs_certificate=self._tls is not None)
         path = security.revoked or (security.tls / REVOKED if security.tls else None)
@@ -157,39 +155,38 @@ class AccessFiles:
         self._said: dict[str, str] = {}  # what is wrong -> why
 
     def served(self) -> TlsFiles:
-        """What is served with, where calls do not come in plaintext."""
         assert self.tls is not None
         return self.tls
 
     def door(self) -> TlsDoor | None:
-        """How HTTP is served; None: in plaintext."""
+        """How to serve HTTP; None: in plaintext."""
         return None if self.tls is None else TlsDoor(self.served, self.callers.holds)
 
     def say(self) -> None:
-        """Say at the start what is not protected."""
         if self.tls is None and self.bearer_token is not None:
             self._log.warning(
-                "a shared token is the only protection: whoever has it can be any learner, and end the run; it "
+                "a shared token is the only protection: anyone who has it can act as any learner, and end the run; it "
                 "travels, as everything does, in plaintext (security.tls gives every caller an identity of its own)"
             )
 
     def refresh(
         self, leases_of: Callable[[AbstractSet[str]], list[Identity]]
     ) -> tuple[TlsFiles | None, list[Identity]]:
-        """Look at the files: new certificates to serve with, if any, and the leases of those that were just revoked.
+        """Read changed files. Returns new certificates to serve with, if any, and the leases of newly revoked
+        identities.
 
-        `leases_of`: who holds a lease by these serials, whether or not one of its calls is open.
+        `leases_of`: returns the holders of leases with these serials, whether or not a call of theirs is open.
         """
         files = self._new_files()
         serials = self._deny_list.refresh()
         leases: list[Identity] = []
         if serials:
             self.callers.revoke(serials)
-            leases = leases_of(serials)  # not those of open calls: a learner may have another certificate by now
+            leases = leases_of(serials)  # not from open calls, which may use another certificate by now
             self._log.event("revoked", serials=sorted(serials), leases=[lease.learner_id for lease in leases])
             self._audit.note("Revoke", "OK", serials=sorted(serials), leases=[lease.learner_id for lease in leases])
         why_not = (self._tls.why_not if self._tls is not None else "") or self._deny_list.why_not
-        wrong = {"not used, what was read before holds on": why_not, "nobody can call this shard": self._expired()}
+        wrong = {"new files not used; the earlier ones stay": why_not, "nobody can call this shard": self._expired()}
         for words, why in wrong.items():
             if why and why != self._said.get(words):
                 self._log.error(words, why=why)
@@ -197,7 +194,7 @@ class AccessFiles:
         return files, leases
 
     def _expired(self) -> str:
-        """That the certificate in use has, in words; empty: it has not."""
+        """Why the certificate in use is not valid; empty if it is."""
         try:
             if self.tls is not None:
                 _check_certificate(self.tls, self._itself, self._wall_clock)
@@ -206,13 +203,13 @@ class AccessFiles:
         return ""
 
     def _new_files(self) -> TlsFiles | None:
-        """What came since and is fit to serve with."""
+        """New files that can be served with, if any."""
         if self._tls is None or not self._tls.refresh():
             return None
         try:
             _check_certificate(self._tls.files, self._itself, self._wall_clock)
         except ConfigError as error:
-            self._log.error("new certificate not used, the one before holds on", why=error)
+            self._log.error("new certificate not used; the earlier one stays", why=error)
             return None
         self._log.event("certificate read again", folder=self._tls.files.folder)
         self.tls = self._tls.files
@@ -220,7 +217,7 @@ class AccessFiles:
 
 
 def check_consent(settings: Settings) -> None:
-    """Raises ConfigError where plaintext needs an explicit word."""
+    """Raises ConfigError if plaintext needs explicit consent."""
     security, listen = settings.security, parse_address(settings.shard.listen)
     if security.tls is None and not security.insecure and not is_loopback(listen.host):
         raise ConfigError(

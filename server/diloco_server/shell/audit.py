@@ -1,12 +1,11 @@
-"""The audit log: who joined, left, seeded, was refused or revoked, as JSON lines in a file of the process.
+"""The audit log: joins, leaves, seeds, refusals and revocations, as JSON lines in a file of the process.
 
     {"time": "2026-11-22T14:00:00.123Z", "what": "Join", "outcome": "OK", "who": "diloco://run/learner/a",
      "serial": "7a01...", "peer": "ipv4:10.0.0.7"}
 
-`outcome` is OK or a stable code. `who` has a serial where a certificate proved it; otherwise it is
-what the call said. `repeated`: so many more like it were left out, and this is the last of them. Payloads, tokens and
-keys are never written. Contributions that are accepted are not here: the metrics count them, and there may be hundreds
-per second.
+`outcome` is OK or a stable code. `who` comes with a serial if a certificate proved it; otherwise it is what the call
+claimed. `repeated` counts similar lines that were left out before this last one. Payloads, tokens and keys are never
+written. Accepted contributions are not logged: there may be hundreds per second, and the metrics count them.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from diloco_common.trust.identity import Identity
 
 FILE_BYTES_MAX = 16 << 20
 FILES_KEPT = 5
-"""Full files beside the one that is written: NAME.jsonl.1 is the newest of them."""
+"""Full files kept beside the current one; NAME.jsonl.1 is the newest."""
 REPEAT_S = 10.0
-"""A line like one before is written once in so many seconds, with the number of those in between."""
+"""A repeated line is written once per this many seconds, with the number of repeats."""
 REPEATED_MAX = 512
-"""Different refusals that are told apart meanwhile, and as many calls that were not refused; the others share a line
-each. Nobody fills the disk by calling, nor hides what was done behind refusals."""
+"""Different refusals counted separately at a time, and as many successful calls; the rest share one line of each kind.
+So no caller can fill the disk, or hide actions behind refusals."""
 TEXT_MAX = 200
 
 _Key: TypeAlias = tuple[str, ...]
 _SAME = ("what", "outcome", "who", "peer")
-"""Lines that have these in common are counted together."""
+"""Lines with these fields in common are counted together."""
 
 
 class Audit:
-    """Is told of the calls of a process. This one keeps nothing."""
+    """Receives the calls of a process. This one discards them."""
 
     def note(self, what: str, outcome: str, caller: Identity | None = None, **facts: object) -> None:
         pass
@@ -48,12 +47,11 @@ class Audit:
 class _Repeated:
     began: float
     line: dict[str, Any]
-    """The last one."""
     more: int = 0
 
 
 class AuditLog(Audit):
-    """One process's. Owned by one thread."""
+    """The audit log of one process. Owned by one thread."""
 
     def __init__(
         self,
@@ -63,7 +61,7 @@ class AuditLog(Audit):
         *,
         file_bytes_max: int = FILE_BYTES_MAX,
     ) -> None:
-        """Append to `folder`/`name`.jsonl, for its owner alone. Raises ConfigError."""
+        """Append to `folder`/`name`.jsonl, which only its owner can read. Raises ConfigError."""
         self._path = folder / f"{name}.jsonl"
         self._wall_clock = wall_clock
         self._file_bytes_max = file_bytes_max
@@ -78,11 +76,11 @@ class AuditLog(Audit):
             raise ConfigError(f"security.audit: {self._path}: cannot be written: {error.strerror}") from None
 
     def note(self, what: str, outcome: str, caller: Identity | None = None, **facts: object) -> None:
-        """Append one line, or count what a caller did or was refused as before. A disk that fails ends no call."""
+        """Append one line, or count it if it repeats one. A disk failure does not end the call."""
         now = self._wall_clock()
         line = _line(what, outcome, caller, facts)
         self._close_windows(now)
-        if caller is None and outcome == "OK":  # nobody called for it: who runs the shard did it
+        if caller is None and outcome == "OK":  # not a call, but an action of the operator
             self._write(now, line)
             return
         repeated, told_apart = (self._done, (*_SAME, "fragment")) if outcome == "OK" else (self._refused, _SAME)
@@ -97,14 +95,13 @@ class AuditLog(Audit):
             self._write(now, line)
 
     def close(self) -> None:
-        """Repeating it is fine."""
+        """Calls after the first do nothing."""
         if self._file >= 0:
             self._close_windows(float("inf"))
             os.close(self._file)
             self._file = -1
 
     def _close_windows(self, now: float) -> None:
-        """Write how often the same came again, where the time for counting is over."""
         for repeated in (self._refused, self._done):
             while repeated:
                 key, one = next(iter(repeated.items()))  # the oldest

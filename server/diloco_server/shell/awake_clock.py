@@ -1,4 +1,4 @@
-"""The time of a shard."""
+"""A clock that stops while the process is frozen."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from diloco_common.ports import Clock
 
 
 class AwakeClock:
-    """Monotonic seconds of a shard, but only those during which the shard itself is awake.
+    """Monotonic seconds during which the process was awake.
 
-    A process may be frozen for longer than a lease (SIGSTOP, a suspended machine). On waking, it may look at the time
-    before it reads the messages of its learners. With a plain clock, it would then take all of them for silent.
+    A process may be frozen for longer than a lease (SIGSTOP, a suspended machine). When it wakes, it may check the time
+    before it reads its learners' messages, and a plain clock would make all of them look silent.
 
-    A gap between two calls counts as at most `longest_s`: the shard asks many times a second.
+    A gap between two calls counts as at most `longest_s`; the shard calls this many times a second.
     """
 
     def __init__(self, longest_s: float, clock: Clock) -> None:

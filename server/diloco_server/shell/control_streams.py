@@ -1,9 +1,9 @@
-"""Directives on their way to learners: one stream per learner, each with a bound.
+"""Directives on their way to learners: one bounded stream per learner.
 
-Owned by the shard's event loop. What is said is decided by the core; the transport reads the streams.
+Owned by the shard's event loop. The core decides what to send; the transport reads the streams.
 
-Only what is still true waits: a later directive takes the place of an earlier one of its kind about the same fragment.
-So for a learner that reads nothing there wait at most two directives per fragment, and one of every other kind.
+A later directive replaces a waiting one of its kind about the same fragment. So for a learner that reads nothing, at
+most two directives per fragment wait, and one of every other kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LearnerStream:
         self._changed = asyncio.Event()
 
     def send(self, directive: Directive) -> None:
-        """Say this, and no more what it replaces. A goodbye is the last word."""
+        """Queue a directive, replacing an outdated one. Nothing follows an eviction."""
         match directive:
             case Collect() | Committed():
                 self._waiting.put(directive.fragment_id, type(directive), directive)
@@ -37,7 +37,7 @@ class LearnerStream:
         self._changed.set()
 
     def end(self) -> None:
-        """No more directives. Those that wait still go out: a goodbye may be among them."""
+        """Accept no more directives. Waiting ones still go out: one may be the eviction."""
         self._is_over = True
         self._changed.set()
 
@@ -50,8 +50,6 @@ class LearnerStream:
 
 
 class ControlStreams:
-    """The open streams of a shard, at most one per learner."""
-
     def __init__(self) -> None:
         self._by_learner: dict[str, LearnerStream] = {}
 
@@ -62,7 +60,7 @@ class ControlStreams:
         return iter(self._by_learner.values())
 
     def open(self, learner_id: str, generation: int) -> LearnerStream:
-        """The stream of a generation; ends an older one of the same learner."""
+        """Open a stream, and end an older one of the same learner."""
         self.end(learner_id)
         self._by_learner[learner_id] = stream = LearnerStream(learner_id, generation)
         return stream
@@ -72,7 +70,7 @@ class ControlStreams:
             del self._by_learner[stream.learner_id]
 
     def tell(self, tell: Tell) -> None:
-        """Send a directive to a learner. It is lost if this generation has no stream: a new one hears the state."""
+        """Send a directive. It is lost if this generation has no stream: a new stream starts with the full state."""
         stream = self._by_learner.get(tell.learner_id)
         if stream is not None and stream.generation == tell.generation:
             stream.send(tell.directive)

@@ -1,7 +1,7 @@
-"""The one interpreter of what a shard asks for: tell, seed, merge, and note everything else.
+"""Carries out a shard's effects: tell, seed, merge, and record facts.
 
-It turns a seed or a closed round into a version: compute, make durable, announce. How that is carried out is the
-business of a `Shell`: the host has threads and a disk, the lockstep drivers of tests and benchmarks do it on the spot.
+It turns a seed or a closed round into a version: compute, make durable, announce. A `Shell` provides the means: the
+host has threads and a disk; the lockstep drivers of tests and benchmarks do the work at once.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from diloco_server.storage.version_file import StoredVersion
 
 T = TypeVar("T")
 Job: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
-"""Makes a version and hands it to the core; may raise."""
+"""Makes a version and passes it to the core. May raise."""
 
 
 class Shell(Protocol):
-    """What carries out effects."""
+    """Carries out effects."""
 
     clock: Clock
-    """The shard's time."""
     stopwatch: Clock
-    """Measures work, in the thread that does it."""
+    """Measures work in the thread that does it."""
 
     def tell(self, tell: Tell) -> None: ...
 
@@ -51,25 +50,25 @@ class Shell(Protocol):
         """Run arithmetic, in the order of the calls."""
 
     def changing(self, merge: MergeRound) -> AbstractAsyncContextManager[None]:
-        """Held while the values of a fragment change and until they are durable. What it raises ends the shard."""
+        """Held from the change of a fragment's values until they are durable. An error inside it ends the shard."""
 
     async def keep(self, version: StoredVersion) -> None:
-        """Make a version durable. It may be announced when this returns."""
+        """Make a version durable. It may be announced once this returns."""
 
 
 class Witness(Protocol):
-    """What is told of what happens. Changes nothing."""
+    """Observes events. Changes nothing."""
 
     def note(self, event: Fact) -> None: ...
 
     def merging(self, merge: MergeRound) -> None:
-        """A closed round is about to become a version."""
+        """A closed round is about to be merged."""
 
     def merged(self, seconds: float) -> None:
-        """It took so long to merge it and to take the outer step."""
+        """Seconds that the merge and the outer step took."""
 
     def announcing(self, state: FragmentState) -> None:
-        """A version is durable, the core has it, and nobody has heard of it yet."""
+        """A version is durable and not announced yet."""
 
 
 class EffectDriver:
@@ -83,16 +82,15 @@ class EffectDriver:
         self._shard, self._shell, self._witness = shard, shell, witness
         self._sync = shard.settings.sync
         self.is_mirrored: Callable[[], bool] = lambda: False
-        """Whether somebody takes versions from a mirror: their bytes are named then."""
+        """Whether a mirror follows: versions are hashed then."""
         self.tell_readers: Callable[[Directive], None] = lambda directive: None
-        """Told of what all learners are told."""
+        """Receives every directive that goes to all learners."""
 
     def making(self, fragment: Fragment) -> Making:
-        """How versions of a fragment are made: of the model by the settings, of other kinds by their rules alone."""
+        """The settings apply to the model; other kinds have their own rules."""
         return self._of_model if fragment.traits.is_of_model else self._as_merged
 
     def carry_out_all(self) -> None:
-        """Everything that the shard asks for, and what it asks for meanwhile."""
         while effects := self._shard.take_effects():
             for effect in effects:
                 self.carry_out(effect)

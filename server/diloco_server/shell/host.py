@@ -1,8 +1,8 @@
-"""The host of one core `Shard`: the only one that calls it, and the one that decides when it goes on.
+"""The host of one core `Shard`: its only caller, and the one that decides when it ticks.
 
-The core runs in the event loop, so it has one owner. Arithmetic on whole fragments (seeds, merges, encodings)
-runs on one compute thread: two OpenMP teams on the same cores are slower than one. `Keeper` makes versions durable, on
-threads of its own. What callers may do is the business of `Service`; how effects become versions, of `EffectDriver`.
+The core runs in the event loop. Arithmetic on whole fragments (seeds, merges, encodings) runs on one compute thread,
+because two OpenMP teams on the same cores are slower than one. `Keeper` writes versions on its own threads. `Service`
+checks calls, and `EffectDriver` turns effects into versions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from diloco_server.storage.version_file import StoredVersion
 TICK_S = 0.02
 """The resolution of grace windows and leases."""
 DECISION_WAIT = 4.0
-"""How long events wait for the next decision, in durations of the last one: so a fifth of a core decides, at most."""
+"""Events wait this many times the last decision's duration for the next, so decisions take at most 20 % of a core."""
 
 T = TypeVar("T")
 
@@ -74,9 +74,9 @@ class ShardHost:
         clock: Clock | None = None,
         tick_s: float = TICK_S,
     ) -> None:
-        """`clock` measures leases and grace windows, in seconds; None: the world's, while this process is awake.
+        """`clock`: seconds, for leases and grace windows; None: the world's, while this process is awake.
 
-        `tick_s`: how often time passes for the core.
+        `tick_s`: interval of ticks.
         """
         self.settings = settings
         self.shard = (MirroredShard if settings.shard.mirror_of else Shard)(settings, store.epoch)
@@ -97,28 +97,26 @@ class ShardHost:
         self._compute = world.threads(1, "diloco-compute")
         self._cpu_clock = world.cpu_clock
         self._give_back = world.give_back
-        self._computed_last: ComputePhase | None = None  # of the compute thread alone
+        self._computed_last: ComputePhase | None = None  # owned by the compute thread
         self._recovering = False
         self._jobs: dict[asyncio.Task[None], None] = {}
-        # Not a set: it has no order, and `close` cancels them in the order of their start, in every run of a seed.
+        # Not a set: `close` cancels them in the order of their start, the same in every run of a seed.
         self.broken = asyncio.Event()
-        """Set when this process must end: a merge failed half way, so the values in memory are of no version; or time
-        has stopped for the core."""
+        """Set when this process must end: ticks stopped, or a merge failed halfway and left values of no version."""
         self.why_broken = ""
         self.replaced: Superseded | None = None
-        """Another process is this shard now."""
         self.follower: Follower | None = None
-        """Of a mirror: what brings its versions."""
+        """In a mirror: receives its versions."""
         self.closed = False
-        self._later: asyncio.TimerHandle | None = None  # the decision that events wait for
+        self._later: asyncio.TimerHandle | None = None  # the next decision, if one is scheduled
         self._decision_s = 0.0  # how long the last decision took
-        self._moved = asyncio.Event()  # set whenever something that `until` asks about may have changed
+        self._moved = asyncio.Event()  # set when a condition of `until` may have changed
         metrics.registry.before_scrape = self._sample
 
     # ------------------------------------------------------------ from start to end
 
     async def recover(self) -> None:
-        """Go on from what the store holds, before anybody is served. Raises DataError and OSError."""
+        """Restore the stored versions. Call it before serving. Raises DataError and OSError."""
         self._recovering, began = True, self.stopwatch()
         work = partial(recover, self.store, self.settings, self.driver.making, self.log)
         recovered = await asyncio.get_running_loop().run_in_executor(self._compute, work)
@@ -135,7 +133,7 @@ class ShardHost:
         self.telemetry.recovered(took_s=self.stopwatch() - began)
 
     async def run(self) -> None:
-        """Let time pass for the core until cancelled. An error ends the shard: without time, no lease would end."""
+        """Tick until cancelled. An error ends the shard, because without ticks no lease would end."""
         try:
             await self._let_time_pass()
         except Exception as error:
@@ -153,22 +151,22 @@ class ShardHost:
             await asyncio.sleep(self._tick_s)
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new work, and finish what is under way: rounds that learners were asked for, and merges.
+        """Take no new work, and finish open rounds and merges.
 
-        `run` goes on meanwhile. After `timeout_s` seconds it is left: learners push again what was not merged.
+        `run` continues meanwhile. Gives up after `timeout_s` seconds; learners push again whatever was not merged.
         """
         self.log.event("draining", open_rounds=self.shard.open_rounds, open_merges=len(self._jobs))
         self.shard.drain()
         self.advance()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):  # not by `clock`: the process is about to be killed in real time
+            async with asyncio.timeout(timeout_s):  # not `clock`: the process is killed in real time
                 await self.until(lambda: not self._jobs and not (self.shard.open_rounds and self.streams))
         await self.keeper.flush(timeout_s)
 
     def close(self) -> None:
-        """End every control stream, the compute thread, and the work that a drain has left.
+        """End all control streams, the compute thread, and unfinished work.
 
-        A version that is still being made is not announced then: what goes into it is pushed again.
+        A version that is still being made is not announced; its contributions are pushed again.
         """
         self.closed = True
         if self._later is not None:
@@ -188,7 +186,6 @@ class ShardHost:
         return all(ended)
 
     def ready(self) -> tuple[bool, str]:
-        """Whether learners are welcome, and why not."""
         if self._recovering:
             return False, "recovering"
         if self.shard.draining:
@@ -209,7 +206,7 @@ class ShardHost:
     # ------------------------------------------------------------ when the core decides
 
     def advance(self) -> None:
-        """Let the core decide, and carry out what it asks for. After every event."""
+        """Let the core decide, and carry out its effects. Call it after every event."""
         began = self.stopwatch()
         self.shard.tick(self.clock())
         self._decision_s = self.stopwatch() - began
@@ -217,9 +214,9 @@ class ShardHost:
         self._moved.set()
 
     def advance_later(self) -> None:
-        """The same in a moment, once for all events until then: for events that come from every learner, all the time.
+        """Advance soon, once for all events until then. For frequent events, such as reports.
 
-        A decision looks at every learner and fragment, so one per event would cost the square of the learners.
+        A decision visits every learner and fragment, so one per event would cost the square of the learners.
         """
         if self._later is None:
             wait_s = DECISION_WAIT * self._decision_s
@@ -230,7 +227,7 @@ class ShardHost:
         self.advance()
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until something is so that only this host's events change."""
+        """Wait for a condition that only this host's events change."""
         while not is_so():
             self._moved.clear()
             await self._moved.wait()
@@ -238,7 +235,7 @@ class ShardHost:
     # ------------------------------------------------------------ leases
 
     def observe(self, tensors: Sequence[TensorSpec]) -> JoinAnswer:
-        """Describe the run to an observer. Raises NotSeeded or ManifestMismatch."""
+        """Raises NotSeeded or ManifestMismatch."""
         self.shard.observe(tensors)
         assert self.shard.manifest is not None
         return self.shard.join_answer(tensors=self.shard.manifest.tensors)
@@ -254,7 +251,7 @@ class ShardHost:
         return self.shard.join_answer(learner_id, member.generation, index=member.index, rules=self.driver.rules.words)
 
     def member(self, caller: Identity) -> Member:
-        """Who calls, if it holds a lease. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
+        """The member that calls. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
         return self.shard.check(caller.learner_id, caller.generation, caller.epoch)
 
     def attend(self, caller: Identity) -> LearnerStream:
@@ -270,12 +267,11 @@ class ShardHost:
         self._moved.set()
 
     def progress(self, caller: Identity, progress: Progress) -> None:
-        """A learner reports, which renews its lease. Raises as `member` does."""
+        """Take a report, which renews the lease. Raises as `member` does."""
         self.shard.progress(self.member(caller), progress, self.clock())
         self.advance_later()
 
     def follow(self, reader: Reader) -> None:
-        """A reader's stream begins, with what there is."""
         reader.stream.send(self.shard.pulse())
         for state in self.shard.fragments.values():
             if state.seeded:
@@ -286,13 +282,14 @@ class ShardHost:
             reader.stream.send(Drain())
 
     async def supersede(self, request: FollowRequest) -> Evicted:
-        """Somebody says that he is this shard, in another epoch: the later one stays. Answers what ends him.
+        """Another process claims to be this shard, in another epoch. The later epoch wins. Returns the caller's
+        eviction.
 
-        Raises Superseded where it is this one that ends, and BadRequest where he is this one.
+        Raises Superseded if this process must end, and BadRequest if the caller is this process.
         """
         mine = self.shard.epoch
         if request.epoch == mine:
-            raise BadRequest("this is that shard itself")
+            raise BadRequest("the caller is this shard itself")
         if request.epoch < mine:
             return Evicted(Superseded.code, f"this shard is in epoch {mine} here, which is later than {request.epoch}")
         lost = max(0, self.shard.tokens_merged - request.tokens_merged)
@@ -304,14 +301,13 @@ class ShardHost:
         raise self.end_as_replaced(words)
 
     def end_as_replaced(self, why: str) -> Superseded:
-        """Another process is this shard: this one ends."""
         self.log.error("replaced", code=Superseded.code, why=why)
         self.replaced = Superseded(why)
         self._break(why)
         return self.replaced
 
     def leave(self, caller: Identity) -> bool:
-        """A learner says goodbye: nothing more is told to it. Whether a lease ended. Repeating it is fine."""
+        """End a learner's lease and its stream. Returns whether it held one; calls after the first do nothing."""
         current = self.shard.membership.get(caller.learner_id)
         if current is None or not current.live or current.generation != caller.generation:
             return False
@@ -321,7 +317,7 @@ class ShardHost:
         return True
 
     def revoke(self, caller: Identity) -> None:
-        """A learner may call no longer: its lease ends, and what it contributed to open rounds is fenced off."""
+        """End a revoked learner's lease, and fence off its contributions to open rounds."""
         current = self.shard.membership.get(caller.learner_id)
         if current is not None and current.live and current.generation == caller.generation:
             self.shard.revoke(current)
@@ -330,17 +326,17 @@ class ShardHost:
     # ------------------------------------------------------------ contributions
 
     def admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
-        """Decide on a push by its header alone. None: send the bytes; else this is the answer."""
+        """Decide on a push by its header alone. Returns its answer, or None if its bytes are wanted."""
         answer = self.shard.admit(member, header)
         return None if answer is None else self._answered(member, header, answer)
 
     def norms_of(self, header: PushHeader) -> PieceNorms:
-        """For the bytes of a push that was admitted. Hand them to `inspect` as they come."""
+        """The norms of an admitted push. Pass its chunks to `inspect` as they arrive."""
         pieces = self.shard.owned(header.fragment_id).fragment.pieces
         return PieceNorms(header.payload, len(pieces), places_of(header.ranges, pieces))
 
     def inspect(self, norms: PieceNorms, chunk: Chunk) -> None:
-        """Look at the next chunk, in the event loop: a fraction of the time that it takes to receive it."""
+        """Check the next chunk, in the event loop: it takes a fraction of the time to receive it."""
         began = self._cpu_clock()
         norms.add(chunk)
         self.metrics.rounds.computed("inspect", self._cpu_clock() - began)
@@ -348,9 +344,9 @@ class ShardHost:
     def contribute(
         self, caller: Identity, header: PushHeader, payload: Payload, norms: tuple[float, ...]
     ) -> PushAnswer:
-        """Take a push whose bytes are whole. Raises as `member` does: the lease may have ended while they came.
+        """Take a push whose bytes are complete. Raises Draining once the shard has ended.
 
-        Raises Draining once the shard has ended.
+        Raises as `member` does, since the lease may have ended meanwhile.
         """
         self._check_open()
         member = self.member(caller)
@@ -358,13 +354,12 @@ class ShardHost:
         return self._answered(member, header, answer)
 
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
-        """Answer a push whose bytes cannot be used."""
         return self._answered(member, header, self.shard.reject(member, header, refusal))
 
     def _answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> PushAnswer:
         if answer.code != PART:
             self.telemetry.answered(member, header, answer)
-        self.driver.carry_out_all()  # who is answered is counted; what follows from it is decided in a moment
+        self.driver.carry_out_all()  # count now, decide soon
         self.advance_later()
         return answer
 
@@ -374,8 +369,8 @@ class ShardHost:
         self.streams.tell(tell)
 
     def start(self, job: Job, name: str) -> None:
-        """Run a job and let the core go on after it; nothing once the shard has ended."""
-        if self.closed:  # the last pushes have closed a round
+        """Run a job, then advance. Does nothing once the shard has ended."""
+        if self.closed:  # the last pushes closed a round
             return
         task = asyncio.create_task(self._run(job), name=name)
         self._jobs[task] = None
@@ -396,7 +391,7 @@ class ShardHost:
         self._check_open()
 
         def timed() -> T:
-            if self._computed_last == "seed":  # its bytes are free now, and no contribution is as large
+            if self._computed_last == "seed":  # its bytes are free, and contributions are smaller
                 self._give_back()
             self._computed_last = phase
             began = self._cpu_clock()
@@ -413,8 +408,8 @@ class ShardHost:
 
     @contextlib.asynccontextmanager
     async def changing(self, merge: MergeRound) -> AsyncIterator[None]:
-        """Held while the values of a fragment change and until they are durable. What it raises ends the shard."""
-        async with self.keeper.hold(merge.fragment_id):  # a write of the version before may be under way
+        """Held from the change of a fragment's values until they are durable. An error inside it ends the shard."""
+        async with self.keeper.hold(merge.fragment_id):  # the version before may still be written
             try:
                 yield
             except Exception as error:
@@ -423,7 +418,7 @@ class ShardHost:
                 raise
 
     def _break(self, why: str) -> None:
-        """This process must end. The first reason is the one that counts."""
+        """Make this process end. The first reason counts."""
         self.why_broken = self.why_broken or why
         self.broken.set()
 
@@ -432,10 +427,10 @@ class ShardHost:
         self.readers.is_on_disk(Committed(fragment_id, version, self.shard.epoch))
 
     async def keep(self, version: StoredVersion) -> None:
-        """Make a version durable, as far as the settings ask for it. It may be announced when this returns.
+        """Make a version durable, as far as the settings require. It may be announced once this returns.
 
-        A standby that keeps pace holds the one before by then. It is waited for as long as a lease, and then not again
-        before it has caught up by itself.
+        A standby that keeps pace has the version before by then. One that lags is waited for as long as a lease, and
+        then no longer until it has caught up.
         """
         assert self.shard.manifest is not None
         await self.keeper.keep(version, self.shard.manifest)
@@ -450,6 +445,5 @@ class ShardHost:
             self.readers.copies.falls_behind(fragment_id)
 
     def copied(self, fragment_id: int, version: int) -> None:
-        """A standby holds this version."""
         self.readers.copied(fragment_id, version)
         self._moved.set()

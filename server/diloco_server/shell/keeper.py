@@ -1,12 +1,12 @@
-"""A shard's versions on their way to the disk and back: written on threads of their own, and recovered at the start.
+"""Writes a shard's versions to disk on its own threads, and recovers them at the start.
 
-A slow disk holds up nothing but the fragment it writes. `Keeper.keep` returns once the version is on disk, however
-often it takes. With `shard.interval_s` it returns at once, and the fragment is written when so many seconds have passed
-since its last write. `hold` keeps values from changing while they are written. What waits are references to values that
-are in memory anyhow, one per fragment: a disk that is full or gone costs no memory.
+A slow disk delays only the fragment it writes. `Keeper.keep` returns once the version is on disk, after any number of
+attempts. With `shard.interval_s` it returns at once, and a fragment is written at that interval. `hold` keeps values
+from changing while they are written. Waiting versions are references to values in memory, one per fragment, so a full
+or missing disk costs no memory.
 
-Regular checkpoints are made on one more thread, so that neither rounds nor the writing of versions wait. One that fails
-is told and tried again with the next version; training goes on.
+Regular checkpoints run on another thread, so neither rounds nor version writes wait. One that fails is logged and tried
+again with the next version; training goes on.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from diloco_server.storage.version_file import StoredVersion
 
 RETRY_S = 1.0
 WRITERS = 2
-"""While one waits for the disk, another prepares its bytes; more only split the disk's bandwidth."""
+"""One prepares its bytes while the other waits for the disk; more would only share the disk's bandwidth."""
 SAY_AGAIN_S = 30.0
-"""How often a disk that goes on failing is mentioned."""
+"""How often a lasting disk failure is logged."""
 
 T = TypeVar("T")
 
 
 class Writers:
-    """Threads that write to a data folder. Work is given by one event loop, which owns this.
+    """Threads that write to a data folder. Owned by one event loop.
 
-    It knows whether a thread still writes: nothing can call back a write that hangs.
+    Tracks whether a thread still writes, since a write that hangs cannot be cancelled.
     """
 
     def __init__(self, threads: Executor) -> None:
@@ -59,7 +59,7 @@ class Writers:
         return future
 
     def close(self) -> None:
-        """Begin nothing more, and wait for nothing."""
+        """Start no more work, and do not wait."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def ended(self, timeout_s: float) -> bool:
@@ -70,14 +70,14 @@ class Writers:
         done, pending = await asyncio.wait(waits, timeout=timeout_s)
         for wait in done:
             if not wait.cancelled():
-                wait.exception()  # told to whoever gave the work
+                wait.exception()  # already reported to the submitter
         for wait in pending:
             wait.cancel()  # the write goes on
         return not pending
 
 
 class Keeper:
-    """Saves versions. Owned by the shard's event loop."""
+    """Writes versions to disk. Owned by the shard's event loop."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Keeper:
         log: Log,
         written: Callable[[int, int, Manifest], None] = lambda *_: None,
     ) -> None:
-        """`written` is told fragment and version once they are on disk."""
+        """`written`: called with fragment, version and manifest once they are on disk."""
         self._store = store
         self._clock = world.clock
         self._interval_s = settings.interval_s
@@ -105,18 +105,17 @@ class Keeper:
         self._failing: dict[int, str] = {}  # fragment -> why its version is not durable
         self._said_at = 0.0
         self.bytes_saved = 0
-        """Of versions that this process made durable."""
+        """Bytes of versions that this process made durable."""
         self.free_bytes: int | None = None
-        """Of the disk, after the last write; None: not known."""
+        """Free bytes on the disk after the last write; None: unknown."""
 
     @property
     def failing(self) -> str:
-        """What the disk says, while it takes no versions; else nothing."""
+        """The disk's error while it refuses versions; otherwise empty."""
         return next(iter(self._failing.values()), "")
 
     @property
     def unwritten(self) -> int:
-        """Fragments whose announced version is not on disk yet."""
         return len(self._due)
 
     @property
@@ -125,16 +124,16 @@ class Keeper:
         return self._waiting + len(self._due)
 
     def hold(self, fragment_id: int) -> asyncio.Lock:
-        """Hold this while the fragment's values change and until `keep` has returned."""
+        """The lock to hold from the change of a fragment's values until `keep` has returned."""
         return self._locks[fragment_id]
 
     async def keep(self, version: StoredVersion, manifest: Manifest) -> None:
-        """Make a version durable, or see to it that it soon is. It may be announced when this returns."""
+        """Make a version durable now or, with an interval, soon. It may be announced once this returns."""
         fragment_id = version.record.fragment_id
-        if not self._interval_s or fragment_id not in self._written_at:  # what a run begins with is always written
+        if not self._interval_s or fragment_id not in self._written_at:  # the first version is always written
             self._waiting += 1
             try:
-                while not await self._write(version, manifest):  # noqa: ASYNC110 - a disk tells nobody
+                while not await self._write(version, manifest):  # noqa: ASYNC110 - a disk sends no event
                     await asyncio.sleep(RETRY_S)
             finally:
                 self._waiting -= 1
@@ -146,10 +145,10 @@ class Keeper:
             writing.add_done_callback(lambda _: self._writing.pop(fragment_id, None))
 
     async def read(self, work: Callable[[], T]) -> T:
-        """Look at the disk, on a storage thread. Raises Draining after `close`."""
+        """Run a read on a storage thread. Raises Draining after `close`."""
         try:
             looking = self._threads.submit(work)
-        except RuntimeError:  # no more begins
+        except RuntimeError:  # closed
             raise Draining("this shard has ended; call again when it is back") from None
         return await asyncio.wrap_future(looking)
 
@@ -157,11 +156,11 @@ class Keeper:
         self._written_at[fragment_id] = self._clock()
 
     def drop(self, fragment_id: int) -> None:
-        """What waits to be written of this fragment must not be: its values are no longer those of a version."""
+        """Do not write this fragment's waiting version: its values have changed."""
         self._due.pop(fragment_id, None)
 
     async def flush(self, timeout_s: float) -> None:
-        """Write what was announced but not written, if the disk takes it in time."""
+        """Write announced versions that are not on disk, if the disk is fast enough."""
         self._hurry.set()
         if self._writing:
             await asyncio.wait(self._writing.values(), timeout=timeout_s)
@@ -172,13 +171,12 @@ class Keeper:
         self._threads.close()
 
     async def ended(self, timeout_s: float) -> bool:
-        """After `close`: wait until no write is under way. False if one hangs for longer than `timeout_s` seconds."""
+        """See `Writers.ended`."""
         return await self._threads.ended(timeout_s)
 
     # ------------------------------------------------------------ helpers
 
     async def _write_later(self, fragment_id: int) -> None:
-        """Write what is newest once the fragment's time has come."""
         left_s = self._written_at[fragment_id] + self._interval_s - self._clock()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, left_s)):
@@ -211,7 +209,7 @@ class Keeper:
         return True
 
     def _save(self, version: StoredVersion, manifest: Manifest) -> int:
-        """On a storage thread: looking at a disk may hang as writing to it may."""
+        """Runs on a storage thread, because even reading the free space may hang."""
         try:
             return self._store.save(version, manifest)
         finally:
@@ -234,7 +232,7 @@ class Keeper:
 
 
 class Checkpointer:
-    """Owned by the shard's event loop; does nothing where the settings ask for no checkpoints."""
+    """Makes regular checkpoints, if the settings ask for them. Owned by the shard's event loop."""
 
     def __init__(self, settings: Settings, world: World, metrics: ShardMetrics, log: Log) -> None:
         self._index = settings.shard.index
@@ -246,7 +244,7 @@ class Checkpointer:
         self._thread = Writers(world.threads(1, "diloco-checkpoint"))
 
     def begin(self, recovered: Mapping[int, int], manifest: Manifest) -> None:
-        """What the shard came back with: fragment -> version."""
+        """`recovered`: fragment -> the version that the shard restored."""
         if self._regular is not None:
             self._submit(partial(self._regular.begin, recovered, manifest, self._index))
 
@@ -258,8 +256,7 @@ class Checkpointer:
         self._thread.close()
 
     async def ended(self, timeout_s: float) -> bool:
-        """After `close`: wait until no checkpoint is being made. False if one hangs for longer than `timeout_s`
-        seconds."""
+        """See `Writers.ended`."""
         return await self._thread.ended(timeout_s)
 
     def _submit(self, work: Callable[[], list[int]]) -> None:
@@ -278,8 +275,7 @@ class Checkpointer:
 def recover(
     store: Store, settings: Settings, making: Callable[[Fragment], Making], log: Log
 ) -> tuple[Manifest, list[Restored]] | None:
-    """The model, and the versions to go on from; None if there are none. May take seconds. `making`: how versions of a
-    fragment are made.
+    """The manifest and the versions to continue from; None if there are none. May take seconds.
 
     Raises DataError if no version can be used, or if one cannot be read now.
     """
@@ -315,7 +311,7 @@ def recover(
 
 
 def _name_missing(manifest: Manifest, restored: list[Restored], settings: Settings, log: Log) -> None:
-    """Log the fragments without any file: they were never seeded, or their files were removed."""
+    """Log fragments without a file: they were never seeded, or their files were removed."""
     there = {r.record.fragment_id for r in restored}
     missing = [f.fragment_id for f in manifest.owned_by(settings.shard.index) if f.fragment_id not in there]
     if missing and any(r.record.version > 0 for r in restored):

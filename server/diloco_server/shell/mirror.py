@@ -1,4 +1,4 @@
-"""A mirror: a shard's host whose versions come from a stream instead of rounds. It serves Pull and Follow as it is."""
+"""A mirror: a host that takes versions from another shard instead of from rounds. It serves Pull and Follow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diloco_server.shell.host import ShardHost
 
 
 class Mirror:
-    """Fills a host. Owned by its event loop."""
+    """Takes versions into a host. Owned by its event loop."""
 
     def __init__(self, host: ShardHost, follower: Follower) -> None:
         assert isinstance(host.shard, MirroredShard)
@@ -27,7 +27,7 @@ class Mirror:
         host.follower = follower
 
     async def run(self, site: str, address: str) -> None:
-        """Until cancelled. `address`: as the learners of its site dial it."""
+        """Run until cancelled. `address`: where the learners of its site reach it."""
         self._follower.request = replace(self._follower.request, site=site, address=address)
         await self._follower.run(self)
 
@@ -47,7 +47,7 @@ class Mirror:
             self._host.readers.tell(directive)
 
     async def take(self, committed: Committed) -> None:
-        """As the change since the version that is held, where there is one; else as values."""
+        """Pull an announced version: as the change since the one it has, if possible, otherwise as values."""
         host, state = self._host, self._shard.owned(committed.fragment_id)
         assert self._follower.answer is not None
         encodings = pull_encodings(state.fragment.encoding(self._follower.answer.policy.pull_encoding))
@@ -75,7 +75,7 @@ class Mirror:
 
 
 def _published(payload: Payload, encoding: str, before: Published | None, near: Near | None) -> Published:
-    """The version, in the very bytes that the shard sends. Raises BadChecksum, and as `decode_version`."""
+    """Rebuild the version in the exact bytes that the shard sends. Raises BadChecksum, and as `decode_version`."""
     base = None if before is None else decode_version(before.values, None)[0]
     anchor, _ = decode_version(payload, base)
     published = Published(encode_payload(anchor, encoding), None if before is None else payload)

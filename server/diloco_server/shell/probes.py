@@ -1,13 +1,13 @@
-"""What else a shard serves on gRPC: whether it is healthy, and how good the way to it is.
+"""Two more gRPC services of a shard: its health, and a speed test of the connection.
 
-grpc.health.v1: Check and Watch, for whoever asks, as cheap as it can be. Probes of an orchestrator have no token, so
-none is asked for; over TLS the certificate of the connection must hold. A message is taken in as every other of a
-caller without a lease: few at once, with a deadline (`waits.Bodies`). The places are not those of Join: a crowd there
-must not make a shard look ill.
+grpc.health.v1 has Check and Watch. Probes of an orchestrator carry no token, so none is required; over TLS the
+connection's certificate must be valid. Messages are read like those of any caller without a lease: few at once, with a
+deadline (`waits.Bodies`). Their places are separate from those of Join, so that a crowd there does not make a shard
+look unhealthy.
 
-diloco.v1.Probe: lets whoever may read the model measure the way to this shard, and touches nothing. It is bounded like
-every other call: the caller is known before a byte of it is taken; one probe of an account at once and two in all; at
-most 4 MiB and 2 seconds, and one in 5 seconds in the long run. What comes is thrown away message by message.
+diloco.v1.Probe lets anyone who may read the model measure the connection to this shard. It is bounded like every other
+call: the caller is known before its bytes are taken; one open probe per account and two in all; at most 4 MiB and 2
+seconds each, and one per 5 seconds in the long run. The bytes are dropped message by message.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from diloco_server.shell.waits import BODY_S, Bodies
 
 SERVICE = "grpc.health.v1.Health"
 MESSAGE_BYTES_MAX = 1 << 10
-"""Of a request: it holds the name of a service."""
+"""Limit of a request, which holds only the name of a service."""
 WATCHES_EACH, WATCHES_MAX = 2, 64
-"""Watches that may be open of one account, and of all of them together."""
+"""Most open Watch calls, per account and in all."""
 WATCH_S = 600.0
-"""Seconds that a Watch lasts at most. Who still cares asks again; who is gone takes no place for long."""
+"""Most seconds of a Watch. Callers that are still interested ask again, so others free their place."""
 PROBES_MAX = 2
-"""Probes that may be open at once, of all accounts; one of each."""
+"""Most open probes, of all accounts; each has at most one."""
 PROBES, PROBES_PER_S = 4, 0.2
-"""Of one account: so many at once, and so many per second in the long run."""
+"""Probes of one account: at once, and per second in the long run."""
 _FRAMING = 64
-"""Bytes of a message beside its zeros, at most."""
+"""Most bytes of a message in addition to its zeros."""
 Status = health_pb2.HealthCheckResponse
 
 
@@ -53,7 +53,7 @@ class Health:
     def __init__(
         self, run_id: str, services: Iterable[str], callers: Callers, refused: Callable[[str, str, str], None]
     ) -> None:
-        """`services`: the names that one may ask for. `refused` is told of refusals: nobody, code and words."""
+        """`services`: the known names. `refused`: called with a learner id (empty), code and words of each refusal."""
         self._run_id, self._callers, self._refused = run_id, callers, refused
         self._status: int = Status.NOT_SERVING
         self._services = frozenset(services)
@@ -63,7 +63,6 @@ class Health:
         self._watches = Places[object](WATCHES_EACH, WATCHES_MAX, crowded)
 
     def set(self, status: int) -> None:
-        """From now on. Watches tell it."""
         self._status = status
         self._changed.set()
         self._changed = asyncio.Event()
@@ -95,7 +94,6 @@ class Health:
                         raise
 
     async def _tell(self, name: str, context: Context) -> None:
-        """What it is, and what it becomes."""
         told: int | None = None
         while True:
             changed, status = self._changed, self._status_of(name)
@@ -108,8 +106,8 @@ class Health:
         return self._status if name in self._services else int(Status.SERVICE_UNKNOWN)
 
     async def _asked_for(self, requests: Messages) -> str:
-        """The name of a service. Raises Busy, BadRequest."""
-        late = Busy(f"the message did not come within {BODY_S:g} s; try again")
+        """Read the name of a service. Raises Busy, BadRequest."""
+        late = Busy(f"the message did not arrive within {BODY_S:g} s; try again")
         async with self._bodies.place() as wait:
             message = await wait.until(asyncio.get_running_loop().time() + BODY_S, late, partial(only, requests))
         if len(message) > MESSAGE_BYTES_MAX:
@@ -118,7 +116,7 @@ class Health:
 
     @asynccontextmanager
     async def _admitted(self, context: Context) -> AsyncIterator[Identity]:
-        """The caller, while the certificate of its connection holds. A refusal ends the call."""
+        """The caller, while its connection's certificate is valid. A refusal ends the call."""
         anybody = Identity(self._run_id, peer=rpc.host_of(context.peer()))
         try:
             caller = self._callers.proven(anybody, rpc.certificate_of(context))
@@ -130,7 +128,7 @@ class Health:
 
 
 class Probe:
-    """Answers measurements. Owned by the shard's event loop."""
+    """Answers speed tests. Owned by the shard's event loop."""
 
     def __init__(
         self,
@@ -138,7 +136,7 @@ class Probe:
         wall_clock: Callable[[], float],
         package: str,
     ) -> None:
-        """`admitted`: who may call, as `ParameterServer.admitted` says. `package`: the version that is told."""
+        """`admitted`: see `ParameterServer.admitted`. `package`: the version that it reports."""
         self._admitted, self._wall_clock, self._package = admitted, wall_clock, package
         self._open = Places[object](1, PROBES_MAX, "others measure their way to this shard; try again in a moment")
         self._rate = Rate("probes", PROBES, PROBES_PER_S)
@@ -172,6 +170,6 @@ class Probe:
                     num_bytes += len(message)
                     if num_bytes >= PROBE_BYTES_MAX:
                         break
-        except TimeoutError:  # a thin link: what came will do
+        except TimeoutError:  # a slow link: use the bytes that arrived
             last = max(last, time()) if num_bytes > 0 else last
         return max(0, num_bytes), last - began

@@ -1,6 +1,6 @@
-"""What a pull is answered with, and what is said of a version where a mirror has its bytes.
+"""Answers pulls, and adds a mirror's address to announcements.
 
-Changes nothing of the shard, but for what a learner is known to have.
+Changes nothing in the shard, except which versions learners are known to have.
 """
 
 from __future__ import annotations
@@ -32,19 +32,17 @@ from diloco_server.shell.host import ShardHost
 from diloco_server.storage.filesystem import OldFile
 
 MAY_COME_S = 10.0
-"""How long a mirror waits for a version that it is asked for, and has not heard of or not got yet."""
+"""How long a mirror waits for a requested version that it does not have yet."""
 
 
 class Pulls:
-    """Of one host. Owned by its event loop."""
-
     def __init__(self, host: ShardHost) -> None:
         self._host, self._shard = host, host.shard
 
     def answer(self, caller: Identity, request: PullRequest) -> tuple[PullHeader, Payload | None, Payload]:
-        """A version: what is said of it, the change since what the caller has (if there is one), the values.
+        """The header of a version, the change since the caller's version (if there is one), and the values.
 
-        Raises UnknownFragment, NotSeeded, VersionGone, and as `member` does, where the caller names a lease.
+        Raises UnknownFragment, NotSeeded, VersionGone, and as `member` does if the caller names a lease.
         """
         if caller.generation:
             self._host.member(caller)
@@ -63,7 +61,7 @@ class Pulls:
         return self._shard.pull_header(caller.learner_id, request.fragment_id), change, values
 
     async def may_come(self, request: PullRequest) -> None:
-        """Of a mirror: wait for a version that its shard may have announced a moment ago."""
+        """In a mirror: wait for a version that its shard may just have announced."""
         if (follower := self._host.follower) is None or request.want is None:
             return
         state, want = self._shard.owned(request.fragment_id), VersionId(*request.want)
@@ -78,12 +76,12 @@ class Pulls:
                 )
 
     def pulled(self, caller: Identity, header: PullHeader) -> None:
-        """A learner has taken all bytes of a version, and had an earlier one."""
+        """A learner that had an earlier version has pulled this one in full."""
         with contextlib.suppress(Refusal):
             self._shard.pulled(self._host.member(caller), header.fragment_id, header.version, self._host.clock())
 
     async def open_file(self, fragment_id: int, want: VersionId) -> tuple[PullHeader, OldFile]:
-        """The file of a version of this line, and what is said of it. Raises UnknownFragment and VersionGone."""
+        """Open the file of a version, and make its header. Raises UnknownFragment and VersionGone."""
         state, file = self._shard.owned(fragment_id), None
         if want.epoch in (self._shard.epoch, state.epoch):
             with contextlib.suppress(OSError):
@@ -99,30 +97,24 @@ class Pulls:
     async def cut_header(
         self, values: Payload, ranges: Sequence[Range], chunk_elements: int | None = None
     ) -> PayloadHeader:
-        """Of what a pull asks for of a version. Holds a chunk at a time. Raises Draining once the shard has ended."""
+        """The header for these ranges. Reads one chunk at a time. Raises Draining once the shard has ended."""
         return await self._host.compute("encode", lambda: cut_header(values, ranges, chunk_elements))
 
     async def encode_for(self, caller: Identity, fragment_id: int, encoding: str) -> tuple[PullHeader, Payload]:
-        """The latest version in an encoding other than the run's, or the average, for one caller alone.
-
-        Raises Draining, and NoAverage.
-        """
+        """The latest version, or the average, in another encoding for one caller. Raises Draining, and NoAverage."""
         if encoding == AVERAGE and not self._host.driver.making(self._shard.owned(fragment_id).fragment).average:
             raise NoAverage(
                 "the run keeps no average of its versions: set outer.average on all shards (0.97, for example), and "
                 "start them again"
             )
         await self._host.until(lambda: self._host.closed or not self._shard.owned(fragment_id).computing)
-        header = self._shard.pull_header(caller.learner_id, fragment_id)  # of the very values that are read next
+        header = self._shard.pull_header(caller.learner_id, fragment_id)  # describes the values that are read next
         return header, await self._encode(fragment_id, encoding)
 
     async def _encode(self, fragment_id: int, encoding: str) -> Payload:
-        """The values as they are when this is called: what changes them later comes later on the compute thread.
-
-        Raises Draining.
-        """
+        """Encode the current values; later changes come later on the compute thread. Raises Draining."""
         values = self._shard.owned(fragment_id).values
-        if values is None:  # a mirror has what was announced
+        if values is None:  # a mirror has only the encoded version
             published = self._shard.published(fragment_id)[1]
             return await self._host.compute(
                 "encode", lambda: encode_payload(decode_version(published, None)[0], encoding)
@@ -132,13 +124,13 @@ class Pulls:
         return await self._host.compute("encode", lambda: encode_payload(values.theta, encoding))
 
     def near(self, directive: Directive, learner_id: str, address: str) -> Directive:
-        """What is announced, with how to have its bytes from the mirror at this address, if they have names."""
+        """The announcement, with the mirror's address and the hashes of the bytes, if the version was hashed."""
         if not isinstance(directive, Committed):
             return directive
         state = self._shard.owned(directive.fragment_id)
         names = None if state.published is None else state.published.sha256
         if names is None or state.version_id != (directive.epoch, directive.version):
-            return directive  # mirrors came later, or something newer is announced by now
+            return directive  # a mirror joined later, or a newer version is out
         return replace(
             directive, near=Near(address, *names, self._shard.pull_header(learner_id, directive.fragment_id))
         )

@@ -1,11 +1,10 @@
-"""What one account may hold of a shard, and what all of them together: pure accounts of places and bytes.
+"""Limits on what one account, and all together, may use of a shard: places, bytes and rates, as pure accounting.
 
-An account is a learner that holds a lease; without one, who is proven to call, or else the host that calls. How often
-something may happen is bounded, too (`Rate`). A `Busy` goes out: the caller may try again. Who is told to end, is ended
-by the shell.
+An account is a learner with a lease; without one, the proven identity of the caller, or its host. A `Busy` tells the
+caller to try again; a call that must end is ended by the shell.
 
-Connections have a limit of their own: each takes a file. Where they take all files, versions cannot be written and
-nobody can ask for the health of the process. So fewer connections are let in than there are files.
+gRPC connections have a limit of their own, since each takes a file descriptor. If they took all, versions could not be
+written, and /healthz could not answer. So fewer connections are accepted than there are descriptors.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from diloco_common.errors import Busy
 from diloco_common.settings import ShardSettings
 
 SHOWN_BYTES = 256 << 10
-"""Who has taken a pull of so many bytes has shown that it reads: more than a transport takes for who does not."""
+"""An account that has taken a pull of this size is known to read: a transport buffers less for one that does not."""
 TAKERS_MAX = 8192
-"""Accounts of which that is remembered; of more, those that pulled last."""
+"""Most accounts for which that is remembered: those that pulled last."""
 
 H = TypeVar("H", bound=Hashable)
 
 
 class Bytes:
-    """Bytes in flight, at most so many. One item always fits if there is nothing else: else it could never come."""
+    """Bytes in flight, up to a limit. A single item always fits, however large; otherwise it could never pass."""
 
     def __init__(self, setting: str, most: int) -> None:
-        """`setting`: the name of the setting that says how many."""
+        """`setting`: the setting with the limit, for messages."""
         self.most = most
         self.held = 0
         self._setting = setting
 
     def fits(self, num_bytes: int, freed: int = 0) -> bool:
-        """Whether they fit once `freed` of those that are held are given back."""
+        """Whether they fit once `freed` bytes are given back."""
         held = self.held - freed
         return held == 0 or held + num_bytes <= self.most
 
@@ -54,10 +53,10 @@ class Bytes:
 
 
 class Places(Generic[H]):
-    """Places of one kind, so many for each account. Its holders are kept in the order in which they came."""
+    """Places of one kind, with a limit per account. Holders are kept in order of arrival."""
 
     def __init__(self, each: int, together: int | None = None, crowded: str = "") -> None:
-        """`together`: of all accounts; `crowded`: what they hear where these are taken."""
+        """`together`: limit of all accounts; `crowded`: the message when it is reached."""
         self._each, self._together, self._crowded = each, together, crowded
         self._holders: dict[str, dict[H, None]] = {}  # not sets: they have no order
         self._count = 0
@@ -69,9 +68,9 @@ class Places(Generic[H]):
         return len(self._holders.get(account, ()))
 
     def take(self, account: str, holder: H) -> H | None:
-        """A place for the newest of an account. If it has too many, the answer is its oldest, which must end.
+        """Take a place for an account's newest holder. If it has too many, returns its oldest, which must end.
 
-        So a learner whose connection broke is not kept out by what it left behind.
+        So a learner whose connection broke is not kept out by its old calls.
         """
         oldest = next(iter(self._holders[account])) if self.of(account) >= self._each else None
         if oldest is not None:
@@ -82,7 +81,7 @@ class Places(Generic[H]):
 
     @contextmanager
     def held(self, account: str, what: str) -> Iterator[None]:
-        """A place where nobody can be pushed out, while something is open. Raises Busy."""
+        """Hold a place that no later holder can take. Raises Busy."""
         if self._together is not None and self._count >= self._together:
             raise Busy(f"{self._together} {self._crowded}")
         if self.of(account) >= self._each:
@@ -95,7 +94,7 @@ class Places(Generic[H]):
             self.give_back(account, holder)
 
     def give_back(self, account: str, holder: H) -> None:
-        """Repeating it is fine: whoever was pushed out also ends by itself."""
+        """Calls after the first do nothing: a holder that was pushed out also ends by itself."""
         holders = self._holders.get(account, {})
         if holder in holders:
             del holders[holder]
@@ -105,15 +104,14 @@ class Places(Generic[H]):
 
 
 class Ranks:
-    """Calls of the ranks of each learner, with an account for every rank. A caller chooses its rank, so those above 0
-    have only so many places together."""
+    """Calls of a learner's ranks, one account per rank. Callers choose their rank, so ranks above 0 share a limit."""
 
     def __init__(self, what: str, each: int) -> None:
         self._what, self._places = what, Places[object](each)
 
     @contextmanager
     def account(self, learner_id: str, rank: int) -> Iterator[str]:
-        """Held while a call is open. Raises Busy."""
+        """The account, held while a call is open. Raises Busy."""
         if not rank:
             yield learner_id
             return
@@ -124,23 +122,21 @@ class Ranks:
 class Pulled:
     def __init__(self, *, is_trusted: bool) -> None:
         self.is_trusted = is_trusted
-        """Whether it is given large chunks."""
         self.num_bytes = 0
-        """So many, once all are taken."""
 
 
 class Takers:
-    """Accounts that read what they pull. They are given large chunks, in one pull at a time: a chunk that is not read
-    is memory of the shard until the deadline of its pull. Learners pull one version after the other.
+    """Accounts known to read what they pull. They get large chunks, in one pull at a time.
+
+    A chunk that is not read occupies the shard's memory until the pull's deadline. Learners pull one version at a time.
     """
 
     def __init__(self) -> None:
-        self._shown: dict[str, None] = {}  # who pulled last is last
+        self._shown: dict[str, None] = {}  # in order of the last pull
         self._pulling: set[str] = set()  # with large chunks
 
     @contextmanager
     def pulling(self, account: str) -> Iterator[Pulled]:
-        """Around a pull."""
         pulled = Pulled(is_trusted=account in self._shown and account not in self._pulling)
         if pulled.is_trusted:
             self._pulling.add(account)
@@ -157,11 +153,11 @@ class Takers:
 
 
 class OpenPushes(Generic[H]):
-    """Pushes under way: few per account, one per account and fragment, so many of all, and so many announced bytes.
+    """Limits on open pushes: per account, one per account and fragment, in all, and in announced bytes.
 
-    The newest push counts: it pushes out the one of the same fragment, or the account's oldest if it has too many.
-    The last quarter of the places is for accounts that have no other: uploads over thin links take long, and a few
-    learners with four each would leave nothing to the rest.
+    A new push ends an older one of the same fragment, or the account's oldest if it has too many. The last quarter of
+    the places is for accounts without another push: uploads over slow links take long, and a few learners with four
+    each would take all places.
     """
 
     def __init__(self, each: int, together: int, bytes_most: int) -> None:
@@ -176,13 +172,12 @@ class OpenPushes(Generic[H]):
 
     @property
     def bytes_held(self) -> int:
-        """Announced, and not answered yet."""
         return self._bytes.held
 
     def opened(self, account: str, push: H) -> H | None:
-        """A push begins. Answers the one that must end for it. Raises Busy.
+        """Start a push. Returns an older one that must end for it. Raises Busy.
 
-        With all places taken, an account that has one may still send a header: it may replace a push of its own.
+        With all places taken, an account that has one may still send a header, which may replace its own push.
         """
         if len(self) >= self._together and not self._places.of(account):
             raise self._busy()
@@ -192,7 +187,7 @@ class OpenPushes(Generic[H]):
         return oldest
 
     def announced(self, account: str, push: H, fragment_id: int, num_bytes: int) -> H | None:
-        """Its header was admitted. Answers the push of that fragment that must end for it. Raises Busy."""
+        """Its header was admitted. Returns an older push of the fragment that must end for it. Raises Busy."""
         key = (account, fragment_id)
         older = self._by_fragment.get(key)
         freed = 0 if older is None else self._announced[older][1]
@@ -208,7 +203,7 @@ class OpenPushes(Generic[H]):
         return older
 
     def closed(self, account: str, push: H) -> None:
-        """It ended, or was told to. Repeating it is fine."""
+        """End a push. Calls after the first do nothing."""
         self._places.give_back(account, push)
         if (announced := self._announced.pop(push, None)) is not None:
             key, num_bytes = announced
@@ -221,15 +216,15 @@ class OpenPushes(Generic[H]):
 
 
 KEPT = 448
-"""Files for HTTP, versions, checkpoints, logs and the inside of gRPC."""
+"""File descriptors reserved for HTTP, versions, checkpoints, logs and gRPC itself."""
 CONNECTIONS_PER_LEARNER = 4
-"""It has three; one more is that which it dials while the shard has not noticed yet that an old one broke."""
+"""A learner has three; the fourth is for a redial before the shard notices a broken connection."""
 ENOUGH = 1 << 20
-"""Some systems allow thousands of times more."""
+"""Limit to request where the system allows any number."""
 
 
 def raise_limit() -> None:
-    """Let this process open as many files as it may (RLIMIT_NOFILE)."""
+    """Raise the soft limit on open files as far as allowed (RLIMIT_NOFILE)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -242,25 +237,24 @@ def files_max() -> int:
 
 
 def connections_wanted(settings: ShardSettings) -> int:
-    """gRPC connections that so many learners take."""
     return CONNECTIONS_PER_LEARNER * settings.max_learners
 
 
 def connections_allowed(settings: ShardSettings, files: int) -> int:
-    """gRPC connections that are let in, where so many `files` may be open."""
+    """gRPC connections to accept if the process may open `files` files."""
     return max(16, min(connections_wanted(settings), files - KEPT))
 
 
 class Rate:
-    """A token bucket per account: `burst` events at once, and `per_s` of them per second in the long run."""
+    """A token bucket per account: `burst` events at once, `per_s` per second in the long run."""
 
     def __init__(self, what: str, burst: float, per_s: float, accounts_max: int = 8192) -> None:
-        """`what`: in words, for whoever is told to wait. `accounts_max`: accounts that are remembered."""
+        """`what`: the events, for messages. `accounts_max`: accounts that are remembered."""
         self._what, self._burst, self._per_s, self._accounts_max = what, burst, per_s, accounts_max
         self._left: dict[str, tuple[float, float]] = {}  # account -> (events left, at this time)
 
     def take(self, account: str, now: float) -> None:
-        """One event. Raises Busy."""
+        """Raises Busy."""
         left, since = self._left.pop(account, (self._burst, now))
         left = min(self._burst, left + self._per_s * (now - since))
         if len(self._left) >= self._accounts_max:
@@ -270,7 +264,7 @@ class Rate:
             raise Busy(f"too many {self._what}: at most {self._per_s:g} per second; try again in a moment")
 
     def _forget(self, now: float) -> None:
-        """Make room: those that are full again are as good as new; else whoever was heard longest ago."""
+        """Make room: drop accounts with a full bucket, or else the one that was heard longest ago."""
         full = [a for a, (left, since) in self._left.items() if left + self._per_s * (now - since) >= self._burst]
         for account in full or [next(iter(self._left))]:
             del self._left[account]

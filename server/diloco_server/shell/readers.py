@@ -1,6 +1,6 @@
-"""Whoever reads what this shard announces, and holds no lease: observers, mirrors and standbys.
+"""Readers follow a shard's announcements without a lease: observers, mirrors and standbys.
 
-Owned by the event loop. Each has a stream of directives in which only what is still true waits, so a slow one skips to
+Owned by the event loop. In each reader's stream, a later directive replaces an outdated one. So a slow reader skips to
 the newest version of each fragment, and costs nothing else.
 """
 
@@ -18,15 +18,13 @@ from diloco_server.shell.control_streams import LearnerStream
 from diloco_server.shell.quotas import Places
 
 READERS_EACH, READERS_MAX = 4, 64
-"""Streams that may be open at once of one account, and of all of them together."""
+"""Most open streams, per account and in all."""
 CALLS = {Role.OBSERVER: "Follow", Role.MIRROR: "Mirror", Role.STANDBY: "Standby"}
-"""What a scope must allow (`identity.MAY`) for Follow in this role."""
+"""The call that a scope must allow (`identity.MAY`) to follow in this role."""
 
 
 @dataclass(eq=False)
 class Reader:
-    """One open stream."""
-
     name: str
     role: Role
     site: str
@@ -36,33 +34,31 @@ class Reader:
 
 
 class Copies:
-    """How far the shard may be ahead of a standby: by one version of each fragment, as long as it keeps pace."""
+    """Keeps the shard at most one version per fragment ahead of a standby, as long as that keeps pace."""
 
     def __init__(self) -> None:
         self._on_disk: dict[int, tuple[int, int]] = {}  # fragment -> the newest version, and the one before
-        self._held: dict[int, int] = {}  # of fragments in which the standby keeps pace
+        self._held: dict[int, int] = {}  # for fragments in which the standby keeps pace
         self._fell_behind: set[int] = set()
 
     def is_on_disk(self, fragment_id: int, version: int) -> None:
         self._on_disk[fragment_id] = version, self._on_disk.get(fragment_id, (-1, -1))[0]
 
     def holds(self, fragment_id: int, version: int) -> None:
-        """A standby has this version on its disk."""
         if fragment_id not in self._fell_behind or version >= self._on_disk.get(fragment_id, (0, 0))[1]:
             self._held[fragment_id] = max(version, self._held.get(fragment_id, version))
 
     def may_announce(self, fragment_id: int, version: int) -> bool:
-        """Whether the standby holds what was written before this version, or does not keep pace."""
+        """Whether the standby has the version before this one, or does not keep pace."""
         newest, before = self._on_disk.get(fragment_id, (-1, -1))
         return self._held.get(fragment_id, version) >= (before if newest == version else newest)
 
     def falls_behind(self, fragment_id: int) -> None:
-        """It is not waited for until it has caught up by itself: else it could hold the run up again and again."""
+        """Stop waiting for the standby until it has caught up; otherwise it could delay the run again and again."""
         self._held.pop(fragment_id, None)
         self._fell_behind.add(fragment_id)
 
     def clear(self) -> None:
-        """No standby follows."""
         self._held.clear()
         self._fell_behind.clear()
 
@@ -72,7 +68,7 @@ class Readers:
         self.copies = Copies()
         self._open: dict[Reader, None] = {}  # oldest first
         self.away: dict[tuple[Role, str], float] = {}
-        """Mirrors and standbys that followed, and do not now: since when."""
+        """Mirrors and standbys that no longer follow -> since when."""
         self._places = Places[object](READERS_EACH, READERS_MAX, "readers follow this shard; try again later")
 
     def __iter__(self) -> Iterator[Reader]:
@@ -80,9 +76,10 @@ class Readers:
 
     @contextmanager
     def opened(self, caller: Identity, request: FollowRequest, now: Clock) -> Iterator[Reader]:
-        """While a stream is open. Raises BadRequest, Busy, and WrongIdentity where the caller's scope is another."""
+        """Hold this while a stream is open. Raises BadRequest, Busy, and WrongIdentity if the scope forbids the
+        role."""
         if request.role not in {*Role}:
-            raise BadRequest(f"FollowRequest.role is {request.role!r}, none of {', '.join(Role)}")
+            raise BadRequest(f"FollowRequest.role is {request.role!r}, not one of {', '.join(Role)}")
         role = Role(request.role)
         caller.check_may(CALLS[role])
         with self._places.held(caller.account, f"streams of {caller.account or 'this host'}"):
@@ -99,8 +96,7 @@ class Readers:
                     self.away[role, reader.name] = now()
 
     def tell(self, directive: Directive) -> None:
-        """What learners are told, as far as it is about versions, or about the shard. To a standby a version is
-        announced once it is on the disk (`is_on_disk`)."""
+        """Pass on directives about versions and the shard. Standbys hear of versions once they are on disk."""
         if isinstance(directive, Committed | Pulse | Drain | Stop):
             for reader in self._open:
                 if reader.role is not Role.STANDBY or not isinstance(directive, Committed):
@@ -113,7 +109,7 @@ class Readers:
                 reader.stream.send(committed)
 
     def copied(self, fragment_id: int, version: int) -> None:
-        """A standby has this version. One that does not follow may be waited for in vain."""
+        """A standby has this version. Ignored unless a standby follows: its disk would be waited for in vain."""
         if self._has(Role.STANDBY):
             self.copies.holds(fragment_id, version)
 
@@ -125,7 +121,7 @@ class Readers:
         return any(reader.role is role for reader in self._open)
 
     def mirror_at(self, site: str) -> str:
-        """The address of the mirror that has been at this site for longest; empty: there is none."""
+        """The address of the mirror that has been at this site longest; empty: there is none."""
         of_site = (r.address for r in self._open if r.role is Role.MIRROR and r.site == site)
         return next(of_site, "") if site else ""
 

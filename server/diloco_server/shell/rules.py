@@ -1,4 +1,4 @@
-"""The outer optimizer, the merge rule and the codecs of a shard, where the settings name one of others."""
+"""Loads a user's outer optimizer, merge rule and codecs, where the settings name them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,24 @@ from diloco_server.core.outer import OuterOptimizer
 
 @dataclass(frozen=True)
 class Rules:
-    """What the settings name."""
-
     merge: str | MergeRule
     outer: Callable[[OuterSettings], OuterOptimizer] | None = None
-    """None: one of ours."""
+    """None: a built-in one."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Setting -> name and digest of the source of a rule or codec of others."""
+    """Setting -> name and source digest of a user's rule or codec."""
     words: str = ""
-    """Merge rule and outer optimizer. Learners take part where all shards of a run say the same."""
+    """Merge rule and outer optimizer in words, which must be the same on all shards of a run."""
 
 
 _GROUPS = {
     "sync.merge": "diloco.merge", "outer.optimizer": "diloco.outer",
     "sync.push": "diloco.codec", "sync.pull": "diloco.codec",
 }  # fmt: skip
-"""Setting -> where what it names is found."""
+"""Setting -> entry point group in which its name is looked up."""
 
 
 def find_rules(settings: Settings) -> Rules:
-    """Import what is not ours. Raises ConfigError."""
+    """Import the user's rules and codecs. Raises ConfigError."""
     sync = settings.sync
     by_name = {"sync.merge": sync.merge, "outer.optimizer": settings.outer.optimizer}
     found, sources = dict[str, Any](), dict[str, str]()
@@ -48,11 +46,11 @@ def find_rules(settings: Settings) -> Rules:
             extension = find(_GROUPS[setting], name)
             found[setting], sources[setting] = extension.thing, f"{name} {extension.source}"
     if not callable(found.get("sync.merge", find_rules)):
-        raise ConfigError(f"sync.merge {sync.merge} is no function (diloco_server.core.merge.MergeRule)")
+        raise ConfigError(f"sync.merge {sync.merge} is not a function (diloco_server.core.merge.MergeRule)")
     outer = found.get("outer.optimizer")
     if outer is not None and not (isinstance(outer, type) and issubclass(outer, OuterOptimizer)):
         name = by_name["outer.optimizer"]
-        raise ConfigError(f"outer.optimizer {name} is no subclass of diloco_server.core.outer.OuterOptimizer")
+        raise ConfigError(f"outer.optimizer {name} is not a subclass of diloco_server.core.outer.OuterOptimizer")
     if outer is not None:
         _try_outer(outer, settings)
     words = ", ".join(f"{setting} {sources.get(setting, name)}" for setting, name in by_name.items())
@@ -62,7 +60,7 @@ def find_rules(settings: Settings) -> Rules:
 
 
 def _try_outer(rule: type[OuterOptimizer], settings: Settings) -> None:
-    """Take a step with a rule of others before there is anything to lose. Raises ConfigError."""
+    """Try one step of a user's optimizer before the run starts. Raises ConfigError."""
     name = f"outer.optimizer {settings.outer.optimizer}"
     try:
         optimizer = rule(settings.outer)
@@ -74,8 +72,8 @@ def _try_outer(rule: type[OuterOptimizer], settings: Settings) -> None:
 
 
 def check_codecs(sync: SyncSettings, sources: Mapping[str, str], decodes: Sequence[str]) -> None:
-    """Raises UnknownEncoding if a learner that offers `decodes` lacks a codec of the run, or has another one by its
-    name. `sources`: as `Rules` has them."""
+    """Raises UnknownEncoding if a learner lacks a codec of the run, or has another one under its name. `decodes`: what
+    it offers; `sources`: see `Rules`."""
     needed = pull_encodings(sync.pull)
     if not {*needed, sync.push} <= set(decodes):
         raise UnknownEncoding(

@@ -1,6 +1,6 @@
-"""One server process: gRPC, HTTP and the shard, from start to the last goodbye.
+"""One server process: starts and ends gRPC, HTTP and the shard.
 
-It builds the world that the shard runs in: the wall clock, real threads, the system's randomness, files.
+It builds the production world: the wall clock, real threads, the system's randomness, files.
 """
 
 from __future__ import annotations
@@ -50,15 +50,14 @@ from diloco_server.storage.store import open_store
 from diloco_server.storage.version_file import Origin
 
 DRAIN_S = 5.0
-"""Seconds that merges have to finish when the process is told to end."""
+"""Seconds for merges to finish when the process is told to end."""
 WRITES_END_S = 2.0
-"""Seconds that writes have to end after that, before the data folder is left locked."""
+"""Seconds for writes to finish after that, before the data folder is left locked."""
 LAST_WRITE_S = 10.0
-"""Seconds that such a write has before the process ends under it: all in all less than the 30 s of a container."""
+"""Seconds that the process then waits for such a write. In all this is less than the 30 s of a container."""
 
 
 def real_world() -> World:
-    """What this process runs in."""
     return World(
         clock=time.monotonic,
         cpu_clock=time.thread_time,
@@ -69,13 +68,13 @@ def real_world() -> World:
 
 
 class ShardServer:
-    """A shard that serves. Use inside one event loop: `start`, then `stop`."""
+    """A serving shard. Use it in one event loop: `start`, then `stop`."""
 
     def __init__(self, settings: Settings, clock: Clock | None = None, *, replaces: str = "") -> None:
-        """`clock` counts seconds; leases and grace windows are measured by it. None: while this process is awake.
-        `replaces`: the address of the shard that this one was a standby of.
+        """`clock`: seconds, for leases and grace windows; None: time while this process is awake.
 
-        Raises ConfigError, and InUse or DataError where the data folder cannot be had.
+        `replaces`: the address of the shard of which this was a standby. Raises ConfigError, and InUse or DataError if
+        the data folder is not available.
         """
         self.settings = settings
         self.grpc_address = ""
@@ -121,10 +120,10 @@ class ShardServer:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.hangs = False
-        """A write to the data folder may be under way for good: its thread would keep the process from ending."""
+        """A write to the data folder may hang for good, and its thread would keep the process from ending."""
 
     async def start(self) -> None:
-        """Bind both ports, recover what the data folder holds, and serve. Raises ConfigError, InUse or DataError."""
+        """Bind both ports, recover the data folder, and serve. Raises ConfigError, InUse or DataError."""
         check_http_is_meant("shard.http", self.settings.shard.http, self.settings.security)
         servicer = ParameterServer(
             self.service, self.settings.run.id, self._access.callers, self.host.telemetry.call_refused,
@@ -133,7 +132,7 @@ class ShardServer:
         probe = Probe(servicer.admitted, time.time, installed())
         self._server.add_generic_rpc_handlers((servicer.handler(), probe.handler(), self._health.handler()))
         listen = parse_address(self.settings.shard.listen)
-        bind_socket(str(listen)).close()  # gRPC does not tell why it cannot have an address
+        bind_socket(str(listen)).close()  # gRPC does not say why it cannot bind
         try:
             port = self._bind(str(listen))
         except RuntimeError:
@@ -160,11 +159,11 @@ class ShardServer:
             self.host.log.event("kernels", origin=native.origin())
         if self._connections_max < (wanted := connections_wanted(self.settings.shard)):
             self.host.log.warning(
-                "few files may be open, so fewer connections are let in: raise the hard limit (ulimit -Hn)",
+                "few files may be open, so fewer connections are accepted: raise the hard limit (ulimit -Hn)",
                 files=files_max(), connections=self._connections_max, wanted=wanted,
             )  # fmt: skip
         if self.settings.shard.data_dir is None and self._mirror is None:
-            self.host.log.warning("versions are kept in memory only: a restart begins anew (shard.data_dir keeps them)")
+            self.host.log.warning("versions are kept in memory only: a restart loses them (shard.data_dir keeps them)")
         self._access.say()
         self.host.log.event(
             "serving",
@@ -175,28 +174,28 @@ class ShardServer:
         )
 
     def _of_process(self) -> dict[str, Any]:
-        """What /status says of this process beside its shard; seconds until its certificate expires, and since 1970."""
+        """Process facts for /status: the package, seconds until its certificate expires, and the time since 1970."""
         tls = self._access.tls
         ends = None if tls is None or tls.certificate is None else tls.certificate.not_valid_after_utc.timestamp()
         now, left_s = time.time(), None if ends is None else round(ends - time.time())
         return {"package": installed(), "certificate_s": left_s, "clock": round(now, 1)}
 
     def _rounds(self, asked: Mapping[str, str]) -> dict[str, Any]:
-        """The answer of /rounds?epoch=E&after=N. Raises ValueError where these are no numbers."""
+        """The answer of /rounds?epoch=E&after=N. Raises ValueError."""
         return rounds_since(self.host, int(asked.get("epoch", 0)), int(asked.get("after", 0)))
 
     def _record(self, asked: Mapping[str, str]) -> dict[str, Any]:
-        """The answer of /record?epoch=E&after=N. Raises ValueError where these are no numbers."""
+        """The answer of /record?epoch=E&after=N. Raises ValueError."""
         return record_since(self.host, int(asked.get("epoch", 0)), int(asked.get("after", 0)))
 
     def _bind(self, address: str) -> int:
-        """The port that gRPC took. Raises RuntimeError."""
+        """Bind gRPC, and return its port. Raises RuntimeError."""
         if self._credentials is None:
             return int(self._server.add_insecure_port(address))
         return int(self._server.add_secure_port(address, self._credentials.grpc))
 
     async def _tell_replaced(self) -> None:
-        """Until the shard that this one replaces has heard of it, or says that it is this one that is replaced."""
+        """Tell the replaced shard so, until it has heard or says that this one is replaced."""
         security = self.settings.security
         transport = GrpcTransport(self._replaces, Credentials(security.tls, security.token_file))
         try:
@@ -205,12 +204,12 @@ class ShardServer:
             await transport.close(0.0)
 
     async def _watch_files(self) -> None:
-        """Act on certificates and deny-lists that change, until cancelled."""
+        """Apply changed certificates and deny-lists, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 self._look_at_files()
-            except Exception as error:  # or nobody would ever be revoked again, and nobody would know
+            except Exception as error:  # or revoking would silently stop working
                 self.host.log.error("looking at certificates and the deny-list failed", trace=error)
 
     def _look_at_files(self) -> None:
@@ -221,14 +220,14 @@ class ShardServer:
             self.host.revoke(lease)
 
     async def abandon(self) -> None:
-        """End what a `start` that failed has left, while there is a loop to end it in."""
+        """Clean up after a failed `start`, while the loop runs."""
         self.host.close()
         await self._server.stop(None)
         await self._http.stop()
         await self._release()
 
     async def stop(self, drain_s: float = DRAIN_S) -> None:
-        """Drain, for at most `drain_s` seconds, and end. Repeating it is fine."""
+        """Drain for at most `drain_s` seconds, and end. Calls after the first do nothing."""
         self._health.set(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.host.drain(drain_s)
         for task in self._tasks:
@@ -242,9 +241,9 @@ class ShardServer:
         self.host.log.event("ended", tokens_merged=self.host.shard.tokens_merged)
 
     async def _release(self) -> None:
-        """Let others into the data folder once no thread writes to it.
+        """Unlock the data folder once no thread writes to it.
 
-        Where a write hangs the lock stays with this process, for the write may yet land, among another owner's files.
+        If a write hangs, this process keeps the lock: the write may still land among another owner's files.
         """
         if self._lock is None:
             return
@@ -259,7 +258,7 @@ class ShardServer:
 
 
 def follower_of(settings: Settings, world: World, log: Log) -> Follower:
-    """Of the shard that this process is a mirror or a standby of. Raises ConfigError, SecretExposed."""
+    """The follower of the shard that this process mirrors or stands by for. Raises ConfigError, SecretExposed."""
     shard, security = settings.shard, settings.security
     transport = GrpcTransport(shard.mirror_of or shard.standby_of, Credentials(security.tls, security.token_file))
     return Follower(transport, Identity(settings.run.id), FollowRequest(shard.role), world, log)
@@ -272,7 +271,7 @@ def metrics_of(follower: Follower, role: str, ready: Callable[[], tuple[bool, st
 
 
 async def serve(settings: Settings, address_file: Path | None) -> None:
-    """Run a shard until SIGTERM or SIGINT. Raises DilocoError where it cannot start, or cannot go on."""
+    """Run a shard until SIGTERM or SIGINT. Raises DilocoError if it cannot start or continue."""
     raise_limit()
     replaces = settings.shard.standby_of
     if replaces:
@@ -350,7 +349,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 def _leave() -> NoReturn:
-    """End at once, whatever threads are at: a disk cannot be interrupted, and there is nothing left to hand over."""
+    """End at once, whatever threads are doing: a disk write cannot be interrupted, and nothing is left to save."""
     os._exit(EXIT_OK)
 
 

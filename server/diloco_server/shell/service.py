@@ -1,6 +1,6 @@
-"""What a shard answers to its callers, as plain values: who may call, how much at once, and how bytes are taken in.
+"""Answers a shard's calls as plain values: checks callers, limits them, and receives bytes.
 
-Transports bring the calls (`servicer.py` is gRPC). The host decides and changes state; nothing here touches the core.
+Transports bring the calls (`servicer.py` for gRPC). The host decides and changes state; nothing here touches the core.
 """
 
 from __future__ import annotations
@@ -57,37 +57,36 @@ from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgo
 from diloco_server.storage.filesystem import OldFile
 
 PULLS_AT_ONCE, HOST_PULLS_AT_ONCE = 4, 4
+"""Most pulls of one learner, and of one host's callers without a lease; more are answered BUSY. One is enough; others
+may remain for a while from broken connections."""
 BYTES_OUT_MAX = 256 << 20
-"""Payload bytes that may wait in buffers for pulls to take them, all together. Further chunks wait in line."""
-"""Pulls of one learner, and of callers without a lease from one host; more are answered BUSY. One is enough; others may
-be left for a while from connections that broke."""
+"""Most payload bytes, over all pulls, that wait to be taken. Further chunks wait in line."""
 PULL_S = 900.0
-"""Seconds that a pull may be open, beside the time that a slow link takes for its bytes. Its deadline ends it, for gRPC
-cannot be told to drop what a caller does not take."""
+"""Most seconds of a pull, in addition to the time of a slow link. It ends by its deadline, because gRPC cannot drop
+what a caller does not take."""
 SMALL_CHUNK_BYTES = 64 << 10
-"""Chunks of a pull whose caller has not shown that it reads: the transport keeps a copy of a chunk that is not read."""
+"""Chunk size for callers not known to read, since the transport copies a chunk that is not read."""
 UNTRUSTED_PAUSE_S = 5.0
-"""So long such a caller may take nothing, and keep a version in memory that may be over."""
+"""Seconds that such a caller may pause, while it keeps a possibly outdated version in memory."""
 MESSAGES_AT_ONCE = 4
-"""Messages of one learner, of Pull or Leave, that are read at once. The newest count."""
+"""Most Pull or Leave messages of one learner that are read at once. Newer ones replace older ones."""
 OBSERVERS_AT_ONCE, HOST_OBSERVERS_AT_ONCE = 4, 2
-"""Pulls that may be open at once in an encoding made for their caller alone, and from one host."""
+"""Most open pulls in an encoding made for their caller alone: in all, and from one host."""
 OBSERVER_ENCODINGS = ("float32", AVERAGE)
-"""Taken by Pull besides the run's own: encoded for the caller alone."""
+"""Encodings that Pull accepts besides the run's own; they are made for the caller alone."""
 
 HOST_LEARNERS = 512
-"""Leases of one host that proves nothing, or half of `shard.max_learners` if that is more."""
+"""Most leases of one host without certificates, or half of `shard.max_learners` if that is more."""
 HOST_JOINS, HOST_JOINS_PER_S = 1024, 100.0
-"""Joins from one host: so many at once, and so many per second in the long run. Hundreds of learners of one host may
-lose their leases together."""
+"""Joins from one host: at once, and per second in the long run. Hundreds of its leases may end together."""
 
 REPORTS, REPORTS_PER_S = 100, 100.0
-"""Reports on one control stream: so many at once, and so many per second in the long run; further ones wait, none is
-lost. A learner draws them together and sends 50 per second at most (`worker/shell/connection.py: REPORT_EVERY_S`)."""
+"""Reports on one control stream: at once, and per second in the long run; further ones wait, and none is lost. A
+learner sends at most 50 per second (`worker/shell/connection.py: REPORT_EVERY_S`)."""
 
 SEEDS_AT_ONCE = 4
-"""Seeds received at once, of different fragments. Learners that start together all bring the whole model in float32:
-taken all at once, that is many times the memory that the shard needs for it."""
+"""Most seeds received at once, of different fragments. Learners that start together all send the whole model in
+float32, which would take many times the shard's memory."""
 
 T = TypeVar("T")
 
@@ -104,19 +103,19 @@ class Service:
         self._rank_pulls = Ranks("pulls", max(PULLS_AT_ONCE, limits.max_pushes // 2))
         self._takers = Takers()
         self._outgoing = Outgoing(BYTES_OUT_MAX)
-        self._observers = Places[object](  # pulls whose bytes are made for them alone
+        self._observers = Places[object](  # pulls in an encoding made for the caller alone
             HOST_OBSERVERS_AT_ONCE, OBSERVERS_AT_ONCE, "pulls in an encoding of their own are open; try again soon"
         )
-        self._seeding: dict[tuple[int, int], OpenPush] = {}  # fragments whose seed is coming in, and the part
+        self._seeding: dict[tuple[int, int], OpenPush] = {}  # (fragment, part) of the seeds being received
         self._messages, self._bodies = Places[Wait](MESSAGES_AT_ONCE), Bodies()
         self._joins = Rate("joins from this host, or of this identity", HOST_JOINS, HOST_JOINS_PER_S)
-        self._homes: dict[str, str] = {}  # learner id -> the host that it joined from
-        self._sites: dict[str, str] = {}  # learner id -> where it is, as it said
-        self._proven: dict[str, Identity] = {}  # learner id -> who was given its lease, or attended it later
+        self._homes: dict[str, str] = {}  # learner id -> the host it joined from
+        self._sites: dict[str, str] = {}  # learner id -> the site it named
+        self._proven: dict[str, Identity] = {}  # learner id -> the identity that last used its lease
 
     async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
-        """The one message of a call. Nobody knows its size before it is there, so few are read at once. Raises Busy."""
-        late = Busy(f"the message did not come within {BODY_S:g} s; try again")
+        """Read the one message of a call. Few are read at once, since their size is unknown before. Raises Busy."""
+        late = Busy(f"the message did not arrive within {BODY_S:g} s; try again")
         account = self._account(caller)
         if account is None:
             async with self._bodies.place() as wait:
@@ -131,7 +130,7 @@ class Service:
             self._messages.give_back(account, wait)
 
     def _account(self, caller: Identity) -> str | None:
-        """The learner that a call is charged to; None: it holds no lease."""
+        """The learner to charge for a call; None: it holds no lease."""
         with suppress(Refusal):
             return self._host.member(caller).learner_id
         return None
@@ -162,7 +161,7 @@ class Service:
         return answer
 
     def _hold(self, caller: Identity) -> None:
-        """Keep what proves the holder of a lease; forget those whose leases have ended."""
+        """Remember the proven holder of a lease; forget those whose leases have ended."""
         if caller.proof is None:
             return
         self._proven[caller.learner_id] = caller
@@ -170,11 +169,11 @@ class Service:
         self._proven = {name: held for name, held in self._proven.items() if live.get(name) == held.generation}
 
     def leases_of(self, serials: AbstractSet[str]) -> list[Identity]:
-        """Who holds a lease, with or without an open call, by a proof with one of these serials."""
+        """Holders of leases, with or without an open call, whose certificate has one of these serials."""
         return [held for held in self._proven.values() if held.proof is not None and held.proof.serial in serials]
 
     def _check_home(self, caller: Identity) -> None:
-        """Leave leases to learners of other hosts, where nothing proves who they are. Raises Busy."""
+        """Keep leases free for learners of other hosts, if nothing proves identities. Raises Busy."""
         if not caller.peer or caller.proof is not None:
             return
         membership = self._host.shard.membership
@@ -221,12 +220,12 @@ class Service:
                 yield self._answers.near(directive, "", "") if reader.role is Role.MIRROR else directive
 
     async def _read_reports(self, caller: Identity, reports: AsyncIterator[Progress], stream: LearnerStream) -> None:
-        """Hand in the learner's reports until its side ends; then end ours. Raises BadRequest."""
+        """Pass on the learner's reports until its side ends, then end ours. Raises BadRequest."""
         try:
             turns = Turns(REPORTS_PER_S, REPORTS)
             async for progress in reports:
                 self._host.progress(caller, progress)
-                await turns.next()  # meanwhile nothing is read, so the transport holds the sender back
+                await turns.next()  # the transport holds the sender back meanwhile
         except BadRequest:
             raise
         except Refusal as refusal:
@@ -258,9 +257,9 @@ class Service:
     async def _receive(
         self, push: OpenPush, header: PushHeader, parts: AsyncIterator[PushHeader | Chunk]
     ) -> tuple[Payload, tuple[float, ...]]:
-        """Take the bytes of a push that was admitted by its header, and the norms of its pieces.
+        """Receive the bytes of an admitted push, and the norms of its pieces.
 
-        Raises TornUpload if they fall behind: so many in so many seconds, and a lease's time more for pauses.
+        Raises TornUpload if they are slower than `SLOWEST_BYTES_PER_S` per push, with a lease's time more for pauses.
         """
         receiver, norms = PayloadReceiver(header.payload), self._host.norms_of(header)
         deadlines, sizes = Deadlines(self._host.settings.lease.lease_s, PUSHES_AT_ONCE), _chunk_sizes(header.payload)
@@ -270,13 +269,13 @@ class Service:
             receiver.add(part)
             self._host.inspect(norms, part)
             self._host.telemetry.bytes_pushed += len(part)
-        if not receiver.is_complete:  # a connection broke, or the sender did: the round still waits for it
+        if not receiver.is_complete:  # the connection broke; the round still waits
             raise TornUpload(f"fragment {header.fragment_id}: the bytes stopped before all were there; push again")
         return receiver.finish(), norms.finish()
 
     @contextmanager
     def _push_place(self, learner_id: str, rank: int) -> Iterator[OpenPush]:
-        """Held while a push is open. Raises Busy."""
+        """Hold this while a push is open. Raises Busy."""
         with self._rank_pushes.account(learner_id, rank) as account:
             push = OpenPush(account, learner_id)
             try:
@@ -288,21 +287,21 @@ class Service:
                 self._pushes.closed(account, push)
 
     def _announce(self, push: OpenPush, header: PushHeader) -> None:
-        """Its bytes may come. An older push of the fragment is what a broken connection has left. Raises Busy."""
+        """Accept a push's bytes, and end an older push of its fragment, left by a broken connection. Raises Busy."""
         older = self._pushes.announced(push.account, push, header.fragment_id, header.payload.num_bytes)
         if older is not None:
             older.end(TornUpload(f"fragment {header.fragment_id}: a later push of this learner came; push again"))
 
     @contextmanager
     def _seed_place(self, push: OpenPush, header: PushHeader) -> Iterator[None]:
-        """Held while the bytes of a seed come in; nothing for a contribution. Raises Busy."""
+        """Hold this while a seed's bytes arrive. Does nothing for a contribution. Raises Busy."""
         if not header.is_seed:
             yield
             return
         seeding, key = self._seeding, (header.fragment_id, header.part)
         others = [p for (f, _), p in seeding.items() if f == header.fragment_id and p.learner_id != push.learner_id]
         if others or (key not in seeding and len(seeding) >= SEEDS_AT_ONCE):
-            raise Busy(f"others are bringing {len(seeding)} fragments; try again in a moment")
+            raise Busy(f"others are sending {len(seeding)} fragments; try again in a moment")
         seeding[key] = push
         try:
             yield
@@ -331,9 +330,9 @@ class Service:
             size = num_elements(ranges) if ranges else values.header.num_elements
             _check_ends(ends_in_s, 4 * size)
             if ranges or (change is not None and not pulled.is_trusted and _is_large(change.header)):
-                change = None  # it has scales that ranges may share, so it cannot be cut
+                change = None  # ranges may share its scales, so it cannot be cut
             made = {payload.header.encoding: payload for payload in (change, values) if payload is not None}
-            only_made = bool(ranges or request.want)  # what is made for a caller is the latest version, whole
+            only_made = bool(ranges or request.want)  # other encodings: only of the latest version, whole
             encoding = _choose_encoding(request.encodings, made, () if only_made else OBSERVER_ENCODINGS)
             payload = made.get(encoding)
             if request.have == (header.epoch, header.version):
@@ -367,7 +366,7 @@ class Service:
                             yield part
 
     async def _file(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | Chunk, None]:
-        """A version file for a standby, read from the disk as it is taken. One that has it says so by asking again."""
+        """Send a version file to a standby, read from disk as it is taken. It repeats the call once it has the file."""
         caller.check_may("Standby")
         if request.want is None or request.ranges:
             raise BadRequest(f"a Pull of {FILE} names the version that it wants, and no ranges")
@@ -396,8 +395,7 @@ class Service:
 
     @contextmanager
     def _pull_place(self, caller: Identity) -> Iterator[str]:
-        """Held while a pull is open, and so are its bytes; whose account it is. Raises Busy, and as `ShardHost.member`
-        does for a lease."""
+        """Hold this while a pull is open; gives its account. Raises Busy, and as `ShardHost.member` does."""
         if not caller.generation:
             with self._host_pulls.held(caller.account, f"pulls of {caller.account or 'this host'}"):
                 yield caller.account
@@ -410,7 +408,7 @@ class Service:
 
 
 def _framed(file: OldFile, start: int, num_bytes: int) -> Chunk:
-    """Some bytes of a file, ready to be sent. Raises OSError."""
+    """Read bytes of a file into a frame. Raises OSError."""
     frame = NewFrame(num_bytes)
     if file.read_into(frame.chunk.numpy().data, start) != num_bytes:
         raise OSError("the file became shorter")
@@ -422,7 +420,7 @@ def now() -> float:
 
 
 def _check_ends(ends_in_s: float, num_bytes: int) -> None:
-    """Refuse a pull that may stay open for ever: its bytes are held until its end. Raises BadRequest."""
+    """Refuse a pull without an acceptable deadline: its bytes are held until it ends. Raises BadRequest."""
     longest_s = PULL_S + num_bytes / SLOWEST_BYTES_PER_S
     if ends_in_s > longest_s:
         raise BadRequest(
@@ -441,7 +439,7 @@ def _is_large(header: PayloadHeader) -> bool:
 
 
 def _small_chunk_elements(header: PayloadHeader) -> int | None:
-    """None: its chunks are small already, or cannot be cut."""
+    """Chunk length for a caller not known to read; None: chunks are small already, or cannot be cut."""
     item = ITEM_BYTES.get(header.encoding)
     return SMALL_CHUNK_BYTES // item if item and _is_large(header) else None
 
@@ -451,10 +449,7 @@ def _chunk_sizes(header: PayloadHeader) -> Iterator[int]:
 
 
 def _choose_encoding(wanted: Sequence[str], made: Iterable[str], more: Sequence[str]) -> str:
-    """What a caller gets: the first that it takes of those that are made, best first, or of more that can be made.
-
-    Raises UnknownEncoding.
-    """
+    """The encoding to send: the caller's first choice among those available. Raises UnknownEncoding."""
     offered = tuple(dict.fromkeys((*made, *more)))
     for encoding in wanted or offered[:1]:
         if encoding in offered:

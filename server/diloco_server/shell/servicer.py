@@ -1,7 +1,7 @@
 """diloco.v1.ParameterServer on gRPC: read the message, call the service, turn the answer into a message.
 
-On this side every call takes a stream of raw messages, also where a caller sends just one. So the caller is known
-before a byte of it is taken in, and bytes that are no message are a refusal like any other.
+Every call takes a stream of raw messages here, even if a caller sends just one. So the caller is checked before any
+byte is read, and invalid bytes are refused like any other error.
 """
 
 from __future__ import annotations
@@ -31,17 +31,14 @@ from diloco_server.shell.quotas import Rate
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Messages: TypeAlias = AsyncIterator[bytes]
 Method: TypeAlias = Callable[[Identity, Messages, Context], Any]
-"""An awaitable answer, or an asynchronous generator of answers."""
+"""Returns an awaitable answer or an asynchronous generator of answers."""
 OK = "OK"
-"""Outcome of a call that was not refused, in the audit log."""
 JOINS, JOINS_PER_S = 128, 8.0
-"""Joins on one connection: so many at once, and so many per second in the long run. A learner that cannot get in asks
-about once per second; many of them share a connection only behind a proxy."""
+"""Joins on one connection: at once, and per second in the long run. A learner that is refused asks about once per
+second; many share a connection only behind a proxy."""
 
 
 class ParameterServer:
-    """Every shard serves this."""
-
     def __init__(
         self,
         service: ShardService,
@@ -51,10 +48,10 @@ class ParameterServer:
         bearer_token: str | None = None,
         audit: Audit | None = None,
     ) -> None:
-        """Callers must be of this run, prove what `callers` asks for, and send this bearer token if there is one.
+        """Callers must belong to this run, prove what `callers` requires, and send this bearer token if there is one.
 
-        `refused` is told learner id, code and words of every call that ends with an error status. `audit`: the audit
-        log, if there is one.
+        `refused`: called with learner id, code and words of every call that ends with an error status. `audit`: the
+        audit log, if there is one.
         """
         self._service = service
         self._run_id = run_id
@@ -65,7 +62,6 @@ class ParameterServer:
         self._joins = Rate("joins on this connection", JOINS, JOINS_PER_S)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a gRPC server is given."""
         methods = {
             "Join": self._one(self.Join, "Join", "Observe"),
             "Attend": self._many(self.Attend, "Attend", protobuf.serialize),
@@ -120,7 +116,6 @@ class ParameterServer:
         return pb.LeaveResponse()
 
     def _note_push(self, caller: Identity, header: PushHeader, answer: PushAnswer) -> None:
-        """Seeds, and what was rejected."""
         what = "Seed" if header.is_seed else "Push"
         if answer.outcome is Outcome.REJECTED:
             self._audit.note(what, answer.code, caller, fragment=header.fragment_id)
@@ -131,14 +126,14 @@ class ParameterServer:
 
     @asynccontextmanager
     async def admitted(self, context: Context, *calls: str, answers_many: bool) -> AsyncIterator[Identity]:
-        """The caller of a call that may be one of `calls`, while it may call. A refusal ends the call."""
+        """Hold this around a call that may be one of `calls`; gives its caller. A refusal ends the call."""
         learner_id = str(dict(context.invocation_metadata() or ()).get("diloco-learner", ""))
         caller = Identity(self._run_id, learner_id, peer=rpc.host_of(context.peer()))
         try:
             caller = self._caller(context)
             caller.check_may(*calls)
             if answers_many:
-                # Now, not with the first answer: a call that is ended in the middle of that cannot be told why, as
+                # Now, not with the first answer: a call that ends during that answer could not be told why, because
                 # grpc.aio would send the initial metadata twice (GRPC_CALL_ERROR_TOO_MANY_OPERATIONS).
                 await context.send_initial_metadata(())
             async with self._callers.holding(caller):
@@ -163,7 +158,7 @@ class ParameterServer:
         return grpc.stream_unary_rpc_method_handler(call, response_serializer=protobuf.serialize)
 
     def _many(self, method: Method, name: str, serialize: Callable[[Any], bytes]) -> grpc.RpcMethodHandler:
-        # Not a generator, which could not be told to end while gRPC waits for a slow reader on its behalf.
+        # Not a generator: gRPC could not end it while it waits for a slow reader.
         async def call(requests: Messages, context: Context) -> None:
             async with (
                 self.admitted(context, name, answers_many=True) as caller,
@@ -176,14 +171,14 @@ class ParameterServer:
 
 
 async def only(requests: Messages) -> bytes:
-    """The one message of a caller that sends just one; what follows is not read. Raises BadRequest."""
+    """The first message of a call; anything after it is not read. Raises BadRequest."""
     async for request in requests:
         return request
     raise BadRequest("the call ended without a message")
 
 
 async def _join_request(requests: Messages) -> JoinRequest:
-    """A Join. Raises BadRequest, which does not keep the message alive until the garbage collector comes."""
+    """Read a Join. Raises BadRequest without a traceback, which would keep the message alive."""
     try:
         return await _parsed_join(await only(requests))
     except BadRequest as refusal:
@@ -191,7 +186,7 @@ async def _join_request(requests: Messages) -> JoinRequest:
 
 
 async def _parsed_join(data: bytes) -> JoinRequest:
-    """Others have their turn while the tensors of a large model are read. Raises BadRequest."""
+    """Parse a Join, letting other tasks run while a large model's tensors are read. Raises BadRequest."""
     message = protobuf.parse(pb.JoinRequest, data)
     tensors: list[TensorSpec] = []
     for some in protobuf.tensors_in_turns(message.tensors):
@@ -211,12 +206,11 @@ async def _reports(requests: Messages) -> AsyncIterator[Progress]:
 
 
 class _PushParts:
-    """The header and the chunks of a push, as they come. No generator: each chunk would go through one more."""
+    """The header and chunks of a push, as they arrive. Not a generator, which would add a step per chunk."""
 
     def __init__(self, requests: Messages) -> None:
         self._requests = requests
         self.header: PushHeader | None = None
-        """Once it has come."""
 
     def __aiter__(self) -> Self:
         return self

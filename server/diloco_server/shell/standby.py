@@ -1,4 +1,4 @@
-"""A standby: copies a shard's version files, as they reach its disk, until it is promoted. It serves nobody."""
+"""A standby: copies a shard's version files as they are written, until it is promoted. It serves no one."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from diloco_server.storage.store import check_origin
 from diloco_server.storage.version_file import Origin
 
 LOOK_S = 0.25
-"""How often it looks whether it was promoted."""
+"""How often it checks whether it was promoted."""
 FILE_BYTES_MAX = 1 << 40
 
 TELL_S = 1.0
-"""How often a promoted shard tries to tell the one that it replaces."""
+"""How often a promoted shard tries to reach the one it replaces."""
 
 T = TypeVar("T")
 
 
 async def tell_replaced(host: ShardHost, transport: Transport, caller: Identity) -> Superseded:
-    """Until the shard that this one replaces has heard of it, or says that it is this one that is replaced."""
+    """Tell the replaced shard so, until it has heard or says that this one is replaced."""
     request = FollowRequest(Role.STANDBY, epoch=host.shard.epoch, tokens_merged=host.shard.tokens_merged)
     while True:
         try:
@@ -53,7 +53,7 @@ async def tell_replaced(host: ShardHost, transport: Transport, caller: Identity)
             if isinstance(answer, Evicted):
                 return host.end_as_replaced(answer.message)
         except Superseded as told:
-            host.log.error("the shard before has ended", why=told, code=told.code)
+            host.log.error("the replaced shard has ended", why=told, code=told.code)
             return told
         except (Refusal, Unavailable, TimeoutError):
             pass
@@ -61,30 +61,29 @@ async def tell_replaced(host: ShardHost, transport: Transport, caller: Identity)
 
 
 class Standby:
-    """Owned by one event loop."""
+    """Copies the files of one shard. Owned by one event loop."""
 
     def __init__(self, follower: Follower, folder: StandbyFolder, origin: Origin, disk: Executor, log: Says) -> None:
-        """`origin`: of the settings; the shard's must be the same, or it could not go on from these files."""
+        """`origin`: from the settings; it must equal the shard's, or the shard could not continue from these files."""
         self.follower = follower
         self.num_fragments = 0
-        """That the shard has."""
         self.bytes_saved = 0
         self._folder, self._origin, self._disk, self._log = folder, origin, disk, log
         self._epoch = 0
 
     async def run(self) -> None:
-        """Until it is promoted. Raises OSError."""
+        """Raises OSError."""
         self.follower.held |= await self._do(self._folder.newest)
         following = asyncio.create_task(self.follower.run(self), name="following")
         try:
-            while not await self._do(self._folder.look):  # noqa: ASYNC110 - somebody writes into a folder
+            while not await self._do(self._folder.look):  # noqa: ASYNC110 - a folder sends no event
                 await asyncio.sleep(LOOK_S)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
     def ready(self) -> tuple[bool, str]:
-        """Whether it could be promoted, and why not."""
+        """Whether it can be promoted, and why not."""
         if len(self.follower.held) < max(1, self.num_fragments):
             return False, f"it holds {len(self.follower.held)} of {self.num_fragments or 'all'} fragments"
         return True, "standing by"
@@ -92,13 +91,13 @@ class Standby:
     def joined(self, answer: JoinAnswer) -> None:
         self.num_fragments, self._epoch = len(answer.fragments), answer.epoch
         newest = {status.fragment_id: status.version if status.seeded else -1 for status in answer.fragments}
-        self._disk.submit(self._folder.drop_later, newest)  # before it takes anything
+        self._disk.submit(self._folder.drop_later, newest)  # before taking any version
         for fragment_id, version in newest.items():
             if fragment_id in self.follower.held and self.follower.held[fragment_id].version > version:
                 del self.follower.held[fragment_id]
 
     def hear(self, directive: Directive) -> None:
-        """Nothing else is its business."""
+        """Ignores all other directives."""
 
     async def take(self, committed: Committed) -> None:
         """Raises VersionDamaged, WrongFolder."""
@@ -128,7 +127,7 @@ class Standby:
             found = await self._do(partial(self._folder.end, file, fragment_id, version))
         self.bytes_saved += header.payload.num_bytes
         check_origin(self._origin, found)
-        with contextlib.suppress(Refusal, Unavailable):  # the shard is away, or has newer ones
+        with contextlib.suppress(Refusal, Unavailable):  # the shard is away, or has newer versions
             has = replace(request, have=request.want)
             async with aclosing(self.follower.transport.pull(self.follower.caller, has, CALL_S)) as said:
                 await anext(said, None)

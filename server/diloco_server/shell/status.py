@@ -1,4 +1,4 @@
-"""What a shard answers at /status and /rounds: JSON views of its state and its ledger."""
+"""The answers at /status and /rounds: JSON views of a shard's state and ledger."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from diloco_server.shell.host import ShardHost
 from diloco_server.shell.standby import Standby
 
 MISSING_SHOWN = 8
-"""Of those that an overdue round waits for."""
+"""Learners shown that an overdue round waits for."""
 EVENTS_SHOWN = 50
-"""The last ones, at /status; /rounds has more."""
 
 
 def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
-    """The JSON of one shard: counts, bytes and seconds. It holds no secrets."""
+    """The status of one shard: counts, bytes and seconds. It holds no secrets."""
     shard, settings = host.shard, host.settings
     ready, reason = host.ready()
     ledger, patience, now = shard.ledger, shard.rounds.patience, host.clock()
@@ -90,7 +89,6 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
 
 
 def standby_status(standby: Standby, settings: Settings, name: str) -> dict[str, Any]:
-    """The JSON of a standby."""
     ready, reason = standby.ready()
     return {
         "role": "standby", "name": name, "run": settings.run.id, "index": settings.shard.index,
@@ -102,7 +100,7 @@ def standby_status(standby: Standby, settings: Settings, name: str) -> dict[str,
 
 
 def following(follower: Follower, settings: Settings) -> dict[str, Any]:
-    """How a mirror or a standby is with its shard."""
+    """The connection of a mirror or a standby to its shard."""
     behind = follower.behind
     return {
         "of": settings.shard.mirror_of or settings.shard.standby_of, "site": settings.shard.site,
@@ -112,9 +110,9 @@ def following(follower: Follower, settings: Settings) -> dict[str, Any]:
 
 
 def rounds_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:
-    """What is newer than a number of an epoch, for those who draw it. Ages in seconds.
+    """Rounds and events after number `seq` of an epoch. Ages in seconds.
 
-    Another epoch than this one: everything. `seq` of the answer is the number to ask with next time.
+    For another epoch, everything. `seq` in the answer is the number to ask with next.
     """
     shard, now = host.shard, host.clock()
     upto, rounds, events = shard.ledger.since(seq if epoch == shard.epoch else 0)
@@ -127,7 +125,7 @@ def rounds_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:
 
 
 def record_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:
-    """Whose work is in which version, after a number of an epoch. Another epoch than this one: all that is known."""
+    """Contributions in versions, after number `seq` of an epoch. For another epoch, all that are remembered."""
     shard, now = host.shard, host.clock()
     lines = shard.ledger.record_since(seq if epoch == shard.epoch else 0)
     return {
@@ -183,7 +181,6 @@ def _learner(member: Member, influence: Influence, staleness: int | None, now: f
 
 
 def _fragment(state: FragmentState, now: float, overdue_after_s: float) -> dict[str, Any]:
-    """Whom an open round waits for is told once it is overdue."""
     open_s = now - state.round.opened_at if state.round else 0.0
     return {
         "id": state.fragment.fragment_id,
@@ -223,7 +220,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _resident_bytes() -> int | None:
-    """Memory of this process that is in RAM; None where the system does not tell."""
+    """Resident memory of this process; None where the system does not tell."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

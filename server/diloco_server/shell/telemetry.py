@@ -1,7 +1,7 @@
-"""What a shard tells: log lines, metrics, and the history that its promises are checked by.
+"""A shard's log lines and metrics, and the history by which its promises are checked.
 
-What has happened is said by the core, and counted in its ledger; `status.py` shows that as JSON. This decides nothing,
-and branches on nothing that a log or a metric returns: in another world they may be silent.
+The core reports facts and counts them in its ledger, which `status.py` shows as JSON. Nothing here decides, or depends
+on a log or metric: in another world they may be silent.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ from diloco_server.core.shard import Shard
 
 
 class ShardTelemetry:
-    """Tells of one shard. Owned by its event loop."""
-
     def __init__(self, shard: Shard, metrics: ShardMetrics, log: Log, history: ports.History | None) -> None:
         self._shard = shard
         self._metrics = metrics
@@ -51,7 +49,7 @@ class ShardTelemetry:
             compared["sync.quorum"] = settings.sync.quorum
         metrics.itself.settings(compared)
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ events
 
     def note(self, fact: Fact) -> None:
         self._history.note(fact)
@@ -60,7 +58,6 @@ class ShardTelemetry:
             getattr(self._log, told.level)(told.words, **told.facts)
 
     def _observe(self, fact: Fact) -> None:
-        """What the ledger does not keep: how the numbers of single facts are distributed."""
         rounds = self._metrics.rounds
         match fact:
             case ContributionAnswered(answer=PushAnswer(outcome=Outcome.ACCEPTED)):
@@ -78,32 +75,29 @@ class ShardTelemetry:
                 pass
 
     def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
-        """A push got its outcome. What counts as a contribution, the core says (`ContributionAnswered`)."""
+        """A push was answered. The core counts contributions (`ContributionAnswered`)."""
         self._history.answered(member.learner_id, member.generation, header, answer)
 
     def merging(self, merge: MergeRound) -> None:
-        """A closed round is about to become a version."""
+        """A closed round is about to be merged."""
         self._history.merging(merge)
 
     def merged(self, seconds: float) -> None:
-        """It took so long to merge it and to take the outer step."""
         self._metrics.rounds.merge_seconds.observe(seconds)
 
     def announcing(self, state: FragmentState) -> None:
-        """A version is durable, and nobody has heard of it yet."""
         self._history.announcing(state)
         if state.version == 0:
             fragment = state.fragment
             self._log.event("fragment seeded", fragment=fragment.fragment_id, elements=fragment.num_elements)
 
     def restored(self, fragment_id: int) -> None:
-        """A fragment goes on from a version that an earlier epoch of the shard, or a checkpoint, has left."""
+        """A fragment continues from a stored version or a checkpoint."""
         state = self._shard.fragments[fragment_id]
         self._history.restored(state)
         self._metrics.rounds.version(fragment_id, state.version)
 
     def recovered(self, took_s: float) -> None:
-        """All that the data folder held is back."""
         shard = self._shard
         states = shard.fragments.values()
         self._log.event(
@@ -113,14 +107,13 @@ class ShardTelemetry:
         )  # fmt: skip
 
     def call_refused(self, learner_id: str, code: str, words: str) -> None:
-        """A call ended with an error status."""
         self._metrics.itself.call_refused(code)
         self._log.warning("call refused", learner=learner_id, code=code, why=words)
 
-    # ------------------------------------------------------------ what is, when somebody looks
+    # ------------------------------------------------------------ sampled values
 
     def sample(self, now: float, *, is_ready: bool) -> None:
-        """Set what is looked at, at a scrape: gauges, and the counters of the ledger."""
+        """Update gauges and the ledger's counters, at a scrape."""
         shard, itself, rounds = self._shard, self._metrics.itself, self._metrics.rounds
         itself.ready.set(is_ready)
         itself.tokens_merged.follow(shard.tokens_merged)
@@ -176,10 +169,9 @@ class ShardTelemetry:
 
 
 class ShardHistory:
-    """Writes down what happens to one shard in one epoch. `diloco_common/observe/histories.py` has all lines."""
+    """Records one epoch of one shard. `diloco_common/observe/histories.py` describes all lines."""
 
     def __init__(self, history: ports.History | None, epoch: int) -> None:
-        """None: nothing is recorded."""
         self._history = history
         self._write("born", role="shard", epoch=epoch)
 
@@ -207,7 +199,7 @@ class ShardHistory:
         )  # fmt: skip
 
     def merging(self, merge: MergeRound) -> None:
-        """A closed round is about to become a version. Written first: after a crash, the version tells if it did."""
+        """Written before a closed round is merged: after a crash, the version's file shows whether it was."""
         contributions = [
             {"learner": c.learner_id, "generation": c.generation, "round": c.round, "base": c.base_version,
              "tokens": c.tokens, "steps": c.steps} | ({} if c.counted == c.tokens else {"counted": c.counted})
@@ -219,17 +211,16 @@ class ShardHistory:
         )  # fmt: skip
 
     def announcing(self, state: FragmentState) -> None:
-        """A version is durable, the core has it, and nobody has heard of it yet."""
         self._version("announced", state)
 
     def restored(self, state: FragmentState) -> None:
-        """This epoch begins with a version that an earlier one has left; it may have another name now."""
+        """This epoch begins with a stored version, perhaps renamed."""
         assert state.recovered is not None
         self._version("restored", state, stored_epoch=state.recovered.epoch)
 
     def _version(self, what: str, state: FragmentState, **facts: int) -> None:
         if self._history is None:
-            return  # to decode a version takes long
+            return  # decoding a version takes long
         values, published = state.values, state.published
         assert values is not None
         assert published is not None

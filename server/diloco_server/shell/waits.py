@@ -1,6 +1,6 @@
-"""Waits of a shard for its callers, which somebody else can end: for their bytes, and until they take ours.
+"""Waits for callers that another call can end: for their bytes, and until they take ours.
 
-A caller that is slower than `SLOWEST_BYTES_PER_S` is given up, and one that others wait for is told to come again.
+A caller slower than `SLOWEST_BYTES_PER_S` is dropped; one that blocks others is told to try again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from diloco_common.wire.messages import SLOWEST_BYTES_PER_S
 from diloco_server.shell.quotas import Bytes
 
 BODIES_AT_ONCE = 4
-"""Messages of callers without a lease that are read at once. Nobody knows their sizes before they are there."""
+"""Most messages of callers without a lease that are read at once. Their sizes are unknown before they arrive."""
 BODIES_WAITING_MAX = 256
-"""Calls that wait for that. Each may have sent 64 KiB before it is read (`rpc.SERVER_OPTIONS`)."""
+"""Most calls that wait for that. Each may have sent 64 KiB before it is read (`rpc.SERVER_OPTIONS`)."""
 BODY_S = 10.0
-"""Seconds that a message may take."""
 BODY_SURE_S = 1.0
-"""Seconds that it may take although others wait."""
+"""Seconds that a message may take even if others wait."""
 
 T = TypeVar("T")
 
@@ -36,15 +35,16 @@ class Wait:
         self._timeout: asyncio.Timeout | None = None
 
     def end(self, why: Refusal) -> None:
-        """Now, or when it begins. Repeating it is fine."""
+        """End the wait now, or when it begins. Calls after the first only change the reason."""
         self._why = why
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
     async def until(self, deadline: float, late: Refusal, what: Callable[[], Awaitable[T]]) -> T:
-        """What comes until `deadline`, a time of the event loop. Raises `late`, or what it was ended with.
+        """The result of `what`, awaited until `deadline`, a time of the event loop. Raises `late`, or the reason of
+        `end`.
 
-        `what` is called only if there is a wait: a coroutine that nobody awaits would be warned of.
+        `what` is called only if there is a wait, because a coroutine that is never awaited gives a warning.
         """
         if self._why is not None:
             raise self._why
@@ -58,10 +58,10 @@ class Wait:
 
 
 class Deadlines:
-    """By when so many bytes of a push must have come: it may pause for a while, but not be too slow for long."""
+    """Deadlines for the bytes of a push: it may pause, but not be too slow for long."""
 
     def __init__(self, pause_s: float, share: int) -> None:
-        """`share`: so many pushes share one link."""
+        """`share`: pushes that share one link."""
         self._began = asyncio.get_running_loop().time()
         self._pause_s, self._share = pause_s, share
         self._bytes = 0
@@ -73,11 +73,11 @@ class Deadlines:
 
 
 class Turns:
-    """So many turns at once, and so many per second in the long run: whoever is faster waits."""
+    """A rate limit that waits: `burst` turns at once, `per_s` in the long run."""
 
     def __init__(self, per_s: float, burst: float) -> None:
         self._every_s, self._slack_s = 1 / per_s, burst / per_s
-        self._due = -math.inf  # not 0: a machine that has just started counts its seconds from there
+        self._due = -math.inf  # not 0: the clock of a machine may just have started
 
     async def next(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -87,24 +87,22 @@ class Turns:
 
 
 class OpenPush(Wait):
-    """The parts of one push, as they come."""
-
     def __init__(self, account: str, learner_id: str) -> None:
         super().__init__()
         self.account = account
         self.learner_id = learner_id
 
     async def next(self, parts: AsyncIterator[T], due: float) -> T | None:
-        """The next part; None at the end. Raises TornUpload when it is late, and when a newer push counts."""
+        """The next part; None at the end. Raises TornUpload if it is late or a newer push replaced this one."""
         late = TornUpload("the bytes of this push came too slowly, or not at all; push again")
         return await self.until(due, late, lambda: anext(parts, None))
 
 
 class Bodies:
-    """Reads few messages at once, and the newest first.
+    """Reads few messages at once, newest first.
 
-    Where others wait, the one that has been coming for longest makes room after a second. So whoever sends a message
-    without its end holds up nobody for long, and a crowd of them no newcomer.
+    If others wait, the message that has taken longest makes room after a second. So a caller that never finishes its
+    message blocks others only briefly, and a crowd of them does not block newcomers.
     """
 
     def __init__(self) -> None:
@@ -115,7 +113,7 @@ class Bodies:
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Wait]:
-        """Held while a message is read. Raises Busy."""
+        """Hold this while a message is read. Raises Busy."""
         await self._take()
         wait = Wait()
         self._reading[wait] = asyncio.get_running_loop().time()
@@ -138,7 +136,7 @@ class Bodies:
             async with asyncio.timeout(BODY_S):
                 await mine
         except (TimeoutError, asyncio.CancelledError) as ended:
-            if mine.done() and not mine.cancelled():  # the place came in the same moment
+            if mine.done() and not mine.cancelled():  # the place came at the same moment
                 self._give_back()
             if isinstance(ended, TimeoutError):
                 raise _crowded() from None
@@ -156,7 +154,7 @@ class Bodies:
         self._free += 1
 
     def _make_room(self) -> None:
-        """End whoever has been sending for too long while others wait."""
+        """End messages that have taken too long while others wait."""
         if self._room is not None:
             self._room.cancel()
             self._room = None
@@ -167,7 +165,7 @@ class Bodies:
             if loop.time() < since + BODY_SURE_S:
                 self._room = loop.call_at(since + BODY_SURE_S, self._make_room)
                 return
-            wait.end(Busy("others wait, and this message did not come in time; try again"))
+            wait.end(Busy("others wait, and this message did not arrive in time; try again"))
         self._room = loop.call_later(BODY_SURE_S, self._make_room)
 
 
@@ -176,27 +174,26 @@ def _crowded() -> Busy:
 
 
 class Unread(Generic[T]):
-    """The chunks that a pull has not taken. They keep a version in memory, so whoever pauses for long loses them."""
+    """The chunks that a pull has not taken. They keep a version in memory, so a caller that pauses loses them."""
 
     def __init__(self, chunks: Iterable[T], pause_s: float) -> None:
-        """`pause_s`: so long it may take nothing, beside the time that a slow link takes for a chunk."""
+        """`pause_s`: longest pause, in addition to the time of a slow link for a chunk."""
         self._chunks: Iterator[T] | None = iter(chunks)
         self._pause_s = pause_s
         self._ends: asyncio.TimerHandle | None = None
 
     def next(self, num_bytes: int) -> T:
-        """The next chunk, of so many bytes. Raises Busy."""
+        """The next chunk, which has `num_bytes`. Raises Busy."""
         if self._chunks is None:
             raise Busy("the bytes of this version were not taken in time; pull again")
         self._wait(self._pause_s + num_bytes / SLOWEST_BYTES_PER_S)
         return next(self._chunks)
 
     def taken(self) -> None:
-        """The transport has passed it on: from here on the caller waits for the shard."""
+        """The transport has taken the chunk: now the caller waits for the shard."""
         self._wait(None)
 
     def close(self) -> None:
-        """No more will be taken. Repeating it is fine."""
         self._chunks = None
         self._wait(None)
 
@@ -207,7 +204,7 @@ class Unread(Generic[T]):
 
 
 class Outgoing:
-    """Bytes that were handed to the transport and that nobody has taken yet. Whoever does not fit waits in line."""
+    """Bytes given to the transport that callers have not taken yet. Chunks that do not fit wait in line."""
 
     def __init__(self, most: int) -> None:
         self._bytes = Bytes("bytes that pulls have not taken", most)
@@ -215,12 +212,11 @@ class Outgoing:
 
     @property
     def num_bytes(self) -> int:
-        """Held now."""
         return self._bytes.held
 
     @asynccontextmanager
     async def held(self, num_bytes: int) -> AsyncIterator[None]:
-        """Held while the transport has them; waits until so many fit."""
+        """Hold this while the transport has the bytes; waits until they fit."""
         if self._line or not self._bytes.fits(num_bytes):
             await self._turn(num_bytes)
         else:
@@ -231,7 +227,7 @@ class Outgoing:
             self._give_back(num_bytes)
 
     async def _turn(self, num_bytes: int) -> None:
-        """Whoever serves the line has taken the bytes."""
+        """Wait in line; `_serve` has then taken the bytes."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._line.append((num_bytes, turn))
         try:

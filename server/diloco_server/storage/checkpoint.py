@@ -70,7 +70,7 @@ class Contents:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """How the model was cut and placed. Raises DataError if this release cuts it in another way."""
+        """The model's manifest. Raises DataError if this release cuts the model in another way."""
         manifest = cut(self.tensors, self.num_fragments, self.num_shards)
         if manifest.digest != self.digest:
             raise DataError(
@@ -91,7 +91,7 @@ class Contents:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The lowest and the highest version in it: of the model, as other kinds have numbers of their own."""
+        """The lowest and highest version of the model in it; other kinds have version numbers of their own."""
         versions = [file.version for file in self.model_files or self.files]
         return min(versions), max(versions)
 
@@ -105,7 +105,7 @@ class Contents:
 
 
 def describe(fs: Files, name: str) -> tuple[Header, CheckpointFile]:
-    """A version file as a manifest lists it. Reads only its header and checksums. Raises VersionDamaged and OSError."""
+    """The manifest entry of a version file. Reads only header and checksums. Raises VersionDamaged and OSError."""
     header = read_header(fs, name)
     with closing(fs.open(name)) as file:
         num_bytes, checksums = file.size, bytearray(CHECKSUM_BYTES)
@@ -184,7 +184,7 @@ def decode_manifest(text: bytes, where: str) -> Contents:
     try:
         whole = json.loads(text)
         body = whole["checkpoint"]
-        if whole["crc32c"] != _checksum(body) or text != _dump(whole):  # comparing the text finds a changed space, too
+        if whole["crc32c"] != _checksum(body) or text != _dump(whole):  # comparing the text finds even a changed space
             raise BadCheckpoint(f"{where} is damaged: its checksum differs")
         if (found := body.pop("format")) != FORMAT:
             raise DataError(
@@ -200,7 +200,7 @@ def decode_manifest(text: bytes, where: str) -> Contents:
 
 
 def _check_files(contents: Contents) -> None:
-    """Raises ValueError. A right checksum proves nothing, because anybody can make one, and these names get opened."""
+    """Raises ValueError. A valid checksum proves nothing, since anyone can make one, and these names are opened."""
     try:
         check_tensors(contents.tensors)
     except BadRequest as error:
@@ -267,5 +267,5 @@ def _dump(value: Any) -> bytes:
 
 
 def total_tokens(contents: Contents) -> int:
-    """Tokens that are merged into every fragment of the model."""
+    """Tokens merged into every fragment of the model."""
     return min((file.tokens_merged for file in contents.model_files), default=0)

@@ -1,9 +1,9 @@
-"""The few calls with which a store touches the disk; the real disk behind them, and the lock on its folder.
+"""The few disk calls of a store, their implementation on a real disk, and the lock on its folder.
 
-What is written is for its owner alone, whatever the umask: files 0600, folders 0700. The model and the data that it was
-trained on are as private as the weights, and every byte of the weights is in here.
+Files are private to their owner, whatever the umask: files 0600, folders 0700. The model and its training data are as
+private as the weights, and every byte of the weights is here.
 
-The simulator puts its own disk under the same store. That disk loses unsynced data, tears writes and rots.
+The simulator puts its own disk under the same store. It loses unsynced data, tears writes and rots.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class OldFile(Protocol):
     """A file being read."""
 
     size: int
-    """Bytes."""
 
     def read_into(self, out: memoryview, offset: int) -> int:
         """Read from `offset` until `out` is full or the file ends; return the number of bytes."""
@@ -52,7 +51,7 @@ class Files(Protocol):
 
 
 class FileSystem(Files, Protocol):
-    """A folder that can be written, too."""
+    """A folder that can also be written to."""
 
     def create(self, name: str) -> NewFile:
         """A new, empty file. Replaces any file of that name."""
@@ -70,18 +69,18 @@ class FileSystem(Files, Protocol):
 
 
 class Disk:
-    """A real folder. It is made, for its owner alone, if there is none. Raises OSError.
+    """A real folder, created for its owner alone if it is missing. Raises OSError.
 
-    A folder that was there keeps its mode: it may be a volume that its group has to get into.
+    An existing folder keeps its mode: it may be a volume that its group uses.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         new = [place for place in (folder, *folder.parents) if not place.is_dir()]
         for place in reversed(new):
-            with contextlib.suppress(FileExistsError):  # somebody else was faster
+            with contextlib.suppress(FileExistsError):  # another process was faster
                 place.mkdir(mode=0o700)
-        folder.mkdir(exist_ok=True)  # complains if it is no folder
+        folder.mkdir(exist_ok=True)  # raises if it is not a folder
         for place in new:  # a name survives a power cut once its folder is synced
             sync_path(place.parent)
 
@@ -138,16 +137,16 @@ class _OldDiskFile:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """The descriptor of a file that only its owner can use. It is made if there is none. Raises OSError."""
+    """Open a file that only its owner can use, creating it if needed. Returns its descriptor. Raises OSError."""
     descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if os.fstat(descriptor).st_mode & 0o077:  # it was there before
-        with contextlib.suppress(PermissionError):  # on a disk without modes (vfat), nobody can give it another one
+        with contextlib.suppress(PermissionError):  # some disks have no modes (vfat)
             os.fchmod(descriptor, 0o600)
     return descriptor
 
 
 def sync_path(path: Path) -> None:
-    """Of a file its bytes, of a folder its names survive a crash. Raises OSError."""
+    """Make a file's bytes, or a folder's names, survive a crash. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -156,7 +155,7 @@ def sync_path(path: Path) -> None:
 
 
 def owner_lives(folder: Path) -> bool:
-    """Whether the process that locked a folder last is there. To lock it for a moment would keep others out."""
+    """Whether the process that last locked a folder is alive. Checked without locking, which would keep others out."""
     try:
         return Path("/proc", (folder / "lock").read_text().strip()).is_dir()
     except OSError:
@@ -164,10 +163,10 @@ def owner_lives(folder: Path) -> bool:
 
 
 class FolderLock:
-    """Holds a folder until `release`, or until the process ends in any way."""
+    """Locks a folder until `release`, or until the process ends in any way."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError, and InUse with the name of the owner."""
+        """Raises OSError, and InUse naming the owner."""
         self._descriptor = open_private(folder / "lock", os.O_RDWR)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,7 +181,7 @@ class FolderLock:
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let others in. Repeating it is fine."""
+        """Unlock the folder. Calls after the first do nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

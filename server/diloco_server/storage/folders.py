@@ -1,17 +1,17 @@
-"""Folders of version files on real disks: checkpoints are taken from data folders, and restored into new ones.
+"""Folders of version files on real disks: takes checkpoints from data folders, and restores them into new ones.
 
 A checkpoint is taken by hard links, whether or not the shards run. A version file never changes once it has its name,
-so a hard link to it is as good as a copy. The last two versions are kept. A file may vanish before it is linked; then
-there is a newer one.
+so a hard link is as good as a copy. The last two versions are kept. If a file vanishes before it is linked, there is a
+newer one.
 
-It is restored for any number of shards. That number decides where fragments are placed, but not how the model is cut.
-So values, momentum and anchors are written unchanged, bit for bit; only the header of a file changes. No `epoch-` file
-is written: the shards take epochs that the run cannot have had before (docs/version-file.md).
+A checkpoint can be restored for any number of shards. That number changes where fragments are placed, but not how the
+model is cut. So values, momentum and anchors are written unchanged, bit for bit; only a file's header changes. No
+`epoch-` file is written: the shards take epochs that the run cannot have had before (docs/version-file.md).
 
 The regular checkpoints of a shard, one every `checkpoint.every` versions, are `checkpoints/version-NNN` in its folder.
 Checkpoint N takes the first version of each fragment, from N on, that reaches the disk. That is N itself, unless
-versions are written by interval. So all shards agree on names and contents without talking. Other kinds number their
-versions more slowly: the newest of each is taken once those of the model are there.
+versions are written by interval. So all shards agree on names and contents without communicating. Other kinds number
+their versions more slowly: the newest of each is taken once those of the model are there.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from diloco_server.storage.version_file import (
 )
 
 FOLDER = "checkpoints"
-"""In a data folder, and in the folder of a cluster."""
+"""Name of the folder of checkpoints, in a data folder and in a cluster's folder."""
 _NAME = re.compile(r"version-(\d{12})")
 TRIES = 100
-"""Attempts to link a fragment whose files keep vanishing. A shard would have to make a version during each of them."""
+"""Attempts to link a fragment whose files keep vanishing; a shard would have to make a version during each."""
 _NO_HARD_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 """The target is on another disk, or its disk has no hard links."""
 
@@ -159,7 +159,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def check_complete(contents: Contents, where: Sequence[str | Path], needed: Iterable[Fragment]) -> None:
-    """Raises BadCheckpoint unless each of these fragments is there."""
+    """Raises BadCheckpoint if one of these fragments is missing."""
     homes = {fragment.fragment_id: fragment.shard_index for fragment in needed}
     if missing := [i for i in contents.missing if i in homes]:
         shards = ", ".join(map(str, sorted({homes[i] for i in missing})))
@@ -187,7 +187,7 @@ def place(contents: Contents, num_shards: int) -> Manifest:
 
 
 def restore(versions: Iterable[tuple[Header, StoredVersion]], manifest: Manifest, target: Path) -> None:
-    """Write a version of every fragment to `target`/shard-N: afterwards all of it is there, or nothing.
+    """Write a version of every fragment to `target`/shard-N, all or nothing.
 
     Raises OSError, and ConfigError if `target` is not empty or another restore writes to it.
     """
@@ -230,14 +230,14 @@ class RegularCheckpoints:
         self._data_dir, self._every, self._keep = data_dir, every, keep
         self._folder = data_dir / FOLDER
         self._done: list[int] = []  # ascending
-        self._open: dict[int, set[int]] = {}  # checkpoint -> fragments that are in it
+        self._open: dict[int, set[int]] = {}  # checkpoint -> its fragments so far
         self._newest: dict[int, int] = {}  # fragment of another kind -> its newest version on disk
 
     def begin(self, recovered: Mapping[int, int], manifest: Manifest, shard_index: int) -> list[int]:
-        """Go on after earlier epochs. `recovered`: fragment -> the version it came back with. Raises OSError."""
+        """Continue after earlier epochs. `recovered`: fragment -> the restored version. Raises OSError."""
         found = {int(m[1]): path for path in self._folder.glob("version-*") if (m := _NAME.fullmatch(path.name))}
         self._done = sorted(number for number, path in found.items() if is_checkpoint(path))
-        for number in found.keys() - self._done:  # begin unfinished ones anew: they may hold a version that is lost now
+        for number in found.keys() - self._done:  # restart unfinished ones: they may hold a lost version
             shutil.rmtree(found[number])
         self._newest = {
             f.fragment_id: recovered[f.fragment_id]
@@ -258,7 +258,7 @@ class RegularCheckpoints:
     def written(self, fragment_id: int, version: int, manifest: Manifest, shard_index: int) -> list[int]:
         """A version is on disk. Returns the checkpoints that it completes.
 
-        Raises OSError. Then the fragment's next version takes its place.
+        Raises OSError; the fragment's next version then takes its place.
         """
         owned = manifest.owned_by(shard_index)
         of_model = {fragment.fragment_id for fragment in owned if fragment.traits.is_of_model}
@@ -277,7 +277,7 @@ class RegularCheckpoints:
                     hard_link(self._data_dir / name, self._folder / _name(number) / name)
                 except FileNotFoundError:
                     if (self._data_dir / name).exists():
-                        del self._open[number]  # somebody has deleted the checkpoint's folder
+                        del self._open[number]  # a user has deleted the checkpoint's folder
                         continue
                     return finished  # the fragment has later versions already
                 there.add(fragment_id)
@@ -296,7 +296,7 @@ class RegularCheckpoints:
         if folder.is_dir() and not self._link_newest(folder, owned):
             return False
         if not folder.is_dir() or set(fragments_in(folder)) != {fragment.fragment_id for fragment in owned}:
-            del self._open[number]  # somebody has deleted files of it
+            del self._open[number]  # a user has deleted files of it
             return False
         disk = Disk(folder)
         names = [name for name in disk.names() if name.startswith("fragment-") and not name.endswith(".tmp")]
@@ -316,7 +316,7 @@ class RegularCheckpoints:
         return True
 
     def _link_newest(self, folder: Path, owned: Sequence[Fragment]) -> bool:
-        """The newest version of the other kinds. False if one is not there, or no longer: a newer one comes."""
+        """Link the newest version of the other kinds. Returns False if one is missing; a newer one will come."""
         there = fragments_in(folder)
         for fragment in owned:
             if fragment.traits.is_of_model or fragment.fragment_id in there:

@@ -1,10 +1,10 @@
-"""The folder of a standby: a shard's folder that the files of another are copied into, until it is promoted.
+"""The folder of a standby, into which a shard's version files are copied until it is promoted.
 
-What a folder is, is the name of an empty file with an epoch in it, so there is no content to damage:
+An empty file marks the folder, with an epoch in its name, so there is no content to damage:
 
-    standby-NNN     files of the shard at epoch NNN are copied here: nobody may serve from it
-    promoted-NNN    whoever serves from it is that shard, in epochs above all of its line
-    superseded-NNN  its shard was replaced by a promoted one, which began epoch NNN: nobody may serve from it
+    standby-NNN     files of the shard at epoch NNN are copied here: no one may serve from it
+    promoted-NNN    whoever serves from it is that shard, in later epochs than any before
+    superseded-NNN  its shard was replaced by a promoted one, which began epoch NNN: no one may serve from it
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ from diloco_server.storage.filesystem import FileSystem, NewFile
 from diloco_server.storage.version_file import Header, check_version, parse_version_name, read_header, version_name
 
 KEPT = 2
-"""Versions per fragment, as a shard keeps them."""
+"""Versions kept per fragment, as in a shard."""
 TEMPORARY = ".tmp"
 STANDBY, PROMOTED, SUPERSEDED = "standby", "promoted", "superseded"
 _MARK = re.compile(rf"({STANDBY}|{PROMOTED}|{SUPERSEDED})-(\d{{12}})", re.ASCII)
 
 
 class Mark(NamedTuple):
-    """What a folder is."""
-
     what: str
     epoch: int
 
 
 def mark_of(names: Sequence[str]) -> Mark | None:
-    """Of a folder with these files; None: a shard's own, or a new one. Several: a crash came in between."""
+    """The mark of a folder with these files; None: a shard's own folder, or a new one. A crash may leave several."""
     found = [Mark(m[1], int(m[2])) for name in names if (m := _MARK.fullmatch(name))]
     order = (STANDBY, PROMOTED, SUPERSEDED)
     return max(found, key=lambda mark: (order.index(mark.what), mark.epoch), default=None)
 
 
 def put_mark(fs: FileSystem, what: str, epoch: int) -> None:
-    """Durably; the marks before go, except that nothing takes back a promotion but another one. Raises OSError."""
+    """Set the mark durably, and remove earlier ones. Only another promotion replaces a promotion. Raises OSError."""
     name = f"{what}-{epoch:012d}"
     before = [name for name in fs.names() if _MARK.fullmatch(name)]
     if what == STANDBY and any(name.startswith(PROMOTED) for name in before):
@@ -50,13 +48,13 @@ def put_mark(fs: FileSystem, what: str, epoch: int) -> None:
         with closing(fs.create(name)) as file:
             file.sync()
         fs.sync_names()
-    for old in before:  # not what somebody has put there since
+    for old in before:  # not marks that were added since
         if old != name:
             fs.remove(old)
 
 
 def first_epoch_of(mark: Mark | None, wanted: int) -> int:
-    """The least epoch that may begin in a folder. Raises WrongFolder where nobody may serve from it."""
+    """The lowest epoch that may begin in a folder. Raises WrongFolder if no one may serve from it."""
     match mark:
         case Mark("standby", epoch):
             raise WrongFolder(
@@ -75,7 +73,7 @@ def first_epoch_of(mark: Mark | None, wanted: int) -> int:
 
 
 class StandbyFolder:
-    """Its calls may hang, and raise OSError."""
+    """The folder of a running standby. Its calls may hang, and raise OSError."""
 
     def __init__(self, fs: FileSystem) -> None:
         """Raises WrongFolder for a folder that a shard serves from."""
@@ -87,7 +85,7 @@ class StandbyFolder:
             return
         if mark is None and any(name.startswith("epoch-") for name in names):
             raise WrongFolder("a shard serves from this folder: give the standby one of its own (shard.data_dir)")
-        if mark is not None and mark.what == SUPERSEDED:  # the line of its versions has ended
+        if mark is not None and mark.what == SUPERSEDED:  # its versions were replaced by a promoted shard's
             for name in [*names]:
                 if parse_version_name(name) or name.startswith("epoch-"):
                     fs.remove(name)
@@ -96,11 +94,9 @@ class StandbyFolder:
                 fs.remove(name)
 
     def follows(self, epoch: int) -> None:
-        """The shard is in this epoch."""
         put_mark(self._fs, STANDBY, epoch)
 
     def look(self) -> bool:
-        """Whether it was promoted meanwhile."""
         mark = mark_of(self._fs.names())
         self.is_promoted = mark is not None and mark.what == PROMOTED
         return self.is_promoted
@@ -110,7 +106,7 @@ class StandbyFolder:
         return newest(self._fs)
 
     def drop_later(self, newest: Mapping[int, int]) -> None:
-        """Versions of these fragments above the shard's are of a line that it has lost; -1: it has none."""
+        """Remove versions above the shard's, which has lost them. `newest`: fragment -> version; -1: it has none."""
         later = [version_name(f, v) for f, v in _versions(self._fs) if v > newest.get(f, v)]
         for name in later:
             self._fs.remove(name)
@@ -118,12 +114,11 @@ class StandbyFolder:
             self._fs.sync_names()
 
     def begin(self, fragment_id: int, version: int) -> NewFile:
-        """A version is about to come."""
         self.drop_later({fragment_id: version})
         return self._fs.create(version_name(fragment_id, version) + TEMPORARY)
 
     def end(self, file: NewFile, fragment_id: int, version: int) -> Header:
-        """All of it is here: check every byte, and keep it. Raises VersionDamaged."""
+        """Check every byte of a complete file, and keep it. Raises VersionDamaged."""
         name = version_name(fragment_id, version)
         file.sync()
         file.close()
@@ -140,7 +135,7 @@ class StandbyFolder:
 
 
 def newest(fs: FileSystem) -> dict[int, VersionId]:
-    """Fragment -> its newest version, as far as headers can be read. Raises OSError."""
+    """Fragment -> its newest version with a readable header. Raises OSError."""
     found: dict[int, VersionId] = {}
     for fragment_id, version in _versions(fs):
         with suppress(VersionDamaged, DataError):
@@ -154,9 +149,9 @@ def _versions(fs: FileSystem) -> list[tuple[int, int]]:
 
 
 def promote(fs: FileSystem) -> dict[int, VersionId]:
-    """Whoever serves from this folder next is the shard. Returns what it holds. Repeating it is fine.
+    """Promote the folder: whoever serves from it next is the shard. Returns its versions; safe to repeat.
 
-    Raises WrongFolder where it is no standby's, and OSError.
+    Raises WrongFolder if it is not a standby's, and OSError.
     """
     mark = mark_of(fs.names())
     if mark is None or mark.what == SUPERSEDED:

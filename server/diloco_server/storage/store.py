@@ -1,11 +1,11 @@
-"""A shard's versions on a disk: the order of writes, which versions are kept, and what is found after a crash.
+"""A shard's versions on disk: the order of writes, which versions are kept, and recovery after a crash.
 
 A version is announced only after `save` has returned. It is written under a temporary name, synced and renamed, and
-then the names are synced. So after a crash at any point, the newest version is whole: the old one or the new one. The
-last two versions of each fragment are kept, in case the newest one rots.
+then the names are synced. So after a crash at any point, the newest version is complete: the old one or the new one.
+The last two versions of each fragment are kept, in case the newest one rots.
 
-What recovery passes over is renamed before the shard serves anybody: a sector that could not be read once may be read
-at the next start, and the line of versions that it belongs to is over by then.
+Files that recovery passes over are renamed before the shard serves: a sector that failed once may be readable at the
+next start, when other versions have taken the place of that file's.
 
 Each start of a shard gets its own epoch: an empty file with the number in its name, so there is no content to damage.
 """
@@ -34,10 +34,10 @@ from diloco_server.storage.version_file import (
 )
 
 KEPT = 2
-"""Versions per fragment."""
+"""Versions kept per fragment."""
 TEMPORARY = ".tmp"
 DAMAGED = ".damaged"
-"""Ends the names of files that recovery has passed over."""
+"""Suffix of files that recovery has passed over."""
 _EPOCH = re.compile(r"epoch-(\d{12})", re.ASCII)
 
 
@@ -49,7 +49,7 @@ class Found:
     pull: str
     """`sync.pull` when it was written."""
     is_behind: bool
-    """A later version once existed, and may have been announced."""
+    """A later version existed, and may have been announced."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Recovered:
     """The versions found in a folder."""
 
     manifest: Manifest | None
-    """None: there is no version."""
+    """None: there are no versions."""
     versions: list[Found] = field(default_factory=list)
     """Sorted by fragment. Fragments without a version are left out."""
     damage: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Store(Protocol):
     """One shard's versions. `save` may be called from several threads, for different fragments."""
 
     epoch: int
-    """The epoch of this start of the shard. No two starts have the same."""
+    """The epoch of this start of the shard, different for every start."""
     keeps_files: bool
     """Whether versions outlive the process."""
 
@@ -85,14 +85,14 @@ class Store(Protocol):
         """The file of a version that was saved. Raises OSError."""
 
     def supersede(self, epoch: int) -> None:
-        """Another one is this shard now, from this epoch on: never serve from here again. Raises OSError."""
+        """Another process is this shard from this epoch on: never serve from here again. Raises OSError."""
 
     def free_bytes(self) -> int | None:
-        """Free space for versions, in bytes; None: there is no disk that could run full. May hang. Raises OSError."""
+        """Free space for versions, in bytes; None: no disk is used. May hang. Raises OSError."""
 
 
 class MemoryStore:
-    """Keeps nothing when the process ends.
+    """Keeps versions in memory only.
 
     A restarted shard begins empty, in a new epoch. Learners that are still there seed it again, from the version they
     applied last.
@@ -101,7 +101,7 @@ class MemoryStore:
     keeps_files = False
 
     def __init__(self, epoch: int) -> None:
-        """`epoch` is drawn at random, so a learner can tell a restarted shard from the one before."""
+        """`epoch`: drawn at random, so that learners notice a restart."""
         self.epoch = epoch
 
     def recover(self) -> Recovered:
@@ -115,23 +115,23 @@ class MemoryStore:
         raise FileNotFoundError(version_name(fragment_id, version))
 
     def supersede(self, epoch: int) -> None:
-        """Nothing is left when the process ends."""
+        """Does nothing: nothing is left when the process ends."""
 
     def free_bytes(self) -> int | None:
         return None
 
 
 class FileStore:
-    """Versions in a folder that nobody else writes to."""
+    """Versions in a folder that no one else writes to."""
 
     keeps_files = True
 
     def __init__(self, fs: FileSystem, origin: Origin, *, first_epoch: int) -> None:
-        """Begin an epoch, durably.
+        """Begin an epoch, durably. Raises OSError.
 
-        `first_epoch` is the least that it may be: above every earlier epoch of the run, or versions of two epochs would
-        have the same name. A folder that is new, emptied, or a copy of an earlier day, names none of the epochs that
-        the shard has had since. Seconds since 1970 are high enough. Raises OSError.
+        `first_epoch`: its lower bound, above every earlier epoch of the run, or two versions would have the same name.
+        A folder that is new, emptied, or an old copy does not show the epochs since. Seconds since 1970 are high
+        enough.
         """
         self._fs = fs
         self._origin = origin
@@ -144,7 +144,7 @@ class FileStore:
         epochs = sorted(int(m[1]) for name in names if (m := _EPOCH.fullmatch(name)))
         mark = mark_of(names)
         self._copied_upto = mark.epoch if mark is not None and mark.what == PROMOTED else -1
-        before = epochs or [name.epoch for name in newest(fs).values()]  # of a copy: above what it was copied from
+        before = epochs or [name.epoch for name in newest(fs).values()]  # in a copy: above the copied epochs
         self.epoch = max(first_epoch_of(mark, first_epoch), max(before, default=-1) + 1)
         self._was_restored = not epochs
         self._begin_epoch(epochs)
@@ -188,8 +188,8 @@ class FileStore:
                 damage.append(str(error))
                 worse.append(name)
                 continue
-            # The version before is removed only once there is a later one. If it is missing, a later one may be, too.
-            # A standby has copied what was announced when it had time for it, so not all of them.
+            # The version before is removed only once there is a later one. If it is missing, a later one may be, too. A
+            # standby skips versions when it lags, so it may lack some.
             is_missing = header.previous is not None and header.previous not in versions
             is_missing = is_missing and stored.record.epoch > self._copied_upto
             if is_missing and not worse and not aside and not self._was_restored:
@@ -217,7 +217,7 @@ class FileStore:
             self._fs.sync_names()
 
     def _aside(self) -> dict[int, set[str]]:
-        """Fragment -> files that were passed over at an earlier start, and that no later version has cleared since."""
+        """Fragment -> files passed over at an earlier start, not yet cleared by a later version."""
         found: dict[int, set[str]] = {}
         for name in self._fs.names():
             if name.endswith(DAMAGED) and (parsed := parse_version_name(name.removesuffix(DAMAGED))) is not None:
@@ -284,7 +284,7 @@ class FileStore:
 
 
 def check_origin(mine: Origin, header: Header) -> None:
-    """A shard with these settings can go on from such a file. Raises WrongFolder."""
+    """Check that a shard with these settings can continue from such a file. Raises WrongFolder."""
     ours, theirs = asdict(mine), asdict(header.origin)
     lines = [f"{k}: {theirs[k]} <-> {ours[k]}" for k in ours if k != "pull" and ours[k] != theirs[k]]
     if lines:
@@ -298,7 +298,7 @@ def check_origin(mine: Origin, header: Header) -> None:
 def open_store(settings: Settings, *, epoch_in_memory: int, first_epoch: int) -> tuple[Store, FolderLock | None]:
     """The store, and the lock on its folder. Raises InUse, and DataError if the disk refuses.
 
-    `epoch_in_memory` is for a shard without a folder, `first_epoch` the least epoch of one that has a folder.
+    `epoch_in_memory`: for a shard without a folder; `first_epoch`: the lowest epoch of one with a folder.
     """
     folder = settings.shard.data_dir
     if folder is None:

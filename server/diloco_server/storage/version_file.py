@@ -44,12 +44,12 @@ from diloco_server.storage.filesystem import Files, NewFile, OldFile
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """Everything a shard needs to go on from a version, bit for bit."""
+    """Everything a shard needs to continue from a version, bit for bit."""
 
     record: Record
     values: Values
     anchor: Payload | None
-    """The anchor of the learners, if it does not follow from the values: in a run that sends changes."""
+    """The learners' anchor, in a run that sends changes; None: it follows from the values."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -83,16 +83,16 @@ class Origin:
 FORMAT = "diloco-version-3"
 """2: chunks of up to 4 MiB. 3: momentum as bfloat16."""
 WITH_AVERAGE = "diloco-version-4"
-"""Of a file with an average; an earlier release would take it for a damaged one."""
+"""Format of a file with an average, which an earlier release would take for damaged."""
 FORMATS = ("diloco-version-1", "diloco-version-2", FORMAT, WITH_AVERAGE)
-"""That this release reads."""
+"""Formats that this release reads."""
 HEADER_BYTES_MAX = 64 * 2**20
 """A reader allocates at most this much because a file says so. Larger headers are not written, either."""
 SLICE_BYTES = 2**18
 """Data is checked and written, or read and checked, in slices of this size, which stay in the cache."""
 CHECKSUM_BYTES = 8
 Kind = Literal["F32", "BF16"]
-"""Of numbers, as safetensors says it."""
+"""Data types, as safetensors names them."""
 _DTYPES: dict[Kind, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16}
 _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 _LOST = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)
@@ -112,7 +112,7 @@ class Header:
     previous: int | None
     """The version kept beside this one when it was written."""
     buffers: tuple[Kind, ...]
-    """What kind of numbers the state of the outer optimizer is."""
+    """Data types of the outer optimizer's state."""
     has_average: bool
     has_anchor: bool
     chunk_elements: int
@@ -121,7 +121,6 @@ class Header:
 
     @property
     def num_data_bytes(self) -> int:
-        """Bytes between header and checksums."""
         return self.num_elements * sum(width for _, _, width in _layout(self))
 
 
@@ -161,7 +160,6 @@ def write_version(
 
 
 def _encode_header(header: Header) -> bytes:
-    """Length and header, as bytes of a file."""
     metadata = {
         "format": WITH_AVERAGE if header.has_average else FORMAT,
         "origin": asdict(header.origin),
@@ -182,7 +180,7 @@ _MANIFEST_PLACE = "manifest"
 
 
 class _ManifestText:
-    """How the manifest is written, kept for the next file: it is the same in all of a run, and the longest part."""
+    """Caches the encoded manifest for the next file: it is the longest part, and equal in all files of a run."""
 
     def __init__(self) -> None:
         self._last: tuple[Manifest, bytes] | None = None
@@ -200,7 +198,6 @@ _manifest_text = _ManifestText()
 
 
 def _table(header: Header) -> dict[str, Any]:
-    """The entries of all tensors in a header."""
     table: dict[str, Any] = {}
     end = 0
     for name, kind, width in _layout(header):
@@ -304,9 +301,9 @@ def _read_header(file: OldFile, name: str) -> tuple[Header, int, int]:
 
 
 def _decode_header(name: str, head: bytes) -> Header:
-    """Decode a header with a right checksum. Anybody can make a checksum, so every field is still validated.
+    """Decode a header whose checksum is valid. Anyone can make a checksum, so every field is still validated.
 
-    Raises VersionDamaged, and DataError if another release of this program may have written the file.
+    Raises VersionDamaged, and DataError if another release may have written the file.
     """
     try:
         tensors = json.loads(head[8:])
@@ -348,7 +345,7 @@ def _decode_header(name: str, head: bytes) -> Header:
 
 @lru_cache(maxsize=1)
 def _read_manifest(text: str, num_fragments: int, num_shards: int) -> tuple[Manifest, str]:
-    """The manifest, and the digest that the file says. All files of a folder have the same: it is cut once.
+    """The manifest, and the digest in the file. Cached, since all files of a folder have the same.
 
     Raises ValueError, BadRequest.
     """
@@ -364,7 +361,7 @@ class _Model:
 
     digest: str
     tensors: list[list[Any]]
-    """As `spec_of` reads them."""
+    """As read by `spec_of`."""
     ties: tuple[Tie, ...] = ()
 
 
@@ -437,12 +434,12 @@ def version_name(fragment_id: int, version: int) -> str:
 
 
 def parse_version_name(name: str) -> tuple[int, int] | None:
-    """Fragment and version in a file name; None: it is not the name of a version file."""
+    """Fragment and version in a file name; None: it is not a version file's."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def version_names(fragment_id: int, names: Iterable[str]) -> list[str]:
-    """The names of the fragment's versions among these names, newest first."""
+    """The names of this fragment's version files, newest first."""
     prefix = f"fragment-{fragment_id:04d}-"
     return sorted((name for name in names if name.startswith(prefix) and parse_version_name(name)), reverse=True)

@@ -1,4 +1,4 @@
-// The live page: hears of the run by server-sent events, and shows it. One file per part; nothing else is kept.
+// The live page: receives the run by server-sent events, and shows it. Each part has a file; only state.js keeps data.
 
 import { showCards, showLive } from "./cards.js";
 import { showCourse } from "./course.js";
@@ -10,7 +10,7 @@ import { showShards } from "./shards.js";
 import { emptyState, merge } from "./state.js";
 import { explainWords } from "./words.js";
 
-// The cookie is enough: the key need not stay in the address, nor go along where somebody copies it.
+// The cookie is enough: remove the key from the address, so that a copied link does not contain it.
 if (location.hash.startsWith("#key=")) history.replaceState(null, "", location.pathname);
 const state = emptyState();
 let source = null;
@@ -35,10 +35,10 @@ function connect() {
     show();
   };
   source.onerror = async () => {
-    if (source.readyState !== EventSource.CLOSED) return; // it opens the next stream by itself
+    if (source.readyState !== EventSource.CLOSED) return; // the browser reconnects
     setTimeout(async () => {
       const page = await fetch("/").catch(() => null);
-      if (page?.status === 401) location.reload(); // another start of the server, with another key
+      if (page?.status === 401) location.reload(); // the server restarted with another key
       else connect();
     }, 3000);
   };

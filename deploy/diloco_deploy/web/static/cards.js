@@ -1,4 +1,4 @@
-// The top of the page: three answers, progress, and what is wrong.
+// The top of the page: three answers, progress, and findings.
 
 import { $, make, say } from "./dom.js";
 import { clock, count, loss, seconds } from "./format.js";

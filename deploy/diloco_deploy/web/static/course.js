@@ -1,4 +1,4 @@
-// The loss over tokens and over time, by uPlot.
+// The loss over tokens and over time, drawn by uPlot.
 
 import { $ } from "./dom.js";
 import { clock, count, loss } from "./format.js";
@@ -13,7 +13,7 @@ function over() {
   return document.querySelector("input[name=over]:checked").value;
 }
 
-// Columns for uPlot. Over tokens, points without progress are one point, the newest; what a restore undid is not drawn.
+// Columns for uPlot. Over tokens, points without progress become one, the newest; points undone by a restore are dropped.
 export function columns(points, kind) {
   const kept = [];
   for (const point of points) {

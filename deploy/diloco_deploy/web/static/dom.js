@@ -1,4 +1,4 @@
-// Elements in one line each. Text is always set as text, never as markup.
+// Makes elements. Text is always set as text, never as markup.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -14,5 +14,5 @@ export function make(tag, attributes = {}, ...children) {
 }
 
 export function say(element, text) {
-  if (element.textContent !== text) element.textContent = text; // unchanged text is not read aloud again
+  if (element.textContent !== text) element.textContent = text; // screen readers read a changed text aloud
 }

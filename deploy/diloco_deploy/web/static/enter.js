@@ -1,4 +1,4 @@
-// Hands the key over, typed or from the address. What comes after # is never sent by a browser on its own.
+// Sends the key, typed or from the address. Browsers never send the part after # by themselves.
 
 const answer = document.getElementById("answer");
 

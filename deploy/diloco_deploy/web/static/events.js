@@ -1,4 +1,4 @@
-// What happened, newest first.
+// Events, newest first.
 
 import { $, make } from "./dom.js";
 import { clock } from "./format.js";

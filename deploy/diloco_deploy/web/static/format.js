@@ -1,4 +1,4 @@
-// Numbers, sizes and times as people read them. What is not known is a dash.
+// Formats numbers, sizes and times. Unknown values are a dash.
 
 const UNKNOWN = "–";
 

@@ -1,4 +1,4 @@
-// Learners: all of them at a glance, and a page of rows at a time, so that thousands cost no more than fifty.
+// Learners: an overview of all, and a table with one page of rows at a time, so that thousands cost no more than fifty.
 
 import { $, make, say } from "./dom.js";
 import { clock, count, loss, seconds } from "./format.js";
@@ -9,7 +9,7 @@ const WHY = {
   ABSENT: "absent", FENCED: "fenced off", LEFT: "left before", LEASE_EXPIRED: "away",
   STALLED: "stalled", NOT_FINITE: "not finite",
 };
-// How a cell is drawn, by the kind of its column. The columns come from the server (web/feed.py).
+// Draws a cell by the kind of its column. The columns come from the server (web/feed.py).
 const CELLS = {
   text: (value) => value,
   count: (value) => count(value),
@@ -57,7 +57,7 @@ async function askAnew() {
     if (!answer.ok) return;
     found = await answer.json();
   } catch {
-    return; // the page's server is away; the head of the page says so
+    return; // the server is away; the top of the page says so
   }
   if (mine !== version) return;
   asked.page = found.page;

@@ -1,18 +1,18 @@
-// Fragments over time: every round as a bar, and what went wrong in it. `rounds_text.js` says the same in words.
+// Fragments over time: every round as a bar, with its problems. `rounds_text.js` has the same in words.
 
 import { $ } from "./dom.js";
 import { clock } from "./format.js";
 import { roundInWords, roundsTable } from "./rounds_text.js";
 
-const LEFT = 74; // pixels for names
-const TOP = 18; // for marks of learners
+const LEFT = 74; // pixels, for names
+const TOP = 18; // pixels, for marks of learners
 const AXIS = 22;
 let chosen = null;
-let layout = null; // what was drawn last: for pointing at it
+let layout = null; // of the last drawing, to find the round under the pointer
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const span = () => Number(document.querySelector("input[name=span]:checked").value);
-let chosenSpan = false; // a person chose it; until then it suits the pace of the rounds
+let chosenSpan = false; // whether the user chose it; until then it follows the pace of the rounds
 
 function suitSpan(state, numRows) {
   if (chosenSpan || !numRows) return;
@@ -24,7 +24,7 @@ function suitSpan(state, numRows) {
   document.querySelector(`input[name=span][value="${best}"]`).checked = true;
 }
 
-// One row per fragment, by shard, with the height that fits them all.
+// One row per fragment, grouped by shard, with a height at which all fit.
 export function rowsOf(state) {
   const fragments = new Map();
   for (const shard of state.last.shards) fragments.set(shard.name, new Set(shard.fragments));
@@ -127,7 +127,7 @@ function drawOutages(pen, outages, group, from, to, x) {
 function drawRound(pen, round, to, x) {
   const group = layout.groups.find((one) => one.shard === round.shard);
   const row = group?.rows.find((one) => one.fragment === round.fragment);
-  const reached = round.cut ?? to - round.opened; // as far as anybody knows
+  const reached = round.cut ?? to - round.opened; // as far as known
   const until = round.opened + (round.announced ?? round.closed ?? reached);
   if (!row || until < layout.from) return;
   const pad = layout.height > 8 ? 2 : 1;
@@ -172,7 +172,7 @@ function drawFaults(pen, round, x, y) {
   }
 }
 
-// Learners that went or came: a line through the lanes of the shards that said so.
+// Learners that left or joined: a line through the rows of the shards that reported it.
 function drawMarks(pen, state, from, x, total) {
   for (const event of state.events.values()) {
     const goes = event.kind === "evicted" || event.kind === "left out";
@@ -208,7 +208,7 @@ function drawChosen(pen) {
 
 const same = (a, b) => a.shard === b.shard && a.fragment === b.fragment && a.opened === b.opened;
 
-// ---------------------------------------------------------------- pointing, and the keyboard
+// ---------------------------------------------------------------- pointer and keyboard
 
 export function listenToPicture(state) {
   const picture = $("picture");
@@ -235,7 +235,7 @@ export function listenToPicture(state) {
   });
 }
 
-// The round beside the chosen one: in its lane, or in the next lane at about that time.
+// The round beside the chosen one: in its row, or in the next row at about the same time.
 function neighbour(dx, dy) {
   const now = chosen && layout.rounds.find(({ round }) => same(round, chosen));
   if (!now) return layout.rounds.reduce((a, b) => (b.right > a.right ? b : a)).round;

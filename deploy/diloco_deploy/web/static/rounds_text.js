@@ -1,4 +1,4 @@
-// Rounds in words: for whoever points at one, and for whoever reads tables.
+// Rounds in words, for the tooltip and for the table.
 
 import { make } from "./dom.js";
 import { clock, seconds } from "./format.js";

@@ -1,4 +1,4 @@
-// Shards as rows.
+// The table of shards.
 
 import { $, make } from "./dom.js";
 import { bytes, clock, count, seconds } from "./format.js";

@@ -1,4 +1,4 @@
-// What the page knows: the last message, and all that only grows, put together from all messages.
+// The page's data: the last message, and the course, rounds and events collected from all messages.
 
 const ROUNDS_KEPT_S = 900;
 const EVENTS_MAX = 200;
@@ -7,7 +7,7 @@ export function emptyState() {
   return { last: null, points: [], rounds: new Map(), events: new Map(), heardAt: 0 };
 }
 
-// A round as the picture needs it. `feed.py` sends rows to save bytes.
+// A round as an object; `feed.py` sends arrays to save bytes.
 function roundOf(row) {
   const [shard, fragment, round, opened, quorum, closed, announced, participants, asked, why, absent, refused, cut] = row;
   const numRefused = Object.values(refused).reduce((sum, n) => sum + n, 0);
@@ -26,9 +26,9 @@ export function merge(state, message) {
     state.rounds.set(`${round.shard}/${round.fragment}/${round.round}/${round.opened}`, round);
   }
   const newest = new Map([...state.rounds.values()].map((round) => [`${round.shard}/${round.fragment}`, round]));
-  for (const [key, round] of state.rounds) { // in the order in which they changed first
+  for (const [key, round] of state.rounds) { // in the order of their first message
     const isLast = newest.get(`${round.shard}/${round.fragment}`) === round;
-    const isOpen = isLast && round.announced === null && round.cut === null; // it is drawn, however old it is
+    const isOpen = isLast && round.announced === null && round.cut === null; // kept, however old it is
     if (!isOpen && round.opened < message.now - ROUNDS_KEPT_S) state.rounds.delete(key);
   }
   for (const event of message.events) state.events.set(event.id, event);

@@ -1,4 +1,4 @@
-// Light, dark, or as the system says. Runs before the first paint, so nothing flashes.
+// Light, dark, or the system's choice. Runs before the first paint, so nothing flashes.
 
 const THEMES = ["system", "light", "dark"];
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -6,7 +6,7 @@ let theme = "system";
 try {
   theme = localStorage.getItem("diloco-theme") || "system";
 } catch {
-  // storage is forbidden: the system decides
+  // no storage: use the system's choice
 }
 
 function apply() {
@@ -18,7 +18,7 @@ dark.addEventListener("change", apply);
 
 document.addEventListener("DOMContentLoaded", () => {
   const button = document.getElementById("theme");
-  if (button === null) return; // the page that asks for the key has none
+  if (button === null) return; // the page that asks for the key has no button
   const show = () => {
     button.textContent = `◐ ${theme}`;
     button.setAttribute("aria-label", `Theme: ${theme}`);
@@ -29,7 +29,7 @@ document.addEventListener("DOMContentLoaded", () => {
     try {
       localStorage.setItem("diloco-theme", theme);
     } catch {
-      // it holds for this visit
+      // applies to this visit only
     }
     show();
     apply();

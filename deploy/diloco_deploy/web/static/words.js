@@ -1,4 +1,4 @@
-// The shared words, explained where they stand: on hover, on focus, on a tap; Escape closes.
+// Explains words of the glossary on hover, focus or tap; Escape closes.
 
 import { $ } from "./dom.js";
 
