@@ -102,9 +102,9 @@ def test_a_rule_that_gives_nonsense_is_named() -> None:
     ("sections", "says"),
     [
         ({"outer": {"optimizer": "no.such:Rule"}}, "PYTHONPATH"),
-        ({"outer": {"optimizer": "own_outer_rule:by_length"}}, "no subclass"),
+        ({"outer": {"optimizer": "own_outer_rule:by_length"}}, "not a subclass"),
         ({"outer": {"optimizer": "plugin:nothing"}}, "install it"),
-        ({"sync": {"merge": "math:pi"}}, "no function"),
+        ({"sync": {"merge": "math:pi"}}, "not a function"),
     ],
 )
 def test_a_rule_that_is_not_there_or_no_rule_is_refused_when_a_shard_starts(sections, says) -> None:
