@@ -90,9 +90,9 @@ def test_an_answer_that_drips_ends_in_time(answer: Callable[[socket.socket], Non
         (HEAD + b"Content-Length: 1073741824\r\n\r\n", "1073741824 bytes"),
         (HEAD + b"Content-Length: -1\r\n\r\n", "-1 bytes"),
         (HEAD + b"A: " + b"b" * 70_000, "a head of more"),
-        (b"\x00\xff\r\n\r\n", "no HTTP"),
-        (b"", "no HTTP"),
-        (HEAD + b"A: b\r\n" * 2000 + b"\r\n", "no HTTP"),
+        (b"\x00\xff\r\n\r\n", "not speak HTTP"),
+        (b"", "not speak HTTP"),
+        (HEAD + b"A: b\r\n" * 2000 + b"\r\n", "not speak HTTP"),
     ],
 )
 def test_what_is_no_answer_of_ours_is_not_taken(data: bytes, why: str) -> None:
