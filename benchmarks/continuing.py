@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from diloco_common.settings import Settings
 from diloco_demo.data import STDLIB, TokenStream
 from diloco_demo.gpt import GPT, build_gpt
-from diloco_lab.tasks import BuiltIn, corpus_of
+from diloco_lab.tasks import BuiltIn, corpus_of, inner_step
 
 STEPS, BATCH, RATE = 4000, 32, 6e-3
 """Of the training on Python: AdamW, a rate that falls to zero."""
@@ -83,16 +83,12 @@ def _trained(settings: Settings) -> Path:
     if path.exists():
         return path
     model = build_gpt(settings.model, seed=0)
-    python = corpus_of(settings.model_copy(update={"data": settings.data.model_copy(update={"source": STDLIB})}))
-    stream = TokenStream(python.train, learner_id="before", seed=0, context=settings.model.context, batch=BATCH)
+    before = settings.model_copy(update={"data": settings.data.model_copy(update={"source": STDLIB})})
+    task, text = BuiltIn(before), corpus_of(before).train
+    stream = TokenStream(text, learner_id="before", seed=0, context=settings.model.context, batch=BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
-    for _ in range(STEPS):
-        model.loss(*stream.next_batch()).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+    for step in range(STEPS):
+        inner_step(task, model, optimizer, *stream.next_batch(), share=1 - step / STEPS, clip=1.0)
     half = path.with_suffix(f".{os.getpid()}")
     torch.save(model.state_dict(), half)
     os.replace(half, path)
