@@ -117,7 +117,16 @@ def renamed(lines: Lines) -> None:
     find(lines["ann"], "applied", version=3).update(epoch=LATER)
 
 
-@pytest.mark.parametrize("change", [goodbye, resumed, sent_again_under_a_new_lease, late, forgotten, renamed])
+def pointed_away(lines: Lines) -> None:
+    """Round 2 left ann's work out, and she applies its version as if it held it."""
+    line = find(lines["shard-0"], "merging", version=2)
+    line.update(contributions=[], left_out=line["contributions"])
+    recount(lines)
+
+
+@pytest.mark.parametrize(
+    "change", [goodbye, resumed, sent_again_under_a_new_lease, late, forgotten, renamed, pointed_away]
+)
 def test_what_is_allowed_is_not_reported(change: Plant):
     lines = clean()
     change(lines)
@@ -214,6 +223,18 @@ def never_merged(lines: Lines) -> None:
 def left_out(lines: Lines) -> None:
     """Tokens 100 to 120 were trained, and are in no contribution."""
     sent(lines, 2, since=120, tokens=80)
+
+
+def left_out_and_sent_again(lines: Lines) -> None:
+    pointed_away(lines)
+    add(lines, "ann", carried(3.4, 2, 100))
+    find(lines["ann"], "applied", version=2).update(merged=None, since=100)
+    sent(lines, 3, since=100, tokens=200)
+
+
+def left_out_without_being_accepted(lines: Lines) -> None:
+    pointed_away(lines)
+    lines["shard-0"].remove(find(lines["shard-0"], "accepted", round=2))
 
 
 def skipped(lines: Lines) -> None:
@@ -316,6 +337,7 @@ def never_trained(lines: Lines) -> None:
         (counted_as_unmerged, ["double_counted"]),
         (never_merged, ["work_lost"]),
         (left_out, ["work_lost"]),
+        (left_out_and_sent_again, ["double_counted"]),
         (rolled_back, ["work_lost", "lost_versions"]),
         (began_anew, ["work_lost", "work_lost", "lost_versions"]),
         (skipped, ["lost_versions"]),
@@ -331,6 +353,7 @@ def never_trained(lines: Lines) -> None:
         (accepted_of_an_older_generation, ["fencing"]),
         (merged_without_being_accepted, ["accounting"]),
         (merged_with_other_tokens, ["accounting"]),
+        (left_out_without_being_accepted, ["accounting"]),
         (dropped, ["accounting"]),
         (tokens_not_counted, ["accounting"]),
         (two_under_way, ["accounting"]),
