@@ -62,4 +62,5 @@ class Spoiler:
     def _noise(self, values: Tensor) -> Tensor:
         """As long as the values."""
         noise = torch.randn(values.numel(), generator=self._generator)
-        return noise * (values.norm() / noise.norm())
+        as_long: Tensor = noise * (values.norm() / noise.norm())
+        return as_long
