@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -140,10 +140,8 @@ def test_some_short_schedules_have_a_sick_member_of_several() -> None:
     assert not any(o.hostile or o.islands or o.companions_every or o.has_buffer for o in drawn)
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(6), pytest.param(range(6, 100), marks=pytest.mark.gate)], ids=["quick", "more"]
-)
-def test_a_sick_member_is_left_out_until_it_is_healed_and_nobody_else_is(seeds: range) -> None:
+@pytest.mark.parametrize("seeds", [[23], pytest.param(range(100), marks=pytest.mark.gate)], ids=["quick", "more"])
+def test_a_sick_member_is_left_out_until_it_is_healed_and_nobody_else_is(seeds: Sequence[int]) -> None:
     counts = [run_schedule(draw(f"sick:{seed}")).counts for seed in seeds]
 
     assert sum(c.get("learners left out", 0) for c in counts) > 0
