@@ -19,6 +19,7 @@ from diloco_simulator.followed import Trainer
 from diloco_simulator.options import Options, draw
 from diloco_simulator.processes import HostileProcess, Processes
 from diloco_simulator.verify import invariants
+from diloco_simulator.verify.bounded import BoundedInfluence
 from diloco_simulator.verify.fairness import Fairness
 from diloco_simulator.verify.histories import Histories, gather
 from diloco_simulator.verify.invariants import Violation
@@ -96,9 +97,9 @@ class SimulatedCluster(Processes):
             if options.standbys and index in self.disks:
                 self.start_standby(index)
         Faults(self)
-        self._watches: Fairness | PublishedFormula | None = None
+        self._watches: Sequence[Fairness | PublishedFormula | BoundedInfluence] = ()
         if not options.standbys:  # with them, two processes may be one shard, and the formula follows one
-            self._watches = Fairness(self) if options.hostile else PublishedFormula(self)
+            self._watches = [Fairness(self)] if options.hostile else [PublishedFormula(self), BoundedInfluence(self)]
         self.hostile = [HostileProcess(self, number) for number in range(options.hostile)]
         self._all += [hostile.process for hostile in self.hostile]
 
@@ -146,8 +147,8 @@ class SimulatedCluster(Processes):
             host = self.shards[shard].host  # the one started last: another may still be running
             if what == "announced" and shard in self.disks and host and host.shard.epoch == facts["epoch"]:
                 self.disks[shard].hurt.pop(facts["fragment"], None)
-        if self._watches is not None:
-            self._watches.heard(name, what, facts)
+        for watch in self._watches:
+            watch.heard(name, what, facts)
         match what:
             case "gone" if facts["code"] == LeaseExpired.code:
                 self.shards[int(name.removeprefix("shard-"))].lost(facts["learner"], facts["generation"])
@@ -238,6 +239,9 @@ class SimulatedCluster(Processes):
                     return False, f"{learner_id} is not with shard {index}"
                 if member.generation != figures["generation"]:
                     return False, f"{learner_id} has another lease with shard {index}"
+        left_out = {i for shard in self.shards.values() if shard.host for i in shard.host.shard.influence.left_out}
+        if left_out:
+            return False, f"{sorted(left_out)} are healed, and do not take part"
         if any(p.process.alive and c in p.unresolved.values() for p, c in self._to_resolve):
             return False, "contributions from before the healing are in limbo"
         return self._versions_go_on()

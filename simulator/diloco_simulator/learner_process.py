@@ -7,7 +7,7 @@ the acts of its step boundaries, by its pushes, and by the values themselves.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from torch import Tensor
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import Busy, DilocoError
 from diloco_common.wire.messages import PushHeader
+from diloco_simulator.chaos.sickness import Spoiler
 from diloco_simulator.followed import FollowedRun, Trainer
 from diloco_simulator.reader_processes import SITE
 from diloco_simulator.verify import invariants
-from diloco_simulator.world.model import Counting, TornReplica, part_of
+from diloco_simulator.world.model import PATTERN, Counting, TornReplica, part_of
 from diloco_simulator.world.stage import Checkpoint, Stage
 from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.core.acts import Act, PushContribution, VersionApplied
@@ -45,6 +46,8 @@ class Taken:
     """The least that it holds: trained until the step boundary, and not merged."""
     lost: Tensor | None = None
     """Its encoding error, once it was pushed."""
+    leaves: Payload | None = None
+    """What really leaves the process, once it was pushed."""
 
 
 class LearnerProcess(Trainer, FollowedRun):
@@ -59,6 +62,9 @@ class LearnerProcess(Trainer, FollowedRun):
         self._ahead = 0  # those of them that the optimizer has already put into the model
         self._thawed_at = 0.0
         self._taken: dict[PendingContribution, Taken] = {}
+        sickness = options.sickness
+        is_ever_sick = sickness is not None and cluster.learner_ids[sickness.learner] == learner_id
+        self._spoiler = Spoiler(sickness, self.name) if sickness is not None and is_ever_sick else None
         self._busy_since: dict[tuple[int, int], float] = {}  # fragment and round -> first of the BUSY answers in a row
         caller = Caller("local", learner_id, self.name)
         telemetry = self._telemetry(caller, cluster.history_of(learner_id))
@@ -73,8 +79,9 @@ class LearnerProcess(Trainer, FollowedRun):
     def _dial(self, address: str) -> MemoryTransport:
         path = self.learner_id, int(address)
         return MemoryTransport(
-            self.stage.network, self.process, path, self._pushing, self._push_answered, self._options.call_s
-        )
+            self.stage.network, self.process, path, self._pushing, self._push_answered, self._options.call_s,
+            self._leaving,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ the training loop
 
@@ -191,6 +198,18 @@ class LearnerProcess(Trainer, FollowedRun):
                 invariants.error_feedback_is_whole(
                     self.name, fragment_id, decoded + taken.lost - meant, lost_before, taken.lost, account.largest
                 )
+
+    def _leaving(self, header: PushHeader, payload: Payload) -> tuple[PushHeader, Payload]:
+        """What leaves the process: the same again whenever it is pushed again, or a retry would be another one."""
+        contribution = self.unresolved.get(header.fragment_id)
+        is_seed = header.is_seed or header.not_finite or contribution is None or contribution.round != header.round
+        if self._spoiler is None or contribution is None or is_seed:
+            return header, payload
+        taken = self._taken[contribution]
+        if taken.leaves is None:
+            pattern = part_of(PATTERN, self.learner.core.fragments[header.fragment_id].fragment)
+            taken.leaves = self._spoiler.leaving(header.fragment_id, pattern, payload, self.stage.timeline.now)
+        return replace(header, payload=taken.leaves.header), taken.leaves
 
     def _push_answered(self, header: PushHeader, code: str) -> None:
         now, of = self.stage.timeline.now, (header.fragment_id, header.round)

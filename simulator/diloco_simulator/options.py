@@ -17,7 +17,9 @@ from diloco_common.settings import (
     ShardSettings,
     SyncSettings,
 )
+from diloco_server.core.influence import TOLD
 from diloco_simulator.chaos.plot import FOREIGN, MANNERS, TACTICS
+from diloco_simulator.chaos.sickness import SPOILS, Sickness
 from diloco_worker.shell.boundary import SEED_HOLD_S
 
 FAULTS = (
@@ -109,6 +111,10 @@ class Options:
     """Whether each shard has a mirror at the learners' site. Mirrors die, lag and lie."""
     standbys: bool = False
     """Whether each shard with a disk has a standby. It is promoted; the old shard may live on for some learners."""
+    sickness: Sickness | None = None
+    """One member of three or more whose contributions are spoiled for a while. Of two, nobody can say which is right.
+    Islands have none, as no rank holds a whole contribution. Neither have schedules with companions or buffers, which
+    are not compared, nor with strangers: hostile learners spoil theirs already."""
     hostile: int = 0
     """Number of hostile learners, beside the honest ones."""
     identities_proven: bool = True
@@ -131,6 +137,8 @@ class Options:
         """Longest time after the end of faults until the cluster is well and has reached its budget."""
         slowest_s = 1.2 * max(self.step_s)
         rounds_s = 6 * (self.sync_every * max(1, self.companions_every) + 4) * slowest_s
+        if self.sickness is not None:  # then it is compared until it takes part again
+            rounds_s += 3 * TOLD * self.shards / self.fragments * (self.sync_every + 4) * slowest_s
         holds_s = SEED_HOLD_S if self.resumes else 0.0
         return 4 * self.lease_s + 4 * self.call_s + 20 + holds_s + rounds_s + 2 * self.budget * slowest_s
 
@@ -203,7 +211,7 @@ def draw_short(seed: int) -> Options:
         disks=(),
         faults=tuple(kind for kind in FAULTS if r.random() < 0.5),
     )
-    return _with_many(_with_kind(_with_hostile(_with_disks(drawn, r, pace_s))))
+    return _with_sick(_with_many(_with_kind(_with_hostile(_with_disks(drawn, r, pace_s)))))
 
 
 def draw_options(seed: int) -> Options:
@@ -326,6 +334,31 @@ def _with_many(drawn: Options) -> Options:
     )  # fmt: skip
 
 
+def _with_sick(drawn: Options) -> Options:
+    """Some short schedules have a sick member."""
+    is_sick = random.Random(f"falls sick {drawn.seed}").random() < 0.08
+    others = drawn.hostile or drawn.islands or drawn.companions_every or drawn.fragments == MANY
+    return with_sick(drawn) if is_sick and not others else drawn
+
+
+def with_sick(drawn: Options) -> Options:
+    """The same schedule with a sick member, many fragments, fast threads and few faults, so that it is often found."""
+    r = random.Random(f"sick {drawn.seed}")
+    learners, shards = r.choice((3, 3, 4, 4, 5, 5, 5, 18)), r.choice((1, 1, 1, 2))
+    from_s, lasts_s = r.uniform(0.5, 2.0), r.uniform(3.0, 8.0)
+    return replace(
+        drawn, learners=learners, shards=shards, fragments=8 * shards, sync_every=r.choice((1, 1, 1, 2)),
+        sickness=Sickness(r.randrange(learners), r.choice(("flipped", *SPOILS)), from_s, from_s + lasts_s),
+        quorum=r.choice((2, 3, "all", "all")), grace=r.choice((0.5, "adaptive", "adaptive")), staleness_max=8,
+        on_commit=r.choice(("carry", "carry", "carry", "overwrite")), push=r.choice(("float32", "int8", "int4")),
+        step_s=(min(drawn.step_s),) * learners, disks=drawn.disks[:shards],
+        codec_s=0.005, compute_s=0.005, save_s=min(drawn.save_s, 0.005), long_delays=0.0,
+        loss=r.choice((0.0, 0.0, 0.02)), resumes=0.0,  # or the first versions would wait for who may have more
+        fault_every_s=r.choice((2.0, 8.0, 60.0)), faults_s=from_s + lasts_s + r.uniform(0.5, 2.0),
+        hostile=0, islands=0, companions_every=0, has_buffer=False, budget=0, max_pushes=64,
+    )  # fmt: skip
+
+
 def with_hostile(drawn: Options, hostile: int, *, identities_proven: bool = True) -> Options:
     """The same schedule with hostile learners, each without half of the tactics."""
     r = random.Random(f"tactics {drawn.seed}")
@@ -333,7 +366,7 @@ def with_hostile(drawn: Options, hostile: int, *, identities_proven: bool = True
     wanted = drawn.learners if drawn.quorum == "all" else drawn.quorum
     return replace(
         drawn, hostile=hostile, identities_proven=identities_proven, quorum=min(wanted, 2, drawn.learners),
-        outer=SUM, islands=0, companions_every=0, has_buffer=False,
+        outer=SUM, islands=0, companions_every=0, has_buffer=False, sickness=None,
         max_pushes=_DEFAULTS.shard.max_pushes, staleness_max=_DEFAULTS.sync.staleness_max,
         tactics=tuple(t for t in known if r.random() < 0.5) or known, manners=tuple(r.sample(MANNERS, 3)),
     )  # fmt: skip
@@ -345,7 +378,7 @@ def draw_islands(seed: int) -> Options:
     drawn = draw_short(seed) if r.random() < 0.7 else draw_options(seed)
     return replace(
         drawn, family="islands", islands=r.randint(1, drawn.learners), hostile=0, max_pushes=64,
-        companions_every=0, has_buffer=False,
+        companions_every=0, has_buffer=False, sickness=None,
         faults=(*drawn.faults, "lose rank", "lose rank"),
     )  # fmt: skip
 
@@ -356,14 +389,16 @@ def draw_companions(seed: int) -> Options:
     drawn = draw_short(seed) if r.random() < 0.7 else draw_options(seed)
     return replace(
         drawn, family="companions", companions_every=r.choice((1, 1, 2, 3)), has_buffer=r.random() < 0.5, hostile=0,
-        max_pushes=64, islands=0,
+        max_pushes=64, islands=0, sickness=None,
     )  # fmt: skip
 
 
 def draw_mirrored(seed: int) -> Options:
     """Short schedules with mirrors that lie, standbys that are promoted, or both."""
     r = random.Random(f"mirrored {seed}")
-    drawn = replace(draw_short(seed), family="mirrored", hostile=0, islands=0, companions_every=0, has_buffer=False)
+    drawn = replace(
+        draw_short(seed), family="mirrored", hostile=0, islands=0, companions_every=0, has_buffer=False, sickness=None
+    )
     kind = r.choice(("mirrors", "standbys", "both"))
     mirrors, standbys = kind != "standbys", kind != "mirrors"
     faults = tuple(kind for kind in drawn.faults if kind != "not finite")
@@ -375,6 +410,11 @@ def draw_mirrored(seed: int) -> Options:
     )  # fmt: skip
 
 
+def draw_sick(seed: int) -> Options:
+    """Schedules with a sick member."""
+    return with_sick(replace(draw_short(seed), family="sick"))
+
+
 FAMILIES: dict[str, Callable[[int], Options]] = {
     "short": draw_short,
     "long": draw_options,
@@ -382,6 +422,7 @@ FAMILIES: dict[str, Callable[[int], Options]] = {
     "islands": draw_islands,
     "companions": draw_companions,
     "mirrored": draw_mirrored,
+    "sick": draw_sick,
 }
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from diloco_common.errors import NothingIntact
-from diloco_server.core.cadence import needed
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.round import Round
 from diloco_server.shell.host import ShardHost
@@ -152,10 +151,11 @@ class ShardProcess:
         held, name = collecting.contributions, (state.fragment.fragment_id, collecting.round, collecting.opened_at)
         expected = {i for i, g in collecting.asked.items() if i in live and live[i].generation == g}
         expected -= held.keys() | collecting.refused
+        there, enough = invariants.towards_its_quorum(collecting, host.shard.rounds.patience.quorum(collecting))
         soon_s = 2 * self._options.tick_s + self._options.look_every_s
         if not expected:
             yield (*name, "nobody is expected any more", *sorted(held)), soon_s
-        elif len(held) >= max(1, needed(host.shard.rounds.patience.quorum(collecting), len(collecting.asked))):
+        elif there >= enough:
             yield (*name, "it has its quorum"), self._waits.of(host.shard, state, collecting) + soon_s
         else:
             for i in live.keys() - expected - held.keys():

@@ -10,7 +10,7 @@ from diloco_simulator.options import Options, draw_memory, draw_short, with_host
 
 def short(seed: int) -> Options:
     """A short schedule of single processes with one kind of fragments, in which nobody lies."""
-    return replace(draw_short(seed), hostile=0, islands=0, companions_every=0, has_buffer=False)
+    return replace(draw_short(seed), hostile=0, islands=0, companions_every=0, has_buffer=False, sickness=None)
 
 
 def memory(seed: int) -> Options:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
-from mutants import Mutant, breaks
+from mutants import Mutant, breaks, replaced
 
 from diloco_common.wire.messages import Outcome
-from diloco_server.core import merge, outer
+from diloco_server.core import influence, merge, outer
 from diloco_server.core.cadence import GraceWindow
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Influence, Told
 from diloco_server.core.membership import Membership
 from diloco_server.core.outer import Adam, Nesterov, Sgd
 from diloco_server.core.parts import HalfContribution
-from diloco_server.core.round import Contribution, Round
+from diloco_server.core.round import Contribution, LengthLimit, Round
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.versions import Versions
+from diloco_server.shell import driver
 from diloco_server.shell.driver import EffectDriver
 from diloco_server.shell.host import AwakeClock
 from diloco_worker.core.connection import AsTold, ConnectionState
@@ -140,10 +142,10 @@ def never_ask_again(original: Any, self: Any, then: Any) -> Any:
 
 
 @slip(FragmentState, "ask_again", missed="rare; no unit test of rounds or shards finds it")
-def ask_again_only_who_was_asked(original: Any, self: FragmentState, live: Any, now: float) -> Any:
+def ask_again_only_who_was_asked(original: Any, self: FragmentState, live: Any, *how: Any) -> Any:
     """Who has come since the round opened is not asked for it."""
     assert self.round is not None
-    return original(self, [m for m in live if m.learner_id in self.round.asked], now)
+    return original(self, [m for m in live if m.learner_id in self.round.asked], *how)
 
 
 @slip(Round, "refuse", missed="rare; test_rounds.py finds it")
@@ -313,8 +315,6 @@ def say_versions_before_leases(original: Any, self: CouncilLog, tokens: int | No
 
 # ------------------------------------------------------------ how much a contribution counts for
 
-UNKNOWN_TO_THE_HEALTHY = "nobody is left out in a schedule of the healthy; test_influence.py finds it"
-
 
 @slip(Influence, "_limits", "short:3", "only_the_longest_is_cut")
 def bound_by_the_third_longest(original: Any, self: Any, taken: Any, before: Any, own: Any) -> Any:
@@ -324,17 +324,58 @@ def bound_by_the_third_longest(original: Any, self: Any, taken: Any, before: Any
     return {learner_id: min(most, third) for learner_id, most in limits.items()}, after
 
 
-@slip(Influence, "_steps", "short:5", "only_the_longest_is_cut")
-def compare_lengths_of_any_steps(original: Any, self: Any, contribution: Any) -> int:
+@slip(Influence, "_limits", "short:3", "limits_follow_the_round")
+def compare_lengths_of_any_steps(original: Any, self: Any, taken: Any, before: Any, own: Any) -> Any:
     """Lengths are compared as they come."""
-    return 1
+    return original(self, [replace(c, steps=1) for c in taken], before, own)
 
 
-@slip(Influence, "bound", "short:0", "accounting")
+@slip(Influence, "_limits", "sick:23", "limits_follow_the_round")
+def forget_the_limit_of_before(original: Any, self: Any, taken: Any, before: Any, own: Any) -> Any:
+    """Each round begins anew."""
+    return original(self, taken, None, own)
+
+
+@slip(Influence, "_limits", "short:3", "limits_follow_the_round")
+def never_lower_a_limit(original: Any, self: Any, taken: Any, before: Any, own: Any) -> Any:
+    """What was once allowed stays allowed."""
+    limits, after = original(self, taken, before, own)
+    return limits, after if before is None else max(before, after, key=lambda limit: limit.at(1000))
+
+
+@slip(Influence, "_limits", missed="not in the few schedules tried; test_influence.py finds it")
+def forget_for_how_much_each_counted(original: Any, self: Any, taken: Any, before: Any, own: Any) -> Any:
+    """Only the limit of the fragment is remembered."""
+    return original(self, taken, before, {})
+
+
+@slip(Influence, "_limits", missed="not in the few schedules tried; test_influence.py finds it")
+def cut_whoever_has_most_of_the_weight(original: Any, self: Any, taken: Any, before: Any, own: Any) -> Any:
+    """A large machine beside small ones is cut to their length."""
+    return original(self, [replace(c, weight_max=1.0) for c in taken], before, own)
+
+
+@slip(Influence, "bound", missed="not in the few schedules tried; test_influence.py finds it")
+def let_two_grow_without_end(original: Any, self: Any, fragment_id: int, taken: Any, before: Any) -> Any:
+    """In a round of two, what counts is remembered in full."""
+    bounded, after = original(self, fragment_id, taken, before)
+    for c in bounded.values():
+        if c.norm > 0:
+            self._own[fragment_id][c.learner_id] = LengthLimit(c.kept * c.norm, c.steps)
+    return bounded, after
+
+
+@slip(Influence, "bound", "short:3", "accounting")
 def count_no_tokens(original: Any, self: Any, fragment_id: int, taken: Any, before: Any) -> Any:
     """What counts of the tokens is forgotten."""
     bounded, after = original(self, fragment_id, taken, before)
     return {learner_id: replace(c, counted=0) for learner_id, c in bounded.items()}, after
+
+
+@slip(Influence, "claimed", missed="a budget beside hostile learners was not tried; test_influence.py finds it")
+def believe_what_strangers_have_trained(original: Any, self: Any, tokens: Any) -> Any:
+    """A budget is nearly full as soon as one of them says so."""
+    return sum(tokens)
 
 
 @slip(Influence, "quorum", "short:1", "rounds_wait_for_their_quorum")
@@ -343,19 +384,104 @@ def one_is_a_quorum(original: Any, self: Any, asked: Any, quorum: Any) -> Any:
     return quorum if quorum == "all" else 1
 
 
-@slip(Told, "points_away", "short:12", "nobody_outweighs_a_round")
+# ------------------------------------------------------------ who is left out
+
+
+@slip(Told, "points_away", "sick:23", "nobody_healthy_is_left_out")
 def judge_by_one_contribution(original: Any, self: Any, opposed: float) -> bool:
     """Chance is forgotten."""
     return bool(self.directions) and self.directions[-1].cosine < 0.5
 
 
-@slip(Influence, "merging", missed=UNKNOWN_TO_THE_HEALTHY)
+@slip(Told, "points_away", "sick:18", "nobody_healthy_is_left_out")
+def leave_out_whoever_points_away_a_little(original: Any, self: Any, opposed: float) -> Any:
+    """Members are judged like strangers."""
+    return original(self, 0.0)
+
+
+@slip(influence, "_sure", missed="healthy work all points one way, so chance decides nothing")
+def take_chance_for_proof(original: Any, values: Any) -> bool:
+    """A mean above zero is enough."""
+    return fmean(values) > 0
+
+
+@slip(Influence, "hear", missed="18 learners with a flip take seconds; test_influence.py finds it")
+def leave_out_among_many(original: Any, self: Any, taken: Any, directions: Any) -> Any:
+    """However many there are, one that points away is left out."""
+    with replaced(influence, "FEW", lambda few: len(taken)):
+        return original(self, taken, directions)
+
+
+@slip(Influence, "hear", missed="not in the few schedules tried; test_influence.py finds it")
+def judge_whoever_sends_little(original: Any, self: Any, taken: Any, directions: Any) -> Any:
+    """Contributions of any length are compared."""
+    return original(self, [replace(c, kept=1 / c.norm) if c.norm > 0 else c for c in taken], directions)
+
+
+@slip(driver, "directions", "sick:23", "the_sick_are_left_out")
+def count_each_among_the_others(original: Any, *args: Any, **how: Any) -> Any:
+    """How much the others agree is taken from all."""
+    found = original(*args, **how)
+    return {i: replace(d, others=fmean(each.cosine for each in found.values())) for i, d in found.items()}
+
+
+@slip(Influence, "_repeating", missed="the healthy repeat themselves, too; test_influence.py finds it")
+def keep_whoever_repeats_itself(original: Any, self: Any, learners: Any) -> Any:
+    """Only directions are looked at."""
+    return set()
+
+
+@slip(Round, "parted", "sick:23", "exactly_the_left_out_are_not_merged")
+def merge_whoever_is_left_out(original: Any, self: Round) -> Any:
+    """The verdict is passed, and has no effect."""
+    return [self.contributions[i] for i in sorted(self.contributions)], []
+
+
+@slip(Rounds, "_open_some", missed="a round that asks again asks it, too")
+def ask_nobody_who_is_left_out(original: Any, self: Any, due: Any, live: Any, now: float) -> None:
+    """Whoever is left out is never heard again."""
+    original(self, due, self._influence.merging(live), now)
+
+
+@slip(Versions, "next_record", "sick:23", "double_counted")
+def tell_the_left_out_that_nothing_was_merged(original: Any, self: Versions, fragment_id: int) -> Any:
+    """Whoever is left out carries its work, and sends more and more of it."""
+    record, state = original(self, fragment_id), self.fragments[fragment_id]
+    assert state.closed is not None
+    left_out, before = {c.learner_id for c in state.closed.parted()[1]}, state.record.merged_versions
+    merged = {i: number for i, number in record.merged_versions.items() if i not in left_out}
+    return replace(record, merged_versions=merged | {i: before[i] for i in left_out & before.keys()})
+
+
+@slip(Influence, "merging", missed="not in the few schedules tried; test_influence.py finds it")
 def wait_for_those_left_out(original: Any, self: Any, live: Any) -> Any:
     """Rounds are opened and closed for them."""
     return [*live]
 
 
-@slip(Influence, "unjudged", missed=UNKNOWN_TO_THE_HEALTHY)
+@slip(Influence, "unjudged", missed="not in the few schedules tried; test_influence.py finds it")
 def never_take_back(original: Any, self: Any, live: Any) -> Any:
     """Whoever nobody can judge any more stays out."""
     return ()
+
+
+@slip(Told, "is_back", "sick:23", "the_healed_take_part_again")
+def leave_out_for_ever(original: Any, self: Any, opposed: float) -> bool:
+    """Whoever was left out once stays out."""
+    return False
+
+
+@slip(Told, "is_back", "sick:23", "the_healed_take_part_again")
+def take_back_the_sick(original: Any, self: Any, opposed: float) -> bool:
+    """A sign is off."""
+    return self.is_full and fmean(self._against(opposed)) > 0
+
+
+@slip(Influence, "_listen_anew", "sick:23", "only_the_healed_take_part_again")
+def remember_what_was_said_before(original: Any, self: Any) -> None:
+    """What was compared with other learners is compared on."""
+
+
+@slip(Influence, "begin", missed="not in the few schedules tried; test_influence.py finds it")
+def blame_another_process(original: Any, self: Any, learner_id: str) -> None:
+    """Whoever was left out is so under its id, whatever speaks for it now."""

@@ -7,13 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import schedules
 
 import forks
+from diloco_simulator.chaos.sickness import SPOILS
 from diloco_simulator.cli import main
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.options import (
@@ -120,7 +121,7 @@ def test_the_schedules_cover_every_kind_of_fault_and_setting() -> None:
 
 
 def test_short_schedules_are_of_3_shards_and_5_learners_and_meet_every_fault() -> None:
-    drawn = [draw_short(seed) for seed in range(DRAWN)]
+    drawn = [o for seed in range(DRAWN) if (o := draw_short(seed)).sickness is None]
 
     usual, many = {(3, 5, 3), (3, 5, 4)}, {(2, 2, MANY)}
     assert {(o.shards, o.learners, o.fragments) for o in drawn} == usual | many
@@ -128,6 +129,23 @@ def test_short_schedules_are_of_3_shards_and_5_learners_and_meet_every_fault() -
     assert {options.max_pushes for options in drawn} == {1, 2, 64}
     assert {options.resumes > 0 for options in drawn} == {True, False}
     assert {options.pull for options in drawn} == {"float32", "bfloat16", "int8", "int4"}
+
+
+def test_some_short_schedules_have_a_sick_member_of_several() -> None:
+    drawn = [o for seed in range(2 * DRAWN) if (o := draw_short(seed)).sickness is not None]
+
+    assert 0.03 < len(drawn) / (2 * DRAWN) < 0.1
+    assert {o.sickness.how for o in drawn if o.sickness} == {*SPOILS}
+    assert {o.learners for o in drawn} == {3, 4, 5, 18}
+    assert not any(o.hostile or o.islands or o.companions_every or o.has_buffer for o in drawn)
+
+
+@pytest.mark.parametrize("seeds", [[23], pytest.param(range(100), marks=pytest.mark.gate)], ids=["quick", "more"])
+def test_a_sick_member_is_left_out_until_it_is_healed_and_nobody_else_is(seeds: Sequence[int]) -> None:
+    counts = [run_schedule(draw(f"sick:{seed}")).counts for seed in seeds]
+
+    assert sum(c.get("learners left out", 0) for c in counts) > 0
+    assert sum(c.get("learners that take part again", 0) for c in counts) > 0
 
 
 def test_processes_come_to_the_same_as_one() -> None:
@@ -161,7 +179,7 @@ def test_a_violation_ends_the_command_with_its_replay_and_exit_code_1(
 
 def test_a_name_of_no_schedule_is_told_how_to_say_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--replay", "78"]) == 2
-    families = "companions:SEED or islands:SEED or long:SEED or memory:SEED or mirrored:SEED or short:SEED"
+    families = "companions:SEED or islands:SEED or long:SEED or memory:SEED or mirrored:SEED or short:SEED or sick:SEED"
     assert f"say {families}" in capsys.readouterr().err
 
 

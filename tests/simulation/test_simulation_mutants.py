@@ -62,7 +62,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("let_one_stranger_open_rounds", schedules.hasty, range(10), {"rounds_follow_honest_steps"}),
     ("believe_step_times", schedules.lingering, range(10), {WELL}),
     ("cut_all_to_the_shortest", draw_options, range(20), {"only_the_longest_is_cut"}),
-    ("merge_half_of_a_round", draw_options, range(20), {"nobody_healthy_is_left_out"}),
+    ("merge_half_of_a_round", draw_options, range(20), {"exactly_the_left_out_are_not_merged"}),
     ("let_one_learner_take_all_places", schedules.crowding, range(20, 60), {"honest_pushes_find_a_place", WELL}),
     ("forget_values_that_were_never_sent", schedules.forgetting_divergence, range(60), {"progress_is_kept"}),
     ("take_half_for_the_whole", schedules.losing_ranks, range(10), {"contributions_are_whole", ASSERTED}),

@@ -67,6 +67,20 @@ def late(lines: Lines) -> None:
     sent(lines, 3, since=100, tokens=200)
 
 
+def pointed_away(lines: Lines) -> None:
+    """Round 2 left ann's work out, and she applies its version as if it held it."""
+    line = find(lines["shard-0"], "merging", version=2)
+    line.update(contributions=[], left_out=line["contributions"])
+    recount(lines)
+
+
+@pytest.mark.parametrize("change", [late, pointed_away])
+def test_what_is_allowed_is_not_reported(change: Plant):
+    lines = clean()
+    change(lines)
+    assert violations(histories(lines)) == []
+
+
 def rolled_back(lines: Lines) -> None:
     """The shard came back with version 1. Version 2 was announced, and ann's work in it is gone with it."""
     cut(lines, 5.5)
@@ -129,6 +143,18 @@ def never_merged(lines: Lines) -> None:
     recount(lines)
 
 
+def left_out_and_sent_again(lines: Lines) -> None:
+    pointed_away(lines)
+    add(lines, "ann", carried(3.4, 2, 100))
+    find(lines["ann"], "applied", version=2).update(merged=None, since=100)
+    sent(lines, 3, since=100, tokens=200)
+
+
+def left_out_without_being_accepted(lines: Lines) -> None:
+    pointed_away(lines)
+    lines["shard-0"].remove(find(lines["shard-0"], "accepted", round=2))
+
+
 def came_back_with_another_one(lines: Lines) -> None:
     """Another version 3 than the one that was announced, made in an epoch that nobody knows."""
     find(lines["shard-0"], "merging", version=3).update(t=4.2)
@@ -166,12 +192,14 @@ def dropped(lines: Lines) -> None:
         (merged_twice, ["double_counted"] * 3),  # in the model, in what she carried, in what she counts
         (half_merged_twice, ["double_counted"]),
         (never_merged, ["work_lost"]),
+        (left_out_and_sent_again, ["double_counted"]),
         (rolled_back, ["work_lost", "lost_versions"]),
         (began_anew, ["work_lost", "work_lost", "lost_versions"]),
         (came_back_with_another_one, ["work_lost", "work_lost", "lost_versions"]),
         (other_bytes_at_a_learner, ["differing_bytes"]),
         (merged_after_eviction, ["fencing"]),
         (merged_without_being_accepted, ["accounting"]),
+        (left_out_without_being_accepted, ["accounting"]),
         (dropped, ["accounting"]),
     ],
 )

@@ -8,7 +8,8 @@ The lines, in the order in which each process writes them:
               opened    fragment, round, asked
               accepted  learner, generation, fragment, round, epoch, base, tokens, steps
               declined  the same, outcome, code
-              merging   fragment, version, contributions: [learner, generation, round, base, tokens, steps, counted]
+              merging   fragment, version, contributions: [learner, generation, round, base, tokens, steps, counted];
+                        left_out, the same of those that are not merged (`influence.py`)
               announced fragment, epoch, version, checksum, state, tokens_merged; companion, of those alone
               restored  the same, stored_epoch
     learner   born      role="learner", step, tokens

@@ -6,7 +6,7 @@ All are compared on one sample of their elements, so the time does not grow with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,9 @@ def directions(
         agreeing = _ratio(pairs, rest.square() - own.square().sum() + own.square())
     agreeing = torch.where(others > 1, agreeing, 0.0)
     now = {c.learner_id: kept.clone() for c, kept in zip(taken, sample, strict=True)}
-    again = [_cosine(said[i], now[i]) if i in said else None for i in now]
+    again = [
+        float(torch.cosine_similarity(said[i].float(), x.float(), dim=0)) if i in said else None for i, x in now.items()
+    ]
     said.clear()
     said.update(now)
     return dict(zip(now, map(Direction, with_others.tolist(), agreeing.tolist(), again), strict=True))
@@ -76,7 +78,7 @@ def directions(
 
 def _compared(taken: Sequence[Contribution], num_elements: int) -> tuple[Tensor, Tensor]:
     """Dot products of all pairs over the sample, float64 (M, M), and the part of it to keep, bfloat16 (M, n)."""
-    stretches = [*_stretches(num_elements, len(taken))]
+    stretches = _stretches(num_elements, len(taken))
     every = max(1, sum(s.stop - s.start for s in stretches) // KEPT)
     products, kept = torch.zeros(len(taken), len(taken), dtype=torch.float64), []
     for stretch in stretches:
@@ -87,24 +89,18 @@ def _compared(taken: Sequence[Contribution], num_elements: int) -> tuple[Tensor,
     return products, torch.cat(kept, 1)
 
 
-def _stretches(num_elements: int, contributions: int) -> Iterator[slice]:
+def _stretches(num_elements: int, contributions: int) -> list[slice]:
     length = max(1, int(STRETCH * min(1.0, MANY / contributions) ** 2))
     if num_elements <= STRETCHES * length:
-        yield slice(0, num_elements)
-        return
-    for i in range(STRETCHES):
-        start = i * (num_elements - length) // (STRETCHES - 1)
-        yield slice(start, start + length)
+        return [slice(0, num_elements)]
+    starts = (i * (num_elements - length) // (STRETCHES - 1) for i in range(STRETCHES))
+    return [slice(start, start + length) for start in starts]
 
 
 def _medians(cosines: Tensor, part: Tensor) -> Tensor:
     """For each contribution, the lower median of its cosines with the others in `part`."""
     own = torch.eye(len(cosines), dtype=torch.bool)
     return cosines.masked_fill(own | ~part, math.nan).nanmedian(1).values
-
-
-def _cosine(one: Tensor, other: Tensor) -> float:
-    return float(torch.cosine_similarity(one.float(), other.float(), dim=0))
 
 
 def _ratio(dots: Tensor, sizes: Tensor) -> Tensor:

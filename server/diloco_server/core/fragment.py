@@ -222,11 +222,13 @@ class FragmentState:
         self._enter(Phase.COLLECTING)
         return self.collected
 
-    def ask_again(self, live: Sequence[Member], patience_s: float, now: float) -> list[Member]:
-        """COLLECTING: also ask learners that were refused or have joined since. Returns them."""
+    def ask_again(self, live: Sequence[Member], beside: Collection[str], patience_s: float, now: float) -> list[Member]:
+        """COLLECTING: also ask learners that were refused or have joined since. Returns them. `beside`: as before."""
         assert self.round is not None
         self.round.asked_at = now
         again = [m for m in live if self.round.ask_again(m.learner_id, m.generation)]
+        ids = {m.learner_id for m in again}
+        self.round.beside = self.round.beside - ids | ids.intersection(beside)
         self.base_steps |= {m.learner_id: m.reported.inner_step for m in again}
         self.base_tokens |= {m.learner_id: m.reported.tokens for m in again}
         self.call.apart |= {m.arrivals: Expected(next_boundary(m.reports, patience_s, now)) for m in again}

@@ -37,8 +37,8 @@ from diloco_server.core.round import Contribution, LengthLimit
 TWICE = 2.0
 """Limit relative to the second longest: healthy learners that agree in direction stay within it, but for warm-up."""
 FALLS = 0.8
-"""Share of a limit that remains in the next round, so that newcomers with a rate near zero do not cut the learners that
-are there. With a larger share, a learner ten times too long would keep the length from before all rates fell."""
+"""Share of a limit that remains in the next round, so that newcomers with a rate near zero do not cut the others. With
+a larger share, a learner ten times too long would keep the length from before all rates fell."""
 APART = 1 / FALLS
 """Limit for a learner that points nowhere, as noise and outdated work do: it may be as long as the second longest of
 the round before, after that has fallen. At `TWICE`, noise costs more than the learner's absence."""
@@ -48,12 +48,10 @@ OPPOSED = 0.75
 """A learner points away if its cosine is below minus this multiple of the others' own. A flipped sign has -1 times it.
 A healthy learner that alone has met some rare words goes down to -0.5 times, as the others pull the model back."""
 FEW = 16
-"""Largest number of members among which one that points away is left out. Among 17, a flipped sign that stays in costs
-1.0 %, and a healthy learner that alone knows some rare words may point further away than a flipped sign."""
+"""Most members among which one that points away is left out. Among 17, a flip costs 1 %, and rare words look worse."""
 LITTLE = 0.1
-"""Of what another does. A contribution this much shorter is not judged: once a rate has reached zero, only rounding is
-sent. A learner that changes this much less repeats itself; one that pulls alone in its own direction changes 0.4 times
-as much."""
+"""Of what another does. A contribution this much shorter is not judged: at a rate of zero, it is only rounding. A
+learner that changes this much less repeats itself; one that alone pulls in its direction changes 0.4 times as much."""
 ERRORS = 3.0
 """Standard errors beyond which a mean is not chance."""
 TOLD = 24
@@ -84,17 +82,8 @@ class Told:
         """Whether it points away from the others by `opposed` times their own agreement, beyond chance."""
         return self.is_full and self._others_agree() and _sure(self._against(opposed))
 
-    def repeats(self, usual: float) -> bool:
-        """Whether it repeats itself and disagrees with the others. `usual`: how much another learner changes."""
-        return self.along < OPPOSED and self.change < LITTLE * usual
-
     def is_back(self, opposed: float) -> bool:
         return self.is_full and (fmean(self._against(opposed)) <= 0 or not self._others_agree())
-
-    @property
-    def change(self) -> float:
-        """Change from one contribution to the next: the mean of 1 - their cosine."""
-        return fmean(1.0 if d.again is None else 1.0 - d.again for d in self.directions)
 
     def _others_agree(self) -> bool:
         return _sure([d.others for d in self.directions])
@@ -172,8 +161,7 @@ class Influence:
     def _limits(
         self, taken: Sequence[Contribution], before: LengthLimit | None, own: Mapping[str, LengthLimit]
     ) -> tuple[dict[str, float], LengthLimit | None]:
-        """The length limit of each contribution, and of the next round. `own`: by learner, the length counted
-        before."""
+        """The length limit of each contribution, and of the next round. `own`: as in `_own`, of this fragment."""
         steps = {c.learner_id: 1 if self.strangers else c.steps for c in taken}
         known = {
             i: max((limit.at(its) for limit in (before, own.get(i)) if limit is not None), default=0.0)
@@ -187,23 +175,17 @@ class Influence:
         different, which = torch.unique(taken_in, return_inverse=True)  # few values even for many contributions
         at_equal_steps = norms * (different[:, None] / taken_in).clamp(min=1.0)
         reach = at_equal_steps.kthvalue(rank, dim=1).values[which].tolist()
-        if self.strangers:
-            limits = {c.learner_id: most for c, most in zip(taken, reach, strict=True)}
-        else:
+        limits = dict(zip(steps, reach, strict=True))
+        if not self.strangers:
             half = sum(c.weight for c in taken) / 2
-            limits = {
-                c.learner_id: max(self._times(c) * most, FALLS * known[c.learner_id]) if c.weight <= half else math.inf
-                for c, most in zip(taken, reach, strict=True)
-            }
+            times = {i: APART + (TWICE - APART) * self.told(i).along for i in steps}
+            cut = {i: max(times[i] * most, FALLS * known[i]) for i, most in limits.items()}
+            limits = {c.learner_id: cut[c.learner_id] if c.weight <= half else math.inf for c in taken}
         usual = int(taken_in.kthvalue(rank).indices)
         told = LengthLimit(reach[usual], int(taken_in[usual]))
         fallen = told if before is None else LengthLimit(FALLS * before.length, before.steps)
         most_steps = max(told.steps, fallen.steps)
         return limits, max(told, fallen, key=lambda limit: limit.at(most_steps))
-
-    def _times(self, contribution: Contribution) -> float:
-        """The limit relative to the second longest."""
-        return APART + (TWICE - APART) * self.told(contribution.learner_id).along
 
     def begin(self, learner_id: str) -> None:
         """Forget a learner: a new process joined under its id, or the shard has forgotten it."""
@@ -244,9 +226,10 @@ class Influence:
 
     def _repeating(self, learners: Iterable[str]) -> set[str]:
         """Learners that repeat themselves, measured against the second smallest change among those that take part."""
-        changes = {i: told.change for i in learners if (told := self._told[i]).is_full}
-        least = sorted(change for i, change in changes.items() if i not in self.left_out)[:2]
-        return {i for i in changes if len(least) == 2 and self._told[i].repeats(least[1])}
+        full = {i: told for i in learners if (told := self._told[i]).is_full}
+        changes = {i: fmean(1.0 - (d.again or 0.0) for d in told.directions) for i, told in full.items()}
+        least = sorted(change for i, change in changes.items() if i not in self.left_out)
+        return {i for i in full if len(least) > 1 and changes[i] < LITTLE * least[1] and full[i].along < OPPOSED}
 
     def _listen_anew(self) -> None:
         """Drop all directions: other learners are merged from now on, so the old ones do not compare."""

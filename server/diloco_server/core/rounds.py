@@ -209,7 +209,8 @@ class Rounds:
         there = [m for m in live if m.takes_part(state.fragment.fragment_id)]
         for silent in self._missing(state.round):
             silent.missed_round()
-        asked = state.ask_again(there, self.patience.grace.patience_s(self.patience.grace_s()), now)
+        patience_s = self.patience.grace.patience_s(self.patience.grace_s())
+        asked = state.ask_again(there, self._influence.left_out, patience_s, now)
         for member in asked:
             member.asked += 1
             self._outbox.tell(member, state.request())

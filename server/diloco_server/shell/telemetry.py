@@ -31,6 +31,7 @@ from diloco_server.core.ledger import (
     told_of,
 )
 from diloco_server.core.membership import LeaseState, Member
+from diloco_server.core.round import Contribution
 from diloco_server.core.shard import Shard
 
 
@@ -201,14 +202,12 @@ class ShardHistory:
     def merging(self, merge: MergeRound) -> None:
         """Written before a closed round is merged: after a crash, the version's file shows whether it was."""
         contributions = [
-            {"learner": c.learner_id, "generation": c.generation, "round": c.round, "base": c.base_version,
-             "tokens": c.tokens, "steps": c.steps} | ({} if c.counted == c.tokens else {"counted": c.counted})
-            for c in merge.contributions
-        ]  # fmt: skip
+            _row(c) | ({} if c.counted == c.tokens else {"counted": c.counted}) for c in merge.contributions
+        ]
+        left_out = {"left_out": [*map(_row, merge.left_out)]} if merge.left_out else {}
         self._write(
-            "merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions,
-            **({"left_out": [c.learner_id for c in merge.left_out]} if merge.left_out else {}),
-        )  # fmt: skip
+            "merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions, **left_out
+        )
 
     def announcing(self, state: FragmentState) -> None:
         self._version("announced", state)
@@ -233,3 +232,10 @@ class ShardHistory:
             tokens_merged=state.tokens_merged,
             **({} if state.fragment.traits.is_of_model else {"companion": True}), **facts,
         )  # fmt: skip
+
+
+def _row(c: Contribution) -> dict[str, Any]:
+    return {
+        "learner": c.learner_id, "generation": c.generation, "round": c.round, "base": c.base_version,
+        "tokens": c.tokens, "steps": c.steps,
+    }  # fmt: skip

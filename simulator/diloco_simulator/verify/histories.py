@@ -225,6 +225,8 @@ class Version:
     line: Line
     """The first line that says it was durable: "announced" or "restored"."""
     merges: list[Merge] = field(default_factory=list)
+    left_out: list[Push] = field(default_factory=list)
+    """What its round held and its shard left out. Their learners go on as if it were merged."""
     lost_in: int | None = None
     """The epoch in which its shard came back without it."""
     _branch: _Branch = field(init=False, repr=False)
@@ -344,8 +346,13 @@ class Lineage:
         version = Version(*name, base, line)
         self.versions.append(version)
         self._names[name] = version
-        for c in merging["contributions"] if merging is not None else ():
-            push = self._pushes.get((c["learner"], epoch, c["generation"], name[0], name[2], c["base"], c["tokens"]))
+        merging = merging if merging is not None else {"contributions": ()}
+        for c in merging.get("left_out", ()):
+            push = self._push(name, c)
+            if push is not None:
+                version.left_out.append(push)
+        for c in merging["contributions"]:
+            push = self._push(name, c)
             merge = Merge(
                 float(line["t"]), shard, name[0], name[2], c["learner"], c["tokens"],
                 c.get("counted", c["tokens"]), version, push,
@@ -355,3 +362,8 @@ class Lineage:
             if push is not None:
                 self._merges.setdefault(push, []).append(merge)
         return version
+
+    def _push(self, name: Name, c: Line) -> Push | None:
+        """The push of a contribution to this version."""
+        fragment, epoch, number = name
+        return self._pushes.get((c["learner"], epoch, c["generation"], fragment, number, c["base"], c["tokens"]))

@@ -16,7 +16,7 @@ from diloco_common.errors import ContributionConflict
 from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.parts import PartedPayload
-from diloco_server.core.round import Round
+from diloco_server.core.round import LengthLimit, Round
 from diloco_simulator.world import wire
 from diloco_worker.core.agreement import REFUSALS_MAX
 
@@ -72,8 +72,8 @@ def nobody_delays_a_round_beyond_its_grace(
     state: FragmentState, collecting: Round, quorum: Quorum, waited_s: float, at_most_s: float
 ) -> None:
     """P6: with its quorum, a round waits for at most `at_most_s`, whoever is silent. `waited_s`: since the quorum."""
-    enough = max(1, needed(quorum, len(collecting.asked)))
-    if waited_s > at_most_s and len(collecting.contributions) >= enough:
+    there, enough = towards_its_quorum(collecting, quorum)
+    if waited_s > at_most_s and there >= enough:
         raise Violation(
             "nobody_delays_a_round_beyond_its_grace",
             f"{_where(state)}: round {collecting.round} waits {waited_s:.2f} s for {collecting.missing}",
@@ -98,10 +98,17 @@ def no_round_stands_still(state: FragmentState, why: str, waited_s: float, at_mo
 
 def rounds_wait_for_their_quorum(state: FragmentState, closed: Round, quorum: Quorum) -> None:
     """P12: below its quorum, a round closes only if nobody is expected any more. `quorum`: as set."""
-    enough = needed(quorum, len(closed.asked))
-    if closed.awaited and len(closed.contributions) + len(closed.refused) < enough:
-        held = f"{len(closed.contributions)} of {enough} contributions"
+    there, enough = towards_its_quorum(closed, quorum)
+    if closed.awaited and there + len(closed.refused) < enough:
+        held = f"{there} of {enough} contributions"
         raise Violation("rounds_wait_for_their_quorum", f"{_where(state)}: closed with {held}, awaits {closed.missing}")
+
+
+def towards_its_quorum(collecting: Round, quorum: Quorum) -> tuple[int, int]:
+    """How many contributions count, and how many are needed. Only where all are, whoever is left out is among them."""
+    left_out = collecting.beside if quorum != "all" else frozenset()
+    asked = collecting.asked.keys() - left_out
+    return len(collecting.contributions.keys() - left_out), max(1, needed(quorum, len(asked)))
 
 
 def windows_are_as_set(grace_s: float, at_most_s: float) -> None:
@@ -142,10 +149,66 @@ def no_healthy_work_is_cut(fragment_id: int, theta: Tensor, expected: Tensor, *,
         raise Violation("no_healthy_work_is_cut", f"fragment {fragment_id}: {words}")
 
 
-def nobody_healthy_is_left_out(fragment_id: int, left_out: Collection[str]) -> None:
-    """P12: all members of a simulated cluster are healthy."""
-    if left_out:
-        raise Violation("nobody_healthy_is_left_out", f"fragment {fragment_id}: {', '.join(left_out)}")
+def nobody_healthy_is_left_out(learner_id: str, *, is_sick: bool) -> None:
+    """P12: a member is left out only if its last contributions point away from what the others train, beyond chance, or
+    are the same noise again and again."""
+    if not is_sick:
+        raise Violation("nobody_healthy_is_left_out", learner_id)
+
+
+def the_sick_are_left_out(learner_id: str, pointed: Sequence[float], *, is_out: bool) -> None:
+    """P12: a member that points away is left out after as many contributions as a mean is taken of. `pointed`: their
+    cosines with what was trained."""
+    if not is_out:
+        raise Violation("the_sick_are_left_out", f"{learner_id} takes part: {[round(p, 2) for p in pointed]}")
+
+
+def only_the_healed_take_part_again(learner_id: str, *, is_back: bool) -> None:
+    """P12: a member that is left out takes part again only once its contributions have pointed along for long enough,
+    or if fewer than two others are left."""
+    if not is_back:
+        raise Violation("only_the_healed_take_part_again", learner_id)
+
+
+def the_healed_take_part_again(learner_id: str, *, is_back: bool) -> None:
+    """P12: a member that is healed takes part again after as many contributions as a mean is taken of."""
+    if not is_back:
+        raise Violation("the_healed_take_part_again", learner_id)
+
+
+def somebody_judges_those_left_out(fragment_id: int, left_out: Collection[str], judges: int) -> None:
+    """P12: no round opens without somebody whom fewer than two others can judge."""
+    if left_out and judges < 2:
+        raise Violation("somebody_judges_those_left_out", f"fragment {fragment_id}: {sorted(left_out)}, by {judges}")
+
+
+def exactly_the_left_out_are_not_merged(
+    fragment_id: int, left_out: Collection[str], *, at_least: set[str], at_most: set[str]
+) -> None:
+    """P12: no version holds work of a member that was left out when its round opened, and it holds all other work.
+    Between `at_least` and `at_most` are those of whom that has changed since."""
+    if not at_least <= set(left_out) <= at_most:
+        words = f"{sorted(left_out)}, not {sorted(at_least)} to {sorted(at_most)}"
+        raise Violation("exactly_the_left_out_are_not_merged", f"fragment {fragment_id}: {words}")
+
+
+def lengths_are_bounded_by_the_round(
+    fragment_id: int, learner_id: str, counts: float, norm: float, low: float, high: float
+) -> None:
+    """P12: a contribution counts as long as it is, up to its limit, which lies between `low` and `high`."""
+    if not min(norm, low) * (1 - 1e-9) <= counts <= min(norm, high) * (1 + 1e-9):
+        words = f"{learner_id} counts {counts:.4g} of {norm:.4g}, the limit is {low:.4g} to {high:.4g}"
+        raise Violation("lengths_are_bounded_by_the_round", f"fragment {fragment_id}: {words}")
+
+
+def limits_follow_the_round(fragment_id: int, limit: LengthLimit | None, expected: LengthLimit | None) -> None:
+    """P12: the limit for the next round is the second longest of this one, or what is left of the one before."""
+    same = limit == expected or (
+        limit is not None and expected is not None and limit.steps == expected.steps
+        and abs(limit.length - expected.length) <= 1e-9 * expected.length
+    )  # fmt: skip
+    if not same:
+        raise Violation("limits_follow_the_round", f"fragment {fragment_id}: {limit}, the formula gives {expected}")
 
 
 def only_the_longest_is_cut(fragment_id: int, contributions: Sequence[tuple[float, int, float]]) -> None:

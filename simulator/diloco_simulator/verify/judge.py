@@ -94,6 +94,9 @@ def double_counted(histories: Histories, claimants: Container[str] = ()) -> Iter
                             f"{process.name} counts its contribution to round {line['round']} of fragment "
                             f"{line['fragment']} as not merged, but {_words(merge)} holds it"
                         )
+                if (into := _left_out(histories, push)) is not None and into.survives:
+                    where = f"version {into.version} of fragment {into.fragment}"
+                    yield f"{process.name} counts as not merged, and contributes again, what {where} left out"
             elif (held := _held(histories, line)) is not None and (last := held.last_of(process)) is not None:
                 assert last.push is not None
                 if last.push.end > line["since"]:
@@ -111,7 +114,8 @@ def work_lost(
     gapless: bool = True,
     claimants: Container[str] = (),
 ) -> Iterator[str]:
-    """If a learner counts work as merged, it will not send it again: the version it applies holds that work, for good.
+    """If a learner counts work as merged, it will not send it again: the version it applies holds that work, for good,
+    or its shard has left out that contribution.
 
     While each version that it applies comes from the previous one, they hold its tokens without a gap. After a loss, or
     after its shard has forgotten a contribution, this holds again from the learner's count at that time.
@@ -131,6 +135,9 @@ def work_lost(
             if held is None:
                 continue
             if line["merged"] is not None:
+                into = _left_out(histories, push)
+                if into is not None and held.comes_from(into):
+                    continue  # it is gone, and its learner applies the version as if it were merged
                 merge = _merged(histories, push, line["merged"], held)
                 stays = merge is not None and (merge.into.survives or (merge.into.lost_in, fragment) in excused)
                 if not stays:
@@ -173,6 +180,12 @@ def _merged(histories: Histories, push: Push | None, round_number: int, version:
     if push is None or push.round != round_number:
         return None
     return next((merge for merge in histories.lineage.merges_of(push) if version.comes_from(merge.into)), None)
+
+
+def _left_out(histories: Histories, push: Push | None) -> Version | None:
+    """The version whose round held a contribution that its shard left out."""
+    version = None if push is None else histories.lineage.version(push.fragment, push.shard_epoch, push.round)
+    return version if version is not None and push in version.left_out else None
 
 
 def _fates(histories: Histories, process: Process) -> Iterator[tuple[Line, Push | None]]:
@@ -387,8 +400,11 @@ def _closed(
             yield f"{where} merged {c['tokens']} tokens of {c['learner']}, but had accepted {tokens}"
         if not 0 < c.get("counted", c["tokens"]) <= c["tokens"]:
             yield f"{where} counts {c['counted']} of {c['tokens']} tokens of {c['learner']}"
+    for c in merging.get("left_out", ()):
+        if held.pop((c["learner"], c["generation"]), None) != c["tokens"]:
+            yield f"{where} left out {c['tokens']} tokens of {c['learner']}, which it had not accepted"
     for who, tokens in held.items():
-        if who not in evicted and who[0] not in merging.get("left_out", ()):
+        if who not in evicted:
             yield f"{where} forgot {tokens} accepted tokens of {who[0]}"
 
 

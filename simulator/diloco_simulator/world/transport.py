@@ -29,6 +29,7 @@ from diloco_simulator.world.wire import WireDoor
 T = TypeVar("T")
 Pushing = Callable[[PushHeader, Payload], None]
 Answered = Callable[[PushHeader, str], None]
+Leaving = Callable[[PushHeader, Payload], tuple[PushHeader, Payload]]
 
 
 class MemoryTransport:
@@ -42,8 +43,10 @@ class MemoryTransport:
         pushing: Pushing,
         answered: Answered,
         keepalive_s: float,
+        leaving: Leaving = lambda header, payload: (header, payload),
     ) -> None:
-        """`pushing` is called with every push, `answered` with the answer: the code of a refusal, or "".
+        """`pushing` is called with every push, `answered` with the answer: the code of a refusal, or "". `leaving`
+        makes of a push what really leaves the process.
 
         A call that is silent for `keepalive_s` seconds breaks.
         """
@@ -53,6 +56,7 @@ class MemoryTransport:
         self._pushing = pushing
         self._answered = answered
         self._keepalive_s = keepalive_s
+        self._leaving = leaving
 
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer:
         return await self._ask(lambda service, _: service.join(caller, request), timeout_s)
@@ -65,6 +69,7 @@ class MemoryTransport:
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
         self._pushing(header, payload)
+        header, payload = self._leaving(header, payload)
         self._network.sniffed.append(Sniffed(self._path[1], caller, header, payload))
         try:
             answered = await self._ask(
