@@ -313,6 +313,7 @@ def test_values_that_cannot_be_made_durable_leave_the_line_that_there_is() -> No
     rig.arrives("old", 40)
     rig.holds_jobs = True
     rig.brings("old", 1.0, 40)
+    assert rig.identity == (4, 0), "what is pulled meanwhile goes by its own name"
     rig.shard.fragments[0].fail_seed()
     assert (rig.theta, rig.identity) == ([9.0], (4, 0))
 

@@ -144,8 +144,8 @@ class FragmentState:
     """Tokens merged into the newest version that the seeding learner had seen."""
     may_bring: dict[str, int] = field(default_factory=dict)
     """Learner -> the same. These have seen more tokens than this fragment has merged, and may replace its values."""
-    replaced: Record | None = None
-    """While SEEDING: the record of the version that the seed replaces; None: there is none."""
+    seeding: Record | None = None
+    """While SEEDING: the record of the version that the seed becomes."""
     values: Values | None = None
     """Values of the announced version; while MERGING, of the next one."""
     said: dict[str, Tensor] = field(default_factory=dict, repr=False)
@@ -181,9 +181,8 @@ class FragmentState:
         assert self.phase is Phase.UNSEEDED or (self.seeded and not self.computing and learner_id in self.may_bring)
         record = empty_record(self.fragment.fragment_id)
         if self.seeded:
-            self.replaced, version = self.record, self.version + 1
-            record = replace(record, version=version, forgotten_version=version)
-        self.record = replace(record, tokens_merged=tokens_merged)
+            record = replace(record, version=self.version + 1, forgotten_version=self.version + 1)
+        self.seeding = replace(record, tokens_merged=tokens_merged)
         self.half_seed, self.collected = None, None
         self.seeded_at, self.seen = now, self.may_bring.pop(learner_id, tokens_merged)
         self._enter(Phase.SEEDING)
@@ -191,15 +190,14 @@ class FragmentState:
     def fail_seed(self) -> None:
         """SEEDING -> UNSEEDED, or back to RESTING: the seed was unusable."""
         assert self.phase is Phase.SEEDING
-        self.record = self.replaced or empty_record(self.fragment.fragment_id)
-        self._enter(Phase.UNSEEDED if self.replaced is None else Phase.RESTING)
-        self.replaced = None
+        self.seeding = None
+        self._enter(Phase.UNSEEDED if self.published is None else Phase.RESTING)
 
     def seed(self, record: Record, values: Values, published: Published) -> None:
         """SEEDING -> RESTING: version 0, or the version that replaces the old values, is durable."""
         assert self.phase is Phase.SEEDING
         self.record, self.values, self.published = record.copy(), values, published
-        self.replaced, self.before = None, None
+        self.seeding, self.before = None, None
         self.kept.clear()
         self.declined.clear()
         self.may_bring = {i: seen for i, seen in self.may_bring.items() if seen > self.seen}

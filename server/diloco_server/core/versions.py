@@ -177,7 +177,9 @@ class Versions:
         self._outbox.tell_live(state.announcement())
 
     def seed_record(self, fragment_id: int) -> Record:
-        return replace(self.fragments[fragment_id].record.copy(), epoch=self.epoch)
+        seeding = self.fragments[fragment_id].seeding
+        assert seeding is not None
+        return replace(seeding.copy(), epoch=self.epoch)
 
     def seeded(self, record: Record, values: Values, published: Published) -> None:
         """Version 0 and this record are durable: announce it."""
