@@ -40,6 +40,20 @@ def kept(influence: Influence, contributions: list[Contribution], before: Length
     return [pytest.approx(bounded[c.learner_id].kept * c.norm, rel=1e-5) for c in contributions]
 
 
+BYZFL = [
+    ((1, 2, 3, 30), (1, 2, 2, 2)),
+    ((5, 1, 4, 2, 3), (3, 1, 3, 2, 3)),
+    ((0.5, 8, 2, 9, 1, 100), (0.5, 2, 2, 2, 1, 2)),
+    ((3, 3, 3, 7), (3, 3, 3, 3)),
+]
+"""Lengths of a round, and what `ARC(len(round) // 2)` of byzfl 0.0.11 leaves of them: its authors' own rule."""
+
+
+@pytest.mark.parametrize(("lengths", "left"), BYZFL)
+def test_strangers_are_clipped_as_the_authors_of_the_rule_clip(lengths: Sequence[float], left: Sequence[float]) -> None:
+    assert kept(Influence(strangers=True), sent(*lengths)) == [*left]
+
+
 @pytest.mark.parametrize(
     ("trust", "contributions", "before", "lengths"),
     [
