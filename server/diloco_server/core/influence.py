@@ -227,7 +227,7 @@ class Influence:
     def _repeating(self, learners: Iterable[str]) -> set[str]:
         """Learners that repeat themselves, measured against the second smallest change among those that take part."""
         full = {i: told for i in learners if (told := self._told[i]).is_full}
-        changes = {i: fmean(1.0 - (d.again or 0.0) for d in told.directions) for i, told in full.items()}
+        changes = {i: max(0.0, fmean(1.0 - (d.again or 0.0) for d in told.directions)) for i, told in full.items()}
         least = sorted(change for i, change in changes.items() if i not in self.left_out)
         return {i for i in full if len(least) > 1 and changes[i] < LITTLE * least[1] and full[i].along < OPPOSED}
 

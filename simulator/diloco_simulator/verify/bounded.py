@@ -67,8 +67,7 @@ class BoundedInfluence:
 
     def __init__(self, cluster: Processes) -> None:
         self._cluster = cluster
-        self._sickness = sickness = cluster.options.sickness
-        self._stuck = cluster.learner_ids[sickness.learner] if sickness is not None and sickness.how == "stuck" else ""
+        self._sickness = cluster.options.sickness
         self._followed: dict[str, _Followed] = {}
 
     def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
@@ -183,14 +182,14 @@ class BoundedInfluence:
             pointed = followed.pointed.get(learner_id, ())
             leans, is_full = [-cosine - OPPOSED for cosine in pointed], len(pointed) == COMPARED
             beyond_chance = fmean(leans) - ERRORS * stdev(leans) / math.sqrt(len(leans)) if is_full else -math.inf
-            repeats = learner_id == self._stuck and is_full
             if learner_id in followed.out:
                 invariants.only_the_healed_take_part_again(
                     learner_id, is_back=learner_id not in back or (is_full and fmean(leans) < ABOUT)
                 )
-                is_healed = is_full and fmean(leans) < -ABOUT and (not repeats or min(pointed) > HEALTHY)
+                is_healed = is_full and fmean(leans) < -ABOUT and min(pointed) > HEALTHY
                 invariants.the_healed_take_part_again(learner_id, is_back=learner_id in back or not is_healed)
             else:
+                repeats = is_full and max(pointed) < HEALTHY  # as all do here, but the healthy point along
                 may = (beyond_chance > -ABOUT and learners <= FEW) or repeats
                 invariants.nobody_healthy_is_left_out(learner_id, is_sick=learner_id not in out or may)
                 must = beyond_chance > ABOUT and learners <= FEW

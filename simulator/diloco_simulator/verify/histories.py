@@ -228,7 +228,7 @@ class Version:
     left_out: list[Push] = field(default_factory=list)
     """What its round held and its shard left out. Their learners go on as if it were merged."""
     lost_in: int | None = None
-    """The epoch in which its shard came back without it."""
+    """The epoch in which its shard went on without it."""
     _branch: _Branch = field(init=False, repr=False)
     _place: int = field(init=False, repr=False)
 
@@ -331,9 +331,10 @@ class Lineage:
                     self._go_on(version, own_epoch, latest, had)
 
     def _go_on(self, version: Version, epoch: int, latest: dict[int, Version], had: dict[int, Version]) -> None:
-        """The shard has this version now. An epoch's first version shows which ones were lost."""
+        """The shard has this version now, and has lost those that it does not come from: it came back with an older
+        one, or a learner's values took their place."""
         fragment = version.fragment
-        lost = had.get(fragment) if fragment not in latest else None
+        lost = had.get(fragment)
         while lost is not None and lost.survives and not version.comes_from(lost):
             lost.lost_in = epoch
             lost = lost.base
