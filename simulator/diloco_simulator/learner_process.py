@@ -19,7 +19,7 @@ from diloco_simulator.chaos.sickness import Spoiler
 from diloco_simulator.followed import FollowedRun, Trainer
 from diloco_simulator.reader_processes import SITE
 from diloco_simulator.verify import invariants
-from diloco_simulator.world.model import PATTERN, Counting, TornReplica, part_of
+from diloco_simulator.world.model import Counting, TornReplica, part_of
 from diloco_simulator.world.stage import Checkpoint, Stage
 from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.core.acts import Act, PushContribution, VersionApplied
@@ -207,8 +207,7 @@ class LearnerProcess(Trainer, FollowedRun):
             return header, payload
         taken = self._taken[contribution]
         if taken.leaves is None:
-            pattern = part_of(PATTERN, self.learner.core.fragments[header.fragment_id].fragment)
-            taken.leaves = self._spoiler.leaving(header.fragment_id, pattern, payload, self.stage.timeline.now)
+            taken.leaves = self._spoiler.leaving(header.fragment_id, payload, self.stage.timeline.now)
         return replace(header, payload=taken.leaves.header), taken.leaves
 
     def _push_answered(self, header: PushHeader, code: str) -> None:

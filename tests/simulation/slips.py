@@ -343,13 +343,13 @@ def never_lower_a_limit(original: Any, self: Any, taken: Any, before: Any, own: 
     return limits, after if before is None else max(before, after, key=lambda limit: limit.at(1000))
 
 
-@slip(Influence, "_limits", missed="not in the few schedules tried; test_influence.py finds it")
+@slip(Influence, "_limits", "sick:1", "lengths_are_bounded_by_the_round")
 def forget_for_how_much_each_counted(original: Any, self: Any, taken: Any, before: Any, own: Any) -> Any:
     """Only the limit of the fragment is remembered."""
     return original(self, taken, before, {})
 
 
-@slip(Influence, "_limits", missed="not in the few schedules tried; test_influence.py finds it")
+@slip(Influence, "_limits", "sick:0", "lengths_are_bounded_by_the_round")
 def cut_whoever_has_most_of_the_weight(original: Any, self: Any, taken: Any, before: Any, own: Any) -> Any:
     """A large machine beside small ones is cut to their length."""
     return original(self, [replace(c, weight_max=1.0) for c in taken], before, own)
@@ -405,7 +405,7 @@ def take_chance_for_proof(original: Any, values: Any) -> bool:
     return fmean(values) > 0
 
 
-@slip(Influence, "hear", missed="18 learners with a flip take seconds; test_influence.py finds it")
+@slip(Influence, "hear", "sick:14", "nobody_healthy_is_left_out")
 def leave_out_among_many(original: Any, self: Any, taken: Any, directions: Any) -> Any:
     """However many there are, one that points away is left out."""
     with replaced(influence, "FEW", lambda few: len(taken)):
@@ -437,7 +437,7 @@ def merge_whoever_is_left_out(original: Any, self: Round) -> Any:
     return [self.contributions[i] for i in sorted(self.contributions)], []
 
 
-@slip(Rounds, "_open_some", missed="a round that asks again asks it, too")
+@slip(Rounds, "_open_some", "sick:6", "well_again_after_faults")
 def ask_nobody_who_is_left_out(original: Any, self: Any, due: Any, live: Any, now: float) -> None:
     """Whoever is left out is never heard again."""
     original(self, due, self._influence.merging(live), now)

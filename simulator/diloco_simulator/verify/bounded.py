@@ -67,7 +67,8 @@ class BoundedInfluence:
 
     def __init__(self, cluster: Processes) -> None:
         self._cluster = cluster
-        self._sickness = cluster.options.sickness
+        self._sickness = sickness = cluster.options.sickness
+        self._stuck = cluster.learner_ids[sickness.learner] if sickness is not None and sickness.how == "stuck" else ""
         self._followed: dict[str, _Followed] = {}
 
     def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
@@ -189,7 +190,7 @@ class BoundedInfluence:
                 is_healed = is_full and fmean(leans) < -ABOUT and min(pointed) > HEALTHY
                 invariants.the_healed_take_part_again(learner_id, is_back=learner_id in back or not is_healed)
             else:
-                repeats = is_full and max(pointed) < HEALTHY  # as all do here, but the healthy point along
+                repeats = learner_id == self._stuck and is_full
                 may = (beyond_chance > -ABOUT and learners <= FEW) or repeats
                 invariants.nobody_healthy_is_left_out(learner_id, is_sick=learner_id not in out or may)
                 must = beyond_chance > ABOUT and learners <= FEW
