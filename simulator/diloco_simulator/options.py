@@ -344,15 +344,15 @@ def _with_sick(drawn: Options) -> Options:
 def with_sick(drawn: Options) -> Options:
     """The same schedule with a sick member, many fragments, fast threads and few faults, so that it is often found."""
     r = random.Random(f"sick {drawn.seed}")
-    learners, shards = r.choice((3, 3, 4, 4, 5, 5, 5, 18)), r.choice((1, 1, 1, 2))
+    learners, shards = r.choice((2, 3, 3, 4, 4, 5, 5, 5, 18)), r.choice((1, 1, 1, 2))
     from_s, lasts_s = r.uniform(0.5, 2.0), r.uniform(3.0, 8.0)
     return replace(
         drawn, learners=learners, shards=shards, fragments=8 * shards, sync_every=r.choice((1, 1, 1, 2)),
         sickness=Sickness(r.randrange(learners), r.choice(("flipped", *SPOILS)), from_s, from_s + lasts_s),
-        quorum=r.choice((2, 3, "all", "all")), grace=r.choice((0.5, "adaptive", "adaptive")), staleness_max=8,
-        on_commit=r.choice(("carry", "carry", "carry", "overwrite")), push=r.choice(("float32", "int8", "int4")),
-        step_s=(min(drawn.step_s),) * learners, disks=drawn.disks[:shards],
-        codec_s=0.005, compute_s=0.005, save_s=min(drawn.save_s, 0.005), long_delays=0.0,
+        quorum=r.choice((2, min(3, learners), "all", "all")), grace=r.choice((0.5, "adaptive", "adaptive")),
+        staleness_max=8, on_commit=r.choice(("carry", "carry", "carry", "overwrite")),
+        push=r.choice(("float32", "int8", "int4")), step_s=(min(drawn.step_s),) * learners,
+        disks=drawn.disks[:shards], codec_s=0.005, compute_s=0.005, save_s=min(drawn.save_s, 0.005), long_delays=0.0,
         loss=r.choice((0.0, 0.0, 0.02)), resumes=0.0,  # or the first versions would wait for who may have more
         fault_every_s=r.choice((2.0, 8.0, 60.0)), faults_s=from_s + lasts_s + r.uniform(0.5, 2.0),
         hostile=0, islands=0, companions_every=0, has_buffer=False, budget=0, max_pushes=64,

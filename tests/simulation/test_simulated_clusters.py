@@ -136,11 +136,11 @@ def test_some_short_schedules_have_a_sick_member_of_several() -> None:
 
     assert 0.03 < len(drawn) / (2 * DRAWN) < 0.1
     assert {o.sickness.how for o in drawn if o.sickness} == {*SPOILS}
-    assert {o.learners for o in drawn} == {3, 4, 5, 18}
+    assert {o.learners for o in drawn} == {2, 3, 4, 5, 18}
     assert not any(o.hostile or o.islands or o.companions_every or o.has_buffer for o in drawn)
 
 
-@pytest.mark.parametrize("seeds", [[23], pytest.param(range(100), marks=pytest.mark.gate)], ids=["quick", "more"])
+@pytest.mark.parametrize("seeds", [[5], pytest.param(range(100), marks=pytest.mark.gate)], ids=["quick", "more"])
 def test_a_sick_member_is_left_out_until_it_is_healed_and_nobody_else_is(seeds: Sequence[int]) -> None:
     counts = [run_schedule(draw(f"sick:{seed}")).counts for seed in seeds]
 

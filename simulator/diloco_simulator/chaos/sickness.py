@@ -10,8 +10,9 @@ from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload, encode_payload
 
-SPOILS = ("flipped", "askew", "stuck", "long", "noise")
-"""Signs flipped; most of them flipped, others each time; the same noise again and again; many times as long; noise."""
+SPOILS = ("flipped", "askew", "stuck", "still", "long", "noise")
+"""Signs flipped; most of them flipped, others each time; the same noise again and again, or next to nothing of it, as
+at a rate of zero; many times as long; noise."""
 ASKEW = 0.65
 """Share of the flipped elements: the cosine with what was trained is -0.3."""
 TIMES = 20.0
@@ -52,6 +53,8 @@ class Spoiler:
                 return torch.where(torch.rand(values.numel(), generator=self._generator) < ASKEW, -values, values)
             case "stuck":
                 return self._stuck.setdefault(fragment_id, self._noise(values))
+            case "still":
+                return self._stuck.setdefault(fragment_id, self._noise(values) / TIMES)
             case "long":
                 return TIMES * values
             case "noise":
