@@ -54,7 +54,7 @@ class Spoiler:
             case "stuck":
                 return self._stuck.setdefault(fragment_id, self._noise(values))
             case "still":
-                return self._stuck.setdefault(fragment_id, self._noise(values) / TIMES)
+                return self._stuck.setdefault(fragment_id, self._noise(values) / TIMES**2)
             case "long":
                 return TIMES * values
             case "noise":
