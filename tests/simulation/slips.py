@@ -453,13 +453,13 @@ def tell_the_left_out_that_nothing_was_merged(original: Any, self: Versions, fra
     return replace(record, merged_versions=merged | {i: before[i] for i in left_out & before.keys()})
 
 
-@slip(Influence, "merging", missed="the left out are as fast as the others; test_influence.py finds it")
+@slip(Influence, "merging", "sick:133", "somebody_judges_those_left_out")
 def wait_for_those_left_out(original: Any, self: Any, live: Any) -> Any:
     """Rounds are opened and closed for them."""
     return [*live]
 
 
-@slip(Influence, "unjudged", missed="few lose those that judge them; test_influence.py finds it")
+@slip(Influence, "unjudged", "sick:133", "somebody_judges_those_left_out")
 def never_take_back(original: Any, self: Any, live: Any) -> Any:
     """Whoever nobody can judge any more stays out."""
     return ()
