@@ -63,7 +63,7 @@ def default_table() -> str:
     arms = {path.stem: load_arm(path) for path in sorted((ROOT / "benchmarks" / "default").glob("*.toml"))}
     rows = ["| run | loss | above data-parallel | above the defaults before |", "| --- | ---: | ---: | ---: |"]
     for name in (name for name in arms if not name.startswith(("before", "data_parallel"))):
-        plain = re.sub(r"(_versions)_.*", r"\1", name)  # what follows is all that differs
+        plain = name[: name.index("_versions")].removeprefix("classic_") + "_versions"  # the rest is what differs
         others = f"data_parallel_{plain}", f"before_{name}"
         held = [_gap(arms[name], arms[other], lines) if other in arms else "" for other in others]
         rows += _row(_words(name), arms[name], lines, held)
