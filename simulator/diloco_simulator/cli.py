@@ -28,7 +28,7 @@ def simulate(
     *,
     schedules: Annotated[int, Parameter(metavar="N", help="how many to run")] = 1000,
     family: Annotated[
-        Literal["short", "long", "islands", "companions", "memory", "sick"],
+        Literal["short", "long", "islands", "companions", "memory", "mirrored", "sick"],
         Parameter(help="short: 3 shards and 5 learners for a few seconds; long: all sizes, for half a minute"),
     ] = "short",
     seed: Annotated[int, Parameter(metavar="SEED", help="of the first; the others follow")] = 0,
