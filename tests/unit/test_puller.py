@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch import nn
 
 from diloco_common import errors
 from diloco_common.codec import encode_payload
+from diloco_common.codec.parts import sha256
 from diloco_common.errors import Refusal
 from diloco_common.wire.manifest import cut
-from diloco_common.wire.messages import Held, LearnerPolicy, PullHeader, PullRequest
-from diloco_worker.core.connection import ConnectionState
+from diloco_common.wire.messages import Held, LearnerPolicy, Near, PullHeader, PullRequest
+from diloco_worker.core.connection import AndTell, ConnectionState, ToPull
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.shell import puller as module
@@ -55,8 +57,8 @@ class Shard:
             yield chunk
 
 
-def pulled(shard: Shard, *announced: int) -> tuple[ConnectionState, CodecThread]:
-    """Announce these versions, each once the one before is there."""
+def pulled(shard: Shard, *announced: int, mirror: Shard | None = None) -> tuple[ConnectionState, CodecThread]:
+    """Announce these versions, each once the one before is there. `mirror`: of the site of an island's leader."""
 
     async def run() -> tuple[ConnectionState, CodecThread]:
         context = Parts(encodes_at_once=True).context()
@@ -64,14 +66,17 @@ def pulled(shard: Shard, *announced: int) -> tuple[ConnectionState, CodecThread]
         manifest = cut(replica.specs, 1, 1)
         core = LearnerCore(replica, manifest, POLICY)
         context.codec.own({0: core.fragments[0].tensors})
-        state = ConnectionState(CALLER, "shard")
+        state = ConnectionState(CALLER, "shard", ToPull() if mirror is None else AndTell())
         state.take_lease(joined(EPOCH, POLICY))
         state.manifest = manifest
         shard.codec = context.codec
         transport: Any = shard
-        puller = Puller(state, transport, context)
+        puller = Puller(state, transport, replace(context, dial=lambda address: mirror))
         running = asyncio.create_task(puller.run())
         for version in announced:
+            if mirror is not None:
+                mirror.codec, values = context.codec, encode_payload(torch.zeros(4), "bfloat16")
+                puller.near[0] = Near("mirror", sha256(values), b"", PullHeader(0, version, EPOCH, 0, 0, 0, None))
             state.to_pull.announced(0, (EPOCH, version))
             puller.wake()
             arrived = await until_async(context.inbox.pop, f"version {version}")
@@ -120,3 +125,9 @@ def test_a_version_of_another_fragment_than_was_asked_for_is_asked_for_again() -
     _, codec = pulled(shard, 1)
     assert codec.held([0]) == (Held(0, EPOCH, 1),)
     assert shard.asked == [NOTHING, NOTHING]
+
+
+def test_the_leader_of_an_island_pulls_from_the_shard_which_holds_the_version_for_its_ranks() -> None:
+    shard, mirror = Shard(1), Shard(1)
+    pulled(shard, 1, mirror=mirror)
+    assert (shard.asked, mirror.asked) == ([NOTHING], [])

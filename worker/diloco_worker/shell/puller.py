@@ -95,8 +95,9 @@ class Puller:
             request = replace(request, have=have, want=want, ranges=local.ranges)
             if not num_elements:  # pull one element, for the version's header and so that the shard keeps the version
                 request, num_elements = replace(request, ranges=(Range(0, 1),), have=None), 1
-        near, found = self.near.get(fragment_id), None
-        if near is not None and not request.ranges and want == (near.header.epoch, near.header.version):
+        # The shard of an island must hold the version for the other ranks, which hear of it from the leader's pull.
+        near, found = None if state.to_pull.is_by_name else self.near.get(fragment_id), None
+        if near is not None and want == (near.header.epoch, near.header.version):
             found = await self._mirrors.pull(near, request, num_elements)
         header, payload = found or await read_version(
             self._transport.pull(state.identity, request, call_s(4 * num_elements)), request, num_elements,
