@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from diloco_common import ports
 from diloco_common.codec import Chunk, Payload
-from diloco_common.errors import BadRequest, Draining, Refusal, Superseded
+from diloco_common.errors import BadRequest, Busy, Draining, Refusal, Superseded
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
@@ -283,7 +283,8 @@ class ShardHost:
         """Another process claims to be this shard, in another epoch. The later epoch wins. Returns the caller's
         eviction.
 
-        Raises Superseded if this process must end, and BadRequest if the caller is this process.
+        Raises Superseded if this process must end, BadRequest if the caller is this process, and Busy while the folder
+        cannot be marked.
         """
         mine = self.shard.epoch
         if request.epoch == mine:
@@ -291,7 +292,10 @@ class ShardHost:
         if request.epoch < mine:
             return Evicted(Superseded.code, f"this shard is in epoch {mine} here, which is later than {request.epoch}")
         lost = max(0, self.shard.tokens_merged - request.tokens_merged)
-        await self.keeper.read(partial(self.store.supersede, request.epoch))
+        try:
+            await self.keeper.read(partial(self.store.supersede, request.epoch))
+        except OSError as error:  # while its disk takes nothing, it announces nothing either
+            raise Busy(f"the folder cannot be marked as replaced: {error}; the promoted one calls again") from error
         words = (
             f"a standby of shard {self.settings.shard.index} was promoted, and serves in epoch {request.epoch}; the "
             f"one of epoch {mine} ends, and {lost} tokens that it has merged since are lost"
