@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from diloco_common.settings import Settings
+from diloco_lab.arms import without_gone
 from versus_task import SmallGpt, Task, loss_of, make_model, read_bytes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -262,7 +263,7 @@ def defaults() -> dict[str, Any]:
 def age(results: Sequence[Result]) -> str:
     """What the page says of rows of ours that are older than the defaults."""
     ours = [r for r in results if r["system"] in OURS]
-    old = sorted(r["when"][:10] for r in ours if r.get("defaults") != defaults())
+    old = sorted(r["when"][:10] for r in ours if without_gone(r.get("defaults", {})) != defaults())
     if not old:
         return "All rows of ours have today's defaults."
     days = old[0] if old[0] == old[-1] else f"{old[0]} to {old[-1]}"

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from diloco_common.settings import GuardSettings, LeaseSettings, RunSettings, Settings, SyncSettings, TrainSettings
+from diloco_common.settings import GuardSettings, LeaseSettings, RunSettings, Settings, SyncSettings
 from diloco_common.wire.messages import PushAnswer, PushHeader
 from diloco_demo.muon import MuonWithAdamW
 from diloco_lab.arms import Conditions
@@ -305,7 +305,7 @@ class Trained(LockstepRun):
         sync = SyncSettings(fragments=cluster.fragments, sync_every=cluster.every, merge=cluster.merge)
         settings = Settings(
             run=RunSettings(seed=cluster.seed), sync=sync, guard=guard or GuardSettings(),
-            lease=LeaseSettings(lease_s=LONGEST, stalled_s=LONGEST), train=TrainSettings(clip=1.0),
+            lease=LeaseSettings(lease_s=LONGEST, stalled_s=LONGEST),
         )  # fmt: skip
         speeds = tuple(plan.speed for plan in cluster.plans)
         conditions = Conditions(learners=len(speeds), speeds=speeds, shards=1, noise=0.05)

@@ -111,7 +111,7 @@ def check_same_run(dtype: torch.dtype, place: Place) -> None:
     """Carry, snapshots, residuals: two learners train by the same numbers on CPU and device, and hold the same bits."""
 
     def run(device: torch.device) -> list[Tensor]:
-        coded = {"push": "int8", "pull": "bfloat16", "fragments": 2, "sync_every": 2, "overlap_steps": 1}
+        coded = {"push": "int8", "pull": "bfloat16", "fragments": 2, "sync_every": 2}
         cluster, drawn = Lockstep(make_settings(sync=coded), num_shards=2), torch.Generator().manual_seed(place.seed)
         models = {name: small().to(device, dtype) for name in "ab"}
         for name, model in models.items():

@@ -41,6 +41,12 @@ Plugin = Annotated[str, Field(pattern=r"^plugin:\w+$")]
 
 FIRST_EVERY, EVERY_LEAST, EVERY_MOST = 12, 6, 500
 """H with which "auto" begins, and its bounds: the range in which quality was measured, and more."""
+OVERLAP_STEPS = 2
+"""tau: a round should be over within this many inner steps."""
+PATIENCE = 0.1
+"""With carry: a round waits for learners that are expected later than the usual one by at most this share of the H
+steps, or by tau if that is more, plus the variation of their steps. No learner stops meanwhile; only the next version
+comes later. Within this share a late push costs no quality (docs/quality.md)."""
 BLEND_ALPHA = 0.5
 """alpha of "blend", as published: theta <- alpha * theta + (1 - alpha) * new."""
 
@@ -56,14 +62,8 @@ class SyncSettings(Section):
     quorum: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     """K: contributions that let a round close; "all" waits for every live learner."""
     grace: Annotated[float, Field(ge=0)] | Literal["adaptive"] = "adaptive"
-    """Seconds that a round stays open after its quorum. "adaptive": with carry, until everybody expected under
-    `patience` has answered; otherwise as long as the overlap leaves slack."""
-    patience: float = Field(default=0.1, gt=0, le=1)
-    """With carry: a round waits for learners that are expected later than the usual one by at most this share of the H
-    steps, or by `overlap_steps` if that is more, plus the variation of their steps. No learner stops meanwhile; only
-    the next version comes later."""
-    overlap_steps: int = Field(default=2, ge=0)
-    """tau: a round should be over within this many inner steps."""
+    """Seconds that a round stays open after its quorum. "adaptive": with carry, until everybody has answered who is
+    expected within a tenth of the H steps; otherwise as long as an overlap of 2 inner steps leaves slack."""
     staleness_max: int = Field(default=8, ge=0)
     """A contribution is refused if its base version is more than this many versions old."""
     merge: Literal["auto", "mean", "rda", "agreement"] | Extension = "auto"
@@ -256,8 +256,6 @@ class TrainSettings(Section):
     """Decay of the running means of AdamW."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon."""
-    clip: float = Field(default=1.0, gt=0)
-    """Norm to which gradients are clipped."""
     average_momentum: bool = False
     """Average the momentum of Muon and AdamW among the workers, like the model (docs/decisions.md). Equal in all
     workers of a run. It adds 1 / `sync.companions_every` to the bytes on the wire."""
@@ -293,8 +291,6 @@ class ClusterSettings(Section):
     workers: int = Field(default=3, ge=1, le=256)
     folder: Path = Path("runs/local")
     """Folder for versions, logs, addresses, the report and the exported model."""
-    restart: bool = True
-    """Restart a shard or worker that dies unexpectedly."""
     hung_s: float = Field(default=60.0, ge=0)
     """`diloco up` kills a shard or worker that has not answered for this many seconds, or that reports that it hangs
     (`worker.hung_s`); 0: never."""

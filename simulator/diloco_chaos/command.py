@@ -140,7 +140,7 @@ def _run(
     folder = settings.cluster.folder / name
     files = ClusterFolder(folder, Outputs())
     history = folder / "history"
-    with files.owned(), Supervisor(restart=True) as supervisor:
+    with files.owned(), Supervisor() as supervisor:
         files.prepare(settings, fresh=True)
         shutil.rmtree(history, ignore_errors=True)
         mine = settings.model_copy(

@@ -164,20 +164,25 @@ GONE = {
     "sync.buffers_every": 1, "sync.blend_alpha": 0.5, "outer.beta1": 0.9, "outer.beta2": 0.99, "outer.eps": 1e-8,
     "train.decay": 0.5, "data.held_out": 0.05, "guard.norm_factor": 1000.0, "guard.norm_window": 64,
     "guard.quarantine_s": 60.0, "shard.durability": "version", "shard.max_learners_per_host": 512,
-    "train.schedule": "linear", "train.lr_final": 0.0,
+    "train.schedule": "linear", "train.lr_final": 0.0, "sync.patience": 0.1, "sync.overlap_steps": 2,
+    "train.clip": 1.0,
 }  # fmt: skip
 """Settings that were removed since results were recorded -> the constant that replaced each."""
+
+
+def without_gone(recorded: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Recorded settings without those that were removed, if they had the value of today's constant."""
+    return {
+        name: {key: value for key, value in section.items() if GONE.get(f"{name}.{key}", GONE) != value}
+        for name, section in recorded.items()
+    }
 
 
 def key_today(line: Mapping[str, Any]) -> str:
     """The key of a recorded result. Settings that are newer than the result get their defaults, which change nothing.
     Removed settings are ignored if they had the value of today's constant. Raises KeyError and ValidationError if they
     had another one."""
-    known = {
-        name: {key: value for key, value in section.items() if GONE.get(f"{name}.{key}", GONE) != value}
-        for name, section in line["settings"].items()
-    }
-    settings = Settings.model_validate(known).model_dump(mode="json")
+    settings = Settings.model_validate(without_gone(line["settings"])).model_dump(mode="json")
     learnt = {key: settings[key] for key in LEARNT_FROM}
     conditions = Conditions.model_validate(line["lab"]).model_dump(mode="json")
     return _digest({"settings": learnt, "lab": conditions, "model": line["model"], "rules": line["rules"]})

@@ -7,7 +7,7 @@ There are no processes, threads or network, so comparing settings costs no more 
 Time is counted in inner steps of a learner of speed 1. At a step boundary, a learner processes arrivals and answers
 rounds in the order of `diloco_worker.learner`. Learners are out of phase, as in reality: their first steps end evenly
 spread over one step. A push reaches the shard `PUSH` after the snapshot. A new version reaches the learner
-`overlap_steps` - 1 after its commit, so learners of equal speed apply it `overlap_steps` boundaries after their
+`OVERLAP_STEPS` - 1 after its commit, so learners of equal speed apply it `OVERLAP_STEPS` boundaries after their
 snapshot. Conditions add a delay to both, lose pushes, or kill learners.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.errors import NotFinite
-from diloco_common.settings import Settings, ShardSettings
+from diloco_common.settings import OVERLAP_STEPS, Settings, ShardSettings
 from diloco_common.wire.messages import (
     PROTOCOL,
     Collect,
@@ -275,7 +275,7 @@ class LockstepRun:
         self.settings, self.task, self.conditions = settings, task, conditions
         self.clock = Clock()
         self.outcome = LockstepOutcome()
-        self.pull_delay = max(0.0, settings.sync.overlap_steps - 1.0) + conditions.delay
+        self.pull_delay = OVERLAP_STEPS - 1.0 + conditions.delay
         self.inner = self.make_inner()
         self.shards = [ShardRig(self, i, conditions.shards) for i in range(conditions.shards)]
         self.learners = {rig.learner_id: rig for rig in (LearnerRig(self, i) for i in range(conditions.learners))}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from diloco_common.settings import Settings
-from diloco_demo.training import share_at
+from diloco_demo.training import CLIP, share_at
 from diloco_lab.tasks import Stream, Task, inner_step
 
 Watch = Callable[[float, nn.Module], None]
@@ -64,4 +64,4 @@ def _step(
 ) -> None:  # fmt: skip
     inputs, targets = (torch.cat(parts) for parts in zip(*(s.next_batch() for s in streams), strict=True))
     share = share_at(fraction=step / steps, inner_step=step, budget=1, train=settings.train)
-    inner_step(task, model, optimizer, inputs, targets, share, settings.train.clip)
+    inner_step(task, model, optimizer, inputs, targets, share, CLIP)

@@ -21,6 +21,7 @@ from diloco_common.settings import TrainSettings
 from diloco_demo.gpt import GPT, Layer, norm, rotate
 from diloco_demo.muon import RMS_OF_ADAMW, orthogonal
 from diloco_demo.shapes import BYTES
+from diloco_demo.training import CLIP
 from diloco_worker.core.momentum import Companion, MomentumUse
 from diloco_worker.shell.companions import most_of
 
@@ -107,7 +108,7 @@ class Stack:
     def _update(self, rows: Tensor | None, values: Tensor, gradient: Tensor, shares: Tensor) -> None:
         """Clip as clip_grad_norm_ does, then step."""
         length = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-        gradient.mul_((self._train.clip / (length + 1e-6)).clamp(max=1.0))
+        gradient.mul_((CLIP / (length + 1e-6)).clamp(max=1.0))
         momentum = self.momentum if rows is None else self.momentum[rows]
         steps = self._steps.add_(1) if rows is None else self._steps[rows] + 1
         self._adamw(rows, values, gradient, momentum, shares[:, None, None], steps[:, None, None])

@@ -153,7 +153,6 @@ class InnerSteps:
 
     def __init__(self, settings: Settings, task: Task, learners: int) -> None:
         self.models = [task.model() for _ in range(learners)]
-        self._clip = settings.train.clip
         self._average = settings.train.average_momentum
         self._task = task
         self._streams = [task.stream(i, learners) for i in range(learners)]
@@ -178,7 +177,7 @@ class InnerSteps:
                 losses = self._stack.step(chosen, inputs, targets, torch.tensor(shares)).tolist()
             else:
                 model, optimizer = self.models[index], self._optimizers[index]
-                loss = inner_step(self._task, model, optimizer, inputs[0], targets[0], shares[0], self._clip)
+                loss = inner_step(self._task, model, optimizer, inputs[0], targets[0], shares[0], training.CLIP)
                 losses = [float(loss)]
             self._done |= {row: (loss, inputs[0].numel()) for row, loss in zip(rows, losses, strict=True)}
         return self._done.pop(index)

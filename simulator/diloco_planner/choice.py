@@ -9,7 +9,7 @@ from typing import NamedTuple
 from diloco_common import formulas, units
 from diloco_common.errors import ConfigError
 from diloco_common.formulas import BITS, LINK_SHARE
-from diloco_common.settings import EVERY_MOST, SyncSettings
+from diloco_common.settings import EVERY_MOST, OVERLAP_STEPS, PATIENCE, SyncSettings
 from diloco_common.wire.bounds import FRAGMENTS_MAX
 from diloco_planner.plans import Link
 
@@ -20,7 +20,6 @@ FRAGMENTS, FRAGMENTS_MOST = DEFAULTS.fragments, 256
 """P: the default, and the most if each of many shards has to own one."""
 FULL = 0.9
 """Highest allowed load of shard machines whose number is given."""
-PATIENCE, OVERLAP = DEFAULTS.patience, DEFAULTS.overlap_steps
 
 
 class Encodings(NamedTuple):
@@ -103,7 +102,7 @@ def settle(asked: PlannedRun, encodings: Encodings) -> Choice:
         every, why_every = for_link, _link_asks(asked, for_link)
     fragments = asked.fragments or max(_fragments(asked, every), min(asked.shards or 0, FRAGMENTS_MAX))
     push_s = asked.params / fragments * BITS[encodings.push] / asked.link.up + asked.link.round_trip_s
-    if push_s > max(PATIENCE * every, OVERLAP) * asked.step_s:  # a round waits no longer (docs/wan.md)
+    if push_s > max(PATIENCE * every, OVERLAP_STEPS) * asked.step_s:  # a round waits no longer (docs/wan.md)
         every = math.ceil(push_s / (PATIENCE * asked.step_s))
         why_every = (
             f"a push takes {push_s:.2g} s, and a round waits for {PATIENCE:g} H steps of {asked.step_s:g} s at most"

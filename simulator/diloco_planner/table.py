@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from diloco_common import formulas, units
 from diloco_common.formulas import BITS
-from diloco_common.settings import EVERY_LEAST, EVERY_MOST
-from diloco_planner.choice import OVERLAP, Choice, Encodings, PlannedRun, calls_of, written_of
+from diloco_common.settings import EVERY_LEAST, EVERY_MOST, OVERLAP_STEPS
+from diloco_planner.choice import Choice, Encodings, PlannedRun, calls_of, written_of
 from diloco_server.core.every import Measured, carried
 
 
@@ -128,7 +128,7 @@ def _more(asked: PlannedRun) -> str:
 def learner_figures(asked: PlannedRun, choice: Choice) -> list[PlanFigure]:
     """What a learner's process holds, if it is not an island. Imports torch."""
     encodings = choice.encodings
-    waits_s = _fragment_s(asked, choice) + OVERLAP * asked.step_s
+    waits_s = _fragment_s(asked, choice) + OVERLAP_STEPS * asked.step_s
     apart_s = choice.every * asked.step_s / choice.fragments  # between the rounds of two fragments
     under_way = min(choice.fragments, max(1, math.ceil(waits_s / apart_s)))
     return process_figures(

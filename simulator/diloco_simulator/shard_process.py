@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from diloco_common.errors import NothingIntact
+from diloco_common.settings import OVERLAP_STEPS
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.round import Round
 from diloco_server.shell.host import ShardHost
@@ -175,7 +176,7 @@ class ShardProcess:
         at_most_s = options.grace
         if at_most_s == "adaptive":
             slowest_s = max((m.reports.step_time_s for m in host.shard.membership.live() if m.reports), default=0.0)
-            steps = 2.5 * max(sync.first_every, sync.overlap_steps)  # patience, and what steps scatter by
+            steps = 2.5 * max(sync.first_every, OVERLAP_STEPS)  # patience, and what steps scatter by
             at_most_s = slowest_s * (steps if options.on_commit == "carry" else 1.0)
         invariants.windows_are_as_set(host.shard.rounds.patience.grace_s(), at_most_s)
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from diloco_common.errors import EXIT_REFUSED
 from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
@@ -146,11 +147,10 @@ def test_a_worker_that_hangs_is_killed_and_started_again(command: Callable[..., 
     assert "worker-1 hangs" not in said
 
 
-def test_without_restart_the_last_lost_worker_ends_the_cluster(tmp_path, capsys, monkeypatch, new_processes) -> None:
-    monkeypatch.setenv("FAKE_WORKER", "dies")
-    settings = settings_for(tmp_path, "cluster.restart=false")
-    assert bring_up(settings, Outputs(), PROGRAMS) == 1
-    assert "cluster.restart is off" in capsys.readouterr().out
+def test_the_last_lost_worker_ends_the_cluster(tmp_path, capsys, monkeypatch, new_processes) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "lost")
+    assert bring_up(settings_for(tmp_path), Outputs(), PROGRAMS) == EXIT_REFUSED
+    assert "was refused (exit code" in capsys.readouterr().out
     assert new_processes() == []
 
 
@@ -260,7 +260,7 @@ def test_a_killed_worker_is_started_again_and_the_record_says_how_often(command:
 
 def test_a_death_that_was_asked_for_is_no_exit_and_lasts_as_long_as_asked(tmp_path: Path) -> None:
     waits = ChildSpec("ann", "worker", "http.server", lambda: ["--bind=127.0.0.1", "0"], tmp_path / "log")
-    with Supervisor(restart=True) as supervisor:
+    with Supervisor() as supervisor:
         supervisor.start(waits)
         for _ in range(DEATHS_MAX + 1):
             supervisor.kill_for("ann", 100.0)

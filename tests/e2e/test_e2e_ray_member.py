@@ -35,7 +35,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def member(name: str) -> OnRay:
         role: Role = "shard" if name.startswith("shard") else "worker"
         history = tmp_path / "history"
-        plan = Plan(name, role, 0, tmp_path, 1, "", has_certificates=False, restart=True, history=history)
+        plan = Plan(name, role, 0, tmp_path, 1, "", has_certificates=False, history=history)
         made.append(OnRay(plan, HOST))
         return made[-1]
 

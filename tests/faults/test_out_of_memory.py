@@ -49,7 +49,7 @@ def test_a_worker_that_ran_out_of_memory_is_named_and_started_again(tight: Path,
     """Fault 18: as SIGKILL, and what `diloco up` shows says so."""
     folder = tmp_path / "run"
     flags = ["--shards=1", "--workers=2", "--tokens=100_000", f"--folder={folder}"]
-    command = [sys.executable, "-m", "diloco_deploy", "up", *flags, *sets({**TINY, "cluster.restart": True})]
+    command = [sys.executable, "-m", "diloco_deploy", "up", *flags, *sets(TINY)]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, **pipes, text=True, env=environment()) as up:
         try:

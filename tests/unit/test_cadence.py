@@ -57,7 +57,7 @@ def test_who_has_not_reported_neither_makes_due_nor_is_waited_for() -> None:
     assert is_due([silent, member("a", 4)], {}, 4, "all")
 
 
-EQ_3 = {"grace": "adaptive", "overlap_steps": 2, "on_commit": "overwrite"}
+EQ_3 = {"grace": "adaptive", "on_commit": "overwrite"}
 
 
 def make_window(to_quorum: Sequence[float] = (), to_publish: Sequence[float] = (), **sync: Any) -> GraceWindow:
@@ -91,7 +91,7 @@ def test_the_window_is_a_share_of_the_slack_that_the_overlap_leaves(
         ({}, 1.0, 0.0, 6.0),  # 2.5 times a tenth of H = 24 steps, whatever quorum and merge take
         ({"sync_every": 4}, 1.0, 0.0, 5.0),  # never less than the overlap
         ({}, 1.0, 0.5, 11.0),  # steps in bursts: 2.5 times 2.4 + 4 * 0.5
-        ({"patience": 1.0}, 10.0, 0.0, 60.0),  # never more than a minute
+        ({}, 20.0, 0.0, 60.0),  # never more than a minute
         ({}, 0.0, 0.0, 0.0),  # nobody has told its step time
     ],
 )
@@ -101,7 +101,7 @@ def test_where_learners_carry_a_round_waits_a_share_of_its_cadence(sync, step_ti
 
 
 def test_the_window_is_no_longer_than_a_step() -> None:
-    assert make_window(overlap_steps=10).seconds(2.0, 24) == 2.0
+    assert make_window().seconds(2.0, 24) == 2.0
 
 
 @pytest.mark.parametrize("grace", [0.0, 1.5])

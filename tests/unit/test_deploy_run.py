@@ -24,25 +24,23 @@ from diloco_worker.shell.telemetry import LearnerTelemetry
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "was_up", "deaths", "restart", "action", "exit_code"),
+    ("kind", "code", "was_up", "deaths", "action", "exit_code"),
     [
-        ("worker", 0, True, 1, True, Action.ENDED, 0),
+        ("worker", 0, True, 1, Action.ENDED, 0),
         # A shard never ends by itself.
-        ("shard", 0, True, 1, True, Action.AGAIN, 0),
+        ("shard", 0, True, 1, Action.AGAIN, 0),
         # What was never up and says why would say the same again.
-        ("shard", 4, False, 1, True, Action.FAIL, 4),
-        ("worker", 2, False, 1, True, Action.FAIL, 2),
-        ("worker", -9, True, 1, True, Action.AGAIN, 0),
-        ("worker", 1, True, DEATHS_MAX, True, Action.AGAIN, 0),
-        ("worker", -9, True, DEATHS_MAX + 1, True, Action.FAIL, 1),
-        ("worker", -9, True, 1, False, Action.LOST, 1),
-        ("worker", EXIT_REFUSED, True, 1, True, Action.LOST, EXIT_REFUSED),
-        ("shard", -9, True, 1, False, Action.FAIL, 1),
-        ("job", 3, False, 1, True, Action.FAIL, 3),
+        ("shard", 4, False, 1, Action.FAIL, 4),
+        ("worker", 2, False, 1, Action.FAIL, 2),
+        ("worker", -9, True, 1, Action.AGAIN, 0),
+        ("worker", 1, True, DEATHS_MAX, Action.AGAIN, 0),
+        ("worker", -9, True, DEATHS_MAX + 1, Action.FAIL, 1),
+        ("worker", EXIT_REFUSED, True, 1, Action.LOST, EXIT_REFUSED),
+        ("job", 3, False, 1, Action.FAIL, 3),
     ],
 )
-def test_the_exit_of_a_child_is_judged(kind, code, was_up, deaths, restart, action, exit_code) -> None:
-    verdict = verdict_on_exit(kind, code, was_up=was_up, deaths=deaths, restart=restart)
+def test_the_exit_of_a_child_is_judged(kind, code, was_up, deaths, action, exit_code) -> None:
+    verdict = verdict_on_exit(kind, code, was_up=was_up, deaths=deaths)
     assert (verdict.action, verdict.exit_code) == (action, exit_code)
 
 
@@ -57,7 +55,7 @@ def test_the_exit_of_a_child_is_judged(kind, code, was_up, deaths, restart, acti
 )
 def test_a_death_says_its_cause_also_lack_of_memory(code: int, out_of_memory: bool, said: str) -> None:
     """Fault 18."""
-    verdict = verdict_on_exit("worker", code, was_up=True, deaths=1, restart=True, out_of_memory=out_of_memory)
+    verdict = verdict_on_exit("worker", code, was_up=True, deaths=1, out_of_memory=out_of_memory)
     assert verdict.why == said
 
 

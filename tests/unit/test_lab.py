@@ -23,7 +23,7 @@ HERE = "tests.unit.test_lab" if __name__.startswith("tests.") else __name__
 TINY: dict[str, Any] = {
     "run": {"tokens": 4 * 8 * 24},
     "sync": {"sync_every": 4, "fragments": 2, "push": "float32", "pull": "float32"},
-    "train": {"batch": 8, "lr": 0.05, "optimizer": "adamw", "clip": 10.0},
+    "train": {"batch": 8, "lr": 0.05, "optimizer": "adamw"},
 }
 
 

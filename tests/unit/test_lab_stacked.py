@@ -8,6 +8,7 @@ import torch
 from diloco_common.settings import ModelSettings, RunSettings, Settings, TrainSettings
 from diloco_demo.data import Corpus
 from diloco_demo.gpt import GPT
+from diloco_demo.training import CLIP
 from diloco_lab.tasks import BuiltIn, inner_step
 
 TEXT = (torch.arange(4096) ** 2 % 251).to(torch.uint8)
@@ -22,7 +23,7 @@ class Alone(BuiltIn):
 def task(
     kind: type[BuiltIn], optimizer: str, tokens: int = 1000, model: ModelSettings = MODEL, batch: int = 2
 ) -> BuiltIn:
-    train = TrainSettings(batch=batch, optimizer=optimizer, lr=0.01, muon_lr=0.01, clip=0.5)
+    train = TrainSettings(batch=batch, optimizer=optimizer, lr=0.01, muon_lr=0.01)
     settings = Settings(model=model, train=train, run=RunSettings(tokens=tokens))
     return kind(settings, corpus=Corpus(TEXT, TEXT, 1))
 
@@ -45,7 +46,7 @@ def test_a_stack_steps_as_each_learner_alone(optimizer: str, model: ModelSetting
         inputs, targets = (torch.stack(tensors) for tensors in zip(*drawn, strict=True))
         losses = stack.step(torch.tensor(rows), inputs, targets, torch.tensor(shares)).tolist()
         for row, taken, share, loss in zip(rows, drawn, shares, losses, strict=True):
-            expected = inner_step(of, alone[row], optimizers[row], *taken, share, clip=0.5)
+            expected = inner_step(of, alone[row], optimizers[row], *taken, share, CLIP)
             assert loss == pytest.approx(float(expected), rel=1e-5)
     for one, other in zip(together, alone, strict=True):
         assert isinstance(one, GPT)

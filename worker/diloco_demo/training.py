@@ -27,6 +27,9 @@ from diloco_worker.progress_lr import WARMUP_STEPS, share
 
 log = logging.getLogger(__name__)
 
+CLIP = 1.0
+"""Norm to which gradients are clipped."""
+
 
 class Synchroniser(Protocol):
     """The loop's view of the rest of the run."""
@@ -141,7 +144,7 @@ def train(
             fraction=synchroniser.fraction, inner_step=progress.inner_step, budget=budget, train=settings
         )  # fmt: skip
         inputs, targets = (part.to(device, non_blocking=True) for part in stream.next_batch())
-        loss = _inner_step(model, optimizer, inputs, targets, share, settings.clip)
+        loss = _inner_step(model, optimizer, inputs, targets, share)
         rest_s = step_min_s - (clock() - began)
         if rest_s > 0:
             sleep(rest_s)
@@ -209,14 +212,12 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(message) from None
 
 
-def _inner_step(
-    model: GPT, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, share: float, clip: float
-) -> Tensor:
+def _inner_step(model: GPT, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, share: float) -> Tensor:
     """Forward, backward, clip, step. Returns the detached loss; does not wait for the device."""
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=inputs.device.type != "cpu"):
         loss = model.loss(inputs, targets)
     loss.backward()  # type: ignore[no-untyped-call]
-    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     for group in optimizer.param_groups:
         group["lr"] = group["lr_highest"] * share
     optimizer.step()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from diloco_common import formulas, units
 from diloco_common.formulas import BITS, LINK_SHARE
-from diloco_common.settings import ShardSettings, SyncSettings
+from diloco_common.settings import OVERLAP_STEPS, ShardSettings
 from diloco_deploy.doctor.checks import ReportLine, failure, ok, warning
 from diloco_server.shell.quotas import CONNECTIONS_PER_LEARNER, ENOUGH, KEPT, connections_allowed, connections_wanted
 from diloco_server.storage.filesystem import Disk, FileSystem
@@ -117,7 +117,7 @@ def fast_enough(folder: Path, written: Written, shard: PlannedShard | None) -> R
     what += f"; a version takes {save_s:.2g} s, and all of them {busy:.0%} of the time of H steps"
     if busy > 1:
         return failure("DISK_SLOW", what, **figures)
-    if busy > LINK_SHARE or save_s > SyncSettings().overlap_steps * shard.step_s or written.seconds > SYNC_SLOW_S:
+    if busy > LINK_SHARE or save_s > OVERLAP_STEPS * shard.step_s or written.seconds > SYNC_SLOW_S:
         return warning("DISK_SLOW", what, **figures)
     return ok(what, **figures)
 

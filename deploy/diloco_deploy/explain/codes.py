@@ -268,7 +268,7 @@ OUTCOMES = (
     _outcome(
         "LATE",
         "The contribution came after its round. No work is lost: it is in the next one.",
-        "Nothing if it is rare. Otherwise raise `sync.sync_every` or `sync.patience`, or use a smaller encoding.",
+        "Nothing if it is rare. Otherwise raise `sync.sync_every`, or use a smaller encoding.",
         "`diloco doctor` on that learner's machine, [WAN](wan.md)",
     ),
     _outcome(

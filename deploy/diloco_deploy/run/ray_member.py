@@ -41,7 +41,6 @@ class Plan:
     model: str
     """Digest (`run.model`)."""
     has_certificates: bool
-    restart: bool
     history: Path | None
     """`run.history`: here the parent of one folder per life."""
 
@@ -66,7 +65,7 @@ class OnRay:
         self._files = ClusterFolder(plan.folder, Outputs())
         self._life = _next_life(self._files.run / "lives", plan.name)
         self._own = self._files.run / "lives" / f"{plan.name}.{self._life}"
-        self._supervisor = Supervisor(plan.restart)
+        self._supervisor = Supervisor()
         self._again_at: float | None = None
         self._renew_at = 0.0
         self._is_known = False
@@ -100,7 +99,7 @@ class OnRay:
 
     def _judge(self, exit: Exit, now: float) -> str:
         verdict = exit.verdict
-        if verdict.exit_code == EXIT_IN_USE and self._plan.restart:
+        if verdict.exit_code == EXIT_IN_USE:
             self._again_at = now + IN_USE_AGAIN_S
             return "waits for its former process to end"
         if verdict.action is not Action.AGAIN:

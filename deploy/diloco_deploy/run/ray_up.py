@@ -130,12 +130,11 @@ class _RayRun:
         for index in range(count):
             plan = self._plan(role, index)
             self._note(plan.name, "starting")
-            restarts = -1 if plan.restart else 0
             self._actors[plan.name] = (
                 self._ray.remote(_Actor)
                 .options(
                     num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0),
-                    max_restarts=restarts, max_task_retries=restarts,
+                    max_restarts=-1, max_task_retries=-1,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
                 )
                 .remote(plan)
@@ -147,7 +146,7 @@ class _RayRun:
         return Plan(
             f"{role}-{index}", role, index, self._files.folder, settings.cluster.shards,
             settings.run.model or declared_digest(settings),
-            not settings.security.insecure, settings.cluster.restart, settings.run.history,
+            not settings.security.insecure, settings.run.history,
         )  # fmt: skip
 
     def _is_over(self, workers: list[str]) -> bool:

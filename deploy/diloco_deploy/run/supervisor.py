@@ -50,9 +50,7 @@ class Verdict:
     """Exit code of `diloco up` if the cluster cannot go on."""
 
 
-def verdict_on_exit(
-    kind: Kind, code: int, *, was_up: bool, deaths: int, restart: bool, out_of_memory: bool = False
-) -> Verdict:
+def verdict_on_exit(kind: Kind, code: int, *, was_up: bool, deaths: int, out_of_memory: bool = False) -> Verdict:
     """Decide what a child's exit means. A shard never ends by itself; a worker ends when the budget is reached.
 
     `code`: as in `subprocess.Popen`. `was_up`: any process of the child had bound its ports. `deaths`: in a row,
@@ -70,9 +68,6 @@ def verdict_on_exit(
         return Verdict(Action.LOST, f"was refused ({how}), and is not started again", exit_code=code)
     if deaths > DEATHS_MAX:
         return Verdict(Action.FAIL, f"died {deaths} times in a row ({how})", exit_code=failed.exit_code)
-    if not restart:
-        off = f"died ({how}) and is not started again, because cluster.restart is off"
-        return Verdict(Action.FAIL if kind == "shard" else Action.LOST, off, exit_code=failed.exit_code)
     return Verdict(Action.AGAIN, f"died ({how})", wait_s=min(0.5 * 2 ** (deaths - 1), 10.0))
 
 
@@ -119,8 +114,7 @@ class Exit:
 class Supervisor:
     """The child processes of one command. Call it from the main thread: the kernel ends a child with its thread."""
 
-    def __init__(self, restart: bool) -> None:
-        self._restart = restart
+    def __init__(self) -> None:
         self._children: dict[str, _Child] = {}
         self._memory_kills = memory_kills()
 
@@ -174,7 +168,7 @@ class Supervisor:
             child.deaths = 1 if now - child.started_at > _SETTLED_AFTER_S else child.deaths + 1
             kills_before, self._memory_kills = self._memory_kills, memory_kills()
             verdict = verdict_on_exit(
-                child.spec.kind, code, was_up=child.was_up, deaths=child.deaths, restart=self._restart,
+                child.spec.kind, code, was_up=child.was_up, deaths=child.deaths,
                 out_of_memory=self._memory_kills > kills_before,
             )  # fmt: skip
             if verdict.action is Action.AGAIN:

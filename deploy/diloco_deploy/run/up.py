@@ -48,7 +48,7 @@ def bring_up(settings: Settings, outputs: Outputs, programs: Programs | None = N
     check_cluster(settings)
     settings = anchored(settings)
     files = ClusterFolder(settings.cluster.folder, outputs, settings.shard.data_dir)
-    with files.owned(), Supervisor(settings.cluster.restart) as supervisor, Interrupts() as interrupts:
+    with files.owned(), Supervisor() as supervisor, Interrupts() as interrupts:
         settle(files)
         is_resumed = files.prepare(settings, fresh=fresh)
         save(settings, files.settings)

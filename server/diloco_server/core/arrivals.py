@@ -17,10 +17,6 @@ from diloco_common.wire.messages import Progress
 
 ALPHA = 0.1
 """Weight of the newest report or contribution in the averages."""
-STEP_TIME_FACTOR = 2.0
-"""A reported step time counts for at most this many times the time between reports."""
-OPTIMISM = 0.9
-"""Factor on the time per element after a contribution that was not taken: nothing else would measure the link again."""
 
 
 @dataclass
@@ -53,8 +49,8 @@ class Reports:
 
     @property
     def step_time_s(self) -> float:
-        """Seconds per inner step as reported, limited by the time between reports; 0: unknown."""
-        return min(self.last.step_time_s, STEP_TIME_FACTOR * self.step_s)
+        """Seconds per inner step as reported, at most twice the time between reports; 0: unknown."""
+        return min(self.last.step_time_s, 2 * self.step_s)
 
 
 @dataclass(slots=True)
@@ -107,7 +103,7 @@ class Arrivals:
             lag_s = now - expected.boundary_at
             self.lag_s = lag_s if self.lag_s is None else self.lag_s + ALPHA * (lag_s - self.lag_s)
         if not wanted:
-            self.s_per_element *= OPTIMISM
+            self.s_per_element *= 0.9  # hope: unless it is asked again, nothing measures the link
         call.apart[self] = Expected(expected.boundary_at, now if wanted else math.inf, is_measured=not wanted)
 
     def bytes_came(self, call: Call, num_elements: int, now: float) -> None:

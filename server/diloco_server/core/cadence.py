@@ -14,7 +14,7 @@ when a version arrives; it is at most a minute.
 Carry: no learner waits or loses work, so waiting only delays the next version. A round waits for every learner that is
 expected (`arrivals.py`), but at most its patience beyond the usual learner:
 
-    patience = max(patience * H, tau) * step_time + 4 * scatter, within H (or tau) steps
+    patience = max(PATIENCE * H, tau) * step_time + 4 * scatter, within H (or tau) steps
 
 where scatter is the deviation of the usual learner's steps from their average: on a busy machine, or where steps come
 in bursts, some take no time at all. From its quorum on, a round never waits longer than `LONGEST` times that.
@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco_common.settings import SyncSettings
+from diloco_common.settings import OVERLAP_STEPS, PATIENCE, SyncSettings
 from diloco_common.wire.manifest import turn
 from diloco_server.core.membership import Member
 
@@ -88,7 +88,7 @@ class GraceWindow:
     """The current grace window of a shard, in seconds."""
 
     def __init__(self, settings: SyncSettings) -> None:
-        self._settings = settings
+        self._grace = settings.grace
         self.waits_for_expected = settings.grace == "adaptive" and settings.on_commit == "carry"
         """Whether rounds wait only for learners that are expected."""
         self.to_quorum = MovingAverage()
@@ -97,14 +97,13 @@ class GraceWindow:
     def seconds(self, step_time_s: float, every: int, scatter_s: float = 0.0) -> float:
         """The window in seconds. `step_time_s`, `scatter_s`: medians of the live learners, so that no straggler widens
         it. `every`: the current H."""
-        settings = self._settings
-        if settings.grace != "adaptive":
-            return settings.grace
+        if self._grace != "adaptive":
+            return self._grace
         if self.waits_for_expected:
-            patience_s = max(settings.patience * every, settings.overlap_steps) * step_time_s + SCATTER * scatter_s
-            return min(LONGEST * min(patience_s, max(every, settings.overlap_steps) * step_time_s), LONGEST_S)
+            patience_s = max(PATIENCE * every, OVERLAP_STEPS) * step_time_s + SCATTER * scatter_s
+            return min(LONGEST * min(patience_s, max(every, OVERLAP_STEPS) * step_time_s), LONGEST_S)
         spent = (self.to_quorum.value or 0.0) + (self.to_publish.value or 0.0)
-        slack = settings.overlap_steps * step_time_s - spent
+        slack = OVERLAP_STEPS * step_time_s - spent
         return min(max(GAMMA * slack, 0.0), step_time_s, LONGEST_S)
 
     @staticmethod

@@ -129,21 +129,17 @@ class TakeMean(OuterOptimizer):
         theta.sub_(gradient)
 
 
-ADAM_BETAS, ADAM_EPS = (0.9, 0.99), 1e-8
-"""The values of FedOpt (arXiv 2003.00295), with torch's eps."""
-
-
 class Adam(OuterOptimizer):
-    """Adam with bias correction (arXiv 1412.6980), as torch.optim.Adam."""
+    """Adam with bias correction (arXiv 1412.6980), as torch.optim.Adam, with the betas of FedOpt (arXiv 2003.00295)."""
 
     num_buffers = 2
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         first, second = buffers
-        beta1, beta2 = ADAM_BETAS
+        beta1, beta2 = 0.9, 0.99
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        corrected = torch.sqrt(second, out=gradient).div_((1 - beta2**outer_step) ** 0.5).add_(ADAM_EPS)
+        corrected = torch.sqrt(second, out=gradient).div_((1 - beta2**outer_step) ** 0.5).add_(1e-8)
         theta.addcdiv_(first, corrected, value=-self.settings.lr / (1 - beta1**outer_step))
 
 

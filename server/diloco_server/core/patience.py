@@ -25,8 +25,6 @@ OVERDUE = 2
 """A learner is overdue after this many times H steps without a merge."""
 SLACK = 0.1
 """Tolerance for an overdue learner, as a share of one step."""
-TIMES_USUAL, AT_LEAST_S, FIRST_S = 10.0, 10.0, 60.0
-"""Overdue rounds took this many times the usual duration and at least these seconds; the third: while none is known."""
 
 
 class RoundPatience:
@@ -53,9 +51,9 @@ class RoundPatience:
 
     @property
     def overdue_after_s(self) -> float:
-        """How long a round may stay open before it is reported."""
+        """How long a round may stay open before it is reported: ten times as long as usual, and at least 10 s."""
         usual_s = self._open_s.value
-        return FIRST_S if usual_s is None else max(TIMES_USUAL * usual_s, AT_LEAST_S)
+        return 60.0 if usual_s is None else max(10 * usual_s, 10.0)
 
     def grace_s(self) -> float:
         """The grace window now, in seconds, from learners that contribute; from all live ones while there are none."""

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 from diloco_common.errors import ConfigError
 from diloco_common.trust.identity import Identity
 
-FILE_BYTES_MAX = 16 << 20
 FILES_KEPT = 5
 """Full files kept beside the current one; NAME.jsonl.1 is the newest."""
 REPEAT_S = 10.0
@@ -59,7 +58,7 @@ class AuditLog(Audit):
         name: str,
         wall_clock: Callable[[], float] = time.time,
         *,
-        file_bytes_max: int = FILE_BYTES_MAX,
+        file_bytes_max: int = 16 << 20,
     ) -> None:
         """Append to `folder`/`name`.jsonl, which only its owner can read. Raises ConfigError."""
         self._path = folder / f"{name}.jsonl"

@@ -51,8 +51,6 @@ from diloco_server.storage.version_file import StoredVersion
 
 TICK_S = 0.02
 """The resolution of grace windows and leases."""
-DECISION_WAIT = 4.0
-"""Events wait this many times the last decision's duration for the next, so decisions take at most 20 % of a core."""
 
 T = TypeVar("T")
 
@@ -214,11 +212,11 @@ class ShardHost:
     def advance_later(self) -> None:
         """Advance soon, once for all events until then. For frequent events, such as reports.
 
-        A decision visits every learner and fragment, so one per event would cost the square of the learners.
+        A decision visits every learner and fragment, so one per event would cost the square of the learners. Waiting
+        four times as long as the last one took leaves decisions at most 20 % of a core.
         """
         if self._later is None:
-            wait_s = DECISION_WAIT * self._decision_s
-            self._later = asyncio.get_running_loop().call_later(wait_s, self._advance_now)
+            self._later = asyncio.get_running_loop().call_later(4 * self._decision_s, self._advance_now)
 
     def _advance_now(self) -> None:
         self._later = None

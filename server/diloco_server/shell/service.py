@@ -59,10 +59,6 @@ from diloco_server.storage.filesystem import OldFile
 PULLS_AT_ONCE = 4
 """Most pulls of one learner, and of one host's callers without a lease; more are answered BUSY. One is enough; others
 may remain for a while from broken connections."""
-BYTES_IN_MAX = 4 << 30
-"""Most payload bytes that open pushes have announced, all together; more pushes are answered BUSY."""
-BYTES_OUT_MAX = 256 << 20
-"""Most payload bytes, over all pulls, that wait to be taken. Further chunks wait in line."""
 PULL_S = 900.0
 """Most seconds of a pull, in addition to the time of a slow link. It ends by its deadline, because gRPC cannot drop
 what a caller does not take."""
@@ -70,17 +66,11 @@ SMALL_CHUNK_BYTES = 64 << 10
 """Chunk size for callers not known to read, since the transport copies a chunk that is not read."""
 UNTRUSTED_PAUSE_S = 5.0
 """Seconds that such a caller may pause, while it keeps a possibly outdated version in memory."""
-MESSAGES_AT_ONCE = 4
-"""Most Pull or Leave messages of one learner that are read at once. Newer ones replace older ones."""
-OBSERVERS_AT_ONCE, HOST_OBSERVERS_AT_ONCE = 4, 2
-"""Most open pulls in an encoding made for their caller alone: in all, and from one host."""
 OBSERVER_ENCODINGS = ("float32", AVERAGE)
 """Encodings that Pull accepts besides the run's own; they are made for the caller alone."""
 
 HOST_LEARNERS = 512
 """Most leases of one host without certificates, or half of `shard.max_learners` if that is more."""
-HOST_JOINS, HOST_JOINS_PER_S = 1024, 100.0
-"""Joins from one host: at once, and per second in the long run. Hundreds of its leases may end together."""
 
 REPORTS, REPORTS_PER_S = 100, 100.0
 """Reports on one control stream: at once, and per second in the long run; further ones wait, and none is lost. A
@@ -99,18 +89,19 @@ class Service:
     def __init__(self, host: ShardHost) -> None:
         limits = host.settings.shard
         self._host, self._answers = host, Pulls(host)
-        self._pushes = OpenPushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, BYTES_IN_MAX)
+        self._pushes = OpenPushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, bytes_most=4 << 30)
         self._rank_pushes = Ranks("pushes", max(PUSHES_AT_ONCE, limits.max_pushes // 2))
         self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](PULLS_AT_ONCE)
         self._rank_pulls = Ranks("pulls", max(PULLS_AT_ONCE, limits.max_pushes // 2))
         self._takers = Takers()
-        self._outgoing = Outgoing(BYTES_OUT_MAX)
+        self._outgoing = Outgoing(bytes_most=256 << 20)
         self._observers = Places[object](  # pulls in an encoding made for the caller alone
-            HOST_OBSERVERS_AT_ONCE, OBSERVERS_AT_ONCE, "pulls in an encoding of their own are open; try again soon"
+            each=2, together=4, crowded="pulls in an encoding of their own are open; try again soon"
         )
         self._seeding: dict[tuple[int, int], OpenPush] = {}  # (fragment, part) of the seeds being received
-        self._messages, self._bodies = Places[Wait](MESSAGES_AT_ONCE), Bodies()
-        self._joins = Rate("joins from this host, or of this identity", HOST_JOINS, HOST_JOINS_PER_S)
+        self._messages, self._bodies = Places[Wait](each=4), Bodies()
+        # Hundreds of a host's leases may end together.
+        self._joins = Rate("joins from this host, or of this identity", burst=1024, per_s=100.0)
         self._homes: dict[str, str] = {}  # learner id -> the host it joined from
         self._proven: dict[str, Identity] = {}  # learner id -> the identity that last used its lease
 

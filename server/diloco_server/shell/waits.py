@@ -206,8 +206,8 @@ class Unread(Generic[T]):
 class Outgoing:
     """Bytes given to the transport that callers have not taken yet. Chunks that do not fit wait in line."""
 
-    def __init__(self, most: int) -> None:
-        self._bytes = Bytes("bytes that pulls have not taken", most)
+    def __init__(self, bytes_most: int) -> None:
+        self._bytes = Bytes("bytes that pulls have not taken", bytes_most)
         self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property

@@ -1,10 +1,10 @@
 """Stands in for `diloco_demo`. FAKE_WORKER says how it behaves:
 
 ends   has reached the budget once somebody has seen its status
-dies   is killed in every life
 waits  trains until it is told to end
 deaf   the same, and ignores SIGTERM
 fails  refuses its settings
+lost   is refused by the shards after a while
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fake_member import Member, arguments
 
+from diloco_common.errors import EXIT_REFUSED
 from statuses import worker
 
 
@@ -43,8 +44,8 @@ def main() -> None:
         member.terminated.wait(60)
     else:
         member.answered.acquire(timeout=200)
-        if behaviour == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "lost":
+            sys.exit(EXIT_REFUSED)
     status |= {"state": "done", "tokens": 600}
     Path(args.final_status).write_text(json.dumps(status))
 

@@ -13,8 +13,6 @@ PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
 SyncPhase = Literal["snapshot", "encode", "decode", "apply"]
 """Work for synchronization on a learner."""
 
-_STALL_SECONDS = (0.00001, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
-
 
 class Training:
     """The training loop, and the cost of synchronization for it."""
@@ -29,7 +27,9 @@ class Training:
             "diloco_worker_inner_step_seconds", "From the end of one inner step to the end of the next.", SECONDS
         )
         self.stall_seconds = declare.histogram(
-            "diloco_worker_sync_stall_seconds", "How long learner.step took.", _STALL_SECONDS
+            "diloco_worker_sync_stall_seconds",
+            "How long learner.step took.",
+            (0.00001, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3),
         )
         self._sync_seconds = declare.counter(
             "diloco_worker_sync_seconds_total",
