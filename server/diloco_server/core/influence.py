@@ -178,14 +178,13 @@ class Influence:
         limits = dict(zip(steps, reach, strict=True))
         if not self.strangers:
             half = sum(c.weight for c in taken) / 2
-            times = {i: APART + (TWICE - APART) * self.told(i).along for i in steps}
-            cut = {i: max(times[i] * most, FALLS * known[i]) for i, most in limits.items()}
-            limits = {c.learner_id: cut[c.learner_id] if c.weight <= half else math.inf for c in taken}
+            for i, c in zip(steps, taken, strict=True):
+                times = APART + (TWICE - APART) * self.told(i).along
+                limits[i] = max(times * limits[i], FALLS * known[i]) if c.weight <= half else math.inf
         usual = int(taken_in.kthvalue(rank).indices)
         told = LengthLimit(reach[usual], int(taken_in[usual]))
         fallen = told if before is None else LengthLimit(FALLS * before.length, before.steps)
-        most_steps = max(told.steps, fallen.steps)
-        return limits, max(told, fallen, key=lambda limit: limit.at(most_steps))
+        return limits, max(told, fallen, key=lambda limit: limit.at(max(told.steps, fallen.steps)))
 
     def begin(self, learner_id: str) -> None:
         """Forget a learner: a new process joined under its id, or the shard has forgotten it."""
@@ -210,7 +209,8 @@ class Influence:
         for c in taken:
             told = self._told.setdefault(c.learner_id, Told())
             told.kept.append(c.kept)
-            told.directions.extend([said[c.learner_id]] if c.learner_id in said else ())
+            if c.learner_id in said:
+                told.directions.append(said[c.learner_id])
         opposed = 0.0 if self.strangers else OPPOSED
         repeating = self._repeating(said)
         back = tuple(i for i in sorted(self.left_out & said.keys() - repeating) if self._told[i].is_back(opposed))

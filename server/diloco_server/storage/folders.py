@@ -6,7 +6,8 @@ If a file vanishes before it is linked, there is a newer one.
 One is made every `checkpoint.every` versions, as `checkpoints/version-NNN` in the shard's folder. Checkpoint N takes
 the first version of each fragment, from N on, that reaches the disk. That is N itself, unless versions are written by
 interval. So all shards agree on names and contents without communicating. Other kinds number their versions more
-slowly: the newest of each is taken once those of the model are there. `diloco checkpoint` takes one at once.
+slowly: a checkpoint takes the newest version of each, once those of the model are there. `diloco checkpoint` takes one
+at once.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class BoundedInfluence:
         return {c.learner_id for c in compared}
 
     def _judged(self, followed: _Followed, compared: Collection[str], learners: int, verdicts: Sequence[Event]) -> None:
-        """Check who is left out from now on, and who takes part again. `learners`: in the round."""
+        """Check who is left out from now on, and who takes part again. `learners`: how many the round had."""
         out = {e.fact.learner_id for e in verdicts if isinstance(e.fact, LearnerLeftOut)}
         back = {e.fact.learner_id for e in verdicts if isinstance(e.fact, LearnerTakesPart)}
         for learner_id in sorted(out | back | set(compared)):
