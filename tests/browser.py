@@ -43,7 +43,7 @@ class Visit:
         try:
             until(shown, f"{selector} to say {words}", DEADLINE_S, every_s=0.1)
         except AssertionError as error:
-            raise AssertionError(f"{error}; the page:\n{self.page.inner_text('body')}") from None
+            raise AssertionError(f"{error}; it said {self.said}; the page:\n{self.page.inner_text('body')}") from None
 
 
 class Browser:

@@ -73,11 +73,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def _shares(item: pytest.Item) -> bool:
+    """Whether a test has a fixture in common with others."""
+    fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009 - pytest has no public name
+    return any(fixture.scope in ("class", "module") for found in fixtures for fixture in found)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of real processes are marked as such.
 
-    For several workers (`make test`): the order, and tests that share a fixture of their module stay together.
+    For several workers (`make test`): the order, and tests that share a fixture or a mark `xdist_group` stay together.
     """
     for item in items:
         if item.path.parent.name in ("attacks", "e2e", "faults"):
@@ -91,8 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=place)
     for item in items:
-        fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009 - pytest has no public name
-        if any(fixture.scope in ("class", "module") for found in fixtures for fixture in found):
+        if item.get_closest_marker("xdist_group") is None and _shares(item):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
         # xdist 3.8 says the group by `_nodeid`, which pytest 9.2 does not read any more: nothing would stay together.
         if hasattr(item, "_id") and (group := item.get_closest_marker("xdist_group")):

@@ -71,26 +71,6 @@ async def test_the_page_says_that_no_shard_has_answered():
         assert (state["headlines"]["learning"]["title"], state["run"]["tokens_merged"]) == ("Not known", None)
 
 
-async def test_a_crowd_of_viewers_that_never_leave_keeps_nobody_out(monkeypatch):
-    """The newest are told; the oldest come again, if they are browsers."""
-    monkeypatch.setattr(live_page, "STREAMS_MAX", 3)
-
-    async with served(open_page()) as (_, client):
-        host, port = str(client.base_url.host), client.base_url.port
-        crowd = []
-        for _ in range(20):
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(f"GET /events HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
-            assert b"200" in await reader.readline()
-            crowd.append((reader, writer))
-        assert (await first_state(client))["shards"]
-        assert (await client.get("/learners")).status_code == 200
-        for reader, _ in crowd[:17]:
-            assert (await reader.read()).endswith(b"0\r\n\r\n"), "the stream ended well"
-        for _, writer in crowd:
-            writer.close()
-
-
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/static/vendor/uPlot.iife.min.js", "/learners", "/nothing"])
 async def test_no_answer_lets_the_browser_load_from_elsewhere(path):
     async with served(open_page()) as (_, client):

@@ -14,6 +14,7 @@ import pytest
 from browser import DESKTOP, PHONE, Browser, axe, browsing
 from processes import LocalCluster, environment, until
 
+pytestmark = pytest.mark.xdist_group("network")  # Chromium drops what is loading when an interface comes or goes
 ROW = "#learners tbody tr:has(th:text-is('{}'))"
 
 

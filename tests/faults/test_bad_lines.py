@@ -13,7 +13,8 @@ from steady import FAULT_SECONDS, PATIENT, SteadyCluster
 
 from processes import until, versions
 
-pytestmark = pytest.mark.gate  # of a line like these, contract/test_thin_link_contract.py has a short case
+# Of a line like these, contract/test_thin_link_contract.py has a short case.
+pytestmark = [pytest.mark.gate, pytest.mark.xdist_group("network")]
 DELAY_S, JITTER_S, LOSS = 0.08, 0.02, 0.01
 """One way, by packet."""
 THIN = "5mbit"

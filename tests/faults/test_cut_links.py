@@ -12,6 +12,7 @@ from steady import CALM_S, FAULT_SECONDS, SteadyCluster
 from diloco_common.wire.calls import LONGEST_S
 from processes import until
 
+pytestmark = pytest.mark.xdist_group("network")
 DIALING_S = 10.0
 """For so long nobody answered: from then on, at most one connect per second."""
 COUNTED_S = 5.0

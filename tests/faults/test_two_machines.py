@@ -18,6 +18,7 @@ from diloco_deploy.cluster.asking import Asker, fetch_status
 from pages import followed
 from processes import TINY, environment, until
 
+pytestmark = pytest.mark.xdist_group("network")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCKS = followed(DOCS / "two-machines.md")
 PROGRAMS = {"diloco": "diloco_deploy", "diloco-worker": "diloco_demo"}

@@ -108,10 +108,6 @@ EVERY_S = 1.0
 """How often a shard is asked, and most often a page is updated."""
 REST = 9.0
 """After an answer that took long to process, pause this many times as long, to use at most a tenth of a core."""
-STREAM_S = 25.0
-"""Seconds of a stream; the browser then opens the next, as connections have a deadline (`http_connections.py`)."""
-STREAMS_MAX = 64
-"""Most streams: half of all connections; the rest are for the page. A new one ends the oldest, which reconnects."""
 _THREADS_MAX = 16
 _RETRY = b"retry: 500\n\n"
 _log = logging.getLogger("diloco.web")
@@ -137,7 +133,6 @@ class LivePage:
         self._feed = Feed(time.time())
         self._life = secrets.token_hex(4)  # distinguishes numbers of an earlier start
         self._messages: dict[int, bytes] = {}  # number that a viewer knows -> its next message
-        self._streams: dict[object, None] = {}  # oldest first
         self._changed = asyncio.Event()
         self._ending = asyncio.Event()
         self._threads = ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="diloco-web-ask")
@@ -172,22 +167,11 @@ class LivePage:
     async def stream(self, last_seen: str) -> AsyncIterator[bytes]:
         life, _, number = last_seen.partition(".")
         seen = int(number) if life == self._life and number.isdecimal() else 0
-        ends_at, me = time.monotonic() + STREAM_S, object()
-        self._streams[me] = None
-        if len(self._streams) > STREAMS_MAX:
-            del self._streams[next(iter(self._streams))]
-        try:
-            yield _RETRY
-            while me in self._streams and not self._ending.is_set() and time.monotonic() < ends_at:
-                seen, message = self._message(seen)
-                yield message
-                changed = self._changed
-                async with asyncio.timeout(max(0.0, ends_at - time.monotonic())):
-                    await changed.wait()
-        except TimeoutError:
-            return
-        finally:
-            self._streams.pop(me, None)
+        yield _RETRY
+        while not self._ending.is_set():
+            seen, message = self._message(seen)
+            yield message
+            await self._changed.wait()
 
     def learners(self, *, sort: str, descending: bool, find: str, page: int) -> dict[str, Any]:
         return self._feed.learners(sort=sort, descending=descending, find=find, page=page, now=time.time())
