@@ -1,14 +1,14 @@
-"""The comparison that users make: the same training by torch DDP, torchft, hivemind and ours, over real, thin links.
+"""The comparison that users make: the same training by ours and its peers, over real, thin links.
 
     sudo .venv/bin/python benchmarks/versus.py                                     # what is missing, then the page
     sudo .venv/bin/python benchmarks/versus.py --only ours,ddp --links 100mbit --cases plain --again
     sudo .venv/bin/python benchmarks/versus.py --links 100mbit --seed 1                            # another seed
     .venv/bin/python benchmarks/versus.py --page                                   # only the page and the picture
 
-4 workers train a small GPT on real text, each on a machine of its own (a network namespace behind a link of its own).
+4 or 16 workers train a small GPT on real text, each on a machine of its own (a network namespace behind its link).
 Needs root, iproute2, nsenter and unshare, and the peers, each in an environment of its own:
 
-    for peer in torchft hivemind; do python -m venv VENVS/$peer && VENVS/$peer/bin/pip install torch==2.13.0 $peer; done
+    for p in torchft hivemind flwr; do python -m venv VENVS/$p && VENVS/$p/bin/pip install torch==2.13.0 $p; done
     ... versus.py --venvs VENVS
 
 DDP and ours run under the Python of this script. A run takes about a minute; a peer that is not installed is skipped.
@@ -29,12 +29,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import versus_page
+from diloco_deploy.trust.own import OwnCertificates
+from versus_systems import CERTS, SHARDS
 from versus_task import Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
@@ -45,25 +47,26 @@ RESULTS = HERE / "results" / "versus.jsonl"
 COMMIT = subprocess.run(
     ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False
 ).stdout.strip()
-MODULES = {"ours": "diloco_worker", "float32": "diloco_worker", "torchft": "torchft", "hivemind": "hivemind"}
-"""What a system needs, beside torch."""
+PEERS = {"torchft": "torchft", "hivemind": "hivemind", "flower": "flwr"}
+"""System -> its package, and the environment that has it."""
 CORES = 2
 """All processes of a run share this many cores."""
-WORKERS = 4
-VICTIM = 3
-"""The worker that is slow, or is killed. No service runs beside it."""
 START_S = 300.0
-STEP_S = 0.4
-"""Four workers compute for about 0.1 s of a core in each step: half of the machine, so that systems differ by what they
-do with the links, and not by what two cores allow."""
+WORKERS = {"plain": 4, "slow": 4, "killed": 4, "many": 16}
+"""In each case. The last worker is slow, or is killed; no service runs beside it."""
+STEP_S = 0.1
+"""Of all workers: each computes for about 0.1 s of a core in a step. That is half of the machine, so that systems
+differ by what they do with the links, and not by what two cores allow."""
 LOOK_S = 0.05
 TRIES = 8
 """A worker that ends by itself is started again this often, as any cluster manager would."""
-SYSTEMS = {"ours": (0, 1), "float32": (0, 1), "ddp": (), "torchft": (0,), "hivemind": (0,), "alone": ()}
+SYSTEMS = {
+    "ours": (0, 1), "float32": (0, 1), "tls": (0, 1), "ddp": (), "torchft": (0,), "hivemind": (0,), "flower": (0,),
+    "alone": (),
+}  # fmt: skip
 """Name -> workers beside whose machine a service of the system runs (shards, lighthouse, first DHT node)."""
-CASES = ("plain", "slow", "killed")
 TORCHRUN = [
-    "--nnodes=3:4", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d", "--rdzv-id=versus",
+    "--nnodes={least}:{most}", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d", "--rdzv-id=versus",
     "--rdzv-conf=is_host={is_host}",
 ]  # fmt: skip
 """With the timeouts that it has by default."""
@@ -159,6 +162,11 @@ class Cell:
     seed: int = 0
 
     @property
+    def pace(self) -> int:
+        """So many times as long takes everything, as the cores are shared by so many more workers."""
+        return WORKERS[self.case] // WORKERS["plain"]
+
+    @property
     def name(self) -> str:
         return f"{self.system}/{self.link}/{self.case}" + (f"/seed {self.seed}" if self.seed else "")
 
@@ -188,7 +196,7 @@ class Cluster:
 
     def start(self) -> None:
         self._services = [self._start("service", i) for i in SYSTEMS[self._cell.system]]
-        for rank in range(WORKERS):
+        for rank in range(self._task.workers):
             self.start_worker(rank)
 
     def start_worker(self, rank: int) -> None:
@@ -230,12 +238,14 @@ class Cluster:
         host = self._task.hosts[number]
         command = [self._python, *script]
         if self._cell.system == "ddp":
-            options = [option.format(is_host=int(number == 0)) for option in TORCHRUN]
+            workers = self._task.workers
+            options = [o.format(is_host=int(number == 0), least=workers - 1, most=workers) for o in TORCHRUN]
             options += [f"--rdzv-endpoint={self._task.hosts[0]}:29400", f"--local-addr={host}"]
             command = [self._python, "-m", "torch.distributed.run", *options, *script]
         environment = os.environ | {
             "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": self._task.folder,
             "PYTHONPATH": os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", ""))), "PYTHONWARNINGS": "ignore",
+            "FLWR_TELEMETRY_ENABLED": "0",
         }  # fmt: skip
         with Path(self._task.folder, f"{role}-{number}.log").open("ab") as log:
             return subprocess.Popen(
@@ -246,16 +256,21 @@ class Cluster:
 
 def run_cell(cell: Cell, python: str, times: Times, text: tuple[bytes, bytes]) -> dict[str, Any]:
     """The figures of one run; if it fails, what happened. `text`: to train on, and held out."""
+    workers = WORKERS[cell.case]
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="versus-", dir=base)))
-        machines = Machines(WORKERS, LINKS[cell.link], stack)
+        machines = Machines(workers, LINKS[cell.link], stack)
         for name, content in zip(("train.bin", "held.bin"), text, strict=True):
             Path(folder, name).write_bytes(content)
         task = Task(
-            str(folder), machines.hosts, cell.link, step_s=STEP_S, slow_rank=VICTIM if cell.case == "slow" else -1,
+            str(folder), machines.hosts, cell.link, step_s=workers * STEP_S,
+            slow_rank=workers - 1 if cell.case == "slow" else -1, snapshot_s=cell.pace * Task.snapshot_s,
             seed=cell.seed,
         )  # fmt: skip
+        if cell.system == "tls":
+            names = [f"worker-{rank}" for rank in range(workers)]
+            OwnCertificates(folder / CERTS, "local", SHARDS, names, machines.hosts).renew(0.0)
         cluster = Cluster(cell, task, python, machines)
         stack.callback(cluster.end)
         found: dict[str, Any] = {"system": cell.system, "link": cell.link, "case": cell.case, "seed": cell.seed}
@@ -271,7 +286,7 @@ def run_cell(cell: Cell, python: str, times: Times, text: tuple[bytes, bytes]) -
 def _run(cell: Cell, cluster: Cluster, task: Task, machines: Machines, times: Times) -> versus_page.Window:
     cluster.start()
     folder, deadline = Path(task.folder), time.monotonic() + START_S
-    while len(list(folder.glob("ready-*"))) < WORKERS:
+    while len(list(folder.glob("ready-*"))) < task.workers:
         cluster.tend()
         if time.monotonic() > deadline:
             raise RuntimeError(f"not all workers are ready after {START_S:g} s: {cluster.last_words('worker')}")
@@ -279,12 +294,13 @@ def _run(cell: Cell, cluster: Cluster, task: Task, machines: Machines, times: Ti
     go = time.monotonic() + 0.5
     Path(folder, "go.tmp").write_text(str(go))
     Path(folder, "go.tmp").rename(folder / "go")
+    last = task.workers - 1
     began = go + times.warm
     ended = began + times.measured + (times.away if cell.case == "killed" else 0.0)
     killed = began + times.kill_after if cell.case == "killed" else None
     due: list[tuple[float, Callable[[], None]]] = []
     if killed is not None:
-        due = [(killed, lambda: cluster.kill(VICTIM)), (killed + times.away, lambda: cluster.start_worker(VICTIM))]
+        due = [(killed, lambda: cluster.kill(last)), (killed + times.away, lambda: cluster.start_worker(last))]
     _tend_until(began, cluster, [])
     sent, busy = machines.sent_bytes(), _busy_s()
     _tend_until(ended, cluster, due)
@@ -342,11 +358,12 @@ def _run_missing(args: argparse.Namespace) -> None:
             print(f"{cell.name}: {'done before' if cell in done else 'not installed, see --help'}", flush=True)
             continue
         load = os.getloadavg()[0]
-        result = run_cell(cell, python, args.times, text)
+        times = replace(args.times, warm=cell.pace * args.times.warm, measured=cell.pace * args.times.measured)
+        result = run_cell(cell, python, times, text)
         result |= {
             "load_before": load,
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "times": asdict(args.times),
+            "times": asdict(times),
         }
         result |= {"commit": COMMIT, "defaults": versus_page.defaults()}
         with args.results.open("a") as out:
@@ -358,7 +375,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The newest result of each cell, in the order of links, cases, systems and seeds."""
     lines = path.read_text().splitlines() if path.exists() else []
     newest = {(r["link"], r["case"], r["system"], r["seed"]): r for r in ({"seed": 0} | json.loads(x) for x in lines)}
-    order = [(link, case, system) for link in LINKS for case in CASES for system in SYSTEMS]
+    order = [(link, case, system) for link in LINKS for case in WORKERS for system in SYSTEMS]
     return [newest[key] for key in sorted(newest, key=lambda key: (order.index(key[:3]), key[3]))]
 
 
@@ -366,7 +383,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare ours with its peers over real links.")
     parser.add_argument("--only", type=lambda t: t.split(","), default=[*SYSTEMS], help=",".join(SYSTEMS))
     parser.add_argument("--links", type=lambda t: t.split(","), default=[*LINKS], help=",".join(LINKS))
-    parser.add_argument("--cases", type=lambda t: t.split(","), default=[*CASES], help=",".join(CASES))
+    parser.add_argument("--cases", type=lambda t: t.split(","), default=[*WORKERS], help=",".join(WORKERS))
     parser.add_argument("--venvs", type=Path, help="folder with an environment for each peer, VENVS/torchft ...")
     parser.add_argument("--again", action="store_true", help="run also what has a result")
     parser.add_argument("--seconds", type=float, default=Times.measured, help="measured in a run; default %(default)g")
@@ -375,7 +392,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--page", action="store_true", help="run nothing, write page and picture")
     parser.add_argument("--no-page", action="store_true", help="write neither page nor picture")
     args = parser.parse_args()
-    if unknown := {*args.only, *args.links, *args.cases} - {*SYSTEMS, *LINKS, *CASES}:
+    if unknown := {*args.only, *args.links, *args.cases} - {*SYSTEMS, *LINKS, *WORKERS}:
         parser.error(f"no such thing: {', '.join(unknown)}")
     args.times = Times(measured=args.seconds)
     return args
@@ -389,10 +406,10 @@ def _problem() -> str:
 
 
 def _python(system: str, venvs: Path | None) -> str | None:
-    own = venvs and venvs / system / "bin" / "python"
-    python = str(own.absolute()) if own and own.exists() else sys.executable
-    found = subprocess.run([python, "-c", f"import {MODULES.get(system, 'torch')}"], capture_output=True, check=False)
-    return python if found.returncode == 0 else None
+    if system not in PEERS:
+        return sys.executable
+    own = venvs and venvs / PEERS[system] / "bin" / "python"
+    return str(own.absolute()) if own and own.exists() else None
 
 
 def _text() -> tuple[bytes, bytes]:

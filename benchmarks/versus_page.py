@@ -26,30 +26,38 @@ from versus_task import SmallGpt, Task, loss_of, make_model, read_bytes
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, PICTURE = DOCS / "comparison.md", DOCS / "comparison.png"
 NAMES = {
-    "ours": "ours", "ddp": "torch DDP", "torchft": "torchft", "hivemind": "hivemind", "alone": "no system",
-    "float32": "ours, float32",
+    "ours": "ours", "float32": "ours, float32", "tls": "ours, mutual TLS", "ddp": "torch DDP", "torchft": "torchft",
+    "hivemind": "hivemind", "flower": "Flower", "alone": "no system",
 }  # fmt: skip
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s", "20mbit": "20 Mbit/s"}
 CASES = {"plain": "all alike", "slow": "one worker 3 x slower", "killed": "one worker killed, then back"}
+"""With four workers."""
+MANY = "many"
+"""Sixteen workers, all alike."""
 COLOURS = {
     "ours": "#c8372d", "ddp": "#777777", "torchft": "#1f6fb4", "hivemind": "#2c9150", "alone": "#c9c2b0",
-    "float32": "#e09a3a",
+    "float32": "#e09a3a", "tls": "#7a1f18", "flower": "#7d4fa3",
 }  # fmt: skip
 Result = dict[str, Any]
-OURS = ("ours", "float32")
+OURS = ("ours", "float32", "tls")
 END_S = 5.0
-FIGURES: Sequence[tuple[Callable[[Result], float | None], str]] = (
+Figure = tuple[Callable[[Result], float | None], str]
+"""A figure of a result, and its shape."""
+FIGURES: Sequence[Figure] = (
     (itemgetter("merged_per_s"), "{:.0f}"),
     (lambda r: 1000 * r["stall_max_s"], "{:,.0f}"),
     (lambda r: loss_at_end(r), "{:.2f}"),
 )
 """Of each case."""
-COSTS = (("bytes_per_token", "{:,.0f}"), ("cpu_ms_per_token", "{:.2f}"))
+COSTS: Sequence[Figure] = (
+    (itemgetter("bytes_per_token"), "{:,.0f}"),
+    (itemgetter("cpu_ms_per_token"), "{:.2f}"),
+)
 LOSS_TOP = 3.7
 """The picture begins here: everybody comes down to it within 5 s."""
 HELD_OUT_BYTES = 4096
 PACE_S, PACE_SHARE = 4.0, 0.9
-COUNTS_OWN = {"hivemind"}
+COUNTS_OWN = {"hivemind", "flower"}
 """Each worker counts its own merged tokens. In the other systems, each knows those of all."""
 
 # ---------------------------------------------------------------- figures
@@ -90,7 +98,7 @@ def of_run(task: Task, case: str, window: Window, system: str) -> dict[str, Any]
     )
     own = system in COUNTS_OWN
     merged = merged_at(workers, window.ended, own) - merged_at(workers, window.began, own)
-    honest = [rank for rank in workers if case == "plain" or rank != task.workers - 1]
+    honest = [rank for rank in workers if case in ("plain", MANY) or rank != task.workers - 1]
     stalls = sorted(s for rank in honest for s in stalls_of(workers[rank], task.step_s, window))
     return {
         "seconds": round(seconds, 1),
@@ -223,7 +231,7 @@ def _filled(text: str, place: re.Match[str]) -> str:
 def write(results: Sequence[Result]) -> None:
     """Put tables of what is there into the page, and draw the picture anew."""
     page = PAGE.read_text()
-    for name, text in {"cases": table(results), "age": age(results)}.items():
+    for name, text in {"cases": table(results), "many": many(results), "age": age(results)}.items():
         found = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         page = found.sub(partial(_filled, text), page)
     PAGE.write_text(page)
@@ -235,11 +243,22 @@ def table(results: Sequence[Result]) -> str:
     heads = [head for what in ("merged tokens/s", "longest stall, ms", "loss") for head in (what, "slow", "killed")]
     heads += ["full pace again, s", "bytes per token", "CPU, ms per token"]
     rows = ["| " + " | ".join(["link", "system", *heads]) + " |", "| --- | --- |" + " ---: |" * len(heads)]
-    for link, system in dict.fromkeys((r["link"], r["system"]) for r in results):
+    for link, system in dict.fromkeys((r["link"], r["system"]) for r in results if r["case"] in CASES):
         of = [[r for r in results if (r["link"], r["system"], r["case"]) == (link, system, case)] for case in CASES]
         cells = [_median(of_case, figure, shape) for figure, shape in FIGURES for of_case in of]
         cells += [_median(of[2], itemgetter("full_pace_s"), "{:.0f}")]
-        cells += [_median(of[0], itemgetter(figure), shape) for figure, shape in COSTS]
+        cells += [_median(of[0], *figure) for figure in COSTS]
+        rows.append(f"| {LINKS[link]} | {NAMES[system]} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def many(results: Sequence[Result]) -> str:
+    """A row for each link and system with sixteen workers. Medians of the seeds."""
+    heads = ["link", "system", "merged tokens/s", "longest stall, ms", "loss", "bytes per token", "CPU, ms per token"]
+    rows = ["| " + " | ".join(heads) + " |", "| --- | --- |" + " ---: |" * (len(heads) - 2)]
+    for link, system in dict.fromkeys((r["link"], r["system"]) for r in results if r["case"] == MANY):
+        of = [r for r in results if (r["link"], r["system"], r["case"]) == (link, system, MANY)]
+        cells = [_median(of, *figure) for figure in (*FIGURES, *COSTS)]
         rows.append(f"| {LINKS[link]} | {NAMES[system]} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -278,7 +297,7 @@ def draw(results: Sequence[Result], picture: Path) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
-    links = [link for link in LINKS if {r["case"] for r in results if r["link"] == link} == {*CASES}]
+    links = [link for link in LINKS if {r["case"] for r in results if r["link"] == link} >= {*CASES}]
     figure, panels = plt.subplots(
         len(CASES), len(links), figsize=(9, 8.6), sharex=True, sharey=True, layout="constrained", squeeze=False
     )

@@ -2,11 +2,13 @@
 
     ours        a shard lives beside worker 0, another beside worker 1: no machine and no link more. Default settings.
     float32     ours with torchft's numbers on the wire, H and outer optimizer, so that encodings explain nothing.
+    tls         ours over mutual TLS.
     ddp         torch DistributedDataParallel over Gloo, started by torchrun. Rank 0 writes a checkpoint to a disk that
                 all share; whoever is (re)started goes on from it. That is how torchrun's own examples survive a death.
     torchft     Streaming DiLoCo, a lighthouse beside worker 0. Every worker is a replica group of one.
     hivemind    hivemind.Optimizer, local updates, parameters averaged in the background. The first DHT node lives
                 beside worker 0.
+    flower      FedAvg over gRPC, the server beside worker 0; a round waits for all workers that are there.
     alone       no system: each worker trains for itself. It shows what the machine allows.
 
 Each system runs under a Python of its own, so what it needs is imported where it is used.
@@ -17,10 +19,13 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import queue
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +33,9 @@ import torch.distributed as dist
 from versus_task import WAIT_S, Task, Training
 
 SHARDS, PORT = 2, 50051
+CERTS = "certs"
+"""In the folder of a run over TLS."""
+FLOWER = 8080
 SAVE_S = 5.0
 LIGHTHOUSE = 29510
 DELAY_STEPS = {"1gbit": 2, "100mbit": 5, "20mbit": 5}
@@ -54,7 +62,11 @@ def serve_float32(task: Task, index: int) -> None:
     serve_ours(task, index, {**wire, **outer, "sync.sync_every": task.sync_every, "sync.merge": "mean"})
 
 
-def work_ours(task: Task, rank: int) -> None:
+def serve_tls(task: Task, index: int) -> None:
+    serve_ours(task, index, {"security.insecure": "false", "security.tls": Path(task.folder, CERTS, f"shard-{index}")})
+
+
+def work_ours(task: Task, rank: int, tls: Path | None = None) -> None:
     import diloco_worker
     from diloco_common.allocator import tune_allocator
 
@@ -62,9 +74,13 @@ def work_ours(task: Task, rank: int) -> None:
     training = Training(task, rank)
     shards = [f"{host}:{PORT}" for host in task.hosts[:SHARDS]]
     with diloco_worker.join(
-        shards, training.model, optimizer=training.optimizer, learner_id=f"worker-{rank}"
+        shards, training.model, optimizer=training.optimizer, learner_id=f"worker-{rank}", tls=tls
     ) as learner:
         training.run(after_step=learner.step, merged=lambda: learner.tokens_merged)
+
+
+def work_tls(task: Task, rank: int) -> None:
+    work_ours(task, rank, Path(task.folder, CERTS, f"learner-worker-{rank}"))
 
 
 # ------------------------------------------------------------ torch DDP
@@ -196,14 +212,73 @@ def work_hivemind(task: Task, rank: int) -> None:
     training.run(after_step=after_step, merged=lambda: merged)
 
 
+# ------------------------------------------------------------ Flower
+
+
+def serve_flower(task: Task, index: int) -> None:
+    import flwr
+
+    strategy = flwr.server.strategy.FedAvg(
+        fraction_fit=1.0, fraction_evaluate=0.0, min_fit_clients=2, min_available_clients=2,
+        on_fit_config_fn=lambda number: {"round": number},
+    )  # fmt: skip
+    flwr.server.start_server(
+        server_address=f"{task.hosts[0]}:{FLOWER}", strategy=strategy,
+        config=flwr.server.ServerConfig(num_rounds=10**6, round_timeout=TIMEOUT.total_seconds()),
+    )  # fmt: skip
+
+
+def work_flower(task: Task, rank: int) -> None:
+    """Flower calls its client, on a thread; the loop gives it H steps and takes the new values."""
+    import flwr
+
+    training = Training(task, rank)
+    given: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+    trained: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+
+    def values() -> list[Any]:
+        return [tensor.numpy().copy() for tensor in training.model.state_dict().values()]
+
+    class Client(flwr.client.NumPyClient):  # type: ignore[misc]
+        def get_parameters(self, config: dict[str, Any]) -> list[Any]:
+            return values()
+
+        def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:
+            given.put(parameters)
+            return trained.get(), task.tokens * task.sync_every, {}
+
+    def call() -> None:
+        flwr.client.start_client(server_address=f"{task.hosts[0]}:{FLOWER}", client=Client().to_client())
+
+    def take() -> None:
+        new = map(torch.from_numpy, given.get())
+        training.model.load_state_dict(dict(zip(training.model.state_dict(), new, strict=True)))
+
+    steps = merged = 0
+
+    def after_step(tokens: int, loss: object) -> None:
+        nonlocal steps, merged
+        steps += 1
+        if steps % task.sync_every == 0:
+            trained.put(values())
+            take()
+            merged = steps * tokens
+
+    threading.Thread(target=call, daemon=True).start()
+    take()
+    training.run(after_step=after_step, merged=lambda: merged)
+
+
 # ------------------------------------------------------------ all
 
 WORK = {
-    "ours": work_ours, "float32": work_ours, "ddp": work_ddp, "torchft": work_torchft, "hivemind": work_hivemind,
+    "ours": work_ours, "float32": work_ours, "tls": work_tls, "ddp": work_ddp, "torchft": work_torchft,
+    "hivemind": work_hivemind, "flower": work_flower,
     "alone": lambda task, rank: Training(task, rank).run(),
 }  # fmt: skip
 SERVE = {
-    "ours": serve_ours, "float32": serve_float32, "torchft": serve_torchft, "hivemind": serve_hivemind,
+    "ours": serve_ours, "float32": serve_float32, "tls": serve_tls, "torchft": serve_torchft,
+    "hivemind": serve_hivemind, "flower": serve_flower,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def test_a_figure_that_was_typed_is_replaced_by_the_result() -> None:
 def test_the_page_has_what_is_on_record() -> None:
     results = versus.read(versus.RESULTS)
     page = versus_page.PAGE.read_text()
-    for text in (versus_page.table(results), versus_page.age(results)):
+    for text in (versus_page.table(results), versus_page.many(results), versus_page.age(results)):
         assert text in page
 
 
