@@ -145,7 +145,7 @@ class Parts:
 
 
 EPOCH = 5
-POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
+POLICY = LearnerPolicy(1, "float32", "float32")
 
 
 class Rig:

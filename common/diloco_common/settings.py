@@ -44,11 +44,9 @@ FIRST_EVERY, EVERY_LEAST, EVERY_MOST = 12, 6, 500
 OVERLAP_STEPS = 2
 """tau: a round should be over within this many inner steps."""
 PATIENCE = 0.1
-"""With carry: a round waits for learners that are expected later than the usual one by at most this share of the H
+"""A round waits for learners that are expected later than the usual one by at most this share of the H
 steps, or by tau if that is more, plus the variation of their steps. No learner stops meanwhile; only the next version
 comes later. Within this share a late push costs no quality (docs/quality.md)."""
-BLEND_ALPHA = 0.5
-"""alpha of "blend", as published: theta <- alpha * theta + (1 - alpha) * new."""
 
 
 class SyncSettings(Section):
@@ -62,8 +60,8 @@ class SyncSettings(Section):
     quorum: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     """K: contributions that let a round close; "all" waits for every live learner."""
     grace: Annotated[float, Field(ge=0)] | Literal["adaptive"] = "adaptive"
-    """Seconds that a round stays open after its quorum. "adaptive": with carry, until everybody has answered who is
-    expected within a tenth of the H steps; otherwise as long as an overlap of 2 inner steps leaves slack."""
+    """Seconds that a round stays open after its quorum. "adaptive": until everybody has answered who is expected
+    within a tenth of the H steps."""
     staleness_max: int = Field(default=8, ge=0)
     """A contribution is refused if its base version is more than this many versions old."""
     merge: Literal["auto", "mean", "rda", "agreement"] | Extension = "auto"
@@ -74,14 +72,11 @@ class SyncSettings(Section):
     companions_every: int = Field(default=1, ge=1, le=1000)
     """Factor by which averaged momentum (`join(companions=)`, `train.average_momentum`) and buffers, such as the
     statistics of BatchNorm, are synchronized less often than parameters."""
-    on_commit: Literal["carry", "overwrite", "blend"] = "carry"
-    """What a learner does with its own progress when a version arrives."""
     push: Literal["float32", "bfloat16", "int8", "int4"] | Plugin = "int4"
-    """Encoding of contributions; `plugin:NAME` is an entry point of diloco.codec (examples/e3m0.py)."""
+    """Encoding of contributions; its error is added to the next one. `plugin:NAME` is an entry point of diloco.codec
+    (examples/e3m0.py)."""
     pull: Literal["float32", "bfloat16", "int8", "int4"] = "int8"
     """Encoding of versions. All but float32 and bfloat16 send the change since the previous version."""
-    error_feedback: bool = True
-    """Add the error of the push encoding to the next contribution."""
 
     @property
     def first_every(self) -> int:

@@ -121,20 +121,14 @@ class JoinResponse(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., rules: _Optional[str] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., began_with_nothing: bool = ...) -> None: ...
 
 class LearnerPolicy(_message.Message):
-    __slots__ = ("sync_every", "push_encoding", "pull_encoding", "on_commit", "blend_alpha", "error_feedback")
+    __slots__ = ("sync_every", "push_encoding", "pull_encoding")
     SYNC_EVERY_FIELD_NUMBER: _ClassVar[int]
     PUSH_ENCODING_FIELD_NUMBER: _ClassVar[int]
     PULL_ENCODING_FIELD_NUMBER: _ClassVar[int]
-    ON_COMMIT_FIELD_NUMBER: _ClassVar[int]
-    BLEND_ALPHA_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FEEDBACK_FIELD_NUMBER: _ClassVar[int]
     sync_every: int
     push_encoding: str
     pull_encoding: str
-    on_commit: str
-    blend_alpha: float
-    error_feedback: bool
-    def __init__(self, sync_every: _Optional[int] = ..., push_encoding: _Optional[str] = ..., pull_encoding: _Optional[str] = ..., on_commit: _Optional[str] = ..., blend_alpha: _Optional[float] = ..., error_feedback: bool = ...) -> None: ...
+    def __init__(self, sync_every: _Optional[int] = ..., push_encoding: _Optional[str] = ..., pull_encoding: _Optional[str] = ...) -> None: ...
 
 class FragmentStatus(_message.Message):
     __slots__ = ("fragment_id", "seeded", "version", "merged_version", "epoch", "forgotten_version")

@@ -124,8 +124,7 @@ def chaos(
             settings, "hurt", plan, seconds, interrupts, links, disk_full=disk_full, hostile=enemies
         )  # fmt: skip
     result = make_result(
-        histories, run, plan, usual, seed=settings.run.seed, gap_max_s=gap,
-        gapless=settings.sync.on_commit == "carry", hostile=enemies,
+        histories, run, plan, usual, seed=settings.run.seed, gap_max_s=gap, hostile=enemies,
     )  # fmt: skip
     print("\n" + summary(result), flush=True)
     _write(result, histories, run, json, timeline)

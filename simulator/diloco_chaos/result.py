@@ -78,17 +78,15 @@ def make_result(
     *,
     seed: int,
     gap_max_s: float,
-    gapless: bool = True,
     hostile: Sequence[str] = (),
 ) -> Result:
     """The whole result, to print and to write. `violations` must be 0. Without a `baseline` there is no goodput.
 
-    `gapless`: whether learners carry (`sync.on_commit`). `hostile`: names of the hostile processes. The others are
-    judged, and their work is counted.
+    `hostile`: names of the hostile processes. The others are judged, and their work is counted.
     """
     work, gaps = work_of(histories, run), longest_gaps(histories, run)
     found = [
-        *violations(histories, gapless=gapless, claimants=hostile),
+        *violations(histories, claimants=hostile),
         *stood_still(gaps, gap_max_s),
         *(BrokenPromise("unplanned", said) for said in run.exits),
     ]

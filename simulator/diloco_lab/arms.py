@@ -161,7 +161,8 @@ class Arm:
 
 GONE = {
     "sync.sync_every_min": 6, "sync.sync_every_max": 500, "sync.grace_gamma": 0.8, "sync.cadence": "steps",
-    "sync.buffers_every": 1, "sync.blend_alpha": 0.5, "outer.beta1": 0.9, "outer.beta2": 0.99, "outer.eps": 1e-8,
+    "sync.buffers_every": 1, "sync.blend_alpha": 0.5, "sync.on_commit": "carry", "sync.error_feedback": True,
+    "outer.beta1": 0.9, "outer.beta2": 0.99, "outer.eps": 1e-8,
     "train.decay": 0.5, "data.held_out": 0.05, "guard.norm_factor": 1000.0, "guard.norm_window": 64,
     "guard.quarantine_s": 60.0, "shard.durability": "version", "shard.max_learners_per_host": 512,
     "train.schedule": "linear", "train.lr_final": 0.0, "sync.patience": 0.1, "sync.overlap_steps": 2,

@@ -163,13 +163,11 @@ ROUNDS: Mapping[str, dict[str, object]] = {"K = all": {"quorum": "all"}, "K = 1"
 
 
 def uneven_tokens(hours: float = 1.0, seed: int = 0) -> dict[str, RunOutcome]:
-    """The outcomes with production cores, by what learners do with versions and how rounds close."""
+    """The outcomes with production cores, by how rounds close."""
     found = {}
-    for on_commit in ("carry", "overwrite"):
-        for name, rules in ROUNDS.items():
-            sync = SyncSettings.model_validate({"on_commit": on_commit, **rules})
-            world = PlannedWorld(Settings(sync=sync), 5e9, uneven(), ShardPlan(), hours * 3600, seed, decided=4)
-            found[f"{name}, {on_commit}"] = world.run()
+    for name, rules in ROUNDS.items():
+        sync = SyncSettings.model_validate(rules)
+        found[name] = PlannedWorld(Settings(sync=sync), 5e9, uneven(), ShardPlan(), hours * 3600, seed, decided=4).run()
     return found
 
 
@@ -177,7 +175,7 @@ def uneven_goodput(found: Mapping[str, RunOutcome], seed: int = 0) -> dict[str, 
     """Goodput in percent, from the results of `uneven_tokens`. With K = all, learners wait in the published system. In
     ours they never do, so that row is the synchronous way."""
     waits = synchronous(uneven(), Sent(0, 0, 0, 24), 6 * 3600, seed)
-    ours = {name: 100 * found[f"{name}, carry"].goodput for name in ("K = 1", "K = 1, grace")}
+    ours = {name: 100 * found[name].goodput for name in ("K = 1", "K = 1, grace")}
     return {"K = all": 100 * waits} | ours
 
 

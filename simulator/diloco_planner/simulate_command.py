@@ -56,9 +56,6 @@ def simulate(
     fragments: Annotated[int, Parameter(converter=_WHOLE, metavar="P", help="fragments")] = 24,
     quorum: Annotated[str, Parameter(metavar="K", help="contributions that let a round close, or all")] = "1",
     grace: Annotated[str, Parameter(metavar="SECONDS", help="a round stays open for, or adaptive")] = "adaptive",
-    on_commit: Annotated[
-        Literal["carry", "overwrite", "blend"], Parameter(help="what a learner does with a version")
-    ] = "carry",
     push: Annotated[_Encoding, Parameter(help="encoding of contributions")] = "int8",
     pull: Annotated[Literal["float32", "bfloat16", "int8", "int4"], Parameter(help="of versions")] = "bfloat16",
     links: Annotated[Path | None, _LINKS] = None,
@@ -85,7 +82,7 @@ def simulate(
     plans = described.learners(template, chips or CHIPS, learners or LEARNERS)
     flags: dict[str, object] = {
         "sync.fragments": fragments, "sync.sync_every": h, "sync.quorum": quorum, "sync.grace": grace,
-        "sync.on_commit": on_commit, "sync.push": push, "sync.pull": pull,
+        "sync.push": push, "sync.pull": pull,
     }  # fmt: skip
     settings = settings_from(NO_SETTINGS, flags, {})
     refuse_endless(settings.sync, plans, described.shards, 3600 * hours)

@@ -13,7 +13,7 @@ beside it for the part that a rank holds and pushes.
     h   elements of the fragment that the process holds
     o   elements of these that it pushes
     a   bytes per element of an anchor: 2, or 4 if float32 is pulled
-    r   bytes per element of a residual: 2, or 4 if a plugin asks for it; 0 without error feedback
+    r   bytes per element of a residual: 2, or 4 if a plugin asks for it
     s   bytes per element of a snapshot: 2, or 4 if float32 is pushed
 """
 
@@ -86,21 +86,21 @@ def shares(manifest: Manifest, ranks: int = 1, replicas: int = 1) -> list[Share]
 
 
 def learner_bytes(
-    found: Sequence[Share], *, push: str = "int8", pull: str = "bfloat16", error_feedback: bool = True,
+    found: Sequence[Share], *, push: str = "int8", pull: str = "bfloat16",
     under_way: int = 2, companions: Sequence[Share] = (),
 ) -> LearnerBytes:  # fmt: skip
     """The most that a process with these shares of the fragments holds and moves.
 
     Args:
         companions: its shares of the companions' fragments.
-        push, pull, error_feedback: the settings of these names in `sync`.
+        push, pull: the settings of these names in `sync`.
         under_way: fragments, of successive turns, whose contribution or version is in flight at once. Rounds of P
             fragments begin H / P steps apart, so about  round trip / (H / P x time of a step), rounded up, at least 1.
 
     Raises UnknownEncoding.
     """
     anchor = 4 if pull == "float32" else 2
-    feedback = get_codec(push).residual_dtype.itemsize if error_feedback else 0
+    feedback = get_codec(push).residual_dtype.itemsize
     kinds = (found, feedback), (companions, 0)
 
     def moving(share: Share) -> int:

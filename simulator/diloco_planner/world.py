@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from diloco_common.codec import num_payload_bytes
 from diloco_common.errors import Refusal
-from diloco_common.settings import BLEND_ALPHA, LeaseSettings, RunSettings, Settings, ShardSettings
+from diloco_common.settings import LeaseSettings, RunSettings, Settings, ShardSettings
 from diloco_common.wire.messages import (
     PROTOCOL,
     Collect,
@@ -264,9 +264,7 @@ class PlannedLearner:
         self.world, self.plan, self._chance = world, plan, chance
         self.line = plan.drawn(world.until, chance)
         sync = world.settings.sync
-        self._policy = LearnerPolicy(
-            sync.first_every, sync.push, sync.pull, sync.on_commit, BLEND_ALPHA, sync.error_feedback
-        )
+        self._policy = LearnerPolicy(sync.first_every, sync.push, sync.pull)
         self._process = 0
         self._begun_step = self._end_step = 0
         self._begun_work = self._end_work = 0.0
@@ -495,7 +493,7 @@ class PlannedLearner:
         self._inbox.append(what)
         if self._is_leaving:
             self._look_now()
-        elif self._policy.on_commit != "carry" or what[1] == 0:
+        elif what[1] == 0:
             self._look_soon()
         if shard.owned(what[0]).version > what[1]:
             self._pull(what[0])

@@ -124,9 +124,7 @@ class SimulatedCluster(Processes):
 
     def broken_promise(self) -> Violation | None:
         """The first thing that the judge finds in the histories so far."""
-        found = violations(
-            self.histories(), excused=self._excused, gapless=self.options.on_commit == "carry", claimants=self.claimants
-        )
+        found = violations(self.histories(), excused=self._excused, claimants=self.claimants)
         return Violation(found[0].check, found[0].what) if found else None
 
     def histories(self) -> Histories:

@@ -178,7 +178,7 @@ class SimulatedRank(FollowedRun):
         self._check_refusals()
         for fragment in self._fragments():
             anchor = fragment.tensors.anchor
-            if anchor is None or self.stage.options.on_commit == "blend":
+            if anchor is None:
                 continue
             account = self._account(fragment)
             self._measure(account, fragment)
@@ -215,9 +215,7 @@ class SimulatedRank(FollowedRun):
             fragment = core.fragments[act.fragment_id]
             account = self._account(fragment)
             contribution = act.contribution
-            if self.stage.options.on_commit != "carry":
-                account.base = self._trained(fragment)
-            elif contribution is not None and act.fate is not Fate.CARRIED:
+            if contribution is not None and act.fate is not Fate.CARRIED:
                 tensors = contribution.tensors
                 assert tensors.snapshot is not None
                 account.merged = account.merged - tensors.snapshot

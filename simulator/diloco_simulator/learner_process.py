@@ -158,14 +158,12 @@ class LearnerProcess(Trainer, FollowedRun):
                     return
                 account = self._account(fragment)
                 self._measure(account, fragment)
-                if self._options.on_commit != "carry":  # what was trained is gone
-                    account.base = part_of(self.model.trained, fragment.fragment)
                 if act.contribution is not None and act.fate is not Fate.CARRIED:
                     self._merged(act.fragment_id, act.contribution)
 
     def _merged(self, fragment_id: int, contribution: PendingContribution) -> None:
         account, tensors = self._accounts[fragment_id], contribution.tensors
-        if self._options.on_commit == "carry" and tensors.snapshot is not None:
+        if tensors.snapshot is not None:
             account.merged = account.merged - tensors.snapshot
         lost = self._taken[contribution].lost
         if lost is None and tensors.loss is not None:  # encoded, but forgotten before it was sent
@@ -182,14 +180,13 @@ class LearnerProcess(Trainer, FollowedRun):
         assert tensors.snapshot is not None
         meant = tensors.snapshot.float()
         fragment = self.learner.core.fragments[fragment_id]
-        if self._options.on_commit == "carry":
-            high = self._unmerged(fragment) if fragment.contribution is contribution else None
-            if high is not None:
-                invariants.contribution_is_what_was_trained(
-                    self.name, fragment_id, meant, taken.low, high, self._accounts[fragment_id].largest
-                )
+        high = self._unmerged(fragment) if fragment.contribution is contribution else None
+        if high is not None:
+            invariants.contribution_is_what_was_trained(
+                self.name, fragment_id, meant, taken.low, high, self._accounts[fragment_id].largest
+            )
         account = self._accounts[fragment_id]
-        if self._options.error_feedback and taken.lost is None:
+        if taken.lost is None:
             lost_before = account.lost if account.lost is not None else torch.zeros_like(meant)
             taken.lost = torch.zeros_like(meant) if tensors.loss is None else tensors.loss.float()
             if fragment.fragment.traits.feeds_back:
@@ -227,7 +224,7 @@ class LearnerProcess(Trainer, FollowedRun):
         under_way = self.unresolved.values()
         self._taken = {c: taken for c, taken in self._taken.items() if c in under_way}
         for fragment in self._fragments():
-            if fragment.tensors.anchor is not None and self._options.on_commit != "blend":
+            if fragment.tensors.anchor is not None:
                 theta, unmerged = part_of(self.model.flat, fragment.fragment), self._unmerged(fragment)
                 account, anchor = self._account(fragment), fragment.tensors.anchor.float()
                 self._measure(account, fragment)

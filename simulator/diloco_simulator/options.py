@@ -56,10 +56,8 @@ class Options:
     grace: float | Literal["adaptive"]
     staleness_max: int
     merge: Literal["rda", "mean", "agreement"]
-    on_commit: Literal["carry", "overwrite", "blend"]
     push: Literal["float32", "bfloat16", "int8", "int4"]
     pull: Literal["float32", "bfloat16", "int8", "int4"]
-    error_feedback: bool
     budget: int
     """Tokens; 0: no end."""
     lease_s: float
@@ -157,8 +155,8 @@ class Options:
             "run": RunSettings(tokens=self.budget),
             "sync": SyncSettings(
                 fragments=self.fragments, sync_every=self.sync_every, quorum=self.quorum, grace=self.grace,
-                staleness_max=self.staleness_max, merge=self.merge, on_commit=self.on_commit, push=self.push,
-                pull=self.pull, error_feedback=self.error_feedback, companions_every=max(1, self.companions_every),
+                staleness_max=self.staleness_max, merge=self.merge, push=self.push,
+                pull=self.pull, companions_every=max(1, self.companions_every),
             ),
             "outer": self.outer,
             "guard": GuardSettings(trust="strangers" if self.hostile else "members"),
@@ -242,10 +240,8 @@ def _draw_honest(seed: int) -> Options:
         grace=r.choice((0.0, 0.3, 1.5, "adaptive", "adaptive")),
         staleness_max=r.choice((0, 1, 8, 8)),
         merge=r.choice(("rda", "mean", "agreement")),
-        on_commit=r.choice(("carry", "carry", "carry", "carry", "overwrite", "blend")),
         push=r.choice(("float32", "int8")),
         pull=r.choice(("float32", "float32", "bfloat16")),
-        error_feedback=r.random() < 0.7,
         budget=r.choice((0, 0, 0, r.randint(30, 150))),
         lease_s=lease_s,
         progress_timeout_s=r.choice((0.0, 0.0, lease_s * r.uniform(1.0, 2.0))),
@@ -350,7 +346,7 @@ def with_sick(drawn: Options) -> Options:
         drawn, learners=learners, shards=shards, fragments=8 * shards, sync_every=r.choice((1, 1, 1, 2)),
         sickness=Sickness(r.randrange(learners), r.choice(("flipped", *SPOILS)), from_s, from_s + lasts_s),
         quorum=r.choice((2, min(3, learners), "all", "all")), grace=r.choice((0.5, "adaptive", "adaptive")),
-        staleness_max=8, on_commit=r.choice(("carry", "carry", "carry", "overwrite")),
+        staleness_max=8,
         push=r.choice(("float32", "int8", "int4")), step_s=(min(drawn.step_s),) * learners,
         disks=drawn.disks[:shards], codec_s=0.005, compute_s=0.005, save_s=min(drawn.save_s, 0.005), long_delays=0.0,
         loss=r.choice((0.0, 0.0, 0.02)), resumes=0.0,  # or the first versions would wait for who may have more

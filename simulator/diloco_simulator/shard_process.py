@@ -177,7 +177,7 @@ class ShardProcess:
         if at_most_s == "adaptive":
             slowest_s = max((m.reports.step_time_s for m in host.shard.membership.live() if m.reports), default=0.0)
             steps = 2.5 * max(sync.first_every, OVERLAP_STEPS)  # patience, and what steps scatter by
-            at_most_s = slowest_s * (steps if options.on_commit == "carry" else 1.0)
+            at_most_s = slowest_s * steps
         invariants.windows_are_as_set(host.shard.rounds.patience.grace_s(), at_most_s)
 
     def _takes_s(self, threads: str) -> float:

@@ -65,11 +65,10 @@ def parts_of_fragments(cluster: Lockstep) -> list[list[Part]]:
     ]
 
 
-@pytest.mark.parametrize("on_commit", ["carry", "overwrite", "blend"])
 @pytest.mark.parametrize("merge", ["rda", "mean"])
-def test_one_learner_that_synchronises_every_step_trains_as_if_it_were_alone(on_commit: str, merge: str) -> None:
+def test_one_learner_that_synchronises_every_step_trains_as_if_it_were_alone(merge: str) -> None:
     settings = make_settings(
-        sync={"sync_every": 1, "quorum": "all", "on_commit": on_commit, "merge": merge},
+        sync={"sync_every": 1, "quorum": "all", "merge": merge},
         outer={"optimizer": "sgd", "lr": 1.0, "momentum": 0.0},
     )
     alone = TinyText(seed=1)
@@ -96,9 +95,7 @@ def test_four_learners_that_wait_for_all_are_diloco(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(Nesterov, "buffer_dtype", kept_as)
     settings = make_settings(
-        sync={
-            "fragments": fragments, "sync_every": sync_every, "quorum": "all", "on_commit": "overwrite", "merge": merge,
-        },
+        sync={"fragments": fragments, "sync_every": sync_every, "quorum": "all", "merge": merge},
         outer={"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9},
     )  # fmt: skip
     start = TinyText(seed=2)

@@ -29,20 +29,16 @@ class OneTensor(nn.Module):
         self.w = nn.Parameter(random_values(SIZE, seed=99))
 
 
-@pytest.mark.parametrize("on_commit", ["carry", "overwrite"])
 @pytest.mark.parametrize("encoding", ["int8", "int4", "bfloat16"])
 @pytest.mark.parametrize(
     "fates", [["merged"], ["merged", "late", "refused", "dropped", "asked twice"]], ids=["good", "bad"]
 )
 @torch.no_grad()
-def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
-    on_commit: str, encoding: str, fates: list[str]
-) -> None:
-    """Under carry, what is meant is all local training; under overwrite, that of the merged contributions."""
+def test_what_was_sent_and_what_is_left_add_up_to_all_local_training(encoding: str, fates: list[str]) -> None:
     chance = random.Random(encoding)
     model = OneTensor()
     replica = Replica(model)
-    core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(1, encoding, "float32", on_commit, 0.5, True))
+    core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(1, encoding, "float32"))
     world = model.w.detach().clone()
     core.arrived(0, 0, 1, world.clone(), 0)
 
@@ -85,12 +81,9 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
             tokens_merged += tokens
             last_merged = version
             rounded += ROUNDING * loss.abs()
-            if on_commit == "overwrite":
-                meant += progress
         elif before is not None:  # the next contribution takes the loss back, and rounds what it was before
             rounded += ROUNDING * (3 * loss.abs() + (loss + decoded(payload) - progress).abs())
-        if on_commit == "carry":
-            meant += (move + late_move).double()
+        meant += (move + late_move).double()
         assert core.arrived(0, version, 1, world.clone(), last_merged)
 
     train(seed=3000)
@@ -103,28 +96,5 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
 
     assert ((sent + left - meant).abs() <= 2e-5 + rounded).all()
     assert float(sent.abs().max()) > 0.01, "nothing was sent"
-    if on_commit == "carry":
-        assert tokens_merged + contribution.tokens == core.tokens
+    assert tokens_merged + contribution.tokens == core.tokens
     assert core.contributions["merged"] + core.contributions["carried"] == 40
-
-
-@torch.no_grad()
-def test_without_error_feedback_what_the_encoding_lost_is_gone() -> None:
-    """Or the test above would not show that it is the feedback that keeps the sum."""
-    replica = Replica(model := OneTensor())
-    core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(1, "int4", "float32", "carry", 0.5, False))
-    core.arrived(0, 0, 1, model.w.detach().clone(), 0)
-    model.w.sub_(random_values(SIZE, 1))
-    core.stepped(1)
-    core.collect(Collect(0, 1, 1), epoch=1)
-    (contribution,) = core.contribute()
-    sent = decoded(contribution.tensors.encode("int4"))
-    anchor = core.fragments[0].tensors.anchor
-    assert anchor is not None
-    core.arrived(0, 1, 1, anchor.float() - sent, 1)
-    core.stepped(1)
-    core.collect(Collect(0, 2, 1), epoch=1)
-    (contribution,) = core.contribute()
-    left = contribution.tensors.take_snapshot().double().abs()
-    assert (left <= 2e-6 + ROUNDING * random_values(SIZE, 1).abs()).all(), "only what the snapshot was off"
-    assert float((sent - random_values(SIZE, 1)).abs().max()) > 0.1

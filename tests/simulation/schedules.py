@@ -72,7 +72,7 @@ def evicting(seed: int) -> Options:
     """Learners lose their leases while their contributions wait in open rounds."""
     return replace(
         short(seed), faults=("freeze learner", "cut"), quorum="all", fault_every_s=0.15, faults_s=5.0, budget=0,
-        lease_s=1.0, on_commit="carry",
+        lease_s=1.0,
     )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def resuming(seed: int) -> Options:
     """Learners crash and go on from old checkpoints, shards are away for long."""
     settings = {
         "faults": ("crash learner", "crash learner", "crash shard"), "fault_every_s": 0.3, "faults_from_s": 1.5,
-        "faults_s": 6.0, "resumes": 1.0, "budget": 0, "on_commit": "carry",
+        "faults_s": 6.0, "resumes": 1.0, "budget": 0,
     }  # fmt: skip
     return replace(short(seed), **settings)
 
@@ -88,7 +88,7 @@ def resuming(seed: int) -> Options:
 def leaving(seed: int, *others: str) -> Options:
     """Learners leave with warning again and again, long before H steps are over; and other things go wrong."""
     settings = {
-        "faults": ("warn learner", *others), "fault_every_s": 0.4, "faults_s": 8.0, "budget": 0, "on_commit": "carry",
+        "faults": ("warn learner", *others), "fault_every_s": 0.4, "faults_s": 8.0, "budget": 0,
         "sync_every": 30,
     }  # fmt: skip
     return replace(short(seed), **settings)
@@ -106,7 +106,7 @@ def lossy(seed: int, **changes: object) -> Options:
 def late(seed: int) -> Options:
     """Rounds wait for nobody, so many contributions come too late, and encoding loses much."""
     return replace(
-        short(seed), push="int4", error_feedback=True, quorum=1, grace=0.0, staleness_max=0, sync_every=1, delay_s=0.06,
+        short(seed), push="int4", quorum=1, grace=0.0, staleness_max=0, sync_every=1, delay_s=0.06,
         faults=(), budget=0, faults_s=4.0,
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ def losing_ranks(seed: int, **changes: object) -> Options:
     """Ranks of islands die again and again, while rounds wait for everybody and the network is slow."""
     settings = {
         "learners": 4, "islands": 2, "faults": ("lose rank",), "fault_every_s": 0.6, "faults_s": 10.0, "quorum": "all",
-        "grace": 0.5, "delay_s": 0.1, "sync_every": 1, "on_commit": "carry", "budget": 0, "progress_timeout_s": 0.0,
+        "grace": 0.5, "delay_s": 0.1, "sync_every": 1, "budget": 0, "progress_timeout_s": 0.0,
         "disks": (),
     }  # fmt: skip
     return replace(short(seed), **(settings | changes))
@@ -136,13 +136,13 @@ def forgetting_ranks(seed: int) -> Options:
 
 def slow_codec(seed: int) -> Options:
     """Snapshots take longer than a step, and versions arrive meanwhile."""
-    return replace(memory(seed), codec_s=1.0, reads_later=True, on_commit="carry", quorum=1, sync_every=2)
+    return replace(memory(seed), codec_s=1.0, reads_later=True, quorum=1, sync_every=2)
 
 
 def forgetting_divergence(seed: int) -> Options:
     """Values are not finite, and shards forget at once who has lost its lease meanwhile."""
     return lossy(
-        seed, faults=("not finite", "freeze learner", "break calls"), forgets=True, on_commit="carry", quorum=1,
+        seed, faults=("not finite", "freeze learner", "break calls"), forgets=True, quorum=1,
         faults_s=6.0,
     )  # fmt: skip
 

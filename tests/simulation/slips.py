@@ -11,12 +11,12 @@ from mutants import Mutant, breaks, replaced
 
 from diloco_common.wire.messages import Outcome
 from diloco_server.core import influence, merge, outer
-from diloco_server.core.cadence import GraceWindow
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Influence, Told
 from diloco_server.core.membership import Membership
 from diloco_server.core.outer import Adam, Nesterov, Sgd
 from diloco_server.core.parts import HalfContribution
+from diloco_server.core.patience import RoundPatience
 from diloco_server.core.round import Contribution, LengthLimit, Round
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.versions import Versions
@@ -195,10 +195,10 @@ def close_with_half_the_quorum(original: Any, self: Round, quorum: Any, now: flo
     original(self, quorum if quorum == "all" else max(1, quorum - 1), now)
 
 
-@slip(GraceWindow, "seconds", "short:3", "windows_are_as_set")
-def let_windows_grow(original: Any, self: Any, *args: Any) -> Any:
+@slip(RoundPatience, "grace_s", "short:3", "windows_are_as_set")
+def let_windows_grow(original: Any, self: Any) -> Any:
     """The adaptive window is ten times as long."""
-    return 10 * original(self, *args)
+    return 10 * original(self)
 
 
 @slip(FragmentState, "close_round", "short:0", "accounting")

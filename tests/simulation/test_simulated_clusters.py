@@ -114,7 +114,6 @@ def test_the_schedules_cover_every_kind_of_fault_and_setting() -> None:
 
     assert {kind for options in drawn for kind in options.faults} == {*FAULTS, *DISK_FAULTS, "warn learner"}
     assert {options.quorum for options in drawn} == {1, 2, "all"}
-    assert {options.on_commit for options in drawn} == {"carry", "overwrite", "blend"}
     assert {options.push for options in drawn} == {"float32", "int8"}
     assert {options.pull for options in drawn} == {"float32", "bfloat16", "int8", "int4"}
     assert {(options.shards, options.learners) for options in drawn} == {(s, m) for s in (1, 2, 3) for m in range(1, 6)}

@@ -15,7 +15,7 @@ from diloco_worker.core.events import Joined
 
 TENSORS = (TensorSpec("a", (8,)), TensorSpec("b", (8,)))
 DIGEST = cut(TENSORS, 2, 2).digest
-POLICY = LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True)
+POLICY = LearnerPolicy(4, "int8", "bfloat16")
 FIRST = Joined(1, 1, 1.0, 0, 2, 2, DIGEST, POLICY, (), Pulse(0, 0), address="ps-0:50051")
 SECOND = replace(FIRST, address="ps-1:50051", shard_index=1)
 

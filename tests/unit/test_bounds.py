@@ -86,8 +86,6 @@ def smallest(kind: str) -> Message:
     for name, limit in LIMITS.get(kind, {}).items():
         if limit.least > 0:
             put(message, name, "x" if limit.counts else limit.least)
-    if kind == "LearnerPolicy":
-        message.on_commit = "carry"  # type: ignore[attr-defined]
     if kind == "JoinResponse":
         message.policy.CopyFrom(smallest("LearnerPolicy"))  # type: ignore[attr-defined]
     return message
@@ -175,7 +173,7 @@ def test_a_number_beyond_its_limit_is_refused_by_name(kind: str, name: str, limi
         assert bounds.number(limit.most) in said
 
 
-LENGTHS = [(kind, name, limit) for kind, name, limit in FIELDS if limit.counts and name != "on_commit"]
+LENGTHS = [(kind, name, limit) for kind, name, limit in FIELDS if limit.counts]
 
 
 @pytest.mark.parametrize(("kind", "name", "limit"), LENGTHS, ids=[f"{k}.{n}" for k, n, _ in LENGTHS])
@@ -221,7 +219,6 @@ HELD = pb.Held(fragment_id=3)
         ("PushHeader", pb.PushHeader(part=2, num_parts=2), "part is 2 of 2 parts"),
         ("JoinResponse", answer(num_shards=2, shard_index=2), "shard_index is 2 of 2"),
         ("JoinRequest", pb.JoinRequest(held=[HELD, HELD]), "names a fragment twice"),
-        ("LearnerPolicy", pb.LearnerPolicy(sync_every=1, on_commit="explode"), "'explode', none of carry, overwrite"),
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_is_refused(kind: str, message: Message, says: str) -> None:

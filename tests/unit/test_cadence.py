@@ -1,18 +1,14 @@
-"""When a fragment is due, and how long its round stays open: by patience where learners carry, else by Eq. 3."""
+"""When a fragment is due, and how long its round stays open."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import make_settings
 from diloco_common.wire.messages import Progress
 from diloco_server.core.arrivals import Reports
-from diloco_server.core.cadence import GraceWindow, first_interval, is_due
+from diloco_server.core.cadence import adaptive_s, first_interval, is_due
 from diloco_server.core.membership import Member
 
 
@@ -57,53 +53,15 @@ def test_who_has_not_reported_neither_makes_due_nor_is_waited_for() -> None:
     assert is_due([silent, member("a", 4)], {}, 4, "all")
 
 
-EQ_3 = {"grace": "adaptive", "on_commit": "overwrite"}
-
-
-def make_window(to_quorum: Sequence[float] = (), to_publish: Sequence[float] = (), **sync: Any) -> GraceWindow:
-    window = GraceWindow(make_settings(sync=EQ_3 | sync).sync)
-    for seconds in to_quorum:
-        window.to_quorum.add(seconds)
-    for seconds in to_publish:
-        window.to_publish.add(seconds)
-    return window
-
-
 @pytest.mark.parametrize(
-    ("to_quorum", "to_publish", "step_time_s", "seconds"),
+    ("every", "step_time_s", "scatter_s", "seconds"),
     [
-        ([0.0], [1.0], 1.0, 0.8),  # 0.8 * (2 - 1)
-        ([1.0], [0.5], 1.0, 0.4),  # 0.8 * (2 - 1.5)
-        ([3.0], [1.0], 1.0, 0.0),  # no slack left
-        ([], [], 0.0, 0.0),  # nobody has told its step time
-        ([1.0, 2.0], [0.5], 1.0, 0.32),  # average 1.0 + 0.1 * (2.0 - 1.0)
+        (24, 1.0, 0.0, 6.0),  # 2.5 times a tenth of H = 24 steps
+        (4, 1.0, 0.0, 5.0),  # never less than the overlap
+        (24, 1.0, 0.5, 11.0),  # steps in bursts: 2.5 times 2.4 + 4 * 0.5
+        (24, 20.0, 0.0, 60.0),  # never more than a minute
+        (24, 0.0, 0.0, 0.0),  # nobody has told its step time
     ],
 )
-def test_the_window_is_a_share_of_the_slack_that_the_overlap_leaves(
-    to_quorum: list[float], to_publish: list[float], step_time_s: float, seconds: float
-) -> None:
-    assert make_window(to_quorum, to_publish).seconds(step_time_s, 24) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
-    ("sync", "step_time_s", "scatter_s", "seconds"),
-    [
-        ({}, 1.0, 0.0, 6.0),  # 2.5 times a tenth of H = 24 steps, whatever quorum and merge take
-        ({"sync_every": 4}, 1.0, 0.0, 5.0),  # never less than the overlap
-        ({}, 1.0, 0.5, 11.0),  # steps in bursts: 2.5 times 2.4 + 4 * 0.5
-        ({}, 20.0, 0.0, 60.0),  # never more than a minute
-        ({}, 0.0, 0.0, 0.0),  # nobody has told its step time
-    ],
-)
-def test_where_learners_carry_a_round_waits_a_share_of_its_cadence(sync, step_time_s, scatter_s, seconds) -> None:
-    window = make_window([3.0], [3.0], on_commit="carry", **sync)
-    assert window.seconds(step_time_s, sync.get("sync_every", 24), scatter_s) == pytest.approx(seconds)
-
-
-def test_the_window_is_no_longer_than_a_step() -> None:
-    assert make_window().seconds(2.0, 24) == 2.0
-
-
-@pytest.mark.parametrize("grace", [0.0, 1.5])
-def test_a_fixed_window_adapts_to_nothing(grace: float) -> None:
-    assert make_window([9.0], [9.0], grace=grace).seconds(0.1, 24) == grace
+def test_a_round_waits_a_share_of_its_cadence(every, step_time_s, scatter_s, seconds) -> None:
+    assert adaptive_s(step_time_s, every, scatter_s) == pytest.approx(seconds)

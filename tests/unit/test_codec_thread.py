@@ -20,7 +20,7 @@ from diloco_worker.core.replica import Replica
 from parts import Parts
 
 EPOCH = 7
-POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, True)
+POLICY = LearnerPolicy(1, "float32", "float32")
 
 
 class Rig:

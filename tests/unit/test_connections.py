@@ -27,7 +27,7 @@ from waiting import until_async
 EPOCH = 7
 NO_MANIFEST: Any = None
 BELIEVES: Any = Believes()
-POLICY = LearnerPolicy(4, "int8", "int8", "carry", 0.5, True)
+POLICY = LearnerPolicy(4, "int8", "int8")
 
 
 def test_an_act_that_fails_is_told_and_the_others_are_performed() -> None:

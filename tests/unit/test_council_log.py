@@ -18,7 +18,7 @@ from diloco_worker.core import council_log as council_log
 from diloco_worker.core.council_log import LEADER_BYTES, CouncilLog, Fetch, Turn, read_word, write_word
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
 
-POLICY = LearnerPolicy(5, "int8", "bfloat16", "carry", 0.5, True)
+POLICY = LearnerPolicy(5, "int8", "bfloat16")
 
 
 def joined(epoch: int, fragments: int = 3) -> Joined:

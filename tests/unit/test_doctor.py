@@ -56,7 +56,7 @@ def test_every_code_that_the_doctor_says_is_explained(repository: Path) -> None:
 
 ANSWER = JoinAnswer(
     generation=0, epoch=1, heartbeat_s=1.0, shard_index=0, num_shards=1, num_fragments=24, manifest_digest="",
-    policy=LearnerPolicy(24, "int8", "bfloat16", "carry", 0.5, error_feedback=True),
+    policy=LearnerPolicy(24, "int8", "bfloat16"),
     fragments=(FragmentStatus(0, seeded=True, version=3, merged_version=0, epoch=1),), pulse=Pulse(0, 0, 3),
 )  # fmt: skip
 

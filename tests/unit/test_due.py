@@ -129,17 +129,16 @@ def test_rounds_that_are_due_at_once_open_in_slices(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("sync", "sections", "tokens", "asked"),
+    ("sections", "tokens", "asked"),
     [
-        ({}, {}, 0, ["fast"]),
-        ({"on_commit": "overwrite"}, {}, 0, ["fast", "slow"]),  # it would lose what it is not asked for
-        ({}, {"run": {"tokens": 12}}, 1, ["fast", "slow"]),  # the budget ends
+        ({}, 0, ["fast"]),
+        ({"run": {"tokens": 12}}, 1, ["fast", "slow"]),  # the budget ends
     ],
 )
 def test_a_round_asks_those_that_have_most_of_an_interval(
-    sync: dict[str, object], sections: dict[str, Any], tokens: int, asked: list[str]
+    sections: dict[str, Any], tokens: int, asked: list[str]
 ) -> None:
-    shard = make_shard(1, sections=sections, quorum=1, **sync)
+    shard = make_shard(1, sections=sections, quorum=1)
     (state,) = shard.fragments.values()
     for name, steps in (("fast", 4), ("slow", 2)):
         member = shard.join(name, asking(SPECS[:1], f"process {name}"), 0.0)

@@ -26,7 +26,7 @@ def read_all(queue: EventQueue) -> list[Event]:
 
 ONE, TWO, STOPPED = arrived(1), arrived(2), Stopped(0)
 OF_ANOTHER = Answered(1, 2, PushAnswer(Outcome.LATE), tokens=18)
-POLICY = LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True)
+POLICY = LearnerPolicy(4, "int8", "bfloat16")
 JOINED = Joined(1, 1, 1.0, 0, 1, 1, "digest", POLICY, (), Pulse(0, 0), address="ps-0:50051")
 OF_NEXT_EPOCH = Arrived(0, 2, 8, torch.zeros(1), 0)
 BEFORE = Answered(REFUSED.fragment_id, REFUSED.round, PushAnswer(Outcome.ACCEPTED), REFUSED.tokens)

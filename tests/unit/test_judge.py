@@ -118,13 +118,6 @@ def test_an_excused_loss_takes_versions_and_what_only_they_held(change: Plant):
     assert checks(lines, excused={(LATER, 1), (EPOCH, 0)})[-1] == "lost_versions"
 
 
-def test_learners_that_do_not_carry_leave_gaps():
-    lines = clean()
-    sent(lines, 2, since=150, tokens=50)
-    assert checks(lines) == ["work_lost"]
-    assert checks(lines, gapless=False) == []
-
-
 def merged_twice(lines: Lines) -> None:
     """The same work in versions 1 and 2: ann did not know that it was merged."""
     add(lines, "ann", carried(2.4, 1, 100))

@@ -86,7 +86,6 @@ def test_learners_of_different_layouts_agree(dtype: torch.dtype) -> None:
             assert torch.equal(*outs)
         for change in (
             lambda r, f=fragment, v=given: r.add(f, v),
-            lambda r, f=fragment, v=given: r.blend(f, v, 0.25),
             lambda r, f=fragment, v=given: r.write(f, v),
         ):
             outs = [torch.empty(n) for _ in replicas]

@@ -32,14 +32,11 @@ def rejected(code: str) -> PushAnswer:
 class Rig:
     """A learner of one parameter of two elements and one fragment, whose numbers can be read with the naked eye."""
 
-    def __init__(
-        self, on_commit: str = "carry", alpha: float = 0.25, version: int | None = 0, at: float = 10.0,
-        error_feedback: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, version: int | None = 0, at: float = 10.0) -> None:
         self.model = nn.Module()
         self.model.w = nn.Parameter(torch.full((2,), at))
         self.replica = replica = Replica(self.model)
-        policy = LearnerPolicy(4, "float32", "float32", on_commit, alpha, error_feedback)
+        policy = LearnerPolicy(4, "float32", "float32")
         self.core = LearnerCore(replica, cut(replica.specs, 1, 1), policy)
         if version is not None:
             self.arrives(version, at)
@@ -112,9 +109,8 @@ def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no
     assert rig.fragment.tensors.values().tolist() == [12.0, 12.0]
 
 
-@pytest.mark.parametrize("on_commit", ["carry", "overwrite"])
-def test_what_is_trained_without_a_shard_lies_on_top_of_its_first_version(on_commit: str) -> None:
-    rig = Rig(on_commit, at=10.0, version=None)
+def test_what_is_trained_without_a_shard_lies_on_top_of_its_first_version() -> None:
+    rig = Rig(at=10.0, version=None)
     rig.trains(by=100.0)  # before: not contributed
     rig.core.begin_without()
     assert not rig.fragment.is_adopted
@@ -124,12 +120,9 @@ def test_what_is_trained_without_a_shard_lies_on_top_of_its_first_version(on_com
     rig.arrives(3, 50.0)
 
     assert rig.fragment.is_adopted
-    if on_commit == "overwrite":
-        assert (rig.theta, rig.asked(4)) == (50.0, [])
-    else:
-        assert rig.theta == 51.0
-        (contribution,) = rig.asked(4)
-        assert (delta_of(contribution)[0], contribution.tokens, contribution.base_version) == (-1.0, 7, 3)
+    assert rig.theta == 51.0
+    (contribution,) = rig.asked(4)
+    assert (delta_of(contribution)[0], contribution.tokens, contribution.base_version) == (-1.0, 7, 3)
 
 
 def test_a_contribution_is_anchor_minus_snapshot_with_its_tokens_and_steps() -> None:
@@ -195,11 +188,10 @@ def test_a_round_that_asks_again_before_its_refusal_is_heard_gets_another_contri
     assert rig.core.contribute() == []
 
 
-@pytest.mark.parametrize("on_commit", ["carry", "overwrite", "blend"])
 @pytest.mark.parametrize("comes_between", [False, True])
-def test_a_round_that_asks_again_gets_the_same_contribution(on_commit: str, comes_between: bool) -> None:
+def test_a_round_that_asks_again_gets_the_same_contribution(*, comes_between: bool) -> None:
     """It says where its work began, whatever came since."""
-    rig = Rig(on_commit)
+    rig = Rig()
     rig.trains(by=1.0, tokens=3)
     (first,) = rig.asked(2)
     rig.trains(by=1.0, tokens=4)
@@ -233,9 +225,8 @@ def test_one_contribution_is_under_way_at_a_time() -> None:
 
 # Anchor 10; trained +2 before the snapshot, and +1 after it; then version 1 arrives as 20.
 @pytest.mark.parametrize("fate", ["merged", "carried", None], ids=["merged", "not merged", "not asked"])
-@pytest.mark.parametrize("on_commit", ["carry", "overwrite", "blend"])
-def test_a_version_is_laid_under_the_progress_of_a_participant_and_of_others(on_commit: str, fate: str | None) -> None:
-    rig = Rig(on_commit)
+def test_a_version_is_laid_under_the_progress_of_a_participant_and_of_others(fate: str | None) -> None:
+    rig = Rig()
     rig.trains(by=1.0)
     if fate is None:
         rig.trains(by=1.0)
@@ -243,11 +234,8 @@ def test_a_version_is_laid_under_the_progress_of_a_participant_and_of_others(on_
         rig.contributes(by=1.0)
     rig.trains(by=1.0)
     assert rig.arrives(4, 20.0, merged=1 if fate == "merged" else 0)
-    theta, tokens_left = {
-        "carry": (20.0 + 1.0, 5) if fate == "merged" else (20.0 + 3.0, 15),  # new + (theta - snapshot), or - anchor
-        "overwrite": (20.0, 0),
-        "blend": (0.25 * 13.0 + 0.75 * 20.0, 0),
-    }[on_commit]
+    # new + (theta - snapshot), or - anchor
+    theta, tokens_left = (20.0 + 1.0, 5) if fate == "merged" else (20.0 + 3.0, 15)
     assert (rig.theta, rig.fragment.version) == (theta, 4)
     assert rig.fragment.tokens_since(rig.core.tokens) == tokens_left
     assert rig.fragment.tensors.anchor is not None
@@ -471,16 +459,6 @@ def test_an_encoding_that_fails_midway_leaves_no_half_of_a_residual() -> None:
     with pytest.raises(NotFinite):
         contribution.tensors.encode("int4")
     assert contribution.tensors.residual.tolist() == [0.0, 0.0]
-
-
-def test_without_error_feedback_no_residual_is_kept() -> None:
-    rig = Rig(error_feedback=False)
-    contribution = rig.contributes()
-    contribution.tensors.encode("int8")
-    assert contribution.tensors.loss is None
-    rig.arrives(1, 12.0, merged=1)
-    rig.trains(by=0.0)
-    assert rig.next_delta(2) == 0.0
 
 
 def asked_after_a_restart() -> tuple[Rig, PendingContribution]:

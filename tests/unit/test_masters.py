@@ -90,16 +90,11 @@ def test_where_a_parameter_is_not_its_copy_rounded_its_own_values_count() -> Non
     assert torch.equal(model.weight, (expected + 1.0).bfloat16())
 
 
-def test_values_that_are_written_and_blended_go_into_every_copy() -> None:
+def test_values_that_are_written_go_into_every_copy() -> None:
     model = nn.Linear(5, 1, bias=False)
-    before = model.weight.detach().clone()
     z, slow = torch.zeros(1, 5), torch.ones(1, 5)
     replica = replica_of(model, {"weight": [z, slow]})
     (fragment,) = cut(replica.specs, 1, 1).fragments
-    replica.blend(fragment, torch.full((5,), 4.0), 0.75)
-    assert z.eq(1.0).all()
-    assert slow.eq(1.75).all()
-    torch.testing.assert_close(model.weight.detach(), 0.75 * before + 1.0)
     replica.write(fragment, torch.full((5,), 3.0))
     assert all(tensor.eq(3.0).all() for tensor in (model.weight, z, slow))
 

@@ -27,7 +27,7 @@ from parts import CALLER, Parts, joined
 from waiting import until_async
 
 EPOCH = 7
-POLICY = LearnerPolicy(4, "int8", "int8", "carry", 0.5, True)
+POLICY = LearnerPolicy(4, "int8", "int8")
 NOTHING, FIRST = None, (EPOCH, 1)
 ANOTHER = 99
 """A version that comes as one of another fragment than was asked for."""

@@ -26,7 +26,7 @@ from waiting import until_async
 
 EPOCH = 7
 FRAGMENTS = PUSHES_AT_ONCE + 1
-POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, True)
+POLICY = LearnerPolicy(1, "float32", "float32")
 
 
 class Shard:

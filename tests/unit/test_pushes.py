@@ -18,7 +18,7 @@ FIRST, SECOND = Lease(1, 1), Lease(1, 2)
 
 def contribution(shard_epoch: int) -> PendingContribution:
     tensors = ContributionTensors(
-            4, torch.zeros(2), None, lambda out: None, dtype=torch.bfloat16, error_feedback=False, own=slice(0, 2)
+            4, torch.zeros(2), None, lambda out: None, dtype=torch.bfloat16, feeds_back=False, own=slice(0, 2)
         )  # fmt: skip
     return PendingContribution(0, 4, shard_epoch, 1, 3, 0, 10, 1, tensors)
 

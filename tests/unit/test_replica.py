@@ -99,13 +99,9 @@ def test_what_is_written_is_read_back_over_all_fragments(dtype: torch.dtype) -> 
         (torch.tensor(2.0), lambda r, f: r.add(f, torch.tensor([4.0])), "fb", 6.0),  # of no dimension
         # -255.5 is none of bfloat16's numbers; rounded on the way, the result would be 0.
         (torch.tensor([256.0]), lambda r, f: r.add(f, torch.tensor([-255.5])), "b", 0.5),
-        *(
-            (torch.tensor([4.0]), lambda r, f, alpha=alpha: r.blend(f, torch.tensor([8.0]), alpha), "fb", left)
-            for alpha, left in ((0.0, 8.0), (0.25, 7.0), (0.5, 6.0), (1.0, 4.0))
-        ),
     ],
 )
-def test_differences_are_added_and_values_blended_in_float32(own, change, dtypes: str, expected: float) -> None:
+def test_differences_are_added_in_float32(own, change, dtypes: str, expected: float) -> None:
     for dtype in dtypes:
         model = with_parameter(own.to({"f": torch.float32, "b": torch.bfloat16}[dtype], copy=True))
         replica = Replica(model)

@@ -23,7 +23,7 @@ SIXTEEN = DTYPES[1:]
 class Rig:
     """A learner with one fragment: a matrix, one that is laid out otherwise, and one in float32."""
 
-    def __init__(self, dtype: torch.dtype, on_commit: str = "carry", copies: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, copies: torch.dtype | None = None) -> None:
         """`copies`: the optimizer keeps such copies of the parameters."""
         torch.manual_seed(0)
         self.model = nn.Module()
@@ -36,7 +36,7 @@ class Rig:
         if copies is not None:
             self.copies = {name: p.detach().to(copies, copy=True) for name, p in self.model.named_parameters()}
             self.replica.keep_copies(find_copies(self.copies, chosen))
-        policy = LearnerPolicy(4, "float32", "float32", on_commit, 0.0, True)
+        policy = LearnerPolicy(4, "float32", "float32")
         (self.fragment,) = cut(self.replica.specs, 1, 1).fragments
         self.core = LearnerCore(self.replica, cut(self.replica.specs, 1, 1), policy)
 
@@ -62,12 +62,11 @@ class Rig:
 
 
 @pytest.mark.parametrize(("model", "pull"), list(product(SIXTEEN, DTYPES[:2])))
-@pytest.mark.parametrize("on_commit", ["carry", "overwrite"])
 @pytest.mark.parametrize("copies", [None, torch.bfloat16])
 def test_who_trains_nothing_contributes_nothing(
-    model: torch.dtype, pull: torch.dtype, on_commit: str, copies: torch.dtype | None
+    model: torch.dtype, pull: torch.dtype, copies: torch.dtype | None
 ) -> None:
-    rig = Rig(model, on_commit, copies if model == copies else None)
+    rig = Rig(model, copies if model == copies else None)
     rig.arrives(0, rig.version(pull))
     for number in range(1, 8):
         assert not rig.contributes(number).any()

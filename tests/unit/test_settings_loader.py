@@ -43,7 +43,6 @@ def test_later_sources_win(tmp_path: Path, tokens: int) -> None:
     [
         ("run.tokens=2_000_000", "run", "tokens", 2_000_000),
         ("sync.quorum=all", "sync", "quorum", "all"),
-        ("sync.error_feedback=no", "sync", "error_feedback", False),
         ("worker.shards=a:1, b:2", "worker", "shards", ("a:1", "b:2")),
         ("worker.folder=", "worker", "folder", None),
         ("worker.learner_id=7", "worker", "learner_id", "7"),

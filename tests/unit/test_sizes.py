@@ -65,13 +65,12 @@ def payload_bytes(payload: Any) -> int:
 
 
 @pytest.mark.parametrize("pull", ["bfloat16", "float32"])
-@pytest.mark.parametrize("error_feedback", [True, False])
-def test_a_learner_holds_the_tensors_that_are_counted(pull: str, *, error_feedback: bool) -> None:
+def test_a_learner_holds_the_tensors_that_are_counted(pull: str) -> None:
     """One fragment: contributed, merged, and on its way once more, with the version that holds it."""
     model = torch.nn.Linear(300, 700, bias=False)
     replica = Replica(model, None)
     (fragment,) = cut(replica.specs, 1, 1).fragments
-    policy = LearnerPolicy(5, "int8", pull, "carry", 0.5, error_feedback)
+    policy = LearnerPolicy(5, "int8", pull)
     tensors = FragmentTensors(replica.held(fragment), replica, policy)
     dtype = torch.bfloat16 if pull == "bfloat16" else torch.float32
     values = model.weight.detach().flatten().to(dtype)
@@ -85,7 +84,7 @@ def test_a_learner_holds_the_tensors_that_are_counted(pull: str, *, error_feedba
         came = encode_payload(values, pull)
         difference = values.float() - contribution.take_snapshot()
 
-    most = learner_bytes(shares(cut(replica.specs, 1, 1)), pull=pull, error_feedback=error_feedback)
+    most = learner_bytes(shares(cut(replica.specs, 1, 1)), pull=pull)
 
     assert most.kept == kept
     assert (most.pushed, most.pulled) == (payload_bytes(payload), payload_bytes(came))

@@ -21,7 +21,7 @@ from diloco_server.storage.version_file import Origin
 from parts import joined
 
 NOW = 1_800_000_000
-POLICY = LearnerPolicy(4, "int8", "int8", "carry", 0.5, True)
+POLICY = LearnerPolicy(4, "int8", "int8")
 
 
 def store(folder: Path, now: int = NOW) -> FileStore:

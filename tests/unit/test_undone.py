@@ -113,7 +113,7 @@ def test_and_is_not_where_its_copies_get_versions(kind: str) -> None:
 def test_a_step_of_a_learner_says_it_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     parts, model = Parts(), nn.ParameterList([nn.Parameter(torch.zeros(ROW))])
     learner = parts.learner(model)
-    digest, policy = cut(Replica(model).specs, 1, 1).digest, LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
+    digest, policy = cut(Replica(model).specs, 1, 1).digest, LearnerPolicy(1, "float32", "float32")
     learner._inbox.put(joined(5, policy, digest=digest))
     learner._inbox.put(Arrived(0, 0, 5, torch.zeros(ROW), 0))
     assert learner.begin()

@@ -133,8 +133,6 @@ LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
         "sync_every": FieldLimit(2**31, 1),
         "push_encoding": _NAME,
         "pull_encoding": _NAME,
-        "on_commit": _NAME,
-        "blend_alpha": FieldLimit(1.0),
     },
     "FragmentStatus": {
         "fragment_id": _FRAGMENT_ID,

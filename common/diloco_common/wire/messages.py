@@ -40,8 +40,9 @@ def check_ranges(what: str, ranges: Sequence[Range]) -> None:
             )
 
 
-PROTOCOL = 2
-"""2: a checksum per chunk, parts and ranges, chunks of up to 4 MiB. Version 1 is refused (PROTOCOL_MISMATCH)."""
+PROTOCOL = 3
+"""3: every learner carries, with error feedback. 2: a checksum per chunk, parts and ranges, chunks of up to 4 MiB.
+Others are refused (PROTOCOL_MISMATCH)."""
 SLOWEST_BYTES_PER_S = 50_000
 """Slower transfers are ended and retried. 0.4 Mbit/s."""
 PROBE_MESSAGE_BYTES, PROBE_BYTES_MAX, PROBE_S = 64 << 10, 4 << 20, 2.0
@@ -173,9 +174,6 @@ class LearnerPolicy:
     sync_every: int
     push_encoding: str
     pull_encoding: str
-    on_commit: str
-    blend_alpha: float
-    error_feedback: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ from diloco_common.wire.messages import (
     FollowRequest,
     JoinAnswer,
     JoinRequest,
-    LearnerPolicy,
     Outcome,
     Progress,
     PullHeader,
@@ -53,7 +52,6 @@ NAMES_LONG = 1 << 20
 """Total characters of tensor names from which prefixes are used. 65,536 names of adapters then take 2 MB."""
 TURN = 2048
 """Tensors read in one turn."""
-ON_COMMIT = ("carry", "overwrite", "blend")
 DIRECTIVES: dict[str, type[Directive]] = {
     "collect": Collect, "committed": Committed, "pulse": Pulse, "drain": Drain, "stop": Stop, "evicted": Evicted,
 }  # fmt: skip
@@ -161,12 +159,6 @@ def _tensor_from_pb(tensor: pb.Tensor, before: str) -> TensorSpec:
 # ------------------------------------------------------------ checks beyond single fields
 
 
-def _check_policy(policy: LearnerPolicy) -> LearnerPolicy:
-    if policy.on_commit not in ON_COMMIT:
-        raise errors.BadRequest(f"LearnerPolicy.on_commit is {policy.on_commit!r}, none of {', '.join(ON_COMMIT)}")
-    return policy
-
-
 def _check_push(header: PushHeader) -> PushHeader:
     num_parts = max(header.num_parts, 1)
     if header.part >= num_parts:
@@ -223,7 +215,7 @@ _BY_HAND = (
 _CONVERTER = Converter(
     {(kind, field.name): field for kind, field in _BY_HAND},
     {
-        LearnerPolicy: _check_policy, PushHeader: _check_push, PullRequest: _check_ranges, PullHeader: _check_ranges,
+        PushHeader: _check_push, PullRequest: _check_ranges, PullHeader: _check_ranges,
         JoinRequest: _check_join, JoinAnswer: _check_answer, Evicted: _plain, PushAnswer: _outcome,
     },
 )  # fmt: skip

@@ -8,22 +8,15 @@ The first time, a fragment is due after ceil((t + 1) * H / P) steps, where t is 
 the fragments evenly over H and keeps the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round
 comes after H steps, as in DiLoCo.
 
-Once a round has its quorum, it stays open for a fixed or an adaptive time. The adaptive one depends on what learners do
-when a version arrives; it is at most a minute.
-
-Carry: no learner waits or loses work, so waiting only delays the next version. A round waits for every learner that is
-expected (`arrivals.py`), but at most its patience beyond the usual learner:
+Once a round has its quorum, it stays open for a fixed or an adaptive time. No learner waits or loses work meanwhile:
+waiting only delays the next version. An adaptive round waits for every learner that is expected (`arrivals.py`), but at
+most its patience beyond the usual learner:
 
     patience = max(PATIENCE * H, tau) * step_time + 4 * scatter, within H (or tau) steps
 
 where scatter is the deviation of the usual learner's steps from their average: on a busy machine, or where steps come
-in bursts, some take no time at all. From its quorum on, a round never waits longer than `LONGEST` times that.
-
-Overwrite and blend: a learner goes on for tau steps between its snapshot and the new version, and loses any steps
-beyond them. So waiting may use what the quorum and the merge leave of that time (Eq. 3 of the paper), from the quorum
-on:
-
-    grace = gamma * (tau * step_time - time_to_quorum - time_to_merge_and_publish), within [0, step_time]
+in bursts, some take no time at all. From its quorum on, a round never waits longer than `LONGEST` times that, nor for
+more than a minute.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco_common.settings import OVERLAP_STEPS, PATIENCE, SyncSettings
+from diloco_common.settings import OVERLAP_STEPS, PATIENCE
 from diloco_common.wire.manifest import turn
 from diloco_server.core.membership import Member
 
@@ -64,8 +57,6 @@ def is_due(live: Iterable[Member], base_steps: Mapping[str, int], interval: int,
     return ready > 0 and ready >= needed(quorum, members)
 
 
-GAMMA = 0.8
-"""Gamma of Eq. 3: the rest of the slack covers what the averages miss."""
 LONGEST = 2.5
 SCATTER = 4.0
 """Mean deviations beyond the mean, as in TCP's retransmission timeout."""
@@ -84,29 +75,8 @@ class MovingAverage:
         self.value = seconds if self.value is None else self.value + self.alpha * (seconds - self.value)
 
 
-class GraceWindow:
-    """The current grace window of a shard, in seconds."""
-
-    def __init__(self, settings: SyncSettings) -> None:
-        self._grace = settings.grace
-        self.waits_for_expected = settings.grace == "adaptive" and settings.on_commit == "carry"
-        """Whether rounds wait only for learners that are expected."""
-        self.to_quorum = MovingAverage()
-        self.to_publish = MovingAverage()
-
-    def seconds(self, step_time_s: float, every: int, scatter_s: float = 0.0) -> float:
-        """The window in seconds. `step_time_s`, `scatter_s`: medians of the live learners, so that no straggler widens
-        it. `every`: the current H."""
-        if self._grace != "adaptive":
-            return self._grace
-        if self.waits_for_expected:
-            patience_s = max(PATIENCE * every, OVERLAP_STEPS) * step_time_s + SCATTER * scatter_s
-            return min(LONGEST * min(patience_s, max(every, OVERLAP_STEPS) * step_time_s), LONGEST_S)
-        spent = (self.to_quorum.value or 0.0) + (self.to_publish.value or 0.0)
-        slack = OVERLAP_STEPS * step_time_s - spent
-        return min(max(GAMMA * slack, 0.0), step_time_s, LONGEST_S)
-
-    @staticmethod
-    def patience_s(window_s: float) -> float:
-        """How much later than the usual learner another one may be, given that window."""
-        return window_s / LONGEST
+def adaptive_s(step_time_s: float, every: int, scatter_s: float = 0.0) -> float:
+    """How long a round stays open after its quorum, in seconds. `step_time_s`, `scatter_s`: medians of the live
+    learners, so that no straggler widens it. `every`: the current H."""
+    patience_s = max(PATIENCE * every, OVERLAP_STEPS) * step_time_s + SCATTER * scatter_s
+    return min(LONGEST * min(patience_s, max(every, OVERLAP_STEPS) * step_time_s), LONGEST_S)

@@ -79,22 +79,19 @@ class DueFragments:
 
         A mean is only as long as its parts: 24 steps of one learner merged with 3 of another move the model less than
         the 24 alone. So a learner with few steps since its last merged contribution is skipped. It receives the version
-        like the others, and contributes to a later round. All are asked where a version would undo the progress that
-        they carry.
+        like the others, and contributes to a later round.
         """
         there = torch.ones(len(due), len(live), dtype=torch.bool)
         leaving = [i for i, m in enumerate(live) if m.is_leaving]
         for i in leaving:
             there[:, i] = torch.tensor([live[i].takes_part(p) for p in due])
-        found = there
-        if self._sync.on_commit == "carry":
-            rows = [self._rows[p] for p in due]
-            steps = _tensor(m.reported.inner_step for m in live) - self._merged[rows][:, self._columns_of(live)]
-            ready = steps >= READY * self._intervals[rows, None].double()
-            ready |= steps < 0  # a process that started again counts from 0
-            ready[:, leaving] = True
-            ready[[p in self._last for p in due]] = True
-            found = there & ready
+        rows = [self._rows[p] for p in due]
+        steps = _tensor(m.reported.inner_step for m in live) - self._merged[rows][:, self._columns_of(live)]
+        ready = steps >= READY * self._intervals[rows, None].double()
+        ready |= steps < 0  # a process that started again counts from 0
+        ready[:, leaving] = True
+        ready[[p in self._last for p in due]] = True
+        found = there & ready
         asked: list[list[bool]] = torch.where(found.any(dim=1, keepdim=True), found, there).tolist()
         return asked
 

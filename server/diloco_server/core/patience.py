@@ -12,7 +12,7 @@ from statistics import median_low
 
 from diloco_common.settings import SyncSettings
 from diloco_server.core.arrivals import Reports
-from diloco_server.core.cadence import LONGEST_S, GraceWindow, MovingAverage, Quorum
+from diloco_server.core.cadence import LONGEST, LONGEST_S, MovingAverage, Quorum, adaptive_s
 from diloco_server.core.due import DueFragments
 from diloco_server.core.every import Every, Measured
 from diloco_server.core.fragment import FragmentState
@@ -29,10 +29,10 @@ SLACK = 0.1
 
 class RoundPatience:
     def __init__(self, sync: SyncSettings, influence: Influence, membership: Membership, versions: Versions) -> None:
-        self.grace = GraceWindow(sync)
         self.every = Every(sync)
         self.due = DueFragments(sync, self.every, versions)
         self._open_s = MovingAverage()  # from opening a round to announcing its version
+        self._publish_s = MovingAverage()  # from closing a round to that
         self._sync = sync
         self._influence = influence
         self._membership = membership
@@ -46,7 +46,7 @@ class RoundPatience:
 
     def announced(self, closed: Round, now: float) -> None:
         """Measure a closed round that became a version."""
-        self.grace.to_publish.add(now - closed.closed_at)
+        self._publish_s.add(now - closed.closed_at)
         self._open_s.add(min(now - closed.opened_at, self.overdue_after_s))  # capped: a standstill is not usual
 
     @property
@@ -57,10 +57,16 @@ class RoundPatience:
 
     def grace_s(self) -> float:
         """The grace window now, in seconds, from learners that contribute; from all live ones while there are none."""
+        if self._sync.grace != "adaptive":
+            return self._sync.grace
         reports = self._usual_reports()
-        return self.grace.seconds(
+        return adaptive_s(
             _usual(r.step_time_s for r in reports), self.every.steps, _usual(r.scatter_s for r in reports)
         )
+
+    def patience_s(self) -> float:
+        """How much later than the usual learner another one may be."""
+        return self.grace_s() / LONGEST
 
     def _setting_pace(self) -> list[Member]:
         return [m for m in self._membership.live() if m.sets_pace and not m.is_idle]
@@ -78,9 +84,9 @@ class RoundPatience:
         latest = collecting.quorum_at + grace_s
         if not collecting.last_of.isdisjoint(collecting.awaited):
             return max(latest, collecting.opened_at + LAST_S)
-        if not self.grace.waits_for_expected:
+        if self._sync.grace != "adaptive":
             return latest
-        patience_s = self.grace.patience_s(grace_s)
+        patience_s = grace_s / LONGEST
         until = min(max(collecting.quorum_at, collecting.usual_at) + patience_s, latest)
         for learner_id in itertools.chain([collecting.awaited_last], collecting.awaited):
             member = self._membership.get(learner_id) if learner_id in collecting.awaited else None
@@ -128,7 +134,7 @@ class RoundPatience:
             _usual(r.step_time_s for r in self._usual_reports()),
             push_s=elements * _usual(a.s_per_element for a in found if a.s_per_element > 0),
             pull_s=own * pull_s,
-            shard_s=own * (self.grace.to_publish.value or 0.0),
+            shard_s=own * (self._publish_s.value or 0.0),
             round_s=(self._open_s.value or 0.0) + pull_s,
         )
 

@@ -183,7 +183,7 @@ class Rounds:
             return
         at_once = max(1, ASKS_AT_ONCE // len(live))
         self.patience.due.put_off(due[at_once:])
-        patience_s, fragments = self.patience.grace.patience_s(self.patience.grace_s()), self._versions.fragments
+        patience_s, fragments = self.patience.patience_s(), self._versions.fragments
         steps = {m.learner_id: m.reported.inner_step for m in live}
         askings: dict[tuple[bool, ...], Asking] = {}  # keyed by the learners asked: most fragments ask the same ones
         opening = due[:at_once]
@@ -209,7 +209,7 @@ class Rounds:
         there = [m for m in live if m.takes_part(state.fragment.fragment_id)]
         for silent in self._missing(state.round):
             silent.missed_round()
-        patience_s = self.patience.grace.patience_s(self.patience.grace_s())
+        patience_s = self.patience.patience_s()
         asked = state.ask_again(there, self._influence.left_out, patience_s, now)
         for member in asked:
             member.asked += 1

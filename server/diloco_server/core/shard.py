@@ -29,7 +29,7 @@ from diloco_common.errors import (
     Superseded,
     VersionGone,
 )
-from diloco_common.settings import BLEND_ALPHA, Settings
+from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Manifest, TensorSpec
 from diloco_common.wire.messages import (
     Drain,
@@ -317,9 +317,7 @@ class Shard:
             num_shards=settings.shard.count,
             num_fragments=sync.fragments,
             manifest_digest="" if self.manifest is None else self.manifest.digest,
-            policy=LearnerPolicy(  # H from the settings: learners reject shards whose H differs
-                sync.first_every, sync.push, sync.pull, sync.on_commit, BLEND_ALPHA, sync.error_feedback
-            ),
+            policy=LearnerPolicy(sync.first_every, sync.push, sync.pull),  # not the current H: equal on all shards
             fragments=tuple(state.status(learner_id) for _, state in sorted(self.fragments.items())),
             pulse=self.pulse(),
             tensors=tensors,

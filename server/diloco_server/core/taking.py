@@ -193,7 +193,6 @@ class Taking:
         collecting.accept(contribution, self._patience.quorum(collecting), now)
         if not had_quorum and collecting.quorum_at is not None:
             after_s = now - collecting.opened_at
-            self._patience.grace.to_quorum.add(after_s)
             self._outbox.note(QuorumReached(contribution.fragment_id, collecting.round, after_s))
 
     def drop(self, contribution: Contribution) -> None:

@@ -45,16 +45,15 @@ def violations(
     histories: Histories,
     *,
     excused: Container[tuple[int, int]] = (),
-    gapless: bool = True,
     claimants: Container[str] = (),
 ) -> list[BrokenPromise]:
     """All violations that the histories of one run show, from its beginning.
 
-    `excused` as in `lost_versions`, `gapless` as in `work_lost`, `claimants` as in `double_counted`.
+    `excused` as in `lost_versions`, `claimants` as in `double_counted`.
     """
     return [
         *double_counted(histories, claimants),
-        *work_lost(histories, excused, gapless=gapless, claimants=claimants),
+        *work_lost(histories, excused, claimants=claimants),
         *lost_versions(histories, excused),
         *differing_bytes(histories),
         *fencing(histories),
@@ -111,7 +110,6 @@ def work_lost(
     histories: Histories,
     excused: Container[tuple[int, int]] = (),
     *,
-    gapless: bool = True,
     claimants: Container[str] = (),
 ) -> Iterator[str]:
     """If a learner counts work as merged, it will not send it again: the version it applies holds that work, for good,
@@ -121,7 +119,6 @@ def work_lost(
     after its shard has forgotten a contribution, this holds again from the learner's count at that time.
 
     `excused`: as in `lost_versions`. The contributions in a lost version are lost with it.
-    `gapless`: whether learners carry. If not (`sync.on_commit`), they discard some of their work.
     `claimants`: as in `double_counted`.
     """
     for process in _believed(histories, claimants):
@@ -147,7 +144,7 @@ def work_lost(
                     )
                 if merge is None:
                     continue
-            if gapless and line["forgotten"] is None and before is not None and held.comes_from(before):
+            if line["forgotten"] is None and before is not None and held.comes_from(before):
                 yield from _gaps(process, before, held, reached, since)
 
 

@@ -93,10 +93,6 @@ class Buffers:
         """False: rounding of a buffer never counts as training."""
         return False
 
-    def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
-        """As `write`: nobody knows which part of a buffer is progress."""
-        self.write(fragment, values, trains_on=True)
-
     def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
         """buffers <- values, in place; integers are rounded. `trains_on`: keep the kinds that training owns."""
         used_here(values)

@@ -71,14 +71,6 @@ class Copied(Parameters):
             for tensor in (theta, *copies):
                 _put(piece, tensor, values[piece.bounds])
 
-    def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
-        used_here(values)
-        for piece, theta, copies in self._pieces(fragment):
-            new = values[piece.bounds].float()
-            _put(piece, theta, _finest(piece, theta, copies).float().lerp(new, 1 - alpha))
-            for copy in copies:
-                _put(piece, copy, _flat(piece, copy).float().lerp(new, 1 - alpha))
-
     def _pieces(self, fragment: Fragment) -> Iterator[tuple[Piece, Tensor, Sequence[Tensor]]]:
         for piece in fragment.pieces:
             yield piece, self.theta(piece.tensor), self._find(piece.tensor)

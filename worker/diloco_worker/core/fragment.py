@@ -167,15 +167,6 @@ class LearnerFragment:
         if merged:
             since -= before
         self.tensors.carry(values, merged=merged, difference=difference, steps=since, before=before)
-        self._advance(version, epoch, merged=merged)
-
-    def overwrite(self, values: Tensor, version: int, epoch: int, *, merged: bool, tokens: int, steps: int) -> None:
-        """Replace the local progress with a version; work since the anchor is not counted again."""
-        self.tensors.overwrite(values, merged=merged)
-        self._advance(version, epoch, merged=merged)
-        self._restart_counters(tokens, steps)
-
-    def _advance(self, version: int, epoch: int, *, merged: bool) -> None:
         self.version, self.epoch = version, epoch
         if merged:
             assert self.contribution is not None

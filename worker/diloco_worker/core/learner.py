@@ -139,10 +139,7 @@ class LearnerCore:
             return None
         applied = self._resolve(fragment, version, epoch, merged_version, forgotten_version)
         merged = applied.fate in (Fate.MERGED, Fate.FORGOTTEN)
-        if self.policy.on_commit == "carry":
-            fragment.carry(values, version, epoch, merged=merged, difference=difference, steps=self.inner_step)
-        else:
-            fragment.overwrite(values, version, epoch, merged=merged, tokens=self.tokens, steps=self.inner_step)
+        fragment.carry(values, version, epoch, merged=merged, difference=difference, steps=self.inner_step)
         if fragment.asked is not None and fragment.asked.epoch == epoch and fragment.asked.round <= version:
             fragment.asked = None  # that round is over
         return applied

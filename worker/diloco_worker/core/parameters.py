@@ -89,17 +89,6 @@ class Parameters:
         """The part of a difference that `add` applies after `steps` inner steps, float32."""
         return difference
 
-    def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
-        """theta <- alpha * theta + (1 - alpha) * values, computed in float32."""
-        used_here(values)
-        with self._bounded(fragment):
-            for piece, theta in self.views(fragment):
-                new = _like(theta, values[piece.bounds]).float()
-                if theta.dtype == torch.float32:
-                    theta.lerp_(new, 1 - alpha)
-                else:
-                    theta.copy_(theta.float().lerp_(new, 1 - alpha))
-
     def views(self, fragment: Fragment) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece of a fragment with its part of the model: a flat view, or several views if not contiguous."""
         for piece in fragment.pieces:

@@ -128,10 +128,6 @@ class Replica:
         """The part of a difference that `add` applies after `steps` inner steps."""
         return self._addable(fragment).left(fragment, difference, steps)
 
-    def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
-        self._reshard()
-        self.of_kind[fragment.kind].blend(fragment, values, alpha)
-
     def _addable(self, fragment: Fragment) -> Parameters:
         found = self.of_kind[fragment.kind]
         assert isinstance(found, Parameters), "versions of what is contributed whole are written"

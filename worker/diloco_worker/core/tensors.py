@@ -11,7 +11,7 @@ residual = loss + sent values - snapshot. That is exact up to the rounding of th
 A 16-bit model rounds a float32 version that is added to it. The anchor stays exact, because changes build on it. But
 progress is counted from the rounded values, since rounding was not trained.
 
-A bfloat16 snapshot is slightly off. Under `carry` nothing is lost: the contribution counts as what its snapshot says,
+A bfloat16 snapshot is slightly off, and nothing is lost: the contribution counts as what its snapshot says,
 and the rest stays in the local progress for the next one.
 
 Fragments without `Traits.feeds_back` have no residual: error feedback would send the error twice.
@@ -65,11 +65,12 @@ class ContributionTensors:
 
     def __init__(
         self, round_number: int, anchor: Tensor, residual: Tensor | None, read: Callable[[Tensor], None], *,
-        dtype: torch.dtype, error_feedback: bool, own: slice,
+        dtype: torch.dtype, feeds_back: bool, own: slice,
         stow: Callable[[Tensor], Tensor] | None = None, given_back: ContributionTensors | None = None,
     ) -> None:  # fmt: skip
-        """`read` writes anchor - theta to a tensor of this dtype. `own`: the slice that this process pushes. `stow`
-        copies a loss to where it is kept; None: it stays. `given_back`: the previous contribution, if not merged."""
+        """`read` writes anchor - theta to a tensor of this dtype. `feeds_back`: the next contribution adds the loss.
+        `own`: the slice that this process pushes. `stow` copies a loss to where it is kept; None: it stays.
+        `given_back`: the previous contribution, if not merged."""
         self.round = round_number
         """Identifies the contribution within its fragment."""
         self.anchor = anchor
@@ -78,7 +79,7 @@ class ContributionTensors:
         """The previous residual, until `encode` replaces it with the loss."""
         self.snapshot: Tensor | None = None
         self.loss: Tensor | None = None
-        """Set by `encode` with error feedback; in host memory if the learner keeps residuals there."""
+        """Set by `encode` if it is fed back; in host memory if the learner keeps residuals there."""
         self.payload: Payload | None = None
         self.is_being_read = True
         """Whether the snapshot is not complete yet."""
@@ -86,7 +87,7 @@ class ContributionTensors:
         self._moved: Tensor | None = None
         self._wait_until_read: Callable[[], None] | None = None
         self._dtype = dtype
-        self._error_feedback = error_feedback
+        self._feeds_back = feeds_back
         self._own = own
         self._stow = stow
         self._given_back = given_back
@@ -134,7 +135,7 @@ class ContributionTensors:
             is_kept = self._stow is not None  # it is stored elsewhere, and encoding overwrites a copy
             residual = None if self.residual is None else self.residual.to(device, dtype, copy=is_kept)
             loss = residual
-            if loss is None and self._error_feedback:
+            if loss is None and self._feeds_back:
                 loss = memory.empty(snapshot.numel(), dtype, device)
             try:
                 self.payload = encode_payload(snapshot, encoding, plus=residual, loss=loss)
@@ -209,7 +210,7 @@ class FragmentTensors:
         """What progress would be counted from if this version were applied now; None if applying it is not one
         addition. May be called in any thread."""
         contribution, anchor = self.contribution, self.anchor
-        if self._policy.on_commit != "carry" or self.fragment.traits.is_whole or self._is_rounded(anchor):
+        if self.fragment.traits.is_whole or self._is_rounded(anchor):
             return None
         if contribution is not None and contribution.round == merged_version <= version:
             return None if contribution.snapshot is None else contribution.reference
@@ -224,8 +225,7 @@ class FragmentTensors:
         self.contribution = ContributionTensors(
             round_number, self.anchor, self._residual, partial(self._replica.progress, self.fragment, self.anchor),
             dtype=get_codec(self.fragment.encoding(self._policy.push_encoding)).progress_dtype,
-            error_feedback=self._policy.error_feedback and self.fragment.traits.feeds_back,
-            own=self.fragment.own, stow=self._replica.stow,
+            feeds_back=self.fragment.traits.feeds_back, own=self.fragment.own, stow=self._replica.stow,
             given_back=self._given_back,
         )  # fmt: skip
         self._given_back = None
@@ -294,15 +294,6 @@ class FragmentTensors:
 
     def _is_rounded(self, values: Tensor | None) -> bool:
         return values is not None and self._replica.rounds(self.fragment, values.dtype)
-
-    def overwrite(self, values: Tensor, *, merged: bool) -> None:
-        """theta <- new, or a blend:  alpha * theta + (1 - alpha) * new."""
-        with self._replica.laid.under(self.fragment):
-            if self._policy.on_commit == "blend" and self._policy.blend_alpha:
-                self._replica.blend(self.fragment, values, self._policy.blend_alpha)
-            else:
-                self._replica.write(self.fragment, values, trains_on=True)
-        self._settle(values, merged=merged)
 
     def _settle(self, values: Tensor, *, merged: bool) -> None:
         if merged:
