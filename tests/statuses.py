@@ -19,7 +19,7 @@ def shard(index: int = 0, *learners: dict[str, Any], **changed: Any) -> dict[str
     return {
         "role": "shard", "name": f"shard-{index}", "run": "r", "index": index, "count": 2, "epoch": 7,
         "uptime_s": 50.0, "ready": True, "reason": "serving", "tokens_merged": 1000, "tokens_budget": 4000,
-        "done": False, "data_dir": "/data", "unwritten": 0, "learners": list(learners) or [learner()],
+        "done": False, "data_dir": "/data", "learners": list(learners) or [learner()],
         "fragments": [{"id": index, "version": 3, "round_open": False}], "rounds": 3, "participants_mean": 2.0,
         "late": 1, "duplicates": 0, "rejected": {}, "evictions": 0, "versions_lost": 0, "bytes_pushed": 100,
         "bytes_pulled": 200, "events": [], "tokens": {"accepted": 1200, "merged": 1000}, "evictions_by_code": {},

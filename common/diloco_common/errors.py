@@ -369,13 +369,6 @@ class LeaseExpired(Refusal):
     look = "`lease.lease_s`, the link"
 
 
-class Stalled(Refusal):
-    """The learner took no inner step for `lease.progress_timeout_s`."""
-
-    do = "Find out what its loop waits for."
-    look = "[DilocoWorkerStalled](runbook.md#dilocoworkerstalled)"
-
-
 class StaleGeneration(Refusal):
     """The call comes from an earlier process of the learner."""
 

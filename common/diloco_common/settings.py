@@ -116,8 +116,6 @@ class LeaseSettings(Section):
     """Seconds between two messages, in both directions, if there is nothing else to send."""
     stalled_s: float = Field(default=30.0, gt=0)
     """Seconds without an inner step after which a learner is shown as stalled, although its heartbeats arrive."""
-    progress_timeout_s: float = Field(default=0.0, ge=0)
-    """Seconds without an inner step after which such a learner is evicted. 0: never."""
 
     @model_validator(mode="after")
     def _lease_outlasts_heartbeats(self) -> Self:
@@ -153,11 +151,8 @@ class ShardSettings(Section):
     """Leases held at once. More are answered BUSY. Learners that call from one address without a certificate may hold
     half of them, or 512 if that is more."""
     data_dir: Path | None = None
-    """Folder for the versions of this shard alone; none: versions stay in memory, and a restart starts over."""
-    interval_s: float = Field(default=0.0, ge=0)
-    """0: a version is on disk before it is announced. Otherwise versions are announced at once, and each fragment is
-    written at this interval in seconds, for slow disks. If a crash loses versions, the shard reports it once it meets a
-    learner that holds them."""
+    """Folder for the versions of this shard alone: each is on disk before it is announced. None: versions stay in
+    memory, and a restart starts over."""
 
     @property
     def role(self) -> Literal["shard", "mirror", "standby"]:

@@ -61,7 +61,6 @@ class Options:
     budget: int
     """Tokens; 0: no end."""
     lease_s: float
-    progress_timeout_s: float
     step_s: tuple[float, ...]
     tick_s: float
     """Interval between two ticks of a shard's core."""
@@ -89,8 +88,6 @@ class Options:
     disks: tuple[bool, ...]
     """For each shard, whether it has a disk; without one it serves from memory. Empty: none has."""
     save_s: float
-    interval_s: float
-    """As `shard.interval_s`; 0: versions are durable before they are announced."""
     family: str = "memory"
     outer: OuterSettings = SUM
     """The outer optimizer. If somebody lies, values must count tokens, so versions are sums."""
@@ -160,13 +157,8 @@ class Options:
             ),
             "outer": self.outer,
             "guard": GuardSettings(trust="strangers" if self.hostile else "members"),
-            "lease": LeaseSettings(
-                lease_s=self.lease_s, heartbeat_s=self.heartbeat_s, progress_timeout_s=self.progress_timeout_s
-            ),
-            "shard": ShardSettings(
-                index=shard_index, count=self.shards, max_pushes=self.max_pushes,
-                interval_s=self.interval_s,
-            ),
+            "lease": LeaseSettings(lease_s=self.lease_s, heartbeat_s=self.heartbeat_s),
+            "shard": ShardSettings(index=shard_index, count=self.shards, max_pushes=self.max_pushes),
         }  # fmt: skip
         return _DEFAULTS.model_copy(update=sections)  # sections are already validated: do not repeat it
 
@@ -193,7 +185,6 @@ def draw_short(seed: int) -> Options:
         budget=budget,
         lease_s=lease_s,
         heartbeat_s=0.5,
-        progress_timeout_s=r.choice((0.0, 0.0, lease_s * r.uniform(1.0, 2.0))),
         step_s=tuple(pace_s * r.choice((1.0, r.uniform(0.7, 1.4), r.uniform(1.0, 2.0))) for _ in range(5)),
         compute_s=r.choice((0.002, 0.01, 0.03)),
         codec_s=pace_s * r.choice((0.02, 0.1, 0.5)),
@@ -244,7 +235,6 @@ def _draw_honest(seed: int) -> Options:
         pull=r.choice(("float32", "float32", "bfloat16")),
         budget=r.choice((0, 0, 0, r.randint(30, 150))),
         lease_s=lease_s,
-        progress_timeout_s=r.choice((0.0, 0.0, lease_s * r.uniform(1.0, 2.0))),
         step_s=tuple(pace_s * r.choice((1.0, r.uniform(0.7, 1.5), r.uniform(1.0, 3.0))) for _ in range(learners)),
         tick_s=0.25,
         compute_s=r.choice((0.005, 0.02, 0.04)),
@@ -263,14 +253,13 @@ def _draw_honest(seed: int) -> Options:
         faults=tuple(kind for kind in FAULTS if r.random() < 0.5),
         disks=(),
         save_s=0.0,
-        interval_s=0.0,
     )
     changes: Literal["int8", "int4"] | None = random.Random(f"pull {seed}").choice((None, None, None, "int8", "int4"))
     return replace(drawn, pull=changes) if changes else drawn  # drawn separately: other draws of a seed stay the same
 
 
 def _with_disks(drawn: Options, r: random.Random, pace_s: float) -> Options:
-    """Three of four schedules have disks, some only for part of the shards; a fifth of those write at intervals."""
+    """Three of four schedules have disks, some only for part of the shards."""
     if r.random() < 0.25:
         return drawn
     some = r.random() < 0.25
@@ -278,7 +267,6 @@ def _with_disks(drawn: Options, r: random.Random, pace_s: float) -> Options:
         drawn,
         disks=tuple(not some or r.random() < 0.5 for _ in range(drawn.shards)),
         save_s=pace_s * r.choice((0.02, 0.1, 0.5)),
-        interval_s=pace_s * r.choice((0.0, 0.0, 0.0, 0.0, r.uniform(2.0, 6.0))),
         faults=(*drawn.faults, *(kind for kind in DISK_FAULTS if r.random() < 0.3)),
     )
 
@@ -311,11 +299,7 @@ def _with_kind(drawn: Options) -> Options:
     if drawn.hostile or not kind:
         return drawn
     if kind == "islands":
-        timeout_s = drawn.progress_timeout_s  # ranks that lose their lease at every step never agree on a version
-        return replace(
-            drawn, islands=r.randint(1, 2), max_pushes=64, faults=(*drawn.faults, "lose rank"),
-            progress_timeout_s=max(timeout_s, 1.5 * max(drawn.step_s)) if timeout_s else 0.0,
-        )  # fmt: skip
+        return replace(drawn, islands=r.randint(1, 2), max_pushes=64, faults=(*drawn.faults, "lose rank"))
     return replace(drawn, companions_every=r.choice((1, 2)), has_buffer=r.random() < 0.5, max_pushes=64)
 
 
@@ -326,7 +310,7 @@ def _with_many(drawn: Options) -> Options:
         return drawn
     return replace(
         drawn, shards=2, learners=2, fragments=MANY, sync_every=60, step_s=drawn.step_s[:2], disks=drawn.disks[:2],
-        quorum=r.choice((1, 2, "all")), islands=min(drawn.islands, 1), progress_timeout_s=0.0,
+        quorum=r.choice((1, 2, "all")), islands=min(drawn.islands, 1),
     )  # fmt: skip
 
 

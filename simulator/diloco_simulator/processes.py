@@ -182,7 +182,7 @@ class Processes(Stage):
         shard = self.shards[index]
         assert shard.host is not None
         epoch, disk = shard.host.shard.epoch, self.disks.get(shard.index)
-        if disk is None or self.options.interval_s:
+        if disk is None:
             lost = self._fragments[shard.index]
         else:
             self.counts["recoveries"] += bool(shard.host.shard.fragments)

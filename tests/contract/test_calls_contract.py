@@ -62,8 +62,8 @@ def test_a_proxy_of_the_environment_catches_no_call_to_this_machine(shard, monke
 @pytest.mark.parametrize(
     ("join", "status", "code", "words"),
     [
-        ({"protocol": 1}, STATUS.FAILED_PRECONDITION, "PROTOCOL_MISMATCH", "speaks protocol 2, the caller 1"),
-        ({"protocol": 3}, STATUS.FAILED_PRECONDITION, "PROTOCOL_MISMATCH", "speaks protocol 2, the caller 3"),
+        ({"protocol": 2}, STATUS.FAILED_PRECONDITION, "PROTOCOL_MISMATCH", "speaks protocol 3, the caller 2"),
+        ({"protocol": 4}, STATUS.FAILED_PRECONDITION, "PROTOCOL_MISMATCH", "speaks protocol 3, the caller 4"),
         ({"decodes": ["float32"]}, STATUS.INVALID_ARGUMENT, "UNKNOWN_ENCODING", "sync.pull"),
         ({"decodes": []}, STATUS.INVALID_ARGUMENT, "UNKNOWN_ENCODING", "the learner knows none"),
         ({"tensors": []}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "no trainable elements"),
@@ -225,18 +225,15 @@ def heard(shard: InProcessShard, what: Any) -> None:
     until(lambda: what(shard.core.membership.get("a")), "the report is heard")
 
 
-def test_heartbeats_without_steps_evict_by_the_progress_rule_alone(serve, clock):
+def test_heartbeats_without_steps_evict_nobody(serve, clock):
     """Fault 17."""
-    shard = serve(settings_with(lease={"stalled_s": 5.0, "progress_timeout_s": 8.0}), clock)
+    shard = serve(settings_with(lease={"stalled_s": 5.0}), clock)
     stream = joined(shard).attend()
-    for beat in range(5):
+    for _ in range(20):
         clock.now += 1.5
         stream.say(0)
         heard(shard, lambda member: member.last_heard == clock.now)
-        if beat == 3:
-            until(lambda: shard.member_state("a") == "stalled", "a is stalled, not dead")
-    clock.now += 1.5
-    assert stream.hear(Evicted).code == "STALLED"
+    until(lambda: shard.member_state("a") == "stalled", "a is stalled, not dead")
 
 
 @pytest.mark.parametrize(("process_id", "code"), [("another", "SUPERSEDED"), ("", "STALE_GENERATION")])

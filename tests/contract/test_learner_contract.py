@@ -291,7 +291,7 @@ def test_a_learner_with_another_model_sees_the_differences(serve, train):
         ({"shard": {"index": 0, "count": 2}}, r"both are shard 0.*BAD_CONFIG"),
         ({"shard": {"index": 1, "count": 2}, "sync": {"fragments": 3}}, r"the same settings.*MANIFEST_MISMATCH"),
         (
-            {"shard": {"index": 1, "count": 2}, "sync": {"fragments": 2, "push": "int8"}},
+            {"shard": {"index": 1, "count": 2}, "sync": {"fragments": 2, "push": "int4"}},
             r"the same settings.*MANIFEST_MISMATCH",
         ),
         ({"shard": {"index": 1, "count": 2}, "run": {"id": "other"}}, r"check run.id.*WRONG_RUN"),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ import torch
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.version_file import StoredVersion, read_version, version_names
 from diloco_worker.global_model import pull_global_model
-from processes import LocalCluster, Status, http_get, run_module, sets, until, versions
+from processes import LocalCluster, Status, run_module, sets, until, versions
 
 ENDLESS = {"run.tokens": 0}
 
@@ -144,39 +141,3 @@ def test_a_damaged_newest_version_gives_way_to_the_one_before(tmp_path: Path) ->
 
 def newest_version(name: str) -> int:
     return int(name.split("-")[3].removesuffix(".safetensors"))
-
-
-def test_interval_durability_reports_what_a_crash_lost_and_goes_on(tmp_path: Path) -> None:
-    """Fault 5 with shard.interval_s: versions since the last write are lost and told; SIGTERM loses none."""
-    settings = {**ENDLESS, "shard.interval_s": 3600}
-    with LocalCluster(tmp_path / "run", settings, keeps=True) as cluster:
-        cluster.start(shards=1, workers=["ann", "ben"])
-        (shard,) = cluster.shards
-        until(lambda: min(versions(shard.status()).values()) >= 2, "two versions of each")
-        assert shard.status()["unwritten"] == 4
-        before = shard.status()["epoch"]
-        shard.kill()
-        assert {i: s.record.version for i, s in newest(cluster.data(0)).items()} == dict.fromkeys(range(4), 0)
-
-        shard.start()
-
-        until(lambda: min(versions(shard.status()).values()) >= 2, "versions after the crash")
-        after = shard.status()["epoch"]
-        assert after > before
-        assert {epoch for epoch, _ in identities(shard.status()).values()} == {after}
-        # Once for each fragment, and once more where the learner that is heard later has seen more.
-        assert set(re.findall(r"versions lost fragment=(\d)", shard.said())) == set("0123")
-        lost = [
-            line
-            for line in http_get(shard.endpoints.http, "/metrics")[1].splitlines()
-            if "versions_lost_total " in line
-        ]
-        # What learners had seen: a version of each fragment at least, and not always the last one that was announced.
-        assert float(lost[-1].split()[-1]) >= 4
-        events = [event for event in shard.status()["events"] if event["event"] == "versions lost"]
-        assert all(event["seen"] > event["recovered"] == 0 for event in events), json.dumps(events)
-
-        shard.signal(signal.SIGTERM)
-        assert shard.exit_code() == 0
-        kept = {i: s.record.version for i, s in newest(cluster.data(0)).items()}
-        assert min(kept.values()) >= 2, "what ends in order writes all of it"

@@ -295,7 +295,7 @@ def _options(seed: int) -> Options:
     return replace(
         draw_memory(1), seed=seed, shards=2, learners=2, fragments=4, sync_every=2, quorum=1, grace=0.3,
         staleness_max=8, merge="mean", push="float32", pull="float32", budget=0,
-        lease_s=20.0, heartbeat_s=1.0, progress_timeout_s=0.0, step_s=(4.0, 5.0), codec_s=0.01, stutters=0.0,
+        lease_s=20.0, heartbeat_s=1.0, step_s=(4.0, 5.0), codec_s=0.01, stutters=0.0,
         resumes=0.0, max_pushes=64, call_s=5.0, long_delays=0.0, loss=0.0, duplicates=0.0, faults=(), hostile=0,
         faults_s=1e12, tick_s=1.0,
     )  # fmt: skip

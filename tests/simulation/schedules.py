@@ -21,7 +21,7 @@ def memory(seed: int) -> Options:
 def hard_on_disks(seed: int, **changes: object) -> Options:
     """Shards crash, files are damaged, and little else goes wrong."""
     settings = {
-        "disks": (True,) * 3, "interval_s": 0.0, "save_s": 0.1, "quorum": 1, "sync_every": 1, "budget": 0,
+        "disks": (True,) * 3, "save_s": 0.1, "quorum": 1, "sync_every": 1, "budget": 0,
         "faults": ("crash shard", "crash shard", "hurt file"), "faults_from_s": 1.5, "faults_s": 5.0,
     }  # fmt: skip
     return replace(short(seed), **(settings | changes))
@@ -35,11 +35,6 @@ def without_disks(seed: int, **changes: object) -> Options:
 def emptied(seed: int) -> Options:
     """Data folders are emptied while their shards are down."""
     return hard_on_disks(seed, faults=("wipe disk", "crash shard"))
-
-
-def written_at_intervals(seed: int) -> Options:
-    """Versions are announced before they are written, and shards crash."""
-    return hard_on_disks(seed, interval_s=1.0, quorum="all")
 
 
 def killed_while_writing(seed: int) -> Options:
@@ -115,7 +110,7 @@ def losing_ranks(seed: int, **changes: object) -> Options:
     """Ranks of islands die again and again, while rounds wait for everybody and the network is slow."""
     settings = {
         "learners": 4, "islands": 2, "faults": ("lose rank",), "fault_every_s": 0.6, "faults_s": 10.0, "quorum": "all",
-        "grace": 0.5, "delay_s": 0.1, "sync_every": 1, "budget": 0, "progress_timeout_s": 0.0,
+        "grace": 0.5, "delay_s": 0.1, "sync_every": 1, "budget": 0,
         "disks": (),
     }  # fmt: skip
     return replace(short(seed), **(settings | changes))
@@ -151,7 +146,7 @@ def diverging(seed: int) -> Options:
     """Values are not finite now and then, and rounds wait for everybody."""
     return replace(
         memory(seed), faults=("not finite",), fault_every_s=0.5, quorum="all", loss=0.0, long_delays=0.0,
-        progress_timeout_s=0.0, budget=0,
+        budget=0,
     )  # fmt: skip
 
 
@@ -177,7 +172,7 @@ def hasty(seed: int) -> Options:
 
 def lingering(seed: int) -> Options:
     """Most learners report steps that take for ever, and rounds wait for as long as a step takes."""
-    return hostile(seed, 8, tactics=("pull",), manners=("slow",), answers=0.7, grace="adaptive", progress_timeout_s=0.0)
+    return hostile(seed, 8, tactics=("pull",), manners=("slow",), answers=0.7, grace="adaptive")
 
 
 def crowding(seed: int) -> Options:

@@ -166,7 +166,7 @@ def fence_who_says_goodbye(original: Any, self: Any, member: Any) -> Any:
     return self.lose(member, "LEFT")
 
 
-@slip(Round, "lose", "short:0", "accounting")
+@slip(Round, "lose", "short:12", "accounting")
 def lose_what_lost_its_quorum(original: Any, self: Round, learner_id: str, quorum: Any) -> Any:
     """A round that falls below its quorum drops what it has."""
     fenced = original(self, learner_id, quorum)
@@ -237,7 +237,7 @@ def count_from_here_once_merged(original: Any, self: Any, *args: Any, **how: Any
         self._base_tokens += 1
 
 
-@slip(ContributionTensors, "move", "short:7", "progress_is_kept")
+@slip(ContributionTensors, "move", "short:0", "progress_is_kept")
 def leave_the_snapshot_where_it_was(original: Any, self: Any, difference: Any) -> Any:
     """A version of an earlier round does not move what the contribution under way is counted from."""
     return None
@@ -355,7 +355,7 @@ def cut_whoever_has_most_of_the_weight(original: Any, self: Any, taken: Any, bef
     return original(self, [replace(c, weight_max=1.0) for c in taken], before, own)
 
 
-@slip(Influence, "bound", "sick:37", "lengths_are_bounded_by_the_round")
+@slip(Influence, "bound", "sick:44", "lengths_are_bounded_by_the_round")
 def let_two_grow_without_end(original: Any, self: Any, fragment_id: int, taken: Any, before: Any) -> Any:
     """In a round of two, what counts is remembered in full."""
     bounded, after = original(self, fragment_id, taken, before)
@@ -431,7 +431,7 @@ def keep_whoever_repeats_itself(original: Any, self: Any, learners: Any) -> Any:
     return set()
 
 
-@slip(Round, "parted", "sick:5", "exactly_the_left_out_are_not_merged")
+@slip(Round, "parted", "sick:2", "exactly_the_left_out_are_not_merged")
 def merge_whoever_is_left_out(original: Any, self: Round) -> Any:
     """The verdict is passed, and has no effect."""
     return [self.contributions[i] for i in sorted(self.contributions)], []
@@ -443,7 +443,7 @@ def ask_nobody_who_is_left_out(original: Any, self: Any, due: Any, live: Any, no
     original(self, due, self._influence.merging(live), now)
 
 
-@slip(Versions, "next_record", "sick:5", "double_counted")
+@slip(Versions, "next_record", "sick:2", "double_counted")
 def tell_the_left_out_that_nothing_was_merged(original: Any, self: Versions, fragment_id: int) -> Any:
     """Whoever is left out carries its work, and sends more and more of it."""
     record, state = original(self, fragment_id), self.fragments[fragment_id]
@@ -453,35 +453,35 @@ def tell_the_left_out_that_nothing_was_merged(original: Any, self: Versions, fra
     return replace(record, merged_versions=merged | {i: before[i] for i in left_out & before.keys()})
 
 
-@slip(Influence, "merging", "sick:133", "somebody_judges_those_left_out")
+@slip(Influence, "merging", "sick:997", "somebody_judges_those_left_out")
 def wait_for_those_left_out(original: Any, self: Any, live: Any) -> Any:
     """Rounds are opened and closed for them."""
     return [*live]
 
 
-@slip(Influence, "unjudged", "sick:133", "somebody_judges_those_left_out")
+@slip(Influence, "unjudged", "sick:997", "somebody_judges_those_left_out")
 def never_take_back(original: Any, self: Any, live: Any) -> Any:
     """Whoever nobody can judge any more stays out."""
     return ()
 
 
-@slip(Told, "is_back", "sick:5", "the_healed_take_part_again")
+@slip(Told, "is_back", "sick:2", "the_healed_take_part_again")
 def leave_out_for_ever(original: Any, self: Any, opposed: float) -> bool:
     """Whoever was left out once stays out."""
     return False
 
 
-@slip(Told, "is_back", "sick:5", "the_healed_take_part_again")
+@slip(Told, "is_back", "sick:2", "the_healed_take_part_again")
 def take_back_the_sick(original: Any, self: Any, opposed: float) -> bool:
     """A sign is off."""
     return self.is_full and fmean(self._against(opposed)) > 0
 
 
-@slip(Influence, "_listen_anew", "sick:5", "only_the_healed_take_part_again")
+@slip(Influence, "_listen_anew", "sick:2", "only_the_healed_take_part_again")
 def remember_what_was_said_before(original: Any, self: Any) -> None:
     """What was compared with other learners is compared on."""
 
 
-@slip(Influence, "begin", "sick:59", "lengths_are_bounded_by_the_round")
+@slip(Influence, "begin", "sick:510", "lengths_are_bounded_by_the_round")
 def blame_another_process(original: Any, self: Any, learner_id: str) -> None:
     """Whoever was left out is so under its id, whatever speaks for it now."""

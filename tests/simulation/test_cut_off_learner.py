@@ -22,7 +22,7 @@ def calm(seed: int, faults_s: float) -> Options:
     """
     return replace(
         draw_memory(seed), family="cut", shards=2, learners=3, fragments=4, sync_every=3, quorum=2, lease_s=6.0,
-        progress_timeout_s=0.0, budget=0, step_s=(0.5, 0.6, 0.7), call_s=2.0, delay_s=0.03,
+        budget=0, step_s=(0.5, 0.6, 0.7), call_s=2.0, delay_s=0.03,
         long_delays=0.0, loss=0.0, duplicates=0.0, faults=(), faults_s=faults_s, disks=(True, True), save_s=0.05,
         stutters=0.0, codec_s=0.02, max_pushes=64, hostile=0,
     )  # fmt: skip

@@ -87,7 +87,7 @@ def test_whoever_has_proven_its_identity_can_use_no_other() -> None:
 
 def test_the_judge_finds_the_lies_where_it_takes_them_for_work() -> None:
     """What hostile learners say is a claim. Taken for work, it is work that nobody has done."""
-    cluster = SimulatedCluster(schedules.hostile(0, tactics=("claim",)))
+    cluster = SimulatedCluster(schedules.hostile(2, tactics=("claim",)))
     cluster.run()
     histories = cluster.histories()
 

@@ -54,7 +54,9 @@ def test_every_error_is_explained_with_its_exit_code_and_status(code: str) -> No
 def test_no_error_is_explained_that_there_is_not() -> None:
     kinds = (Kind.CALL, Kind.CONTRIBUTION, Kind.CONNECTING, Kind.COMMAND, Kind.DATA, Kind.CHECKPOINT)
     only_logged = {"STORAGE", "CHECKPOINT", "NO_TOKENS", "NOT_MERGED", "PUSHES_FAIL", "VERSIONS_LOST"}
-    told_by_status = {"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY", "NO_PROGRESS", "CUT_OFF", "LEFT_OUT", "SHORTENED"}
+    told_by_status = {
+        "SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY", "STALLED", "NO_PROGRESS", "CUT_OFF", "LEFT_OUT", "SHORTENED",
+    }  # fmt: skip
     assert {entry.code for entry in of_kind(*kinds)} - only_logged - told_by_status == set(ERRORS)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
-from diloco_common.settings import ShardSettings
 from diloco_common.wire.manifest import Manifest
 from diloco_server.shell import keeper as module
 from diloco_server.shell.keeper import Keeper
@@ -65,8 +63,8 @@ def store() -> SlowStore:
 def keeping(store: SlowStore) -> Iterator[Callable[..., Keeper]]:
     made: list[Keeper] = []
 
-    def make(**settings: Any) -> Keeper:
-        made.append(Keeper(store, ShardSettings(**settings), real_world(), ShardMetrics(), Log("test")))
+    def make() -> Keeper:
+        made.append(Keeper(store, real_world(), ShardMetrics(), Log("test")))
         return made[-1]
 
     yield make
@@ -99,51 +97,3 @@ async def test_a_disk_that_refuses_is_told_and_tried_until_it_works(store: SlowS
     store.error = None
     await asyncio.wait_for(waiting, 20.0)
     assert (store.saved, keeper.failing) == ([(0, 1)], "")
-
-
-async def test_by_interval_the_first_version_is_written_at_once_and_later_ones_together(store, keeping) -> None:
-    keeper = keeping(interval_s=3600)
-    for version in range(4):
-        await keeper.keep(make_version(version), MANIFEST)
-    assert (store.saved, keeper.unwritten) == ([(0, 0)], 1)
-    await keeper.flush(20.0)
-    assert (store.saved, keeper.unwritten) == ([(0, 0), (0, 3)], 0)
-
-
-async def test_by_interval_values_do_not_change_while_they_are_written(store: SlowStore, keeping) -> None:
-    """The next merge of the fragment waits for the write; that of another fragment does not."""
-    keeper = keeping(interval_s=0.001)
-    for fragment_id in (0, 1):
-        await keeper.keep(make_version(0, fragment_id=fragment_id), MANIFEST)
-    store.gates[0] = threading.Event()
-    await keeper.keep(make_version(1), MANIFEST)
-    await until_async(keeper.hold(0).locked, "the write")
-    assert not keeper.hold(1).locked()
-    store.gates[0].set()
-    await asyncio.wait_for(keeper.hold(0).acquire(), 20.0)
-    assert store.saved[-1] == (0, 1)
-    keeper.hold(0).release()
-
-
-async def test_by_interval_values_that_a_merge_left_half_way_are_not_written(store: SlowStore, keeping) -> None:
-    """The merge holds the fragment while the interval ends; then it fails."""
-    keeper = keeping(interval_s=0.001)
-    await keeper.keep(make_version(0), MANIFEST)
-    async with keeper.hold(0):
-        await keeper.keep(make_version(1), MANIFEST)
-        keeper.drop(0)
-    await until_async(lambda: not keeper._writing, "the last write")
-    assert store.saved == [(0, 0)]
-
-
-async def test_by_interval_a_disk_that_refuses_holds_up_no_merge(store: SlowStore, keeping) -> None:
-    keeper = keeping(interval_s=0.001)
-    await keeper.keep(make_version(0), MANIFEST)
-    store.error = OSError(5, "Input/output error")
-    for version in (1, 2, 3):
-        async with asyncio.timeout(20.0), keeper.hold(0):
-            await keeper.keep(make_version(version), MANIFEST)
-    await until_async(lambda: keeper.failing, "the disk to refuse")
-    store.error = None
-    await until_async(lambda: store.saved[-1] == (0, 3), "version 3 on disk")
-    await until_async(lambda: not keeper.failing, "the disk to take it")

@@ -7,13 +7,13 @@ from contextlib import nullcontext
 import pytest
 
 from builders import make_settings
-from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, StaleGeneration, Stalled, Superseded
+from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, StaleGeneration, Superseded
 from diloco_common.wire.messages import Progress
 from diloco_server.core.membership import ALIKE, LeaseState, Likeness, Member, Membership
 
 
 def make_membership(max_learners: int = 8, **lease: float) -> Membership:
-    defaults = {"lease_s": 6.0, "heartbeat_s": 1.0, "stalled_s": 30.0, "progress_timeout_s": 0.0}
+    defaults = {"lease_s": 6.0, "heartbeat_s": 1.0, "stalled_s": 30.0}
     return Membership(make_settings(lease=defaults | lease).lease, max_learners)
 
 
@@ -114,12 +114,12 @@ def test_of_two_processes_with_one_id_the_one_that_began_later_has_it(
         ({}, 6.1, LeaseState.EVICTED, "LEASE_EXPIRED"),
         ({5.0: 1, 10.0: 1}, 11.1, LeaseState.ALIVE, ""),  # a heartbeat without progress renews as well
         ({5.0 * i: 1 for i in range(1, 8)}, 35.1, LeaseState.STALLED, ""),  # 30 s after its last step
-        ({5.0 * i: 1 for i in range(1, 10)}, 45.1, LeaseState.EVICTED, "STALLED"),  # 40 s after its last step
+        ({5.0 * i: 1 for i in range(1, 200)}, 1000.0, LeaseState.STALLED, ""),  # and whatever it does after that
         ({5.0 * i: i for i in range(1, 20)}, 95.0, LeaseState.ALIVE, ""),
     ],
 )
-def test_silence_ends_a_lease_and_no_progress_only_after_its_own_timeout(heard_at, now, state, code) -> None:
-    members = make_membership(progress_timeout_s=40.0)
+def test_silence_ends_a_lease_and_no_progress_never_does(heard_at, now, state, code) -> None:
+    members = make_membership()
     member = members.join("a", "p", 0.0)
     for at, step in heard_at.items():
         assert members.expire(at) == []
@@ -147,18 +147,14 @@ def test_a_stalled_learner_is_alive_again_with_its_next_step(members: Membership
     ("end", "error", "words"),
     [
         ("silence", LeaseExpired, r"silent for more than 6 s \(lease\.lease_s\); join again"),
-        ("no progress", Stalled, r"no inner step ended for 5 s \(lease\.progress_timeout_s\); join again"),
         ("left", NotJoined, "has left; join again"),
     ],
 )
 def test_a_lease_that_is_over_says_why(end: str, error: type[Refusal], words: str) -> None:
-    members = make_membership(progress_timeout_s=5.0 if end == "no progress" else 0.0)
+    members = make_membership()
     member = members.join("a", "p", 0.0)
     if end == "left":
         members.leave(member)
-    elif end == "no progress":
-        heard(members, member, 0, 5.0)
-        members.expire(5.5)
     else:
         members.expire(7.0)
     with pytest.raises(error, match=words):

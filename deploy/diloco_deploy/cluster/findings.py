@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from diloco_common import units
-from diloco_common.errors import Draining, Expired, Revoked, Stalled, Unavailable, VersionUndone
+from diloco_common.errors import Draining, Expired, Revoked, Unavailable, VersionUndone
 from diloco_deploy.cluster.learners import SeenLearner
 from diloco_deploy.cluster.members import SeenMember, Status
 from diloco_deploy.cluster.model import SILENT_AFTER_S, Cluster
@@ -290,7 +290,7 @@ def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
     if learner.state == "stalled":
         since_s = _least(learner.told, "last_step_s")
         words = f"{name} is stalled: it sends heartbeats, but ends no inner step{_for(since_s)}; nobody waits for it"
-        yield Finding(Stalled.code, name, words, "find out what its loop waits for: data, a lock, or a device", since_s)
+        yield Finding("STALLED", name, words, "find out what its loop waits for: data, a lock, or a device", since_s)
     if learner.state == "partly":
         words = f"{name} is cut off from {', '.join(learner.away_at)}: its work on that part of the model waits"
         yield Finding("CUT_OFF", name, words, f"run `diloco doctor` on the machine of {name}")

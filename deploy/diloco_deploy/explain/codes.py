@@ -71,6 +71,10 @@ WORDS = (
         "Restart it.", "the log of the worker", exit_code=7,
     ),
     Entry(
+        "STALLED", Kind.COMMAND, "In `diloco status`: a learner sends heartbeats, but ends no inner step.",
+        "Find out what its loop waits for.", "[DilocoWorkerStalled](runbook.md#dilocoworkerstalled)", exit_code=7,
+    ),
+    Entry(
         "NO_PROGRESS", Kind.COMMAND,
         "In `diloco status`: a round has been open ten times as long as usual, or there are too few learners for one.",
         "Fix what the message says about missing learners, or lower `sync.quorum`.",
@@ -195,7 +199,7 @@ LINK = (
 MACHINE = (
     _finding(
         "DISK_SLOW", "The disk is slow to make a version durable, and rounds wait.",
-        "Use a local disk, or `shard.interval_s`, which loses the last versions in a crash.",
+        "Use a local disk, more shards, or a larger H.",
         "`shard.data_dir`; [keeping versions](performance.md#keeping-versions)",
     ),
     _finding(

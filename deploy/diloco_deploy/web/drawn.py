@@ -174,7 +174,6 @@ _OF_LEARNERS = {
     "takes part again": ("good", "takes part again", "take part again"),
 }
 _BY_CODE = {
-    "STALLED": ("bad", "was there but ended no step; its lease ended", "were there but ended no step; leases ended"),
     "REVOKED": ("bad", "was revoked", "were revoked"),
 }
 

@@ -23,7 +23,7 @@ OUTAGES_MAX = 128
 FINDINGS_SHOWN = 20
 PAGE = 50
 _COUNTERS = ("rounds", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled")
-_AS_SAID = ("ready", "reason", "uptime_s", "memory_bytes", "disk_free_bytes", "bytes_saved", "unwritten")
+_AS_SAID = ("ready", "reason", "uptime_s", "memory_bytes", "disk_free_bytes", "bytes_saved")
 """Fields copied from a shard's status."""
 
 

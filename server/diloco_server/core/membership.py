@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, Revoked, StaleGeneration, Superseded
-from diloco_common.errors import Stalled as StalledError
 from diloco_common.settings import LeaseSettings
 from diloco_common.wire.messages import Progress
 from diloco_server.core.arrivals import Arrivals, Reports
@@ -255,7 +254,7 @@ class Membership:
         return self._members.get(learner_id)
 
     def check(self, learner_id: str, generation: int) -> Member:
-        """The member that makes a call. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired, Stalled."""
+        """The member that makes a call. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired."""
         member = self._members.get(learner_id)
         if member is None or generation > member.generation:
             raise NotJoined(f"{learner_id} has no lease here; join first")
@@ -272,9 +271,6 @@ class Membership:
             return NotJoined(f"{member.learner_id} has left; join again to come back")
         if member.evicted_for == Revoked.code:
             return NotJoined(f"{member.learner_id} was revoked; join again with what proves it now")
-        if member.evicted_for == StalledError.code:
-            limit = f"{self._settings.progress_timeout_s:g} s (lease.progress_timeout_s)"
-            return StalledError(f"{member.learner_id}: no inner step ended for {limit}; join again")
         limit = f"{self._settings.lease_s:g} s (lease.lease_s)"
         return LeaseExpired(f"{member.learner_id} was silent for more than {limit}; join again")
 
@@ -306,25 +302,21 @@ class Membership:
         if now < self._expires_at:
             return []
         gone: list[Member] = []
-        lease_s, timeout_s, stalled_s = (
-            self._settings.lease_s, self._settings.progress_timeout_s, self._settings.stalled_s
-        )  # fmt: skip
+        lease_s, stalled_s = self._settings.lease_s, self._settings.stalled_s
         # Learners that join or report from now on have at least this long; the loop below handles the others.
-        self._expires_at = now + min(lease_s, stalled_s, timeout_s or lease_s)
+        self._expires_at = now + min(lease_s, stalled_s)
         for member in self.live():
             silent_s, idle_s = now - member.last_heard, now - member.last_step_at
             if silent_s > lease_s:
                 self._evict(member, LeaseExpired.code)
-            elif timeout_s and idle_s > timeout_s + (LAST_S if member.is_leaving else 0.0):
-                self._evict(member, StalledError.code)
-            else:
-                if idle_s > stalled_s:
-                    member.state = LeaseState.STALLED
-                left_s = [lease_s - silent_s]
-                left_s += [limit_s - idle_s for limit_s in (timeout_s, stalled_s) if limit_s >= idle_s]
-                self._expires_at = min(self._expires_at, now + min(left_s))
+                gone.append(member)
                 continue
-            gone.append(member)
+            left_s = lease_s - silent_s
+            if idle_s > stalled_s:
+                member.state = LeaseState.STALLED
+            else:
+                left_s = min(left_s, stalled_s - idle_s)
+            self._expires_at = min(self._expires_at, now + left_s)
         return gone
 
     def forget(self) -> list[str]:

@@ -125,7 +125,7 @@ class Shard:
             check_model(self.manifest, tensors)
 
     def check(self, learner_id: str, generation: int, epoch: int) -> Member:
-        """The member that makes this call. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
+        """The member that makes this call. Raises NotJoined, StaleGeneration, Superseded or LeaseExpired."""
         if epoch != self.epoch:
             raise NotJoined(f"{learner_id} has no lease here since this shard restarted; join again")
         return self.membership.check(learner_id, generation)

@@ -86,7 +86,7 @@ class ShardHost:
         self.driver.tell_readers = self.readers.tell
         self.driver.is_mirrored = lambda: self.readers.has_mirrors
         self._checkpointer = Checkpointer(settings, world, metrics, log)
-        self.keeper = Keeper(store, settings.shard, world, metrics, log, self._written)
+        self.keeper = Keeper(store, world, metrics, log, self._written)
         self.store = store
         self.keeps_files = store.keeps_files
         self._tick_s = tick_s
@@ -124,7 +124,6 @@ class ShardHost:
         versions = {restored.record.fragment_id: restored.record.version for restored in fragments}
         for fragment_id in versions:
             self.telemetry.restored(fragment_id)
-            self.keeper.recovered(fragment_id)
         self._checkpointer.begin(versions, manifest)
         self.telemetry.recovered(took_s=self.stopwatch() - began)
 
@@ -157,7 +156,6 @@ class ShardHost:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):  # not `clock`: the process is killed in real time
                 await self.until(lambda: not self._jobs and not (self.shard.open_rounds and self.streams))
-        await self.keeper.flush(timeout_s)
 
     def close(self) -> None:
         """End all control streams, the compute thread, and unfinished work.
@@ -247,7 +245,7 @@ class ShardHost:
         return self.shard.join_answer(learner_id, member.generation, index=member.index, rules=self.driver.rules.words)
 
     def member(self, caller: Identity) -> Member:
-        """The member that calls. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
+        """The member that calls. Raises NotJoined, StaleGeneration, Superseded or LeaseExpired."""
         return self.shard.check(caller.learner_id, caller.generation, caller.epoch)
 
     def attend(self, caller: Identity) -> LearnerStream:
@@ -409,13 +407,11 @@ class ShardHost:
     @contextlib.asynccontextmanager
     async def changing(self, merge: MergeRound) -> AsyncIterator[None]:
         """Held from the change of a fragment's values until they are durable. An error inside it ends the shard."""
-        async with self.keeper.hold(merge.fragment_id):  # the version before may still be written
-            try:
-                yield
-            except Exception as error:
-                self.keeper.drop(merge.fragment_id)
-                self._break(f"version {merge.version} of fragment {merge.fragment_id} cannot be made: {error}")
-                raise
+        try:
+            yield
+        except Exception as error:
+            self._break(f"version {merge.version} of fragment {merge.fragment_id} cannot be made: {error}")
+            raise
 
     def _break(self, why: str) -> None:
         """Make this process end. The first reason counts."""
@@ -427,7 +423,7 @@ class ShardHost:
         self.readers.is_on_disk(Committed(fragment_id, version, self.shard.epoch))
 
     async def keep(self, version: StoredVersion) -> None:
-        """Make a version durable, as far as the settings require. It may be announced once this returns.
+        """Make a version durable. It may be announced once this returns.
 
         A standby that keeps pace has the version before by then. One that lags is waited for as long as a lease, and
         then no longer until it has caught up.

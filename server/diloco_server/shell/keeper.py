@@ -1,9 +1,8 @@
 """Writes a shard's versions to disk on its own threads, and recovers them at the start.
 
 A slow disk delays only the fragment it writes. `Keeper.keep` returns once the version is on disk, after any number of
-attempts. With `shard.interval_s` it returns at once, and a fragment is written at that interval. `hold` keeps values
-from changing while they are written. Waiting versions are references to values in memory, one per fragment, so a full
-or missing disk costs no memory.
+attempts. Waiting versions are references to values in memory, one per fragment, so a full or missing disk costs no
+memory.
 
 Regular checkpoints run on another thread, so neither rounds nor version writes wait. One that fails is logged and tried
 again with the next version; training goes on.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from functools import partial
@@ -23,7 +21,7 @@ from diloco_common.errors import DataError, Draining, WrongFolder
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.ports import World
-from diloco_common.settings import Settings, ShardSettings
+from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Fragment, Manifest, model_digest
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Values
@@ -80,7 +78,6 @@ class Keeper:
     def __init__(
         self,
         store: Store,
-        settings: ShardSettings,
         world: World,
         metrics: ShardMetrics,
         log: Log,
@@ -89,18 +86,13 @@ class Keeper:
         """`written`: called with fragment, version and manifest once they are on disk."""
         self._store = store
         self._clock = world.clock
-        self._interval_s = settings.interval_s
         self._metrics = metrics
         self._written = written
         self._log = log
         # One prepares its bytes while the other waits for the disk; more would only share the disk's bandwidth.
         self._threads = Writers(world.threads(2, "diloco-storage"))
-        self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._due: dict[int, tuple[StoredVersion, Manifest]] = {}  # fragment -> announced but not on disk
-        self._waiting = 0  # versions that are announced once they are on disk
-        self._written_at: dict[int, float] = {}
-        self._writing: dict[int, asyncio.Task[None]] = {}
-        self._hurry = asyncio.Event()
+        self.not_durable = 0
+        """Versions that are computed, and are announced once they are on disk."""
         self._failing: dict[int, str] = {}  # fragment -> why its version is not durable
         self._said_at = 0.0
         self.bytes_saved = 0
@@ -113,35 +105,14 @@ class Keeper:
         """The disk's error while it refuses versions; otherwise empty."""
         return next(iter(self._failing.values()), "")
 
-    @property
-    def unwritten(self) -> int:
-        return len(self._due)
-
-    @property
-    def not_durable(self) -> int:
-        """Versions that are computed but not on disk yet, announced or not."""
-        return self._waiting + len(self._due)
-
-    def hold(self, fragment_id: int) -> asyncio.Lock:
-        """The lock to hold from the change of a fragment's values until `keep` has returned."""
-        return self._locks[fragment_id]
-
     async def keep(self, version: StoredVersion, manifest: Manifest) -> None:
-        """Make a version durable now or, with an interval, soon. It may be announced once this returns."""
-        fragment_id = version.record.fragment_id
-        if not self._interval_s or fragment_id not in self._written_at:  # the first version is always written
-            self._waiting += 1
-            try:
-                while not await self._write(version, manifest):  # noqa: ASYNC110 - a disk sends no event
-                    await asyncio.sleep(RETRY_S)
-            finally:
-                self._waiting -= 1
-            return
-        self._due[fragment_id] = (version, manifest)
-        if fragment_id not in self._writing:
-            writing = asyncio.create_task(self._write_later(fragment_id), name=f"write-{fragment_id}")
-            self._writing[fragment_id] = writing
-            writing.add_done_callback(lambda _: self._writing.pop(fragment_id, None))
+        """Make a version durable. It may be announced once this returns."""
+        self.not_durable += 1
+        try:
+            while not await self._write(version, manifest):  # noqa: ASYNC110 - a disk sends no event
+                await asyncio.sleep(RETRY_S)
+        finally:
+            self.not_durable -= 1
 
     async def read(self, work: Callable[[], T]) -> T:
         """Run a read on a storage thread. Raises Draining after `close`."""
@@ -151,22 +122,7 @@ class Keeper:
             raise Draining("this shard has ended; call again when it is back") from None
         return await asyncio.wrap_future(looking)
 
-    def recovered(self, fragment_id: int) -> None:
-        self._written_at[fragment_id] = self._clock()
-
-    def drop(self, fragment_id: int) -> None:
-        """Do not write this fragment's waiting version: its values have changed."""
-        self._due.pop(fragment_id, None)
-
-    async def flush(self, timeout_s: float) -> None:
-        """Write announced versions that are not on disk, if the disk is fast enough."""
-        self._hurry.set()
-        if self._writing:
-            await asyncio.wait(self._writing.values(), timeout=timeout_s)
-
     def close(self) -> None:
-        for writing in self._writing.values():
-            writing.cancel()
         self._threads.close()
 
     async def ended(self, timeout_s: float) -> bool:
@@ -174,21 +130,6 @@ class Keeper:
         return await self._threads.ended(timeout_s)
 
     # ------------------------------------------------------------ helpers
-
-    async def _write_later(self, fragment_id: int) -> None:
-        left_s = self._written_at[fragment_id] + self._interval_s - self._clock()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, left_s)):
-                await self._hurry.wait()
-        while True:
-            async with self._locks[fragment_id]:
-                due = self._due.get(fragment_id)
-                if due is None:
-                    return
-                if await self._write(*due):
-                    del self._due[fragment_id]
-                    return
-            await asyncio.sleep(RETRY_S)  # rounds of the fragment go on meanwhile
 
     async def _write(self, version: StoredVersion, manifest: Manifest) -> bool:
         """Try to write a version; False if the disk refused."""
@@ -198,9 +139,7 @@ class Keeper:
         except OSError as error:
             self._failed(version, error)
             return False
-        now = self._clock()
-        self._written_at[record.fragment_id] = now
-        self._metrics.storage.save_seconds.observe(now - began)
+        self._metrics.storage.save_seconds.observe(self._clock() - began)
         self.bytes_saved += num_bytes
         self._written(record.fragment_id, record.version, manifest)
         if self._failing.pop(record.fragment_id, None) and not self._failing:
@@ -222,10 +161,10 @@ class Keeper:
         self._metrics.storage.save_failures.inc()
         record, now = version.record, self._clock()
         if not self._failing or now - self._said_at > SAY_AGAIN_S:
-            what = "version not durable" if self._interval_s else "version not durable, so not announced"
             self._log.error(
-                f"{what}; trying again", code="STORAGE", fragment=record.fragment_id, version=record.version, why=error
-            )
+                "version not durable, so not announced; trying again", code="STORAGE", fragment=record.fragment_id,
+                version=record.version, why=error,
+            )  # fmt: skip
             self._said_at = now
         self._failing[record.fragment_id] = str(error)
 

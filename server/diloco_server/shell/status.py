@@ -39,7 +39,6 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "tokens_budget": settings.run.tokens,
         "done": shard.done,
         "data_dir": str(settings.shard.data_dir) if settings.shard.data_dir else None,
-        "unwritten": host.keeper.unwritten,
         "grace_s": patience.grace_s(),
         "overdue_after_s": round(patience.overdue_after_s, 3),
         "quorum": None if settings.sync.quorum == "all" else settings.sync.quorum,

@@ -30,8 +30,9 @@ in lengths of before, in a round of two, and in any other."""
 COMPARED, OPPOSED, ERRORS, FEW, LITTLE = 24, 0.75, 3.0, 16, 0.1
 """Who points away by so much over so many contributions, beyond so many standard errors, is left out, among at most so
 many members. What is so much shorter than the longest is not compared."""
-ABOUT = 0.05
-"""A lean this close to its bound may be on either side, since encoding turns contributions a little."""
+ABOUT = 0.1
+"""A lean this close to its bound may be on either side: encoding turns contributions a little, also those of the
+others."""
 HEALTHY = 0.9
 """Least cosine of a healthy contribution with what was trained."""
 

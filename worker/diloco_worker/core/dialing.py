@@ -13,7 +13,7 @@ from diloco_common import errors
 from diloco_common.errors import ConfigError, DilocoError, Refusal, Superseded, Unavailable
 from diloco_common.wire.calls import SAY_EVERY_S, backoff_s
 
-JOIN_AGAIN = (errors.NotJoined, errors.LeaseExpired, errors.Stalled, errors.StaleGeneration, errors.WrongEpoch)
+JOIN_AGAIN = (errors.NotJoined, errors.LeaseExpired, errors.StaleGeneration, errors.WrongEpoch)
 """The lease is over, or a repeated Join of this process replaced it: join again."""
 TRY_AGAIN = (errors.Draining, errors.Busy, errors.NotSeeded, errors.TornUpload)
 ALWAYS = (Superseded, ConfigError, errors.ManifestMismatch)

@@ -58,7 +58,7 @@ class Learners:
         self.joins = declare.totals("diloco_shard_joins_total", "Leases given.").begin()
         self.evictions = declare.totals(
             "diloco_shard_evictions_total", "Leases ended by the shard, by code.", "code"
-        ).begin("LEASE_EXPIRED", "STALLED")
+        ).begin("LEASE_EXPIRED")
         self.inner_step = declare.gauge("diloco_shard_learner_inner_step", "Inner steps.", "learner")
         self.tokens = declare.gauge("diloco_shard_learner_tokens", "Tokens trained on.", "learner")
         self.step_seconds = declare.gauge(

@@ -39,11 +39,10 @@ function stateOf(shard, now, known) {
   if (!shard.answers && !known) return [pill("bad", "never answered"), note(shard.why_not)];
   if (!shard.answers) return [pill("bad", "away"), note(`since ${clock(shard.heard_at)}: ${shard.why_not}`)];
   const restarts = shard.starts > 1 ? `, started again ${shard.starts - 1}×` : "";
-  const unwritten = shard.unwritten ? `, ${shard.unwritten} versions not on disk yet` : "";
   const blind = shard.tells_rounds ? "" : ", tells no rounds";
   const every = shard.sync_every ? `, H = ${shard.sync_every}` : "";
   const readers = Object.entries(shard.readers).map(([what, times]) => `, ${times} ${what}`).join("");
-  const since = `up ${seconds(shard.uptime_s)}${every}${restarts}${unwritten}${blind}${readers}`;
+  const since = `up ${seconds(shard.uptime_s)}${every}${restarts}${blind}${readers}`;
   return shard.ready ? [pill("good", "serving"), note(since)] : [pill("bad", "not ready"), note(shard.reason)];
 }
 
