@@ -10,6 +10,7 @@ import pytest
 from diloco_common.wire.messages import Outcome, Progress
 from diloco_server.core.arrivals import Arrivals, Call, Reports, next_boundary
 from diloco_server.core.ledger import RoundClosed
+from diloco_server.core.patience import adaptive_s
 from rig import TOKENS, Rig
 
 STEP_S = 1.0
@@ -166,3 +167,17 @@ def test_a_learner_that_has_hung_is_not_waited_for_although_it_holds_a_lease() -
     closed = crowd.run(120.0, {"a": 1.0, "b": 1.1})
     assert [c.participants for c in closed[1:]] == [2] * (len(closed) - 1)
     assert max(c.open_s for c in closed[1:]) < 1.3
+
+
+@pytest.mark.parametrize(
+    ("every", "step_time_s", "scatter_s", "seconds"),
+    [
+        (24, 1.0, 0.0, 6.0),  # 2.5 times a tenth of H = 24 steps
+        (4, 1.0, 0.0, 5.0),  # never less than the overlap
+        (24, 1.0, 0.5, 11.0),  # steps in bursts: 2.5 times 2.4 + 4 * 0.5
+        (24, 20.0, 0.0, 60.0),  # never more than a minute
+        (24, 0.0, 0.0, 0.0),  # nobody has told its step time
+    ],
+)
+def test_a_round_waits_a_share_of_its_cadence(every, step_time_s, scatter_s, seconds) -> None:
+    assert adaptive_s(step_time_s, every, scatter_s) == pytest.approx(seconds)

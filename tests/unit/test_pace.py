@@ -16,9 +16,9 @@ from builders import asking
 from diloco_common.codec import encode_payload
 from diloco_common.settings import OVERLAP_STEPS
 from diloco_common.wire.messages import Collect, Outcome, Progress, PushAnswer
-from diloco_server.core.cadence import LONGEST
 from diloco_server.core.ledger import RoundOpened
 from diloco_server.core.membership import IDLE_ROUNDS, Member
+from diloco_server.core.patience import LONGEST
 from rig import MODEL, SIZE, TOKENS, Rig
 
 TICK_S = 0.05

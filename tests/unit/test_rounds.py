@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from builders import make_contribution
-from diloco_server.core.cadence import Quorum
-from diloco_server.core.round import Contribution, Round
+from diloco_server.core.round import Contribution, Quorum, Round
 
 GRACE_S = 5.0
 

@@ -7,7 +7,6 @@ rounds.py       opens and closes rounds
 patience.py     how long an open round waits, and for which learners
 round.py        the contributions of one round, and whether it may close
 due.py          which fragments are due for a round
-cadence.py      inner steps between rounds of a fragment, and the grace window
 every.py        chooses H when sync.sync_every is "auto"
 influence.py    limits how much one contribution may move the model
 directions.py   compares the directions of contributions

@@ -1,7 +1,13 @@
 """Finds the fragments of a shard that are due for a round.
 
-H decides for the model; other kinds may be due more rarely. A fragment is also due, out of turn, when a learner leaves
-that has trained since it last contributed to it.
+A fragment is due when at least K live learners took H inner steps since its last round opened. Steps are counted per
+learner. An absolute clock would stop with the fastest learner; with no clock, a fast network would drive H towards 1,
+which ruins learning. Fragments other than the model are due after a multiple of these steps (`Traits.every`). A
+fragment is also due, out of turn, when a learner leaves that has trained since it last contributed to it.
+
+The first time, a fragment is due after ceil((t + 1) * H / P) steps, where t is its turn (`manifest.turn`). That spreads
+the fragments evenly over H and keeps the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round
+comes after H steps, as in DiLoCo.
 
 All learners report constantly, so a table of fragments by learners holds the inner step from which each learner counts,
 and one tensor operation compares it. A leaving learner takes part only in some rounds, which are checked one by one.
@@ -9,17 +15,17 @@ and one tensor operation compares it. A leaving learner takes part only in some 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from diloco_common.settings import SyncSettings
-from diloco_common.wire.manifest import Fragment
-from diloco_server.core.cadence import Quorum, first_interval, is_due, needed
+from diloco_common.wire.manifest import Fragment, turn
 from diloco_server.core.every import Every
 from diloco_server.core.fragment import FragmentState, Phase, Phases
 from diloco_server.core.membership import Member
+from diloco_server.core.round import Quorum, needed
 from diloco_server.core.versions import Versions
 
 NEVER = 1 << 62
@@ -27,6 +33,26 @@ NEVER = 1 << 62
 READY = 0.75
 """Share of the interval that a learner must have trained to be asked, unless it leaves or the budget ends. Learners
 that are up to a third slower are in every round."""
+
+
+def first_interval(fragment_id: int, num_fragments: int, sync_every: int) -> int:
+    """Inner steps until the first round of a fragment; at least 1, at most H."""
+    return -(-(turn(fragment_id, num_fragments) + 1) * sync_every // num_fragments)
+
+
+def is_due(live: Iterable[Member], base_steps: Mapping[str, int], interval: int, quorum: Quorum) -> bool:
+    """Whether K live learners took `interval` steps since the fragment's last round.
+
+    `base_steps`: learner -> the inner step it had reported then. Later joiners count from their first report.
+    """
+    members = ready = 0
+    for member in live:
+        first = member.first_step
+        if first is not None:
+            members += 1
+            base = max(first, base_steps.get(member.learner_id, first))
+            ready += member.reported.inner_step - base >= interval
+    return ready > 0 and ready >= needed(quorum, members)
 
 
 class DueFragments:

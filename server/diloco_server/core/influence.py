@@ -29,10 +29,9 @@ from statistics import fmean, median_low, stdev
 
 import torch
 
-from diloco_server.core.cadence import Quorum
 from diloco_server.core.directions import Direction
 from diloco_server.core.membership import Member
-from diloco_server.core.round import Contribution, LengthLimit
+from diloco_server.core.round import Contribution, LengthLimit, Quorum
 
 TWICE = 2.0
 """Limit relative to the second longest: healthy learners that agree in direction stay within it, but for warm-up."""

@@ -1,6 +1,14 @@
 """How long rounds wait once they have their quorum, and for which learners.
 
-`cadence.py` has the rules for the window, `arrivals.py` predicts when a learner contributes, and `every.py` sets H.
+Once a round has its quorum, it stays open for a fixed or an adaptive time. No learner waits or loses work meanwhile:
+waiting only delays the next version. An adaptive round waits for every learner that is expected (`arrivals.py`), but at
+most its patience beyond the usual learner:
+
+    patience = max(PATIENCE * H, tau) * step_time + 4 * scatter, within H (or tau) steps
+
+where scatter is the deviation of the usual learner's steps from their average: on a busy machine, or where steps come
+in bursts, some take no time at all. From its quorum on, a round never waits longer than `LONGEST` times that, nor for
+more than a minute.
 """
 
 from __future__ import annotations
@@ -8,23 +16,46 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median_low
 
-from diloco_common.settings import SyncSettings
+from diloco_common.settings import OVERLAP_STEPS, PATIENCE, SyncSettings
 from diloco_server.core.arrivals import Reports
-from diloco_server.core.cadence import LONGEST, LONGEST_S, MovingAverage, Quorum, adaptive_s
 from diloco_server.core.due import DueFragments
 from diloco_server.core.every import Every, Measured
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Influence
 from diloco_server.core.membership import LAST_S, Member, Membership
-from diloco_server.core.round import Round
+from diloco_server.core.round import Quorum, Round
 from diloco_server.core.versions import Versions
 
+LONGEST = 2.5
+SCATTER = 4.0
+"""Mean deviations beyond the mean, as in TCP's retransmission timeout."""
+LONGEST_S = 60.0
+"""No adaptive window is longer, whatever step times learners report."""
 OVERDUE = 2
 """A learner is overdue after this many times H steps without a merge."""
 SLACK = 0.1
 """Tolerance for an overdue learner, as a share of one step."""
+
+
+@dataclass
+class MovingAverage:
+    """Exponential moving average in seconds; the first value counts in full."""
+
+    alpha: float = 0.1
+    value: float | None = None
+
+    def add(self, seconds: float) -> None:
+        self.value = seconds if self.value is None else self.value + self.alpha * (seconds - self.value)
+
+
+def adaptive_s(step_time_s: float, every: int, scatter_s: float = 0.0) -> float:
+    """How long a round stays open after its quorum, in seconds. `step_time_s`, `scatter_s`: medians of the live
+    learners, so that no straggler widens it. `every`: the current H."""
+    patience_s = max(PATIENCE * every, OVERLAP_STEPS) * step_time_s + SCATTER * scatter_s
+    return min(LONGEST * min(patience_s, max(every, OVERLAP_STEPS) * step_time_s), LONGEST_S)
 
 
 class RoundPatience:

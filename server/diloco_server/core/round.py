@@ -6,12 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from diloco_common.codec import Payload
 from diloco_common.wire.messages import PushHeader
-from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.membership import Member
 from diloco_server.core.parts import HalfContribution, PartedPayload, is_part
+
+Quorum = int | Literal["all"]
+
+
+def needed(quorum: Quorum, learners: int) -> int:
+    """K, or the number of learners if that is smaller."""
+    return learners if quorum == "all" else min(quorum, learners)
 
 
 class CloseReason(StrEnum):

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from diloco_common.errors import ContributionConflict
-from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.parts import PartedPayload
-from diloco_server.core.round import LengthLimit, Round
+from diloco_server.core.round import LengthLimit, Quorum, Round, needed
 from diloco_simulator.world import wire
 from diloco_worker.core.agreement import REFUSALS_MAX
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from diloco_server.core.cadence import LONGEST_S
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import LAST_S, Member
-from diloco_server.core.patience import OVERDUE, SLACK
+from diloco_server.core.patience import LONGEST_S, OVERDUE, SLACK
 from diloco_server.core.round import Round
 from diloco_server.core.shard import Shard
 from diloco_simulator.verify import invariants
