@@ -55,8 +55,8 @@ START_S = 300.0
 WORKERS = {"plain": 4, "slow": 4, "killed": 4, "many": 16}
 """In each case. The last worker is slow, or is killed; no service runs beside it."""
 STEP_S = 0.1
-"""Of all workers: each computes for about 0.1 s of a core in a step. That is half of the machine, so that systems
-differ by what they do with the links, and not by what two cores allow."""
+"""Seconds of an inner step, times the workers: each computes for about 0.1 s of a core in a step. That is half of the
+machine, so that systems differ by what they do with the links, and not by what two cores allow."""
 LOOK_S = 0.05
 TRIES = 8
 """A worker that ends by itself is started again this often, as any cluster manager would."""
@@ -163,7 +163,7 @@ class Cell:
 
     @property
     def pace(self) -> int:
-        """So many times as long takes everything, as the cores are shared by so many more workers."""
+        """Everything takes this many times as long, because more workers share the cores."""
         return WORKERS[self.case] // WORKERS["plain"]
 
     @property
