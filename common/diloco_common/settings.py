@@ -44,9 +44,9 @@ FIRST_EVERY, EVERY_LEAST, EVERY_MOST = 12, 6, 500
 OVERLAP_STEPS = 2
 """tau: a round should be over within this many inner steps."""
 PATIENCE = 0.1
-"""A round waits for learners that are expected later than the usual one by at most this share of the H
-steps, or by tau if that is more, plus the variation of their steps. No learner stops meanwhile; only the next version
-comes later. Within this share a late push costs no quality (docs/quality.md)."""
+"""A round waits for learners that are expected later than the usual one by at most this share of the H steps, or by tau
+if that is more, plus the variation of their steps. No learner stops meanwhile; only the next version comes later.
+Within this share a late push costs no quality (docs/quality.md)."""
 
 
 class SyncSettings(Section):

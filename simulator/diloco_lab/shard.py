@@ -6,7 +6,6 @@ The lab and the numerics tests drive it, and pass in the time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
 from diloco_common.codec import Payload
@@ -64,8 +63,8 @@ class LockstepShard:
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
         return work()
 
-    def changing(self, merge: MergeRound) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
+    def failed(self, merge: MergeRound, error: Exception) -> None:
+        """The error ends the run."""
 
     async def keep(self, version: StoredVersion) -> None:
         """Nothing outlives this process."""

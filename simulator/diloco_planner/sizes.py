@@ -13,7 +13,7 @@ beside it for the part that a rank holds and pushes.
     h   elements of the fragment that the process holds
     o   elements of these that it pushes
     a   bytes per element of an anchor: 2, or 4 if float32 is pulled
-    r   bytes per element of a residual: 2, or 4 if a plugin asks for it
+    r   bytes per element of a residual: 2, or 4 if a plugin asks for it; 0 for companions
     s   bytes per element of a snapshot: 2, or 4 if float32 is pushed
 """
 

@@ -71,8 +71,6 @@ class WeightlessTensors:
 
     def carry(self, values: torch.Tensor, **_: Any) -> None: ...
 
-    def overwrite(self, values: torch.Tensor, *, merged: bool) -> None: ...
-
 
 class _Replica:
     """Replaces the user's model."""

@@ -182,13 +182,9 @@ class Processes(Stage):
         shard = self.shards[index]
         assert shard.host is not None
         epoch, disk = shard.host.shard.epoch, self.disks.get(shard.index)
-        if disk is None:
-            lost = self._fragments[shard.index]
-        else:
-            self.counts["recoveries"] += bool(shard.host.shard.fragments)
-            lost = set(disk.hurt)
-        if shard.index in self.promoted:
-            lost = self._fragments[shard.index]
+        self.counts["recoveries"] += disk is not None and bool(shard.host.shard.fragments)
+        keeps = None if shard.index in self.promoted else disk
+        lost = self._fragments[shard.index] if keeps is None else set(keeps.hurt)
         self._excused |= {(epoch, fragment_id) for fragment_id in lost}
         for fragment_id, state in shard.host.shard.fragments.items():
             if disk is not None and state.seeded and (how := disk.hurt.pop(fragment_id, None)) is not None:

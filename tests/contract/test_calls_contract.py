@@ -233,6 +233,7 @@ def test_heartbeats_without_steps_evict_nobody(serve, clock):
         clock.now += 1.5
         stream.say(0)
         heard(shard, lambda member: member.last_heard == clock.now)
+        assert shard.core.membership.get("a").live
     until(lambda: shard.member_state("a") == "stalled", "a is stalled, not dead")
 
 

@@ -206,7 +206,7 @@ def count_the_snapshot_twice(original: Any, self: FragmentTensors, values: Any, 
 
 @breaks(FragmentTensors, "_settle")
 def forget_what_encoding_lost(original: Any, self: FragmentTensors, values: Any, *, merged: bool) -> None:
-    """No error feedback, although it is set."""
+    """No error feedback."""
     original(self, values, merged=merged)
     self._residual = None
 

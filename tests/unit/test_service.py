@@ -14,13 +14,14 @@ import torch
 
 from builders import decoded, make_settings
 from diloco_common.codec import Chunk, Payload, encode_payload, encoding_names
-from diloco_common.errors import BadRequest, Busy, Draining, NotJoined, TornUpload
+from diloco_common.errors import BadRequest, Busy, Draining, NotJoined, Superseded, TornUpload
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject
 from diloco_common.wire.manifest import Manifest, TensorSpec, cut
 from diloco_common.wire.messages import (
     PROTOCOL,
+    FollowRequest,
     JoinRequest,
     Outcome,
     Progress,
@@ -29,6 +30,7 @@ from diloco_common.wire.messages import (
     PushAnswer,
     PushHeader,
     Range,
+    Role,
 )
 from diloco_server.shell import quotas, waits
 from diloco_server.shell import service as module
@@ -54,6 +56,11 @@ class Disk(MemoryStore):
         if self.is_full:
             raise OSError("no space left on device")
         return super().save(version, manifest)
+
+    def supersede(self, epoch: int) -> None:
+        if self.is_full:
+            raise OSError("no space left on device")
+        super().supersede(epoch)
 
 
 class Rig:
@@ -266,3 +273,13 @@ async def test_an_observer_that_waits_for_a_version_hears_of_the_end(rig_of: Rig
     rig.host.close()
     with pytest.raises(Draining):
         await pulling
+
+
+async def test_a_shard_that_is_replaced_while_its_disk_is_full_asks_to_be_told_again(rig_of: RigOf) -> None:
+    rig = rig_of()
+    rig.store.is_full = True
+    with pytest.raises(Busy, match="cannot be marked as replaced"):
+        await rig.host.supersede(FollowRequest(Role.STANDBY, epoch=EPOCH + 1))
+    rig.store.is_full = False
+    with pytest.raises(Superseded):
+        await rig.host.supersede(FollowRequest(Role.STANDBY, epoch=EPOCH + 1))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from diloco_common.codec import encode_payload
 from diloco_common.wire.manifest import Manifest, TensorSpec, cut
-from diloco_common.wire.messages import LearnerPolicy
 from diloco_planner.sizes import learner_bytes, shares
 from diloco_worker.core.parts import Holding, LocalFragment, Sharing, local_fragment, torch_chunk
 from diloco_worker.core.replica import Replica
@@ -70,8 +69,7 @@ def test_a_learner_holds_the_tensors_that_are_counted(pull: str) -> None:
     model = torch.nn.Linear(300, 700, bias=False)
     replica = Replica(model, None)
     (fragment,) = cut(replica.specs, 1, 1).fragments
-    policy = LearnerPolicy(5, "int8", pull)
-    tensors = FragmentTensors(replica.held(fragment), replica, policy)
+    tensors = FragmentTensors(replica.held(fragment), replica, "int8")
     dtype = torch.bfloat16 if pull == "bfloat16" else torch.float32
     values = model.weight.detach().flatten().to(dtype)
     with torch.no_grad():

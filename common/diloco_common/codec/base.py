@@ -57,8 +57,8 @@ class Codec(ABC):
     most half a step of its codes; rounding may then lose a thousandth of a step. An encoding that leaves out large
     elements for many rounds needs float32: rounding would lose small values beside what has accumulated."""
     progress_dtype: ClassVar[torch.dtype] = torch.float32
-    """Dtype of a contribution before it is encoded: float32, or bfloat16 if codes are no finer. Under `carry`, rounding
-    stays in the model, and so goes into the next contribution."""
+    """Dtype of a contribution before it is encoded: float32, or bfloat16 if codes are no finer. Rounding stays
+    in the model, and so goes into the next contribution."""
 
     @abstractmethod
     def num_bytes(self, num_elements: int) -> int:

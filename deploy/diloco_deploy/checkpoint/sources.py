@@ -69,7 +69,7 @@ def open_whole(names: Sequence[str], *, model_only: bool = False) -> Whole:
 def join(parts: Sequence[tuple[str, Contents]]) -> Contents:
     """The checkpoint that these parts form. Each part has the name that the user gave. Raises BadCheckpoint.
 
-    Fragments of a run are at most one version apart, unless a shard was away or writes by interval. So parts that are
+    Fragments of a run are at most one version apart, unless a shard was away. So parts that are
     further apart belong to two checkpoints, unless they have the same name, as the regular checkpoints of shards do.
     """
     contents = joined([part for _, part in parts])

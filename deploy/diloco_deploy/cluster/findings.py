@@ -289,7 +289,7 @@ def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
     """Findings about a learner with a lease, from the shards' statuses."""
     if learner.state == "stalled":
         since_s = _least(learner.told, "last_step_s")
-        words = f"{name} is stalled: it sends heartbeats, but ends no inner step{_for(since_s)}; nobody waits for it"
+        words = f"{name} is stalled: it sends heartbeats, but ends no inner step{_for(since_s)}"
         yield Finding("STALLED", name, words, "find out what its loop waits for: data, a lock, or a device", since_s)
     if learner.state == "partly":
         words = f"{name} is cut off from {', '.join(learner.away_at)}: its work on that part of the model waits"

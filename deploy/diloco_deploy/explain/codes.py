@@ -199,7 +199,7 @@ LINK = (
 MACHINE = (
     _finding(
         "DISK_SLOW", "The disk is slow to make a version durable, and rounds wait.",
-        "Use a local disk, more shards, or a larger H.",
+        "Use a local disk, more shards with a disk each, or a larger H.",
         "`shard.data_dir`; [keeping versions](performance.md#keeping-versions)",
     ),
     _finding(

@@ -27,7 +27,7 @@ NUMBER_S = 600.0
 REPLACED_MAX = 16
 """Most replaced processes remembered per learner id."""
 LAST_S = 30.0
-"""How long a leaving learner may stand still, and a round waits for it. Reclaimed machines get no more warning."""
+"""How long a round waits for a leaving learner. Reclaimed machines get no more warning."""
 LAST_TRIES = 3
 """Most rounds that a leaving learner gets for its work, if that is lost on the way."""
 SLOW_S = 1.0

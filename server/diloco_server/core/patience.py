@@ -51,7 +51,7 @@ class MovingAverage:
         self.value = seconds if self.value is None else self.value + self.alpha * (seconds - self.value)
 
 
-def adaptive_s(step_time_s: float, every: int, scatter_s: float = 0.0) -> float:
+def adaptive_s(step_time_s: float, every: int, scatter_s: float) -> float:
     """How long a round stays open after its quorum, in seconds. `step_time_s`, `scatter_s`: medians of the live
     learners, so that no straggler widens it. `every`: the current H."""
     patience_s = max(PATIENCE * every, OVERLAP_STEPS) * step_time_s + SCATTER * scatter_s

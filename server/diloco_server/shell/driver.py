@@ -7,7 +7,6 @@ host has threads and a disk; the lockstep drivers of tests and benchmarks do the
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -49,8 +48,8 @@ class Shell(Protocol):
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
         """Run arithmetic, in the order of the calls."""
 
-    def changing(self, merge: MergeRound) -> AbstractAsyncContextManager[None]:
-        """Held from the change of a fragment's values until they are durable. An error inside it ends the shard."""
+    def failed(self, merge: MergeRound, error: Exception) -> None:
+        """End the shard: a merge left values of no version."""
 
     async def keep(self, version: StoredVersion) -> None:
         """Make a version durable. It may be announced once this returns."""
@@ -152,11 +151,14 @@ class EffectDriver:
             merged_s = stopwatch() - began
             return self._publish(values, state.fragment, before), found, merged_s
 
-        async with self._shell.changing(effect):
+        try:
             published, found, merged_s = await self._shell.compute("merge", work)
             self._witness.merged(merged_s)
             record = self._shard.versions.next_record(effect.fragment_id)
             await self._shell.keep(self._version(record, values, published))
+        except Exception as error:
+            self._shell.failed(effect, error)
+            raise
         if state.fragment.traits.is_of_model:
             self._shard.hear(record.fragment_id, found, self._shell.clock())
         self._shard.committed(record, published, self._shell.clock())

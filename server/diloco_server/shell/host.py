@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -404,14 +404,8 @@ class ShardHost:
         if self.closed:
             raise Draining("this shard has ended; call again when it is back")
 
-    @contextlib.asynccontextmanager
-    async def changing(self, merge: MergeRound) -> AsyncIterator[None]:
-        """Held from the change of a fragment's values until they are durable. An error inside it ends the shard."""
-        try:
-            yield
-        except Exception as error:
-            self._break(f"version {merge.version} of fragment {merge.fragment_id} cannot be made: {error}")
-            raise
+    def failed(self, merge: MergeRound, error: Exception) -> None:
+        self._break(f"version {merge.version} of fragment {merge.fragment_id} cannot be made: {error}")
 
     def _break(self, why: str) -> None:
         """Make this process end. The first reason counts."""

@@ -41,7 +41,7 @@ class LearnerCore:
         """Tokens of contributions that were not merged, and whose work the next ones hold; over all model fragments."""
         self._carried: list[PendingContribution] = []
         self.fragments = {
-            f.fragment_id: LearnerFragment(f, FragmentTensors(replica.held(f), replica, policy))
+            f.fragment_id: LearnerFragment(f, FragmentTensors(replica.held(f), replica, policy.push_encoding))
             for f in manifest.fragments
         }
         self.of_model = [f for f in self.fragments.values() if f.fragment.traits.is_of_model]

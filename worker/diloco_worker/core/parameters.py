@@ -72,7 +72,7 @@ class Parameters:
         return held
 
     def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
-        """theta <- values, rounded to the dtype of each tensor. `trains_on`: keep what training owns."""
+        """theta <- values, rounded to the dtype of each tensor. Training owns none: `trains_on` changes nothing."""
         used_here(values)
         with self._bounded(fragment):
             for piece, theta in self.views(fragment):

@@ -45,7 +45,6 @@ from torch import Tensor
 from diloco_common.codec import Payload, decode_payload, encode_payload, get_codec, memory
 from diloco_common.codec.base import Reference, refuse_non_finite, subtract
 from diloco_common.codec.memory import slices_of
-from diloco_common.wire.messages import LearnerPolicy
 from diloco_worker.core.device import queued_until, wait_for_device
 from diloco_worker.core.parts import LocalFragment
 from diloco_worker.core.replica import Replica
@@ -183,14 +182,14 @@ class ContributionTensors:
 class FragmentTensors:
     """The tensors of one fragment, and the ways a version gets into the model."""
 
-    def __init__(self, fragment: LocalFragment, replica: Replica, policy: LearnerPolicy) -> None:
+    def __init__(self, fragment: LocalFragment, replica: Replica, push_encoding: str) -> None:
         self.anchor: Tensor | None = None
         self.contribution: ContributionTensors | None = None
         self._residual: Tensor | None = None
         self._given_back: ContributionTensors | None = None
         self.fragment = fragment
         self._replica = replica
-        self._policy = policy
+        self._push_encoding = push_encoding
 
     @property
     def is_being_read(self) -> bool:
@@ -224,7 +223,7 @@ class FragmentTensors:
         assert self.contribution is None
         self.contribution = ContributionTensors(
             round_number, self.anchor, self._residual, partial(self._replica.progress, self.fragment, self.anchor),
-            dtype=get_codec(self.fragment.encoding(self._policy.push_encoding)).progress_dtype,
+            dtype=get_codec(self.fragment.encoding(self._push_encoding)).progress_dtype,
             feeds_back=self.fragment.traits.feeds_back, own=self.fragment.own, stow=self._replica.stow,
             given_back=self._given_back,
         )  # fmt: skip
