@@ -337,7 +337,7 @@ class Processes(Stage):
         for shard in self.shards.values():
             self._thaw(shard)
             shard.process.kill_at = None
-        for disk in self.disks.values():
+        for disk in (*self.disks.values(), *(disk for _, disk in self.replaced.values())):
             disk.heal()
         for index in range(self.options.shards):
             self.start_shard(index)
