@@ -158,12 +158,16 @@ class Processes(Stage):
             return
 
         def ended() -> None:
-            old.kill(power=False)
-            self.network.gone(old.process, True)
+            if old.process.alive:
+                old.kill(power=False)
+                self.network.gone(old.process, True)
             for path in [path for path in self.network.apart if path[1] == index]:
                 del self.network.apart[path]
 
-        self.promoted[index].tell(new, old, disk, ended)
+        if old.process.alive:
+            self.promoted[index].tell(new, old, disk, ended)
+        else:  # it has died meanwhile
+            ended()
 
     def has_model(self, index: int) -> bool:
         """Whether a shard's model can no longer be replaced."""

@@ -181,8 +181,13 @@ def _split(lines: Sequence[Line]) -> Iterator[tuple[Line, ...]]:
 
 
 def _pushes(process: Process) -> Iterator[tuple[Line, Push]]:
+    """A contribution may be sent again; once it is carried, the same work is sent as another one."""
     last: dict[int, Push] = {}
-    for line in process.of("pushed"):
+    for line in process.lines:
+        if line["what"] == "carried":
+            last.pop(line["fragment"], None)
+        if line["what"] != "pushed":
+            continue
         push = last.get(line["fragment"])
         facts = tuple(line[fact] for fact in ("fragment", "shard_epoch", "round", "base", "since", "tokens"))
         if push is None or (push.fragment, push.shard_epoch, push.round, push.base, push.since, push.tokens) != facts:
