@@ -65,7 +65,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("merge_half_of_a_round", draw_options, range(20), {"exactly_the_left_out_are_not_merged"}),
     ("let_one_learner_take_all_places", schedules.crowding, range(20, 60), {"honest_pushes_find_a_place", WELL}),
     ("forget_values_that_were_never_sent", schedules.forgetting_divergence, range(60), {"progress_is_kept"}),
-    ("take_half_for_the_whole", schedules.losing_ranks, range(10), {"contributions_are_whole", ASSERTED}),
+    ("take_half_for_the_whole", schedules.losing_ranks, range(10), {"contributions_are_whole", ASSERTED, "NotFinite"}),
     ("keep_parts_of_who_is_gone", schedules.forgetting_ranks, range(20), {"halves_are_bounded"}),
     ("take_any_refusal_for_that_of_this_one", schedules.diverging_ranks, range(1, 40), {"double_counted"}),
     ("keep_one_answer_per_fragment", schedules.diverging_ranks, range(200, 300), {"refusals_are_heard", WELL}),
