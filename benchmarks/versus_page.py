@@ -242,7 +242,7 @@ def table(results: Sequence[Result]) -> str:
     """A row for each link and system: all alike, with one slow worker, with one killed. Medians of the seeds."""
     heads = [head for what in ("merged tokens/s", "longest stall, ms", "loss") for head in (what, "slow", "killed")]
     heads += ["full pace again, s", "bytes per token", "CPU, ms per token"]
-    rows = ["| " + " | ".join(["link", "system", *heads]) + " |", "| --- | --- |" + " ---: |" * len(heads)]
+    rows = _head(heads)
     for link, system in dict.fromkeys((r["link"], r["system"]) for r in results if r["case"] in CASES):
         of = [[r for r in results if (r["link"], r["system"], r["case"]) == (link, system, case)] for case in CASES]
         cells = [_median(of_case, figure, shape) for figure, shape in FIGURES for of_case in of]
@@ -254,13 +254,17 @@ def table(results: Sequence[Result]) -> str:
 
 def many(results: Sequence[Result]) -> str:
     """A row for each link and system with sixteen workers. Medians of the seeds."""
-    heads = ["link", "system", "merged tokens/s", "longest stall, ms", "loss", "bytes per token", "CPU, ms per token"]
-    rows = ["| " + " | ".join(heads) + " |", "| --- | --- |" + " ---: |" * (len(heads) - 2)]
+    rows = _head(["merged tokens/s", "longest stall, ms", "loss", "bytes per token", "CPU, ms per token"])
     for link, system in dict.fromkeys((r["link"], r["system"]) for r in results if r["case"] == MANY):
         of = [r for r in results if (r["link"], r["system"], r["case"]) == (link, system, MANY)]
         cells = [_median(of, *figure) for figure in (*FIGURES, *COSTS)]
         rows.append(f"| {LINKS[link]} | {NAMES[system]} | {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _head(figures: Sequence[str]) -> list[str]:
+    """The first two lines of a table with a row for each link and system."""
+    return ["| " + " | ".join(["link", "system", *figures]) + " |", "| --- | --- |" + " ---: |" * len(figures)]
 
 
 def _median(results: Sequence[Result], figure: Callable[[Result], float | None], shape: str) -> str:
