@@ -239,13 +239,6 @@ class TrainSettings(Section):
     warmup: float = Field(default=0.05, ge=0, le=1)
     """Share of the token budget over which rates rise; then they fall linearly, to zero at its end. If AdamW is the
     only optimizer, 0.2 to 0.4 was better in short runs (docs/quality.md)."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Weight decay of matrices, with either optimizer."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.99, ge=0, lt=1)
-    """Decay of the running means of AdamW."""
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Momentum of Muon."""
     average_momentum: bool = False
     """Average the momentum of Muon and AdamW among the workers, like the model (docs/decisions.md). Equal in all
     workers of a run. It adds 1 / `sync.companions_every` to the bytes on the wire."""

@@ -23,7 +23,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from diloco_common.errors import ConfigError, did_you_mean
 from diloco_common.extensions import find, is_extension
-from diloco_common.settings import Section, Settings
+from diloco_common.settings import Section, Settings, TrainSettings
+from diloco_demo.training import Decays
 from diloco_server.shell.rules import find_rules
 
 M = TypeVar("M", bound=BaseModel)
@@ -77,6 +78,25 @@ def _names(model: type[BaseModel], section: str) -> list[str]:
     return names
 
 
+class LabTrain(TrainSettings):
+    """The inner optimizer, with what the built-in training of the node holds constant (`Decays`)."""
+
+    weight_decay: float = Field(default=Decays.weight_decay, ge=0)
+    beta1: float = Field(default=Decays.beta1, ge=0, lt=1)
+    beta2: float = Field(default=Decays.beta2, ge=0, lt=1)
+    muon_momentum: float = Field(default=Decays.muon_momentum, ge=0, lt=1)
+
+    @property
+    def decays(self) -> Decays:
+        return Decays(self.weight_decay, self.beta1, self.beta2, self.muon_momentum)
+
+
+class LabSettings(Settings):
+    """The settings of the node, and those of `LabTrain`."""
+
+    train: LabTrain = LabTrain()
+
+
 LEARNT_FROM = ("run", "sync", "outer", "guard", "model", "train", "data")
 """The sections of settings that affect training."""
 VERSIONS = 40
@@ -117,13 +137,13 @@ class Arm:
     """Settings and conditions to be compared with others."""
 
     name: str
-    settings: Settings
+    settings: LabSettings
     """As given by the user."""
     conditions: Conditions
     model: str = ""
     """mypkg.mymod:build; empty: the built-in model."""
 
-    def seeded(self, seed: int) -> Settings:
+    def seeded(self, seed: int) -> LabSettings:
         """The settings of one run. The default budget is 40 versions of each fragment."""
         settings, run, train = self.settings, self.settings.run, self.settings.train
         per_step = self.conditions.learners * train.batch * settings.model.context
@@ -138,7 +158,7 @@ class Arm:
         conditions = self.conditions.model_dump(mode="json")
         return {"settings": learnt, "lab": conditions, "model": self.model, "rules": self._sources(settings)}
 
-    def _sources(self, settings: Settings) -> dict[str, str]:
+    def _sources(self, settings: LabSettings) -> dict[str, str]:
         """Setting -> name and source digest of each extension: after an edit, the run counts as another one."""
         learners = {"train.optimizer": ("diloco.inner", settings.train.optimizer), "model": ("diloco.task", self.model)}
         found = {
@@ -183,7 +203,7 @@ def key_today(line: Mapping[str, Any]) -> str:
     """The key of a recorded result. Settings that are newer than the result get their defaults, which change nothing.
     Removed settings are ignored if they had the value of today's constant. Raises KeyError and ValidationError if they
     had another one."""
-    settings = Settings.model_validate(without_gone(line["settings"])).model_dump(mode="json")
+    settings = LabSettings.model_validate(without_gone(line["settings"])).model_dump(mode="json")
     learnt = {key: settings[key] for key in LEARNT_FROM}
     conditions = Conditions.model_validate(line["lab"]).model_dump(mode="json")
     return _digest({"settings": learnt, "lab": conditions, "model": line["model"], "rules": line["rules"]})
@@ -197,7 +217,7 @@ def make_arm(name: str, content: dict[str, Any], model: str = "") -> Arm:
     """Make an arm from the tables of a file. Raises ConfigError."""
     rest = dict(content)
     conditions = validated(Conditions, rest.pop("lab", {}), name, "lab")
-    settings = validated(Settings, rest, name)
+    settings = validated(LabSettings, rest, name)
     if conditions.speeds and len(conditions.speeds) != conditions.learners:
         raise ConfigError(f"{name}: lab.speeds has {len(conditions.speeds)} entries for {conditions.learners} learners")
     if model and not settings.run.tokens:

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diloco_common.settings import TrainSettings
 from diloco_demo.gpt import GPT, Layer, norm, rotate
 from diloco_demo.muon import RMS_OF_ADAMW, orthogonal
 from diloco_demo.shapes import BYTES
 from diloco_demo.training import CLIP
+from diloco_lab.arms import LabTrain
 from diloco_worker.core.momentum import Companion, MomentumUse
 from diloco_worker.shell.companions import most_of
 
@@ -30,7 +30,7 @@ ADAMW_EPS = 1e-8
 
 
 class Stack:
-    def __init__(self, models: Sequence[GPT], train: TrainSettings) -> None:
+    def __init__(self, models: Sequence[GPT], train: LabTrain) -> None:
         """Turns the parameters of `models` into views of the stack. Call before anything else refers to them."""
         shape = models[0]
         self.theta = torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models])

@@ -11,7 +11,7 @@ from diloco_common.errors import DataError
 from diloco_common.settings import ModelSettings, TrainSettings
 from diloco_demo.checkpoint import load_checkpoint, save_checkpoint
 from diloco_demo.gpt import GPT, build_gpt
-from diloco_demo.training import make_optimizer
+from diloco_demo.training import Decays, make_optimizer
 
 MODEL = ModelSettings(layers=2, heads=2, width=32, context=8)
 TRAIN = TrainSettings(optimizer="muon", lr=1e-2, muon_lr=3e-2)
@@ -50,7 +50,7 @@ def test_fused_matrices_are_stepped_as_the_ones_that_they_fuse() -> None:
     optimizer = make_optimizer(model, TRAIN)
     parts = {(id(m), i): p.detach().clone() for m, n in model.hidden_matrices() for i, p in enumerate(m.chunk(n))}
     theirs = torch.optim.Muon(
-        parts.values(), lr=TRAIN.muon_lr, weight_decay=TRAIN.weight_decay, momentum=TRAIN.muon_momentum,
+        parts.values(), lr=TRAIN.muon_lr, weight_decay=Decays.weight_decay, momentum=Decays.muon_momentum,
         adjust_lr_fn="match_rms_adamw",
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)

@@ -11,7 +11,7 @@ from diloco_common.settings import ModelSettings, TrainSettings
 from diloco_demo.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
 from diloco_demo.data import TokenStream
 from diloco_demo.gpt import build_gpt
-from diloco_demo.training import CLIP, Saver, choose_device, make_optimizer, share_at, train
+from diloco_demo.training import CLIP, Decays, Saver, choose_device, make_optimizer, share_at, train
 from diloco_worker.progress_lr import WARMUP_FLOOR
 from diloco_worker.state import LearnerState
 
@@ -130,7 +130,7 @@ def test_vectors_do_not_decay_and_frozen_parameters_are_left_out():
         id(p): group["weight_decay"] for group in make_optimizer(model, TRAIN).param_groups for p in group["params"]
     }
     vectors = model[0].bias, model[1].weight, model[1].bias
-    assert decay == {id(model[0].weight): TRAIN.weight_decay} | {id(vector): 0.0 for vector in vectors}
+    assert decay == {id(model[0].weight): Decays.weight_decay} | {id(vector): 0.0 for vector in vectors}
 
 
 @pytest.mark.parametrize("name", ["tpu", "meta", "cuda:99", "xpu:99"])

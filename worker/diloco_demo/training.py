@@ -31,6 +31,18 @@ CLIP = 1.0
 """Norm to which gradients are clipped."""
 
 
+@dataclass(frozen=True)
+class Decays:
+    """What the inner optimizer forgets in a step. The built-in training keeps these; the lab may tune them."""
+
+    weight_decay: float = 0.1
+    """Of matrices, with either optimizer."""
+    beta1: float = 0.9
+    beta2: float = 0.99
+    """Of the running means of AdamW."""
+    muon_momentum: float = 0.95
+
+
 class Synchroniser(Protocol):
     """The loop's view of the rest of the run."""
 
@@ -170,7 +182,7 @@ def share_at(*, fraction: float, inner_step: int, budget: int, train: TrainSetti
     return rise * (share("linear", fraction, train.warmup, final=0.0) if budget else 1.0)
 
 
-def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: TrainSettings, decays: Decays = Decays()) -> torch.optim.Optimizer:
     """Muon for the matrices that the model calls hidden, if the settings say so, and fused AdamW for the rest.
 
     Vectors and scalars (gains, biases) do not decay. Each group's `lr_highest` is its full learning rate. Raises
@@ -185,15 +197,15 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Opt
     hidden = {id(matrix) for matrix, _ in matrices}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in hidden]
     groups = [
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": decays.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
     others = [{**group, "lr_highest": settings.lr} for group in groups if group["params"]]
-    betas = (settings.beta1, settings.beta2)
+    betas = (decays.beta1, decays.beta2)
     if not matrices:
         return torch.optim.AdamW(others, lr=settings.lr, betas=betas, fused=True)
     return MuonWithAdamW(
-        matrices, others, lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=settings.weight_decay,
+        matrices, others, lr=settings.muon_lr, momentum=decays.muon_momentum, weight_decay=decays.weight_decay,
         betas=betas,
     )  # fmt: skip
 
