@@ -305,7 +305,7 @@ class Trained(LockstepRun):
         sync = SyncSettings(fragments=cluster.fragments, sync_every=cluster.every, merge=cluster.merge)
         settings = Settings(
             run=RunSettings(seed=cluster.seed), sync=sync, guard=guard or GuardSettings(),
-            lease=LeaseSettings(lease_s=LONGEST, stalled_s=LONGEST),
+            lease=LeaseSettings(lease_s=LONGEST),
         )  # fmt: skip
         speeds = tuple(plan.speed for plan in cluster.plans)
         conditions = Conditions(learners=len(speeds), speeds=speeds, shards=1, noise=0.05)

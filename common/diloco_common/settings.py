@@ -30,6 +30,8 @@ class RunSettings(Section):
     """Digest of the model that shards insist on. Empty: the first learner that joins a new shard brings the model.
     `diloco-worker digest` prints the digest of the built-in model, `diloco_worker.digest_of(model)` returns that of
     yours, and a worker logs its model's digest when it starts. Averaged momentum counts as part of the model."""
+    site: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
+    """Where this process is. A worker takes versions from mirrors of its site, if there are any (docs/mirrors.md)."""
     history: Path | None = None
     """Folder in which every process records its history, as JSON lines; none: nothing is recorded."""
 
@@ -111,11 +113,10 @@ class GuardSettings(Section):
 
 class LeaseSettings(Section):
     lease_s: float = Field(default=6.0, gt=0)
-    """Seconds of silence after which a learner is evicted."""
+    """Seconds of silence after which a learner is evicted. One that sends heartbeats, but has ended no inner step for
+    five times as long, is stalled: no round waits for it."""
     heartbeat_s: float = Field(default=1.0, ge=0.01, le=3600)
     """Seconds between two messages, in both directions, if there is nothing else to send."""
-    stalled_s: float = Field(default=30.0, gt=0)
-    """Seconds without an inner step after which a learner is shown as stalled, although its heartbeats arrive."""
 
     @model_validator(mode="after")
     def _lease_outlasts_heartbeats(self) -> Self:
@@ -139,8 +140,6 @@ class ShardSettings(Section):
     """Address of a shard or a mirror: this process mirrors it, and accepts no contributions (docs/mirrors.md)."""
     standby_of: str = ""
     """Address of a shard: this process keeps its version files in `data_dir`, until `diloco promote`."""
-    site: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
-    """For a mirror: its site. Learners with this `worker.site` take versions from it. Empty: no learner does."""
     known_as: str = ""
     """For a mirror: the host:port that learners of its site dial. Empty: the address on which it listens."""
     http: str = "127.0.0.1:0"
@@ -186,8 +185,6 @@ class WorkerSettings(Section):
     """Addresses of all shards, host:port, in any order. `@FILE` is the address file of a shard that may move."""
     learner_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
     """Unique in the run; empty: the checkpoint's, or one made from host name, process id and a random part."""
-    site: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
-    """Where it is: it takes versions from the shards' mirrors of this site, if there are any (docs/mirrors.md)."""
     http: str = "127.0.0.1:0"
     """Address of /metrics, /healthz, /readyz and /status."""
     hung_s: float = Field(default=1800.0, ge=0)
@@ -274,9 +271,6 @@ class ClusterSettings(Section):
     workers: int = Field(default=3, ge=1, le=256)
     folder: Path = Path("runs/local")
     """Folder for versions, logs, addresses, the report and the exported model."""
-    hung_s: float = Field(default=60.0, ge=0)
-    """`diloco up` kills a shard or worker that has not answered for this many seconds, or that reports that it hangs
-    (`worker.hung_s`); 0: never."""
     worker_gpus: float = Field(default=0.0, ge=0)
     """GPUs that each worker requests from Ray; a worker sees only those that it got."""
     page: str = "127.0.0.1:7171"

@@ -25,7 +25,7 @@ def serve(
     count: Annotated[str | None, setting("shard.count", "S", "how many shards the run has")] = None,
     mirror_of: Annotated[str | None, setting("shard.mirror_of", "HOST:PORT", "be a mirror of this shard")] = None,
     standby_of: Annotated[str | None, setting("shard.standby_of", "HOST:PORT", "be a standby of this shard")] = None,
-    site: Annotated[str | None, setting("shard.site", "NAME", "site of a mirror")] = None,
+    site: Annotated[str | None, setting("run.site", "NAME", "site of a mirror")] = None,
     data_dir: Annotated[str | None, setting("shard.data_dir", "FOLDER", "its versions")] = None,
     tls: Annotated[str | None, setting("security.tls", "FOLDER", "its certificate, by `diloco certs issue`")] = None,
     insecure: Annotated[Flag, Parameter(help="plaintext on any address (security.insecure)")] = False,
@@ -36,7 +36,7 @@ def serve(
     """Run one shard of the parameter server, until SIGTERM or Ctrl-C."""
     flags = {
         "shard.listen": listen, "shard.http": http, "shard.index": index, "shard.count": count, "security.tls": tls,
-        "shard.mirror_of": mirror_of, "shard.standby_of": standby_of, "shard.site": site, "shard.data_dir": data_dir,
+        "shard.mirror_of": mirror_of, "shard.standby_of": standby_of, "run.site": site, "shard.data_dir": data_dir,
         "security.insecure": insecure or None,
     }  # fmt: skip
     settings = settings_from(options, flags)

@@ -70,7 +70,7 @@ class PlannedWorld:
         lease = settings.lease
         if self.stride * step_s > lease.heartbeat_s or until / lease.heartbeat_s * len(learners) > CONTRIBUTIONS_MAX:
             beat = max(lease.heartbeat_s, 10.0, self.stride * step_s)
-            lease = LeaseSettings(lease_s=3 * beat, heartbeat_s=beat, stalled_s=max(lease.stalled_s, 3 * beat))
+            lease = LeaseSettings(lease_s=3 * beat, heartbeat_s=beat)
         run = RunSettings(tokens=budget_tokens)
         most = max(settings.shard.max_learners, 2 * len(learners))
         self.settings = settings.model_copy(update={

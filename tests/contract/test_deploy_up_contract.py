@@ -34,6 +34,7 @@ PROGRAMS = Programs("fake_server", "fake_worker")
 COMMAND = """
 import sys
 from pathlib import Path
+import diloco_deploy.run.supervisor
 import diloco_deploy.run.up
 from diloco_common.command import run_command
 from diloco_common.settings_loader import load
@@ -41,7 +42,8 @@ from diloco_deploy.run.folder import Outputs
 from diloco_deploy.run.children import Programs
 from diloco_deploy.run.up import bring_up
 diloco_deploy.run.up._DRAIN_S = float(sys.argv[1])
-settings = load(None, {}, sys.argv[2:]).settings
+diloco_deploy.run.supervisor.SILENT_S = float(sys.argv[2])
+settings = load(None, {}, sys.argv[3:]).settings
 programs = Programs("fake_server", "fake_worker")
 sys.exit(run_command(lambda: bring_up(settings, Outputs(), programs), name="diloco"))
 """
@@ -58,12 +60,14 @@ def settings_for(folder: Path, *overrides: str) -> Settings:
 
 
 class Command:
-    def __init__(self, folder: Path, worker: str, *overrides: str, drain_s: float = 20.0) -> None:
+    def __init__(
+        self, folder: Path, worker: str, *overrides: str, drain_s: float = 20.0, silent_s: float = 60.0
+    ) -> None:
         """`worker`: what stand-ins for workers do."""
         self.folder = folder
         cluster = [f"cluster.folder={folder}", "cluster.shards=2", "cluster.workers=2"]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, str(drain_s), *cluster, *overrides],
+            [sys.executable, "-c", COMMAND, str(drain_s), str(silent_s), *cluster, *overrides],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -90,8 +94,8 @@ class Command:
 def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     started: list[Command] = []
 
-    def start(worker: str, *overrides: str, drain_s: float = 20.0) -> Command:
-        started.append(Command(tmp_path / "run", worker, *overrides, drain_s=drain_s))
+    def start(worker: str, *overrides: str, **limits: float) -> Command:
+        started.append(Command(tmp_path / "run", worker, *overrides, **limits))
         return started[-1]
 
     yield start
@@ -131,7 +135,7 @@ def test_a_run_ends_with_a_report_a_model_and_no_process(tmp_path, capsys, new_p
 
 
 def test_a_worker_that_hangs_is_killed_and_started_again(command: Callable[..., Command]) -> None:
-    up = command("waits", "cluster.hung_s=1").trains()
+    up = command("waits", silent_s=1.0).trains()
     found = read_address(up.folder / "run" / "worker-0.json")
     assert found is not None
     os.kill(found.pid, signal.SIGSTOP)

@@ -21,7 +21,7 @@ VERSIONS = 12
 
 
 def mirror_of(shard: InProcessShard, **more: Any) -> Any:
-    return settings_with(shard={"mirror_of": shard.address, "site": SITE, **more})
+    return settings_with(run={"site": SITE}, shard={"mirror_of": shard.address, **more})
 
 
 def is_level(mirror: InProcessShard, shard: InProcessShard) -> bool:

@@ -34,7 +34,7 @@ from diloco_deploy.trust.authority import open_authority
 from processes import DEADLINE_S, TINY, Process, Script, run_module, sets, until
 
 DISK_BYTES = 8 * 2**20
-SETTINGS = {"sync.quorum": 2, "lease.lease_s": 4, "lease.stalled_s": 2, "run.tokens": 0}
+SETTINGS = {"sync.quorum": 2, "lease.lease_s": 2, "lease.heartbeat_s": 0.5, "run.tokens": 0}
 
 Found = set[tuple[str, str]]
 """Code and member."""

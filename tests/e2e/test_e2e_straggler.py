@@ -16,7 +16,7 @@ HANGING_STEP_S = 600.0
 @pytest.mark.gate
 def test_rounds_do_not_wait_for_the_slow_and_its_tokens_still_arrive(tmp_path: Path) -> None:
     settings = {
-        "sync.quorum": 1, "sync.grace": 0.05, "sync.staleness_max": 1000, "lease.stalled_s": 1, "lease.lease_s": 30,
+        "sync.quorum": 1, "sync.grace": 0.05, "sync.staleness_max": 1000, "lease.lease_s": 4,
     }  # fmt: skip
     with LocalCluster(tmp_path / "run", settings) as cluster:
         for name, step_s in (("slow", SLOW_STEP_S), ("hanging", HANGING_STEP_S)):

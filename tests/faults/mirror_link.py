@@ -60,7 +60,7 @@ def measure(
                 processes.append(shard)
             for i, shard in enumerate(shards if mirrored else []):
                 file = folder / f"mirror-{i}.json"
-                more = {"shard.mirror_of": shard.endpoints.grpc, "shard.site": "site", "security.insecure": True}
+                more = {"shard.mirror_of": shard.endpoints.grpc, "run.site": "site", "security.insecure": True}
                 more |= {"shard.listen": f"{namespace.far}:0", "shard.http": f"{namespace.far}:0"}
                 command = ["nsenter", f"--net=/run/netns/{namespace.name}", sys.executable, "-m", "diloco_server"]
                 with (folder / f"mirror-{i}.log").open("w") as log:

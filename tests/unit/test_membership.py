@@ -13,7 +13,7 @@ from diloco_server.core.membership import ALIKE, LeaseState, Likeness, Member, M
 
 
 def make_membership(max_learners: int = 8, **lease: float) -> Membership:
-    defaults = {"lease_s": 6.0, "heartbeat_s": 1.0, "stalled_s": 30.0}
+    defaults = {"lease_s": 6.0, "heartbeat_s": 1.0}
     return Membership(make_settings(lease=defaults | lease).lease, max_learners)
 
 

@@ -47,7 +47,7 @@ class Crowd(Rig):
     """A shard, and whoever reports to it."""
 
     def __init__(self, sync: dict[str, Any] | None = None, **sections: Any) -> None:
-        lease = {"lease_s": 1000.0, "stalled_s": 1000.0}
+        lease = {"lease_s": 1000.0}
         super().__init__(sync={"quorum": 1} | (sync or {}), lease=lease, **sections)
         self.actors: dict[str, Actor] = {}
         self.answers: list[tuple[str, PushAnswer]] = []

@@ -132,7 +132,7 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # from here on, the learner leaves its shards properly
     learner = join(
-        worker.shards, model, run=run.id, learner_id=worker.learner_id, site=worker.site,
+        worker.shards, model, run=run.id, learner_id=worker.learner_id, site=run.site,
         tls=security.tls, token=security.token_file,
         companions=optimizer if settings.train.average_momentum else None, optimizer=optimizer,
         state=None if saved is None else saved.learner, http=worker.http,

@@ -57,7 +57,7 @@ class Watch:
         if name in self.cluster.members:
             self.cluster.begins_anew(name)
         self.cluster.expect(name, role)
-        self.cluster.members[name].again = "`diloco up` starts it again once it has ended, or hangs (cluster.hung_s)"
+        self.cluster.members[name].again = "`diloco up` starts it again once it has ended, or hangs"
 
     def process(self, name: str, state: str) -> None:
         """The state of a member's process changed. One that left is not expected, but its work counts."""

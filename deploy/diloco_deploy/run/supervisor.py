@@ -303,6 +303,8 @@ class Interrupts:
         self._wake.clear()
 
 
+SILENT_S = 60.0
+"""A process that has not answered for this long hangs."""
 LOOKS_WITHIN_S = 5.0
 """A longer pause between looks does not count."""
 
@@ -313,9 +315,7 @@ class Hanging:
     Only time in which we looked counts: if this process was stopped, or the machine slept, no process hangs.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        """`limit_s`: seconds of silence after which a process hangs; 0: never."""
-        self._limit_s = limit_s
+    def __init__(self) -> None:
         self._heard_at: dict[str, float] = {}
         self._hung: set[str] = set()
         self._looked_at: float | None = None
@@ -336,9 +336,9 @@ class Hanging:
         for name, at in self._heard_at.items():
             if name in self._hung:
                 found[name] = "its training thread makes no progress (worker.hung_s)"
-            elif self._limit_s and now - at > self._limit_s:
-                found[name] = f"it has not answered for {now - at:.0f} s (cluster.hung_s)"
+            elif now - at > SILENT_S:
+                found[name] = f"it has not answered for {now - at:.0f} s"
         for name in found:
             del self._heard_at[name]
         self._hung.clear()
-        return found if self._limit_s else {}
+        return found

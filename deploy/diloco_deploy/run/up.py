@@ -108,7 +108,7 @@ class LocalRun:
         self._leaving: dict[str, float] = {}  # workers told to leave -> when they are killed
         self._lost: set[str] = set()
         self._http: dict[str, str] = {}  # name -> address of /status
-        self._hanging = Hanging(settings.cluster.hung_s)
+        self._hanging = Hanging()
         self._next_sample = 0.0
         self._has_loss = False
         self._report: Report = {}  # filled when training is over

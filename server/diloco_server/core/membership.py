@@ -20,6 +20,8 @@ from diloco_common.settings import LeaseSettings
 from diloco_common.wire.messages import Progress
 from diloco_server.core.arrivals import Arrivals, Reports
 
+STALLED_LEASES = 5
+"""A learner whose heartbeats arrive is stalled if it has ended no inner step for this many leases."""
 IDLE_ROUNDS = 16
 """A learner is idle, and no longer decides when rounds open, after this many rounds in a row that closed without it."""
 NUMBER_S = 600.0
@@ -302,9 +304,9 @@ class Membership:
         if now < self._expires_at:
             return []
         gone: list[Member] = []
-        lease_s, stalled_s = self._settings.lease_s, self._settings.stalled_s
-        # Learners that join or report from now on have at least this long; the loop below handles the others.
-        self._expires_at = now + min(lease_s, stalled_s)
+        lease_s = self._settings.lease_s
+        stalled_s = STALLED_LEASES * lease_s
+        self._expires_at = now + lease_s  # for learners that join or report from now on; the loop handles the others
         for member in self.live():
             silent_s, idle_s = now - member.last_heard, now - member.last_step_at
             if silent_s > lease_s:

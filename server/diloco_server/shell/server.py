@@ -81,7 +81,7 @@ class ShardServer:
         self.http_address = ""
         shard, is_mirror = settings.shard, settings.shard.role == "mirror"
         world, metrics = real_world(), ShardMetrics()
-        name = f"mirror-{shard.site or shard.index}" if is_mirror else f"shard-{shard.index}"
+        name = f"mirror-{settings.run.site or shard.index}" if is_mirror else f"shard-{shard.index}"
         audit = settings.security.audit
         self._audit = None if audit is None else AuditLog(audit, name, time.time)
         self._access = AccessFiles(settings, time.time, Log(name), self._audit)
@@ -150,7 +150,9 @@ class ShardServer:
         if self._mirror is not None:
             shard = self.settings.shard
             self._tasks.append(
-                asyncio.create_task(self._mirror.run(shard.site, shard.known_as or self.grpc_address), name="mirroring")
+                asyncio.create_task(
+                    self._mirror.run(self.settings.run.site, shard.known_as or self.grpc_address), name="mirroring"
+                )
             )
         self._health.set(health_pb2.HealthCheckResponse.SERVING)
         if isinstance(why := native.find(), str):

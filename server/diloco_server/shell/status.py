@@ -101,7 +101,7 @@ def following(follower: Follower, settings: Settings) -> dict[str, Any]:
     """The connection of a mirror or a standby to its shard."""
     behind = follower.behind
     return {
-        "of": settings.shard.mirror_of or settings.shard.standby_of, "site": settings.shard.site,
+        "of": settings.shard.mirror_of or settings.shard.standby_of, "site": settings.run.site,
         "connected": follower.is_up, "behind_versions": behind.versions, "behind_s": round(behind.seconds, 3),
         "skipped": follower.skipped,
     }  # fmt: skip
