@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diloco_common.settings import Settings
 from diloco_demo.data import STDLIB, TokenStream
 from diloco_demo.gpt import GPT, build_gpt
-from diloco_lab.arms import LabSettings
 from diloco_lab.tasks import BuiltIn, corpus_of, inner_step
 
 STEPS, BATCH, RATE = 4000, 32, 6e-3
@@ -30,11 +30,11 @@ RANK, SCALE = 4, 2.0
 """Of the adapter: W x + SCALE B A x."""
 
 
-def full(settings: LabSettings, non_iid: float) -> BuiltIn:
+def full(settings: Settings, non_iid: float) -> BuiltIn:
     return Continued(settings, non_iid)
 
 
-def adapter(settings: LabSettings, non_iid: float) -> BuiltIn:
+def adapter(settings: Settings, non_iid: float) -> BuiltIn:
     return Adapted(settings, non_iid)
 
 
@@ -75,7 +75,7 @@ class LowRank(nn.Module):
         return y
 
 
-def _trained(settings: LabSettings) -> Path:
+def _trained(settings: Settings) -> Path:
     """The values of the model that has learnt Python."""
     shape = settings.model.model_dump_json()
     name = hashlib.sha256(f"{shape} {STEPS} {BATCH} {RATE}".encode()).hexdigest()[:12]

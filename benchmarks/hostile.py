@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.settings import Settings
 from diloco_common.wire.messages import PushHeader
-from diloco_lab.arms import LabSettings, load_arm
+from diloco_lab.arms import load_arm
 from diloco_lab.lockstep import TICK, LearnerRig, LockstepRun, ShardRig
 from diloco_lab.tasks import EVALUATION_TOKENS, BuiltIn, Stream
 from diloco_server.core.ledger import Fact, LearnerLeftOut
@@ -180,7 +181,7 @@ def _values(payload: Payload) -> Tensor:
 class Reader(BuiltIn):
     """The task, with another text for the last learner."""
 
-    def __init__(self, settings: LabSettings, what: str) -> None:
+    def __init__(self, settings: Settings, what: str) -> None:
         super().__init__(settings)
         self._reads = READS[what]
 

@@ -86,9 +86,12 @@ class LabTrain(TrainSettings):
     beta2: float = Field(default=Decays.beta2, ge=0, lt=1)
     muon_momentum: float = Field(default=Decays.muon_momentum, ge=0, lt=1)
 
-    @property
-    def decays(self) -> Decays:
-        return Decays(self.weight_decay, self.beta1, self.beta2, self.muon_momentum)
+
+def decays_of(train: TrainSettings) -> Decays:
+    """Those of the lab, or else the constants."""
+    if not isinstance(train, LabTrain):
+        return Decays()
+    return Decays(train.weight_decay, train.beta1, train.beta2, train.muon_momentum)
 
 
 class LabSettings(Settings):

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diloco_common.settings import TrainSettings
 from diloco_demo.gpt import GPT, Layer, norm, rotate
 from diloco_demo.muon import RMS_OF_ADAMW, orthogonal
 from diloco_demo.shapes import BYTES
 from diloco_demo.training import CLIP
-from diloco_lab.arms import LabTrain
+from diloco_lab.arms import decays_of
 from diloco_worker.core.momentum import Companion, MomentumUse
 from diloco_worker.shell.companions import most_of
 
@@ -30,14 +31,14 @@ ADAMW_EPS = 1e-8
 
 
 class Stack:
-    def __init__(self, models: Sequence[GPT], train: LabTrain) -> None:
+    def __init__(self, models: Sequence[GPT], train: TrainSettings) -> None:
         """Turns the parameters of `models` into views of the stack. Call before anything else refers to them."""
         shape = models[0]
         self.theta = torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models])
         self.momentum, self._second = torch.zeros_like(self.theta), torch.zeros_like(self.theta)
         """Second moments are zero for parameters trained by Muon."""
         self._steps = torch.zeros(len(models), device=self.theta.device)
-        self._train, self._rotary = train, shape.get_buffer("rotary")
+        self._train, self._decays, self._rotary = train, decays_of(train), shape.get_buffer("rotary")
         self._layers = [layer for layer in shape.layers if isinstance(layer, Layer)]
         names = {id(p): name for name, p in shape.named_parameters()}
         matrices = shape.hidden_matrices() if train.optimizer == "muon" else []
@@ -59,13 +60,13 @@ class Stack:
 
     def companions(self, row: int) -> dict[str, Companion]:
         """The first moments of one row's optimizer, by parameter name: views into the stack."""
-        train, found = self._train, {}
+        decays, found = self._decays, {}
         for name in self._at:
             values = self._view(self.momentum, name)[row]
             if name in self._parts:
-                found[name] = Companion("Muon", values, pace=partial(_the, MomentumUse(train.muon_momentum)))
+                found[name] = Companion("Muon", values, pace=partial(_the, MomentumUse(decays.muon_momentum)))
             else:
-                pace = MomentumUse(train.beta1, most_of(train.beta1, train.beta2))
+                pace = MomentumUse(decays.beta1, most_of(decays.beta1, decays.beta2))
                 found[name] = Companion("Adam", values, self._view(self._second, name)[row], partial(_the, pace))
         return found
 
@@ -118,13 +119,13 @@ class Stack:
 
     def _muon(self, values: Tensor, gradient: Tensor, momentum: Tensor, shares: Tensor) -> None:
         """Same as `diloco_demo.muon`."""
-        mu, rate = self._train.muon_momentum, self._train.muon_lr * shares
+        mu, rate = self._decays.muon_momentum, self._train.muon_lr * shares
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for name, parts in self._parts.items():
             theta, g, m = (self._view(flat, name) for flat in (values, gradient, momentum))
             m.lerp_(g, 1 - mu)
             update = g.lerp(m, mu)
-            theta.mul_(1 - rate * self._train.weight_decay)
+            theta.mul_(1 - rate * self._decays.weight_decay)
             for part, of in zip(theta.chunk(parts, 1), update.chunk(parts, 1), strict=True):
                 by_shape[part.shape[1:]].append((part, of))
         for (height, width), pairs in by_shape.items():
@@ -136,15 +137,15 @@ class Stack:
         self, rows: Tensor | None, values: Tensor, gradient: Tensor, momentum: Tensor, shares: Tensor, steps: Tensor
     ) -> None:  # fmt: skip
         """Same as torch.optim.AdamW."""
-        train = self._train
-        rate = train.lr * shares / (1 - train.beta1**steps)
-        root = (1 - train.beta2**steps).sqrt()
+        train, decays = self._train, self._decays
+        rate = train.lr * shares / (1 - decays.beta1**steps)
+        root = (1 - decays.beta2**steps).sqrt()
         seconds = self._second if rows is None else self._second[rows]
         for name in self._at.keys() - self._parts.keys():
             theta, g, m, second = (self._view(flat, name) for flat in (values, gradient, momentum, seconds))
-            theta.mul_(1 - train.lr * train.weight_decay * shares)
-            m.lerp_(g, 1 - train.beta1)
-            second.mul_(train.beta2).add_((1 - train.beta2) * g.square())
+            theta.mul_(1 - train.lr * decays.weight_decay * shares)
+            m.lerp_(g, 1 - decays.beta1)
+            second.mul_(decays.beta2).add_((1 - decays.beta2) * g.square())
             theta.sub_(rate * m / (second.sqrt() / root + ADAMW_EPS))
         if rows is not None:
             self._second[rows] = seconds

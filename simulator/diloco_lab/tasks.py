@@ -15,7 +15,7 @@ from diloco_common.settings import Settings
 from diloco_demo import training
 from diloco_demo.data import Corpus, TokenStream, load_corpus
 from diloco_demo.gpt import GPT, build_gpt, evaluate
-from diloco_lab.arms import LabSettings
+from diloco_lab.arms import decays_of
 from diloco_lab.stacked import Stack
 from diloco_worker.core.momentum import Companion
 from diloco_worker.core.shared_set import SharedSet
@@ -61,14 +61,14 @@ class Stackable(Protocol):
         """Turns the models into views of the stack. None: step them one by one."""
 
 
-Build = Callable[[LabSettings, float], Task]
+Build = Callable[[Settings, float], Task]
 """Makes a task. The number says how much learners' data differ. 0: all draw from all data; 1: each from its part."""
 
 
 class BuiltIn:
     """The built-in GPT over bytes."""
 
-    def __init__(self, settings: LabSettings, non_iid: float = 0.0, corpus: Corpus | None = None) -> None:
+    def __init__(self, settings: Settings, non_iid: float = 0.0, corpus: Corpus | None = None) -> None:
         self.settings, self._non_iid = settings, non_iid
         self.tokens_per_batch = settings.train.batch * settings.model.context
         self._corpus = corpus or corpus_of(settings)
@@ -84,7 +84,7 @@ class BuiltIn:
         return Stack(gpts, train)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return training.make_optimizer(model, self.settings.train, self.settings.train.decays)
+        return training.make_optimizer(model, self.settings.train, decays_of(self.settings.train))
 
     def stream(self, learner: int, learners: int) -> Stream:
         settings = self.settings

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco_common.settings import ModelSettings, RunSettings
+from diloco_common.settings import ModelSettings, RunSettings, Settings, TrainSettings
 from diloco_demo.data import Corpus
 from diloco_demo.gpt import GPT
 from diloco_demo.training import CLIP
-from diloco_lab.arms import LabSettings, LabTrain
 from diloco_lab.tasks import BuiltIn, inner_step
 
 TEXT = (torch.arange(4096) ** 2 % 251).to(torch.uint8)
@@ -24,8 +23,8 @@ class Alone(BuiltIn):
 def task(
     kind: type[BuiltIn], optimizer: str, tokens: int = 1000, model: ModelSettings = MODEL, batch: int = 2
 ) -> BuiltIn:
-    train = LabTrain(batch=batch, optimizer=optimizer, lr=0.01, muon_lr=0.01)
-    settings = LabSettings(model=model, train=train, run=RunSettings(tokens=tokens))
+    train = TrainSettings(batch=batch, optimizer=optimizer, lr=0.01, muon_lr=0.01)
+    settings = Settings(model=model, train=train, run=RunSettings(tokens=tokens))
     return kind(settings, corpus=Corpus(TEXT, TEXT, 1))
 
 
