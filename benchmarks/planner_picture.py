@@ -17,7 +17,7 @@ import numpy as np
 
 from diloco_planner.chips import YEAR_S, Island
 from diloco_planner.plans import LearnerPlan
-from diloco_planner.report import WAYS
+from diloco_planner.simulate_command import WAYS
 from diloco_planner.ways import Sent, decoupled, one_island, synchronous
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

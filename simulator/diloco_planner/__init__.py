@@ -1,14 +1,14 @@
 """The planner: one model of links, memory, failures and costs, for `diloco plan` and `diloco simulate`.
 
-plans.py       the question: learners with their links, and shards; and the outcome of a run
-described.py   a run as described by a file: sites, machines, failures, prices
-chips.py       chips that fail: when an island computes, and with how many of its chips
-money.py       the cost of a run
-choice.py      the settings that suit a link and a number of learners; sizes.py: what a learner needs for them
-proposed.py    ways to train that fit the sites, with their results; weigh.py picks the best, and says why
-ways.py        four ways to train, compared on the same failures
-world.py       production cores in virtual time: steps, links, merges; weightless.py: their tensors hold no values
-published.py   published figures, and what the planner predicts from the same inputs
+plans.py      the question: learners with their links, and shards; and the outcome of a run
+described.py  a run as described by a file: sites, machines, failures, prices; sections.py: the file's format
+chips.py      chips that fail: when an island computes, and with how many of its chips
+choice.py     the settings that suit a link and a number of learners; sizes.py: what a learner needs for them
+proposed.py   ways to train that fit the sites, with their results; weigh.py picks the best, and says why
+ways.py       four ways to train, compared on the same failures
+world.py      production cores in virtual time: steps, links, merges; weightless.py: their tensors hold no values
+published.py  published figures, and what the planner predicts from the same inputs
 
-`plan` uses closed formulas (`diloco_common/formulas.py`) and loads no core; `simulate` runs the cores.
+`plan` (plan_command.py, table.py) uses closed formulas (`diloco_common/formulas.py`) and loads no core; `simulate`
+(simulate_command.py) runs the cores.
 """

@@ -16,9 +16,8 @@ from typing import Any
 
 from diloco_common.errors import ConfigError, did_you_mean, shown
 from diloco_planner.chips import PRESETS, Failures, Island
-from diloco_planner.plans import LearnerPlan, Link, ShardPlan
-from diloco_planner.sections import FAILING, LEARNERS_MAX, SECTIONS
-from diloco_planner.toml_lines import Keys, line_of
+from diloco_planner.plans import LearnerPlan, Link, RunOutcome, ShardPlan
+from diloco_planner.sections import FAILING, LEARNERS_MAX, SECTIONS, Keys, line_of
 
 FLAGS = {
     "--learners": "learners", "--chips": "chips", "--step-time": "step_time", "--tokens-per-step": "tokens_per_step",
@@ -105,6 +104,33 @@ class Described:
             is_home=site.name == self.shards_at,
         )  # fmt: skip
 
+    def chips_hour(self, plan: LearnerPlan) -> float:
+        """Cost per hour of one learner's chips, with its spares."""
+        site, island = self.site_of(plan.name), plan.island
+        each = island.chips / island.slices
+        return 0.0 if site is None else (island.chips + island.spares * each) * site.price_chip_hour
+
+    def per_gb(self, plan: LearnerPlan) -> tuple[float, float]:
+        """The cost per GB of a learner's contributions and versions. Traffic within the site of the shards is free.
+        Versions that come to a mirror are paid for once, shared among all learners of its site."""
+        site, home = self.site_of(plan.name), self.home
+        if site is None or home is None or site is home:
+            return 0.0, 0.0
+        pulls = site.learners if site.mirror else 1
+        return site.price_egress_gb + home.price_ingress_gb, (home.price_egress_gb + site.price_ingress_gb) / pulls
+
+    def bill(self, learners: Sequence[LearnerPlan], outcome: RunOutcome) -> Bill | None:
+        """None if the file has no prices."""
+        if not self.date:
+            return None
+        chips = egress = 0.0
+        for plan, one in zip(learners, outcome.learners, strict=True):
+            up, down = self.per_gb(plan)
+            chips += self.chips_hour(plan) * plan.there_s(3600 * outcome.hours) / 3600
+            egress += one["sent_gb"] * up + one["taken_gb"] * down
+        shards = self.price_shard_hour * (self.shards.count or 1) * outcome.hours
+        return Bill(outcome.hours, chips, shards, egress, self.currency, self.date)
+
     @property
     def home(self) -> Site | None:
         """The site of the shards, which pays for their egress."""
@@ -116,6 +142,29 @@ class Described:
     @cached_property
     def _by_name(self) -> dict[str, Site]:
         return {site.name: site for site in self.sites}
+
+
+@dataclass(frozen=True)
+class Bill:
+    """The cost of this many hours. Every price is the user's, with its date."""
+
+    hours: float
+    chips: float
+    shards: float
+    egress: float
+    """Cost of contributions that leave the learners' sites, and of versions that leave the shards' site."""
+    currency: str
+    date: str
+
+    @property
+    def total(self) -> float:
+        return self.chips + self.shards + self.egress
+
+    def __str__(self) -> str:
+        return (
+            f"{f'{self.total:,.0f} {self.currency}'.strip()}: chips {self.chips:,.0f}, egress {self.egress:,.0f}, "
+            f"shards {self.shards:,.0f} (prices of {self.date})"
+        )
 
 
 def read(path: Path) -> Described:

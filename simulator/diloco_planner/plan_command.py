@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,9 +19,13 @@ from diloco_common.errors import ConfigError
 from diloco_common.formulas import BITS, LINK_SHARE
 from diloco_common.options import Json, number, refuse_idle
 from diloco_common.wire.bounds import FRAGMENTS_MAX
+from diloco_planner.chips import Island
 from diloco_planner.choice import INSIDE, Choice, Encodings, PlannedRun, choose, link_words
-from diloco_planner.plans import Link
+from diloco_planner.described import Described, read
+from diloco_planner.plans import LEARNERS, LearnerPlan, Link, refuse_restless
+from diloco_planner.proposed import PlannedTask
 from diloco_planner.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
+from diloco_planner.weigh import Weighed, weigh
 
 
 def parameters_of(name: str) -> int:
@@ -56,36 +61,150 @@ _SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250
 _DAYS = number(float, 5e-324, 1e6, "days, above 0 and up to 1,000,000")
 _BUDGET = number(quantities.count, 0, 1e15, "money, such as 200k, in the currency of the file")
 _DELAY = number(quantities.seconds, 0.0, 60.0, "a time, such as 80ms")
-Params = Annotated[int | None, Parameter(converter=_PARAMS, metavar="125M", help="parameters of the model")]
-Model = Annotated[
-    str | None, Parameter(metavar="PKG:BUILD", help="function that makes the model; it gets no memory")
-]  # fmt: skip
-LEARNERS, UP, ROUND_TRIP_S, STEP_S = 8, 1e8, 0.08, 1.0
-CHIPS, TOKENS, TOKENS_PER_STEP = 64, 10**12, 10**6
-"""Values without a flag or a file."""
-Up = Annotated[
-    float | None,
-    Parameter(
-        converter=_RATE, metavar="100Mbit", help="of a learner's link, towards the shards", show_default="100Mbit"
-    ),
-]
-Down = Annotated[
-    float | None,
-    Parameter(converter=_RATE, metavar="100Mbit", help="of a learner's link, from the shards", show_default="as --up"),
-]
-Delay = Annotated[float | None, Parameter(converter=_DELAY, metavar="80ms", help="there and back", show_default="80ms")]
-Step = Annotated[float | None, Parameter(converter=_SECONDS, metavar="1s", help="of one inner step", show_default="1s")]
-Fragments = Annotated[
-    int | None, Parameter(converter=_FRAGMENTS, metavar="P", help="fragments", show_default="chosen")
-]  # fmt: skip
-Companions = Annotated[
-    int | None,
-    Parameter(
-        converter=_WHOLE, metavar="N", help="momentum is averaged too, N times as rarely (sync.companions_every)",
-        show_default="it is not",
-    ),
-]  # fmt: skip
-Outer = Annotated[Literal["nesterov", "sgd", "adam"], Parameter(help="the outer optimizer")]
+_CHOSEN = "chosen"
+USUAL = Link(1e8, 1e8, 0.08)
+CHIPS, TOKENS = 64, 10**12
+"""Without a flag or a file."""
+
+
+def _given(options: object) -> dict[str, object]:
+    """Flag -> its value, of a group of options."""
+    return {"--" + name.replace("_", "-"): value for name, value in vars(options).items()}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SizeOptions:
+    """The model, by its size or as code."""
+
+    params: Annotated[int | None, Parameter(converter=_PARAMS, metavar="125M", help="parameters of the model")] = None
+    model: Annotated[
+        str | None, Parameter(metavar="PKG:BUILD", help="function that makes the model; it gets no memory")
+    ] = None
+
+    @property
+    def count(self) -> int:
+        """Parameters. Raises ConfigError."""
+        if self.params is not None and self.model is None:
+            return self.params
+        if self.params is None and self.model is not None:
+            return parameters_of(self.model)
+        raise ConfigError("give --params or --model, one of them: diloco plan --params 125M")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class LearnersOptions:
+    """The learners, and the link of each to the shards."""
+
+    learners: Annotated[
+        int | None, Parameter(converter=_WHOLE, metavar="L", help="learners of the run", show_default=str(LEARNERS))
+    ] = None
+    up: Annotated[
+        float | None,
+        Parameter(
+            converter=_RATE, metavar="100Mbit", help="of a learner's link, towards the shards", show_default="100Mbit"
+        ),
+    ] = None
+    down: Annotated[
+        float | None,
+        Parameter(
+            converter=_RATE, metavar="100Mbit", help="of a learner's link, from the shards", show_default="as --up"
+        ),
+    ] = None
+    round_trip: Annotated[
+        float | None, Parameter(converter=_DELAY, metavar="80ms", help="there and back", show_default="80ms")
+    ] = None
+    step_time: Annotated[
+        float | None, Parameter(converter=_SECONDS, metavar="1s", help="of one inner step", show_default="1s")
+    ] = None
+
+    @property
+    def link(self) -> Link:
+        up = self.up or USUAL.up
+        return Link(up, self.down or up, USUAL.round_trip_s if self.round_trip is None else self.round_trip)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ShardsOptions:
+    """The cut of the model, and the machines that hold it."""
+
+    fragments: Annotated[
+        int | None, Parameter(converter=_FRAGMENTS, metavar="P", help="fragments", show_default=_CHOSEN)
+    ] = None
+    shards: Annotated[int | None, Parameter(converter=_WHOLE, metavar="S", help="shards", show_default=_CHOSEN)] = None
+    outer: Annotated[Literal["nesterov", "sgd", "adam"], Parameter(help="the outer optimizer")] = "nesterov"
+    shard_link: Annotated[
+        float | None, Parameter(converter=_RATE, metavar="10Gbit", help="link of a shard's machine, each way")
+    ] = None
+    disk: Annotated[
+        float | None, Parameter(converter=_DISK, metavar="300MB", help="what a shard's disk writes in a second")
+    ] = None
+    companions_every: Annotated[
+        int | None,
+        Parameter(
+            converter=_WHOLE, metavar="N", help="momentum is averaged too, N times as rarely (sync.companions_every)",
+            show_default="it is not",
+        ),
+    ] = None  # fmt: skip
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SitesOptions:
+    """The machines of a file, and what they are to train."""
+
+    sites: Annotated[
+        Path | None,
+        Parameter(metavar="FILE.toml", help="machines, failures and prices: weigh ways to train (docs/planner.md)"),
+    ] = None
+    chips: Annotated[
+        int | None, Parameter(converter=_CHIPS, metavar="N", help="of all learners; with --sites", show_default="64")
+    ] = None
+    tokens: Annotated[
+        int | None, Parameter(converter=_TOKENS, metavar="1T", help="to train; with --sites", show_default="1T")
+    ] = None
+    tokens_per_step: Annotated[
+        int | None, Parameter(converter=_PARAMS, metavar="1M", help="of one learner; with --sites", show_default="1M")
+    ] = None
+    days: Annotated[float | None, Parameter(converter=_DAYS, metavar="DAYS", help="by when; with --sites")] = None
+    budget: Annotated[
+        float | None,
+        Parameter(converter=_BUDGET, metavar="200k", help="to spend at most; with --sites that has prices"),
+    ] = None
+
+    def described(self, others: dict[str, object]) -> Described | None:
+        """The machines of the file. None: there is no file. Raises ConfigError for flags that would change nothing.
+
+        `others`: all other flags.
+        """
+        mine = _given(self)
+        if self.sites is None:
+            why = "without --sites FILE.toml no ways to train are weighed; add it, or leave out "
+            refuse_idle(mine, {flag: why + flag for flag in mine})
+            return None
+        found = read(self.sites)
+        unpriced = f"{self.sites} has no prices; write them with their date (docs/planner.md), or leave out --budget"
+        refuse_idle(mine | others, {**found.idle, **({} if found.date else {"--budget": unpriced})})
+        if not found.sites:
+            raise ConfigError(f"{self.sites} has no site; write a [[site]] for each place, as docs/planner.md explains")
+        return found
+
+    def weighed(self, described: Described, asked: PlannedRun) -> Weighed:
+        """Raises ConfigError."""
+        template = LearnerPlan(
+            "", Island(1), described.failures(), asked.step_s, link=asked.link,
+            tokens_per_step=self.tokens_per_step or LearnerPlan.tokens_per_step,
+        )  # fmt: skip
+        plans = described.learners(template, self.chips or CHIPS, asked.learners)
+        task = PlannedTask(
+            described, tuple(plans), asked.params, self.tokens or TOKENS, self.days, self.budget,
+            has_companions=asked.companions_every is not None,
+        )  # fmt: skip
+        refuse_restless(plans, 3600 * task.hours)
+        return weigh(task, asked)
+
 
 app = new_app("plan", "Settings and sizes of a run: from the model, the learners and their links.")
 
@@ -93,130 +212,54 @@ app = new_app("plan", "Settings and sizes of a run: from the model, the learners
 @app.default
 def plan(
     *,
-    params: Params = None,
-    model: Model = None,
-    learners: Annotated[
-        int | None, Parameter(converter=_WHOLE, metavar="L", help="learners of the run", show_default="8")
-    ] = None,
-    up: Up = None,
-    down: Down = None,
-    round_trip: Delay = None,
-    step_time: Step = None,
-    fragments: Fragments = None,
-    shards: Annotated[
-        int | None, Parameter(converter=_WHOLE, metavar="S", help="shards", show_default="chosen")
-    ] = None,
-    outer: Outer = "nesterov",
-    shard_link: Annotated[
-        float | None, Parameter(converter=_RATE, metavar="10Gbit", help="link of a shard's machine, each way")
-    ] = None,
-    disk: Annotated[
-        float | None, Parameter(converter=_DISK, metavar="300MB", help="what a shard's disk writes in a second")
-    ] = None,
-    companions_every: Companions = None,
-    sites: Annotated[
-        Path | None,
-        Parameter(metavar="FILE.toml", help="machines, failures and prices: weigh ways to train (docs/planner.md)"),
-    ] = None,
-    chips: Annotated[
-        int | None,
-        Parameter(converter=_CHIPS, metavar="N", help="of all learners; with --sites", show_default="64"),
-    ] = None,
-    tokens: Annotated[
-        int | None, Parameter(converter=_TOKENS, metavar="1T", help="to train; with --sites", show_default="1T")
-    ] = None,
-    tokens_per_step: Annotated[
-        int | None,
-        Parameter(converter=_PARAMS, metavar="1M", help="of one learner; with --sites", show_default="1M"),
-    ] = None,
-    days: Annotated[float | None, Parameter(converter=_DAYS, metavar="DAYS", help="by when; with --sites")] = None,
-    budget: Annotated[
-        float | None,
-        Parameter(converter=_BUDGET, metavar="200k", help="to spend at most; with --sites that has prices"),
-    ] = None,
+    size: SizeOptions = SizeOptions(),
+    who: LearnersOptions = LearnersOptions(),
+    where: ShardsOptions = ShardsOptions(),
+    at: SitesOptions = SitesOptions(),
     json: Json = False,
 ) -> int:
     """Propose H, encodings, fragments and shards, and say how much memory, disk and bandwidth the run takes: with the
     formulas, and as settings to paste into run.toml. Nothing is measured, and nobody is asked.
     """
-    described = None
-    with_sites = {
-        "--chips": chips,
-        "--tokens": tokens,
-        "--tokens-per-step": tokens_per_step,
-        "--days": days,
-        "--budget": budget,
-    }
-    if sites is None:
-        why = "without --sites FILE.toml no ways to train are weighed; add it, or leave out "
-        refuse_idle(with_sites, {flag: why + flag for flag in with_sites})
-    else:
-        from diloco_planner.described import read
-
-        described = read(sites)
-        with_file = {
-            "--learners": learners, "--step-time": step_time, "--up": up, "--down": down, "--round-trip": round_trip,
-            "--shards": shards, "--disk": disk,
-        }  # fmt: skip
-        unpriced = f"{sites} has no prices; write them with their date (docs/planner.md), or leave out --budget"
-        refuse_idle(with_sites | with_file, {**described.idle, **({} if described.date else {"--budget": unpriced})})
-    up = up or UP
-    link = Link(up, down or up, ROUND_TRIP_S if round_trip is None else round_trip)
+    described = at.described(_given(who) | _given(where))
     asked = PlannedRun(
-        _params(params, model), learners or LEARNERS, link, step_time or STEP_S, fragments, shards, outer, shard_link,
-        disk, companions_every,
-    )  # fmt: skip
-    weighed = None
-    if described is not None:
-        from diloco_planner.chips import Island
-        from diloco_planner.effort import refuse_restless
-        from diloco_planner.plans import LearnerPlan
-        from diloco_planner.proposed import PlannedTask
-        from diloco_planner.weigh import lines_of as ways_of
-        from diloco_planner.weigh import weigh
-
-        if not described.sites:
-            raise ConfigError(f"{sites} has no site; write a [[site]] for each place, as docs/planner.md explains")
-        template = LearnerPlan(
-            "", Island(1), described.failures(), asked.step_s, link=link,
-            tokens_per_step=tokens_per_step or TOKENS_PER_STEP,
-        )  # fmt: skip
-        plans = described.learners(template, chips or CHIPS, asked.learners)
-        averaged = companions_every is not None
-        task = PlannedTask(described, tuple(plans), asked.params, tokens or TOKENS, days, budget, averaged)
-        refuse_restless(plans, 3600 * task.hours)
-        weighed = weigh(task, asked)
-        if not json:
-            print("\n".join([*ways_of(task, weighed), ""]))
+        size.count, who.learners or LEARNERS, who.link, who.step_time or LearnerPlan.step_s, **vars(where)
+    )
+    weighed = None if described is None else at.weighed(described, asked)
     asked, choice = (asked, choose(asked)) if weighed is None else (weighed.asked, weighed.choice)
-    if not json:
-        print("\n".join(_said(asked, choice)), flush=True)  # what a learner holds takes torch: seconds to load
-    rows = [*figures(asked, choice), *learner_figures(asked, choice)]
-    if json:
-        from diloco_common.observe.http import finite
-
-        found = {
-            "fits": choice.fits, "settings": settings_of(asked, choice),
-            "why": {
-                "encodings": choice.why_encodings, "every": choice.why_every, "fragments": choice.why_fragments,
-                "shards": choice.why_shards,
-            },
-            "figures": [row._asdict() for row in rows],
-            **({} if weighed is None else weighed.as_json()),
-        }  # fmt: skip
-        print(dumps(finite(found), indent=2, allow_nan=False))
-    else:
-        print("\n".join(["", "figures, at these settings:", *lines_of(rows)]))
-        title = "settings" if weighed is None or weighed.is_ours else "settings, where you train decoupled all the same"
-        print(f"\n{title} (run.toml):\n\n{toml(settings_of(asked, choice))}", end="")
+    (_print_json if json else _print)(asked, choice, weighed)
     return 0 if (choice.fits if weighed is None else weighed.works) else 1
+
+
+def _print_json(asked: PlannedRun, choice: Choice, weighed: Weighed | None) -> None:
+    from diloco_common.observe.http import finite
+
+    found = {
+        "fits": choice.fits, "settings": settings_of(asked, choice),
+        "why": {
+            "encodings": choice.why_encodings, "every": choice.why_every, "fragments": choice.why_fragments,
+            "shards": choice.why_shards,
+        },
+        "figures": [row._asdict() for row in (*figures(asked, choice), *learner_figures(asked, choice))],
+        **({} if weighed is None else weighed.as_json()),
+    }  # fmt: skip
+    print(dumps(finite(found), indent=2, allow_nan=False))
+
+
+def _print(asked: PlannedRun, choice: Choice, weighed: Weighed | None) -> None:
+    if weighed is not None:
+        print("\n".join([*weighed.lines(), ""]))
+    print("\n".join(_said(asked, choice)), flush=True)  # what a learner holds takes torch: seconds to load
+    rows = [*figures(asked, choice), *learner_figures(asked, choice)]
+    print("\n".join(["", "figures, at these settings:", *lines_of(rows)]))
+    title = "settings" if weighed is None or weighed.is_ours else "settings, where you train decoupled all the same"
+    print(f"\n{title} (run.toml):\n\n{toml(settings_of(asked, choice))}", end="")
 
 
 @app.command(help="what one process of a learner holds, on one GPU or as a rank of an island")
 def memory(
     *,
-    params: Params = None,
-    model: Model = None,
+    size: SizeOptions = SizeOptions(),
     ranks: Annotated[
         int, Parameter(converter=_WHOLE, metavar="R", help="ranks of the island (FSDP2); 1: no island")
     ] = 1,
@@ -232,9 +275,7 @@ def memory(
     for encoding in (push, pull):
         if encoding not in BITS:
             raise ConfigError(f"there is no encoding {encoding}; choose one of {', '.join(BITS)}")
-    if min(ranks, fragments, under_way) < 1:
-        raise ConfigError("--ranks, --fragments and --under-way are 1 or more")
-    count = _params(params, model)
+    count = size.count
     rows = process_figures(count, Encodings(push, pull, ""), fragments, min(under_way, fragments), ranks)
     if json:
         print(dumps([row._asdict() for row in rows], indent=2))
@@ -242,15 +283,6 @@ def memory(
     print(f"each of {ranks} rank{'s' * (ranks > 1)} of a learner with {units.count(count)} parameters:")
     print("\n".join(lines_of(rows)))
     return 0
-
-
-def _params(params: int | None, model: str | None) -> int:
-    if (params is None) == (model is None):
-        raise ConfigError("give --params or --model, one of them: diloco plan --params 125M")
-    if model is not None:
-        return parameters_of(model)
-    assert params is not None
-    return params
 
 
 def _said(asked: PlannedRun, choice: Choice) -> Iterator[str]:

@@ -16,11 +16,9 @@ from typing import NamedTuple
 from diloco_common import formulas
 from diloco_common.formulas import BITS
 from diloco_common.settings import EVERY_MOST
-from diloco_planner import money
 from diloco_planner.choice import INSIDE, LADDER, Choice, PlannedRun, choose, settle
 from diloco_planner.described import Described, Site
-from diloco_planner.effort import changes
-from diloco_planner.plans import LearnerPlan
+from diloco_planner.plans import LearnerPlan, changes
 from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
 
 HOURS = 240.0
@@ -138,7 +136,7 @@ def decoupled(
         goodput = replace(plan, begins_s=0.0).drawn(until, plan.chance(SEED)).computed
         egress = 0.0
         if crosses:
-            prices = money.per_gb(task.described, plan)
+            prices = task.described.per_gb(plan)
             paces = zip(encodings[:2], (plan.step_s, fastest_s), strict=True)
             moved = (formulas.rate(asked.params_moved, BITS[e], every, step_s) / 8e9 for e, step_s in paces)
             egress = goodput * sum(gb * price for gb, price in zip(moved, prices, strict=True))
@@ -209,7 +207,7 @@ def _way(
     """`shards`: cost per second."""
     seconds, egress = ends(task.tokens, phases)
     spent = egress + _times(shards, seconds - phases[0].since_s)
-    spent += sum(_times(money.chips_hour(task.described, plan), plan.there_s(seconds) / 3600) for plan in learners)
+    spent += sum(_times(task.described.chips_hour(plan), plan.there_s(seconds) / 3600) for plan in learners)
     rate = phases[-1].tokens_per_s
     return Way(name, rate / _rate(learners), rate, seconds / 86_400, spent, egress, why, settled)
 

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from diloco_common.formulas import BITS
 from diloco_common.settings import Settings, SyncSettings
 from diloco_planner.chips import PRESETS, YEAR_S, Failures, Island, island_timeline
 from diloco_planner.plans import LearnerPlan, RunOutcome, ShardPlan
-from diloco_planner.run import bits_of
 from diloco_planner.ways import (
     SPARES_ENOUGH,
     Sent,
@@ -198,7 +198,7 @@ def scavenged(extra: float, learners: int = 8, hours: float = 1.0, seed: int = 0
 
 def eight_sites() -> tuple[float, float, float]:
     """Gbit/s of each site, for 5 B parameters and steps of 1 s: data-parallel; int4 with H = 24; and their ratio."""
-    dp, ours = data_parallel_bits(5e9, 8) / 1e9, 5e9 * bits_of("int4") / 24 / 1e9
+    dp, ours = data_parallel_bits(5e9, 8) / 1e9, 5e9 * BITS["int4"] / 24 / 1e9
     return dp, ours, dp / ours
 
 

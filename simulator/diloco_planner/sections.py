@@ -1,9 +1,13 @@
-"""The format of a file of sites: the keys of each section, how each value is read, and errors for wrong ones."""
+"""The format of a file of sites: the keys of each section, how each value is read, errors for wrong ones, and where in
+the file they are.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import tomllib
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from typing import Any
 
@@ -99,3 +103,37 @@ PRICES: Mapping[str, tuple[Parse, str]] = {
     "currency": (_text, "a name in quotes, such as \"USD\""), "date": (_date, "a date without quotes: 2026-05-01"),
 }  # fmt: skip
 SECTIONS = {"site": SITE, "failures": FAILURES, "shards": SHARDS, "prices": PRICES}
+
+
+Keys = Sequence[str | int]
+"""A path from the top: section, index of the table in a list of tables, key."""
+
+
+def line_of(text: str, keys: Keys) -> int:
+    """The line where the statement with this key begins. `text` must be TOML that has it."""
+    lines = text.replace("\r\n", "\n").split("\n")
+
+    def is_there(end: int) -> bool:
+        """Whether the first `end` lines, with the rest of their last statement, have the key."""
+        while (tree := _parsed(lines[:end])) is None:
+            end += 1
+        return _has(tree, keys)
+
+    return 1 + bisect_left(range(1, len(lines) + 1), True, key=is_there)
+
+
+def _parsed(lines: Sequence[str]) -> Any:
+    """None if the lines end in the middle of a statement."""
+    try:
+        return tomllib.loads("\n".join(lines))
+    except tomllib.TOMLDecodeError:
+        return None
+
+
+def _has(tree: Any, keys: Keys) -> bool:
+    for key in keys:
+        try:
+            tree = tree[key]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True

@@ -1,76 +1,317 @@
-"""Weighs ways to train on the machines of a file (docs/planner.md), with reasons. Settings come from `choice.py`."""
+"""Weighs ways to train on the machines of a file (docs/planner.md): which sites train together, which way to take, and
+why others take no part. Settings come from `choice.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from diloco_planner.choice import Choice, PlannedRun, choose
-from diloco_planner.proposed import PlannedTask, Way, alone
-from diloco_planner.reasons import late, left_out, memory_of, thin_links, too_much, what_would_hold
-from diloco_planner.together import asked_of, worth_it
-from diloco_planner.verdict import days_of, money_of, verdict_of
+from diloco_common import formulas, units
+from diloco_common.settings import EVERY_MOST
+from diloco_planner.choice import EVERY_MEASURED, INSIDE, Choice, PlannedRun, choose, link_words
+from diloco_planner.described import Site
+from diloco_planner.plans import LearnerPlan, Link
+from diloco_planner.proposed import ALIKE, ROOM, PlannedTask, Way, alone, decoupled, parallel, second_best
+
+LONGER = 2.0
+"""Sites whose links need an H of unmeasured quality are left out if the others take at most this many times as long."""
+NAMED = 3
+"""Most sites that are listed by name; of more, only their number."""
 
 
 @dataclass(frozen=True)
 class Weighed:
     """All ways that machines and links allow, and which to take."""
 
+    task: PlannedTask
     ways: tuple[Way, ...]
-    verdict: str
-    because: str
-    works: bool
-    """Whether any way is proposed."""
-    memory: tuple[str, ...]
-    """What each site's machines can hold."""
+    verdict: PlanVerdict
     asked: PlannedRun
     choice: Choice
     """Settings of the proposed way. If it has none, those with which all sites would train decoupled."""
-    is_ours: bool
-    """Whether the proposed way needs them."""
+
+    @property
+    def works(self) -> bool:
+        """Whether any way is proposed."""
+        return self.verdict.way is not None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the proposed way needs the settings."""
+        return self.verdict.way is not None and self.verdict.way.settled is not None
 
     def as_json(self) -> dict[str, Any]:
         return {
             "ways": [{key: value for key, value in vars(way).items() if key != "settled"} for way in self.ways],
-            "verdict": self.verdict, "because": self.because, "works": self.works, "memory": self.memory,
-            "is_ours": self.is_ours,
+            "verdict": self.verdict.words, "because": self.verdict.because, "works": self.works,
+            "memory": [*_memory_of(self.task)], "is_ours": self.is_ours,
         }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        task, width = self.task, max((len(way.name) for way in self.ways), default=0)
+        yield f"{self.verdict.words}: {self.verdict.because}"
+        yield ""
+        for way in self.ways:
+            price = f", {_money_of(task, way)}" if task.described.date else ""
+            egress = f" ({way.egress:,.0f} of it egress)" if way.egress >= 1 else ""
+            yield f"  {way.name:<{width}}  {100 * way.goodput:5.1f} %  {_days_of(way.days):>12}{price}{egress}"
+            yield f"  {'':<{width}}  {way.why}"
+        if task.described.date:
+            yield f"  prices of {task.described.date}, from the file"
+        yield from (f"  {line}" for line in _memory_of(task))
 
 
 def weigh(task: PlannedTask, base: PlannedRun) -> Weighed:
     """Leaves out ways that links or memory do not allow. `base`: what the file does not say."""
-    memory = tuple(memory_of(task))
     if not task.able:
-        asked = asked_of(task, base, task.learners)
-        return Weighed(
-            (), "no machine here holds it", what_would_hold(task), False, memory, asked, choose(asked), False
-        )
+        asked = _asked_of(task, base, task.learners)
+        nobody = PlanVerdict("no machine here holds it", _what_would_hold(task))
+        return Weighed(task, (), nobody, asked, choose(asked))
     able = {plan.site: site for site, plan in task.first_of_each() if task.holds(plan)}
-    apart = [alone(task, site, asked_of(task, base, task.of([name]))) for name, site in able.items()]
-    found, whole, thin = worth_it(task, base, list(able))
+    apart = [alone(task, site, _asked_of(task, base, task.of([name]))) for name, site in able.items()]
+    found, whole, thin = _worth_it(task, base, list(able))
     second = whole.named("decoupled, all") if thin else found.second(task)
-    verdict = verdict_of(task, found.where, found.ours, found.over, apart)
-    because = [verdict.because, *left_out(task), *late(task, verdict.way)]
+    verdict = _verdict_of(task, found.where, found.ours, found.over, apart)
+    because = [verdict.because, *_left_out(task), *_late(task, verdict.way)]
     if found.ours is None and found.over is not None:
-        because.append(too_much(task, base, found.choice))
+        because.append(_too_much(task, base, found.choice))
     if verdict.way in (found.ours, found.over):
-        because += thin_links(task, base, thin)
+        because += _thin_links(task, base, thin)
     ways = tuple(way for way in (found.ours, second, found.over, *apart) if way is not None)
-    works, settled = verdict.way is not None, None if verdict.way is None else verdict.way.settled
+    settled = None if verdict.way is None else verdict.way.settled
     asked, choice = settled or (found.asked, found.choice)
-    return Weighed(ways, verdict.words, "; ".join(because), works, memory, asked, choice, settled is not None)
+    return Weighed(task, ways, verdict._replace(because="; ".join(because)), asked, choice)
 
 
-def lines_of(task: PlannedTask, found: Weighed) -> Iterator[str]:
-    yield f"{found.verdict}: {found.because}"
-    yield ""
-    width = max((len(way.name) for way in found.ways), default=0)
-    for way in found.ways:
-        price = f", {money_of(task, way)}" if task.described.date else ""
-        egress = f" ({way.egress:,.0f} of it egress)" if way.egress >= 1 else ""
-        yield f"  {way.name:<{width}}  {100 * way.goodput:5.1f} %  {days_of(way.days):>12}{price}{egress}"
-        yield f"  {'':<{width}}  {way.why}"
-    if task.described.date:
-        yield f"  prices of {task.described.date}, from the file"
-    yield from (f"  {line}" for line in found.memory)
+# ---------------------------------------------------------------- sites that train together
+
+
+@dataclass(frozen=True)
+class Together:
+    learners: Sequence[LearnerPlan]
+    where: str
+    asked: PlannedRun
+    choice: Choice
+    ours: Way | None
+    over: Way | None
+    """Data-parallel training. None, like `ours`, for a single site."""
+
+    @classmethod
+    def of(cls, task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> Together:
+        learners, every_site = task.of(sites), len(task.described.sites)
+        where = " and ".join(sites) if len(sites) <= NAMED else f"{len(sites)} of {every_site} sites"
+        if len(sites) == every_site:
+            where = "all sites"
+        asked = _asked_of(task, base, learners)
+        if len(sites) == 1:
+            asked = replace(asked, link=INSIDE)
+            return cls(learners, where, asked, choose(asked), None, None)
+        choice, ours = choose(asked), None
+        if choice.fits:
+            ours = decoupled(task, learners, asked, choice, "decoupled, as chosen", choice.why_every)
+        return cls(learners, where, asked, choice, ours, parallel(task, learners, f"data-parallel, {where}"))
+
+    def second(self, task: PlannedTask) -> Way | None:
+        return None if self.ours is None else second_best(task, self.learners, self.asked, self.choice)
+
+    def named(self, name: str) -> Way | None:
+        return None if self.ours is None else replace(self.ours, name=name)
+
+    def is_better_than(self, whole: Together, task: PlannedTask) -> bool:
+        """Whether to leave out the other sites: H has measured quality, and training does not take much longer."""
+        if whole.ours is None or self.ours is None:
+            return self.ours is not None
+        in_time = task.days is None or self.ours.days <= task.days
+        is_paid = task.budget is None or self.ours.money <= task.budget
+        mine, of_all = (way.days - task.begins_days for way in (self.ours, whole.ours))
+        return in_time and is_paid and mine <= LONGER * of_all
+
+
+def _worth_it(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> tuple[Together, Together, list[str]]:
+    """The sites that should train together, all sites, and those left out because of their links."""
+    whole = Together.of(task, base, sites)
+    thin = [name for name in sites if _every_of(task, base, name) > EVERY_MEASURED] if len(sites) > 1 else []
+    thick = [name for name in sites if name not in thin]
+    if not thin or len(thick) < 2:
+        return whole, whole, []
+    rest = Together.of(task, base, thick)
+    return (rest, whole, thin) if rest.is_better_than(whole, task) else (whole, whole, [])
+
+
+def _asked_of(task: PlannedTask, base: PlannedRun, learners: Sequence[LearnerPlan]) -> PlannedRun:
+    """The question to `choice.py`: the thinnest link and the fastest step decide."""
+    links, shards = [plan.to_shards for plan in learners], task.described.shards
+    thinnest = Link(min(x.up for x in links), min(x.down for x in links), max(x.round_trip_s for x in links))
+    return replace(
+        base,
+        learners=len(learners),
+        link=thinnest,
+        step_s=min(plan.step_s for plan in learners),
+        shards=base.shards or shards.count,
+        disk=base.disk or (shards.disk_bytes_s if math.isfinite(shards.disk_bytes_s) else None),
+        merge=shards.merge_bytes_s,
+    )
+
+
+def _every_of(task: PlannedTask, base: PlannedRun, site: str) -> int:
+    """The H that a site's links and round trips need beside the fastest learner, whatever shards can carry."""
+    asked, fastest_s = _asked_of(task, base, task.of([site])), min(plan.step_s for plan in task.able)
+    asked = replace(asked, step_s=fastest_s, learners=1, shards=None, disk=None, merge=formulas.BYTES_PER_S)
+    return choose(asked).every
+
+
+# ---------------------------------------------------------------- the recommendation
+
+SLOWER = 1.1
+"""Without a deadline, one site is enough if it takes at most this many times as long as all."""
+SOME = 0.01
+"""Least goodput of a way that trains anything at all."""
+
+
+class PlanVerdict(NamedTuple):
+    words: str
+    because: str
+    way: Way | None = None
+    """None: none works."""
+
+
+def _verdict_of(task: PlannedTask, where: str, ours: Way | None, over: Way | None, apart: Sequence[Way]) -> PlanVerdict:
+    """`over`: data-parallel over all links; `apart`: each site alone. None: that way is not possible."""
+    some = [way for way in (ours, over, *apart) if way is not None and way.goodput >= SOME]
+    if not some:
+        why = f"each has a goodput below {100 * SOME:g} %, by its links or its failures"
+        return PlanVerdict("no way works", why)
+    quick = [way for way in some if task.days is None or way.days <= task.days]
+    if not quick:
+        why = f"the fastest needs {_days_of(min(way.days for way in some))}, and {task.days:g} days are there"
+        return PlanVerdict("no way is fast enough", why)
+    cheap = [way for way in quick if task.budget is None or way.money <= task.budget]
+    if not cheap:
+        assert task.budget is not None
+        least = _money_of(task, min(quick, key=lambda way: way.money))
+        why = f"the cheapest{' that is in time' if task.days else ''} takes {least}, {task.budget:,.0f} are there"
+        return PlanVerdict("no way is within the budget", why)
+    ours = ours if ours in cheap else None
+    best = ours or min(cheap, key=lambda way: way.days)
+    as_good = over if over is not None and over in cheap and _is_as_good(task, over, best) else None
+    rivals = [way for way in (ours, as_good) if way is not None]
+    most = task.begins_days + SLOWER * (best.days - task.begins_days) if task.days is None else task.days
+    enough = [way for way in apart if way in cheap and way.days <= most]
+    site = min(enough, key=lambda way: (way.money, way.days), default=None)
+    if site is not None and all(site.money <= way.money for way in rivals):
+        return PlanVerdict(_words_of_one(task, site), _beside(task, site, rivals), site)
+    if as_good is not None:
+        beside = f", that of ours {100 * ours.goodput:.1f} %" if ours else ""
+        why = f"its goodput is {100 * as_good.goodput:.1f} %{beside}, and it loses nothing by synchronising rarely"
+        on = "" if where == "all sites" else f", on {where}"
+        return PlanVerdict(f"use data-parallel training instead{on}", why, as_good)
+    assert ours is not None
+    assert over is not None
+    return PlanVerdict(f"train decoupled, on {where}", (
+        f"data-parallel training over these links and failures has a goodput of {100 * over.goodput:.1f} %, "
+        f"ours {100 * ours.goodput:.1f} %"
+    ), ours)  # fmt: skip
+
+
+def _words_of_one(task: PlannedTask, way: Way) -> str:
+    """The recommendation if there is only one site."""
+    name = way.name.removeprefix("only ")
+    if len(task.described.sites) > 1:
+        return f"one site is enough: {name}"
+    return "use data-parallel training instead" if way.settled is None else f"train decoupled, inside {name}"
+
+
+def _beside(task: PlannedTask, way: Way, rivals: Sequence[Way]) -> str:
+    """Days and cost of a way, compared with those of others."""
+    days = [_days_of(one.days) for one in (way, *rivals[:1])]
+    prices = [_money_of(task, one) for one in (way, *rivals[:1])]
+    return f"it needs {' beside '.join(days)}" + (f", for {' beside '.join(prices)}" if task.described.date else "")
+
+
+def _is_as_good(task: PlannedTask, over: Way, best: Way) -> bool:
+    """Whether data-parallel is as good as the best way. As it learns a little more, it may take a little more."""
+    quick = over.days - task.begins_days <= SLOWER * (best.days - task.begins_days)
+    cheap = over.money <= SLOWER * best.money
+    return quick and cheap and over.goodput >= best.goodput - ALIKE
+
+
+def _days_of(days: float) -> str:
+    return "never" if math.isinf(days) else f"{days:,.1f} days" if days >= 1 else f"{24 * days:.2g} hours"
+
+
+def _money_of(task: PlannedTask, way: Way) -> str:
+    return f"{way.money:,.0f} {task.described.currency}".strip()
+
+
+# ---------------------------------------------------------------- why others take no part
+
+
+def _late(task: PlannedTask, way: Way | None) -> Iterator[str]:
+    """Sites that start only when everything is trained."""
+    begins = [(site.name, plan.begins_s / 86_400) for site, plan in task.first_of_each()]
+    too_late = [(name, days) for name, days in begins if way is not None and days > way.days]
+    return _few([f"{name} comes after {days:,.1f} days, when all is trained" for name, days in too_late])
+
+
+def _left_out(task: PlannedTask) -> Iterator[str]:
+    unable = [(site, plan) for site, plan in task.first_of_each() if not task.holds(plan)]
+    return _few([f"{site.name} cannot hold it: {_needs(task, site, plan)}" for site, plan in unable])
+
+
+def _what_would_hold(task: PlannedTask) -> str:
+    """What it takes to hold a model that no site can hold, at the site that is closest to it."""
+    site, plan = min(task.first_of_each(), key=lambda one: task.least_chips(one[1]) / one[1].island.chips)
+    return f"{site.name} is nearest: {_needs(task, site, plan)}"
+
+
+def _needs(task: PlannedTask, site: Site, plan: LearnerPlan) -> str:
+    assert site.memory is not None
+    return (
+        f"a learner there has {units.counted(round(plan.island.chips), 'chip')} of {units.size(site.memory)}, and "
+        f"needs {math.ceil(task.least_chips(plan)):,}"
+    )
+
+
+def _too_much(task: PlannedTask, base: PlannedRun, choice: Choice) -> str:
+    """Why decoupled training is not possible."""
+    thinnest = max(dict.fromkeys(plan.site for plan in task.able), key=lambda name: _every_of(task, base, name))
+    if _every_of(task, base, thinnest) <= EVERY_MOST:
+        return f"not decoupled, as it would ask for H = {choice.every:,}: {choice.why_every}"
+    return f"not decoupled, as {_link(task, base, thinnest)}, and we propose {EVERY_MOST} at most"
+
+
+def _thin_links(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> Iterator[str]:
+    """Sites that are left out because of their links."""
+    measured = f"and quality was measured up to {EVERY_MEASURED}"
+    return _few([f"{site} is left out, as {_link(task, base, site)}, {measured}" for site in sites])
+
+
+def _link(task: PlannedTask, base: PlannedRun, site: str) -> str:
+    link = _asked_of(task, base, task.of([site])).link
+    return f"the link of {site} ({link_words(link)}) would ask for H = {_every_of(task, base, site):,}"
+
+
+def _few(lines: Sequence[str]) -> Iterator[str]:
+    """The first of many similar lines, and how many more there are."""
+    yield from lines[:NAMED]
+    if len(lines) > NAMED:
+        yield f"and so for {len(lines) - NAMED:,} more sites"
+
+
+def _memory_of(task: PlannedTask) -> Iterator[str]:
+    """What a learner at each site can hold."""
+    for site, plan in task.first_of_each():
+        if site.memory is None:
+            continue
+        have, least = plan.island.chips * site.memory, task.least_chips(plan)
+        words = f"{site.name}: a learner has {units.size(have)}, the model takes {units.size(task.num_bytes)}"
+        if least <= 1:
+            yield f"{words}: one chip holds it, beside activations"
+        elif least <= plan.island.chips:
+            yield f"{words}: spread it over at least {math.ceil(least):,} chips (FSDP2, docs/islands.md)"
+        else:
+            most = ROOM * have / task.bytes_per_parameter
+            yield f"{words}: too little; it holds {units.count(most)} parameters, or needs {math.ceil(least):,} chips"

@@ -32,8 +32,14 @@ from diloco_common.wire.messages import (
     PushHeader,
 )  # fmt: skip
 from diloco_planner.chips import LAST_NOTICE_S, uptime
-from diloco_planner.effort import CONTRIBUTIONS_MAX, TICKS_PER_STEP, decided_fragments
-from diloco_planner.plans import LearnerPlan, RunOutcome, ShardPlan
+from diloco_planner.plans import (
+    CONTRIBUTIONS_MAX,
+    TICKS_PER_STEP,
+    LearnerPlan,
+    RunOutcome,
+    ShardPlan,
+    decided_fragments,
+)
 from diloco_planner.weightless import (
     NO_BYTES,
     NOTHING,

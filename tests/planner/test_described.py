@@ -9,7 +9,6 @@ import pytest
 from diloco_common.errors import ConfigError
 from diloco_planner.chips import PRESETS, Island
 from diloco_planner.described import Described, Site, read
-from diloco_planner.money import bill
 from diloco_planner.plans import LearnerPlan, RunOutcome
 
 GOOD = """\
@@ -55,7 +54,7 @@ def test_a_file_gives_a_plan_for_each_learner(tmp_path: Path) -> None:
     assert plans[0].failures.mtbi_s == pytest.approx(3.4 * 365.25 * 86_400)
     accounts = [{"sent_gb": 100.0, "taken_gb": 200.0}] * 3
     outcome = RunOutcome(10.0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 36_000, 0, 24, accounts)
-    found = bill(described, plans, outcome)
+    found = described.bill(plans, outcome)
     assert found is not None
     assert (found.chips, found.shards) == (10 * 1000 * (2 + 2 + 3), 20.0)
     assert found.egress == pytest.approx(100 * 0.1 + 200 * 0.05)  # b is not where the shards are
@@ -71,7 +70,7 @@ def test_versions_that_come_to_a_mirror_are_paid_for_once(mirror: str, each: flo
     plans = described.learners(LearnerPlan("", Island(1), described.failures()), 5000, 9)
     accounts = [{"sent_gb": 10.0, "taken_gb": 20.0}] * 5
     outcome = RunOutcome(10.0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 36_000, 0, 24, accounts)
-    found = bill(described, plans, outcome)
+    found = described.bill(plans, outcome)
     assert found is not None
     assert found.egress == pytest.approx(each)
 

@@ -5,8 +5,7 @@ import pytest
 from diloco_common.errors import ConfigError
 from diloco_common.settings import SyncSettings
 from diloco_planner.chips import PRESETS, Failures, Island
-from diloco_planner.effort import refuse_endless
-from diloco_planner.plans import LearnerPlan, ShardPlan
+from diloco_planner.plans import LearnerPlan, ShardPlan, refuse_endless
 
 MANY = Failures(mtbi_s=1e-4, loss_s=0.0)
 GONE = Failures(preempt_every_s=1e-4, preempt_for_s=0.0)

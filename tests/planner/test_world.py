@@ -6,12 +6,12 @@ from dataclasses import asdict
 
 import pytest
 
+from diloco_common.formulas import BITS
 from diloco_common.program import main
 from diloco_common.settings import Settings, SyncSettings
 from diloco_planner.chips import Failures, Island
 from diloco_planner.plans import LearnerPlan, Link, RunOutcome, ShardPlan
-from diloco_planner.report import SimulationProgress
-from diloco_planner.run import bits_of
+from diloco_planner.simulate_command import SimulationProgress
 from diloco_planner.world import PlannedWorld
 
 NEVER, FREE, ONE = Failures(mtbi_s=1e15), Link(), ShardPlan()
@@ -30,7 +30,7 @@ def ran(
 def test_bytes_are_those_of_the_formula(push: str, pull: str, every: int) -> None:
     found = ran(push=push, pull=pull, sync_every=every)
     for measured, encoding in ((found.gbit_per_learner_up, push), (found.gbit_per_learner_down, pull)):
-        assert measured == pytest.approx(bits_of(encoding) * 5e9 / every / 1e9, rel=0.1)
+        assert measured == pytest.approx(BITS[encoding] * 5e9 / every / 1e9, rel=0.1)
 
 
 def test_healthy_learners_are_in_every_round_and_all_is_merged() -> None:
