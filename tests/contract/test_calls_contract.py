@@ -123,7 +123,7 @@ def test_what_is_said_of_a_version_in_another_encoding_is_of_one_moment(serve, c
     shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
     joined(shard).seed(0.25)
     host, state = shard.server.host, shard.core.fragments[0]
-    compute, named = host.compute, state.version_id
+    compute, named = host.work.compute, state.version_id
 
     async def compute_slowly(*args):
         encoded = await compute(*args)
@@ -131,7 +131,7 @@ def test_what_is_said_of_a_version_in_another_encoding_is_of_one_moment(serve, c
         state.record = replace(state.record, epoch=epoch, version=1, tokens_merged=100, merged_versions={"a": 1})
         return encoded
 
-    monkeypatch.setattr(host, "compute", compute_slowly)
+    monkeypatch.setattr(host.work, "compute", compute_slowly)
     header, _ = shard.caller("a").pull(encodings=["float32"])
 
     assert ((header.epoch, header.version), header.merged_version, header.tokens_merged) == (named, 0, 0)

@@ -224,7 +224,7 @@ def test_the_lease_that_ends_while_the_bytes_come_fences_the_push(opened, clock)
         for message in sent[:-1]:
             await call.write(message)
         while shard.server.host.telemetry.bytes_pushed < received + len(payload.chunks[0]):
-            await shard.server.host.compute("encode", lambda: None)
+            await shard.server.host.work.compute("encode", lambda: None)
         clock.now += shard.settings.lease.lease_s + 1
         shard.server.host.advance()
         await call.write(sent[-1])
@@ -282,7 +282,7 @@ def test_a_push_that_is_cut_off_in_the_middle_leaves_no_trace(opened):
         for message in sent:
             await call.write(message)
         while opened.shard.metric("received_bytes_total") < service_pushes + sum(map(len, payload.chunks[:2])):
-            await opened.shard.server.host.compute("encode", lambda: None)
+            await opened.shard.server.host.work.compute("encode", lambda: None)
         call.cancel()
 
     with opened.unchanged():

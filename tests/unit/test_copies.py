@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_server.shell.readers import Copies
+from diloco_server.shell.streams import Copies
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ async def test_a_merge_that_fails_half_way_ends_the_shard(monkeypatch: pytest.Mo
     host = make_host()
     seeded(host)
     host.driver.carry_out(MergeRound(0, 1, ()))
-    await host.broken.wait()
+    await host.work.broken.wait()
     host.close()
     assert host.ready() == (False, "version 1 of fragment 0 cannot be made: element 0 of 4 is inf")
 
@@ -83,7 +83,7 @@ async def test_a_shard_for_which_time_stops_ends(monkeypatch, caplog) -> None:
     host = make_host()
     monkeypatch.setattr(host.shard, "send_pulses", fails)
     ticking = asyncio.create_task(host.run())
-    await host.broken.wait()
+    await host.work.broken.wait()
     await ticking
     host.close()
     why = "time has stopped for the shard: AssertionError('two rounds of one fragment')"

@@ -32,7 +32,7 @@ from diloco_common.wire.messages import (
     Range,
     Role,
 )
-from diloco_server.shell import quotas, waits
+from diloco_server.shell import pulls, quotas, waits
 from diloco_server.shell import service as module
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.server import real_world
@@ -209,7 +209,7 @@ async def test_a_push_has_to_keep_pace_although_each_chunk_comes_soon(rig_of, mo
 
 
 async def test_who_has_not_shown_that_it_reads_is_given_small_chunks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for where, name in ((quotas, "SHOWN_BYTES"), (module, "SHOWN_BYTES"), (module, "SMALL_CHUNK_BYTES")):
+    for where, name in ((quotas, "SHOWN_BYTES"), (pulls, "SHOWN_BYTES"), (pulls, "SMALL_CHUNK_BYTES")):
         monkeypatch.setattr(where, name, 1024)
     ann = await rig.seeded()
     small, whole = await rig.pull(ann), await rig.pull(ann)

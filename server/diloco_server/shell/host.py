@@ -1,30 +1,27 @@
 """The host of one core `Shard`: its only caller, and the one that decides when it ticks.
 
-The core runs in the event loop. Arithmetic on whole fragments (seeds, merges, encodings) runs on one compute thread,
-because two OpenMP teams on the same cores are slower than one. `Keeper` writes versions on its own threads. `Service`
-checks calls, and `EffectDriver` turns effects into versions.
+The core runs in the event loop. `Service` checks calls, `EffectDriver` turns effects into versions, and `Work` has the
+thread and the disk for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 from diloco_common import ports
 from diloco_common.codec import Chunk, Payload
-from diloco_common.errors import BadRequest, Busy, Draining, Refusal, Superseded
+from diloco_common.errors import BadRequest, Busy, Refusal, Superseded
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ComputePhase, ShardMetrics
+from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.follower import Follower
-from diloco_common.wire.manifest import Manifest, TensorSpec
+from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import (
-    Committed,
     Drain,
     Evicted,
     FollowRequest,
@@ -36,23 +33,19 @@ from diloco_common.wire.messages import (
     Stop,
 )
 from diloco_server.core.admission import PART
-from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import PieceNorms
 from diloco_server.core.parts import places_of
 from diloco_server.core.shard import MirroredShard, Shard
-from diloco_server.shell.control_streams import ControlStreams, LearnerStream
-from diloco_server.shell.driver import EffectDriver, Job
-from diloco_server.shell.keeper import Checkpointer, Keeper, recover
-from diloco_server.shell.readers import Reader, Readers
+from diloco_server.shell.driver import EffectDriver
+from diloco_server.shell.keeper import recover
+from diloco_server.shell.streams import LearnerStream, Reader
 from diloco_server.shell.telemetry import ShardTelemetry
+from diloco_server.shell.work import Work
 from diloco_server.storage.store import Store
-from diloco_server.storage.version_file import StoredVersion
 
 TICK_S = 0.02
 """The resolution of grace windows and leases."""
-
-T = TypeVar("T")
 
 
 class ShardHost:
@@ -81,32 +74,21 @@ class ShardHost:
         self.started_at = self.clock()
         self.metrics, self.log = metrics, log
         self.telemetry = ShardTelemetry(self.shard, metrics, log, history)
-        self.driver = EffectDriver(self.shard, self, self.telemetry)
-        self.streams, self.readers = ControlStreams(), Readers()
+        self.work = Work(self.shard, store, world, self.clock, metrics, log, self.advance)
+        self.streams, self.readers, self.keeper = self.work.streams, self.work.readers, self.work.keeper
+        self.driver = EffectDriver(self.shard, self.work, self.telemetry)
         self.driver.tell_readers = self.readers.tell
         self.driver.is_mirrored = lambda: self.readers.has_mirrors
-        self._checkpointer = Checkpointer(settings, world, metrics, log)
-        self.keeper = Keeper(store, world, metrics, log, self._written)
         self.store = store
         self.keeps_files = store.keeps_files
         self._tick_s = tick_s
-        self._compute = world.threads(1, "diloco-compute")
         self._cpu_clock = world.cpu_clock
-        self._give_back = world.give_back
-        self._computed_last: ComputePhase | None = None  # owned by the compute thread
         self._recovering = False
-        self._jobs: dict[asyncio.Task[None], None] = {}
-        # Not a set: `close` cancels them in the order of their start, the same in every run of a seed.
-        self.broken = asyncio.Event()
-        """Set when this process must end: ticks stopped, or a merge failed halfway and left values of no version."""
-        self.why_broken = ""
         self.replaced: Superseded | None = None
         self.follower: Follower | None = None
         """In a mirror: receives its versions."""
-        self.closed = False
         self._later: asyncio.TimerHandle | None = None  # the next decision, if one is scheduled
         self._decision_s = 0.0  # how long the last decision took
-        self._moved = asyncio.Event()  # set when a condition of `until` may have changed
         metrics.registry.before_scrape = self._sample
 
     # ------------------------------------------------------------ from start to end
@@ -115,7 +97,7 @@ class ShardHost:
         """Restore the stored versions. Call it before serving. Raises DataError and OSError."""
         self._recovering, began = True, self.stopwatch()
         work = partial(recover, self.store, self.settings, self.driver.making, self.log)
-        recovered = await asyncio.get_running_loop().run_in_executor(self._compute, work)
+        recovered = await asyncio.get_running_loop().run_in_executor(self.work.thread, work)
         self._recovering = False
         if recovered is None:
             return
@@ -124,7 +106,7 @@ class ShardHost:
         versions = {restored.record.fragment_id: restored.record.version for restored in fragments}
         for fragment_id in versions:
             self.telemetry.restored(fragment_id)
-        self._checkpointer.begin(versions, manifest)
+        self.work.checkpointer.begin(versions, manifest)
         self.telemetry.recovered(took_s=self.stopwatch() - began)
 
     async def run(self) -> None:
@@ -133,7 +115,7 @@ class ShardHost:
             await self._let_time_pass()
         except Exception as error:
             self.log.error("time has stopped for the shard", trace=error)
-            self._break(f"time has stopped for the shard: {error!r}")
+            self.work.end(f"time has stopped for the shard: {error!r}")
 
     async def _let_time_pass(self) -> None:
         next_pulse = self.clock()
@@ -150,42 +132,29 @@ class ShardHost:
 
         `run` continues meanwhile. Gives up after `timeout_s` seconds; learners push again whatever was not merged.
         """
-        self.log.event("draining", open_rounds=self.shard.open_rounds, open_merges=len(self._jobs))
+        self.log.event("draining", open_rounds=self.shard.open_rounds, open_merges=len(self.work))
         self.shard.drain()
         self.advance()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):  # not `clock`: the process is killed in real time
-                await self.until(lambda: not self._jobs and not (self.shard.open_rounds and self.streams))
+                await self.work.until(lambda: not self.work and not (self.shard.open_rounds and self.streams))
 
     def close(self) -> None:
-        """End all control streams, the compute thread, and unfinished work.
+        """End all streams and unfinished work.
 
         A version that is still being made is not announced; its contributions are pushed again.
         """
-        self.closed = True
         if self._later is not None:
             self._later.cancel()
-        for job in self._jobs:
-            job.cancel()
-        self.streams.end_all()
-        self.readers.end_all()
-        self._compute.shutdown(wait=False, cancel_futures=True)
-        self.keeper.close()
-        self._checkpointer.close()
-        self._moved.set()
-
-    async def writes_ended(self, timeout_s: float) -> bool:
-        """After `close`: wait until no thread writes to the data folder. False if one still does after `timeout_s`."""
-        ended = await asyncio.gather(self.keeper.ended(timeout_s), self._checkpointer.ended(timeout_s))
-        return all(ended)
+        self.work.close()
 
     def ready(self) -> tuple[bool, str]:
         if self._recovering:
             return False, "recovering"
         if self.shard.draining:
             return False, "draining"
-        if self.broken.is_set():
-            return False, self.why_broken
+        if self.work.broken.is_set():
+            return False, self.work.why_broken
         if self.keeper.failing:
             return False, f"storage: {self.keeper.failing}"
         if self.follower is not None and not self.shard.versions.all_seeded:
@@ -205,7 +174,7 @@ class ShardHost:
         self.shard.tick(self.clock())
         self._decision_s = self.stopwatch() - began
         self.driver.carry_out_all()
-        self._moved.set()
+        self.work.moved()
 
     def advance_later(self) -> None:
         """Advance soon, once for all events until then. For frequent events, such as reports.
@@ -219,12 +188,6 @@ class ShardHost:
     def _advance_now(self) -> None:
         self._later = None
         self.advance()
-
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for a condition that only this host's events change."""
-        while not is_so():
-            self._moved.clear()
-            await self._moved.wait()
 
     # ------------------------------------------------------------ leases
 
@@ -258,7 +221,7 @@ class ShardHost:
 
     def close_stream(self, stream: LearnerStream) -> None:
         self.streams.close(stream)
-        self._moved.set()
+        self.work.moved()
 
     def progress(self, caller: Identity, progress: Progress) -> None:
         """Take a report, which renews the lease. Raises as `member` does."""
@@ -301,7 +264,7 @@ class ShardHost:
     def end_as_replaced(self, why: str) -> Superseded:
         self.log.error("replaced", code=Superseded.code, why=why)
         self.replaced = Superseded(why)
-        self._break(why)
+        self.work.end(why)
         return self.replaced
 
     def leave(self, caller: Identity) -> bool:
@@ -346,7 +309,7 @@ class ShardHost:
 
         Raises as `member` does, since the lease may have ended meanwhile.
         """
-        self._check_open()
+        self.work.check_open()
         member = self.member(caller)
         answer = self.shard.contribute(member, header, payload, norms, self.clock())
         return self._answered(member, header, answer)
@@ -360,86 +323,6 @@ class ShardHost:
         self.driver.carry_out_all()  # count now, decide soon
         self.advance_later()
         return answer
-
-    # ------------------------------------------------------------ the shell of its effects
-
-    def tell(self, tell: Tell) -> None:
-        self.streams.tell(tell)
-
-    def start(self, job: Job, name: str) -> None:
-        """Run a job, then advance. Does nothing once the shard has ended."""
-        if self.closed:  # the last pushes closed a round
-            return
-        task = asyncio.create_task(self._run(job), name=name)
-        self._jobs[task] = None
-        task.add_done_callback(self._finished)
-
-    async def _run(self, job: Job) -> None:
-        await job()
-        self.advance()
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        del self._jobs[task]
-        if not task.cancelled() and task.exception() is not None:
-            self.log.error("job failed", trace=task.exception(), job=task.get_name())
-        self._moved.set()
-
-    async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
-        """Run arithmetic on the compute thread, in the order of the calls. Raises Draining once the shard has ended."""
-        self._check_open()
-
-        def timed() -> T:
-            if self._computed_last == "seed":  # its bytes are free, and contributions are smaller
-                self._give_back()
-            self._computed_last = phase
-            began = self._cpu_clock()
-            try:
-                return work()
-            finally:
-                self.metrics.rounds.computed(phase, self._cpu_clock() - began)
-
-        return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise Draining("this shard has ended; call again when it is back")
-
-    def failed(self, merge: MergeRound, error: Exception) -> None:
-        self._break(f"version {merge.version} of fragment {merge.fragment_id} cannot be made: {error}")
-
-    def _break(self, why: str) -> None:
-        """Make this process end. The first reason counts."""
-        self.why_broken = self.why_broken or why
-        self.broken.set()
-
-    def _written(self, fragment_id: int, version: int, manifest: Manifest) -> None:
-        self._checkpointer.written(fragment_id, version, manifest)
-        self.readers.is_on_disk(Committed(fragment_id, version, self.shard.epoch))
-
-    async def keep(self, version: StoredVersion) -> None:
-        """Make a version durable. It may be announced once this returns.
-
-        A standby that keeps pace has the version before by then. One that lags is waited for as long as a lease, and
-        then no longer until it has caught up.
-        """
-        assert self.shard.manifest is not None
-        await self.keeper.keep(version, self.shard.manifest)
-        fragment_id, number = version.record.fragment_id, version.record.version
-        began = self.stopwatch()
-        try:
-            async with asyncio.timeout(self.settings.lease.lease_s):
-                await self.until(
-                    lambda: self.closed or self.shard.draining or self.readers.copies.may_announce(fragment_id, number)
-                )
-        except TimeoutError:
-            self.log.warning("the standby does not keep pace", fragment=fragment_id, version=number)
-            self.readers.copies.falls_behind(fragment_id)
-        if self.readers.has_standby:
-            self.metrics.storage.standby_wait_seconds.observe(self.stopwatch() - began)
-
-    def copied(self, fragment_id: int, version: int) -> None:
-        self.readers.copied(fragment_id, version)
-        self._moved.set()
 
 
 class AwakeClock:

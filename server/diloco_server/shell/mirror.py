@@ -62,7 +62,8 @@ class Mirror:
         assert payload is not None, "it was not held"
         base = None if header.base_version is None else before
         try:
-            published = await host.compute("encode", partial(_published, payload, encodings[-1], base, committed.near))
+            rebuild = partial(_published, payload, encodings[-1], base, committed.near)
+            published = await host.work.compute("encode", rebuild)
         except BadChecksum:
             state.published = None  # the next attempt asks for values
             raise

@@ -249,7 +249,7 @@ class ShardServer:
         """
         if self._lock is None:
             return
-        if await self.host.writes_ended(WRITES_END_S):
+        if await self.host.work.writes_ended(WRITES_END_S):
             self._lock.release()
         else:
             self.hangs = True
@@ -291,15 +291,16 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
         raise
     if address_file is not None:
         write_address(address_file, "shard", server.host.log.name, grpc=server.grpc_address, http=server.http_address)
-    await _first_of(ending, server.host.broken)
-    if server.host.broken.is_set() and not ending.is_set():
+    await _first_of(ending, server.host.work.broken)
+    if server.host.work.broken.is_set() and not ending.is_set():
         await server.abandon()
         if server.host.replaced is not None:
             raise server.host.replaced
-        raise DilocoError(f"{server.host.why_broken}. The versions announced so far are whole: start the shard again")
+        why = server.host.work.why_broken
+        raise DilocoError(f"{why}. The versions announced so far are whole: start the shard again")
     await server.stop()
     if server.hangs:
-        await server.host.writes_ended(LAST_WRITE_S)
+        await server.host.work.writes_ended(LAST_WRITE_S)
         _leave()
 
 

@@ -6,16 +6,13 @@ Transports bring the calls (`servicer.py` for gRPC). The host decides and change
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import aclosing, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
-from diloco_common.codec import Chunk, Payload, PayloadHeader, PayloadReceiver
-from diloco_common.codec.frames import NewFrame
-from diloco_common.codec.parts import ITEM_BYTES, cut_chunks, num_elements
+from diloco_common.codec import Chunk, Payload, PayloadReceiver
 from diloco_common.errors import (
     BadRequest,
     Busy,
@@ -23,17 +20,12 @@ from diloco_common.errors import (
     ProtocolMismatch,
     Refusal,
     TornUpload,
-    UnknownEncoding,
 )
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import bounds
 from diloco_common.wire.messages import (
-    AVERAGE,
-    FILE,
-    FILE_CHUNK,
     PROTOCOL,
     PUSHES_AT_ONCE,
-    SLOWEST_BYTES_PER_S,
     Directive,
     Evicted,
     FollowRequest,
@@ -44,30 +36,14 @@ from diloco_common.wire.messages import (
     PullRequest,
     PushAnswer,
     PushHeader,
-    Range,
     Role,
-    VersionId,
 )
-from diloco_server.shell.control_streams import LearnerStream
 from diloco_server.shell.host import ShardHost
-from diloco_server.shell.pulls import Pulls
-from diloco_server.shell.quotas import SHOWN_BYTES, OpenPushes, Places, Ranks, Rate, Takers
+from diloco_server.shell.pulls import Pulls, chunk_sizes
+from diloco_server.shell.quotas import OpenPushes, Places, Ranks, Rate
 from diloco_server.shell.rules import check_codecs
-from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
-from diloco_server.storage.filesystem import OldFile
-
-PULLS_AT_ONCE = 4
-"""Most pulls of one learner, and of one host's callers without a lease; more are answered BUSY. One is enough; others
-may remain for a while from broken connections."""
-PULL_S = 900.0
-"""Most seconds of a pull, in addition to the time of a slow link. It ends by its deadline, because gRPC cannot drop
-what a caller does not take."""
-SMALL_CHUNK_BYTES = 64 << 10
-"""Chunk size for callers not known to read, since the transport copies a chunk that is not read."""
-UNTRUSTED_PAUSE_S = 5.0
-"""Seconds that such a caller may pause, while it keeps a possibly outdated version in memory."""
-OBSERVER_ENCODINGS = ("float32", AVERAGE)
-"""Encodings that Pull accepts besides the run's own; they are made for the caller alone."""
+from diloco_server.shell.streams import LearnerStream
+from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Turns, Wait
 
 HOST_LEARNERS = 512
 """Most leases of one host without certificates, or half of `shard.max_learners` if that is more."""
@@ -88,16 +64,9 @@ class Service:
 
     def __init__(self, host: ShardHost) -> None:
         limits = host.settings.shard
-        self._host, self._answers = host, Pulls(host)
+        self._host, self._pulls = host, Pulls(host)
         self._pushes = OpenPushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, bytes_most=4 << 30)
         self._rank_pushes = Ranks("pushes", max(PUSHES_AT_ONCE, limits.max_pushes // 2))
-        self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](PULLS_AT_ONCE)
-        self._rank_pulls = Ranks("pulls", max(PULLS_AT_ONCE, limits.max_pushes // 2))
-        self._takers = Takers()
-        self._outgoing = Outgoing(bytes_most=256 << 20)
-        self._observers = Places[object](  # pulls in an encoding made for the caller alone
-            each=2, together=4, crowded="pulls in an encoding of their own are open; try again soon"
-        )
         self._seeding: dict[tuple[int, int], OpenPush] = {}  # (fragment, part) of the seeds being received
         self._messages, self._bodies = Places[Wait](each=4), Bodies()
         # Hundreds of a host's leases may end together.
@@ -185,7 +154,7 @@ class Service:
         try:
             while (directive := await stream.next()) is not None:
                 mirror = self._host.readers.mirror_at(site)
-                yield self._answers.near(directive, caller.learner_id, mirror) if mirror else directive
+                yield self._pulls.near(directive, caller.learner_id, mirror) if mirror else directive
                 if isinstance(directive, Evicted):
                     break
             if reader.done():
@@ -207,7 +176,7 @@ class Service:
         with self._host.readers.opened(caller, request, self._host.clock) as reader:
             self._host.follow(reader)
             while (directive := await reader.stream.next()) is not None:
-                yield self._answers.near(directive, "", "") if reader.role is Role.MIRROR else directive
+                yield self._pulls.near(directive, "", "") if reader.role is Role.MIRROR else directive
 
     async def _read_reports(self, caller: Identity, reports: AsyncIterator[Progress], stream: LearnerStream) -> None:
         """Pass on the learner's reports until its side ends, then end ours. Raises BadRequest."""
@@ -252,7 +221,7 @@ class Service:
         Raises TornUpload if they are slower than `SLOWEST_BYTES_PER_S` per push, with a lease's time more for pauses.
         """
         receiver, norms = PayloadReceiver(header.payload), self._host.norms_of(header)
-        deadlines, sizes = Deadlines(self._host.settings.lease.lease_s, PUSHES_AT_ONCE), _chunk_sizes(header.payload)
+        deadlines, sizes = Deadlines(self._host.settings.lease.lease_s, PUSHES_AT_ONCE), chunk_sizes(header.payload)
         while (part := await push.next(parts, deadlines.due(next(sizes, 0)))) is not None:
             if isinstance(part, PushHeader):
                 raise BadRequest("after its header a push has chunks only")
@@ -304,144 +273,8 @@ class Service:
     def pull(
         self, caller: Identity, request: PullRequest, ends_in_s: float = 0.0
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
-        is_file = FILE in request.encodings
-        return self._file(caller, request) if is_file else self._version(caller, request, ends_in_s)
-
-    async def _version(
-        self, caller: Identity, request: PullRequest, ends_in_s: float
-    ) -> AsyncGenerator[PullHeader | Chunk, None]:
-        with self._pull_place(caller) as account, self._takers.pulling(account) as pulled:
-            await self._answers.may_come(request)
-            header, change, values = self._answers.answer(caller, request)
-            ranges = request.ranges
-            if ranges:
-                _check_ranges(ranges, values.header.num_elements)
-                header = replace(header, ranges=ranges)
-            size = num_elements(ranges) if ranges else values.header.num_elements
-            _check_ends(ends_in_s, 4 * size)
-            if ranges or (change is not None and not pulled.is_trusted and _is_large(change.header)):
-                change = None  # ranges may share its scales, so it cannot be cut
-            made = {payload.header.encoding: payload for payload in (change, values) if payload is not None}
-            only_made = bool(ranges or request.want)  # other encodings: only of the latest version, whole
-            encoding = _choose_encoding(request.encodings, made, () if only_made else OBSERVER_ENCODINGS)
-            payload = made.get(encoding)
-            if request.have == (header.epoch, header.version):
-                yield header
-            elif payload is not None:
-                base = request.have if payload is change else None
-                header = replace(header, payload=payload.header, base_version=base and base[1])
-                chunks: Iterable[Chunk] = payload.chunks
-                small = None if pulled.is_trusted else _small_chunk_elements(payload.header)
-                if small is not None and not ranges:
-                    ranges = (Range(0, size),)
-                if ranges:
-                    header = replace(header, payload=await self._answers.cut_header(payload, ranges, small))
-                    chunks = cut_chunks(payload, ranges, small)
-                unread = Unread(chunks, self._host.settings.lease.lease_s if pulled.is_trusted else UNTRUSTED_PAUSE_S)
-                del change, values, made, payload, chunks  # so that `unread` alone holds the version
-                async with aclosing(self._parts(header, unread)) as parts:
-                    async for part in parts:
-                        yield part
-                pulled.num_bytes = header.payload.num_bytes if header.payload is not None else 0
-                if caller.generation and (request.have or request.want):
-                    self._answers.pulled(caller, header)
-            else:
-                whose = f"pulls of {caller.account or 'this host'} in an encoding of their own"
-                with self._observers.held(caller.account, whose):
-                    header, payload = await self._answers.encode_for(caller, request.fragment_id, encoding)
-                    header = replace(header, payload=payload.header)
-                    unread = Unread(payload.chunks, self._host.settings.lease.lease_s)
-                    async with aclosing(self._parts(header, unread)) as parts:
-                        async for part in parts:
-                            yield part
-
-    async def _file(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | Chunk, None]:
-        """Send a version file to a standby, read from disk as it is taken. It repeats the call once it has the file."""
-        caller.check_may("Standby")
-        if request.want is None or request.ranges:
-            raise BadRequest(f"a Pull of {FILE} names the version that it wants, and no ranges")
-        with self._pull_place(caller):
-            header, file = await self._answers.open_file(request.fragment_id, VersionId(*request.want))
-            with closing(file):
-                if request.have == request.want:
-                    self._host.copied(header.fragment_id, header.version)
-                    yield replace(header, payload=None)
-                    return
-                yield header
-                for start in range(0, file.size, FILE_CHUNK):
-                    num_bytes = min(FILE_CHUNK, file.size - start)
-                    async with self._outgoing.held(num_bytes):
-                        yield await self._host.keeper.read(partial(_framed, file, start, num_bytes))
-
-    async def _parts(self, header: PullHeader, unread: Unread[Chunk]) -> AsyncGenerator[PullHeader | Chunk, None]:
-        assert header.payload is not None
-        yield header
-        with closing(unread):
-            for num_bytes in _chunk_sizes(header.payload):
-                async with self._outgoing.held(num_bytes):  # before a chunk is cut
-                    yield unread.next(num_bytes)
-                    unread.taken()
-                self._host.telemetry.bytes_pulled += num_bytes
-
-    @contextmanager
-    def _pull_place(self, caller: Identity) -> Iterator[str]:
-        """Hold this while a pull is open; gives its account. Raises Busy, and as `ShardHost.member` does."""
-        if not caller.generation:
-            with self._host_pulls.held(caller.account, f"pulls of {caller.account or 'this host'}"):
-                yield caller.account
-            return
-        with (
-            self._rank_pulls.account(self._host.member(caller).learner_id, caller.rank) as account,
-            self._pulls.held(account, f"pulls of {account}"),
-        ):
-            yield account
-
-
-def _framed(file: OldFile, start: int, num_bytes: int) -> Chunk:
-    """Read bytes of a file into a frame. Raises OSError."""
-    frame = NewFrame(num_bytes)
-    if file.read_into(frame.chunk.numpy().data, start) != num_bytes:
-        raise OSError("the file became shorter")
-    return frame.sealed()[0]
+        return self._pulls.answer(caller, request, ends_in_s)
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _check_ends(ends_in_s: float, num_bytes: int) -> None:
-    """Refuse a pull without an acceptable deadline: its bytes are held until it ends. Raises BadRequest."""
-    longest_s = PULL_S + num_bytes / SLOWEST_BYTES_PER_S
-    if ends_in_s > longest_s:
-        raise BadRequest(
-            f"a pull of this fragment must have a deadline of at most {longest_s:.0f} s; give it a timeout"
-        )
-
-
-def _check_ranges(ranges: Sequence[Range], fragment_elements: int) -> None:
-    """Raises BadRequest."""
-    if ranges[-1].stop > fragment_elements:
-        raise BadRequest(f"a range ends at element {ranges[-1].stop} of {fragment_elements}")
-
-
-def _is_large(header: PayloadHeader) -> bool:
-    return header.chunk_bytes(0) > SHOWN_BYTES
-
-
-def _small_chunk_elements(header: PayloadHeader) -> int | None:
-    """Chunk length for a caller not known to read; None: chunks are small already, or cannot be cut."""
-    item = ITEM_BYTES.get(header.encoding)
-    return SMALL_CHUNK_BYTES // item if item and _is_large(header) else None
-
-
-def _chunk_sizes(header: PayloadHeader) -> Iterator[int]:
-    return (header.chunk_bytes(index) for index in range(header.num_chunks))
-
-
-def _choose_encoding(wanted: Sequence[str], made: Iterable[str], more: Sequence[str]) -> str:
-    """The encoding to send: the caller's first choice among those available. Raises UnknownEncoding."""
-    offered = tuple(dict.fromkeys((*made, *more)))
-    for encoding in wanted or offered[:1]:
-        if encoding in offered:
-            return encoding
-    raise UnknownEncoding(f"versions are sent as {' or '.join(offered)}, not as {', '.join(wanted)[:100]}")

@@ -15,8 +15,8 @@ from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import Event, TracedRound, told_of
 from diloco_server.core.membership import Member
 from diloco_server.shell.host import ShardHost
-from diloco_server.shell.readers import Readers
 from diloco_server.shell.standby import Standby
+from diloco_server.shell.streams import Readers
 
 
 def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from diloco_common.wire.messages import Collect, Committed, Directive, Drain, Evicted, Pulse, Stop
-from diloco_server.shell.control_streams import LearnerStream
+from diloco_server.shell.streams import LearnerStream
 
 
 def heard(*said: Directive) -> list[Directive]:
