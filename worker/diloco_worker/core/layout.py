@@ -37,15 +37,6 @@ def put(tensor: Tensor, start: int, stop: int, values: Tensor) -> None:
         part.copy_(values[first - start : first - start + part.numel()].view(part.shape))
 
 
-def in_memory_order(tensor: Tensor) -> Tensor | None:
-    """A flat view of its elements in memory order; None: there are gaps between them."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    if _extent(tensor) != tensor.numel() or overlaps_itself(tensor):
-        return None
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two of its elements share memory, as after `expand`."""
     if tensor.is_contiguous():

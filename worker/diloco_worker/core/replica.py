@@ -66,9 +66,7 @@ class Replica:
         self.of_kind: dict[Kind, Parameters | Buffers] = {"momentum": momenta, "buffer": chosen.buffers}
         """Kind -> the tensors of its fragments."""
         self.hold(self._holding.tensors)
-        self.laid = Laid(
-            lambda name: self.parameters.theta(name), lambda name: self.parameters.tensors[name].data_ptr()
-        )
+        self.laid = Laid(lambda name: self.parameters.theta(name))
         self.ties = tuple(Tie(key, of) for key, of in chosen.saved())[:TIES_MAX]
         """Where the model's state_dict differs from what is shared."""
         self.device = next(p.device for p in (*self._holding.tensors.values(), *parameters.values()) if p.numel())
