@@ -15,7 +15,7 @@ from statistics import fmean
 
 from diloco_lab import runner
 from diloco_lab.arms import Arm, load_arm
-from diloco_lab.report import gap
+from diloco_lab.runner import gap
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "quality.md"

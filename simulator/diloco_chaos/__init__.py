@@ -1,9 +1,8 @@
 """`python -m diloco_chaos`: run a local cluster, inject faults by a seeded plan, and judge what every process recorded.
 
-command.py   the command, from the fault-free run to the exit code
+__main__.py  the command, from the fault-free run to the exit code
 plan.py      the targets and times of the faults: a pure function of the seed; what was injected, as plain values
-cluster.py   runs a cluster for a while and injects the faults of a plan
-damage.py    disks that can be filled, network links that can be cut
+cluster.py   runs a cluster for a while and injects the faults of a plan: disks can be filled, links cut
 goodput.py   how much work got through, the longest pause of a living worker, and where the rest of the work went
 hostile.py   a hostile learner next to the honest ones
 result.py    the result as numbers and words, with what hostile learners achieved

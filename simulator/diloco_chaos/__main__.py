@@ -1,7 +1,239 @@
-"""`python -m diloco_chaos`."""
+"""`python -m diloco_chaos`: a run without faults, a run with faults, and the comparison of both."""
 
+from __future__ import annotations
+
+import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
-from diloco_chaos.command import main
+from cyclopts import Parameter
 
-sys.exit(main())
+from diloco_chaos.cluster import LISTEN, ChaosCluster, Links, NoLinks, SmallDisks
+from diloco_chaos.plan import ChaosRun, Fault, make_plan
+from diloco_chaos.result import Result, make_baseline, make_result, summary
+from diloco_chaos.timeline import check_timeline, draw
+from diloco_common import quantities
+from diloco_common.command import new_app, run_app
+from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
+from diloco_common.options import NO_SETTINGS, Flag, SettingsOptions, number, setting, settings_from
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import Given
+from diloco_common.wire.addresses import write_json
+from diloco_deploy.run.children import names
+from diloco_deploy.run.folder import ClusterFolder, Outputs
+from diloco_deploy.run.supervisor import Interrupts, Supervisor
+from diloco_deploy.run.up import check_cluster
+from diloco_simulator.verify.histories import Histories, read_histories
+
+_OURS: dict[str, object] = {
+    "cluster.folder": "runs/chaos",
+    "cluster.workers": 8,
+    "worker.step_min_s": 0.1,
+    "worker.threads": 1,
+    "worker.checkpoint_every_s": 1.0,
+    "model.layers": 1,
+    "model.heads": 2,
+    "model.width": 32,
+    "model.context": 32,
+    "train.batch": 4,
+    "sync.fragments": 4,
+    "sync.sync_every": 8,
+    "lease.lease_s": 2.0,
+    "lease.heartbeat_s": 0.5,
+}
+app = new_app("diloco_chaos", "Hurt a cluster on this machine, and check that nothing is lost.")
+DEFAULTS = {name: Given(value, "a default of chaos") for name, value in _OURS.items()}
+"""A week of training in minutes: small steps of a fixed length that leave the machine mostly idle."""
+HEAL_S = 60.0
+"""Every process must make progress within this many seconds after the last fault."""
+_MINUTES = number(float, 0.01, 10_000.0, "minutes, from 0.01 to 10000")
+_SECONDS = number(quantities.seconds, 0.1, 10_000.0, "seconds, from 0.1 to 10000, such as 5s")
+_SHARE = number(float, 0.0, 0.9, "a share, from 0 to 0.9")
+_COUNT = number(quantities.count, 0, 1000, "a number, from 0 to 1000")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ClusterOptions:
+    shards: Annotated[str | None, setting("cluster.shards", "N", "parameter-server processes")] = None
+    workers: Annotated[str | None, setting("cluster.workers", "N", "learners", default=8)] = None
+    seed: Annotated[
+        str | None, setting("run.seed", "N", "of the plan, the initial weights and the order of the data")
+    ] = None
+    folder: Annotated[
+        str | None, setting("cluster.folder", "PATH", "folder for histories and logs", default="runs/chaos")
+    ] = None
+
+    def settings(self, options: SettingsOptions) -> Settings:
+        """Raises ConfigError."""
+        flags = {
+            "cluster.shards": self.shards, "cluster.workers": self.workers, "cluster.folder": self.folder,
+            "run.seed": self.seed,
+        }  # fmt: skip
+        found = settings_from(options, flags, defaults=DEFAULTS)
+        check_cluster(found)
+        return found
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class HarmOptions:
+    minutes: Annotated[float, Parameter(converter=_MINUTES, metavar="M", help="length of each run")] = 1.0
+    every: Annotated[float, Parameter(converter=_SECONDS, metavar="5s", help="time between two faults")] = 5.0
+    dead: Annotated[
+        float, Parameter(converter=_SHARE, metavar="SHARE", help="share of the time that workers are dead or frozen")
+    ] = 0.2
+    hostile: Annotated[
+        int, Parameter(converter=_COUNT, metavar="N", help="number of hostile workers, which lie, replay and flood")
+    ] = 0
+    disk_full: Annotated[Flag, Parameter(help="fill the disks of shards too (needs root)")] = False
+
+    @property
+    def seconds(self) -> float:
+        return 60.0 * self.minutes
+
+    @property
+    def enemies(self) -> list[str]:
+        """Names of the hostile workers."""
+        return [f"hostile-{i}" for i in range(self.hostile)]
+
+    def plan(self, settings: Settings, *, links: bool) -> tuple[Fault, ...]:
+        cluster = settings.cluster
+        return make_plan(
+            seed=settings.run.seed, seconds=self.seconds, every_s=self.every, dead_share=self.dead,
+            shards=names("shard", cluster.shards), workers=names("worker", cluster.workers),
+            disk_full=self.disk_full, links=links,
+        )  # fmt: skip
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class OutputOptions:
+    json: Annotated[Path | None, Parameter(metavar="FILE.json", help="write the result here")] = None
+    timeline: Annotated[Path | None, Parameter(metavar="FILE.png|svg", help="draw a timeline of the run")] = None
+
+    def check(self) -> None:
+        """Before the run. Raises ConfigError."""
+        if self.timeline is not None:
+            check_timeline(self.timeline)
+
+    def write(self, result: Result, histories: Histories, run: ChaosRun) -> None:
+        if self.json is not None:
+            self.json.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.json, result)
+            print(f"written: {self.json}")
+        if self.timeline is not None:
+            self.timeline.parent.mkdir(parents=True, exist_ok=True)
+            draw(histories, run, result, self.timeline)
+            print(f"written: {self.timeline}")
+
+
+@app.default
+def chaos(
+    *,
+    cluster: ClusterOptions = ClusterOptions(),
+    harm: HarmOptions = HarmOptions(),
+    gap: Annotated[
+        float,
+        Parameter(converter=_SECONDS, metavar="3s", help="longest time that a living worker may go without a step"),
+    ] = 3.0,
+    no_baseline: Annotated[Flag, Parameter(help="no fault-free run: half the time, but no goodput")] = False,
+    out: OutputOptions = OutputOptions(),
+    options: SettingsOptions = NO_SETTINGS,
+) -> int:
+    """Run a cluster on this machine without faults. Then run one, and kill and freeze its workers and shards by a
+    seeded plan. Every process records its history. The histories show how much work got through, and whether any was
+    lost or counted twice. Exit code 1 if a promise was broken.
+    """
+    out.check()
+    settings, baseline, links = _without(cluster.settings(options), harm.hostile), None, _links()
+    if links is not None:
+        settings = _within(settings)
+    plan = harm.plan(settings, links=links is not None)
+    with Interrupts() as interrupts:
+        if not no_baseline:
+            _tell(f"without faults, for {harm.seconds:.0f} s")
+            run, histories = _run(settings, "fault-free", (), harm.seconds, interrupts, links)
+            baseline = make_baseline(histories, run)
+        _tell(f"{len(plan)} faults in {harm.seconds:.0f} s, seed {settings.run.seed}")
+        if harm.enemies:
+            _tell(f"beside {', '.join(harm.enemies)}")
+        run, histories = _run(
+            settings, "hurt", plan, harm.seconds, interrupts, links, disk_full=harm.disk_full, hostile=harm.enemies
+        )
+    result = make_result(
+        histories, run, plan, baseline, seed=settings.run.seed, gap_max_s=gap, hostile=harm.enemies,
+    )  # fmt: skip
+    print("\n" + summary(result), flush=True)
+    out.write(result, histories, run)
+    return EXIT_UNEXPECTED if result["violations"] else EXIT_OK
+
+
+def _run(
+    settings: Settings, name: str, plan: tuple[Fault, ...], seconds: float, interrupts: Interrupts,
+    links: Links | None, *, disk_full: bool = False, hostile: Sequence[str] = (),
+) -> tuple[ChaosRun, Histories]:  # fmt: skip
+    """Run one cluster in its own folder. Empties the folder first."""
+    folder = settings.cluster.folder / name
+    files = ClusterFolder(folder, Outputs())
+    history = folder / "history"
+    with files.owned(), Supervisor() as supervisor:
+        files.prepare(settings, fresh=True)
+        shutil.rmtree(history, ignore_errors=True)
+        mine = settings.model_copy(
+            update={
+                "run": settings.run.model_copy(update={"history": history.absolute(), "tokens": 0}),
+                "cluster": settings.cluster.model_copy(update={"folder": folder}),
+            }
+        )
+        disks = None
+        if disk_full:
+            shards = names("shard", settings.cluster.shards)
+            disks = SmallDisks({name: files.shard_folder(index) for index, name in enumerate(shards)})
+        run = ChaosCluster(mine, files, supervisor, interrupts, _tell, disks, links, hostile).run(plan, seconds, HEAL_S)
+        files.clear_addresses()
+    return run, read_histories(history)
+
+
+def _links() -> Links | None:
+    """The network links of the clusters. If they cannot be cut here, print why, and return None."""
+    try:
+        return Links()
+    except NoLinks as why:
+        _tell(f"no links are cut: cutting them needs root, nft and a network namespace ({why})")
+        return None
+
+
+def _without(settings: Settings, hostile: int) -> Settings:
+    """The settings of a cluster of the honest workers alone. Raises ConfigError."""
+    if not hostile:
+        return settings
+    honest = settings.cluster.workers - hostile
+    if honest < 2:
+        raise ConfigError(
+            f"--hostile {hostile} leaves {honest} of {settings.cluster.workers} workers; leave at least 2"
+        )
+    return settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"workers": honest})})
+
+
+def _within(settings: Settings) -> Settings:
+    """Settings for a network namespace: shards listen on every address, because nobody else can reach them."""
+    shard = settings.shard.model_copy(update={"listen": LISTEN})
+    security = settings.security.model_copy(update={"insecure": True})
+    return settings.model_copy(update={"shard": shard, "security": security})
+
+
+def _tell(words: str) -> None:
+    print(words, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_app(app, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """`python -m diloco_chaos.hostile`: a hostile learner next to the workers of `diloco_chaos`, over real gRPC.
 
-It does the same as in simulated schedules (`diloco_simulator/chaos/hostile.py`), under its own learner id.
+It does the same as in simulated schedules (`diloco_simulator/hostile.py`), under its own learner id.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import Fragment, cut
 from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest, PullRequest, PushHeader
-from diloco_simulator.chaos.hostile import HostileLearner
-from diloco_simulator.chaos.plot import MANNERS, TACTICS, Plot
+from diloco_simulator.hostile import HostileLearner
+from diloco_simulator.lies import MANNERS, TACTICS, Plot
 
 CALL_S = 10.0
 ANSWERS = 0.7

@@ -57,7 +57,7 @@ CHECKS = {
 _SHOWN_MAX = 20
 
 
-def make_baseline(histories: Histories, run: ChaosRun, settings: dict[str, Any]) -> Result:
+def make_baseline(histories: Histories, run: ChaosRun) -> Result:
     """The result of a fault-free run. Goodput is relative to it."""
     work = work_of(histories, run)
     return {
@@ -66,7 +66,6 @@ def make_baseline(histories: Histories, run: ChaosRun, settings: dict[str, Any])
         "tokens_per_alive_s": round(work.per_alive_s, 2),
         "step_s": round(work.step_s, 4),
         "longest_step_gap_s": _longest(longest_gaps(histories, run)),
-        "settings": settings,
     }
 
 

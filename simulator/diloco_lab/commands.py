@@ -1,7 +1,22 @@
-"""The commands of this distribution, which `diloco` finds here (`diloco_common/program.py`)."""
+"""The commands of this distribution, which `diloco` finds here (`diloco_common/program.py`), and `diloco lab` itself.
+
+Imports no torch before a command runs, so help is fast.
+"""
 
 from __future__ import annotations
 
+import itertools
+import tomllib
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from diloco_common.command import check_outputs, new_app
+from diloco_common.errors import EXIT_OK, ConfigError
 from diloco_common.program import STUDY, Command
 
 COMMANDS = (
@@ -14,7 +29,142 @@ COMMANDS = (
         "a run on up to a million chips that fail: goodput, rounds, bytes, money", STUDY,
     ),
     Command(
-        "lab", "diloco_lab.cli:app",
+        "lab", "diloco_lab.commands:app",
         "compare rules and settings by what they learn: production cores in one process, virtual time", STUDY,
     ),
 )  # fmt: skip
+
+
+app = new_app("lab", "Compare rules and settings by what they learn: production cores in one process, virtual time.")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class LabOptions:
+    """Options of both `compare` and `sweep`."""
+
+    seeds: Annotated[int, Parameter(metavar="N", help="seeds per arm")] = 2
+    first_seed: Annotated[int, Parameter(metavar="SEED", help="the others follow")] = 0
+    jobs: Annotated[int, Parameter(metavar="N", help="runs at once, a core each")] = 1
+    model: Annotated[
+        str, Parameter(metavar="PKG.MOD:BUILD", help="a model of your own (docs/lab.md)", show_default=False)
+    ] = ""
+    out: Annotated[
+        Path, Parameter(metavar="FILE", help="results as JSON lines; runs that it holds are not repeated")
+    ] = Path("runs/lab/results.jsonl")
+    csv: Annotated[Path | None, Parameter(metavar="FILE", help="one row per run")] = None
+    track: Annotated[
+        str, Parameter(metavar="TRACKER", help="tensorboard:DIR, wandb:PROJECT or csv:FILE", show_default=False)
+    ] = ""
+
+
+@app.command(help="run arms over the same seeds, and show their paired gaps")
+def compare(
+    arms: Annotated[list[Path], Parameter(metavar="ARM.toml", help="the first is what others are held to")],
+    /,
+    *,
+    plot: Annotated[Path | None, Parameter(metavar="FILE", help="losses, and paired gaps with intervals (PNG)")] = None,
+    options: LabOptions = LabOptions(),
+) -> int:
+    from diloco_lab.arms import load_arm
+    from diloco_lab.runner import comparison, draw, run_all, write_csv
+
+    seeds = _seeds(options)
+    chosen = [load_arm(path, options.model) for path in arms]
+    check_outputs(options.out, options.csv, plot)
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
+    lines = run_all(chosen, seeds, options.out, options.jobs, tell, options.track)
+    print("\n" + comparison(chosen, seeds, lines))
+    if options.csv is not None:
+        write_csv(options.csv, lines)
+    if plot is not None:
+        draw(plot, chosen, seeds, lines)
+    return EXIT_OK
+
+
+@app.command(help="run an arm with all combinations of values, and rank them")
+def sweep(
+    arm: Annotated[Path, Parameter(metavar="ARM.toml")],
+    /,
+    *,
+    grid: Annotated[list[str], Parameter(metavar="SETTING=A,B,...", help="such as train.lr=1e-3,2e-3,4e-3")],
+    options: LabOptions = LabOptions(),
+) -> int:
+    from diloco_lab.arms import load_arm
+    from diloco_lab.runner import ranking, run_all, write_csv
+
+    seeds, base, axes = _seeds(options), load_arm(arm, options.model), dict(map(_axis, grid))
+    values: list[dict[str, Any]] = [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+    arms = []
+    for point in values:
+        tried = base
+        for name, value in point.items():
+            tried = tried.with_value(name, value)
+        arms.append(tried)
+    check_outputs(options.out, options.csv)
+    lines = run_all(arms, seeds, options.out, options.jobs, tell, options.track)
+    print("\n" + ranking(arms, values, seeds, lines))
+    if options.csv is not None:
+        write_csv(options.csv, lines)
+    return EXIT_OK
+
+
+@app.command(help="tune all arms alike, then hold them against each other")
+def protocol(
+    file: Annotated[Path, Parameter(metavar="PROTOCOL.toml")],
+    /,
+    *,
+    jobs: Annotated[int, Parameter(metavar="N", help="runs at once, a core each")] = 1,
+    out: Annotated[
+        Path, Parameter(metavar="FILE", help="results as JSON lines; runs that it holds are not repeated")
+    ] = Path("runs/lab/results.jsonl"),
+    page: Annotated[
+        Path | None, Parameter(metavar="FILE", help="the tables in markdown, anew after every seed")
+    ] = None,
+    track: Annotated[
+        str, Parameter(metavar="TRACKER", help="tensorboard:DIR, wandb:PROJECT or csv:FILE", show_default=False)
+    ] = "",
+) -> int:
+    """Run the missing parts of a protocol; the page is rewritten after every seed."""
+    from diloco_lab.protocol import carry_out, load_protocol
+    from diloco_lab.protocol import page as tables
+    from diloco_lab.runner import run_all
+
+    if jobs < 1:
+        raise ConfigError("--jobs takes a number from 1")
+    check_outputs(out, page)
+    text = ""
+    run_missing = partial(run_all, path=out, jobs=jobs, say=tell, track=track)
+    for cells, lines in carry_out(load_protocol(file), run_missing):
+        text = tables(cells, lines)
+        if page is not None:
+            page.write_text(text)
+    tell("\n" + text)
+    return EXIT_OK
+
+
+def _seeds(options: LabOptions) -> range:
+    """Raises ConfigError."""
+    if options.seeds < 1 or options.jobs < 1:
+        raise ConfigError("--seeds and --jobs take a number from 1")
+    return range(options.first_seed, options.first_seed + options.seeds)
+
+
+def tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def _axis(text: str) -> tuple[str, list[Any]]:
+    """A setting and its values. Raises ConfigError."""
+    path, equals, values = text.partition("=")
+    if not equals or "." not in path:
+        raise ConfigError(f"--grid {text!r} is not of the form section.setting=A,B,...")
+    return path, [_value(value) for value in values.split(",")]
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text

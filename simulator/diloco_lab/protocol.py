@@ -39,8 +39,7 @@ from pydantic import Field, model_validator
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Section, SyncSettings
 from diloco_lab.arms import Arm, make_arm, read_toml, validated
-from diloco_lab.report import Gap, gap, selecting
-from diloco_lab.runner import Line
+from diloco_lab.runner import Gap, Line, gap, selecting
 
 Axes = Mapping[str, Sequence[Any]]
 """Setting -> its possible values: numbers in order, or names."""

@@ -1,7 +1,110 @@
-"""`python -m diloco_simulator`."""
+"""`python -m diloco_simulator`: run many schedules, or replay one."""
+
+from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
-from diloco_simulator.cli import main
+import torch
+from cyclopts import Parameter
 
-sys.exit(main())
+from diloco_common.command import new_app, run_app
+from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
+from diloco_common.options import Flag
+from diloco_simulator.cluster import ScheduleFailed, run_schedule
+from diloco_simulator.options import DISK_FAULTS, FAULTS, RARE_FAULTS, draw
+from diloco_simulator.runner import ScheduleTally, run_many
+
+PROGRESS_EVERY_S = 5.0
+
+
+app = new_app("diloco_simulator", "Run many schedules, or replay one.")
+
+
+@app.default
+def simulate(
+    *,
+    schedules: Annotated[int, Parameter(metavar="N", help="how many to run")] = 1000,
+    family: Annotated[
+        Literal["short", "long", "islands", "companions", "memory", "mirrored", "sick"],
+        Parameter(help="short: 3 shards and 5 learners for a few seconds; long: all sizes, for half a minute"),
+    ] = "short",
+    seed: Annotated[int, Parameter(metavar="SEED", help="of the first; the others follow")] = 0,
+    jobs: Annotated[int, Parameter(metavar="N", help="processes")] = 1,
+    replay: Annotated[
+        str | None, Parameter(metavar="FAMILY:SEED", help="run this one alone, and say what it came to")
+    ] = None,
+    keep_going: Annotated[Flag, Parameter(help="do not end at the first failure")] = False,
+) -> int:
+    """Run many schedules, or replay one. Exit code 1 if an invariant was broken."""
+    if schedules < 1 or jobs < 1:
+        raise ConfigError("--schedules and --jobs take a number from 1")
+    torch.set_num_threads(1)
+    if replay is not None:
+        try:
+            options = draw(replay)
+        except ValueError as error:
+            raise ConfigError(f"--replay {replay}: {error}") from None
+        try:
+            result = run_schedule(options)
+        except ScheduleFailed as failure:
+            print(failure)
+            return EXIT_UNEXPECTED
+        print(f"{replay}: no violation; {result.events} events, {result.virtual_s:.0f} s of virtual time")
+        print(f"{_listed(result.counts)}; faults: {_listed(result.faults)}\ntrace {result.trace}")
+        return EXIT_OK
+
+    began, told = time.perf_counter(), [time.perf_counter()]
+
+    def tell(total: ScheduleTally) -> bool:
+        if time.perf_counter() - told[0] >= PROGRESS_EVERY_S:
+            told[0] = time.perf_counter()
+            rate = total.schedules / (told[0] - began)
+            print(f"{total.schedules} of {schedules}, {rate:.0f}/s", file=sys.stderr, flush=True)
+        return keep_going or not total.failures
+
+    total = run_many(family, range(seed, seed + schedules), jobs, tell)
+    for words in [*total.failures.values()][: None if keep_going else 1]:
+        print(words.splitlines()[0] if keep_going else words)
+    print(_summary(family, total, time.perf_counter() - began))
+    return EXIT_UNEXPECTED if total.failures else EXIT_OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 1 if an invariant was broken."""
+    return run_app(app, argv)
+
+
+def _summary(family: str, total: ScheduleTally, took_s: float) -> str:
+    return (
+        f"{total.schedules} {family} schedules in {took_s:.1f} s ({total.schedules / took_s:.0f}/s), "
+        f"{len(total.failures)} violations; {total.events} events\n"
+        f"in 1000 of them: {_coverage(total)}\n"
+        f"in all: {_listed(total.counts)}; faults: {_listed(total.faults)}"
+    )
+
+
+def _coverage(total: ScheduleTally) -> str:
+    """Whether schedules do anything: per 1000 of them, what goes wrong, and what works nevertheless."""
+    counts, faults = total.counts, total.faults
+    struck = sum(faults[kind] for kind in (*FAULTS, *DISK_FAULTS, *RARE_FAULTS))
+    rows = {
+        "faults": struck,
+        "learners crashed": faults["crash learner"],
+        "shards crashed": counts["kills"] + counts["power cuts"] + counts["memory losses"],
+        "recoveries from disk": counts["recoveries"],
+        "messages lost, late or twice": faults.total() - struck,
+        "versions": counts["versions"],
+        "contributions merged": counts["contributions merged"],
+    }
+    return ", ".join(f"{1000 * count / total.schedules:.0f} {name}" for name, count in rows.items())
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,13 +14,12 @@ from typing import Any
 
 from diloco_common.errors import LeaseExpired
 from diloco_common.wire.messages import Committed, Role
-from diloco_simulator.chaos.faults import Faults
+from diloco_simulator.faults import Faults
 from diloco_simulator.followed import Trainer
 from diloco_simulator.options import Options, draw
 from diloco_simulator.processes import HostileProcess, Processes
 from diloco_simulator.verify import invariants
-from diloco_simulator.verify.bounded import BoundedInfluence
-from diloco_simulator.verify.fairness import Fairness
+from diloco_simulator.verify.bounded import BoundedInfluence, Fairness
 from diloco_simulator.verify.histories import Histories, gather
 from diloco_simulator.verify.invariants import Violation
 from diloco_simulator.verify.judge import violations
@@ -93,22 +92,22 @@ class SimulatedCluster(Processes):
         self.timeline.later(options.look_every_s, self._look_after)
         for index in range(options.shards):
             if options.mirrors:
-                self.start_mirror(index)
+                self.readers.start_mirror(index)
             if options.standbys and index in self.disks:
-                self.start_standby(index)
+                self.readers.start_standby(index)
         Faults(self)
         self._watches: Sequence[Fairness | PublishedFormula | BoundedInfluence] = ()
         if not options.standbys:  # with them, two processes may be one shard, and the formula follows one
             self._watches = [Fairness(self)] if options.hostile else [PublishedFormula(self), BoundedInfluence(self)]
         self.hostile = [HostileProcess(self, number) for number in range(options.hostile)]
-        self._all += [hostile.process for hostile in self.hostile]
+        self.processes += [hostile.process for hostile in self.hostile]
 
     def run(self) -> Result:
         """Raises a Violation, and any error that the product must not raise."""
         try:
             self.timeline.run()
         finally:
-            for process in self._all:
+            for process in self.processes:
                 process.kill()
         if (broken := self.broken_promise()) is not None:
             raise broken
@@ -119,7 +118,7 @@ class SimulatedCluster(Processes):
     def bury(self) -> None:
         """Silence whatever is left of the processes."""
         self._is_buried = True
-        for process in self._all:
+        for process in self.processes:
             process.bury()
 
     def broken_promise(self) -> Violation | None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import Busy, DilocoError
 from diloco_common.wire.messages import PushHeader
-from diloco_simulator.chaos.sickness import Spoiler
 from diloco_simulator.followed import FollowedRun, Trainer
 from diloco_simulator.reader_processes import SITE
+from diloco_simulator.sickness import Spoiler
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.model import Counting, TornReplica, part_of
 from diloco_simulator.world.stage import Checkpoint, Stage

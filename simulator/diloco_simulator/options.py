@@ -18,8 +18,8 @@ from diloco_common.settings import (
     SyncSettings,
 )
 from diloco_server.core.influence import TOLD
-from diloco_simulator.chaos.plot import FOREIGN, MANNERS, TACTICS
-from diloco_simulator.chaos.sickness import SPOILS, Sickness
+from diloco_simulator.lies import FOREIGN, MANNERS, TACTICS
+from diloco_simulator.sickness import SPOILS, Sickness
 from diloco_worker.shell.boundary import SEED_HOLD_S
 
 FAULTS = (

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from diloco_common.wire.manifest import Fragment, TensorSpec, cut
 from diloco_server.core.fragment import FragmentState
-from diloco_simulator.chaos.hostile import HostileLearner
-from diloco_simulator.chaos.plot import Plot
 from diloco_simulator.followed import Trainer
+from diloco_simulator.hostile import HostileLearner
 from diloco_simulator.island_process import RESTART_S, IslandProcess
 from diloco_simulator.learner_process import LearnerProcess
+from diloco_simulator.lies import Plot
 from diloco_simulator.options import Options
-from diloco_simulator.reader_processes import MirrorProcess, StandbyProcess
+from diloco_simulator.reader_processes import Readers
 from diloco_simulator.shard_process import ShardProcess
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.disk import ShardDisk
@@ -81,18 +81,12 @@ class Processes(Stage):
         """The latest process of each shard."""
         self.hostile: list[HostileProcess] = []
         self.disks = {index: ShardDisk(index, options) for index, has in enumerate(options.disks) if has}
-        self.mirrors: dict[int, MirrorProcess] = {}
-        self.standbys: dict[int, StandbyProcess] = {}
-        """Those that stand by."""
-        self.promoted: dict[int, StandbyProcess] = {}
-        self.replaced: dict[int, tuple[ShardProcess, ShardDisk]] = {}
-        """Shards that live on beside the promoted ones."""
         self.healed = False
-        self._all: list[SimulatedProcess] = []
         self._excused: set[tuple[int, int]] = set()
         self._fragments: defaultdict[int, set[int]] = defaultdict(set)  # shard -> fragments that it ever had
         self._to_resolve: list[Any] = []
         self._random = random.Random(f"cluster {options.seed}")
+        self.readers = Readers(self, self.shards, self.disks, self.start_shard)
 
     @property
     def claimants(self) -> set[str]:
@@ -106,68 +100,8 @@ class Processes(Stage):
             name = f"shard-{index}"
             self.note("start", name)
             self.shards[index] = ShardProcess(self, index, self.disks.get(index))
-            self._all.append(self.shards[index].process)
+            self.processes.append(self.shards[index].process)
             self.starts[name] += 1
-
-    def start_mirror(self, index: int) -> None:
-        if (mirror := self.mirrors.get(index)) is None or not mirror.process.alive:
-            self.starts[f"mirror-{index}"] += 1
-            self.mirrors[index] = MirrorProcess(self, index)
-            self._all.append(self.mirrors[index].process)
-
-    def start_standby(self, index: int) -> None:
-        self.standbys[index] = StandbyProcess(self, index)
-        self._all.append(self.standbys[index].process)
-
-    def crash_mirror(self, index: int, *, noticed: bool, back_after_s: float) -> None:
-        if (mirror := self.mirrors.get(index)) is not None and mirror.process.alive:
-            mirror.process.kill()
-            self.network.gone(mirror.process, noticed)
-            self.timeline.later(back_after_s, self.start_mirror, index)
-
-    def promote_standby(self, index: int, *, still_lives: bool, noticed: bool) -> None:
-        """Promote a standby. The old shard is gone with its machine, or lives on for some learners for a while."""
-        standby, old = self.standbys.get(index), self.shards[index]
-        if standby is None or not standby.process.alive or not standby.is_ready or old.process.frozen:
-            return
-        if still_lives and not (old.process.alive and old.is_serving):
-            return
-        if old.host is None or old.host.shard.draining:
-            return
-        self.note("promote", index, still_lives)
-        self.counts["standbys promoted" if not still_lives else "standbys promoted beside their shard"] += 1
-        standby.promote()
-        if still_lives:
-            assert old.host is not None
-            for learner_id in self.learner_ids[::2]:
-                self.network.apart[learner_id, index] = self.network.serving[index]
-            self.replaced[index] = old, self.disks[index]
-        else:
-            old.kill(power=False)
-            self.network.gone(old.process, noticed)
-        del self.standbys[index], self.shards[index]
-        self.disks[index] = standby.disk
-        self.promoted[index] = standby
-        self.start_shard(index)
-
-    def _heal_replaced(self, index: int) -> None:
-        """Once the promoted shard serves, let it reach the one that it replaced."""
-        new, (old, disk) = self.shards[index], self.replaced[index]
-        if not new.is_serving:
-            self.timeline.later(self.options.look_every_s, self._heal_replaced, index)
-            return
-
-        def ended() -> None:
-            if old.process.alive:
-                old.kill(power=False)
-                self.network.gone(old.process, True)
-            for path in [path for path in self.network.apart if path[1] == index]:
-                del self.network.apart[path]
-
-        if old.process.alive:
-            self.promoted[index].tell(new, old, disk, ended)
-        else:  # it has died meanwhile
-            ended()
 
     def has_model(self, index: int) -> bool:
         """Whether a shard's model can no longer be replaced."""
@@ -187,7 +121,7 @@ class Processes(Stage):
         assert shard.host is not None
         epoch, disk = shard.host.shard.epoch, self.disks.get(shard.index)
         self.counts["recoveries"] += disk is not None and bool(shard.host.shard.fragments)
-        keeps = None if shard.index in self.promoted else disk
+        keeps = None if shard.index in self.readers.promoted else disk
         lost = self._fragments[shard.index] if keeps is None else set(keeps.hurt)
         self._excused |= {(epoch, fragment_id) for fragment_id in lost}
         for fragment_id, state in shard.host.shard.fragments.items():
@@ -212,7 +146,7 @@ class Processes(Stage):
             flat, start = found.flat, Start(found.inner_step, found.tokens, resumed=True)
         kind = IslandProcess if index < self.options.islands else LearnerProcess
         self.learners.append(kind(self, learner_id, flat, start))
-        self._all.append(self.learners[-1].process)
+        self.processes.append(self.learners[-1].process)
         self.starts[learner_id] += 1
 
     def running(self, learner_id: str) -> list[Trainer]:
@@ -341,35 +275,21 @@ class Processes(Stage):
         for shard in self.shards.values():
             self._thaw(shard)
             shard.process.kill_at = None
-        for disk in (*self.disks.values(), *(disk for _, disk in self.replaced.values())):
+        for disk in (*self.disks.values(), *self.readers.replaced_disks):
             disk.heal()
         for index in range(self.options.shards):
             self.start_shard(index)
-        for index, mirror in self.mirrors.items():
-            self._thaw_reader(mirror)
-            self.start_mirror(index)
-        for standby in self.standbys.values():
-            self._thaw_reader(standby)
+        self.readers.thaw()
         for learner_id in self.learner_ids:
             self._start_if_none(learner_id)
         self.network.heal()
-        for index in self.replaced:
-            self._heal_replaced(index)
+        self.readers.reunite()
         self._to_resolve = [(p, c) for p in self.learners if p.process.alive for c in p.unresolved.values()]
 
     def _end(self, learner: Trainer, *, noticed: bool) -> None:
         self.note("killed", learner.name)
         learner.process.kill()
         self.network.gone(learner.process, noticed)
-
-    def freeze_mirror(self, index: int, lasts_s: float) -> None:
-        if (mirror := self.mirrors.get(index)) is not None and mirror.process.alive:
-            mirror.process.freeze()
-            self.timeline.later(lasts_s, self._thaw_reader, mirror)
-
-    def _thaw_reader(self, reader: MirrorProcess | StandbyProcess) -> None:
-        if reader.process.alive and reader.process.frozen:
-            reader.process.thaw()
 
     def _thaw(self, what: Trainer | ShardProcess) -> None:
         if what.process.alive and what.process.frozen:

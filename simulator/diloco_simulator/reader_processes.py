@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -151,3 +151,108 @@ class StandbyProcess(_Reader):
 def _host(shard: ShardProcess) -> ShardHost:
     assert shard.host is not None
     return shard.host
+
+
+class Readers:
+    """The mirrors and standbys of a schedule, the shards that standbys have replaced, and what can be done to them."""
+
+    def __init__(
+        self, cluster: Stage, shards: dict[int, ShardProcess], disks: dict[int, ShardDisk],
+        start_shard: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """`shards`, `disks`: the current ones, by shard; a promotion replaces one, and `start_shard` starts the new."""
+        self._cluster, self._shards, self._disks, self._start_shard = cluster, shards, disks, start_shard
+        self.promoted: dict[int, StandbyProcess] = {}
+        self._mirrors: dict[int, MirrorProcess] = {}
+        self._standbys: dict[int, StandbyProcess] = {}
+        """Those that stand by."""
+        self._replaced: dict[int, tuple[ShardProcess, ShardDisk]] = {}
+        """Shards that live on beside the promoted ones."""
+
+    @property
+    def replaced_disks(self) -> Iterator[ShardDisk]:
+        return (disk for _, disk in self._replaced.values())
+
+    def start_mirror(self, index: int) -> None:
+        if (mirror := self._mirrors.get(index)) is None or not mirror.process.alive:
+            self._cluster.starts[f"mirror-{index}"] += 1
+            self._mirrors[index] = MirrorProcess(self._cluster, index)
+            self._cluster.processes.append(self._mirrors[index].process)
+
+    def start_standby(self, index: int) -> None:
+        self._standbys[index] = StandbyProcess(self._cluster, index)
+        self._cluster.processes.append(self._standbys[index].process)
+
+    def crash_mirror(self, index: int, *, noticed: bool, back_after_s: float) -> None:
+        if (mirror := self._mirrors.get(index)) is not None and mirror.process.alive:
+            mirror.process.kill()
+            self._cluster.network.gone(mirror.process, noticed)
+            self._cluster.timeline.later(back_after_s, self.start_mirror, index)
+
+    def freeze_mirror(self, index: int, lasts_s: float) -> None:
+        if (mirror := self._mirrors.get(index)) is not None and mirror.process.alive:
+            mirror.process.freeze()
+            self._cluster.timeline.later(lasts_s, _thaw, mirror)
+
+    def promote(self, index: int, *, still_lives: bool, noticed: bool) -> None:
+        """Promote a standby. The old shard is gone with its machine, or lives on for some learners for a while."""
+        cluster, standby, old = self._cluster, self._standbys.get(index), self._shards[index]
+        if standby is None or not standby.process.alive or not standby.is_ready or old.process.frozen:
+            return
+        if still_lives and not (old.process.alive and old.is_serving):
+            return
+        if old.host is None or old.host.shard.draining:
+            return
+        cluster.note("promote", index, still_lives)
+        cluster.count("standbys promoted" if not still_lives else "standbys promoted beside their shard")
+        standby.promote()
+        if still_lives:
+            for learner_id in cluster.learner_ids[::2]:
+                cluster.network.apart[learner_id, index] = cluster.network.serving[index]
+            self._replaced[index] = old, self._disks[index]
+        else:
+            self._end(old, noticed=noticed)
+        del self._standbys[index], self._shards[index]
+        self._disks[index] = standby.disk
+        self.promoted[index] = standby
+        self._start_shard(index)
+
+    def thaw(self) -> None:
+        """Nobody is frozen or dead any more."""
+        for index, mirror in self._mirrors.items():
+            _thaw(mirror)
+            self.start_mirror(index)
+        for standby in self._standbys.values():
+            _thaw(standby)
+
+    def reunite(self) -> None:
+        """The network is whole again."""
+        for index in self._replaced:
+            self._reunite(index)
+
+    def _reunite(self, index: int) -> None:
+        """Once the promoted shard serves, let it reach the one that it replaced."""
+        new, (old, disk), apart = self._shards[index], self._replaced[index], self._cluster.network.apart
+        if not new.is_serving:
+            self._cluster.timeline.later(self._cluster.options.look_every_s, self._reunite, index)
+            return
+
+        def ended() -> None:
+            if old.process.alive:
+                self._end(old, noticed=True)
+            for path in [path for path in apart if path[1] == index]:
+                del apart[path]
+
+        if old.process.alive:
+            self.promoted[index].tell(new, old, disk, ended)
+        else:  # it has died meanwhile
+            ended()
+
+    def _end(self, shard: ShardProcess, *, noticed: bool) -> None:
+        shard.kill(power=False)
+        self._cluster.network.gone(shard.process, noticed)
+
+
+def _thaw(reader: MirrorProcess | StandbyProcess) -> None:
+    if reader.process.alive and reader.process.frozen:
+        reader.process.thaw()

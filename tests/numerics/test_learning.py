@@ -11,8 +11,7 @@ import pytest
 
 from diloco_lab.arms import make_arm
 from diloco_lab.lockstep import LockstepRun
-from diloco_lab.references import data_parallel
-from diloco_lab.tasks import BuiltIn
+from diloco_lab.tasks import BuiltIn, data_parallel
 
 VERSIONS, LEARNERS = 10, 4
 TINY = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diloco_simulator.chaos.plot import AS_OTHERS, FOREIGN, PUSHES
+from diloco_simulator.lies import AS_OTHERS, FOREIGN, PUSHES
 from diloco_simulator.options import Options, draw_memory, draw_short, with_hostile
 
 

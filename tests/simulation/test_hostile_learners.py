@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 import schedules
 
-from diloco_simulator.chaos.plot import FOREIGN, MANNERS, TACTICS
 from diloco_simulator.cluster import SimulatedCluster, run_schedule
+from diloco_simulator.lies import FOREIGN, MANNERS, TACTICS
 from diloco_simulator.options import Options, draw_options, draw_short
 from diloco_simulator.verify.judge import violations
 

@@ -14,8 +14,7 @@ import pytest
 import schedules
 
 import forks
-from diloco_simulator.chaos.sickness import SPOILS
-from diloco_simulator.cli import main
+from diloco_simulator.__main__ import main
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.options import (
     DISK_FAULTS,
@@ -29,6 +28,7 @@ from diloco_simulator.options import (
     draw_short,
 )
 from diloco_simulator.runner import run_seeds
+from diloco_simulator.sickness import SPOILS
 
 SCHEDULES = 150
 CHUNK = 10

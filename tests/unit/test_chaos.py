@@ -107,7 +107,7 @@ def test_goodput_counts_what_was_trained_in_the_measured_time_and_merged_at_last
 def test_every_violation_is_in_the_result():
     lines = clean()
     sent(lines, 2, since=0, tokens=200)
-    calm = make_baseline(histories(clean()), ChaosRun(0.0, 8.0), {})
+    calm = make_baseline(histories(clean()), ChaosRun(0.0, 8.0))
     ended = ChaosRun(0.0, 8.0, exits=["ann ended by itself"])
     result = make_result(histories(lines), ended, [], calm, seed=3, gap_max_s=3.1)
     assert (result["violations"], result["double_counted"], result["unplanned"]) == (2, 1, 1)

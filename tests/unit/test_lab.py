@@ -16,7 +16,7 @@ from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
 from diloco_lab import runner
 from diloco_lab.arms import Arm, load_arm, make_arm
-from diloco_lab.report import comparison, paired_gap
+from diloco_lab.runner import comparison, paired_gap
 from diloco_lab.tasks import part_of
 
 HERE = "tests.unit.test_lab" if __name__.startswith("tests.") else __name__

@@ -118,10 +118,12 @@ RULES = {
     "diloco_worker.number": allow("diloco_worker", "diloco_common", never=NETWORK),
     "diloco_worker.core": core("diloco_worker"),
     "diloco_simulator": allow("diloco_simulator", "diloco_common", "diloco_server", "diloco_worker", never=PRODUCTION),
-    "diloco_simulator.world.wire": allow("diloco_common", never=frozenset({"diloco_common.wire.rpc", "grpc"})),
-    "diloco_simulator.cli": allow("diloco_simulator", "diloco_common"),
+    "diloco_simulator.world.transport": allow(
+        "diloco_simulator", "diloco_common", never=frozenset({"diloco_common.wire.rpc", "grpc"})
+    ),
+    "diloco_simulator.__main__": allow("diloco_simulator", "diloco_common"),
     "diloco_lab": allow("diloco_lab", "diloco_common", "diloco_server", "diloco_worker", "diloco_demo", never=NETWORK),
-    "diloco_lab.cli": allow("diloco_lab", "diloco_common"),
+    "diloco_lab.commands": allow("diloco_lab", "diloco_common"),
     "diloco_planner": allow("diloco_planner", "diloco_common", "diloco_server", "diloco_worker", never=NETWORK),
     "diloco_deploy": allow(*NODE, "diloco_deploy"),
     "diloco_chaos": allow(*NODE, "diloco_deploy", "diloco_simulator", "diloco_chaos"),

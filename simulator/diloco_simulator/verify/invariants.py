@@ -16,7 +16,7 @@ from diloco_common.errors import ContributionConflict
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import LengthLimit, Quorum, Round, needed
-from diloco_simulator.world import wire
+from diloco_simulator.world.transport import encoded
 from diloco_worker.core.agreement import REFUSALS_MAX
 
 Name = tuple[int, int, int]
@@ -232,7 +232,7 @@ def announced_versions_are_there(announced: Collection[Name], name: Name) -> Non
 def what_is_said_fits_the_wire(item: Any) -> None:
     """P10: every counter that a shard sends fits into its field."""
     try:
-        wire.encoded(item)
+        encoded(item)
     except ValueError as error:
         raise Violation("what_is_said_fits_the_wire", f"{item}: {error}") from error
 

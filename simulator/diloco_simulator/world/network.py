@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_common.errors import Refusal
 from diloco_common.ports import ShardService, Unavailable
-from diloco_simulator.chaos.plot import Sniffed
+from diloco_simulator.lies import Sniffed
 from diloco_simulator.options import Options
 from diloco_simulator.world.process import SimulatedProcess, Timeline
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco_simulator.options import Options
 from diloco_simulator.verify.histories import MemoryHistory
 from diloco_simulator.world.network import Network, Path
-from diloco_simulator.world.process import Timeline
+from diloco_simulator.world.process import SimulatedProcess, Timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,8 @@ class Stage(ABC):
         self.checkpoints: defaultdict[str, list[Checkpoint]] = defaultdict(list)
         """Learner -> checkpoints of its processes, oldest first."""
         self.chronicles: list[Chronicle] = []
+        self.processes: list[SimulatedProcess] = []
+        """Every process ever started."""
         self.events: list[tuple[Any, ...]] = []
 
     def note(self, *what: Any) -> None:

@@ -70,11 +70,11 @@ class Faults:
             case "lose rank":
                 cluster.lose_rank(learner, noticed=r.random() < 0.6, back_after_s=lasts_s)
             case "crash mirror":
-                cluster.crash_mirror(shard, noticed=r.random() < 0.6, back_after_s=lasts_s)
+                cluster.readers.crash_mirror(shard, noticed=r.random() < 0.6, back_after_s=lasts_s)
             case "freeze mirror":
-                cluster.freeze_mirror(shard, lasts_s)
+                cluster.readers.freeze_mirror(shard, lasts_s)
             case "promote":
-                cluster.promote_standby(shard, still_lives=r.random() < 0.5, noticed=r.random() < 0.6)
+                cluster.readers.promote(shard, still_lives=r.random() < 0.5, noticed=r.random() < 0.6)
             case "not finite":
                 cluster.diverge(learner, r.randint(1, 3))
         self._plan_next()

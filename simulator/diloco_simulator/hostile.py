@@ -30,8 +30,8 @@ from diloco_common.wire.messages import (
     PullRequest,
     PushHeader,
 )
-from diloco_simulator.chaos import lies
-from diloco_simulator.chaos.plot import AS_OTHERS, FOREIGN, PUSHES, HostileTransport, OpenCall, Plot, Session, Sniffed
+from diloco_simulator import lies
+from diloco_simulator.lies import AS_OTHERS, FOREIGN, PUSHES, HostileTransport, OpenCall, Plot, Session, Sniffed
 
 DECODES = ("float32", "bfloat16", "int8", "int4")
 PAUSE_S = 0.15

@@ -1,1 +1,0 @@
-"""Sources of harm: faults and hostile learners."""
