@@ -46,7 +46,7 @@ from diloco_common.wire.messages import (
 from diloco_deploy.cluster.asking import fetch_status
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from diloco_worker.core.dialing import TRY_AGAIN
+from diloco_worker.core.connection import TRY_AGAIN
 from diloco_worker.shell.pusher import SEEDS_AT_ONCE
 
 TOKENS_PER_STEP = 1000
@@ -113,7 +113,7 @@ def running(module: str, *settings: str) -> Iterator[Member]:
     """A process with these settings (key=value), killed at the end. Exits if it does not start."""
     with tempfile.TemporaryDirectory() as folder:
         address_file = Path(folder, "address.json")
-        command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), module]
+        command = [sys.executable, "-m", "diloco_common.process", str(os.getpid()), module]
         flags = [f"--set={setting}" for setting in settings]
         process = subprocess.Popen([*command, f"--address-file={address_file}", *flags], stderr=subprocess.DEVNULL)
         try:

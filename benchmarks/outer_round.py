@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import nn
 
 import diloco_worker
-from diloco_common.allocator import tune_allocator
+from diloco_common.process import tune_allocator
 from diloco_common.trust.identity import subject_of
 from diloco_common.wire.manifest import TensorSpec
 from diloco_deploy.trust.authority import make_authority, open_authority

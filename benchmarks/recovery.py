@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from diloco_common.allocator import tune_allocator
 from diloco_common.codec import encode_payload
 from diloco_common.codec.change import VALUES
+from diloco_common.process import tune_allocator
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import read_address
 from diloco_common.wire.manifest import TensorSpec, cut

@@ -15,8 +15,8 @@ from statistics import median
 
 import torch
 
-from diloco_common.allocator import tune_allocator
 from diloco_common.codec import encode_payload
+from diloco_common.process import tune_allocator
 from diloco_common.settings import Settings, ShardSettings, SyncSettings
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import PROTOCOL, JoinRequest, Progress

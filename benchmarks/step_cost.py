@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 import diloco_worker
-from diloco_common.allocator import tune_allocator
+from diloco_common.process import tune_allocator
 from diloco_common.wire.manifest import TensorSpec
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors

@@ -68,7 +68,7 @@ def serve_tls(task: Task, index: int) -> None:
 
 def work_ours(task: Task, rank: int, tls: Path | None = None) -> None:
     import diloco_worker
-    from diloco_common.allocator import tune_allocator
+    from diloco_common.process import tune_allocator
 
     tune_allocator()
     training = Training(task, rank)

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import IO, Any
 
-from diloco_common.child import end_with_parent
+from diloco_common.process import end_with_parent
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -215,7 +215,7 @@ class _Child:
         if not self.pid:
             code = 1
             try:
-                code = _as_after_exec(command[command.index("diloco_common.child") + 1 :], stdout.fileno(), env)
+                code = _as_after_exec(command[command.index("diloco_common.process") + 1 :], stdout.fileno(), env)
             finally:
                 os._exit(code)
 

@@ -21,8 +21,8 @@ from diloco_common.codec.parts import sha256
 from diloco_common.errors import Busy, Refusal, VersionGone
 from diloco_common.ports import Unavailable
 from diloco_common.wire.messages import Near, PullHeader, PullRequest
-from diloco_worker.shell import mirrors as module
-from diloco_worker.shell.mirrors import Mirrors
+from diloco_worker.shell import puller as module
+from diloco_worker.shell.puller import Mirrors
 from parts import Parts
 
 EPOCH, SIZE = 7, 700

@@ -15,9 +15,8 @@ from diloco_common.observe.metrics.worker import WorkerMetrics
 from diloco_common.ports import World
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Pulse
-from diloco_worker.core.acts import Act, PushContribution
 from diloco_worker.core.connection import Caller
-from diloco_worker.core.events import Arrived, Asked, Event, Joined
+from diloco_worker.core.events import Act, Arrived, Asked, Event, Joined, PushContribution
 from diloco_worker.core.replica import Replica
 from diloco_worker.learner import Learner, make_learner
 from diloco_worker.shell.boundary import Start

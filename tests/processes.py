@@ -1,7 +1,7 @@
 """Shards and workers as real processes of one test, on ports that they choose themselves.
 
 Every process ends with the test that started it: `LocalCluster` kills what is left by process id, and the processes
-follow their parent by themselves (`diloco_common.child`) should pytest be killed. What they do is asked over HTTP;
+follow their parent by themselves (`diloco_common.process`) should pytest be killed. What they do is asked over HTTP;
 nothing here looks inside them.
 """
 
@@ -146,7 +146,7 @@ class Process:
         if not self._own_interpreter:
             self._process = Forked(self._module, arguments, self.log, environment())
             return
-        command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), self._module]
+        command = [sys.executable, "-m", "diloco_common.process", str(os.getpid()), self._module]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, *arguments],

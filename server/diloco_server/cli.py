@@ -9,9 +9,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco_common.allocator import tune_allocator
 from diloco_common.command import end_on_sigterm, new_app, run_app
 from diloco_common.options import NO_SETTINGS, Flag, SettingsOptions, setting, settings_from
+from diloco_common.process import tune_allocator
 
 app = new_app("diloco-server", "Run one shard of the parameter server.")
 

@@ -23,8 +23,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from diloco_common.allocator import tune_allocator
-from diloco_common.child import end_with_parent
+from diloco_common.process import end_with_parent, tune_allocator
 from diloco_demo.tracking import check_tracker, open_tracker
 from diloco_lab.arms import Arm, key_today
 from diloco_lab.lockstep import LockstepRun

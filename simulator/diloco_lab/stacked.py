@@ -23,8 +23,7 @@ from diloco_demo.muon import RMS_OF_ADAMW, orthogonal
 from diloco_demo.shapes import BYTES
 from diloco_demo.training import CLIP
 from diloco_lab.arms import decays_of
-from diloco_worker.core.momentum import Companion, MomentumUse
-from diloco_worker.shell.companions import most_of
+from diloco_worker.core.momentum import Companion, MomentumUse, most_of
 
 ADAMW_EPS = 1e-8
 """The default of torch."""

@@ -22,10 +22,9 @@ from diloco_demo.gpt import GPT, build_gpt, evaluate
 from diloco_demo.training import CLIP, share_at
 from diloco_lab.arms import decays_of
 from diloco_lab.stacked import Stack
-from diloco_worker.core.momentum import Companion
+from diloco_worker.core.momentum import Companion, Companions
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.core.trained import inner_of
-from diloco_worker.shell.companions import Companions
+from diloco_worker.shell.optimizers import inner_of
 
 EVALUATION_TOKENS = 131_072
 CURVE_TOKENS = 16_384

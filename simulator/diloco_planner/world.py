@@ -53,8 +53,7 @@ from diloco_planner.weightless import (
 from diloco_server.core.effects import MergeRound, Tell, TellAll
 from diloco_server.core.membership import Member
 from diloco_server.core.shard import Shard
-from diloco_worker.core.connection import Lease
-from diloco_worker.core.fragment import PendingContribution
+from diloco_worker.core.fragment import Lease, PendingContribution
 
 TOLD_EVERY = 10_000
 """Number of events between two reports of progress."""

@@ -18,9 +18,8 @@ from diloco_common.errors import DilocoError
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.process import SimulatedProcess
 from diloco_simulator.world.stage import QuietLog, Stage, StageSilence
-from diloco_worker.core.acts import Act
 from diloco_worker.core.connection import Caller
-from diloco_worker.core.events import Answered
+from diloco_worker.core.events import Act, Answered
 from diloco_worker.core.fragment import LearnerFragment, PendingContribution
 from diloco_worker.learner import Learner
 from diloco_worker.shell.connections import Connections

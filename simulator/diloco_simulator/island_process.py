@@ -22,9 +22,8 @@ from diloco_simulator.verify import invariants
 from diloco_simulator.world.model import AVERAGED, Counting
 from diloco_simulator.world.stage import Checkpoint, Stage
 from diloco_simulator.world.transport import MemoryTransport
-from diloco_worker.core.acts import Act, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
-from diloco_worker.core.events import Answered
+from diloco_worker.core.events import Act, Answered, PushContribution, VersionApplied
 from diloco_worker.core.fragment import Fate, LearnerFragment
 from diloco_worker.core.parts import Holding, LocalFragment, Sharing, local_fragment
 from diloco_worker.core.replica import Replica

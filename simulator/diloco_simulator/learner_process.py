@@ -22,8 +22,8 @@ from diloco_simulator.verify import invariants
 from diloco_simulator.world.model import Counting, TornReplica, part_of
 from diloco_simulator.world.stage import Checkpoint, Stage
 from diloco_simulator.world.transport import MemoryTransport
-from diloco_worker.core.acts import Act, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
+from diloco_worker.core.events import Act, PushContribution, VersionApplied
 from diloco_worker.core.fragment import Fate, LearnerFragment, PendingContribution
 from diloco_worker.learner import make_learner
 from diloco_worker.shell.boundary import Start

@@ -15,7 +15,7 @@ from cryptography import x509
 
 from diloco_common.program import main
 from diloco_common.settings import Settings
-from diloco_common.trust.tls import CA, CERTIFICATE, KEY, read_folder
+from diloco_common.trust.files import CA, CERTIFICATE, KEY, read_folder
 from programs import need
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

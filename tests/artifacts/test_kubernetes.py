@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from diloco_common.observe.http import check_http_is_meant
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
-from diloco_common.trust.tokens import exposure
+from diloco_common.trust.files import exposure
 from diloco_server.shell.access import check_consent
 from manifests import FOLDER, ROOT, built, containers, environment, on_top_of, one, pods
 

@@ -12,10 +12,8 @@ from typing import Any
 
 from diloco_common.observe.http_listener import LOOKERS
 from diloco_common.settings_loader import load
+from diloco_common.trust.files import CA, CERTIFICATE, KEY, LEARNER_HOST, exposure, read_revocations
 from diloco_common.trust.identity import Scope, Subject, subject_of_uri
-from diloco_common.trust.revocations import read_revocations
-from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST
-from diloco_common.trust.tokens import exposure
 from manifests import FOLDER, built, environment, on_top_of, one, pods
 
 BUILD = "overlays/mtls"

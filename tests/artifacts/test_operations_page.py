@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from diloco_common.settings_loader import load
-from diloco_common.trust.revocations import read_revocations
-from diloco_common.trust.tls import read_folder
+from diloco_common.trust.files import read_folder, read_revocations
 from manifests import ROOT, built, pods
 from pages import followed
 from programs import kubectl

@@ -17,7 +17,7 @@ from training import Training
 from certificates import Certificates
 from diloco_common.observe.logs import TextFormatter
 from diloco_common.settings import Settings
-from diloco_worker.shell.exits import Notice
+from diloco_worker.shell.process import Notice
 
 
 @pytest.fixture(autouse=True)

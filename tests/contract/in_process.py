@@ -19,8 +19,8 @@ import torch
 from builders import chunk_request
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.settings import Settings
+from diloco_common.trust.files import read_folder
 from diloco_common.trust.identity import Identity
-from diloco_common.trust.tls import read_folder
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import Manifest, TensorSpec, cut
 from diloco_common.wire.messages import PROTOCOL, Progress, PushHeader

@@ -15,7 +15,7 @@ from diloco_common.errors import NotFinite
 from diloco_worker.core.agreement import REFUSALS_MAX
 from diloco_worker.shell import connection
 from diloco_worker.shell.ending import Finishing
-from diloco_worker.shell.exits import Interrupted
+from diloco_worker.shell.process import Interrupted
 from waiting import until
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from diloco_common import forks
 from diloco_common.errors import WrongCall
-from diloco_worker.shell import home as children
+from diloco_worker.shell import process as children
 
 FORK = """
 {first}

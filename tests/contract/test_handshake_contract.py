@@ -20,8 +20,8 @@ import diloco_worker
 from certificates import Certificates
 from diloco_common.errors import CannotConnect, HandshakeFailed, NotAShard, TlsMismatch
 from diloco_common.trust.credentials import Credentials
+from diloco_common.trust.files import read_folder
 from diloco_common.trust.identity import Identity
-from diloco_common.trust.tls import read_folder
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.handshake import find_cause
 from diloco_common.wire.messages import PROTOCOL, JoinRequest

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from certificates import Certificates
 from diloco_common.observe.http import HttpServer
 from diloco_common.observe.http_listener import TlsDoor
-from diloco_common.trust.tls import TlsFiles, TlsFolder, read_folder
+from diloco_common.trust.files import TlsFiles, TlsFolder, read_folder
 from diloco_deploy.cluster.asking import Asker, NoAnswer, fetch_all
 from diloco_deploy.cluster.asking import ask as ask_shard
 from waiting import DEADLINE_S

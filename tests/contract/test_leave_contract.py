@@ -24,7 +24,7 @@ from diloco_common.trust.identity import Identity
 from diloco_server.shell import server
 from diloco_server.shell.servicer import ParameterServer
 from diloco_worker import learner
-from diloco_worker.shell.exits import Notice
+from diloco_worker.shell.process import Notice
 from waiting import DEADLINE_S
 
 H = 500
@@ -242,7 +242,7 @@ AGAIN = "handler = signal.getsignal(signal.SIGTERM); notice.end(is_heeded=True);
 @pytest.mark.parametrize("what", [LATE, AGAIN + "; signal.raise_signal(signal.SIGTERM)"], ids=["late", "put back"])
 def test_a_signal_for_no_learner_ends_the_process(what: str) -> None:
     """One that came while the learner closed, or to a handler that was put back later, as Lightning does."""
-    begin = "import signal; from diloco_worker.shell.exits import Notice; notice = Notice(lambda: None)"
+    begin = "import signal; from diloco_worker.shell.process import Notice; notice = Notice(lambda: None)"
     code = f"{begin}; {what}; print('on')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr

@@ -10,9 +10,8 @@ import pytest
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
+from diloco_common.trust.files import read_folder, read_revocations
 from diloco_common.trust.identity import subject_of
-from diloco_common.trust.revocations import read_revocations
-from diloco_common.trust.tls import read_folder
 from diloco_deploy.run.children import Children, Programs
 from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.trust.authority import open_authority

@@ -22,7 +22,7 @@ from diloco_common.wire.addresses import bind_socket, bound_address
 HOLES = """
 import ctypes, json, mmap
 from pathlib import Path
-from diloco_common.allocator import MIB, trim, tune_allocator
+from diloco_common.process import MIB, trim, tune_allocator
 
 tune_allocator()
 resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

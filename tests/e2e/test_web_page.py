@@ -36,7 +36,7 @@ def url(cluster: LocalCluster) -> Iterator[str]:
     shards = ",".join(shard.endpoints.http for shard in cluster.shards)
     log = cluster.folder / "web.log"
     with log.open("w") as file:
-        command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), "diloco_deploy", "web"]
+        command = [sys.executable, "-m", "diloco_common.process", str(os.getpid()), "diloco_deploy", "web"]
         page = subprocess.Popen([*command, f"--shards={shards}", "--listen=127.0.0.1:0"], stdout=file, stderr=file,
                                 env=environment())  # fmt: skip
     try:

@@ -1,7 +1,7 @@
 """A shard and learners as processes that start at once, and learners that step steadily and remember what they hear.
 
 They are forked (forks.py), so that a shard is back a tenth of a second after it was killed, and a hundred deaths take a
-minute. The processes follow the test (`diloco_common.child`).
+minute. The processes follow the test (`diloco_common.process`).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import pytest
 
 from certificates import Certificates
 from diloco_common.errors import Expired, Revoked, WrongIdentity
+from diloco_common.trust.files import proof_of
 from diloco_common.trust.identity import MAY, Identity, Scope
-from diloco_common.trust.tls import proof_of
 from diloco_server.shell.access import Callers
 
 

@@ -14,10 +14,8 @@ from certificates import Certificates
 from diloco_common.errors import ConfigError, SecretExposed
 from diloco_common.program import main
 from diloco_common.settings import SecuritySettings
+from diloco_common.trust.files import read_bearer_token, read_folder, read_revocations
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject, subject_of
-from diloco_common.trust.revocations import read_revocations
-from diloco_common.trust.tls import read_folder
-from diloco_common.trust.tokens import read_bearer_token
 from diloco_deploy.trust.authority import open_authority
 
 

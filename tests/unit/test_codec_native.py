@@ -12,8 +12,7 @@ from builders import make_contribution, one_piece, random_values
 from diloco_common.codec import base, native
 from diloco_common.codec.base import BFLOAT16_MAX, ChunkPart, Codec
 from diloco_common.codec.blocks import BlockCodec
-from diloco_common.codec.plain import PlainCodec
-from diloco_common.codec.registry import get_codec
+from diloco_common.codec.registry import PlainCodec, get_codec
 from diloco_common.errors import BadPayload, NotFinite
 from diloco_common.settings import OuterSettings
 from diloco_common.wire.manifest import Fragment

@@ -18,10 +18,9 @@ from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import Collect, LearnerPolicy
 from diloco_server.core.fragment import FragmentState
 from diloco_worker.core.learner import LearnerCore
-from diloco_worker.core.momentum import Companion, MomentumUse
+from diloco_worker.core.momentum import Companion, Companions, MomentumUse, most_of
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.shell.companions import Companions, most_of
 from lockstep import Lockstep
 
 SYNC = {"sync_every": 1, "quorum": "all", "merge": "rda"}

@@ -15,8 +15,7 @@ from diloco_common.errors import DilocoError
 from diloco_common.ports import Unavailable
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, Committed, Directive, LearnerPolicy, Progress, PullHeader, Pulse
-from diloco_worker.core.acts import ModelCut, StepEnded
-from diloco_worker.core.events import Failed, Joined
+from diloco_worker.core.events import Failed, Joined, ModelCut, StepEnded
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.shell.connections import Connections

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from diloco_common.errors import IslandBroken, Superseded
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
 from diloco_worker.core import council_log as council_log
-from diloco_worker.core.council_log import LEADER_BYTES, CouncilLog, Fetch, Turn, read_word, write_word
-from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
+from diloco_worker.core.council_log import LEADER_BYTES, CouncilLog, Turn, read_word, write_word
+from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Fetch, Gone, Joined, Stopped
 
 POLICY = LearnerPolicy(5, "int8", "bfloat16")
 

@@ -13,7 +13,7 @@ from diloco_demo import checkpoint
 from diloco_demo.checkpoint import Saved, TrainingProgress, load_checkpoint, save_checkpoint
 from diloco_demo.gpt import build_gpt
 from diloco_demo.training import make_optimizer
-from diloco_worker.state import LearnerState
+from diloco_worker.view import LearnerState
 
 PROGRESS = TrainingProgress(inner_step=3, tokens=96, data_position=12)
 

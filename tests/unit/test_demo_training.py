@@ -13,7 +13,7 @@ from diloco_demo.data import TokenStream
 from diloco_demo.gpt import build_gpt
 from diloco_demo.training import CLIP, Decays, Saver, choose_device, make_optimizer, share_at, train
 from diloco_worker.progress_lr import WARMUP_FLOOR
-from diloco_worker.state import LearnerState
+from diloco_worker.view import LearnerState
 
 MODEL = ModelSettings(layers=1, heads=2, width=32, context=16)
 TRAIN = TrainSettings(batch=4, lr=1e-2, warmup=0.1)

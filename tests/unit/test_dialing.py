@@ -18,7 +18,7 @@ from diloco_common.errors import (
 )
 from diloco_common.ports import Unavailable
 from diloco_common.wire.calls import FIRST_S, backoff_s
-from diloco_worker.core.dialing import REVOKED_S, STAYS_S, STEADY_S, Dialing, Redial
+from diloco_worker.core.connection import REVOKED_S, STAYS_S, STEADY_S, Dialing, Redial
 
 
 @pytest.mark.parametrize(("after_s", "ends"), [(REVOKED_S - 0.1, False), (REVOKED_S, True)])

@@ -152,7 +152,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         "[diloco.outer]\nslow = their_rules:Slow\n"
     )
     (tmp_path / "their_rules.py").write_text(
-        "from diloco_common.codec.plain import Float32\nfrom diloco_server.core.outer import Sgd\n"
+        "from diloco_common.codec.registry import Float32\nfrom diloco_server.core.outer import Sgd\n"
         "class Theirs(Float32):\n    name = 'plugin:theirs'\n"
         "class Slow(Sgd):\n    pass\nCODEC = Theirs()\nWRONG = Theirs()\n"
     )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from diloco_common.observe.logs import Log
-from diloco_worker.following import Following
+from diloco_worker.shell.optimizers import Following
 
 LOG = Log("cat")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from diloco_common.errors import WrongCall
-from diloco_worker.shell import home as children
+from diloco_worker.shell import process as children
 
 ROOTS = ("common", "server", "worker", "deploy", "simulator")
 

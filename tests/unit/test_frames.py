@@ -13,7 +13,7 @@ from diloco_common.codec import Chunk, PayloadReceiver, crc32c, encode_payload
 from diloco_common.codec.frames import NewFrame, frame_of, framed, said_crc32c
 from diloco_common.errors import BadChecksum, BadRequest
 from diloco_common.wire import bounds, protobuf
-from diloco_common.wire.entries import has_at_most, size_of
+from diloco_common.wire.bounds import has_at_most, size_of
 from diloco_common.wire.messages import PullHeader, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 

@@ -81,8 +81,8 @@ TORCH = frozenset({"torch"})
 CLOCKS_AND_CHANCE = frozenset({"datetime", "random", "secrets", "time", "uuid"})
 NETWORK = frozenset({"grpc", "diloco_common.wire.rpc"})
 PRODUCTION = frozenset({
-    "cryptography", "diloco_common.observe.http", "diloco_common.observe.metrics", "diloco_common.trust.tls",
-    "diloco_common.trust.tokens", "diloco_common.wire.by_name", "diloco_common.wire.handshake",
+    "cryptography", "diloco_common.observe.http", "diloco_common.observe.metrics", "diloco_common.trust.files",
+    "diloco_common.wire.by_name", "diloco_common.wire.handshake",
     "diloco_common.wire.protobuf", "diloco_common.wire.rpc", "diloco_server.shell.access",
     "diloco_server.shell.probes", "diloco_server.shell.server", "diloco_server.shell.servicer",
     "diloco_common.trust.credentials", "diloco_common.wire.grpc_transport", "diloco_worker.joining",

@@ -14,8 +14,7 @@ from diloco_common.codec.base import Reference
 from diloco_common.errors import BadChecksum, NotFinite, TooStale, WrongRound
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
-from diloco_worker.core.connection import Lease
-from diloco_worker.core.fragment import PendingContribution
+from diloco_worker.core.fragment import Lease, PendingContribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.tensors import Difference

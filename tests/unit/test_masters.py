@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from diloco_common.errors import VersionUndone, WrongCall
 from diloco_common.wire.manifest import cut
+from diloco_worker.core.copies import Masters, find_copies
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.shell.masters import Masters, find_copies
 from optimizers import Lookahead, ScheduleFree
 from parts import Rig
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from certificates import Certificates
 from diloco_common.observe.metrics import ReaderMetrics, ShardMetrics, WorkerMetrics
-from diloco_common.trust.tls import read_folder
+from diloco_common.trust.files import read_folder
 
 
 def values(registry: CollectorRegistry) -> dict[str, float]:

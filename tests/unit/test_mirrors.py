@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import lying_mirror
-from diloco_worker.shell import mirrors as module
+from diloco_worker.shell import puller as module
 
 
 def test_whatever_a_mirror_answers_only_what_was_announced_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:

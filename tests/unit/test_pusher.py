@@ -15,8 +15,8 @@ from diloco_common.errors import Busy, DilocoError, Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import PUSHES_AT_ONCE, Collect, LearnerPolicy, Outcome, PushAnswer, PushHeader
-from diloco_worker.core.acts import OfferSeed, PushContribution
 from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.events import OfferSeed, PushContribution
 from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica

@@ -7,8 +7,7 @@ import torch
 
 from diloco_common.errors import BadChecksum, NotFinite
 from diloco_common.wire.messages import Outcome, PushAnswer
-from diloco_worker.core.connection import Lease
-from diloco_worker.core.fragment import PendingContribution, Pushes
+from diloco_worker.core.fragment import Lease, PendingContribution, Pushes
 from diloco_worker.core.tensors import ContributionTensors
 
 TAKEN = [PushAnswer(Outcome.ACCEPTED), PushAnswer(Outcome.DUPLICATE)]

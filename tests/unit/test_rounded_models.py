@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Collect, LearnerPolicy
+from diloco_worker.core.copies import find_copies
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.shell.masters import find_copies
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 SIXTEEN = DTYPES[1:]

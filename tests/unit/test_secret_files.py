@@ -9,7 +9,7 @@ import pytest
 
 from diloco_common.errors import SecretExposed
 from diloco_common.settings import SecuritySettings
-from diloco_common.trust.tokens import exposure, read_bearer_token, read_private
+from diloco_common.trust.files import exposure, read_bearer_token, read_private
 from secret_files import secret_file
 
 ROOT, US, OTHER = 0, 1000, 1001

@@ -11,9 +11,8 @@ import pytest
 from cryptography import x509
 
 from diloco_common.errors import ConfigError
+from diloco_common.trust.files import read_folder, read_revocations
 from diloco_common.trust.identity import subject_of
-from diloco_common.trust.revocations import read_revocations
-from diloco_common.trust.tls import read_folder
 from diloco_deploy.trust.authority import make_authority, open_authority
 from diloco_deploy.trust.tending import AGAIN, Tending
 

@@ -15,8 +15,7 @@ from diloco_common.errors import OptimizerDiffers
 from diloco_common.observe.logs import Log
 from diloco_common.wire.messages import ADAM, OTHER
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.core.trained import Differences, differences, inner_of
-from diloco_worker.shell.compared import LOOK_AT_STEP, Compared
+from diloco_worker.shell.optimizers import LOOK_AT_STEP, Compared, Differences, differences, inner_of
 
 
 class Agent(nn.Module):

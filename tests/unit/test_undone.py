@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from builders import TinyText, make_settings
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import LearnerPolicy
+from diloco_worker.core.copies import Masters, find_copies
 from diloco_worker.core.events import Arrived
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.core.undone import IN_A_ROW, ROW, STEPS, is_undone, taken_back
-from diloco_worker.shell.masters import Masters, find_copies
 from lockstep import Lockstep
 from optimizers import SGD, Lookahead, OnMasters, ScheduleFree
 from parts import Parts, joined

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco_common.allocator import tune_allocator
 from diloco_common.command import end_on_sigterm, new_app, run_app
 from diloco_common.errors import ConfigError
 from diloco_common.extensions import is_extension
 from diloco_common.options import NO_SETTINGS, SettingsOptions, setting, settings_from
+from diloco_common.process import tune_allocator
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import TensorSpec, differences, model_digest
 from diloco_demo.shapes import built_in_companions, gpt_tensors

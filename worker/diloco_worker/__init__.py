@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from diloco_worker.number import take_number as take_number
     from diloco_worker.progress_lr import ProgressLR as ProgressLR
     from diloco_worker.shell.island import init_island as init_island
-    from diloco_worker.state import blank_state as blank_state
+    from diloco_worker.view import blank_state as blank_state
 
 _MODULES = {
     "Learner": "diloco_worker.learner",
     "ProgressLR": "diloco_worker.progress_lr",
-    "blank_state": "diloco_worker.state",
+    "blank_state": "diloco_worker.view",
     "digest_of": "diloco_worker.joining",
     "init_island": "diloco_worker.shell.island",
     "join": "diloco_worker.joining",

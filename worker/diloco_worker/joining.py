@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from diloco_common.codec import memory, native
@@ -29,30 +27,28 @@ from diloco_common.trust.credentials import Credentials, addresses_of
 from diloco_common.wire.addresses import write_address
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import model_digest
-from diloco_worker.core import ranks
 from diloco_worker.core.connection import Caller
+from diloco_worker.core.copies import Masters, find_copies
 from diloco_worker.core.device import in_pinned_memory, is_accelerator
-from diloco_worker.core.ranks import Island, Rank
+from diloco_worker.core.momentum import Companions
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import Models, Patterns, SharedSet, as_module
 from diloco_worker.global_model import pull_global_model
 from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
 from diloco_worker.number import taken
-from diloco_worker.shell import exits, frozen_tensors, home
+from diloco_worker.shell import frozen_tensors, process
 from diloco_worker.shell.arguments import check_either, check_function, check_how, check_site, check_who, check_word
 from diloco_worker.shell.boundary import Start
-from diloco_worker.shell.companions import Companions
-from diloco_worker.shell.compared import Compared, several
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.ending import Patience
-from diloco_worker.shell.exits import as_one_line
 from diloco_worker.shell.frozen_tensors import FrozenRule
-from diloco_worker.shell.island import IslandGroup
-from diloco_worker.shell.masters import Masters, find_copies
+from diloco_worker.shell.island import Island, IslandGroup, check_ranks, is_together
 from diloco_worker.shell.network_thread import NetworkThread
+from diloco_worker.shell.optimizers import Compared, several
+from diloco_worker.shell.process import as_one_line
 from diloco_worker.shell.telemetry import LearnerTelemetry
 from diloco_worker.shell.watch import ModelWatch
-from diloco_worker.state import read_state
+from diloco_worker.view import read_state
 
 
 def join(
@@ -167,14 +163,14 @@ def join(
     saved = read_state(state, run)
     wanted = learner_id or (saved.learner_id if saved is not None else "")
     name = credentials.learner_id(wanted, run)
-    home.check_may_join(run, name)
+    process.check_may_join(run, name)
     if not wanted:
-        home.close_earlier(run, name)
+        process.close_earlier(run, name)
     module = as_module(model)
-    _check_ranks(module, island)
+    check_ranks(module, island)
     chosen = SharedSet(module, shared, private)
     compared = Compared(None if masters is not None else chosen, optimizer)
-    group = IslandGroup(island) if ranks.is_together(island) else None
+    group = IslandGroup(island) if is_together(island) else None
     if group is not None:
         name = group.agree_on(name, saved)
     replica, averaged = _replica_of(chosen, mean_merge, companions, masters, group)
@@ -203,7 +199,7 @@ def join(
         pull = partial(pull_global_model, addresses, run=run, tls=folder, bearer_token=token, average=True)
         learner.pull_average = lambda: pull().tensors
     learner.compared = compared
-    home.joined(run, caller.learner_id, learner)
+    process.joined(run, caller.learner_id, learner)
     learner.listen()
     with _closed_if_it_fails(learner, name):
         learner.start()
@@ -265,7 +261,7 @@ def _listen(log: Literal["stderr"] | None) -> None:
     check_word("log", log, ("stderr", None))
     if log == "stderr":
         logs.listen()
-        exits.say_in_one_line()
+        process.say_in_one_line()
     else:
         logs.keep_quiet()
 
@@ -290,36 +286,6 @@ def _written(words: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(words.format(error.strerror)) from None
-
-
-def _check_ranks(model: nn.Module, island: Island) -> None:
-    """Raises UnsupportedModel if several processes train this model in a way that we do not support."""
-    rank = _rank()
-    try:
-        ranks.check(model, rank, island)
-    except UnsupportedModel as error:
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            # When one rank ends, torchrun ends the others, perhaps before rank 0 has logged the reason. It prints this
-            # file after everything else.
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            get_error_handler().record_exception(error)
-        if rank.rank > 0:
-            raise UnsupportedModel(
-                f"rank {rank.rank} of {rank.size} ends: this model cannot be joined like this; rank 0 says what to do"
-            ) from None
-        raise
-
-
-def _rank() -> Rank:
-    """The rank by torch.distributed or, before it is initialized, by the launcher's environment variables."""
-    group = torch.distributed
-    if group.is_available() and group.is_initialized():
-        return Rank(group.get_rank(), group.get_world_size(), "a process group is initialised")
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if rank.isdecimal() and size.isdecimal():
-        return Rank(int(rank), int(size), "RANK and WORLD_SIZE are set, as by torchrun")
-    return Rank()
 
 
 def _threads(count: int, name: str) -> Executor:

@@ -41,33 +41,37 @@ from diloco_common.errors import (
 )
 from diloco_common.ports import Transport, World
 from diloco_common.wire.messages import FrozenTensor, Progress
-from diloco_worker.core.acts import Act, LastRounds, PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.agreement import Diverging
 from diloco_worker.core.connection import Caller
+from diloco_worker.core.copies import is_schedule_free
 from diloco_worker.core.device import on_its_way
-from diloco_worker.core.events import Answered, Failed
+from diloco_worker.core.events import Act, Answered, Failed, LastRounds, PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.undone import CLAMPS, COPIES, FINDING
-from diloco_worker.following import Amount, Following
-from diloco_worker.shell import home
+from diloco_worker.shell import process
 from diloco_worker.shell.arguments import check_loss, check_seconds, counted
 from diloco_worker.shell.boundary import Start, StepBoundary
 from diloco_worker.shell.codec_thread import CodecThread
-from diloco_worker.shell.compared import Compared
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.council import Council
 from diloco_worker.shell.ending import LEAVE_S, Ending, Finished, Finishing, Leaving, Patience
-from diloco_worker.shell.exits import Notice, as_exit, as_one_line, say_as_before, say_in_one_line
-from diloco_worker.shell.home import OneThread, one_thread
-from diloco_worker.shell.masters import is_schedule_free
+from diloco_worker.shell.optimizers import Amount, Compared, Following
 from diloco_worker.shell.other_values import OtherValues, Values, write
+from diloco_worker.shell.process import (
+    Notice,
+    OneThread,
+    as_exit,
+    as_one_line,
+    one_thread,
+    say_as_before,
+    say_in_one_line,
+)
 from diloco_worker.shell.telemetry import LearnerTelemetry
 from diloco_worker.shell.watch import ModelWatch
-from diloco_worker.state import LearnerState
-from diloco_worker.view import LearnerView
+from diloco_worker.view import LearnerState, LearnerView
 
 STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
@@ -113,7 +117,7 @@ class Learner(LearnerView):
         super().__init__(boundary, connections, context.telemetry, context.index)
         self.step_time_s = 0.0
         """Moving average, in seconds."""
-        self._home = home.Home()
+        self._home = process.Home()
         self.one_thread = OneThread()
         self._background = background
         self._codec = context.codec
@@ -428,7 +432,7 @@ class Learner(LearnerView):
         check_seconds("settle_s", settle_s)
         if not self._home.is_here:
             return
-        home.left(self.telemetry.caller.run_id, self.learner_id)
+        process.left(self.telemetry.caller.run_id, self.learner_id)
         if self.state != "stopped":
             self.telemetry.state = "done" if self._boundary.shards.have_stopped else "stopped"
             self.telemetry.ended()

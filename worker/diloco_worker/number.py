@@ -22,7 +22,7 @@ from diloco_common.trust.credentials import Credentials, addresses_of
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest
-from diloco_worker.shell import exits, home
+from diloco_worker.shell import process
 from diloco_worker.shell.arguments import check_seconds, check_who
 from diloco_worker.shell.ending import Patience
 
@@ -48,13 +48,13 @@ def take_number(
         HandshakeFailed, Refusal, WrongCall: as `join` does.
     """
     logs.listen()
-    exits.say_in_one_line()
+    process.say_in_one_line()
     addresses = addresses_of(shards)
     check_who(run, learner_id, tls, token)
     check_seconds("wait_s", wait_s)
     credentials = Credentials(None if tls is None else Path(tls), token)
     name = credentials.learner_id(learner_id, run)
-    home.check_may_join(run, name)
+    process.check_may_join(run, name)
     began = time.monotonic()
     patience = Patience(Log(name), "waiting for a number", began)
     with ThreadPoolExecutor(1, "diloco-number") as thread:  # a notebook runs an event loop in the calling thread

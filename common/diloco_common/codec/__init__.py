@@ -1,7 +1,7 @@
 """Encodings of fragments: values to payloads and back. docs/wire-format.md specifies the format.
 
-`base.py` defines the interface of an encoding, `plain.py` and `blocks.py` implement it, and `registry.py` finds one by
-name. `change.py` encodes versions as changes, and makes anchors of them. `payload.py` cuts a fragment into chunks,
+`base.py` defines the interface of an encoding, `registry.py` and `blocks.py` implement it, and `registry.py` finds one
+by name. `change.py` encodes versions as changes, and makes anchors of them. `payload.py` cuts a fragment into chunks,
 describes them and receives them, `frames.py` puts each into the message that carries it, and `parts.py` cuts ranges
 out. `native.py` runs the inner loops in C. Pure: no sockets, and no files but the compiled loops.
 """

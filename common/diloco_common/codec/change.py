@@ -27,8 +27,7 @@ from diloco_common.codec.payload import (
     check_layout,
     of_chunk,
 )
-from diloco_common.codec.plain import PlainCodec
-from diloco_common.codec.registry import get_codec
+from diloco_common.codec.registry import PlainCodec, get_codec
 from diloco_common.errors import BadPayload, NotFinite
 
 ANCHOR = "bfloat16"

@@ -26,7 +26,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from diloco_common.allocator import trim
+from diloco_common.process import trim
 
 LEAST = 2 << 20
 """Smaller tensors, in bytes, come from malloc."""

@@ -19,8 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diloco_common import forks
 from diloco_common.errors import WrongIdentity
+from diloco_common.trust.files import TlsFiles, proof_of
 from diloco_common.trust.identity import Proof, Scope
-from diloco_common.trust.tls import TlsFiles, proof_of
 from diloco_common.wire.addresses import bind_socket, bound_address
 
 LOOKERS = (Scope.OBSERVER, Scope.ADMIN)

@@ -17,9 +17,8 @@ from pathlib import Path
 from diloco_common.errors import ConfigError, WrongCall, shown
 from diloco_common.ports import Unavailable
 from diloco_common.settings import SecuritySettings
+from diloco_common.trust.files import Stamp, TlsFiles, TlsFolder, read_bearer_token, stamp_of
 from diloco_common.trust.identity import Scope, Subject, check_learner_id
-from diloco_common.trust.tls import Stamp, TlsFiles, TlsFolder, stamp_of
-from diloco_common.trust.tokens import read_bearer_token
 from diloco_common.wire.addresses import parse_address, read_address
 
 FILE_MARK = "@"

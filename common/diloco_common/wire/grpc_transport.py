@@ -16,8 +16,8 @@ from diloco_common.codec import Chunk, Payload
 from diloco_common.errors import DilocoError, HandshakeFailed
 from diloco_common.ports import Unavailable
 from diloco_common.trust.credentials import Credentials, Whereabouts
+from diloco_common.trust.files import TlsFiles
 from diloco_common.trust.identity import Identity
-from diloco_common.trust.tls import TlsFiles
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.handshake import find_cause
 from diloco_common.wire.messages import (

@@ -25,7 +25,7 @@ from diloco_common.errors import (
     TlsMismatch,
     WrongHost,
 )
-from diloco_common.trust.tls import CERTIFICATE, KEY, TlsFiles, shown
+from diloco_common.trust.files import CERTIFICATE, KEY, TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"

@@ -20,8 +20,8 @@ from diloco_common import errors
 from diloco_common.codec import Chunk, Payload
 from diloco_common.codec.frames import chunk_in, frame_of, framed
 from diloco_common.wire import bounds
+from diloco_common.wire.bounds import has_at_most, size_of
 from diloco_common.wire.by_name import Converter, Field, within
-from diloco_common.wire.entries import has_at_most, size_of
 from diloco_common.wire.manifest import Kind, TensorSpec, buffer_spec
 from diloco_common.wire.messages import (
     Collect,

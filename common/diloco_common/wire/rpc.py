@@ -15,8 +15,8 @@ import grpc
 from diloco_common import errors
 from diloco_common.codec import encoding_names
 from diloco_common.errors import refusal_from
+from diloco_common.trust.files import TlsFiles
 from diloco_common.trust.identity import Identity, check_learner_id
-from diloco_common.trust.tls import TlsFiles
 from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_common.wire.bounds import PARTS_MAX
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_common.errors import ConfigError, Expired
-from diloco_common.trust.tls import CA, CERTIFICATE, KEY, read_folder
+from diloco_common.trust.files import CA, CERTIFICATE, KEY, read_folder
 from diloco_deploy.cluster import reading
 
 _THREADS_MAX = 16

@@ -15,7 +15,7 @@ from diloco_common.errors import DilocoError
 from diloco_deploy.explain.catalogue import CODES
 
 if TYPE_CHECKING:
-    from diloco_common.trust.tls import TlsFiles
+    from diloco_common.trust.files import TlsFiles
     from diloco_common.wire.messages import JoinAnswer
 
 

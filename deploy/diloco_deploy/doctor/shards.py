@@ -11,7 +11,7 @@ from diloco_common import formulas, units
 from diloco_common.errors import HandshakeFailed, NotSeeded, Unavailable
 from diloco_common.formulas import BITS, LINK_SHARE
 from diloco_common.settings import SyncSettings
-from diloco_common.trust.tls import TlsFiles, shown
+from diloco_common.trust.files import TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
 from diloco_common.wire.handshake import certificate_at, find_cause
 from diloco_common.wire.messages import JoinAnswer

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from diloco_common.errors import EXIT_IN_USE
+from diloco_common.trust.files import REVOKED
 from diloco_common.trust.identity import subject_of
-from diloco_common.trust.revocations import REVOKED
 from diloco_common.wire.addresses import Role, write_json
 from diloco_deploy.run.children import flags
 from diloco_deploy.run.folder import ClusterFolder, Outputs

@@ -1,8 +1,8 @@
 """Supervises child processes: starts them, restarts them when they die, and never leaves one behind.
 
 The pure function `verdict_on_exit` decides what a death means. Each child has its own POSIX session (setsid), so Ctrl-C
-reaches only us. Children end with us even if we are killed (`diloco_common.child`). `Hanging` finds live processes that
-do nothing, and `Interrupts` counts signals that ask us to end.
+reaches only us. Children end with us even if we are killed (`diloco_common.process`). `Hanging` finds live processes
+that do nothing, and `Interrupts` counts signals that ask us to end.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class Supervisor:
         spec = child.spec
         if spec.address_file is not None:
             spec.address_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), spec.module, *spec.arguments()]
+        command = [sys.executable, "-m", "diloco_common.process", str(os.getpid()), spec.module, *spec.arguments()]
         with spec.log.open("ab") as log:
             child.process = subprocess.Popen(
                 command,

@@ -21,7 +21,7 @@ from diloco_common import units
 from diloco_common.command import QuietConsole
 from diloco_common.errors import EXIT_OK, CannotConnect, ConfigError
 from diloco_common.options import Config, Flag, Json, SettingsOptions, setting, settings_from
-from diloco_common.trust.tokens import read_bearer_token
+from diloco_common.trust.files import read_bearer_token
 from diloco_common.wire.addresses import split_addresses
 from diloco_deploy.cluster.asking import IN_PLAINTEXT, Asker, fetch_all
 from diloco_deploy.cluster.findings import Finding

@@ -32,10 +32,19 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco_common.command import NOT_WRITTEN, disk_errors
 from diloco_common.errors import ConfigError
+from diloco_common.trust.files import (
+    CA,
+    CERTIFICATE,
+    KEY,
+    LEARNER_HOST,
+    REVOKED,
+    read_folder,
+    read_private,
+    serial_text,
+    subject_of_certificate,
+    write_revocations,
+)
 from diloco_common.trust.identity import Scope, Subject
-from diloco_common.trust.revocations import REVOKED, write_revocations
-from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, read_folder, serial_text, subject_of_certificate
-from diloco_common.trust.tokens import read_private
 from diloco_deploy.trust.registry import ISSUED, PRIVATE, PUBLIC, Issued, Registry, write_file
 
 CA_KEY = "ca.key"

@@ -15,8 +15,8 @@ from cyclopts import Parameter
 from diloco_common.command import new_app
 from diloco_common.errors import ConfigError, did_you_mean
 from diloco_common.options import Days, Flag
+from diloco_common.trust.files import shown
 from diloco_common.trust.identity import Scope, subject_of
-from diloco_common.trust.tls import shown
 from diloco_deploy.trust.authority import CA_DAYS, is_good, make_authority, open_authority
 from diloco_deploy.trust.registry import Issued
 from diloco_deploy.trust.tending import LOOK_S, Tending

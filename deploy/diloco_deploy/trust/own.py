@@ -16,8 +16,8 @@ from pathlib import Path
 
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
+from diloco_common.trust.files import REVOKED
 from diloco_common.trust.identity import subject_of
-from diloco_common.trust.revocations import REVOKED
 from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_deploy.trust.authority import is_good, make_authority, open_authority
 

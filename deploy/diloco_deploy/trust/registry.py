@@ -11,9 +11,8 @@ from datetime import datetime
 from pathlib import Path
 
 from diloco_common.errors import ConfigError
+from diloco_common.trust.files import REVOKED, Revocation, normal_serial, read_revocations, shown, write_revocations
 from diloco_common.trust.identity import Subject, subject_of_uri
-from diloco_common.trust.revocations import REVOKED, Revocation, normal_serial, read_revocations, write_revocations
-from diloco_common.trust.tls import shown
 
 
 def write_file(path: Path, content: bytes, *, mode: int) -> None:

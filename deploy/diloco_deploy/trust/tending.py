@@ -21,9 +21,8 @@ from itertools import islice
 from pathlib import Path
 
 from diloco_common.errors import ConfigError
+from diloco_common.trust.files import CA, KEY, REVOKED, Stamp, stamp_of
 from diloco_common.trust.identity import Scope, Subject
-from diloco_common.trust.revocations import REVOKED
-from diloco_common.trust.tls import CA, KEY, Stamp, stamp_of
 from diloco_deploy.trust.authority import CERTIFICATE_DAYS, SERVES, Authority
 from diloco_deploy.trust.registry import PUBLIC, Issued, write_file
 

@@ -14,7 +14,7 @@ from diloco_common.errors import EXIT_OK, CannotConnect, DilocoError, InUse
 from diloco_common.observe.http import check_http_is_meant
 from diloco_common.options import Config, Flag, SettingsOptions, setting, settings_from
 from diloco_common.settings import SecuritySettings, Settings
-from diloco_common.trust.tokens import read_bearer_token
+from diloco_common.trust.files import read_bearer_token
 from diloco_common.wire.addresses import split_addresses
 from diloco_deploy.trust.own import OwnCertificates
 from diloco_deploy.web.live_page import LivePage, PageCredentials, Watched, door_of, given, in_folder

@@ -20,9 +20,8 @@ from typing import Any
 from diloco_common.errors import ConfigError, plain
 from diloco_common.observe.http import finite
 from diloco_common.observe.http_listener import HttpListener, TlsDoor
+from diloco_common.trust.files import REVOKED, DenyList, TlsFiles, TlsFolder
 from diloco_common.trust.identity import Proof
-from diloco_common.trust.revocations import REVOKED, DenyList
-from diloco_common.trust.tls import TlsFiles, TlsFolder
 from diloco_common.wire.addresses import parse_address
 from diloco_deploy.cluster.asking import ASK_S, Asker, NoAnswer, ask
 from diloco_deploy.cluster.record import addresses_in, read_record

@@ -16,10 +16,8 @@ from diloco_common.errors import ConfigError, Expired, Refusal, Revoked, Unauthe
 from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.observe.logs import Log
 from diloco_common.settings import SecuritySettings, Settings
+from diloco_common.trust.files import REVOKED, DenyList, TlsFiles, TlsFolder, proof_of, read_bearer_token, shown
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject
-from diloco_common.trust.revocations import REVOKED, DenyList
-from diloco_common.trust.tls import TlsFiles, TlsFolder, proof_of, shown
-from diloco_common.trust.tokens import read_bearer_token
 from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_server.shell.audit import Audit
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 import diloco_worker
 from diloco_worker import Learner
-from diloco_worker.core import ranks
 from diloco_worker.core.shared_set import Models, SharedSet, as_module
 from diloco_worker.global_model import pull_global_model
+from diloco_worker.shell import island
 
 JUMP = 0.125
 """Exact in bfloat16."""
@@ -114,7 +114,7 @@ class Ground:
         for partner in partners:
             partner.step()
         may_be_off = script.exact
-        if ranks.is_together(script.options.get("island")):
+        if island.is_together(script.options.get("island")):
             learner.step(samples=0)  # an island's step counts at the next one, which makes its share a little smaller
             may_be_off = JUMP / 5
         due = {name: anchor[name].float() + (of + 2 * JUMP) / 3 for name, of in progress.items()}

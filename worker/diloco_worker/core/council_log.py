@@ -27,7 +27,19 @@ from typing import Any
 
 from diloco_common.errors import IslandBroken, error_from
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Newest, Outcome, Pulse, PushAnswer
-from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
+from diloco_worker.core.events import (
+    Announced,
+    Answered,
+    Arrived,
+    Asked,
+    Event,
+    Failed,
+    Fetch,
+    FetchEnded,
+    Gone,
+    Joined,
+    Stopped,
+)
 
 LEADER = 0
 LEADER_BYTES = 4096
@@ -116,21 +128,6 @@ def _as_json(value: Any) -> Any:
 
 def _from_json(said: Any) -> Any:
     return _TYPES[said[0]](*map(_from_json, said[1:])) if isinstance(said, list) else said
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    fragment_id: int
-    epoch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class FetchEnded:
-    """All ranks have applied this version, or dropped it."""
-
-    fetch: Fetch
-    is_applied: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,12 @@
-"""Events from a learner's connections to its training thread, and the bounded queue between them."""
+"""Plain values between the threads of a learner: events from its connections, and acts of a step boundary.
+
+Events go to the training thread, in a bounded queue. `StepBoundary` makes acts in order; `Connections.perform` carries
+out those for shards, and the telemetry records all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import dropwhile
 from typing import Self
@@ -10,8 +14,10 @@ from typing import Self
 from torch import Tensor
 
 from diloco_common.errors import DilocoError
-from diloco_common.wire.messages import Collect, JoinAnswer, PushAnswer
-from diloco_worker.core.tensors import Difference
+from diloco_common.wire.manifest import Manifest
+from diloco_common.wire.messages import Collect, JoinAnswer, Progress, PushAnswer
+from diloco_worker.core.fragment import Fate, PendingContribution
+from diloco_worker.core.tensors import Difference, FragmentTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,21 @@ class Arrived:
     sent: int = 0
     """Between ranks: tokens of the contribution of which this rank had sent its part, all finite, before it saw this
     version (0: none). When applied: of which all ranks had sent theirs. No version can hold any other contribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    fragment_id: int
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """All ranks have applied this version, or dropped it."""
+
+    fetch: Fetch
+    is_applied: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +182,91 @@ def _subject(event: Event) -> _Subject:
             return event.shard_index
         case Failed():
             return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCut:
+    manifest: Manifest
+    tensors: Mapping[int, FragmentTensors]
+    """Fragment -> tensors, for the codec thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushContribution:
+    """Push this contribution: a round asks for it."""
+
+    contribution: PendingContribution
+    cpu_seconds: float = 0.0
+    """CPU time of the training thread for the snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferSeed:
+    """Offer these values to the shard, which has no version of this fragment."""
+
+    fragment_id: int
+    values: Tensor
+    hold_s: float
+    """Seconds to wait first: another learner may have better values."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionApplied:
+    fragment_id: int
+    version: int
+    epoch: int
+    values: Tensor
+    contribution: PendingContribution | None
+    """The contribution whose fate this version decides."""
+    fate: Fate | None
+    since: int
+    """The learner's token count at which the work begins that no version holds, as far as it knows."""
+    seconds: float
+    cpu_seconds: float
+    replaced: object
+    """Freed with the act in the network thread: giving back so much memory can take longer than applying a version."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkCarried:
+    contribution: PendingContribution
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """An inner step ended; with its cost for the training loop."""
+
+    progress: Progress
+    tokens: int
+    step_s: float
+    """Seconds since the end of the previous step."""
+    stall_s: float
+    """Seconds that `step` held up the training loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastRounds:
+    """The learner leaves and asks for a last round of each of these fragments."""
+
+    fragment_ids: frozenset[int]
+
+
+Act = (
+    ModelCut | PushContribution | OfferSeed | VersionApplied | WorkCarried | StepEnded | LastRounds | Fetch
+    | FetchEnded | Answered | Joined | Failed
+)  # fmt: skip
+"""`Answered`: a push has its outcome. `Joined`: all ranks have a lease. `Failed`: the learner cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    inner_step: int = 0
+    tokens: int = 0
+    contributions: Mapping[str, int] | None = None
+    """As in `LearnerCore`; None: the model is not cut yet."""
+    tokens_carried: float = 0.0
+    unmerged: int = 0
+    tokens_unmerged: float = 0.0
+    """As in `LearnerCore`."""
+    versions_undone: int = 0
+    """Versions that inner steps seem to have undone."""

@@ -10,13 +10,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from torch import Tensor
 
 from diloco_common.wire.manifest import Fragment
 from diloco_common.wire.messages import Outcome, PushAnswer
-from diloco_worker.core.connection import Lease
 from diloco_worker.core.tensors import ContributionTensors, Difference, FragmentTensors
+
+
+class Lease(NamedTuple):
+    epoch: int
+    generation: int
+    """Starts again in each epoch; 0: no lease."""
+
+
+NO_LEASE = Lease(0, 0)
 
 
 class Fate(Enum):

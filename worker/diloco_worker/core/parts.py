@@ -21,7 +21,11 @@ from diloco_common.codec.parts import num_elements, spans
 from diloco_common.errors import UnsupportedModel
 from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
 from diloco_common.wire.messages import Range
-from diloco_worker.core.ranks import SUPPORTED
+
+SUPPORTED = (
+    "islands take DistributedDataParallel, and fully_shard (FSDP2) on a mesh of one dimension, or of two (HSDP), whose "
+    "parameters are Replicate or Shard(0)"
+)
 
 
 @dataclass(frozen=True, slots=True)

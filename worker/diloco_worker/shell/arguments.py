@@ -19,7 +19,7 @@ from torch import Tensor
 from diloco_common.errors import ConfigError, WrongCall, did_you_mean, shown
 from diloco_common.trust.credentials import addresses_of
 from diloco_common.wire.bounds import TOKENS_MAX
-from diloco_worker.shell.exits import say_in_one_line
+from diloco_worker.shell.process import say_in_one_line
 
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _TOKEN = re.compile(r"[!-~]+\Z")

@@ -16,10 +16,24 @@ from diloco_common.errors import DilocoError
 from diloco_common.ports import World
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Pulse
-from diloco_worker.core.acts import Act, Figures, ModelCut, OfferSeed, PushContribution, VersionApplied, WorkCarried
 from diloco_worker.core.agreement import Shards
 from diloco_worker.core.council_log import Turn
-from diloco_worker.core.events import Answered, Arrived, Asked, Event, Failed, Joined, Stopped
+from diloco_worker.core.events import (
+    Act,
+    Answered,
+    Arrived,
+    Asked,
+    Event,
+    Failed,
+    Figures,
+    Joined,
+    ModelCut,
+    OfferSeed,
+    PushContribution,
+    Stopped,
+    VersionApplied,
+    WorkCarried,
+)
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.shell.council import Council

@@ -1,6 +1,6 @@
 """The connection of a learner to one shard: join, attend, report, listen, and reconnect.
 
-It runs inside an event loop, with its own pushes (pusher.py) and pulls (puller.py). core/dialing.py decides when to
+It runs inside an event loop, with its own pushes (pusher.py) and pulls (puller.py). core/connection.py decides when to
 dial again, and core/agreement.py which objections of shards end the learner. After any other error the shard counts as
 away and is dialed again. Training does not notice control streams: it only reads the inbox.
 """
@@ -33,10 +33,9 @@ from diloco_common.wire.messages import (
     check_no_way_back,
 )
 from diloco_worker.core.agreement import Agreement, Objections
-from diloco_worker.core.connection import ConnectionState, Lease
-from diloco_worker.core.council_log import Fetch, FetchEnded
-from diloco_worker.core.dialing import GONE_S, Dialing
-from diloco_worker.core.events import Asked, Failed, Joined, Stopped
+from diloco_worker.core.connection import GONE_S, ConnectionState, Dialing
+from diloco_worker.core.events import Asked, Failed, Fetch, FetchEnded, Joined, Stopped
+from diloco_worker.core.fragment import Lease
 from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.puller import Puller
 from diloco_worker.shell.pusher import Pusher

@@ -21,11 +21,20 @@ from typing import Any
 from diloco_common.errors import DilocoError, Unavailable
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import Progress, Pulse, ShardAway
-from diloco_worker.core.acts import Act, LastRounds, ModelCut, OfferSeed, PushContribution, StepEnded
 from diloco_worker.core.agreement import Agreement, Objections
-from diloco_worker.core.connection import Lease
-from diloco_worker.core.council_log import Fetch, FetchEnded
-from diloco_worker.core.events import Failed, Joined
+from diloco_worker.core.events import (
+    Act,
+    Failed,
+    Fetch,
+    FetchEnded,
+    Joined,
+    LastRounds,
+    ModelCut,
+    OfferSeed,
+    PushContribution,
+    StepEnded,
+)
+from diloco_worker.core.fragment import Lease
 from diloco_worker.shell.connection import Connection
 from diloco_worker.shell.context import ConnectionContext
 

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from diloco_common.observe.http import HttpServer
-from diloco_worker.core.acts import Act
+from diloco_worker.core.events import Act
 from diloco_worker.shell.connections import Connections
 
 STOP_S = 20.0

@@ -13,11 +13,9 @@ from diloco_common.errors import DilocoError, NotFinite, Refusal, Unavailable, r
 from diloco_common.ports import Transport
 from diloco_common.wire.calls import backoff_s, call_s
 from diloco_common.wire.messages import PUSHES_AT_ONCE, Outcome, PushAnswer, PushHeader
-from diloco_worker.core.acts import OfferSeed, PushContribution
-from diloco_worker.core.connection import ConnectionState, Lease
-from diloco_worker.core.dialing import TRY_AGAIN
-from diloco_worker.core.events import Answered, Failed
-from diloco_worker.core.fragment import PendingContribution
+from diloco_worker.core.connection import TRY_AGAIN, ConnectionState
+from diloco_worker.core.events import Answered, Failed, OfferSeed, PushContribution
+from diloco_worker.core.fragment import Lease, PendingContribution
 from diloco_worker.shell.context import ConnectionContext
 
 FAILING_S = 60.0

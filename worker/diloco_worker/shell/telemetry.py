@@ -18,10 +18,9 @@ from diloco_common.ports import Clock, History
 from diloco_common.settings import WorkerSettings
 from diloco_common.wire.manifest import TensorSpec, model_digest
 from diloco_common.wire.messages import Pulse
-from diloco_worker.core.acts import Act, Figures, PushContribution, StepEnded, VersionApplied, WorkCarried
-from diloco_worker.core.connection import Caller, Lease
-from diloco_worker.core.events import Answered
-from diloco_worker.core.fragment import Fate
+from diloco_worker.core.connection import Caller
+from diloco_worker.core.events import Act, Answered, Figures, PushContribution, StepEnded, VersionApplied, WorkCarried
+from diloco_worker.core.fragment import Fate, Lease
 
 
 class LearnerTelemetry:

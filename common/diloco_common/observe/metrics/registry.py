@@ -11,7 +11,7 @@ from typing import Self
 from cryptography import x509
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
 
-from diloco_common.trust.tls import TlsFiles
+from diloco_common.trust.files import TlsFiles
 
 COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 """Buckets of small whole numbers."""

@@ -1,13 +1,21 @@
-"""The files of TLS: a folder with ca.pem, cert.pem and key.pem, as `diloco certs issue` writes it.
+"""The files of those who trust each other: certificates, the bearer token, and the deny-list.
 
-`rpc.py` makes gRPC credentials of them. They are read again when they change, so a certificate is renewed without a
-restart.
+A folder of TLS has ca.pem, cert.pem and key.pem, as `diloco certs issue` writes it; `rpc.py` makes gRPC credentials of
+them. The deny-list has revoked certificates, by serial, as `diloco certs revoke` writes it:
+
+    {"revoked": [{"serial": "7a01...", "who": "diloco://run/learner/a", "at": "2026-11-22 14:00 UTC"}]}
+
+All are read again when they change, so a certificate is renewed without a restart. Nobody else may read a file with a
+secret.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+import os
+import stat
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -17,9 +25,10 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from diloco_common.errors import ConfigError, WrongIdentity
+from diloco_common.errors import ConfigError, SecretExposed, WrongIdentity
+from diloco_common.settings import SecuritySettings
 from diloco_common.trust.identity import Proof, Subject, subject_of_uri
-from diloco_common.trust.tokens import read_private
+from diloco_common.wire.addresses import write_json
 
 Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 """For each file: its change time, size and inode. None: no file."""
@@ -167,3 +176,132 @@ def _certificates_of(pem: bytes, where: Path) -> list[x509.Certificate]:
         return x509.load_pem_x509_certificates(pem)
     except ValueError:
         raise ConfigError(f"security.tls (tls= of join): {where}: holds no certificate in PEM") from None
+
+
+_ROOT = 0
+
+
+def read_bearer_token(settings: SecuritySettings) -> str | None:
+    """The bearer token in `security.token_file`; None if no file is set. Raises ConfigError, SecretExposed."""
+    path = settings.token_file
+    if path is None:
+        return None
+    try:
+        bearer_token = read_private(path).decode("ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"security.token_file (token= of join) {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"security.token_file (token= of join) {path}: a bearer token is plain ASCII") from None
+    if len(bearer_token) < 16 or any(c.isspace() for c in bearer_token):
+        raise ConfigError(
+            f"security.token_file (token= of join) {path}: a bearer token is one word of at least 16 characters"
+        )
+    return bearer_token
+
+
+def read_private(path: Path) -> bytes:
+    """The bytes of a file with a secret. Raises OSError, SecretExposed.
+
+    The open file is checked, so nobody can replace it in between. Links are followed: Kubernetes mounts secrets as
+    links.
+    """
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        user, groups = os.geteuid(), {os.getegid(), *os.getgroups()}
+        exposed = exposure(found.st_mode, found.st_uid, found.st_gid, user, groups)
+        if exposed is None:
+            return file.read()
+    what = f"chown {user} {path} && chmod 600 {path}" if found.st_uid not in (user, _ROOT) else f"chmod 600 {path}"
+    raise SecretExposed(
+        f"{path}: {exposed} (mode {stat.S_IMODE(found.st_mode):04o}), and a secret is for its owner alone: {what}"
+    )
+
+
+def exposure(mode: int, owner: int, group: int, user: int, groups: Collection[int]) -> str | None:
+    """Who besides us can access a file with these permission bits, as text; None: nobody.
+
+    Our own file must be for us alone. A file of root's may be readable for a group: one of our `groups`, as Kubernetes
+    mounts a secret (root, fsGroup, 0440), or root's own. The latter is how systemd's credentials look: an access list
+    names the service, and its mask shows as the group bits.
+    """
+    if owner not in (user, _ROOT):
+        return f"it belongs to user {owner}"
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        return "everybody can get at it"
+    if mode & stat.S_IWGRP:
+        return f"group {group} can change it"
+    if mode & stat.S_IRGRP and not (owner == _ROOT and (group == _ROOT or group in groups)):
+        return f"group {group} can read it"
+    return None
+
+
+REVOKED = "revoked.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Revocation:
+    """One entry of the deny-list."""
+
+    serial: str
+    who: str
+    """The certificate's subject as a URI. For people."""
+    at: str
+    """When it was revoked. For people."""
+
+
+class DenyList:
+    def __init__(self, path: Path | None, *, is_required: bool = False) -> None:
+        """`path`: None: nothing is ever revoked. `is_required`: the file must exist. Raises ConfigError."""
+        self._path = path
+        self._stamp: Stamp = () if path is None else stamp_of([path])
+        self.serials: frozenset[str] = frozenset()
+        self.why_not = ""
+        """Why a newer file is not used; empty: no problem."""
+        if path is not None and (is_required or path.exists()):
+            self._read(path)
+
+    def refresh(self) -> frozenset[str]:
+        """Read the file again if it changed; returns newly listed serials.
+
+        A file that is gone, damaged or incomplete changes nothing: the previous list stays in force.
+        """
+        if self._path is None or stamp_of([self._path]) == self._stamp:
+            return frozenset()
+        before = self.serials
+        try:
+            self._read(self._path)
+            self.why_not = ""
+        except ConfigError as error:
+            self.why_not = str(error)
+        return self.serials - before
+
+    def _read(self, path: Path) -> None:
+        stamp = stamp_of([path])
+        self.serials = frozenset(one.serial for one in read_revocations(path))
+        self._stamp = stamp
+
+
+def read_revocations(path: Path) -> list[Revocation]:
+    """Raises ConfigError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return [Revocation(normal_serial(one["serial"]), str(one["who"]), str(one["at"])) for one in found["revoked"]]
+    except OSError as error:
+        raise ConfigError(f"the deny-list {path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ConfigError(f"{path} is not a deny-list; `diloco certs revoke` writes it: copy it again") from None
+
+
+def write_revocations(path: Path, revocations: list[Revocation]) -> None:
+    """Write the list atomically. Raises OSError."""
+    write_json(path, {"revoked": [asdict(one) for one in revocations]})
+
+
+def normal_serial(text: str) -> str:
+    """A serial in our form, from any usual form. Raises ValueError if it is none.
+
+    A JSON number is not accepted: it could mean decimal or hexadecimal digits.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"a serial is text, not {text!r:.80}")
+    return format(int(text.replace(":", ""), 16), "x")
