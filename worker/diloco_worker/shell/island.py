@@ -5,10 +5,10 @@ Each step boundary uses one small all-reduce on our own gloo group. It starts at
 it has a whole step to run. The user's groups are never used: background collectives would interleave with theirs in a
 different order on every rank.
 
-Without `island=`, the ranks that train one model would join as separate learners. Under some wrappers they would drift apart
-unnoticed; under others they would merge different halves of the model. So they are refused before anything is sent: by
-the model's types or, where these do not tell, because the process is one of several. In an island, wrappers that it
-cannot take apart are refused.
+Without `island=`, the ranks that train one model would join as separate learners. Under some wrappers they would drift
+apart unnoticed; under others they would merge different halves of the model. So they are refused before anything is
+sent: by the model's types or, where these do not tell, because the process is one of several. In an island, wrappers
+that it cannot take apart are refused.
 """
 
 from __future__ import annotations
