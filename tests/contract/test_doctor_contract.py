@@ -191,7 +191,7 @@ def test_the_doctor_leaves_no_trace_in_the_run(serve, train):
     found_at(shard.address)
     after = shard.loop.look(lambda: shard.server.host.shard.membership.live())
     assert [m.learner_id for m in before] == [m.learner_id for m in after] == ["a"]
-    assert shard.loop.look(lambda: len(shard.server.service._pulls)) == 0
+    assert shard.loop.look(lambda: len(shard.server.service._pulls._of_learners)) == 0
 
 
 class Caller:
