@@ -45,7 +45,7 @@ class Tie(_message.Message):
     def __init__(self, name: _Optional[str] = ..., of: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held", "frozen", "ties", "index", "take_number", "age_s", "tokens_seen", "site")
+    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held", "frozen", "ties", "index", "age_s", "tokens_seen", "site")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -55,7 +55,6 @@ class JoinRequest(_message.Message):
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     TIES_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
-    TAKE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     TOKENS_SEEN_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
@@ -68,11 +67,10 @@ class JoinRequest(_message.Message):
     frozen: _containers.RepeatedCompositeFieldContainer[FrozenTensor]
     ties: _containers.RepeatedCompositeFieldContainer[Tie]
     index: int
-    take_number: bool
     age_s: float
     tokens_seen: int
     site: str
-    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., take_number: bool = ..., age_s: _Optional[float] = ..., tokens_seen: _Optional[int] = ..., site: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., age_s: _Optional[float] = ..., tokens_seen: _Optional[int] = ..., site: _Optional[str] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("fragment_id", "epoch", "version")

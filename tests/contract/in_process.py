@@ -266,12 +266,11 @@ class Caller:
 
     def join(
         self, tensors: Sequence[TensorSpec] = TENSORS, *, process_id: str = "", protocol: int = PROTOCOL,
-        decodes: Sequence[str] = rpc.DECODES, observe: bool = False, take_number: bool = False,
+        decodes: Sequence[str] = rpc.DECODES, observe: bool = False,
     ) -> pb.JoinResponse:  # fmt: skip
         request = pb.JoinRequest(
             protocol=protocol, process_id=process_id or f"process of {self.identity.learner_id}",
             tensors=protobuf.tensors_to_pb(tensors), decodes=decodes, observe=observe,
-            take_number=take_number,
         )  # fmt: skip
         # Join is called without a generation, as a learner does.
         who = Identity(self.identity.run_id, self.identity.learner_id)

@@ -58,7 +58,6 @@ def calls_of(caller: Any) -> dict[str, Callable[[], Any]]:
     return {
         "Join": caller.join,
         "Observe": lambda: caller.join((), observe=True),
-        "number": lambda: caller.join((), take_number=True),
         "Attend": lambda: caller.attend().ends(),
         "Push": lambda: caller.push(caller.header(payload), payload),
         "Pull": caller.pull,
@@ -104,8 +103,7 @@ def test_a_scope_makes_the_calls_of_its_row_and_no_others(shard, run, who):
         del calls["Attend"]  # it would last
     refused = {call for call, make in calls.items() if _code_of(make) == "WRONG_IDENTITY"}
 
-    assert refused - {"number"} == {"Join", "Observe", "Attend", "Push", "Pull", "Leave"} - MAY[scope]
-    assert ("number" in refused) == ("Join" in refused), "who may join may take a number"
+    assert refused == {"Join", "Observe", "Attend", "Push", "Pull", "Leave"} - MAY[scope]
 
 
 def test_a_certificate_of_another_run_is_refused(shard, run, tmp_path):

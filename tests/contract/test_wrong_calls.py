@@ -23,7 +23,7 @@ from training import Training, state_of, tiny_model
 
 import diloco_worker
 from diloco_common.errors import DilocoError, one_line
-from diloco_worker import ProgressLR, digest_of, init_island, take_number
+from diloco_worker import ProgressLR, digest_of, init_island
 
 try:
     import accelerate  # noqa: F401
@@ -285,8 +285,6 @@ OTHER_CALLS: list[Row] = [
     ("a deep copy", lambda h: copy.deepcopy(h.learner), "WRONG_CALL", "state_dict()"),
     ("a pickle", lambda h: pickle.dumps({"learner": h.learner}), "WRONG_CALL", "state_dict()"),
     ("torch.save", lambda h: torch.save({"learner": h.learner}, h.folder / "a.pt"), "WRONG_CALL", "state_dict()"),
-    ("take_number: a model", lambda h: take_number(h.model), "WRONG_CALL", "shards"),  # type: ignore[arg-type]
-    ("take_number: of another run", lambda h: take_number(h.address, run="other"), "WRONG_RUN", "other"),
     ("digest_of: a state_dict", lambda h: digest_of(h.model.state_dict()), "WRONG_CALL", "give the nn.Module"),  # type: ignore[arg-type]
     ("digest_of: another optimizer", lambda h: digest_of(h.model, companions=[None]), "BAD_CONFIG", "companions="),  # type: ignore[list-item]
     ("init_island without torchrun", lambda h: init_island("gloo"), "WRONG_CALL", "torchrun"),

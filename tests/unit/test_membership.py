@@ -204,16 +204,6 @@ def test_a_learner_keeps_its_number_over_restarts_of_itself_and_of_the_shard(mem
     assert restarted.join("c", "p", 0.0, 1).index == 2  # b has it
 
 
-def test_a_number_is_kept_for_who_takes_it_before_joining(members: Membership) -> None:
-    assert [members.take_number(name, 0.0) for name in ("a", "b", "b", "c")] == [0, 1, 1, 2]
-    assert members.join("d", "p", 1.0).index == 3
-    assert members.join("b", "p", 2.0).index == 1
-    assert members.take_number("b", 3.0) == 1, "it has joined"
-
-    members.leave(members.all()[0])  # b
-    assert members.take_number("e", 4.0) == 1, "b no longer waits"
-
-
 LOSSES = [3.0 - 0.1 * i for i in range(2 * ALIKE)]
 
 

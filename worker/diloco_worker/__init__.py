@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from diloco_worker.joining import digest_of as digest_of
     from diloco_worker.joining import join as join
     from diloco_worker.learner import Learner as Learner
-    from diloco_worker.number import take_number as take_number
     from diloco_worker.progress_lr import ProgressLR as ProgressLR
     from diloco_worker.shell.island import init_island as init_island
     from diloco_worker.view import blank_state as blank_state
@@ -34,7 +33,6 @@ _MODULES = {
     "init_island": "diloco_worker.shell.island",
     "join": "diloco_worker.joining",
     "pull_global_model": "diloco_worker.global_model",
-    "take_number": "diloco_worker.number",
     "versions": "diloco_worker.global_model",
     "write_model": "diloco_worker.export",
 }

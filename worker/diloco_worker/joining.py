@@ -35,7 +35,6 @@ from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import Models, Patterns, SharedSet, as_module
 from diloco_worker.global_model import pull_global_model
 from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
-from diloco_worker.number import taken
 from diloco_worker.shell import frozen_tensors, process
 from diloco_worker.shell.arguments import check_either, check_function, check_how, check_site, check_who, check_word
 from diloco_worker.shell.boundary import Start
@@ -184,11 +183,10 @@ def join(
     telemetry = _telemetry(caller, name, world, history, credentials)
     _say_what_it_takes(replica, chosen, telemetry, residuals)
     network = NetworkThread(None if http is None else partial(_http_server, http, telemetry, credentials))
-    index = taken(run, caller.learner_id)
     learner = make_learner(
         replica, addresses, caller, partial(GrpcTransport, credentials=credentials), world, network, telemetry,
         Start() if saved is None else Start(saved.inner_step, saved.tokens, saved.tokens_merged, resumed=True),
-        index=saved.index if index is None and saved is not None else index,
+        index=None if saved is None else saved.index,
         frozen=frozen_tensors.declare(chosen) if frozen == "same" else (),
         watch=None if replica.is_spread else ModelWatch(chosen, None if averaged is None else averaged.check),
         council=None if group is None else group.council(), after_version=after_version,

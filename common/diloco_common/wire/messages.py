@@ -218,7 +218,6 @@ class JoinRequest:
     frozen: tuple[FrozenTensor, ...] = ()
     ties: tuple[Tie, ...] = ()
     index: int | None = None
-    take_number: bool = False
     age_s: float = 0.0
     tokens_seen: int = 0
     site: str = ""

@@ -24,8 +24,6 @@ STALLED_LEASES = 5
 """A learner whose heartbeats arrive is stalled if it has ended no inner step for this many leases."""
 IDLE_ROUNDS = 16
 """A learner is idle, and no longer decides when rounds open, after this many rounds in a row that closed without it."""
-NUMBER_S = 600.0
-"""How long a number is kept for a learner that has not joined yet, while it loads its data and builds its model."""
 REPLACED_MAX = 16
 """Most replaced processes remembered per learner id."""
 LAST_S = 30.0
@@ -172,7 +170,6 @@ class Membership:
         self._max_learners = max_learners
         self.max_gone = max_learners
         self._members: dict[str, Member] = {}
-        self._numbers: dict[str, tuple[int, float]] = {}  # learner id -> its reserved number, and until when
         self._live: tuple[Member, ...] | None = None  # cache of `live`
         self._generations = 0  # grows; never reset within an epoch
         self._expires_at = 0.0  # no lease can expire or stall before this time
@@ -200,8 +197,7 @@ class Membership:
         self._generations += 1
         member = Member(learner_id, process_id, self._generations, last_heard=now, last_step_at=now)
         member.began = now - age_s
-        member.index = self._index(learner_id, now, index)
-        self._numbers.pop(learner_id, None)
+        member.index = self._index(learner_id, index)
         if old is None or old.process_id != process_id:
             member.first_generation = member.generation
             before = () if old is None else (*old.replaced, old.process_id)
@@ -222,30 +218,11 @@ class Membership:
         self._live = None
         return member
 
-    def take_number(self, learner_id: str, now: float) -> int:
-        """The learner's number, reserved for `NUMBER_S` if it has not joined. Raises Busy if too many are reserved."""
-        member = self._members.get(learner_id)
-        if member is not None and member.live:
-            return member.index
-        waiting = self.waiting(now)
-        if learner_id not in waiting and len(waiting) >= self._max_learners:
-            raise Busy(f"{self._max_learners} learners have a number, and have not joined yet; try again later")
-        index = self._index(learner_id, now)
-        self._numbers[learner_id] = index, now + NUMBER_S
-        return index
-
-    def waiting(self, now: float) -> tuple[str, ...]:
-        self._numbers = {name: (index, until) for name, (index, until) in self._numbers.items() if now < until}
-        return tuple(self._numbers)
-
-    def _index(self, learner_id: str, now: float, had: int | None = None) -> int:
-        """The first free number of: the one it says it had, its reserved one, its last one, and the smallest."""
-        waiting, old = self.waiting(now), self._members.get(learner_id)
+    def _index(self, learner_id: str, had: int | None) -> int:
+        """The first free number of: the one it says it had, its last one, and the smallest."""
+        old = self._members.get(learner_id)
         taken = {m.index for m in self.live() if m.learner_id != learner_id}
-        taken |= {self._numbers[name][0] for name in waiting if name != learner_id}
-        kept = self._numbers[learner_id][0] if learner_id in waiting else None
-        last = None if old is None else old.index
-        candidates: tuple[int | None, ...] = (had, kept, last, *range(len(taken) + 1))
+        candidates: tuple[int | None, ...] = (had, None if old is None else old.index, *range(len(taken) + 1))
         return next(i for i in candidates if i is not None and i not in taken)
 
     def replace(self, member: Member, processes: set[str]) -> None:

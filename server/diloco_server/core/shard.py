@@ -108,11 +108,6 @@ class Shard:
             versions.look_for_more(learner_id, request.tokens_seen, now - self.settings.lease.lease_s)
         return member
 
-    def take_number(self, learner_id: str, now: float) -> int:
-        """Reserve a number for a learner that has not joined yet. Raises Draining or Busy."""
-        self._check_not_draining()
-        return self.membership.take_number(learner_id, now)
-
     def _check_not_draining(self) -> None:
         if self.draining:
             raise Draining(f"shard {self.settings.shard.index} is shutting down; try again when it is back")

@@ -197,10 +197,6 @@ class ShardHost:
         assert self.shard.manifest is not None
         return self.shard.join_answer(tensors=self.shard.manifest.tensors)
 
-    def take_number(self, learner_id: str) -> JoinAnswer:
-        """Keep a number for a learner that has no model yet. Raises Draining or Busy."""
-        return self.shard.join_answer(index=self.shard.take_number(learner_id, self.clock()))
-
     def join(self, learner_id: str, request: JoinRequest) -> JoinAnswer:
         """Grant a lease. Raises Draining, ManifestMismatch, FrozenMismatch, Superseded or Busy."""
         member = self.shard.join(learner_id, request, self.clock())

@@ -109,10 +109,6 @@ class Service:
         bounds.check("JoinRequest", "process_id", request.process_id)  # it is kept, and written into every version
         if not caller.learner_id:
             raise BadRequest("metadata diloco-learner is missing")
-        if request.take_number:
-            self._check_home(caller)
-            self._homes[caller.learner_id] = caller.account
-            return self._host.take_number(caller.learner_id)
         check_codecs(self._host.settings.sync, self._host.driver.rules.sources, request.decodes)
         self._check_home(caller)
         answer = self._host.join(caller.learner_id, request)
@@ -138,12 +134,11 @@ class Service:
             return
         membership = self._host.shard.membership
         most = max(HOST_LEARNERS, self._host.settings.shard.max_learners // 2)
-        expected = {*(m.learner_id for m in membership.live()), *membership.waiting(self._host.clock())}
-        self._homes = {name: self._homes.get(name, "") for name in expected}
+        self._homes = {m.learner_id: self._homes.get(m.learner_id, "") for m in membership.live()}
         neighbours = sum(home == caller.account and name != caller.learner_id for name, home in self._homes.items())
         if neighbours >= most:
             raise Busy(
-                f"{most} learners from {caller.account} hold a lease or a number already "
+                f"{most} learners from {caller.account} hold a lease already "
                 "(half of shard.max_learners); try again later"
             )
 
