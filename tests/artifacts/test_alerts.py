@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from programs import amtool, promtool
-from promql import in_dashboards, in_rules
+from promql import in_dashboards
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/prometheus"
 RULES, CASES = sorted((FOLDER / "rules").glob("*.yml")), sorted((FOLDER / "tests").glob("*.yml"))
@@ -65,12 +65,6 @@ def test_every_alert_leads_to_its_section_of_the_runbook(repository: Path, alert
     assert ALERTS[alert]["labels"]["severity"] in ("critical", "warning")
 
 
-def test_what_is_recorded_is_used(repository: Path) -> None:
-    recorded = {name for query in in_rules(FOLDER / "rules") for name in [query.where.split(": ")[1]] if ":" in name}
-    queries = [*in_rules(FOLDER / "rules"), *in_dashboards(repository / "deploy/grafana/dashboards")]
-    assert recorded - {name for query in queries for name, _ in query.selectors} == set()
-
-
 def test_alertmanager_takes_the_example() -> None:
     assert "SUCCESS" in run(amtool(), "check-config", ALERTMANAGER)
 
@@ -79,10 +73,3 @@ def test_alertmanager_takes_the_example() -> None:
 def test_critical_alerts_wake_somebody_and_others_wait(severity: str, receiver: str) -> None:
     route = run(amtool(), "config", "routes", "test", f"--config.file={ALERTMANAGER}", f"severity={severity}")
     assert route.strip() == receiver
-
-
-def test_what_the_example_holds_back_are_alerts_of_ours() -> None:
-    rules = yaml.safe_load(ALERTMANAGER.read_text())["inhibit_rules"]
-    named = set(re.findall(r"Diloco\w+", str(rules)))
-    assert len(named) > 4
-    assert named <= ALERTS.keys()

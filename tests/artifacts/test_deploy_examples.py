@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 import subprocess
@@ -115,27 +114,11 @@ def test_slurm_starts_each_shard_with_its_index_and_workers_find_them_all(tmp_pa
         assert node_name in known.get_values_for_type(x509.DNSName)
 
 
-def test_a_shard_that_starts_is_no_longer_where_it_was(tmp_path: Path) -> None:
-    node = slurm_node(tmp_path)
-    address = Path(node["RUN_DIR"]) / "run/shard-0.json"
-    address.parent.mkdir()
-    address.touch()
-    a_shard(0, "node-7", node)
-    assert not address.exists()
-
-
 def test_a_run_keeps_the_number_of_shards_that_it_began_with(tmp_path: Path) -> None:
     node = slurm_node(tmp_path)
     a_shard(0, "node-7", node)
     alone = run("bash", SHARDS, SLURM_ARRAY_TASK_ID="1", SLURM_ARRAY_TASK_COUNT="1", SLURMD_NODENAME="node-9", **node)
     assert "--index 1 --count 2 " in alone
-
-
-def test_a_worker_waits_until_the_run_is_there(tmp_path: Path) -> None:
-    node = slurm_node(tmp_path)
-    has_begun(node, count=None)
-    worker = run("bash", WORKERS, SLURM_ARRAY_TASK_ID="5", **node)
-    assert worker.startswith(f"waits\n--shards @{node['RUN_DIR']}/run/shard-0.json,")
 
 
 AGAIN, QUEUED = "waits", "scontrol requeue 12"
@@ -209,20 +192,6 @@ def test_settings_and_flags_are_ours(file: Path) -> None:
     flags = set(re.findall(r"(?<=\s)--(listen|http|index|count|shards|learner-id)\b", text))
     assert flags
     assert all(f"--{flag} " in known for flag in flags)
-
-
-@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
-def test_two_instances_on_a_host_can_have_ports_of_their_own(unit: Path) -> None:
-    kind, text = unit.name.removeprefix("diloco-").removesuffix("@.service"), unit.read_text()
-    assert not re.search(r"^ExecStart=.*--(?:http|listen)", text, re.MULTILINE), "a flag would win over their file"
-    files = re.findall(r"^EnvironmentFile=(.*)", text, re.MULTILINE)
-    assert files == [f"/etc/diloco/{kind}.env", f"-/etc/diloco/{kind}-%i.env"]
-
-
-def test_a_worker_may_use_the_devices_of_every_driver() -> None:
-    allowed = re.findall(r"^DeviceAllow=char-(\S+) rw$", UNITS[1].read_text(), re.MULTILINE)
-    for device in ("nvidia-frontend", "nvidia", "nvidiactl", "nvidia-uvm"):
-        assert any(fnmatch.fnmatch(device, pattern) for pattern in allowed), device
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -14,11 +12,10 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from diloco_common.observe.http import check_http_is_meant
-from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
 from diloco_common.trust.files import exposure
 from diloco_server.shell.access import check_consent
-from manifests import FOLDER, ROOT, built, containers, environment, on_top_of, one, pods
+from manifests import FOLDER, ROOT, built, environment, one, pods
 
 OVERLAYS = [f"overlays/{folder.name}" for folder in sorted((FOLDER / "overlays").iterdir())]
 BUILDS = ["base", *OVERLAYS]
@@ -73,13 +70,6 @@ def test_shards_are_as_many_everywhere(build: str) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_every_variable_is_a_setting_and_both_sides_are_of_one_run(build: str) -> None:
-    settings: list[Settings] = [load(None, environment(build, pod)).settings for pod in pods(build)]
-    assert len({s.run.id for s in settings}) == 1
-    assert {s.worker.learner_id for s in settings} == {"", "worker-0"}
-
-
-@pytest.mark.parametrize("build", BUILDS)
 def test_shards_and_workers_start_with_these_settings(build: str) -> None:
     """What other machines reach is protected, or said to be open."""
     for pod in pods(build):
@@ -128,18 +118,6 @@ def test_traffic_is_restricted_for_every_pod(build: str) -> None:
         assert {direction for policy in mine for direction in policy["policyTypes"]} == {"Ingress", "Egress"}
 
 
-def test_http_is_open_to_prometheus_alone_and_only_where_there_is_one() -> None:
-    for build in BUILDS:
-        open_to = [
-            rule["from"] for r in built(build) if r["kind"] == "NetworkPolicy"
-            for rule in r["spec"].get("ingress", []) if {"port": "http"} in rule["ports"]
-        ]  # fmt: skip
-        (prometheus,) = open_to if build == "overlays/gpu" else [[]]
-        assert [peer["namespaceSelector"]["matchLabels"] for peer in prometheus] == (
-            [{"kubernetes.io/metadata.name": "monitoring"}] if prometheus else []
-        )
-
-
 @pytest.mark.parametrize("build", WITH_TOKEN)
 def test_a_shard_is_asked_for_its_health_where_it_listens(build: str) -> None:
     (container,) = one(build, "StatefulSet")["spec"]["template"]["spec"]["containers"]
@@ -149,16 +127,6 @@ def test_a_shard_is_asked_for_its_health_where_it_listens(build: str) -> None:
     for pod in pods(build):
         variables = environment(build, pod)
         assert {variables[name] for name in variables if name.endswith("__HTTP")} == {f"0.0.0.0:{ports['http']}"}
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_registry_is_given_in_one_place(overlay: str, tmp_path: Path) -> None:
-    """An overlay of one's own, on top of ours, with nothing but the images."""
-    names = {container["image"].partition(":")[0] for container in containers(built(overlay))}
-    images = [{"name": name, "newName": f"registry.example/{name.rpartition('/')[2]}", "newTag": "7"} for name in names]
-    found = containers(on_top_of(overlay, tmp_path, images=images))
-    assert len(found) == 2
-    assert all(re.fullmatch(r"registry\.example/(server|worker|worker-gpu):7", each["image"]) for each in found)
 
 
 def test_a_learner_that_dies_starts_again_alone_and_one_that_is_refused_does_not() -> None:
@@ -181,12 +149,3 @@ def test_the_operator_gets_the_rules_that_are_tested() -> None:
     files = sorted((ROOT / "deploy/prometheus/rules").glob("*.yml"))
     groups = [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]
     assert one("overlays/gpu", "PrometheusRule")["spec"]["groups"] == groups
-
-
-def test_scraped_series_have_the_job_names_that_the_rules_know() -> None:
-    rules = (ROOT / "deploy/prometheus/rules/alerts.yml").read_text()
-    monitors = [r for r in built("overlays/gpu") if r["kind"] == "PodMonitor"]
-    jobs = {rule["replacement"] for m in monitors for rule in m["spec"]["podMetricsEndpoints"][0]["relabelings"]
-            if rule["targetLabel"] == "job"}  # fmt: skip
-    assert jobs == {"diloco-shard", "diloco-worker"}
-    assert set(re.findall(r'job="([^"]+)"', rules)) <= jobs

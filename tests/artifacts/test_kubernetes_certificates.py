@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco_common.observe.http_listener import LOOKERS
 from diloco_common.settings_loader import load
-from diloco_common.trust.files import CA, CERTIFICATE, KEY, LEARNER_HOST, exposure, read_revocations
+from diloco_common.trust.files import KEY, LEARNER_HOST, exposure
 from diloco_common.trust.identity import Scope, Subject, subject_of_uri
 from manifests import FOLDER, built, environment, on_top_of, one, pods
 
@@ -41,13 +41,6 @@ def mounted(pod: dict[str, Any]) -> dict[str, dict[str, str]]:
     return found
 
 
-def test_every_certificate_is_of_an_issuer_that_is_there() -> None:
-    issuers = {r["metadata"]["name"]: r["spec"] for r in built(BUILD) if r["kind"] == "Issuer"}
-    assert issuers["diloco"]["ca"]["secretName"] == "diloco-authority"
-    for secret, spec in certificates().items():
-        assert spec["issuerRef"] == {"name": "diloco", "kind": "Issuer", "group": "cert-manager.io"}, secret
-
-
 def test_every_process_has_a_certificate_that_names_it() -> None:
     shard, worker = pods(BUILD)
     run_id = load(None, environment(BUILD, shard)).settings.run.id
@@ -64,14 +57,6 @@ def test_every_process_has_a_certificate_that_names_it() -> None:
         settings = load(None, environment(BUILD, pod)).settings
         assert settings.security.tls is not None
         assert settings.security.tls.name in mounted(pod)
-
-
-def test_the_three_files_of_a_folder_are_of_one_secret() -> None:
-    keys = {CA: "ca.crt", CERTIFICATE: "tls.crt", KEY: "tls.key"}
-    for pod in pods(BUILD):
-        for files in mounted(pod).values():
-            (secret,) = {source.split()[0] for source in files.values()}
-            assert files == {file: f"{secret} {key}" for file, key in keys.items()}
 
 
 def test_a_worker_starts_without_the_secret_of_one_that_is_revoked_and_a_shard_waits_for_its_own() -> None:
@@ -106,16 +91,6 @@ def test_keys_are_mounted_as_a_process_takes_them() -> None:
         assert all("subPath" not in mount for mount in pod["spec"]["containers"][0]["volumeMounts"]), "never renewed"
 
 
-def test_the_kubelet_asks_for_health_where_it_needs_no_certificate() -> None:
-    for pod in pods(BUILD):
-        (container,) = pod["spec"]["containers"]
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            if probe in container:
-                assert container[probe]["httpGet"]["scheme"] == "HTTPS"
-                assert container[probe]["httpGet"]["path"] in ("/healthz", "/readyz")
-                assert "grpc" not in container[probe]
-
-
 def test_the_operator_scrapes_with_the_certificate_of_an_observer(tmp_path: Path) -> None:
     parts = [os.path.relpath(FOLDER / "components" / name, tmp_path.resolve()) for name in ("monitoring", "mtls")]
     monitors = [r for r in on_top_of("overlays/demo", tmp_path, components=parts) if r["kind"] == "PodMonitor"]
@@ -126,22 +101,3 @@ def test_the_operator_scrapes_with_the_certificate_of_an_observer(tmp_path: Path
         scraped = [spec for secret, spec in certificates().items() if secret.startswith(secrets)]
         assert all(tls["serverName"] in spec["dnsNames"] for spec in scraped)
         assert subject_of_secret(tls["keySecret"]["name"]).scope is Scope.OBSERVER
-
-
-def test_the_deny_list_is_one_and_a_change_restarts_nobody(tmp_path: Path) -> None:
-    shard, _ = pods(BUILD)
-    settings = load(None, environment(BUILD, shard)).settings
-    (name,) = [v["configMap"]["name"] for v in shard["spec"]["volumes"] if "configMap" in v]
-    (found,) = [r for r in built(BUILD) if r["kind"] == "ConfigMap" and r["metadata"]["name"] == name]
-    assert settings.security.revoked is not None
-    path = tmp_path / settings.security.revoked.name
-    path.write_text(found["data"][path.name])
-    assert read_revocations(path) == []
-    assert name == "diloco-revoked"
-
-
-def test_nobody_else_may_talk_than_without_certificates() -> None:
-    def policies(build: str) -> list[Any]:
-        return [r["spec"] for r in built(build) if r["kind"] == "NetworkPolicy"]
-
-    assert policies(BUILD) == policies("overlays/demo")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tools.lock import GROUPS, OF_CUDA, known_builds, pins_in
+from tools.lock import GROUPS, known_builds, pins_in
 
 FOLDER = Path(__file__).resolve().parents[2] / "requirements"
 FILES = sorted(FOLDER.glob("*.txt"))
@@ -34,12 +34,6 @@ def test_what_is_installed_together_is_pinned_to_one_version() -> None:
         for part in parts:
             for name, version in pins_in((FOLDER / f"{part}.txt").read_text()).items():
                 assert pinned.setdefault(name, version) == version, name
-
-
-def test_libraries_of_cuda_are_apart(repository: Path) -> None:
-    for file in FILES:
-        of_cuda = {name for name in pins_in(file.read_text()) if OF_CUDA.match(name)}
-        assert bool(of_cuda) == (file.stem == "cuda"), of_cuda
 
 
 def test_every_hash_of_torch_says_which_build_it_is_of() -> None:

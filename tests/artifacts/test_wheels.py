@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tools.wheels import compile_library, platform_wheel
+from tools.wheels import platform_wheel
 
 from diloco_common.codec import library
 
 MACHINE = platform.machine()
-QEMU, ITS_LIBRARIES = shutil.which("qemu-aarch64"), Path("/usr/aarch64-linux-gnu")
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +104,6 @@ def test_the_platform_wheel_is_the_other_one_and_libraries(pure: Path, tmp_path:
         assert added == {"diloco_common/codec/kernels/one.so", "diloco_common/codec/kernels/other.so"}
 
 
-@pytest.fixture(scope="module")
-def zig(repository: Path) -> Path:
-    path = repository / ".venv-wheels/bin/python"
-    if not path.exists():
-        pytest.skip("`make wheels` installs the compiler for other machines")
-    return path
-
-
 def hashes(runner: list[object], program: Path, compiled: Path) -> str:
     return subprocess.run([*runner, program, compiled], capture_output=True, text=True, check=True).stdout
 
@@ -123,13 +114,3 @@ def test_all_that_this_cpu_can_run_make_the_same_bytes(libraries, prebuilt, repo
     subprocess.run(["cc", "-O1", "-o", program, source, "-ldl", "-lm"], check=True)
     runs = libraries[libraries.index(prebuilt) :]
     assert len({hashes([], program, one) for one in runs}) == 1
-
-
-@pytest.mark.skipif(QEMU is None or not ITS_LIBRARIES.exists(), reason="needs qemu-user and libc6-arm64-cross")
-def test_the_kernels_for_aarch64_make_the_same_bytes(zig, prebuilt, repository, tmp_path) -> None:
-    source = repository / "tests/artifacts/run_kernels.c"
-    here, there, for_arm = tmp_path / "here", tmp_path / "there", tmp_path / "arm.so"
-    subprocess.run(["cc", "-O1", "-o", here, source, "-ldl", "-lm"], check=True)
-    subprocess.run([zig, "-m", "ziglang", "cc", "-target", "aarch64-linux-gnu.2.17", "-o", there, source], check=True)
-    compile_library(zig, "aarch64", library.PORTABLE["aarch64"][0], for_arm)
-    assert hashes([QEMU, "-L", ITS_LIBRARIES], there, for_arm) == hashes([], here, prebuilt)

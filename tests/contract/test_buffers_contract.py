@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import diloco_worker
-from diloco_common.errors import FrozenMismatch, ManifestMismatch
+from diloco_common.errors import FrozenMismatch
 from diloco_common.program import main
 from diloco_worker.learner import Learner
 from waiting import until
@@ -179,12 +179,6 @@ def test_a_learner_that_comes_later_begins_with_the_statistics_of_the_run(serve)
             assert float(late.model.norm.running_mean.abs().max()) < 10, "undone"
 
 
-def test_learners_that_share_other_buffers_are_refused_by_name(serve) -> None:
-    shard = serve(settings_with(sync=EXACT))
-    with Run(shard.address, "a").learner, pytest.raises(ManifestMismatch, match=r"queue: absent <-> \[2\] \(buffer"):
-        Run(shard.address, "b", private=())
-
-
 def lora(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A base that is loaded, here from a seed, and an adapter."""
     torch.manual_seed(seed)
@@ -202,16 +196,6 @@ def refused(shard: InProcessShard, model: nn.Module) -> str:
     assert refusal.value.exit_code == 6
     assert shard.member_state("other") == "unknown"
     return str(refusal.value)
-
-
-def test_another_base_is_refused_by_name_and_allowed_on_demand(serve):
-    shard = serve(settings_with())
-    with join(shard, "a", lora()), join(shard, "b", lora()):
-        words = refused(shard, lora(seed=1))
-        assert "those that a has brought" in words
-        assert "0.0.weight: float32 [11, 4] with other values; 0.1.bias: float32 [4] with other values" in words
-        assert "0.1.weight: float32 [4, 4] <-> bfloat16 [4, 4]" in refused(shard, lora(dtype=torch.bfloat16))
-        join(shard, "c", lora(dtype=torch.bfloat16), frozen="any").close()
 
 
 def test_after_a_restart_the_learners_that_are_there_bring_their_base_again(serve, tmp_path):

@@ -13,10 +13,9 @@ from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, refusal, s
 
 from diloco_common.codec import Payload, PayloadHeader, decode_payload
 from diloco_common.errors import ConfigError, InUse
-from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import TensorSpec
-from diloco_common.wire.messages import PROTOCOL, Drain, Evicted, JoinRequest, Pulse
+from diloco_common.wire.messages import Drain, Evicted, Pulse
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell import probes as health
 from secret_files import secret_file
@@ -83,24 +82,6 @@ def test_join_refuses_what_cannot_work(shard, join, status, code, words):
     assert shard.core.membership.all() == []
     assert shard.core.manifest is None
     assert shard.metric("refused_calls_total", code=code) == 1
-
-
-def test_a_join_that_was_cancelled_or_repeated_leaves_one_lease(shard):
-    caller = shard.caller("a")
-    tensors = protobuf.tensors_to_pb(TENSORS)
-    request = pb.JoinRequest(protocol=PROTOCOL, process_id="x", tensors=tensors, decodes=rpc.DECODES)
-
-    async def cancelled() -> None:
-        for attempt in range(5):
-            call = caller.stub.Join(request, metadata=caller.metadata())
-            if attempt % 2:
-                await call.initial_metadata()  # the shard is at it
-            call.cancel()
-
-    shard.loop.run(cancelled())
-    caller.join()
-
-    assert [m.learner_id for m in shard.core.membership.live()] == ["a"]
 
 
 def test_an_observer_sees_the_model_and_pulls_without_a_lease(shard):
@@ -235,51 +216,6 @@ def test_heartbeats_without_steps_evict_nobody(serve, clock):
         heard(shard, lambda member: member.last_heard == clock.now)
         assert shard.core.membership.get("a").live
     until(lambda: shard.member_state("a") == "stalled", "a is stalled, not dead")
-
-
-@pytest.mark.parametrize(("process_id", "code"), [("another", "SUPERSEDED"), ("", "STALE_GENERATION")])
-def test_a_newer_generation_ends_the_stream_of_the_older(shard, process_id, code):
-    stream = joined(shard).attend()
-    stream.hear(Pulse)
-
-    newer = shard.caller("a")
-    newer.join(process_id=process_id)
-
-    told = stream.hear(Evicted)
-    assert told.code == code
-    assert "joined" in told.message
-    newer.attend().hear(Pulse)
-
-
-def test_the_older_process_is_told_even_if_the_newer_attends_at_once(shard):
-    old = joined(shard).attend()
-    old.hear(Pulse)
-    newer = shard.caller("a")
-
-    def both_at_once() -> None:
-        # As when Join and Attend of the newer come before the older's stream is written to.
-        host = shard.server.host
-        answer = host.join("a", JoinRequest(PROTOCOL, "another process", TENSORS))
-        host.attend(Identity(host.settings.run.id, "a", answer.generation, answer.epoch))
-
-    newer.loop.look(both_at_once)
-
-    assert old.hear(Evicted).code == "SUPERSEDED"
-
-
-def test_a_stream_that_the_learner_ends_or_cuts_leaves_the_lease(a, shard):
-    polite = a.attend()
-    polite.hear(Pulse)
-    a.loop.run(polite.call.done_writing())
-    assert polite.ends()
-
-    rude = a.attend()
-    rude.hear(Pulse)
-    rude.cancel()
-    until(lambda: not shard.server.host.streams, "the cut stream is forgotten")
-
-    assert shard.member_state("a") == "alive"
-    a.attend().hear(Pulse)
 
 
 def test_a_shard_that_ends_tells_its_learners(shard):

@@ -128,15 +128,6 @@ class Watched(Front):
             yield part
 
 
-Anchors = dict[tuple[int, int], bytes]
-
-
-def note_anchors(training: Any, seen: Anchors) -> None:
-    """Fragment, version -> bytes of the anchor."""
-    for i, fragment in training.learner.core.fragments.items():
-        seen[i, fragment.version] = fragment.tensors.anchor.float().numpy().tobytes()
-
-
 def has_what_is_published(training: Any, shard: InProcessShard) -> bool:
     """Whether a learner has the latest version of every fragment; then its anchors must be the shard's, bit for bit."""
     training.learner.poll()
@@ -147,58 +138,6 @@ def has_what_is_published(training: Any, shard: InProcessShard) -> bool:
     for i, (_, payload) in latest.items():
         assert fragments[i].tensors.anchor.float().numpy().tobytes() == decoded(payload).numpy().tobytes()
     return True
-
-
-@pytest.mark.parametrize("encoding", ["int8", "int4"])
-def test_learners_hold_the_same_anchors_whatever_way_they_came(serve, train, front, encoding):
-    """One pulls every version, one is held back now and then and misses some, one joins late."""
-    shard = serve(settings_with(sync={"pull": encoding, "quorum": 1, "fragments": 2}))
-    steady, lagging = front(shard, Watched), front(shard, Watched)
-    a, b = train(steady.address, "a"), train(lagging.address, "b", seed=1)
-    learners = {a: {}, b: {}}
-
-    def reach(true: Callable[[], Any], what: str) -> None:
-        def reached() -> Any:
-            for training, seen in learners.items():
-                training.step()
-                note_anchors(training, seen)
-            return true()
-
-        until(reached, what)
-
-    def version(training: Any, fragment_id: int) -> int:
-        return int(training.learner.core.fragments[fragment_id].version)
-
-    def misses_some() -> bool:
-        """Whether b waits for a version that it can no longer have as a change."""
-        return lagging.held and all(version(a, i) >= version(b, i) + 2 for i in shard.core.fragments)
-
-    for _ in range(3):
-        lagging.holds = True
-        reach(misses_some, "versions that b misses")
-        whole = lagging.came.count("bfloat16")
-        lagging.holds = False
-        reach(lambda n=whole: lagging.came.count("bfloat16") > n, "all values, for b")
-        changes = lagging.came.count(encoding)
-        reach(lambda n=changes: lagging.came.count(encoding) > n, "a change, for b")
-    c = train(shard.address, "c", seed=2)
-    learners[c] = {}
-    then = {i: version(a, i) for i in shard.core.fragments}
-    reach(lambda: all(version(c, i) >= before + 6 for i, before in then.items()), "later versions, for c")
-    reach(lambda: steady.came.count(encoding) > 12, "changes, for a")
-
-    def rest() -> bool:
-        current = all(has_what_is_published(training, shard) for training in learners)
-        for training, seen in learners.items():
-            note_anchors(training, seen)
-        return current and all(version(t, i) == version(a, i) for t in learners for i in then)
-
-    until(rest, "everybody has the latest version")
-
-    for seen in learners.values():
-        assert all(anchor == learners[a].get(key, anchor) for key, anchor in seen.items())
-    common = learners[a].keys() & learners[b].keys() & learners[c].keys()
-    assert len(common) >= 2
 
 
 def test_a_change_since_another_version_is_not_taken_and_the_values_are_asked_for(serve, train, front):

@@ -16,8 +16,7 @@ from torch import Tensor
 from training import Training, tiny_model
 
 import diloco_worker
-from diloco_common.errors import ManifestMismatch, UnsupportedModel
-from diloco_demo.muon import MuonWithAdamW
+from diloco_common.errors import UnsupportedModel
 from diloco_deploy.checkpoint.commands import restore
 from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.checkpoint.sources import open_whole
@@ -77,12 +76,6 @@ def averaged(shard: InProcessShard, model: torch.nn.Module) -> Tensor:
                 of = flat[piece.tensor.removeprefix("momentum of ").removesuffix(" (Adam)")]
                 of[piece.tensor_bounds] = state.values.theta[piece.bounds]
     return torch.cat(list(flat.values()))
-
-
-def muon_for_the_matrices(model: torch.nn.Module) -> torch.optim.Optimizer:
-    matrices = [(p, 1) for p in model.parameters() if p.ndim == 2]
-    others = [{"params": [p for p in model.parameters() if p.ndim != 2]}]
-    return MuonWithAdamW(matrices, others, lr=0.01, momentum=0.9, weight_decay=0.0, betas=(0.9, 0.999))
 
 
 def until_all_have(version: int, *learners: Averaging) -> None:
@@ -190,29 +183,6 @@ def test_finish_leaves_the_model_of_the_run_and_waits_for_no_companion(serve, av
     assert a.learner.finish()
     assert b.learner.finish()
     assert torch.equal(a.values(), b.values())
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), "SGD"),
-        (lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True), "SGD"),
-        (muon_for_the_matrices, "Adam and Muon"),
-        (lambda model: torch.optim.Adam(model.parameters(), lr=0.01), None),  # it keeps the same
-    ],
-)
-def test_a_learner_whose_optimizer_keeps_another_kind_of_momentum_is_told_so(serve, averaging, make, kind):
-    """Else exp_avg would be averaged with momentum_buffer, and no value would look wrong."""
-    shard = serve(settings_with(sync=SYNC))
-    averaging(shard.address, "a")
-    model = tiny_model()
-    if kind is None:
-        with diloco_worker.join(shard.address, model, learner_id="b", wait_s=20.0, companions=make(model)) as learner:
-            assert learner.compared.inner == "adam", "so shards hear what it trains with"
-        return
-    words = rf"averages that of Adam, and the caller has that of {kind}, .*the same kind of optimizer.*companions="
-    with pytest.raises(ManifestMismatch, match=words):
-        diloco_worker.join(shard.address, model, learner_id="b", wait_s=20.0, companions=make(model))
 
 
 def test_an_island_is_told_that_it_cannot_yet(serve, monkeypatch):

@@ -20,10 +20,9 @@ from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_common.wire.addresses import read_address
-from diloco_deploy.cluster.record import ClusterRecord, read_record
+from diloco_deploy.cluster.record import read_record
 from diloco_deploy.run.children import Programs
 from diloco_deploy.run.folder import Outputs
-from diloco_deploy.run.members import take_wish
 from diloco_deploy.run.supervisor import DEATHS_MAX, ChildSpec, Supervisor
 from diloco_deploy.run.up import bring_up
 from waiting import until
@@ -231,14 +230,6 @@ def test_workers_come_and_go_while_it_runs_and_who_was_told_to_leave_is_no_end(c
     assert up.process.poll() is None, "training goes on"
     assert load_saved(up.folder / "settings.json").settings.cluster.workers == 1
     assert "2 -> 3 workers (1 start)" in capsys.readouterr().out
-
-
-def test_a_cluster_that_does_not_train_refuses_another_number_at_once(tmp_path, capsys) -> None:
-    (tmp_path / "run").mkdir()
-    ClusterRecord(run="r", shards=2, workers=2, fragments=4).write(tmp_path)
-    assert main(["scale", "--workers", "3", "--folder", str(tmp_path)]) != 0
-    assert "not training yet, or no more" in capsys.readouterr().err
-    assert take_wish(tmp_path) is None
 
 
 def test_a_killed_worker_is_started_again_and_the_record_says_how_often(command: Callable[..., Command]) -> None:

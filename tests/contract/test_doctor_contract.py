@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,9 +22,7 @@ from diloco_deploy.doctor.checks import Check, Door, Known, ReportLine, State, r
 from diloco_deploy.doctor.command import Patient, look
 from diloco_deploy.explain.catalogue import CODES
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server.shell.access import Callers
-from diloco_server.shell.probes import PROBES, Probe
-from diloco_server.shell.servicer import ParameterServer
+from diloco_server.shell.probes import PROBES
 from secret_files import secret_file
 
 
@@ -121,24 +119,6 @@ def test_what_is_wrong_is_named(serve, tmp_path, look_at, named):
     assert failures(look_at(World(serve, tmp_path))) == named
 
 
-def test_a_name_that_there_is_not(monkeypatch):
-    """As a name server says it. Where none answers, the resolver waits for longer than the doctor does."""
-
-    def unknown(*_: object, **__: object) -> object:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(shards.socket, "getaddrinfo", unknown)
-    assert failures(found_at("no-such-host.invalid:50051")) == ["NAME_UNKNOWN"]
-
-
-def test_a_certificate_that_ends_soon(secure, run):
-    found = found_at(secure.address, tls=run.issue("observer/x", days=3))
-    soon = [f for f in found if f.code == "CERTIFICATE_ENDS_SOON"]
-    assert failures(found) == []
-    assert len(soon) == 1, "that of the caller, and not that of the shard"
-    assert "observer/x" in soon[0].what
-
-
 def test_another_version_of_the_protocol(serve):
     door = Door(serve().address, "local")
     check = Check("run", door.address, 10.0, lambda: shards.describe(door, Known(), PROTOCOL + 1))
@@ -151,37 +131,6 @@ def test_shards_that_were_not_named(serve, train):
     train(f"{first.address},{second.address}", "a").step()
     assert failures(found_at(first.address)) == ["SHARDS_MISSING"]
     assert failures(found_at(first.address, second.address)) == []
-
-
-@pytest.fixture
-def skewed(serve, loop: LoopThread) -> Iterator[str]:
-    """The address of a shard whose clock is an hour behind, and whose package is another one."""
-    shard = serve()
-
-    async def start() -> tuple[grpc.aio.Server, str]:
-        callers = Callers(time.time)
-        servicer = ParameterServer(shard.server.service, "local", callers, shard.server.host.telemetry.call_refused)
-        probe = Probe(servicer.admitted, lambda: time.time() - 3600, "0.0.1" + "x" * 10_000)
-        server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        server.add_generic_rpc_handlers((servicer.handler(), probe.handler()))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        return server, f"127.0.0.1:{port}"
-
-    server, address = loop.run(start())
-    yield address
-    loop.run(server.stop(0))
-
-
-def test_a_skewed_clock_and_another_package_are_named(skewed):
-    found = found_at(skewed)
-    assert {"CLOCK_SKEWED", "PACKAGES_DIFFER"} <= codes(found)
-    (clock,) = [f for f in found if f.code == "CLOCK_SKEWED"]
-    assert "behind" in clock.what
-    named = {found.check.name: found.finding.code for found in look(Patient(Settings(), [skewed]))}
-    assert (named["clock"], named["version"]) == ("CLOCK_SKEWED", "PACKAGES_DIFFER")
-    assert max(len(f.what) for f in found) < 500, "a shard does not fill the screen"
-    assert clock.figures["clock_skew_s"] == pytest.approx(-3600, abs=30)
 
 
 def test_the_doctor_leaves_no_trace_in_the_run(serve, train):

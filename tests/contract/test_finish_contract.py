@@ -146,32 +146,6 @@ def test_finish_waits_for_a_shard_that_starts_again(serve, train):
     starting.join()
 
 
-def test_a_learner_goes_on_from_its_state_as_the_same_one(serve, train):
-    shard = serve(settings_with())
-    other, a = train(shard.address, "other"), train(shard.address, "a")
-    for _ in range(3):
-        a.step()
-    state, seed = a.learner.state_dict(), a.learner.seed
-    a.learner.close()
-
-    again = diloco_worker.join(shard.address, tiny_model(), state=state, wait_s=20)
-    with again:
-        assert again.learner_id == "a"
-        assert (again.inner_step, again.tokens, again.index) == (3, 24, a.learner.index)
-        assert (again.seed, again.seed == other.learner.seed) == (seed, False)
-        assert again.state_dict() == state
-
-
-def test_every_learner_has_a_number_and_knows_how_many_there_are(serve, train):
-    shard = serve(settings_with(lease={"lease_s": 60.0, "heartbeat_s": 0.1}))
-    learners = [train(shard.address, name).learner for name in "abc"]
-    assert [learner.index for learner in learners] == [0, 1, 2]
-    until(lambda: all(learner.learners_alive == 3 for learner in learners), "all have heard of all")
-    learners[1].close()
-    until(lambda: learners[0].learners_alive == 2, "one has left")
-    assert train(shard.address, "d").learner.index == 1
-
-
 def test_a_model_that_is_not_finite_takes_the_global_values_and_trains_on(serve, train, written):
     shard = serve(settings_with(sync={"quorum": 1}))
     a, b = train(shard.address, "a"), train(shard.address, "b", seed=1)

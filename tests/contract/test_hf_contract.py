@@ -122,16 +122,6 @@ def test_a_trainer_that_resumes_goes_on_as_the_same_learner_where_it_was_in_the_
     assert whole.drawn[:40] == first.drawn[:20] + second.drawn[:20]
 
 
-@pytest.mark.parametrize("off", ["no", False])
-def test_tokens_are_counted_whatever_a_trainer_calls_not_counting(serve, tmp_path, off):
-    """In older versions it is a bool."""
-    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
-    training = trainer(shard.address, tmp_path, max_steps=2)
-    training.args.include_num_input_tokens_seen = off
-    training.train()
-    assert training.diloco.learner.tokens == 2 * TOKENS_PER_STEP
-
-
 def by_lambda(optimizer: torch.optim.Optimizer) -> Any:
     return LambdaLR(optimizer, lambda step: 0.5)
 

@@ -88,12 +88,6 @@ def test_what_cannot_be_built_says_why(
     assert torch_encodes()
 
 
-def test_it_is_switched_off_by_the_environment(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DILOCO_NATIVE", "0")
-    assert here.find() == "DILOCO_NATIVE is 0"
-    assert torch_encodes()
-
-
 def test_a_cpu_that_lacks_its_instructions_leaves_it_alone(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_cpu", lambda: "flags : fpu sse2")
     assert "no kernels for this CPU" in str(here.of.build())

@@ -13,11 +13,9 @@ from in_process import settings_with
 from training import EXACT, Training, global_values, state_of, tiny_model
 
 import diloco_worker
-from diloco_common.errors import CannotConnect, ConfigError, DilocoError, ManifestMismatch, Superseded, Unauthenticated
+from diloco_common.errors import CannotConnect, DilocoError, Superseded
 from diloco_common.wire.calls import FIRST_S, GROWTH
-from diloco_server.shell.status import shard_status
 from diloco_worker.learner import AWAY_S
-from secret_files import secret_file
 from waiting import until
 
 
@@ -32,32 +30,6 @@ def test_the_first_learner_seeds_and_the_second_adopts(serve, train):
     assert torch.equal(a.values(), untouched)
     assert torch.equal(b.values(), untouched)
     assert (a.learner.state, shard.member_state("a"), shard.member_state("b")) == ("training", "alive", "alive")
-
-
-def test_samples_are_called_samples_wherever_one_looks(serve, train):
-    """Beside it, an optimizer that is followed: each of its steps is one of the learner."""
-    shard = serve(settings_with(sync=EXACT))
-    a = train(shard.address, "a")
-    handle = a.learner.follow(a.optimizer, samples=lambda: 3)
-    before = a.learner.inner_step
-    a.optimizer.step()
-    a.optimizer.step()
-    assert (a.learner.inner_step - before, a.learner.tokens) == (2, 6)
-
-    def told() -> bool:
-        (learner,) = shard_status(shard.server.host, "")["learners"]
-        return (learner["tokens"], learner["unit"]) == (6, "samples")
-
-    until(told, "the shard hears of it")
-    assert a.learner.status()["unit"] == "samples"
-    with pytest.raises(ConfigError, match="follows an optimizer already"):
-        a.learner.follow(a.optimizer, samples=3)
-    handle.remove()
-    a.optimizer.step()
-    a.learner.follow(a.optimizer, samples=3)
-    a.learner.close()
-    a.optimizer.step()
-    assert a.learner.inner_step == before + 2
 
 
 def test_training_goes_on_without_the_shard_and_its_work_arrives_after(serve, train):
@@ -272,19 +244,6 @@ def _join_in_vain(address: str) -> None:
     diloco_worker.join(address, tiny_model(), learner_id="a", wait_s=20).close()
 
 
-def test_a_learner_with_another_model_sees_the_differences(serve, train):
-    """Fault 21."""
-    shard = serve(settings_with(sync={"fragments": 2}))
-    train(shard.address, "a")
-
-    with pytest.raises(ManifestMismatch) as refused:
-        diloco_worker.join(shard.address, tiny_model(width=7), learner_id="b", wait_s=20)
-
-    assert "0.weight: [6, 4] <-> [7, 4]" in str(refused.value)
-    assert "2.weight: [2, 6] <-> [2, 7]" in str(refused.value)
-    assert refused.value.exit_code == 6
-
-
 @pytest.mark.parametrize(
     ("of_second", "words"),
     [
@@ -306,16 +265,6 @@ def test_a_learner_waits_for_a_shard_that_does_not_belong_to_the_others(serve, w
     with pytest.raises(CannotConnect, match=words):
         diloco_worker.join([s.address for s in shards], tiny_model(), learner_id="a", wait_s=1.5)
     assert re.search(r"trying again shard=\S+ code=(BAD_CONFIG|MANIFEST_MISMATCH|WRONG_RUN)", written.getvalue())
-
-
-def test_a_wrong_token_is_told_at_once(serve, tmp_path):
-    file = secret_file(tmp_path / "token", "0123456789abcdef")
-    shard = serve(settings_with(security={"token_file": file}))
-
-    with pytest.raises(Unauthenticated, match=r"security\.token_file"):
-        diloco_worker.join(shard.address, tiny_model(), learner_id="a", token="another-token-123", wait_s=20)
-    with diloco_worker.join(shard.address, tiny_model(), learner_id="a", token="0123456789abcdef", wait_s=20):
-        assert shard.member_state("a") == "alive"
 
 
 def test_workers_may_come_before_their_shard(serve, train, written):

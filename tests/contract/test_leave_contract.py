@@ -195,33 +195,6 @@ def heard() -> Iterator[list[str]]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_a_handler_that_is_there_stays(heard: list[str]) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: heard.append("mine"))
-    notice = Notice(lambda: heard.append("ours"))
-    signal.raise_signal(signal.SIGTERM)
-    notice.end(is_heeded=False)
-    signal.raise_signal(signal.SIGTERM)
-    assert heard == ["mine", "mine"]
-
-
-def test_the_next_learner_takes_the_place_of_one_that_is_gone(heard: list[str]) -> None:
-    """Lightning puts the handler back that it found, after the learner has ended."""
-    first = Notice(lambda: heard.append("first"))
-    first.end(is_heeded=False)
-    signal.signal(signal.SIGTERM, first)
-    second = Notice(lambda: heard.append("second"))
-    signal.raise_signal(signal.SIGTERM)
-    second.end(is_heeded=True)
-    assert heard == ["second"]
-
-
-def test_in_another_thread_it_does_not_listen(heard: list[str]) -> None:
-    thread = threading.Thread(target=lambda: Notice(lambda: heard.append("ours")))
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
 def test_a_forked_child_ends_by_it(heard: list[str]) -> None:
     notice = Notice(lambda: heard.append("ours"))
     fork = multiprocessing.get_context("fork")

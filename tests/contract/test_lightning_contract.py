@@ -86,13 +86,6 @@ def test_it_stops_at_the_budget_and_saves_the_global_model(serve, tmp_path, writ
     assert "global model saved" in written.getvalue()
 
 
-def test_max_steps_ends_it_before_the_run_and_says_so(serve, tmp_path, written):
-    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
-    diloco, _ = fit(shard.address, tmp_path, max_steps=6)
-    assert diloco.learner.inner_step == 6
-    assert "the Trainer ends before the run: the others continue steps=6" in written.getvalue()
-
-
 def test_batches_of_one_optimizer_step_are_one_step_of_the_learner(serve, tmp_path):
     shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
     diloco, _ = fit(shard.address, tmp_path, max_steps=4, accumulate_grad_batches=2)
@@ -164,24 +157,6 @@ def test_an_average_of_lightning_is_never_taken_for_training(serve, tmp_path, wr
     saved = torch.load(tmp_path / "global.ckpt", weights_only=False)["state_dict"]
     assert all(torch.equal(saved[name], values) for name, values in found.items())
     assert "this callback puts an average of this learner alone" in written.getvalue()
-
-
-class Unfreezes(lightning.pytorch.callbacks.BaseFinetuning):
-    def freeze_before_training(self, module: Any) -> None:
-        self.freeze(module.net[0])
-
-    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.net[0], optimizer)
-
-
-def test_layers_that_are_unfrozen_into_a_new_group_follow_the_run(serve, tmp_path):
-    shard = serve(settings_with(run={"tokens": 100_000}, sync=EXACT))
-    diloco, _ = fit(
-        shard.address, tmp_path, callback={"shared": "all", "learner_id": "a"}, max_steps=40, others=(Unfreezes(),)
-    )
-    (schedule,) = diloco._schedules
-    assert len(schedule.get_last_lr()) == 2
 
 
 class Scheduled(Sine):

@@ -87,15 +87,6 @@ def test_a_copy_is_verified_restored_and_exported_from_its_url(url, checkpoint, 
     assert exported[0] == exported[1] == exported[2]
 
 
-def test_an_object_of_many_parts_is_put_whole(url: str) -> None:
-    content = bytes(range(256)) * 4 * 11 * 1024  # 11 MiB, in two parts
-    folder = objects.ObjectFolder(url)
-    folder.put("large", iter([content[:1000], content[1000:]]))
-    opened, found = folder.open("large"), bytearray(len(content))
-    assert opened.read_into(memoryview(found), 0) == len(content)
-    assert bytes(found) == content
-
-
 def test_a_second_copy_to_the_same_place_is_refused(url, checkpoint, capsys) -> None:
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 0
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 3

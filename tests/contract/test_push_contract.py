@@ -19,7 +19,6 @@ from in_process import (
     Caller,
     Clock,
     InProcessShard,
-    Refused,
     contribution,
     refusal,
     settings_with,
@@ -28,7 +27,7 @@ from in_process import (
 from builders import chunk_request
 from diloco_common.codec import Payload, PayloadHeader, chunks_crc32c
 from diloco_common.wire import protobuf, rpc
-from diloco_common.wire.messages import Collect, Committed, PushHeader, Range
+from diloco_common.wire.messages import Collect, Committed, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from waiting import until
 
@@ -235,59 +234,6 @@ def test_the_lease_that_ends_while_the_bytes_come_fences_the_push(opened, clock)
 
     assert found.code == "LEASE_EXPIRED"
     assert shard.state().contributions == {0: ()}
-
-
-@pytest.mark.parametrize(
-    ("sent", "says"),
-    [
-        pytest.param(messages(None, b"123"), "a push begins with its header", id="a chunk before the header"),
-        pytest.param(
-            [pb.PushRequest()], "PushRequest has neither a header nor a chunk with its crc32c", id="an empty message"
-        ),
-        pytest.param([], "a push begins with its header", id="nothing"),
-    ],
-)
-def test_a_push_without_its_header_first_is_refused(opened, sent, says):
-    with opened.unchanged():
-        found = refusal(lambda: opened.a.push_messages(sent))
-    assert found == Refused(STATUS.INVALID_ARGUMENT, "BAD_REQUEST", says)
-    assert opened.shard.metric("refused_calls_total", code="BAD_REQUEST") >= 1
-
-
-def test_a_contribution_that_comes_whole_has_no_ranges(opened):
-    opened.rejects(lambda: opened.push(opened.a, ranges=(Range(0, NUM_ELEMENTS),)), "BAD_PAYLOAD")
-
-
-def test_a_chunk_without_its_checksum_is_refused(opened):
-    payload = contribution()
-    sent = messages(opened.a.header(payload), *payload.chunks)
-    sent[1].ClearField("crc32c")
-    opened.rejects(lambda: opened.a.push_messages(sent), "BAD_REQUEST", "nor a chunk with its crc32c")
-
-
-def test_a_second_header_is_refused(opened):
-    payload = contribution()
-    header = opened.a.header(payload)
-    sent = messages(header, payload.chunks[0]) + messages(header)
-    opened.rejects(lambda: opened.a.push_messages(sent, hold=True), "BAD_REQUEST", "chunks only")
-
-
-def test_a_push_that_is_cut_off_in_the_middle_leaves_no_trace(opened):
-    payload = contribution()
-    sent = messages(opened.a.header(payload), *payload.chunks[:2])
-    service_pushes = opened.shard.metric("received_bytes_total")
-
-    async def cut_off() -> None:
-        call = opened.a.stub.Push(metadata=opened.a.metadata())
-        for message in sent:
-            await call.write(message)
-        while opened.shard.metric("received_bytes_total") < service_pushes + sum(map(len, payload.chunks[:2])):
-            await opened.shard.server.host.work.compute("encode", lambda: None)
-        call.cancel()
-
-    with opened.unchanged():
-        opened.shard.loop.run(cut_off())
-    assert opened.push(opened.a, payload).outcome == ACCEPTED  # the whole of it, again
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2])

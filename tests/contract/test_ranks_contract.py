@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -124,13 +122,6 @@ def test_a_model_that_is_made_for_several_processes_is_refused(
     assert ONE_PROCESS in why
 
 
-@pytest.mark.usefixtures("group")
-def test_a_process_group_of_one_is_a_process_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")  # the group knows better
-    joins(plain())
-
-
 def joins(model: nn.Module, **options: object) -> None:
     """It gets as far as looking for shards, where there are none."""
     with pytest.raises(CannotConnect):
@@ -217,16 +208,3 @@ def test_torchrun_is_told_the_cause_by_whichever_rank_ends_first(monkeypatch, tm
     said = json.loads((tmp_path / "error.json").read_text())["message"]
     assert ONE_PROCESS in said["message"]
     assert ONE_PROCESS in said["extraInfo"]["py_callstack"]
-
-
-def test_the_built_in_worker_trains_alone_whatever_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    command = [sys.executable, "-m", "diloco_demo", "--shards=127.0.0.1:9", "--set=worker.device=cpu"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as worker:
-        assert worker.stderr is not None
-        said = ""
-        while "no connection" not in said and (line := worker.stderr.readline()):
-            said += line
-        worker.kill()
-    assert "no connection" in said, said

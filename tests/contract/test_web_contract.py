@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator
@@ -19,7 +18,7 @@ from diloco_common.settings import ClusterSettings, SecuritySettings, Settings
 from diloco_common.wire.addresses import write_address
 from diloco_deploy.cluster.asking import ShardReply
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
-from diloco_deploy.web import app, command, live_page
+from diloco_deploy.web import command, live_page
 from diloco_deploy.web.command import PageThread
 from diloco_deploy.web.live_page import LivePage, PageCredentials, given, in_folder
 from secret_files import secret_file
@@ -64,13 +63,6 @@ async def first_state(client: httpx.AsyncClient) -> dict[str, Any]:
     raise AssertionError("the stream ended")
 
 
-async def test_the_page_says_that_no_shard_has_answered():
-    async with served(open_page()) as (_, client):
-        while "connection refused" not in (state := await first_state(client))["shards"][0]["why_not"]:
-            pass  # each stream begins with what is known then
-        assert (state["headlines"]["learning"]["title"], state["run"]["tokens_merged"]) == ("Not known", None)
-
-
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/static/vendor/uPlot.iife.min.js", "/learners", "/nothing"])
 async def test_no_answer_lets_the_browser_load_from_elsewhere(path):
     async with served(open_page()) as (_, client):
@@ -105,23 +97,6 @@ async def test_the_shared_token_opens_the_page_and_the_cookie_cannot_be_read_by_
 async def test_a_body_without_end_is_cut_off(tmp_path):
     async with served(guarded_page(tmp_path)) as (_, client):
         assert (await client.post("/enter", content=b"x" * 100_000)).status_code == 413
-
-
-async def announced_key(client: httpx.AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A stranger who says that a key comes, and sends none."""
-    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
-    writer.write(b"POST /enter HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n")
-    await writer.drain()
-    return reader, writer
-
-
-async def test_a_key_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(app, "ENTER_S", 0.05)
-
-    async with served(guarded_page(tmp_path)) as (_, client):
-        reader, writer = await announced_key(client)
-        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
-        writer.close()
 
 
 @pytest.mark.parametrize(
@@ -210,13 +185,6 @@ def test_diloco_up_has_a_page_also_where_the_port_is_taken(tmp_path):
         for page in (first, second):
             if page is not None:
                 page.stop()
-
-
-@pytest.mark.parametrize(("page", "words"), [("", "no live page"), ("10.0.0.256:1", "no live page (cluster.page): ")])
-def test_a_page_that_cannot_be_served_ends_no_run(tmp_path, page, words):
-    thread = beside(tmp_path, page)
-    assert thread.start().startswith(words)
-    thread.stop()
 
 
 def test_the_members_of_a_cluster_are_read_from_its_folder(tmp_path):

@@ -6,8 +6,6 @@ Each is an example of ours with one thing wrong. What else is called in a wrong 
 from __future__ import annotations
 
 import re
-import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,69 +13,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from mistakes import EXAMPLES, answer, as_examples_run, assert_told, before_step, changed
+from mistakes import EXAMPLES, answer, assert_told, before_step
 from test_e2e_examples import shard
 
 from processes import Script, environment, until
 
 LOOP = (EXAMPLES / "own_loop.py").read_text()
-RESUME = (EXAMPLES / "resume.py").read_text()
-JOIN = 'diloco_worker.join(shards, model, run="spirals"'
-STATE = 'state=saved.get("learner")'
-SAVED_AT = "50"
-"""The example saves after so many steps."""
-
-
-def resumed_with(options: str) -> str:
-    """With this in the place of the state that `join` is given."""
-    return changed(RESUME, (STATE, options))
-
-
-def before_joining_again(line: str) -> str:
-    return changed(RESUME, (f"    with {JOIN}", f"    {line}\n    with {JOIN}"))
-
-
-AGAIN = f"{JOIN.replace('model', 'deepcopy(model)')}, state=learner.state_dict()) as again"
-MISTAKES: dict[str, tuple[str, str]] = {
-    # what is wrong -> the script, the code that it hears
-    "a step after finish": (before_step(LOOP, "learner.finish()"), "WRONG_CALL"),
-    "resumed: the whole checkpoint as the state": (resumed_with("state=saved"), "BAD_CONFIG"),
-    "resumed: a layer frozen meanwhile": (
-        before_joining_again("model[0].requires_grad_(False)"), "MANIFEST_MISMATCH",
-    ),
-    "resumed: the same checkpoint in two processes": (
-        changed(RESUME, (f"{JOIN}, {STATE}) as learner", f"{JOIN}, {STATE}) as learner, {AGAIN}"),
-                ("import sys", "import sys\nfrom copy import deepcopy")),
-        "SUPERSEDED",
-    ),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("shard")
-
-
-@pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
-    """Of a shard whose run has no end; its model is that of both examples."""
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a shard whose run has no end; its model is that of the example."""
+    folder = tmp_path_factory.mktemp("shard")
     with shard(["diloco-server", "--listen", "127.0.0.1:50051", "--set", "run.id=spirals"], folder) as found:
         yield found
 
 
-@pytest.fixture(scope="module")
-def saved(folder: Path, address: str) -> Path:
-    with as_examples_run() as patch:
-        patch.setattr(sys, "argv", ["resume.py", address, str(folder / "resume.pt"), SAVED_AT])
-        runpy.run_path(str(EXAMPLES / "resume.py"), run_name="__main__")
-    return folder / "resume.pt"
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_in_three_lines(mistake, address, saved, as_a_script, tmp_path) -> None:
-    script, code = MISTAKES[mistake]
-    shutil.copy(saved, tmp_path / "resume.pt")
-    assert_told(as_a_script(script, address, str(tmp_path / "resume.pt")), code)
+def test_a_mistake_is_answered_in_three_lines(address: str, as_a_script: Callable[..., str]) -> None:
+    assert_told(as_a_script(before_step(LOOP, "learner.finish()"), address), "WRONG_CALL")
 
 
 def test_other_errors_keep_their_traceback(address: str, as_a_script: Callable[..., str]) -> None:

@@ -1,4 +1,4 @@
-"""The examples of islands, mistyped: rank 0 answers in at most three lines, with a stable code; the others are short.
+"""The example of an island, mistyped: rank 0 answers in at most three lines, with a stable code; the others are short.
 
 As in test_e2e_journeys.py, but with two ranks.
 """
@@ -16,33 +16,17 @@ from test_e2e_examples import shard
 import forks
 
 DDP = (EXAMPLES / "ddp.py").read_text()
-FSDP2 = (EXAMPLES / "fsdp2.py").read_text()
-JOIN = {DDP: 'run="spirals", island=dist.group.WORLD', FSDP2: 'run="spirals", island=mesh'}
-
-
-def joined(script: str, options: str) -> str:
-    return changed(script, (JOIN[script], options))
-
-
+JOIN = 'run="spirals", island=dist.group.WORLD'
 STATE = '{"run": "spirals", "learner_id": "a", "index": 0, "inner_step": 1, "tokens": 1}'
-OF_RANK_0 = f"{JOIN[DDP]}, state={STATE} if dist.get_rank() == 0 else None"
+OF_RANK_0 = f"{JOIN}, state={STATE} if dist.get_rank() == 0 else None"
 MISTAKES: dict[str, tuple[str, str]] = {
     # what is wrong -> the script, the code that rank 0 answers with
-    "ddp: each rank alone": (joined(DDP, 'run="spirals", island="alone"'), "UNSUPPORTED_MODEL"),
-    "ddp: a checkpoint at one rank": (joined(DDP, OF_RANK_0), "BAD_CONFIG"),
-    "ddp: a model of each rank": (
+    "a checkpoint at one rank": (changed(DDP, (JOIN, OF_RANK_0)), "BAD_CONFIG"),
+    "a model of each rank": (
         changed(DDP, ("model = DistributedDataParallel(net)", "model = nn.Linear(2, 2 + dist.get_rank())")),
         "BAD_CONFIG",
     ),
-    "ddp: a checkpoint after join": (
-        before_step(DDP, "model.load_state_dict(model.state_dict())"), "MODEL_CHANGED",
-    ),
-    "fsdp2: no island": (joined(FSDP2, 'run="spirals"'), "UNSUPPORTED_MODEL"),
-    "fsdp2: sharded in part": (
-        changed(FSDP2, ("    fully_shard(model, mesh=mesh)\n", "    model.append(nn.Linear(2, 2))\n")),
-        "UNSUPPORTED_MODEL",
-    ),
-    "fsdp2: a step after finish": (before_step(FSDP2, "learner.finish()"), "WRONG_CALL"),
+    "a checkpoint after join": (before_step(DDP, "model.load_state_dict(model.state_dict())"), "MODEL_CHANGED"),
 }  # fmt: skip
 
 

@@ -112,28 +112,12 @@ def test_contributions_that_do_not_agree_are_not_shortened(other: Callable[[Tens
     assert_close(merged(vectors, "agreement"), merged(vectors, "mean"))
 
 
-def test_rda_of_equal_norms_has_that_norm_and_the_mean_has_less() -> None:
-    vectors = [v / v.norm() * 5.0 for v in randoms(8)]
-    assert float(merged(vectors, "rda").norm()) == pytest.approx(5.0, rel=1e-5)
-    assert float(merged(vectors, "mean").norm()) == pytest.approx(5.0 / 8**0.5, rel=0.1)
-
-
 def test_only_the_piece_whose_directions_cancel_falls_back() -> None:
     pieces = (Piece("a", 0, 300, 0), Piece("b", 0, 400, 300))
     a, b, c = random_values(300, 0), random_values(400, 1), 2 * random_values(400, 2)
     result = merged([torch.cat([a, b]), torch.cat([-1.5 * a, c])], "rda", pieces=pieces)
     assert_close(result[:300], -0.25 * a)
     assert_close(result[300:], dumb_merge.published_rda([(b, 1, 1), (c, 1, 1)]).float())
-
-
-def test_a_contribution_of_zeros_shortens_the_result_and_does_not_turn_it() -> None:
-    v = random_values(SIZE, 0)
-    assert_close(merged([v, torch.zeros(SIZE)], "rda"), v / 2)
-
-
-@pytest.mark.parametrize("rule", BY_FORMULA)
-def test_zeros_merge_to_zeros(rule: str) -> None:
-    assert torch.equal(merged([torch.zeros(SIZE)] * 3, rule), torch.zeros(SIZE))
 
 
 def test_pieces_marked_for_it_take_the_mean_and_the_others_rda_each_on_its_own() -> None:

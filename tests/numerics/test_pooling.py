@@ -8,8 +8,7 @@ from torch import Tensor
 
 from builders import make_contribution
 from diloco_common.wire.manifest import Piece, Rule
-from diloco_server.core.merge import Latest, pool
-from diloco_server.core.round import Round
+from diloco_server.core.merge import pool
 
 SIZES: tuple[tuple[str, Rule, int], ...] = (
     ("codebook", "mean", 500), ("n.num_batches_tracked", "most", 1), ("n.running_mean", "mean", 300),
@@ -101,25 +100,3 @@ def test_neither_the_order_nor_the_slices_decide() -> None:
     merged = [torch.cat([part for _, part in pool(some, pieces)]) for some in (one, one[::-1], other)]
     assert torch.equal(merged[0], merged[1])
     assert torch.equal(merged[0], merged[2])
-
-
-def closed(number: int, values: dict[str, float], tokens: int) -> Round:
-    made = Round(number, 0.0, dict.fromkeys(values, 1))
-    pieces = (Piece("mean", 0, 1, 0, "mean"),)
-    for learner_id, value in values.items():
-        made.contributions[learner_id] = make_contribution(
-            learner_id, torch.tensor([-value]), pieces=pieces, tokens=tokens, steps=1, round_number=number
-        )
-    return made
-
-
-def test_a_learner_that_is_in_every_fourth_round_counts_in_the_others_too_for_one_round_of_its_data() -> None:
-    latest, found = Latest(), []
-    for number in range(1, 10):
-        values = {"fast": 0.0} if number % 4 else {"fast": 0.0, "slow": 10.0}
-        mine, beside = latest.take(closed(number, values, tokens=8).parted()[0], {"fast", "slow"})
-        (merged,) = [part for _, part in pool([*mine, *beside], (Piece("mean", 0, 1, 0, "mean"),))]
-        found.append(float(merged))
-    assert found == [0, 0, 0, 5, 5, 5, 5, 2, 2], "from the second on, its weight is that of one round of four"
-    mine, beside = latest.take(closed(10, {"fast": 0.0}, tokens=8).parted()[0], {"fast"})
-    assert ([c.learner_id for c in mine], beside) == (["fast"], []), "who has lost its lease is gone"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from diloco_planner.chips import DAY_S, Away, ChipTimeline, Failures, Island, island_timeline, uptime
+from diloco_planner.chips import DAY_S, ChipTimeline, Failures, Island, island_timeline
 
 NEVER = Failures(mtbi_s=1e15)
 DAYS = 20 * DAY_S
@@ -38,33 +38,3 @@ def test_a_timeline_turns_work_into_time_and_back() -> None:
         assert line.work_at(at) == pytest.approx(work)
     assert line.at_work(line.worked[-1] + 1) == float("inf")
     assert line.trained_at(line.worked[-1]) == pytest.approx(line.trained[-1])
-
-
-def test_somebody_computes_nearly_always() -> None:
-    lines = [(0.0, drawn(Island(1e5), Failures(), seed)) for seed in range(8)]
-    assert uptime(lines[:1], DAYS) == pytest.approx(lines[0][1].computing_s / DAYS)
-    assert uptime(lines, DAYS) > 0.9999
-    later = [(DAYS / 4, drawn(Island(1e5), NEVER))]
-    assert uptime(later, DAYS) == pytest.approx(0.75)
-
-
-HALF, QUARTER = Away(0.0, DAYS / 2, 0.5), Away(DAYS / 2, DAYS * 3 / 4, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("away", "elastic", "goodput"),
-    [
-        ([HALF], True, 0.75),
-        ([HALF], False, 0.75),  # those that are there train
-        ([QUARTER], True, 0.75),
-        ([HALF, QUARTER], True, 0.5),
-        ([HALF, HALF], True, 0.5),
-        ([Away(i * DAYS / 40, (i + 0.5) * DAYS / 40, 0.5) for i in range(40)], True, 0.5 + 0.25),
-    ],
-    ids=["half is late", "a rigid half is late", "all go", "half late, all go", "two halves", "half comes and goes"],
-)
-def test_chips_that_are_away(away: list[Away], elastic: bool, goodput: float) -> None:
-    failures = Failures(mtbi_s=1e15, loss_s=60.0, join_s=60.0, restart_s=60.0)
-    line = island_timeline(Island(256 * 8, elastic=elastic), failures, DAYS, random.Random(0), away)
-    pauses = 60.0 * 2 * len(away) / DAYS
-    assert goodput - pauses <= line.goodput <= goodput

@@ -1,13 +1,12 @@
 """What a file of sites says, and what is said of a wrong one."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diloco_common.errors import ConfigError
-from diloco_planner.chips import PRESETS, Island
+from diloco_planner.chips import Island
 from diloco_planner.described import Described, Site, read
 from diloco_planner.plans import LearnerPlan, RunOutcome
 
@@ -61,21 +60,6 @@ def test_a_file_gives_a_plan_for_each_learner(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mirror", "each"), [("false", 3 * (10 * 0.1 + 20 * 0.05)), ("true", 3 * 10 * 0.1 + 20 * 0.05)]
-)
-def test_versions_that_come_to_a_mirror_are_paid_for_once(mirror: str, each: float, tmp_path: Path) -> None:
-    text = GOOD.replace('name = "b"', f'name = "b"\nlearners = 3\nmirror = {mirror}')
-    (tmp_path / "sites.toml").write_text(text)
-    described = read(tmp_path / "sites.toml")
-    plans = described.learners(LearnerPlan("", Island(1), described.failures()), 5000, 9)
-    accounts = [{"sent_gb": 10.0, "taken_gb": 20.0}] * 5
-    outcome = RunOutcome(10.0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 36_000, 0, 24, accounts)
-    found = described.bill(plans, outcome)
-    assert found is not None
-    assert found.egress == pytest.approx(each)
-
-
-@pytest.mark.parametrize(
     ("wrong", "right", "words"),
     [
         ('"5Gbit"', '"5 apples"', ":4: up is '5 apples'; write a rate"),
@@ -126,10 +110,3 @@ def test_chips_that_no_site_claims_are_shared(
             described.learners(template, chips, 4)
     else:
         assert [plan.island.chips for plan in described.learners(template, chips, 4)] == each
-
-
-def test_a_preset_that_is_given_keeps_what_the_file_says_otherwise() -> None:
-    described = Described(preset="fleet", failing={"repair_s": 5.0})
-    assert described.failures() == replace(PRESETS["fleet"], repair_s=5.0)
-    assert described.failures("poor-cloud") == replace(PRESETS["poor-cloud"], repair_s=5.0)
-    assert described.failures(mtbi_s=7.0) == replace(PRESETS["fleet"], repair_s=5.0, mtbi_s=7.0)

@@ -32,9 +32,3 @@ def test_in_step_all_are_as_slow_as_the_slowest_and_tokens_count() -> None:
     slow = replace(fast, name="slow", step_s=2.0, tokens_per_step=1_000_000)
     found = baselines([fast, slow], SENT, DAY, 0)
     assert found == pytest.approx(dict.fromkeys(found, (4 / 2) / (3 + 1 / 2)), abs=2e-3)
-
-
-@pytest.mark.parametrize("begins_s", [DAY / 2, 2 * DAY], ids=["later", "after the end"])
-def test_who_comes_later_counts_from_then_on(begins_s: float) -> None:
-    found = baselines(learners(2, Failures(mtbi_s=1e15), begins_s), SENT, DAY, 0)
-    assert found == pytest.approx({"dp_restart": 1.0, "dp_elastic": 1.0, "diloco_sync": 1.0}, abs=2e-3)

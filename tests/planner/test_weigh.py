@@ -1,14 +1,12 @@
 """Which way to train, by goodput, days and money."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diloco_common.program import main
-from diloco_planner.proposed import PlannedPhase, ends
 
 SITE = """
 [[site]]
@@ -70,29 +68,6 @@ def test_the_verdict_follows_links_prices_and_time(
     assert found["settings"]["sync"]["sync_every"] >= 12
 
 
-@pytest.mark.parametrize(
-    ("sites", "works", "reason"),
-    [
-        (
-            [{}, {}, {"up": "300Mbit", "step_time": "10s"}],
-            True,
-            "; s2 is left out, as the link of s2 (300 Mbit/s up, 3",
-        ),
-        ([{}, {}, {"chips": 2}], True, "; s2 cannot hold it: a learner there has 2 chips of 80.0 GB, and needs 3"),
-        ([{"chips": 2}, {"chips": 1}], False, "s0 is nearest: a learner there has 2 chips of 80.0 GB, and needs 3"),
-        ([{}, {"up": "10kbit"}], True, "; not decoupled, as the link of s1 (10.0 kbit/s up, 10.0 kbit/s down, 50 m"),
-        ([{}, {}, {"up": "100Mbit"}], True, "; s2 is left out, as the link of s2 (100 Mbit/s up, 100 Mbit/s down, 50"),
-    ],
-)
-def test_what_is_left_out_has_its_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], sites: list[dict[str, object]], works: bool, reason: str
-) -> None:
-    found = planned(tmp_path, capsys, *sites)
-    assert reason in found["because"]
-    assert found["works"] is works
-    assert not any("s2" in way["name"] and not way["name"].startswith("only") for way in found["ways"])
-
-
 def test_bytes_between_clouds_cost_money(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(tmp_path, capsys, {}, {}, words="--tokens 100B")
     ours = found["ways"][0]
@@ -116,43 +91,6 @@ def test_every_shard_costs_its_price(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert paid["settings"]["shard"]["count"] == count
     before, after = free["ways"][0], paid["ways"][0]
     assert after["money"] - before["money"] == pytest.approx(10 * count * 24 * after["days"])
-
-
-@pytest.mark.parametrize(
-    ("sites", "more", "verdict", "reason"),
-    [
-        ([{}, {}], "[shards]\ncount = 1\n", "train decoupled, on all sites", "data-parallel training over these"),
-        ([{}, {}], '[shards]\nmerge = "10kbit"\n', "one site is enough: s0", "not decoupled, as it would ask for H = "),
-        ([{"elastic": False}] * 2, '[failures]\nmtbi = "30d"\n', "train decoupled, on all sites", "data-parallel"),
-        ([{}, {"begins": "300d"}], "", "one site is enough: s0", "s1 comes after 300.0 days, when all is trained"),
-        ([{}, {"begins": "1d"}], "", "train decoupled, on all sites", "data-parallel training over these"),
-        ([{}, {"preempt_every": "1m", "preempt_for": "1y"}], "", "one site is enough: s0", "it needs 11.6 days"),
-    ],
-)  # fmt: skip
-def test_shards_and_sites_that_do_not_help(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], sites: list[dict[str, object]], more: str, verdict: str,
-    reason: str,
-) -> None:  # fmt: skip
-    found = planned(tmp_path, capsys, *sites, more=more)
-    assert found["verdict"] == verdict
-    assert reason in found["because"]
-    assert found["is_ours"] is verdict.startswith("train")
-
-
-@pytest.mark.parametrize(
-    ("phases", "seconds", "egress"),
-    [
-        ([PlannedPhase(0.0, 10.0, 1.0)], 10.0, 10.0),
-        ([PlannedPhase(0.0, 10.0), PlannedPhase(5.0, 20.0, 2.0)], 7.5, 5.0),
-        ([PlannedPhase(0.0, 10.0), PlannedPhase(50.0, 20.0, 2.0)], 10.0, 0.0),
-        ([PlannedPhase(3.0, 10.0, 1.0)], 13.0, 10.0),
-        ([PlannedPhase(0.0, 0.0)], math.inf, 0.0),
-    ],
-)
-def test_who_comes_later_helps_and_costs_from_then_on(
-    phases: list[PlannedPhase], seconds: float, egress: float
-) -> None:
-    assert ends(100, phases) == (seconds, egress)
 
 
 def test_no_way_works_where_machines_are_gone_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from diloco_common.program import main
 from diloco_common.settings import Settings, SyncSettings
 from diloco_planner.chips import Failures, Island
 from diloco_planner.plans import LearnerPlan, Link, RunOutcome, ShardPlan
-from diloco_planner.simulate_command import SimulationProgress
 from diloco_planner.world import PlannedWorld
 
 NEVER, FREE, ONE = Failures(mtbi_s=1e15), Link(), ShardPlan()
@@ -40,13 +39,6 @@ def test_healthy_learners_are_in_every_round_and_all_is_merged() -> None:
     assert found.late_share == 0.0
     assert found.rounds == pytest.approx(3600, rel=0.02)
     assert found.tokens_share_merged > 0.98
-
-
-def test_few_fragments_decide_as_all_do() -> None:
-    few, all_of_them = (ran(failures=Failures(), decided=d, hours=0.1) for d in (2, 24))
-    assert few.goodput == all_of_them.goodput
-    assert few.participants_mean == pytest.approx(all_of_them.participants_mean, rel=0.1)
-    assert few.gbit_per_learner_up == pytest.approx(all_of_them.gbit_per_learner_up, rel=0.1)
 
 
 def test_a_seed_gives_the_same_run() -> None:
@@ -93,32 +85,3 @@ def test_the_command_prints_what_it_promises(capsys: pytest.CaptureFixture[str])
     assert main(line) == 0
     assert "data-parallel, elastic" in capsys.readouterr().out
     assert math.isfinite(found["wall_s"])
-
-
-def test_a_long_simulation_says_how_far_it_is() -> None:
-    said: list[str] = []
-    clock = iter([0.0, 9.0, 10.0, 15.0, 20.0])
-    progress = SimulationProgress(7200.0, said.append, lambda: next(clock))
-    for simulated_s in (900.0, 1800.0, 2700.0, 3600.0):
-        progress(simulated_s)
-    assert said == [
-        "0.5 of 2 hours are simulated; about 30 s left",
-        "1 of 2 hours are simulated; about 20 s left",
-    ]
-
-
-def test_a_machine_of_a_shard_merges_one_version_after_the_other() -> None:
-    """5 B parameters of 8 learners are 121 GB in 24 s, both ways: too much for one machine, which moves 1.28 GB/s."""
-    enough, one, six = (ran(8, shards=ShardPlan(count)) for count in (None, 1, 6))
-    assert six.rounds == pytest.approx(enough.rounds, rel=0.05)
-    assert one.rounds < 0.6 * six.rounds
-    assert six.shards_busy == pytest.approx(121 / 24 / 1.28 / 6, rel=0.1)
-    assert one.shards_busy > 0.9
-
-
-@pytest.mark.parametrize(("begins_s", "there"), [(450.0, 0.5), (1e6, 0.0)], ids=["later", "after the end"])
-def test_who_comes_later_counts_from_then_on(begins_s: float, there: float) -> None:
-    plans = [LearnerPlan(f"learner-{i}", Island(256), NEVER, begins_s=at) for i, at in enumerate((0.0, begins_s))]
-    found = PlannedWorld(Settings(), 5e9, plans, ONE, 900.0, 0, decided=1).run()
-    assert found.goodput == pytest.approx(1.0)
-    assert found.tokens_trained == pytest.approx((1 + there) * 900 * plans[0].tokens_per_step)

@@ -111,13 +111,6 @@ def test_where_nobody_listens_has_no_say_in_how_a_learner_was_started() -> None:
     assert not objections.raised("ps-0:50051", WRONG, num_gone=2), "by now it is in the run"
 
 
-def test_a_shard_that_speaks_with_the_learner_has_nothing_against_it() -> None:
-    objections = Objections(2)
-    objections.raised("ps-0:50051", TAKEN)
-    objections.withdrawn("ps-0:50051")
-    assert not objections.raised("ps-1:50051", TAKEN)
-
-
 def test_a_run_is_complete_once_every_address_is_another_shard_of_it() -> None:
     shards = Shards(2)
 

@@ -119,14 +119,6 @@ class Crowd(Rig):
         return self.noted(RoundClosed)
 
 
-def test_everybody_who_is_alive_is_in_every_round() -> None:
-    crowd = Crowd()
-    crowd.come("a", "b", "c")
-    closed = crowd.run(200.0, {"a": 1.0, "b": 1.1, "c": 1.2})
-    assert len(closed) > 4
-    assert [(c.participants, str(c.why)) for c in closed] == [(3, "all")] * len(closed)
-
-
 def test_learners_whose_steps_come_in_bursts_wait_for_one_another() -> None:
     crowd = Crowd()
     crowd.come("a", "b", "c")

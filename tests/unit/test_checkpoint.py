@@ -79,28 +79,6 @@ def test_a_checkpoint_is_the_newest_version_of_every_fragment_and_takes_no_space
     assert find_damage(Disk(cluster / "c"), contents) == []
 
 
-def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(cluster, monkeypatch) -> None:
-    """Each file that is about to be linked is replaced by two later versions, once."""
-    real, seen = folders.hard_link, set[int]()
-    stores = [open_shard(cluster, index) for index in range(NUM_SHARDS)]
-
-    def late(source: Path, target: Path) -> None:
-        fragment_id = int(source.name[9:13])
-        if fragment_id not in seen:
-            seen.add(fragment_id)
-            store = stores[int(source.parent.name[-1])]
-            for version in (3, 4):
-                store.save(version_of(fragment_id, version), MODEL)
-        real(source, target)
-
-    # The stores know versions 1 and 2 as intact, so that saving 3 and 4 takes both away.
-    monkeypatch.setattr(folders, "hard_link", late)
-    contents, damage = take_checkpoint(shards(cluster), cluster / "c", whole=True)
-
-    assert [f.version for f in contents.files] == [4] * 6
-    assert damage == []
-
-
 def test_where_there_are_no_links_files_are_copied_or_nothing_is_left(
     cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,13 +112,6 @@ def test_a_version_with_a_damaged_header_is_passed_over_in_words(cluster: Path) 
     assert sorted(f.version for f in contents.files) == [1, 2, 2, 2, 2, 2]
     assert newest.name in damage[0]
     assert find_damage(Disk(cluster / "c"), contents) == []
-
-
-def test_a_shard_that_lacks_a_fragment_makes_no_part(cluster: Path) -> None:
-    for path in (cluster / "shard-1").glob(f"fragment-{MODEL.owned_by(1)[1].fragment_id:04d}-*"):
-        path.unlink()
-    with pytest.raises(BadCheckpoint, match="1 of 3 fragments"):
-        take_checkpoint([cluster / "shard-1"], cluster / "c", whole=False)
 
 
 def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(cluster, monkeypatch) -> None:

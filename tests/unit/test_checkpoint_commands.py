@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_common.settings_loader import save as save_settings
-from diloco_common.wire.manifest import TensorSpec, companion_of, cut
+from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_deploy.checkpoint.sources import open_whole
 from diloco_deploy.checkpoint.work import model_in
 from diloco_server.storage.filesystem import Disk
@@ -106,17 +105,6 @@ def test_the_line_to_go_on_with_holds_no_command_of_whoever_made_the_checkpoint(
     assert line.endswith(f"diloco up --folder '{new}' --shards 1 --set 'run.id=x; touch y' --set sync.fragments=6")
 
 
-def test_an_export_needs_no_companion_and_a_restore_needs_all(tmp_path, capsys) -> None:
-    w = TensorSpec("w", (10, 70))
-    manifest = cut([w, companion_of(w, "Adam")], 1, 1)
-    store = FileStore(Disk(tmp_path / "run"), Origin("trial", 0, 1, 1, "nesterov", "bfloat16"), first_epoch=LONG_AGO)
-    store.save(make_version(3, fragment_id=0), manifest)
-    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "m.safetensors")]) == 0
-    assert load_file(tmp_path / "m.safetensors").keys() == {"w"}
-    assert main(["restore", str(tmp_path / "run"), "--folder", str(tmp_path / "new"), "--shards", "1"]) != 0
-    assert "1 of 2 fragments are missing" in capsys.readouterr().err
-
-
 def test_parts_of_two_checkpoints_are_refused_and_may_be_made_one_on_purpose(run_folder, capsys) -> None:
     """Shard 0 at version 2; shard 1 at version 3, as may be while a run goes on, and at version 4."""
     shards = [run_folder / "shard-0", run_folder / "shard-1"]
@@ -189,23 +177,6 @@ def test_what_cannot_be_is_refused_in_one_line(run_folder, capsys, words, exit_c
     assert sorted(run_folder.rglob("*")) == before, "something is left"
 
 
-@pytest.mark.parametrize(
-    ("module", "extra", "words"),
-    [
-        ("obstore", "object-store", "checkpoint verify s3://bucket/path"),
-        ("diloco_deploy.web.app", "web", "web --shards 127.0.0.1:1 --listen 127.0.0.1:0"),
-    ],
-)
-def test_what_an_extra_brings_is_refused_with_its_name(
-    module: str, extra: str, words: str, monkeypatch, capsys
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    assert main(words.split()) == 2
-    said = capsys.readouterr().err
-    assert f"pip install 'decoupled-diloco-ops[{extra}]'" in said
-    assert said.endswith("[BAD_CONFIG]\n")
-
-
 def test_a_run_goes_on_with_another_number_of_shards_bit_for_bit(run_folder, monkeypatch, capsys) -> None:
     """And with the settings that it had, whatever is typed this time."""
     had = load(None, {}, ["run.id=trial", "sync.fragments=6", f"cluster.folder={run_folder}"]).settings
@@ -240,21 +211,6 @@ def save_run(folder: Path, *overrides: str) -> None:
     had = load(None, {}, ["run.id=trial", "sync.fragments=6", f"cluster.folder={folder}", *overrides]).settings
     save_settings(had, folder / "settings.json")
     (folder / "worker-0").mkdir()
-
-
-def test_a_run_whose_versions_are_elsewhere_is_not_begun_anew(tmp_path, resumed, monkeypatch, capsys) -> None:
-    folder = tmp_path / "cluster"
-    folder.mkdir()
-    save(tmp_path / "disk", 1)
-    save_run(folder, "shard.data_dir=disk")
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    assert main(["resume", "../cluster"]) != 0
-    assert "has no versions" in capsys.readouterr().err
-    monkeypatch.chdir(tmp_path)
-    assert main(["resume", "cluster"]) == 0
-    assert resumed == ["here"]
-    assert (folder / "worker-0").exists()
 
 
 def test_the_identity_of_a_run_is_checked_before_its_shards_move(run_folder, resumed, capsys) -> None:

@@ -24,20 +24,14 @@ from diloco_common.codec import (
     encode_payload,
     encoding_names,
     get_codec,
-    num_payload_bytes,
-    usual_chunk_elements,
 )
-from diloco_common.codec.frames import HEAD_BYTES
 from diloco_common.codec.memory import SLICE_ELEMENTS
-from diloco_common.codec.payload import CHUNK_BYTES_MAX
 from diloco_common.errors import BadPayload, NotFinite, UnknownEncoding
-from diloco_common.wire.bounds import MESSAGE_BYTES_MAX
 
 each_encoding = pytest.mark.parametrize("encoding", encoding_names())
 each_block_encoding = pytest.mark.parametrize("encoding", ["int8", "int4"])
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def round_trip(values: Tensor, encoding: str) -> Tensor:
@@ -84,16 +78,6 @@ def test_results_depend_on_neither_slicing_nor_chunks_nor_earlier_calls(encoding
 
 
 @each_encoding
-def test_threads_do_not_share_buffers(encoding: str) -> None:
-    fragments = [random_values(70_001, seed) for seed in range(16)]
-    alone = [encode_payload(x, encoding) for x in fragments]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda x: encode_payload(x, encoding), fragments)) == alone
-        results = list(pool.map(decoded, alone))
-    assert all(torch.equal(a, decoded(b)) for a, b in zip(results, alone, strict=True))
-
-
-@each_encoding
 def test_a_chunk_or_a_range_of_it_is_decoded_alone(encoding: str) -> None:
     x = random_values(5000, 0)
     payload = encode_payload(x, encoding, chunk_elements=2048)
@@ -125,19 +109,6 @@ def test_parameters_and_inference_mode_are_no_obstacle(encoding: str) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(in_a_fresh_thread).result() == expected
-
-
-@each_encoding
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_device_makes_the_same_payload_as_any_other(encoding: str, device: str) -> None:
-    x = random_values(SLICE_ELEMENTS + 777, 0)
-    on_device = x.to(device, copy=True)
-    payload = encode_payload(on_device, encoding, loss=on_device)
-    assert payload == encode_payload(x, encoding)
-    out = torch.empty_like(on_device)
-    decode_payload(payload, out)
-    assert torch.equal(out.cpu(), decoded(payload))
-    assert torch.equal(on_device.cpu(), x - decoded(payload))
 
 
 @each_encoding
@@ -209,13 +180,6 @@ def test_arbitrary_bytes_are_refused_or_decode(encoding: str, data: st.DataObjec
 
 
 GOOD = encode_payload(random_values(1000, 0), "int8", chunk_elements=512).header
-
-
-@pytest.mark.parametrize("encoding", encoding_names())
-def test_chunks_are_as_large_as_messages_may_be(encoding: str) -> None:
-    size = usual_chunk_elements(encoding)
-    assert size == CHUNK_ELEMENTS_MAX or num_payload_bytes(encoding, 2 * size, 2 * size) > CHUNK_BYTES_MAX
-    assert num_payload_bytes(encoding, size) + HEAD_BYTES <= MESSAGE_BYTES_MAX["PushRequest"]
 
 
 @pytest.mark.parametrize(

@@ -82,16 +82,6 @@ def test_a_companion_becomes_the_exact_mean_while_the_model_takes_an_outer_step(
     assert models[0].weight.tolist() != [[3.0, 6.0, 9.0, 12.0]], "the model itself takes the outer step"
 
 
-def test_companions_are_due_so_many_times_as_rarely() -> None:
-    cluster = cluster_of("a", sync={"sync_every": 2, "companions_every": 3})
-    versions = []
-    for _ in range(12):
-        round_of(cluster, lambda: None)
-        versions.append(tuple(state.version for state in states(cluster)))
-    assert [model for model, _ in versions] == [n // 2 for n in range(1, 13)]
-    assert [companion for _, companion in versions] == [n // 6 for n in range(1, 13)]
-
-
 def test_the_run_ends_by_the_model_alone_and_companions_end_with_it() -> None:
     cluster = cluster_of("a", run={"tokens": 32}, sync={"companions_every": 3})
     shard = cluster.shards[0].shard
@@ -225,20 +215,6 @@ def test_momentum_without_a_second_moment_grows_only_so_far_by_one_version(way: 
         else:
             replica.add(fragment, values - 1.0)
     assert held.values.tolist() == [[pytest.approx(left)] * 4]
-
-
-def test_betas_that_a_schedule_moves_count_as_they_are() -> None:
-    model = linear()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-    companion = Companions(optimizer, SharedSet(model)).by_name["weight"]
-    assert companion.pace() == MomentumUse(0.95, most_of(0.95, 0.999))
-    for _ in range(5):
-        train(model, optimizer, 1)
-        schedule.step()
-    (group,) = optimizer.param_groups
-    assert companion.pace() == MomentumUse(group["betas"][0], most_of(*group["betas"]))
-    assert companion.pace().keeps < 0.9
 
 
 OPTIMIZERS: list[Callable[[nn.Module], torch.optim.Optimizer]] = [

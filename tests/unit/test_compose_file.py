@@ -64,35 +64,3 @@ def test_every_setting_of_a_service_is_one(compose: dict[str, Any]) -> None:
         }
         found += len(load(None, given).given)
     assert found > 10
-
-
-def test_a_worker_on_a_gpu_is_no_replica_and_the_page_adds_another(repository: Path, compose: dict[str, Any]) -> None:
-    """Docker gives all replicas of a service the same GPU."""
-    page = (repository / "docs/deploy.md").read_text()
-    added = page.partition("```yaml\n  worker-gpu-1:")[2].partition("```")[0]
-    text = (
-        (repository / "docker-compose.yml").read_text().replace("\nsecrets:\n", f"\n  worker-gpu-1:{added}\nsecrets:\n")
-    )
-    services = yaml.safe_load(text)["services"]
-    gpus = []
-    for service in (services["worker-gpu"], services["worker-gpu-1"]):
-        assert service["profiles"] == ["gpu"]
-        assert service["environment"] == {
-            **compose["services"]["worker"]["environment"],
-            "DILOCO_WORKER__DEVICE": "cuda",
-        }
-        assert "replicas" not in service["deploy"]
-        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-        gpus.append(device["device_ids"])
-    assert gpus == [["${WORKER_GPU:-0}"], ["1"]]
-    assert "build" not in services["worker-gpu-1"], "two services that build one image race"
-
-
-def test_the_observers_volume_gets_one_mode_whichever_container_is_first(compose: dict[str, Any]) -> None:
-    """An empty volume takes the mode of the image's folder, and Prometheus, another user, has to pass."""
-    paths = {
-        name: volume.split(":")[1]
-        for name, service in compose["services"].items() for volume in service.get("volumes", [])
-        if volume.startswith("certs-observers:") and service["image"].startswith("decoupled-diloco/")
-    }  # fmt: skip
-    assert paths == {"certs": "/certs/observers", "page": "/certs/observers"}

@@ -49,21 +49,6 @@ def test_a_single_file_is_held_out_by_regions(tmp_path, size):
     assert bytes(corpus.train[:first].tolist()) == text[:first]
 
 
-def test_hidden_and_unreadable_files_and_things_that_are_not_files_are_passed_over(tmp_path):
-    write_files(tmp_path, 40)
-    want = load_corpus(str(tmp_path), held_out=0.2)
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "index").write_bytes(b"\xff" * 100)
-    (tmp_path / ".hidden").write_bytes(b"\xff" * 100)
-    (tmp_path / "empty").touch()
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "loop").symlink_to(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    got = load_corpus(str(tmp_path), held_out=0.2)
-    assert torch.equal(got.train, want.train)
-    assert torch.equal(got.held_out, want.held_out)
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [

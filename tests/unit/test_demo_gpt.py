@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from diloco_common.errors import DataError
 from diloco_common.settings import ModelSettings
-from diloco_demo.gpt import BYTES, build_gpt, evaluate
+from diloco_demo.gpt import BYTES, build_gpt
 
 TINY = ModelSettings(layers=2, heads=2, width=16, context=16)
 
@@ -33,21 +31,3 @@ def test_a_position_sees_itself_and_the_past_but_not_the_future():
     moved = (model(text) - model(changed)).abs().amax(dim=-1)[0]
     assert moved[:9].max() == 0
     assert moved[9:].min() > 0
-
-
-MODEL = build_gpt(ModelSettings(layers=1, heads=2, width=16, context=16), seed=0)
-TEXT = torch.randint(256, (1000,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-
-
-def test_it_is_the_mean_over_all_windows_whatever_the_batch():
-    windows = TEXT[: 62 * 16].reshape(62, 16).long()
-    targets = TEXT[1 : 62 * 16 + 1].reshape(62, 16).long()
-    want = MODEL.loss(windows, targets).item()
-    for batch in (1, 7, 62, 100):
-        assert evaluate(MODEL, TEXT, context=16, batch=batch) == pytest.approx(want, abs=1e-6)
-
-
-def test_a_short_text_is_judged_with_shorter_windows_and_none_is_refused():
-    assert evaluate(MODEL, TEXT[:5], context=16) > 0
-    with pytest.raises(DataError, match="no held-out text"):
-        evaluate(MODEL, TEXT[:1], context=16)

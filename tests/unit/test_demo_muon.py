@@ -35,15 +35,6 @@ def go_on(model: GPT, optimizer: torch.optim.Optimizer, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def test_matrices_of_the_layers_take_muon_and_embedding_and_head_take_adamw() -> None:
-    model, optimizer = trained(1)
-    keys = {name: set(optimizer.state[p]) for name, p in model.named_parameters()}
-    assert {name for name, found in keys.items() if found == {"momentum_buffer"}} == {
-        name for name in keys if name.startswith("layers.")
-    }
-    assert all("exp_avg" in keys[name] for name in ("embedding.weight", "lm_head.weight"))
-
-
 def test_fused_matrices_are_stepped_as_the_ones_that_they_fuse() -> None:
     """Against torch.optim.Muon, which is given each of them alone."""
     model = build_gpt(MODEL, 0)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from diloco_common.errors import ConfigError
 from diloco_common.settings import ModelSettings, TrainSettings
 from diloco_demo.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
 from diloco_demo.data import TokenStream
 from diloco_demo.gpt import build_gpt
-from diloco_demo.training import CLIP, Decays, Saver, choose_device, make_optimizer, share_at, train
-from diloco_worker.progress_lr import WARMUP_FLOOR
+from diloco_demo.training import Saver, choose_device, make_optimizer, train
 from diloco_worker.view import LearnerState
 
 MODEL = ModelSettings(layers=1, heads=2, width=32, context=16)
@@ -111,45 +109,9 @@ def test_a_disk_that_fails_does_not_stop_training(caplog):
     assert "No space left on device" in caplog.text
 
 
-def test_gradients_are_clipped():
-    model, optimizer, stream = parts()
-    for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: 1e6 * gradient)
-    seen = []
-    optimizer.register_step_pre_hook(
-        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
-    )
-    train(Alone(1), model, optimizer, stream, TRAIN, budget=0)
-    assert seen == [pytest.approx(CLIP, rel=1e-3)]
-
-
-def test_vectors_do_not_decay_and_frozen_parameters_are_left_out():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    model[2].requires_grad_(False)
-    decay = {
-        id(p): group["weight_decay"] for group in make_optimizer(model, TRAIN).param_groups for p in group["params"]
-    }
-    vectors = model[0].bias, model[1].weight, model[1].bias
-    assert decay == {id(model[0].weight): Decays.weight_decay} | {id(vector): 0.0 for vector in vectors}
-
-
 @pytest.mark.parametrize("name", ["tpu", "meta", "cuda:99", "xpu:99"])
 def test_a_device_that_is_not_there_is_refused(name):
     with pytest.raises(ConfigError, match=f"'{name}', which torch cannot use here"):
         choose_device(name)
     assert choose_device("cpu").type == "cpu"
     assert (choose_device("auto").type == "cpu") is not getattr(torch, "accelerator", torch.cuda).is_available()
-
-
-@pytest.mark.parametrize(
-    ("fraction", "share"),
-    [
-        (0.0, WARMUP_FLOOR),  # nothing merged yet: it learns all the same
-        (0.55, 0.5),  # half of the way down from 0.1
-        (1.0, 0.0),
-    ],
-)
-def test_warm_up_then_down_by_global_progress(fraction: float, share: float) -> None:
-    """Shapes: test_progress_lr.py."""
-    found = share_at(fraction=fraction, inner_step=1000, budget=1, train=TRAIN)
-    assert found == pytest.approx(share, rel=1e-5)

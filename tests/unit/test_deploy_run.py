@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -165,15 +164,6 @@ def test_what_a_link_leads_to_is_not_deleted(files, tmp_path) -> None:
     with pytest.raises(ConfigError, match="is a link"):
         files.prepare(settings_for(files.folder, "run.seed=5"), fresh=True)
     assert [*elsewhere.iterdir()]
-
-
-def test_a_volume_that_is_mounted_as_a_data_folder_is_emptied_and_stays(files, monkeypatch) -> None:
-    def busy(path: Path, **_: object) -> None:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
-
-    monkeypatch.setattr(Path, "rmdir", busy)
-    assert files.prepare(settings_for(files.folder, "run.seed=5"), fresh=True) is False
-    assert [*files.shard_folder(0).iterdir()] == []
 
 
 def test_checkpoints_of_workers_go_where_no_shard_kept_a_version(files: ClusterFolder) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from diloco_common import units
 from diloco_common.settings import Settings
 from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.run.members import Watch
 from diloco_deploy.show.report import make_report, summary
-from diloco_deploy.show.terminal import LineDisplay, Snapshot, line, view
+from diloco_deploy.show.terminal import Snapshot, line, view
 from statuses import learner, shard, worker
 
 
@@ -60,16 +59,6 @@ def test_people_read_samples_where_workers_count_them() -> None:
         assert " samples" in text
         assert "tok" not in text
     assert "samples/s" in line(found, 200)
-
-
-def test_mirrors_and_standbys_are_shown_where_there_are_some() -> None:
-    reader = {"role": "mirror", "name": "mirror/0", "site": "zone-a", "address": "m:50051", "for_s": 65.0}
-    told = {"readers": [reader, {**reader, "role": "observer"}], "readers_away": [{**reader, "role": "standby"}]}
-    text = "\n".join(drawn(view(Snapshot(of(*shards(1, **told))), 100), 100))
-    assert "mirror mirror/0   following 1:05  shard-0  zone-a" in text
-    assert "standby mirror/0  away 1:05       shard-0  zone-a" in text
-    assert "observer" not in text
-    assert "reader" not in "\n".join(drawn(view(cluster(), 100), 100))
 
 
 def said(uptime_s: float, *events: tuple[str, str, float]) -> dict[str, Any]:
@@ -123,22 +112,6 @@ def test_everything_fits_the_terminal(width: int) -> None:
     assert any(set(one.strip()) <= set("━╸╺") and one.strip() for one in text.splitlines()), "a bar on its own line"
 
 
-def test_a_line_says_how_far_how_fast_and_how_much() -> None:
-    assert line(cluster(), 200) == (
-        "1:23  loss 2.500  merged 500k 25%  4:09 left  2.00k tok/s  workers 2/2  rounds 20  "
-        "pushed 3.00 MB  pulled 6.00 MB"
-    )
-
-
-def test_plain_lines_come_at_their_pace() -> None:
-    out = io.StringIO()
-    display = LineDisplay(Console(file=out), every_s=5.0)
-    for now in (10.0, 11.0, 14.9, 15.0):
-        display.show(cluster(elapsed_s=now), now)
-    display.tell("worker-1 died (signal 9)")
-    assert [one.split("  ")[0] for one in out.getvalue().splitlines()] == ["0:10", "0:15", "worker-1 died (signal 9)"]
-
-
 def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
     evaluation = {"eval_loss_first": 5.545, "eval_loss_final": 2.31}
     report = make_report(cluster().cluster, Settings(), wall_s=83.4, evaluation=evaluation)
@@ -160,17 +133,3 @@ def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
     ):
         assert said in text
     assert "model" not in text
-
-
-@pytest.mark.parametrize(
-    ("value", "count", "size"),
-    [
-        (0, "0", "0 B"),
-        (7, "7", "7 B"),
-        (1234, "1.23k", "1.23 kB"),
-        (1_234_567, "1.23M", "1.23 MB"),
-    ],
-)
-def test_numbers_are_short_and_have_units(value: float, count: str, size: str) -> None:
-    assert units.count(value) == count
-    assert units.size(value) == size

@@ -142,14 +142,3 @@ def test_what_waiting_does_not_mend_is_an_objection_once_it_has_stayed(
     dialing.begin(last[0], has_lease=False)
     redial = dialing.ended(last[1], last[0], 0.0)
     assert (redial.is_objection, redial.why) == (ends, str(last[1]))
-
-
-@pytest.mark.parametrize("error", [FOREIGN, HOST])
-def test_a_learner_that_was_up_goes_on_whatever_becomes_of_its_certificate(error: DilocoError) -> None:
-    dialing = Dialing()
-    dialing.is_up()
-    for now in (0.0, 10.0, 100.0):
-        dialing.begin(now, has_lease=False)
-        redial = dialing.ended(error, now, 0.0)
-        assert str(error) in redial.why
-        assert not redial.is_objection

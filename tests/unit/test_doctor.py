@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common.codec import native
 from diloco_common.errors import CannotConnect
 from diloco_common.settings import Settings, ShardSettings
 from diloco_common.wire.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
@@ -127,11 +126,6 @@ def test_a_cgroup_is_less_than_its_machine(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("2048000\n")
     (tmp_path / "memory.current").write_text("48000\n")
     assert machine.available_bytes(meminfo, tmp_path) == 2_000_000
-
-
-def test_kernels_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "find", lambda: "DILOCO_NATIVE is 0")
-    assert verdict(machine.kernels()) == ("warning", "KERNELS_MISSING")
 
 
 def checks(*looks: Callable[[], ReportLine], needs: tuple[str, ...] = ()) -> list[Check]:

@@ -186,9 +186,3 @@ def test_fragments_spread_evenly_over_h(num_fragments: int, sync_every: int) -> 
 )
 def test_a_fragment_is_due_when_enough_learners_took_h_steps_of_their_own(steps, base, quorum, due) -> None:
     assert is_due([member(i, s) for i, s in steps.items()], base, 4, quorum) is due
-
-
-def test_who_has_not_reported_neither_makes_due_nor_is_waited_for() -> None:
-    silent = member("s", 0, first=None)
-    assert not is_due([silent], {}, 4, "all")
-    assert is_due([silent, member("a", 4)], {}, 4, "all")

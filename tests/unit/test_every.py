@@ -71,14 +71,6 @@ def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
     assert waits == [QUIET, 2 * QUIET, 4 * QUIET]
 
 
-def test_a_number_stays() -> None:
-    every = Every(SyncSettings(sync_every=12))
-    for _ in range(100):
-        every.closed(1, 99)
-    assert not every.is_time(1)
-    assert every.steps == 12
-
-
 def test_a_version_takes_no_longer_because_it_waited_in_line() -> None:
     arrivals = Arrivals()
     for announced_at, at in ((1.0, 1.5), (1.0, 2.0), (1.0, 2.5), (9.0, 9.5)):

@@ -115,10 +115,6 @@ def test_a_crash_while_starting_never_gives_an_epoch_twice(at: int, seed: int) -
     assert open_store(disk).epoch > max(served)
 
 
-def test_epochs_count_the_starts(disk: FakeDisk) -> None:
-    assert [open_store(disk).epoch for _ in range(3)] == [LONG_AGO, LONG_AGO + 1, LONG_AGO + 2]
-
-
 def test_an_emptied_folder_begins_an_epoch_that_none_of_its_versions_had(disk: FakeDisk) -> None:
     """Else two versions would have one name, and a learner that holds the first would ignore the second."""
     emptied = FileStore(disk, ORIGIN, first_epoch=LONG_AGO).epoch

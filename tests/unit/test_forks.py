@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ast
-import io
-import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,23 +58,6 @@ def test_a_child_does_not_join_in_the_place_of_its_parent(
     alone.setenv(children.MARK, f"{pids.get(pid, pid)} {names}")
     with pytest.raises(WrongCall, match="is a already") if is_refused else nullcontext():
         children.check_may_join("r", "a")
-
-
-def test_a_spawned_child_that_runs_the_script_again_is_refused(alone: pytest.MonkeyPatch) -> None:
-    alone.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    with pytest.raises(WrongCall, match='if __name__ == "__main__":'):
-        children.check_may_join("r", "a")
-
-
-def test_the_mark_names_the_learners_of_this_process(alone: pytest.MonkeyPatch) -> None:
-    alone.setattr(children, "_here", [])
-    learner = io.BytesIO()  # it can be closed
-    joined = partial(children.joined, learner=learner)
-    for act, name in ((joined, "a"), (joined, "b"), (children.left, "a"), (children.left, "a")):
-        act("r", name)
-    assert os.environ[children.MARK] == f"{os.getpid()} r/b"
-    children.left("r", "b")
-    assert children.MARK not in os.environ
 
 
 def _names(node: ast.AST) -> Iterator[str]:

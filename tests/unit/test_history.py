@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from diloco_common.observe.history import HistoryFile
-from diloco_simulator.verify.histories import read_histories, read_history
+from diloco_simulator.verify.histories import read_history
 
 
 def ticking():
@@ -33,13 +33,3 @@ def test_a_torn_line_costs_nothing_but_itself(tmp_path: Path) -> None:
     HistoryFile(tmp_path, "ann", ticking()).write("born")
 
     assert [line["what"] for line in read_history(path)] == ["stepped", "born"]
-
-
-def test_all_histories_of_a_folder_are_read(tmp_path: Path) -> None:
-    HistoryFile(tmp_path, "shard-0", ticking()).write("born", role="shard", epoch=3)
-    for _ in range(2):
-        HistoryFile(tmp_path, "ann", ticking()).write("born", role="learner", step=0, tokens=0)
-
-    found = read_histories(tmp_path)
-    assert [process.epoch for process in found.shards["shard-0"]] == [3]
-    assert [process.number for process in found.learners["ann"]] == [0, 1]

@@ -80,14 +80,6 @@ def test_the_longest_counts_twice_as_long_as_the_second_and_among_strangers_as_t
     assert kept(Influence(trust == "strangers"), contributions, before) == lengths
 
 
-def test_a_limit_rises_at_once_and_falls_slowly() -> None:
-    influence, limit = Influence(), None
-    for lengths, expected in [((1, 1, 1), 1.0), ((5, 5, 9), 5.0), ((1, 1, 1), 5 * FALLS), ((7,), 5 * FALLS)]:
-        _, limit = influence.bound(0, sent(*lengths), limit)
-        assert limit is not None
-        assert limit.length == pytest.approx(expected)
-
-
 def test_who_was_long_before_the_others_came_is_shortened_slowly() -> None:
     influence = Influence()
     assert kept(influence, sent(8)) == [8]
@@ -243,23 +235,6 @@ def test_who_says_the_same_again_and_again_is_left_out_where_nobody_else_says_it
     assert influence.left_out == set()
 
 
-@pytest.mark.parametrize("learners", [3, 4])
-def test_who_says_the_same_again_and_again_stays_out_as_long_as_it_does(learners: int) -> None:
-    """Of three, only two others are left to judge it by."""
-    influence, said, generator = Influence(), dict[str, Tensor](), torch.Generator().manual_seed(3)
-    names = "abcd"[:learners]
-    same, common = torch.randn(2, 4096, generator=generator)
-    out = []
-    for _ in range(6 * TOLD):
-        values = [0.5 * common + torch.randn(4096, generator=generator) for _ in names[1:]]
-        taken = [make_contribution(i, v) for i, v in zip(names, [same, *values], strict=True)]
-        part = [c for c in taken if c.learner_id not in influence.left_out]
-        beside = [c for c in taken if c.learner_id in influence.left_out]
-        influence.hear(taken, directions(part, beside, 4096, said))
-        out.append(influence.left_out.copy())
-    assert out == [set()] * (TOLD - 1) + [{"a"}] * (5 * TOLD + 1)
-
-
 @pytest.mark.parametrize(("length", "is_out"), [(1.0, True), (2 * LITTLE, True), (LITTLE / 2, False)])
 def test_what_is_far_shorter_than_the_others_is_not_judged(length: float, is_out: bool) -> None:
     """A learner whose rate has come to zero before that of the others."""
@@ -267,13 +242,6 @@ def test_what_is_far_shorter_than_the_others_is_not_judged(length: float, is_out
     for _ in range(2 * TOLD):
         influence.hear(sent(1, 1, length), {"a": usual, "b": usual, "c": Direction(0.0, 0.2, 1.0)})
     assert influence.left_out == ({"c"} if is_out else set())
-
-
-def test_those_that_left_long_ago_are_not_among_the_many() -> None:
-    influence = Influence()
-    gone = {f"gone-{i}": Direction(0.2, 0.2) for i in range(FEW + 1)}
-    influence.hear([make_contribution(i, torch.ones(1)) for i in gone], gone)
-    assert rounds(influence, 2 * TOLD, a=0.2, b=0.2, c=-0.2) == [((), "c")]
 
 
 def test_who_points_away_is_left_out_while_that_lasts_and_nobody_else() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
 from diloco_lab import runner
 from diloco_lab.arms import Arm, load_arm, make_arm
-from diloco_lab.runner import comparison, paired_gap
-from diloco_lab.tasks import part_of
+from diloco_lab.runner import paired_gap
 
 HERE = "tests.unit.test_lab" if __name__.startswith("tests.") else __name__
 TINY: dict[str, Any] = {
@@ -101,26 +99,6 @@ def test_every_method_learns_and_gives_the_same_result_again(method: str) -> Non
 )
 def test_conditions_do_what_they_say(lab: dict[str, Any], check: Any) -> None:
     assert check(run(lab=lab), run())
-
-
-@pytest.mark.parametrize(("non_iid", "shared"), [(0.0, 100), (0.5, 50), (1.0, 0)])
-def test_learners_draw_from_all_of_the_data_or_from_a_part_each(non_iid: float, shared: int) -> None:
-    text = torch.arange(100)
-    parts = [set(part_of(text, learner, 4, non_iid).tolist()) for learner in range(4)]
-    assert set.union(*parts) == set(range(100))
-    assert len(parts[0] & parts[1]) == pytest.approx(shared, abs=17)
-    assert {len(part) for part in parts} == {len(parts[0])}
-
-
-def test_what_diverged_is_said_and_left_out_of_the_gap() -> None:
-    lines = {}
-    calm, wild = arm("calm"), arm("wild", train={"lr": 0.06})
-    for one, losses in ((calm, (2.0, 2.0)), (wild, (1.0, math.nan))):
-        for seed, loss in enumerate(losses):
-            lines[one.key(seed)] = {"result": {"loss": loss, "diverged": math.isnan(loss)}}
-    said = comparison([calm, wild], [0, 1], lines)
-    assert "1 of 2" in said
-    assert "-50.00 % (one pair)" in said
 
 
 @pytest.mark.parametrize(

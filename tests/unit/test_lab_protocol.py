@@ -106,16 +106,3 @@ def test_a_best_value_at_the_edge_ends_it_before_the_report_unless_edges_are_rep
     assert min(runs.seeds["ours"]) == FIRST_TUNE_SEED
     *_, (cells, lines) = carry_out(cut.model_copy(update={"edges": "report"}), FakeRuns())
     assert "| train.lr = 0.002 lies at the edge of its axis |" in page(cells, lines)
-
-
-def test_every_h_of_an_arm_has_the_tokens_of_the_base() -> None:
-    base = {"sync": {"sync_every": 8}, "lab": {"speeds": [1.0, 0.5]}}
-    protocol = PROTOCOL.model_copy(update={"base": base})
-    arms = [protocol.arm("ours", 2, 10, {"sync.sync_every": h}) for h in (4, 8, 16, 40)]
-    assert {arm.settings.run.tokens for arm in arms} == {protocol.arm("parallel", 2, 10, {}).settings.run.tokens}
-    assert arms[0].settings.run.tokens % (10 * 8) == 0
-    ours = PROTOCOL.arms["ours"].model_copy(update={"axes": {"sync.sync_every": [4, 8, 24]}})
-    runs, odd = FakeRuns(), protocol.model_copy(update={"arms": {**PROTOCOL.arms, "ours": ours}})
-    with pytest.raises(ConfigError, match="with H = 24, 80 inner steps are no whole number of rounds"):
-        list(carry_out(odd, runs))
-    assert not runs.seeds, "nothing was run"

@@ -16,10 +16,6 @@ MODEL = ModelSettings(layers=2, heads=2, width=16, context=8)
 ODD = ModelSettings(layers=1, heads=3, width=12, context=10)
 
 
-class Alone(BuiltIn):
-    """The same task, but its learners are stepped one by one, as with every subclass."""
-
-
 def task(
     kind: type[BuiltIn], optimizer: str, tokens: int = 1000, model: ModelSettings = MODEL, batch: int = 2
 ) -> BuiltIn:
@@ -52,14 +48,3 @@ def test_a_stack_steps_as_each_learner_alone(optimizer: str, model: ModelSetting
         assert isinstance(one, GPT)
         for name, p in one.named_parameters():
             torch.testing.assert_close(p, other.get_parameter(name), rtol=1e-3, atol=2e-5)
-
-
-class Own(GPT):
-    """May have another forward."""
-
-
-def test_what_is_not_quite_built_in_is_not_stepped_as_if_it_were() -> None:
-    models = [task(BuiltIn, "muon").model() for _ in range(2)]
-    assert task(Alone, "muon").stack(models) is None
-    models[1].__class__ = Own
-    assert task(BuiltIn, "muon").stack(models) is None

@@ -92,14 +92,3 @@ def test_it_gets_another_one_where_its_work_is_refused_and_not_for_ever() -> Non
         rig.now += 1.0
         rig.report("b", last_rounds=FRAGMENT_0)
     assert rig.state.round is None
-
-
-def test_it_gets_another_one_where_its_lease_ended_meanwhile_and_its_work_with_it() -> None:
-    rig = leaving("a", "b")
-    rig.contribute("b", 2, tokens=3 * TOKENS, steps=3)
-    rig.silence("b", "a")
-    rig.contribute("a", 2, tokens=3 * TOKENS, steps=3)
-    assert rig.state.record.merged_versions == {"a": 2, "b": 1}
-    rig.join("b")
-    rig.report("b", last_rounds=FRAGMENT_0)
-    assert rig.state.round.missing == ["b"]

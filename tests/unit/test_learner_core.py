@@ -134,14 +134,6 @@ def test_a_contribution_is_anchor_minus_snapshot_with_its_tokens_and_steps() -> 
     assert rig.core.unmerged == 1
 
 
-def test_a_learner_without_new_work_answers_after_its_next_step() -> None:
-    rig = Rig()
-    assert rig.asked(1) == []
-    rig.trains(by=1.0)
-    assert [p.round for p in rig.core.contribute()] == [1]
-    assert rig.core.contribute() == [], "once is enough"
-
-
 @pytest.mark.parametrize(
     ("round_number", "epoch", "answered"),
     [(4, EPOCH, True), (3, EPOCH, False), (1, EPOCH, False), (4, EPOCH + 1, False), (1, EPOCH + 1, False)],
@@ -199,17 +191,6 @@ def test_a_round_that_asks_again_gets_the_same_contribution(*, comes_between: bo
     (again,) = rig.asked(2)
     assert again is first
     assert (again.since, again.tokens, rig.core.contributions["taken"]) == (0, 3, 1)
-
-
-def test_tokens_are_unmerged_until_a_version_tells_that_it_holds_them() -> None:
-    rig = Rig()
-    rig.trains(-1.0, tokens=5)
-    assert rig.core.tokens_unmerged == 5
-    rig.asked(1)
-    rig.trains(-1.0, tokens=7)
-    assert rig.core.tokens_unmerged == 12, "it may be late"
-    rig.arrives(1, 9.0, merged=1)
-    assert rig.core.tokens_unmerged == 7
 
 
 def test_one_contribution_is_under_way_at_a_time() -> None:
@@ -499,27 +480,6 @@ def test_a_shard_that_was_restored_has_a_contribution_or_gets_its_work_again(
     assert rig.core.unmerged == 0
 
 
-def test_a_round_of_the_old_epoch_is_forgotten() -> None:
-    rig = Rig(version=3)
-    rig.core.collect(Collect(0, 4, EPOCH), EPOCH)
-    rig.core.rejoined(status(3, 0), EPOCH + 1)
-    rig.trains(by=1.0)
-    rig.arrives(3, 10.0, epoch=EPOCH + 1)
-    assert rig.core.contribute() == []
-
-
-@pytest.mark.parametrize("forgotten", [0, 4])
-def test_a_version_of_an_older_line_does_not_hold_a_contribution_to_a_later_one(forgotten: int) -> None:
-    """Version 4 of EPOCH was lost, the shard went on from 3 and asked in EPOCH + 1, and then 4 was there again."""
-    rig, contribution = asked_after_a_restart()
-    contribution.pushes.may_have_arrived = True
-    merged = 0 if forgotten else 4
-    rig.core.rejoined([FragmentStatus(0, True, 4, merged, EPOCH, forgotten)], EPOCH + 2)
-    assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
-    assert rig.arrives(4, 20.0, merged=merged, forgotten=forgotten)
-    assert rig.theta == 22.0, "its work goes on"
-
-
 @pytest.mark.parametrize("rejoins", [False, True])
 def test_what_a_shard_has_forgotten_counts_as_merged_and_is_not_pushed_again(rejoins: bool) -> None:
     """Through its restart, too."""
@@ -561,16 +521,3 @@ def test_a_version_of_a_later_epoch_follows_one_that_was_kept(is_renamed: bool) 
     rig.trains(by=1.0)
     assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
     assert (rig.theta, rig.fragment.epoch, rig.core.unmerged) == (21.0, EPOCH + 1, 0)
-
-
-def test_what_is_lost_with_a_version_is_not_taken_for_merged() -> None:
-    """It holds (EPOCH, 5) and has contributed to round 6; the shard came back with version 3 under a new name."""
-    rig = Rig(version=5)
-    rig.contributes(6)
-    rig.core.rejoined([FragmentStatus(0, True, 3, 3, EPOCH + 1)], EPOCH + 1)
-    assert rig.core.unmerged == 0
-    rig.core.collect(Collect(0, 4, EPOCH + 1), EPOCH + 1)
-    assert rig.core.contribute() == [], "not before the version that the round is relative to is there"
-    assert rig.arrives(3, 7.0, merged=3, epoch=EPOCH + 1)
-    (contribution,) = rig.core.contribute()
-    assert (rig.theta, contribution.round, contribution.epoch, contribution.base_version) == (9.0, 4, EPOCH + 1, 3)

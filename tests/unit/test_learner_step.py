@@ -46,14 +46,6 @@ def test_one_version_per_step_is_applied_whatever_the_budget_and_a_newer_one_rep
     assert found == [[1, 0, 0], [1, 2, 0], [1, 2, 1]], "in the place of the older one"
 
 
-@pytest.mark.usefixtures("no_time")
-def test_a_poll_has_no_budget(rig: Rig) -> None:
-    for i in range(3):
-        rig.arrives(i, 1, 20.0)
-    rig.learner.poll()
-    assert rig.versions == [1, 1, 1]
-
-
 @pytest.fixture
 def reading(rig: Rig) -> Rig:
     """A step has taken a contribution of fragment 0; its snapshot is still to be taken (`snapshots="background"`)."""

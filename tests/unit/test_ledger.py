@@ -218,17 +218,3 @@ def test_the_oldest_rounds_and_events_are_forgotten(shard: Shard) -> None:
         rounds, seq = rounds + more, answer["seq"]
     assert [r["round"] for r in rounds] == list(range(10, module.ROUNDS_MAX + 10))
     assert len(shard.ledger.events) == module.EVENTS_MAX
-
-
-def test_an_answer_that_is_cut_off_goes_on_where_it_ended(shard: Shard) -> None:
-    """No event is told twice, and none is skipped, though rounds and events share their numbers."""
-    for number in range(1, module.ANSWER_MAX + 100):
-        shard.ledger.note(RoundOpened(0, number, asked=1), float(number))
-        if number % 100 == 0:
-            shard.ledger.note(LearnerTakesPart(str(number)), float(number))
-
-    heard, seq = [], 0
-    for _ in range(3):
-        answer = shard.since(seq)
-        heard, seq = heard + [event["learner"] for event in answer["events"]], answer["seq"]
-    assert heard == ["100", "200", "300", "400", "500", "600"]

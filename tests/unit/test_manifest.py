@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_common.errors import BadRequest
-from diloco_common.wire.bounds import FRAGMENTS_MAX
 from diloco_common.wire.manifest import (
     Manifest,
     Rule,
@@ -192,13 +191,6 @@ def test_companions_are_in_both_digests() -> None:
     # What earlier releases have computed, and runs have in their settings and files.
     assert model_digest(model) == "c8a371447666cde779169300d5d22104"
     assert cut(model, 2, 1).digest == "471f31a794562dba4db6ce189fa60d37"
-
-
-def test_model_and_companions_share_the_ids_that_there_are() -> None:
-    tensors = with_companions([TensorSpec("w", (FRAGMENTS_MAX, 1))])
-    with pytest.raises(ValueError, match=r"8192 fragments together; .* set sync\.fragments to half"):
-        cut(tensors, FRAGMENTS_MAX, 1)
-    assert len(cut(tensors, FRAGMENTS_MAX // 2, 1).fragments) == FRAGMENTS_MAX
 
 
 @pytest.mark.parametrize(

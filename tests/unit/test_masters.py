@@ -90,15 +90,6 @@ def test_where_a_parameter_is_not_its_copy_rounded_its_own_values_count() -> Non
     assert torch.equal(model.weight, (expected + 1.0).bfloat16())
 
 
-def test_values_that_are_written_go_into_every_copy() -> None:
-    model = nn.Linear(5, 1, bias=False)
-    z, slow = torch.zeros(1, 5), torch.ones(1, 5)
-    replica = replica_of(model, {"weight": [z, slow]})
-    (fragment,) = cut(replica.specs, 1, 1).fragments
-    replica.write(fragment, torch.full((5,), 3.0))
-    assert all(tensor.eq(3.0).all() for tensor in (model.weight, z, slow))
-
-
 def test_a_block_leaves_the_copies_as_they_were_and_restored_values_go_there() -> None:
     rig = Rig()
     masters = {str(i): torch.full((1,), 11.0 + i) for i in range(2)}
@@ -211,12 +202,3 @@ def test_what_are_no_copies_is_refused_in_one_line(masters: Masters, words: str)
     with pytest.raises(WrongCall, match=words) as caught:
         find_copies(masters, SharedSet(LAYER))
     assert "\n" not in str(caught.value)
-
-
-def test_an_optimizer_without_known_copies_is_refused_once_it_has_stepped() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    find = find_copies(optimizer, SharedSet(model))
-    stepped(model, optimizer)
-    with pytest.raises(WrongCall, match=r"of AdamW, exp_avg, exp_avg_sq, step, nothing is known .* leave masters= out"):
-        find("weight")

@@ -26,11 +26,6 @@ def members() -> Membership:
     return make_membership()
 
 
-def test_every_join_of_anybody_gets_the_next_generation(members: Membership) -> None:
-    joins = [members.join(learner_id, "p", 0.0) for learner_id in ("a", "b", "a", "c", "b")]
-    assert [m.generation for m in joins] == [1, 2, 3, 4, 5]
-
-
 @pytest.mark.parametrize(
     ("learner_id", "generation", "error"),
     [("nobody", 1, NotJoined), ("a", 2, StaleGeneration), ("a", 4, NotJoined), ("b", 1, Superseded)],

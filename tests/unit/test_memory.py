@@ -54,12 +54,3 @@ def test_blocks_that_are_free_can_be_given_back_and_those_in_use_stay() -> None:
     again = pool.take(memory.LEAST)
     again[:3] = b"xyz"
     assert bytes(used[:3]) == b"abc"
-
-
-def test_a_tensor_may_go_in_the_midst_of_a_take() -> None:
-    """A collection of garbage comes at any point, and its blocks come back in the thread that takes one."""
-    pool = memory.Pool()
-    view = pool.take(memory.LEAST)
-    with pool._lock:
-        del view
-    assert len(pool) == 1

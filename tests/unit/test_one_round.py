@@ -14,9 +14,3 @@ def test_both_learners_are_in_the_version(capsys) -> None:
     said = capsys.readouterr().out
     assert "participants=2" in said
     assert all(f"{name}    pulls version 1" in said for name in ("paris", "tokyo"))
-
-
-def test_the_files_that_it_says_to_read_next_are_there() -> None:
-    named = [word for word in EXAMPLE.read_text().split() if word.endswith(".py") and "/" in word]
-    assert len(named) == 8
-    assert all((EXAMPLE.parents[1] / path).is_file() for path in named)

@@ -142,16 +142,6 @@ def test_fewer_parts_are_nothing() -> None:
     assert (ledger.participants, ledger.late, ledger.tokens_accepted) == (1, 1, H * TOKENS)
 
 
-def test_a_part_that_comes_twice_counts_once() -> None:
-    rig = Islands().started("island")
-    ranges = cut_in(600)
-    assert [rig.push_part("island", torch.ones(SIZE), ranges, 0) for _ in range(3)] == [HELD] * 3
-    assert rig.push_part("island", torch.ones(SIZE), ranges, 1) == PushAnswer(Outcome.ACCEPTED)
-    assert rig.version == 1
-    again = rig.push_part("island", torch.ones(SIZE), ranges, 1)
-    assert again.outcome is Outcome.DUPLICATE
-
-
 def test_one_part_that_is_not_finite_voids_all() -> None:
     rig = Islands(quorum=1).started("island", "other")
     ranges = cut_in(300, 900)
@@ -179,25 +169,6 @@ def test_of_what_is_refused_all_parts_go_and_those_of_the_next_one_stay() -> Non
     for part in (0, 1):
         answer = rig.push_part("island", torch.ones(SIZE), ranges, part, **third)
     assert answer == PushAnswer(Outcome.ACCEPTED)
-
-
-@pytest.mark.parametrize("ending", ["joins again", "leaves", "is silent"])
-def test_half_a_contribution_ends_with_the_lease(ending: str) -> None:
-    rig = Islands().started("island", "other")
-    ranges = cut_in(600)
-    rig.push_part("island", torch.ones(SIZE), ranges, 0)
-    if ending == "joins again":
-        rig.join("island", "another process")
-    elif ending == "leaves":
-        rig.shard.leave(rig.members["island"])
-    else:
-        for _ in range(7):
-            rig.now += 1.0
-            rig.report("other")
-    assert rig.round is None or not rig.round.halves
-    if ending == "joins again":  # the other half, of the new process, is no half of the old one's
-        rig.push_part("island", torch.ones(SIZE), ranges, 1)
-        assert not (rig.round and rig.round.contributions)
 
 
 @pytest.mark.parametrize(

@@ -60,15 +60,6 @@ def test_an_account_that_comes_too_often_loses_its_oldest_place() -> None:
     assert (len(places), places.of("ann"), places.of("ben")) == (3, 2, 1)
 
 
-def test_nobody_is_pushed_out_of_a_place_that_cannot_be_taken_away() -> None:
-    places = Places[str](each=1)
-    with places.held("ann", "pulls of ann"):
-        with pytest.raises(Busy, match="1 pulls of ann are open"), places.held("ann", "pulls of ann"):
-            pass
-        assert places.of("ann") == 1
-    assert places.of("ann") == 0
-
-
 def pushes(each: int = 4, together: int = 64, bytes_most: int = 100) -> OpenPushes[str]:
     return OpenPushes(each, together, bytes_most)
 
@@ -86,18 +77,6 @@ def test_a_later_push_of_a_fragment_ends_the_earlier_one() -> None:
     now_open.closed("ann", "old")  # which ends a moment later
     assert (len(now_open), now_open.bytes_held) == (1, 60)
     assert begin(now_open, "ann", "newer", 7) == ["new"]
-
-
-def test_with_all_places_taken_a_learner_may_still_replace_its_own_push() -> None:
-    now_open = pushes(together=2)
-    begin(now_open, "ann", "ghost", 1)
-    begin(now_open, "ben", "push", 1)
-    assert begin(now_open, "ann", "again", 1) == ["ghost"]
-    now_open.opened("ann", "another")
-    with pytest.raises(Busy, match="2 pushes are open"):
-        now_open.announced("ann", "another", 2, 1)
-    now_open.closed("ann", "another")
-    assert len(now_open) == 2
 
 
 def test_learners_on_thin_links_leave_places_to_the_others() -> None:

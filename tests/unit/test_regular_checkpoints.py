@@ -139,30 +139,3 @@ def test_a_disk_that_refuses_is_tried_again_with_the_next_version(
     assert shard.checkpoints == {}
     assert shard.write(*later) == [2]
     assert shard.checkpoints == {2: found}
-
-
-def test_a_companion_that_makes_fewer_versions_does_not_hold_checkpoints_back(tmp_path: Path) -> None:
-    shard, finished = Shard(tmp_path, every=10, keep=3, manifest=WITH_COMPANION), list[int]()
-    for version in range(101):
-        finished += shard.write(0, version)
-        if version % 4 == 0:
-            finished += shard.write(1, version // 4)
-    assert finished == [10 * n for n in range(1, 11)]
-    assert shard.checkpoints == {80: [80, 19], 90: [90, 22], 100: [100, 24]}
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
-
-
-def test_a_checkpoint_waits_for_the_first_version_of_a_companion(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, manifest=WITH_COMPANION)
-    assert shard.write(0, 1, 2, 3) == []
-    assert shard.write(1, 0) == [2]
-    assert shard.checkpoints == {2: [2, 0]}
-
-
-def test_the_next_life_takes_the_newest_version_of_a_companion(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, manifest=WITH_COMPANION)
-    shard.write(1, 4, 5)
-    shard.save(0, 1, 2)
-    again = Shard(tmp_path, manifest=WITH_COMPANION)
-    assert again.finished == [2]
-    assert again.checkpoints == {2: [2, 5]}

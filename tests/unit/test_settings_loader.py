@@ -11,7 +11,6 @@ import pytest
 from diloco_common.command import new_app
 from diloco_common.errors import ConfigError
 from diloco_common.options import NO_SETTINGS, SettingsOptions, settings_from
-from diloco_common.settings import Settings
 from diloco_common.settings_loader import Given, load, load_saved, save
 
 
@@ -118,12 +117,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, make: Callable[[P
     assert says in refusal(path, {})
 
 
-def test_only_winning_environment_variables_are_told() -> None:
-    environ = {"DILOCO_RUN__SEED": "1", "DILOCO_RUN__TOKENS": "2", "PATH": "/bin"}
-    told = load(None, environ, ["run.tokens=3"]).describe_sources()
-    assert told == ["run.seed = 1 from the environment variable DILOCO_RUN__SEED"]
-
-
 def parsed(*argv: str) -> SettingsOptions:
     app = new_app("test", "")
     found: list[SettingsOptions] = []
@@ -147,12 +140,6 @@ def test_a_child_has_exactly_the_settings_of_its_parent(tmp_path: Path, capsys: 
     assert capsys.readouterr().err == "", "the environment decided nothing"
 
 
-def test_a_child_may_be_given_more(tmp_path: Path) -> None:
-    save(Settings(), tmp_path / "settings.json")
-    loaded = load_saved(tmp_path / "settings.json", ["shard.count=2", "shard.index=1"])
-    assert (loaded.settings.shard.index, loaded.settings.shard.count) == (1, 2)
-
-
 @pytest.mark.parametrize(("text", "says"), [("{", r":1: "), ("[]", "holds no settings"), ('{"a": {}}', "no section")])
 def test_damaged_saved_settings_are_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "settings.json").write_text(text)
@@ -160,33 +147,7 @@ def test_damaged_saved_settings_are_refused(tmp_path: Path, text: str, says: str
         load_saved(tmp_path / "settings.json")
 
 
-def test_what_the_environment_decided_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    settings_from(parsed(), {}, {"DILOCO_RUN__SEED": "9"})
-    assert "run.seed = 9 from the environment variable DILOCO_RUN__SEED" in capsys.readouterr().err
-
-
 def test_a_command_may_have_defaults_of_its_own_which_lose_to_everything_that_is_given(tmp_path):
     ours = {"train.batch": Given(4, "ours"), "sync.quorum": Given(2, "ours"), "sync.sync_every": Given(8, "ours")}
     settings = load(write(tmp_path, "[sync]\nquorum = 3\n"), {"DILOCO_SYNC__SYNC_EVERY": "5"}, defaults=ours).settings
     assert (settings.train.batch, settings.sync.quorum, settings.sync.sync_every) == (4, 3, 5)
-
-
-@pytest.mark.parametrize("given", ["file", "--set", "environment"])
-def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = write(tmp_path, '[shard]\ndata_dir = "~/x"\n') if given == "file" else None
-    environ = {"DILOCO_SHARD__DATA_DIR": "~/x"} if given == "environment" else {}
-    loaded = load(file, environ, ["shard.data_dir=~/x"] if given == "--set" else [])
-    assert loaded.settings.shard.data_dir == tmp_path / "x"
-
-
-def test_a_file_may_begin_with_a_mark_and_end_its_lines_as_windows_does(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_bytes(b"\xef\xbb\xbf[run]\r\ntokens = 7\r\n")
-    assert load(path, {}).settings.run.tokens == 7
-
-
-@pytest.mark.parametrize(("text", "quorum"), [("2\r", 2), ("all\r", "all"), (" 2 ", 2)])
-def test_what_is_around_a_variable_is_not_part_of_it(text: str, quorum: object) -> None:
-    """As of a file of variables that has the line ends of Windows."""
-    assert load(None, {"DILOCO_SYNC__QUORUM": text}).settings.sync.quorum == quorum

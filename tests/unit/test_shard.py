@@ -192,28 +192,6 @@ def test_h_counts_from_the_opening_of_the_last_round_not_from_its_close() -> Non
     assert rig.state.round is not None
 
 
-def test_a_version_is_announced_only_once_it_is_computed() -> None:
-    rig = Rig().started("a")
-    rig.take_told("a")
-    rig.holds_jobs = True
-    rig.contribute("a", 1, 5.0)
-    assert rig.state.computing
-    assert (rig.state.version, rig.theta, rig.told_of("a", Committed)) == (0, [0.0], [])
-    rig.step("a", steps=9)
-    assert rig.state.round is None, "no round opens meanwhile"
-    rig.assert_accounts_balance()
-    rig.finish_jobs()
-    assert (rig.state.version, rig.theta) == (1, [-5.0])
-    assert rig.state.round is not None
-
-
-def test_a_version_is_kept_in_float32_and_published_in_the_encoding_of_the_run() -> None:
-    rig = Rig(sync={"pull": "bfloat16"}).started("a")
-    rig.contribute("a", 1, torch.full((SIZE,), 1.0 + 2**-12))
-    assert rig.theta == [-1.0]
-    assert rig.state.values.theta.tolist() == [-(1.0 + 2**-12)] * SIZE
-
-
 def test_who_joins_while_a_round_is_open_is_not_asked_for_it() -> None:
     rig = Rig().started("a").joined("late")
     assert rig.told_of("late", Collect) == []
@@ -352,47 +330,6 @@ def test_what_was_refused_is_answered_the_same_again_and_what_is_right_may_still
     assert rig.theta == [-2.0]
 
 
-def test_a_copy_that_was_let_in_before_another_was_refused_is_not_taken_after_that(rig: Rig) -> None:
-    """Its learner has given the work back, and it would count twice."""
-    member, header, payload = let_in(rig)
-    assert let_in(rig)[1] == header, "its answer was lost, so it was sent again"
-    refused = rig.shard.reject(member, header, DAMAGED)
-    assert refused.outcome is REJECTED
-    assert rig.shard.contribute(member, header, payload, (1.0,), 0.0) == refused
-    assert not rig.state.round.contributions
-
-
-def test_no_copy_of_what_was_refused_is_taken_when_the_round_opens_again() -> None:
-    """The learner has given its work back. The copy was let in before that, and its bytes came slowly."""
-    rig = Rig().started("a")
-    member, header, payload = let_in(rig)
-    refused = rig.shard.reject(member, header, DAMAGED)
-    rig.advance()
-    assert rig.state.round is None
-    rig.step("a", steps=4)
-    assert rig.shard.contribute(member, header, payload, (1.0,), 0.0) == refused
-    assert not rig.state.round.contributions
-    rig.advance()
-    assert rig.state.round is None, "nobody waits for what was refused"
-    assert rig.shard.ledger.rejected == {"BAD_CHECKSUM": 1}
-
-
-@pytest.mark.parametrize("first", [LATE, REJECTED])
-def test_no_copy_of_what_came_between_two_leases_is_taken_when_the_round_opens_again(rig: Rig, first: Outcome) -> None:
-    """A new lease ends the round's old one, so the contribution is refused, or late if no round is open. Later the
-    same round opens again and asks the new lease: only what is made for that counts."""
-    rig.join("a", *("b" if first is LATE else ""))
-    assert (rig.state.round is None) is (first is LATE)
-    assert rig.contribute("a", 1).outcome is first
-    rig.join("b")
-    rig.step("a", "b", steps=4)
-    assert rig.state.round.asked["a"] == rig.members["a"].generation
-    assert rig.contribute("a", 1).outcome is first, "a copy that comes late"
-    for learner_id in "ab":
-        assert rig.contribute(learner_id, 1, tokens=80, steps=8).outcome is ACCEPTED
-    assert rig.state.tokens_merged == 160
-
-
 def test_answers_about_a_round_are_remembered_within_a_bound_and_forgotten_with_it() -> None:
     rig = Rig(sync={"quorum": 1}).started("a", "b")
     for tokens in range(1, 1000):
@@ -439,18 +376,6 @@ def test_what_is_being_merged_is_not_fenced(rig: Rig) -> None:
     rig.assert_accounts_balance()
 
 
-def test_a_round_that_everybody_left_is_opened_again() -> None:
-    rig = Rig().started("a")
-    rig.silence("a")
-    assert rig.state.round is None
-    rig.join("a")
-    rig.take_told("a")
-    rig.step("a", steps=4)
-    assert rig.told_of("a", Collect) == [Collect(0, 1, EPOCH)]
-    assert rig.contribute("a", 1).outcome is ACCEPTED
-    assert rig.state.version == 1
-
-
 @pytest.mark.parametrize(
     ("process_id", "error"), [("process", StaleGeneration), ("another", Superseded)], ids=["again", "another"]
 )
@@ -468,33 +393,6 @@ def test_the_newer_generation_wins_and_the_older_is_told_why(rig: Rig, process_i
     assert rig.shard.check("a", new, EPOCH).generation == new
     assert rig.contribute("a", 1).code == "WRONG_ROUND", "the round asked the generation before"
     rig.assert_accounts_balance()
-
-
-def test_what_a_process_left_behind_counts_although_the_next_one_joins_twice(rig: Rig) -> None:
-    """The answer to its first join was lost. Only its own first lease ends by that."""
-    rig.contribute("a", 1, 1.0)
-    rig.shard.leave(rig.members["a"])
-    for _ in range(2):
-        rig.join("a", process_id="another")
-    rig.contribute("b", 1, 3.0)
-    assert rig.theta == [-2.0]
-    assert rig.shard.ledger.tokens_fenced == 0
-    assert rig.members["a"].missed == {}
-    rig.assert_accounts_balance()
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_who_was_refused_and_joins_again_has_no_part_in_the_round(rig: Rig, leaves: bool) -> None:
-    """The round asked the generation before, and waits for it no longer."""
-    rig.contribute("a", 1, 1e30)
-    if leaves:
-        rig.shard.leave(rig.members["a"])
-    rig.join("a")
-    answer = rig.contribute("a", 1, 1.0)
-    assert (answer.outcome, answer.code) == (REJECTED, "WRONG_ROUND")
-    assert rig.members["a"].missed == {"NOT_FINITE": 1}, "counted once"
-    rig.contribute("b", 1, 3.0)
-    assert rig.theta == [-3.0]
 
 
 def test_a_round_that_lost_its_quorum_asks_again_although_another_learner_hangs() -> None:

@@ -174,16 +174,6 @@ def test_a_learner_that_holds_what_is_lost_makes_the_shard_begin_a_new_line() ->
     assert Committed(0, 1, 4) in new.take_told("ben"), "everybody is told the new name"
 
 
-def test_a_fragment_that_came_back_with_nothing_is_a_loss_too() -> None:
-    """Its file was taken away, or the shard keeps nothing: a learner brings it again, and version 3 is gone."""
-    new = Life(4)
-    new.come("ann", held=(3, 2))
-    new.come("ben", held=(3, 3))
-    new.come("cat", held=(3, 1))
-    new.come("dan")
-    assert new.lost == [VersionsLost(0, 3, 0, 2, "ann"), VersionsLost(0, 3, 0, 3, "ben")]
-
-
 class Anew(Life):
     """A shard that came back with nothing; "new" has never seen a version, the others have trained."""
 
@@ -295,57 +285,10 @@ def test_a_line_that_has_begun_stays(comes: Callable[[Anew], None]) -> None:
     assert rig.theta == [9.0]
 
 
-def test_whoever_was_to_bring_values_and_is_gone_holds_nobody_up() -> None:
-    rig = Anew()
-    rig.arrives("new", held=None)
-    rig.brings("new", 9.0)
-    rig.arrives("old", 40)
-    rig.shard.leave(rig.members["old"])
-    rig.now += rig.settings.lease.lease_s + 1
-    rig.arrives("old", 40)
-    assert rig.told_of("old", Committed) == [Committed(0, 0, 4)]
-
-
-def test_values_that_cannot_be_made_durable_leave_the_line_that_there_is() -> None:
-    rig = Anew()
-    rig.arrives("new", held=None)
-    rig.brings("new", 9.0)
-    rig.arrives("old", 40)
-    rig.holds_jobs = True
-    rig.brings("old", 1.0, 40)
-    assert rig.identity == (4, 0), "what is pulled meanwhile goes by its own name"
-    rig.shard.fragments[0].fail_seed()
-    assert (rig.theta, rig.identity) == ([9.0], (4, 0))
-
-
 def test_what_this_epoch_has_made_is_no_loss() -> None:
     new = Life(4).seeded().trained(2)
     new.come("ann", held=(4, 2))
     assert not new.lost
-
-
-def test_what_is_relative_to_the_recovered_version_counts_under_its_new_name() -> None:
-    """The bytes are the same, so ben's contribution to the open round is good; ann's, to a lost version, is not."""
-    new = Life(4, first_epoch(1).kept())
-    new.come("ben", held=(3, 1))
-    new.step("ben")
-    new.come("ann", held=(3, 2))
-    assert new.identity == (4, 1)
-    assert new.push_from("ben", 2, (3, 1)).outcome is Outcome.ACCEPTED
-    assert new.push_from("ann", 2, (3, 2)).code == "WRONG_EPOCH"
-    assert (new.identity, new.merged("ben"), new.merged("ann")) == ((4, 2), 2, 1)
-
-
-def test_who_was_asked_under_the_old_name_is_asked_again_under_the_new_one() -> None:
-    """Else a learner that has pulled the new name would wait for a version of the old one, and the round for it."""
-    new = Life(4, first_epoch(1).kept())
-    new.come("ben", held=(3, 1))
-    new.step("ben")
-    assert Collect(0, 2, 3) in new.take_told("ben")
-    new.come("ann", held=(3, 2))
-    assert [d for d in new.take_told("ben") if isinstance(d, Collect | Committed)] == [
-        Committed(0, 1, 4), Collect(0, 2, 4),
-    ]  # fmt: skip
 
 
 def test_a_run_that_was_over_is_over() -> None:

@@ -77,12 +77,6 @@ def test_keys_are_for_their_owner_and_one_that_is_lent_for_our_group(tending, tm
     assert mode(tmp_path / "observers/observer-prometheus") == 0o750
 
 
-def test_a_learner_that_makes_a_folder_gets_a_certificate_in_it(tended, tmp_path):
-    folder = learner_wishes(tmp_path, "cdad8b7211fb")
-    assert len(tended.look(NOW)) == 1
-    assert str(read_folder(folder, needs_pair=True).subject) == "learner/cdad8b7211fb"
-
-
 @pytest.mark.parametrize("name", ["learner-", "learner-a b", "learner-" + "x" * 65, "shard-0", "learner-a\nb"])
 def test_a_folder_that_names_no_learner_gets_nothing(tended, tmp_path, name):
     (tmp_path / "learners" / name).mkdir()
@@ -96,12 +90,6 @@ def test_everything_is_renewed_when_a_third_of_its_time_is_left(tending, tmp_pat
     assert len(tending.look(NOW + timedelta(days=61))) == len(SUBJECTS) + 1
     ends = read_folder(tmp_path / "learners/learner-a").certificate.not_valid_after_utc
     assert ends == NOW + timedelta(days=151)
-
-
-def test_on_request_everything_is_renewed_at_once(tended, tmp_path):
-    before = read_folder(tmp_path / "shards/shard-0").pair
-    assert len(tended.look(NOW, renews=True)) == len(SUBJECTS)
-    assert read_folder(tmp_path / "shards/shard-0").pair != before
 
 
 def test_whoever_is_revoked_gets_no_other_until_somebody_issues_one(tending, tmp_path):
@@ -163,15 +151,6 @@ def test_a_folder_that_cannot_be_written_stops_nobody_else(tending, tmp_path, na
     (tmp_path / "learners/learner-evil" / name).rmdir()
     assert [words.partition(",")[0] for words in tending.look(NOW + AGAIN)] == ["learner/evil"]
     assert not tending.why_not
-
-
-def test_whoever_removes_its_certificate_gets_another_once_a_minute(tending, tmp_path):
-    folder = learner_wishes(tmp_path, "a")
-    issued = 0
-    for tick in range(480):
-        issued += sum(words.startswith("learner/a") for words in tending.look(NOW + tick * timedelta(seconds=0.25)))
-        (folder / "ca.pem").unlink(missing_ok=True)
-    assert issued == 2
 
 
 def test_damaged_records_keep_nobody_from_being_revoked(tended, tmp_path):

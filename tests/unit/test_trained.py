@@ -47,12 +47,6 @@ def target_is_private() -> tuple[Any, list[Any]]:
     return SharedSet(agent, private=["q_net_target.*"]), [of(agent.q_net)]
 
 
-def target_is_frozen() -> tuple[Any, list[Any]]:
-    agent = Agent()
-    agent.q_net_target.requires_grad_(False)
-    return SharedSet(agent), [of(agent.q_net)]
-
-
 def head_in_the_loss() -> tuple[Any, list[Any]]:
     model, loss = nn.Linear(2, 2), nn.Linear(6, 3)
     return SharedSet(model), [of(model, loss)]
@@ -61,11 +55,6 @@ def head_in_the_loss() -> tuple[Any, list[Any]]:
 def head_is_joined() -> tuple[Any, list[Any]]:
     model, loss = nn.Linear(2, 2), nn.Linear(6, 3)
     return SharedSet([model, loss]), [of(model, loss)]
-
-
-def two_optimizers() -> tuple[Any, list[Any]]:
-    nets = {"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}
-    return SharedSet(nets), [of(net) for net in nets.values()]
 
 
 def one_of_two() -> tuple[Any, list[Any]]:
@@ -85,24 +74,16 @@ def unfrozen_later() -> tuple[Any, list[Any]]:
     return SharedSet(model, "all"), [of(model)]
 
 
-def one_scalar_left_out() -> tuple[Any, list[Any]]:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    return SharedSet(model), [of(model[0], model[1].weight)]
-
-
 NONE = Differences()
 CASES = [
     (plain, NONE),
     (target, ("q_net_target.*",)),
     (target_is_private, NONE),
-    (target_is_frozen, NONE),
     (head_in_the_loss, ((3, 6), (3,))),
     (head_is_joined, NONE),
-    (two_optimizers, NONE),
     (one_of_two, ("critic.*",)),
     (tied, NONE),
     (unfrozen_later, NONE),
-    (one_scalar_left_out, ("1.bias",)),
 ]
 
 

@@ -68,12 +68,6 @@ def test_a_shard_that_dies_stays_with_the_time_and_what_it_said_last():
     assert row_of(feed, "ann")["state"] == "training"  # by the shard that answers
 
 
-def test_a_shard_says_who_follows_it():
-    reader = {"role": "standby", "name": "standby/0", "for_s": 3.0}
-    state = after(shard(0, readers=[reader])).since(0, NOW)
-    assert state["shards"][0]["readers"] == {"standby following": 1}
-
-
 def test_when_no_shard_answers_nothing_is_claimed():
     feed = after(shard())
     feed.sample(NOW)
@@ -97,32 +91,6 @@ def test_counts_do_not_fall_when_a_shard_starts_again():
     assert state["shards"][0]["starts"] == 2
     assert "shard-0 started again" in [event["words"] for event in state["events"]]
     assert state["outages"][0]["ended"] == NOW + 9
-
-
-def test_a_learner_that_has_not_come_back_to_a_new_shard_keeps_its_counts():
-    feed = after(shard(0), shard(1))
-    feed.heard("shard-1", shard(1, epoch=8, learners=[]), now=NOW + 5)
-    assert (row_of(feed, "ann")["asked"], row_of(feed, "ann")["state"]) == (10, "partly")
-    feed.heard("shard-0", shard(0, epoch=8, learners=[]), now=NOW + 6)
-    assert (row_of(feed, "ann")["asked"], row_of(feed, "ann")["state"], row_of(feed, "ann")["step"]) == (10, "away", 10)
-
-
-@pytest.mark.parametrize(
-    ("answers", "starts"),
-    [
-        ([(2.0, 2.0, 52.0)], 1),
-        ([(2.0, 2.0, 52.0), (20.0, 20.0, 1.0)], 2),
-        # A clock that is set, or an answer that takes long, is no new process.
-        ([(3600.0, 1.0, 51.0), (3608.0, 2.0, 52.0)], 1),
-    ],
-)
-def test_a_new_process_is_known_by_its_uptime_where_the_epoch_is_hidden(answers, starts):
-    feed = feed_of("shard-0")
-    hidden = {key: value for key, value in shard().items() if key != "epoch"}
-    for now, asked_at, uptime_s in [(0.0, 0.0, 50.0), *answers]:
-        feed.heard("shard-0", hidden | {"uptime_s": uptime_s}, None, NOW + now, asked_at)
-    state = feed.since(0, NOW)
-    assert (state["shards"][0]["starts"], state["totals"]["rounds"]) == (starts, 3 * starts)
 
 
 COMPANION = {"id": 1, "version": 1, "round_open": False, "companion": True}
@@ -188,16 +156,6 @@ def test_only_what_is_new_is_sent_again():
     assert feed.since(10**9, NOW)["whole"], "a number of another life"
 
 
-def test_two_hundred_learners_that_join_at_once_are_one_event():
-    feed = feed_of()
-    told = [{"event": "joined", "learner": f"l-{i:03}", "ago_s": 1.0} for i in range(200)]
-    for index in (0, 1):
-        feed.heard(f"shard-{index}", shard(index), traced(200, told=told), NOW)
-    (event,) = feed.since(0, NOW)["events"]
-    assert event["words"] == "l-000, l-001, l-002 and 197 more joined"
-    assert event["shards"] == ["shard-0", "shard-1"]
-
-
 def test_everything_that_is_kept_has_a_bound(monkeypatch):
     monkeypatch.setattr(learners, "LEARNERS_MAX", 300)
     feed = feed_of("shard-0")
@@ -235,11 +193,3 @@ def test_the_page_is_told_nothing_that_lets_one_speak_as_a_learner(secret):
     feed.heard("shard-0", shard(learners=[learner("ann", generation=99)]), traced(1, 1), NOW)
     shown = json.dumps([feed.since(0, NOW), feed.learners(sort="id", descending=False, find="", page=0, now=NOW)])
     assert secret not in shown
-
-
-def test_a_loss_that_is_no_number_is_none():
-    feed = feed_of("shard-0")
-    for second in range(30):
-        feed.heard("shard-0", shard(learners=[learner("ann", loss=float("inf"))]), now=NOW + second)
-        feed.sample(NOW + second)
-    assert row_of(feed, "ann")["loss"] is None
