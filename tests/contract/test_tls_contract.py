@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from diloco_common.wire import rpc
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell import service
+from diloco_server.shell.server import stand_by
 from diloco_worker.global_model import pull_global_model
-from waiting import DEADLINE_S, until
+from waiting import DEADLINE_S, until, until_async
 
 STATUS = grpc.StatusCode
 OUT_S = 1.0
@@ -242,6 +244,17 @@ def test_a_shard_serves_with_its_renewed_certificate_and_connections_go_on(shard
     control.hear(object)
     assert shard.member_state("a") == "alive"
     assert shown_serial(shard.address) == run.serials["shard/0"]
+
+
+async def test_a_standby_serves_with_its_renewed_certificate(run, written, tmp_path):
+    shard = {"standby_of": "127.0.0.1:1", "data_dir": tmp_path / "copies"}  # where no shard is
+    settings = settings_with(shard=shard, security={"tls": run.issue("shard/0")})
+    standing = asyncio.create_task(stand_by(settings))
+    await until_async(lambda: "standing by" in written.getvalue(), "its start")
+    run.issue("shard/0", days=2.0)
+    await until_async(lambda: "certificate read again" in written.getvalue(), "the standby has seen it")
+    standing.cancel()
+    await asyncio.gather(standing, return_exceptions=True)
 
 
 def shown_serial(address: str) -> str:

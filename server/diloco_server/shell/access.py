@@ -167,29 +167,40 @@ class AccessFiles:
                 "travels, as everything does, in plaintext (security.tls gives every caller an identity of its own)"
             )
 
-    def refresh(
-        self, leases_of: Callable[[AbstractSet[str]], list[Identity]]
-    ) -> tuple[TlsFiles | None, list[Identity]]:
-        """Read changed files. Returns new certificates to serve with, if any, and the leases of newly revoked
-        identities.
+    async def watch(
+        self,
+        renewed: Callable[[TlsFiles], None] = lambda files: None,
+        revoked: Callable[[AbstractSet[str]], list[str]] = lambda serials: [],
+    ) -> None:
+        """Apply changed files, until cancelled.
 
-        `leases_of`: returns the holders of leases with these serials, whether or not a call of theirs is open.
+        `renewed`: serves with these files from now on. `revoked`: ends the leases of certificates with these serials,
+        whether or not a call of theirs is open, and returns their learners.
         """
-        files = self._new_files()
-        serials = self._deny_list.refresh()
-        leases: list[Identity] = []
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self._look(renewed, revoked)
+            except Exception as error:  # or revoking would silently stop working
+                self._log.error("looking at certificates and the deny-list failed", trace=error)
+
+    def _look(
+        self, renewed: Callable[[TlsFiles], None], revoked: Callable[[AbstractSet[str]], list[str]]
+    ) -> None:  # fmt: skip
+        files, serials = self._new_files(), self._deny_list.refresh()
+        if files is not None:
+            renewed(files)
         if serials:
             self.callers.revoke(serials)
-            leases = leases_of(serials)  # not from open calls, which may use another certificate by now
-            self._log.event("revoked", serials=sorted(serials), leases=[lease.learner_id for lease in leases])
-            self._audit.note("Revoke", "OK", serials=sorted(serials), leases=[lease.learner_id for lease in leases])
+            leases = revoked(serials)
+            self._log.event("revoked", serials=sorted(serials), leases=leases)
+            self._audit.note("Revoke", "OK", serials=sorted(serials), leases=leases)
         why_not = (self._tls.why_not if self._tls is not None else "") or self._deny_list.why_not
         wrong = {"new files not used; the earlier ones stay": why_not, "nobody can call this shard": self._expired()}
         for words, why in wrong.items():
             if why and why != self._said.get(words):
                 self._log.error(words, why=why)
         self._said = wrong
-        return files, leases
 
     def _expired(self) -> str:
         """Why the certificate in use is not valid; empty if it is."""

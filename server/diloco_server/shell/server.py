@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,13 +29,14 @@ from diloco_common.observe.metrics.registry import MetricsRegistry, installed
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
 from diloco_common.trust.credentials import Credentials
+from diloco_common.trust.files import TlsFiles
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import rpc
 from diloco_common.wire.addresses import bind_socket, in_use, parse_address, write_address
 from diloco_common.wire.follower import Follower
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.messages import FollowRequest
-from diloco_server.shell.access import LOOK_S, AccessFiles
+from diloco_server.shell.access import AccessFiles
 from diloco_server.shell.audit import AuditLog
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.mirror import Mirror
@@ -143,7 +145,7 @@ class ShardServer:
         self.grpc_address = f"{str(listen).rpartition(':')[0]}:{port}"
         self._tasks = [
             asyncio.create_task(self.host.run(), name="ticking"),
-            asyncio.create_task(self._watch_files(), name="watching files"),
+            asyncio.create_task(self._access.watch(self._renewed, self._revoked), name="watching files"),
         ]
         if self._replaces:
             self._tasks.append(asyncio.create_task(self._tell_replaced(), name="telling who was replaced"))
@@ -205,21 +207,16 @@ class ShardServer:
         finally:
             await transport.close(0.0)
 
-    async def _watch_files(self) -> None:
-        """Apply changed certificates and deny-lists, until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                self._look_at_files()
-            except Exception as error:  # or revoking would silently stop working
-                self.host.log.error("looking at certificates and the deny-list failed", trace=error)
+    def _renewed(self, files: TlsFiles) -> None:
+        assert self._credentials is not None
+        self._credentials.exchange(files)
 
-    def _look_at_files(self) -> None:
-        files, leases = self._access.refresh(self.service.leases_of)
-        if files is not None and self._credentials is not None:
-            self._credentials.exchange(files)
+    def _revoked(self, serials: AbstractSet[str]) -> list[str]:
+        """End the leases of these certificates; not only those of open calls, which may use others by now."""
+        leases = self.service.leases_of(serials)
         for lease in leases:
             self.host.revoke(lease)
+        return [lease.learner_id for lease in leases]
 
     async def abandon(self) -> None:
         """Clean up after a failed `start`, while the loop runs."""
@@ -326,19 +323,19 @@ async def stand_by(settings: Settings) -> bool:
     check_http_is_meant("shard.http", shard.http, settings.security)
     ending = asyncio.Event()
     on_signals(ending.set)
+    tasks = running, ended, _ = [asyncio.create_task(do) for do in (standby.run(), ending.wait(), access.watch())]
     try:
         log.event("standing by", of=shard.standby_of, folder=shard.data_dir, http=await http.start())
-        running, ended = asyncio.create_task(standby.run()), asyncio.create_task(ending.wait())
         await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)
-        for task in (running, ended):
-            task.cancel()
-        if running.done() and not running.cancelled():
+        if running.done():
             running.result()
             log.event("promoted", folder=shard.data_dir)
         return folder.is_promoted
     except OSError as error:
         raise DataError(f"shard.data_dir {shard.data_dir}: {error.strerror}") from None
     finally:
+        for task in tasks:
+            task.cancel()
         await http.stop()
         threads.shutdown(wait=True, cancel_futures=True)
         lock.release()
