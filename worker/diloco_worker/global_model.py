@@ -258,43 +258,33 @@ async def _pull_all(
 async def _news(
     transports: Mapping[str, Transport], observer: Identity, than: GlobalModel, of_model: Collection[int], every: int
 ) -> None:
-    """Wait until `every` more versions are announced, the run is final, its learners have left, or a stream ends."""
-    told, is_far = dict(than.versions), asyncio.Event()
-    pulses: dict[str, Pulse] = {}
+    """Wait until `every` more versions are announced, or the run ends, or a stream breaks. It may also end earlier."""
+    told = dict(than.versions)
 
-    async def follow(address: str, transport: Transport) -> None:
+    async def follow(transport: Transport) -> None:
         stream = transport.follow(observer, FollowRequest(Role.OBSERVER))
         try:
             while (directive := await stream.hear()) is not None:
                 match directive:
                     case Committed() if directive.fragment_id in told:
                         told[directive.fragment_id] = directive.version
-                    case Pulse():
-                        pulses[address] = directive
+                        if _are_further(told, than, of_model, every) or (than.is_final and told != than.versions):
+                            return
+                    case Pulse(learners_alive=0) if than.is_final:
+                        return
                     case Stop() if not than.is_final:
                         return
-                ends = than.is_final and len(pulses) == len(transports)
-                if _are_further(told, than, of_model, every) or (
-                    ends and (told != than.versions or not any(p.learners_alive for p in pulses.values()))
-                ):
-                    return
-            await asyncio.sleep(AGAIN_S)
         except (Refusal, Unavailable):
-            await asyncio.sleep(AGAIN_S)
+            pass
         finally:
             stream.cancel()
-            is_far.set()
 
-    following = [asyncio.create_task(follow(*one)) for one in transports.items()]
-    try:
-        async with asyncio.timeout(LOOK_S):
-            await is_far.wait()
-    except TimeoutError:
-        pass
-    finally:
-        for task in following:
-            task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
+    following = [asyncio.create_task(follow(transport)) for transport in transports.values()]
+    await asyncio.wait(following, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+    for task in following:
+        task.cancel()
+    await asyncio.gather(*following, return_exceptions=True)
+    await asyncio.sleep(AGAIN_S)
 
 
 def _are_further(now: Mapping[int, int], than: GlobalModel, of_model: Collection[int], every: int) -> bool:
