@@ -93,6 +93,10 @@ class Options:
     """The model has about width ** 2 parameters."""
     step_s: float = STEP_S
     """Between two steps."""
+    decay: float = 0.0
+    """Share of the parameters that a step takes away, beside the noise it adds. The loss is their mean square."""
+    site: str = ""
+    """Where it is, for mirrors."""
     history: str = ""
     """Folder in which it records what happens; empty: nowhere."""
 
@@ -186,7 +190,9 @@ def _learn(name: str, shards: str, options: Options, control: Connection, log: P
     model = nn.Sequential(nn.Linear(8, options.width), nn.Tanh(), nn.Linear(options.width, options.width))
     noise = torch.Generator().manual_seed(sum(name.encode()))
     history, stepping = History(), True
-    with diloco_worker.join(shards, model, learner_id=name, history=options.history or None) as learner:
+    with diloco_worker.join(
+        shards, model, learner_id=name, site=options.site, history=options.history or None
+    ) as learner:
         for connection in learner.connections:
             connection._hear = _remembering(connection._hear, history)  # type: ignore[method-assign]
         ended = time.monotonic()
@@ -194,8 +200,11 @@ def _learn(name: str, shards: str, options: Options, control: Connection, log: P
             if stepping:
                 with torch.no_grad():
                     for parameter in model.parameters():
-                        parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=1e-3)
-                learner.step(tokens=TOKENS)
+                        parameter.mul_(1 - options.decay).add_(
+                            torch.randn(parameter.shape, generator=noise), alpha=1e-3
+                        )
+                    loss = max(float(parameter.square().mean()) for parameter in model.parameters())
+                learner.step(tokens=TOKENS, loss=loss)
                 now = time.monotonic()
                 history.longest_gap_s = max(history.longest_gap_s, now - ended)
                 ended, history.steps = now, history.steps + 1

@@ -87,12 +87,18 @@ ZOO = (
     Program("vision", "BatchNorm, loader workers, EMA swapped in", 900, 32, splits=True),
     Program("gan", "two models, two optimizers", 1200, 64),
     Program("ppo", "actor and critic, PPO", 600, 64),
+    Program("moco", "contrastive; queue and key encoder are private", 700, 64, based=True),
+    Program("recommender", "sparse tables, SparseAdam", 1000, 128),
+    Program("moe", "two of eight experts", 800, 64),
     Program("lora", "adapters by peft", 800, 32, based=True),
     Program("hf_trainer", "Trainer of Hugging Face, loader workers", 500, 16, per_sample=32),
     Program("lightning_trainer", "Trainer of Lightning, loader workers", 600, 64),
     Program("trl_sft", "SFTTrainer, completions alone count", 300, 32, per_sample=8, needs="trl"),
     Program("sentence_head", "a classifier in the loss: `join` has the loss", 600, 32, needs="sentence-transformers"),
     Program("sb3_dqn", "DQN; the target network is private", 5000, 64, based=True, needs="stable-baselines3"),
+    Program("x_transformer", "rotary positions, wrapped twice", 400, 16, per_sample=32, needs="x-transformers"),
+    Program("diffusion", "UNet and scheduler of diffusers", 300, 16, needs="diffusers"),
+    Program("gcn", "two graph convolutions, full batches", 400, 60, needs="torch-geometric"),
 )
 
 
