@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import versus_page
-from diloco_deploy.trust.own import OwnCertificates
+from diloco_deploy.trust.tending import OwnCertificates
 from versus_systems import CERTS, SHARDS
 from versus_task import Task
 

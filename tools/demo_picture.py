@@ -17,7 +17,7 @@ from diloco_common.settings_loader import load
 from diloco_common.wire.addresses import read_address
 from diloco_deploy.run import up
 from diloco_deploy.run.folder import Outputs
-from diloco_deploy.show.terminal import Snapshot, view
+from diloco_deploy.terminal import Snapshot, view
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs/images/demo.png"
 DEMO = ("cluster.shards=2", "cluster.workers=3", "run.tokens=1_500_000", "sync.merge=mean", "cluster.page=")

@@ -1,4 +1,4 @@
-"""Writes the parts of docs/errors.md and docs/runbook.md that `diloco explain` has (deploy/diloco_deploy/explain).
+"""Writes the parts of docs/errors.md and docs/runbook.md that `diloco explain` has (deploy/diloco_deploy/catalogue.py).
 
 `python tools/explained.py` writes them, `--check` says whether they are up to date.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from diloco_deploy.explain.catalogue import with_parts
+from diloco_deploy.catalogue import with_parts
 from written import ROOT, written
 
 

@@ -19,9 +19,9 @@ COMMANDS = (
     Command(
         "scale", "diloco_deploy.run.commands:scale", "change the number of workers of a running cluster", RUN,
     ),
-    Command("status", "diloco_deploy.show.status:status", "show a running cluster", LOOK),
+    Command("status", "diloco_deploy.status:status", "show a running cluster", LOOK),
     Command(
-        "record", "diloco_deploy.show.record:record", "show whose work is in each version, and its weight", LOOK,
+        "record", "diloco_deploy.record:record", "show whose work is in each version, and its weight", LOOK,
     ),
     Command("web", "diloco_deploy.web.command:web", "the live page of a run, in a browser", LOOK),
     Command("logs", "diloco_deploy.commands:logs", "show the logs of a cluster on this machine", LOOK),
@@ -31,7 +31,7 @@ COMMANDS = (
         "check the connection to the shards, or a machine", LOOK,
     ),
     Command(
-        "explain", "diloco_deploy.explain.catalogue:explain", "explain a code, and what to do", LOOK,
+        "explain", "diloco_deploy.catalogue:explain", "explain a code, and what to do", LOOK,
     ),
     Command(
         "checkpoint", "diloco_deploy.checkpoint.commands:app", "take, list, verify and copy checkpoints", MODEL,
@@ -41,7 +41,7 @@ COMMANDS = (
         "make data folders from a checkpoint, for any number of shards", MODEL,
     ),
     Command(
-        "promote", "diloco_deploy.checkpoint.promote:promote",
+        "promote", "diloco_deploy.checkpoint.commands:promote",
         "make a standby the shard, once the shard will not come back", MODEL,
     ),
     Command(

@@ -17,8 +17,8 @@ from training import Training, tiny_model
 
 import diloco_worker
 from diloco_common.errors import UnsupportedModel
+from diloco_deploy.checkpoint import Writing
 from diloco_deploy.checkpoint.commands import restore
-from diloco_deploy.checkpoint.options import Writing
 from diloco_deploy.checkpoint.sources import open_whole
 from diloco_deploy.checkpoint.work import model_in
 from diloco_deploy.checkpoint.written import write

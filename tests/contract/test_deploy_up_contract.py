@@ -20,7 +20,7 @@ from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_common.wire.addresses import read_address
-from diloco_deploy.cluster.record import read_record
+from diloco_deploy.cluster.roll_call import read_record
 from diloco_deploy.run.children import Programs
 from diloco_deploy.run.folder import Outputs
 from diloco_deploy.run.supervisor import DEATHS_MAX, ChildSpec, Supervisor

@@ -17,10 +17,10 @@ from certificates import Certificates
 from diloco_common.settings import Settings
 from diloco_common.wire import rpc
 from diloco_common.wire.messages import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S, PROTOCOL
+from diloco_deploy.catalogue import CODES
 from diloco_deploy.doctor import shards
 from diloco_deploy.doctor.checks import Check, Door, Known, ReportLine, State, run_checks
 from diloco_deploy.doctor.command import Patient, look
-from diloco_deploy.explain.catalogue import CODES
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.probes import PROBES
 from secret_files import secret_file

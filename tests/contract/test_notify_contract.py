@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from diloco_common.errors import ConfigError
-from diloco_deploy.checkpoint.notify import TRIES, Notified
+from diloco_deploy.checkpoint.work import TRIES, Notified
 
 FOLDER = Path("/models/version-000012")
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"

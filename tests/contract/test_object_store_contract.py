@@ -12,7 +12,7 @@ from moto.server import ThreadedMotoServer
 
 from diloco_common.errors import BadCheckpoint
 from diloco_common.program import main
-from diloco_deploy.checkpoint import objects
+from diloco_deploy.checkpoint import sources
 from diloco_server.storage.checkpoint import MANIFEST
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.folders import is_checkpoint
@@ -70,10 +70,10 @@ def read(name: str, out: Path) -> bytes:
 
 
 def test_a_copy_is_verified_restored_and_exported_from_its_url(url, checkpoint, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(objects, "BLOCK_BYTES", 1000)  # several blocks to a file
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)  # several blocks to a file
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 0
 
-    copied = objects.ObjectFolder(url)
+    copied = sources.ObjectFolder(url)
     assert copied.names() == sorted(path.name for path in checkpoint.iterdir())
     for path in checkpoint.iterdir():
         opened = copied.open(path.name)
@@ -92,7 +92,7 @@ def test_a_second_copy_to_the_same_place_is_refused(url, checkpoint, capsys) -> 
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 3
     assert f"{MANIFEST} is there" in capsys.readouterr().err
     with pytest.raises(BadCheckpoint):  # whoever comes at the same time: the store itself refuses
-        objects.ObjectFolder(url).put_new(MANIFEST, b"another")
+        sources.ObjectFolder(url).put_new(MANIFEST, b"another")
     assert main(["checkpoint", "verify", url]) == 0
 
 
@@ -103,7 +103,7 @@ def test_a_copy_that_was_interrupted_is_no_checkpoint_and_is_begun_again(url, ch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(objects.ObjectFolder, "put_new", cut)
+        patch.setattr(sources.ObjectFolder, "put_new", cut)
         assert main(["checkpoint", "copy", str(checkpoint), url]) == 130
     assert main(["checkpoint", "verify", url]) == 3
     assert "BAD_CHECKPOINT" in capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_a_copy_that_was_interrupted_is_no_checkpoint_and_is_begun_again(url, ch
 
 
 def test_a_place_that_holds_something_else_is_refused(url, checkpoint, capsys) -> None:
-    objects.ObjectFolder(url).put_new("notes.txt", b"mine")
+    sources.ObjectFolder(url).put_new("notes.txt", b"mine")
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 3
     assert "notes.txt is there" in capsys.readouterr().err
 
@@ -122,7 +122,7 @@ def test_damage_is_found_at_a_url_and_never_copied(url, checkpoint, capsys) -> N
     path = sorted(checkpoint.glob("fragment-*"))[0]
     content = bytearray(path.read_bytes())
     content[-1000] ^= 2
-    objects.ObjectFolder(url).put(path.name, iter([bytes(content)]))
+    sources.ObjectFolder(url).put(path.name, iter([bytes(content)]))
     assert main(["checkpoint", "verify", url]) == 3
     assert path.name in capsys.readouterr().err
 
@@ -130,7 +130,7 @@ def test_damage_is_found_at_a_url_and_never_copied(url, checkpoint, capsys) -> N
     path.write_bytes(content)
     assert main(["checkpoint", "copy", str(checkpoint), f"{url}-2"]) == 3
     assert path.name in capsys.readouterr().err
-    assert MANIFEST not in objects.ObjectFolder(f"{url}-2").names()
+    assert MANIFEST not in sources.ObjectFolder(f"{url}-2").names()
     assert is_checkpoint(checkpoint)
 
 

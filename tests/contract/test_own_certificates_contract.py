@@ -15,7 +15,7 @@ from diloco_common.trust.identity import subject_of
 from diloco_deploy.run.children import Children, Programs
 from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.trust.authority import open_authority
-from diloco_deploy.trust.own import RENEW_EVERY_S, OwnCertificates, own_certificates
+from diloco_deploy.trust.tending import RENEW_EVERY_S, OwnCertificates, own_certificates
 
 
 def settings_with(*overrides: str) -> Settings:

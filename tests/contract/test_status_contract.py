@@ -14,8 +14,8 @@ from rich.console import Console
 
 from diloco_common.program import main
 from diloco_common.wire.addresses import write_address
+from diloco_deploy import status
 from diloco_deploy.cluster.asking import fetch_all, fetch_status
-from diloco_deploy.show import status
 from waiting import DEADLINE_S
 
 SHARD = {

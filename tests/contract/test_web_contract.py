@@ -17,7 +17,7 @@ from diloco_common.errors import ConfigError
 from diloco_common.settings import ClusterSettings, SecuritySettings, Settings
 from diloco_common.wire.addresses import write_address
 from diloco_deploy.cluster.asking import ShardReply
-from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
+from diloco_deploy.cluster.roll_call import ClusterRecord, MemberRecord
 from diloco_deploy.web import command, live_page
 from diloco_deploy.web.command import PageThread
 from diloco_deploy.web.live_page import LivePage, PageCredentials, given, in_folder

@@ -21,7 +21,7 @@ from test_e2e_up import Up
 
 from diloco_common.errors import EXIT_CANNOT_CONNECT, EXIT_TERMINATED
 from diloco_common.wire.addresses import read_address
-from diloco_deploy.show.status import EXIT_DEGRADED
+from diloco_deploy.status import EXIT_DEGRADED
 from processes import DEADLINE_S, TINY, Script, run_module, until
 
 SETTINGS = {"sync.quorum": 2, "lease.lease_s": 2, "lease.heartbeat_s": 0.5, "run.tokens": 0}

@@ -13,7 +13,7 @@ import pytest
 from diloco_common.errors import DilocoError
 from diloco_common.settings_loader import Given, load, save
 from diloco_common.wire.addresses import Endpoints, Role, read_address
-from diloco_deploy.cluster.record import read_record
+from diloco_deploy.cluster.roll_call import read_record
 from diloco_deploy.run import ray_up
 from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.ray_member import Look, OnRay, Plan

@@ -8,10 +8,9 @@ import pytest
 
 from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster, Pace
-from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
-from diloco_deploy.cluster.roll_call import Roll, roll_call
+from diloco_deploy.cluster.roll_call import ClusterRecord, MemberRecord, Roll, roll_call
 from diloco_deploy.run.members import Watch
-from diloco_deploy.show.status import ClusterStatus
+from diloco_deploy.status import ClusterStatus
 from diloco_deploy.web.feed import Feed
 from statuses import learner, shard, worker
 

@@ -10,7 +10,7 @@ import pytest
 from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import Endpoints, read_address, write_address
-from diloco_deploy.cluster.record import ClusterRecord
+from diloco_deploy.cluster.roll_call import ClusterRecord
 from diloco_deploy.run.folder import ClusterFolder, Outputs
 
 

@@ -11,9 +11,9 @@ from rich.console import Console, RenderableType
 from diloco_common.settings import Settings
 from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster
+from diloco_deploy.report import make_report, summary
 from diloco_deploy.run.members import Watch
-from diloco_deploy.show.report import make_report, summary
-from diloco_deploy.show.terminal import Snapshot, line, view
+from diloco_deploy.terminal import Snapshot, line, view
 from statuses import learner, shard, worker
 
 

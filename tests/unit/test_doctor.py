@@ -14,10 +14,10 @@ import pytest
 from diloco_common.errors import CannotConnect
 from diloco_common.settings import Settings, ShardSettings
 from diloco_common.wire.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
+from diloco_deploy.catalogue import CODES
 from diloco_deploy.doctor import command, machine, shards
 from diloco_deploy.doctor.checks import Check, CheckedLine, ReportLine, failure, ok, run_checks
 from diloco_deploy.doctor.machine import PlannedShard, Written
-from diloco_deploy.explain.catalogue import CODES
 
 SHARD = PlannedShard(
     params=1e8, fragments=24, learners=8, push="int8", pull="bfloat16", outer="nesterov", every=24, step_s=1.0,

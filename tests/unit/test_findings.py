@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from diloco_deploy.catalogue import CODES
 from diloco_deploy.cluster.roll_call import Roll, roll_call
 from diloco_deploy.doctor.command import of_roll
-from diloco_deploy.explain.catalogue import CODES
 from diloco_deploy.run.members import HOLD_S, Watch
-from diloco_deploy.show.status import EXIT_DEGRADED, ClusterStatus, page
+from diloco_deploy.status import EXIT_DEGRADED, ClusterStatus, page
 from diloco_deploy.web.feed import Feed
 from statuses import learner, shard, worker
 

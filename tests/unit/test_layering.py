@@ -240,7 +240,7 @@ LOADS: dict[str, set[str]] = {
     "plan": {"diloco_server.core.every"},
     "simulate": {"diloco_server.core", "diloco_worker.core"},
     "checkpoint": VALUES, "restore": VALUES, "export": VALUES, "pull": VALUES,
-    "promote": {"diloco_server.core", "diloco_server.storage"},
+    "promote": VALUES,
     "lab": {"diloco_demo", "diloco_server", "diloco_worker"},
 }  # fmt: skip
 """Command -> what of ours its module may load, also in functions, beside its own package and diloco_common."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_deploy.cluster import learners
+from diloco_deploy.cluster import members as learners
 from diloco_deploy.web import drawn
 from diloco_deploy.web.feed import PAGE, Feed
 from statuses import learner, shard, traced

@@ -1,9 +1,11 @@
-"""`diloco checkpoint`, `restore`, `export` and `pull`. Modules that need torch are imported inside the commands."""
+"""`diloco checkpoint`, `restore`, `promote`, `export` and `pull`. Modules that need torch are imported inside the
+commands."""
 
 from __future__ import annotations
 
 import re
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +14,9 @@ from cyclopts import Parameter
 
 from diloco_common import quantities
 from diloco_common.command import disk_errors, new_app
-from diloco_common.errors import EXIT_OK, BadCheckpoint, ConfigError
+from diloco_common.errors import EXIT_OK, BadCheckpoint, ConfigError, DataError
 from diloco_common.options import Json, number
-from diloco_deploy.checkpoint.options import Writing
+from diloco_deploy.checkpoint import Writing
 from diloco_deploy.run.folder import existing, shards_in
 
 _COUNT = number(quantities.count, 1, 1_000_000, "a whole number from 1")
@@ -97,8 +99,7 @@ def copy(
     /,
 ) -> int:
     """Copy a checkpoint to an object store."""
-    from diloco_deploy.checkpoint.objects import copy_checkpoint
-    from diloco_deploy.checkpoint.sources import open_checkpoint
+    from diloco_deploy.checkpoint.sources import copy_checkpoint, open_checkpoint
     from diloco_deploy.checkpoint.work import words
 
     source = open_checkpoint(checkpoint)
@@ -192,8 +193,7 @@ def pull(
         here = shards_in(folder)
         shards, run, tls = ",".join(here.addresses), run or here.run, tls or here.tls
     from diloco_common.trust.credentials import addresses_of
-    from diloco_deploy.checkpoint.notify import Notified
-    from diloco_deploy.checkpoint.work import write_each, write_out
+    from diloco_deploy.checkpoint.work import Notified, write_each, write_out
     from diloco_worker.global_model import pull_global_model, versions
 
     addresses, run, of = addresses_of(shards or ""), run or "local", "average up to " if average else ""
@@ -203,3 +203,33 @@ def pull(
         return write_each(found, how, keep, told)
     one = pull_global_model(addresses, run=run, tls=tls, bearer_token=token_file, wait_s=wait, average=average)
     return write_out(one, how, of)
+
+
+LOOK_S, WAIT_S = 0.05, 10.0
+"""How often, and how long, it looks whether a server serves from the folder."""
+
+
+def promote(
+    folder: Annotated[Path, Parameter(metavar="FOLDER", help="shard.data_dir of the standby, on its machine")], /
+) -> int:
+    """Make a standby the shard. A server that runs on its folder continues as the shard by itself; otherwise the next
+    one started on the folder does. Versions that were announced but are not here are lost. If the old shard is alive,
+    it ends as soon as the promoted one reaches it."""
+    from diloco_server.storage.filesystem import Disk, owner_lives
+    from diloco_server.storage.standby import promote
+
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}")
+    began, disk = time.monotonic(), Disk(folder)
+    with disk_errors():
+        held = promote(disk)
+    versions = sorted(version for _, version in held.values())
+    what = f"versions {versions[0]} to {versions[-1]}" if versions else "no version"
+    print(f"{folder}: promoted, with {what} of {len(held)} fragments")
+    while owner_lives(folder) and time.monotonic() < began + WAIT_S:
+        if any(name.startswith("epoch-") for name in disk.names()):
+            print(f"it is the shard now, after {time.monotonic() - began:.1f} s")
+            return EXIT_OK
+        time.sleep(LOOK_S)
+    print(f"no server serves from it yet: start diloco-server --data-dir {folder} with the settings of the shard")
+    return EXIT_OK

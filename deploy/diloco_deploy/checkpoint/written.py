@@ -28,7 +28,7 @@ from torch import Tensor
 
 from diloco_common.errors import ConfigError, DataError
 from diloco_common.wire.messages import FrozenTensor
-from diloco_deploy.checkpoint.options import Writing
+from diloco_deploy.checkpoint import Writing
 from diloco_worker.core.names import canonical
 from diloco_worker.export import write_model
 from diloco_worker.global_model import GlobalModel

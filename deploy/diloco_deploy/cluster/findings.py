@@ -13,8 +13,7 @@ from math import inf
 
 from diloco_common import units
 from diloco_common.errors import Draining, Expired, Revoked, Unavailable, VersionUndone
-from diloco_deploy.cluster.learners import SeenLearner
-from diloco_deploy.cluster.members import SeenMember, Status
+from diloco_deploy.cluster.members import SeenLearner, SeenMember, Status
 from diloco_deploy.cluster.model import SILENT_AFTER_S, Cluster
 
 FAILING_S = 5.0

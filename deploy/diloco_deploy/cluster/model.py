@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from diloco_common import units
 from diloco_common.wire.addresses import Role
-from diloco_deploy.cluster.learners import SeenLearner, forget_most, put_together
-from diloco_deploy.cluster.members import SeenMember, Status
+from diloco_deploy.cluster.members import SeenLearner, SeenMember, Status, forget_most, put_together
 
 SILENT_AFTER_S = 3.0
 """A process that has not answered for this long is shown as silent."""

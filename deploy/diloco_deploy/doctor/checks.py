@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from diloco_common.errors import DilocoError
-from diloco_deploy.explain.catalogue import CODES
+from diloco_deploy.catalogue import CODES
 
 if TYPE_CHECKING:
     from diloco_common.trust.files import TlsFiles

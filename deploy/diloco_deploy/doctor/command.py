@@ -141,8 +141,8 @@ def _walked(door: Door, known: Known, ends_at: float) -> Iterator[CheckedLine]:
 def _cluster(folder: Path) -> list[ReportLine]:
     """The findings of `diloco status`. Raises CannotConnect."""
     from diloco_deploy.cluster.asking import Asker
-    from diloco_deploy.show.status import Where, look
-    from diloco_deploy.trust.own import OwnCertificates
+    from diloco_deploy.status import Where, look
+    from diloco_deploy.trust.tending import OwnCertificates
 
     return of_roll(look(Where(folder), Asker(OwnCertificates.observer_in(folder))))
 

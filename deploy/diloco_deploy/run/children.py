@@ -12,7 +12,7 @@ from diloco_common.wire.addresses import Endpoints, Role, dialable
 from diloco_demo.cli import declared_digest
 from diloco_deploy.run.folder import ClusterFolder
 from diloco_deploy.run.supervisor import ChildSpec
-from diloco_deploy.trust.own import OBSERVER, OwnCertificates
+from diloco_deploy.trust.tending import OBSERVER, OwnCertificates
 
 EVALUATE = "evaluate"
 

@@ -18,7 +18,7 @@ from diloco_common.errors import BadCheckpoint, CannotConnect, ConfigError, InUs
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load_saved
 from diloco_common.wire.addresses import dialable, read_address
-from diloco_deploy.trust.own import OwnCertificates
+from diloco_deploy.trust.tending import OwnCertificates
 
 
 @dataclass(frozen=True)

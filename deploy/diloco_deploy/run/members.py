@@ -18,8 +18,8 @@ from diloco_common.wire.addresses import Role, write_json
 from diloco_deploy.cluster.findings import findings
 from diloco_deploy.cluster.members import Status
 from diloco_deploy.cluster.model import Cluster, Pace
-from diloco_deploy.cluster.record import ClusterRecord, MemberRecord, read_record
-from diloco_deploy.show.terminal import Snapshot
+from diloco_deploy.cluster.roll_call import ClusterRecord, MemberRecord, read_record
+from diloco_deploy.terminal import Snapshot
 
 _LOSSES_MAX = 512
 HOLD_S = 3.0

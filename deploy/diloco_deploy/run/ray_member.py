@@ -22,7 +22,7 @@ from diloco_deploy.run.children import flags
 from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.supervisor import Action, ChildSpec, Exit, Supervisor
 from diloco_deploy.trust.authority import is_good, open_authority
-from diloco_deploy.trust.own import RENEW_EVERY_S
+from diloco_deploy.trust.tending import RENEW_EVERY_S
 
 IN_USE_AGAIN_S = 5.0
 """Seconds between checks whether a member's former process is gone."""

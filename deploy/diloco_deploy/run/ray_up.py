@@ -23,14 +23,14 @@ from diloco_demo.cli import declared_digest
 from diloco_deploy.cluster.asking import Asker, fetch_all
 from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster
-from diloco_deploy.cluster.record import ClusterRecord, MemberRecord, addresses_in
+from diloco_deploy.cluster.roll_call import ClusterRecord, MemberRecord, addresses_in
 from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored
 from diloco_deploy.run.placement import settle
 from diloco_deploy.run.ray_member import Look, OnRay, Plan, shard_files
 from diloco_deploy.run.supervisor import Action, Interrupts
 from diloco_deploy.run.up import check_cluster
 from diloco_deploy.trust.authority import make_authority, open_authority
-from diloco_deploy.trust.own import OBSERVER, OwnCertificates
+from diloco_deploy.trust.tending import OBSERVER, OwnCertificates
 
 _LOOK_EVERY_S = 0.5
 _SAY_EVERY_S = 10.0

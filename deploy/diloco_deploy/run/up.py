@@ -22,14 +22,14 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import dialable, write_json
 from diloco_deploy.cluster.asking import Asker, Poller, fetch_all
+from diloco_deploy.report import Report, make_report, summary
 from diloco_deploy.run.children import EVALUATE, Children, Programs, names
 from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored, shown
 from diloco_deploy.run.members import Members, take_wish
 from diloco_deploy.run.placement import settle
 from diloco_deploy.run.supervisor import Action, Exit, Hanging, Interrupts, Supervisor
-from diloco_deploy.show.report import Report, make_report, summary
-from diloco_deploy.show.terminal import display_for
-from diloco_deploy.trust.own import OBSERVER, own_certificates
+from diloco_deploy.terminal import display_for
+from diloco_deploy.trust.tending import OBSERVER, own_certificates
 from diloco_deploy.web.command import PageThread
 
 _TICK_S = 0.1

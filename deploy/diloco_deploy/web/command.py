@@ -16,7 +16,7 @@ from diloco_common.options import Config, Flag, SettingsOptions, setting, settin
 from diloco_common.settings import SecuritySettings, Settings
 from diloco_common.trust.files import read_bearer_token
 from diloco_common.wire.addresses import split_addresses
-from diloco_deploy.trust.own import OwnCertificates
+from diloco_deploy.trust.tending import OwnCertificates
 from diloco_deploy.web.live_page import LivePage, PageCredentials, Watched, door_of, given, in_folder
 
 

@@ -13,8 +13,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from diloco_deploy.cluster.findings import findings
-from diloco_deploy.cluster.learners import STATES, SeenLearner
-from diloco_deploy.cluster.members import SeenMember, Status
+from diloco_deploy.cluster.members import STATES, SeenLearner, SeenMember, Status
 from diloco_deploy.cluster.model import Cluster, Pace
 from diloco_deploy.web.drawn import SPANS_S, Course, DrawnRounds, Events, Point
 from diloco_deploy.web.headlines import WORDS, headlines

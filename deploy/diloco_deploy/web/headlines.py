@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diloco_deploy.cluster.findings import GONE, OF_SHARDS, STANDS, Finding
-from diloco_deploy.cluster.learners import HERE
+from diloco_deploy.cluster.members import HERE
 from diloco_deploy.web.drawn import Point, Trend
 
 LEVEL = 0.005

@@ -24,7 +24,7 @@ from diloco_common.trust.files import REVOKED, DenyList, TlsFiles, TlsFolder
 from diloco_common.trust.identity import Proof
 from diloco_common.wire.addresses import parse_address
 from diloco_deploy.cluster.asking import ASK_S, Asker, NoAnswer, ask
-from diloco_deploy.cluster.record import addresses_in, read_record
+from diloco_deploy.cluster.roll_call import addresses_in, read_record
 from diloco_deploy.web.feed import Feed
 
 

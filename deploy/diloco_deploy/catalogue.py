@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from diloco_common.errors import ConfigError
 from diloco_common.options import Json
-from diloco_deploy.explain.codes import ALERTS, ERRORS, EXITS, FINDINGS, OUTCOMES, WORDS, Entry, Kind
+from diloco_deploy.codes import ALERTS, ERRORS, EXITS, FINDINGS, OUTCOMES, WORDS, Entry, Kind
 
 ENTRIES: tuple[Entry, ...] = (*ERRORS, *WORDS, *FINDINGS, *OUTCOMES, *ALERTS, *EXITS)
 CODES = {entry.code: entry for entry in ENTRIES}

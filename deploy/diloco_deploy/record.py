@@ -21,7 +21,7 @@ from diloco_common.command import QuietConsole
 from diloco_common.errors import CannotConnect
 from diloco_common.options import Config, Flag, Json, setting
 from diloco_deploy.cluster.asking import Asker, NoAnswer, ask_record
-from diloco_deploy.show.status import whom_to_ask
+from diloco_deploy.status import whom_to_ask
 
 FOLLOW_EVERY_S = 2.0
 

@@ -26,11 +26,10 @@ from diloco_common.wire.addresses import split_addresses
 from diloco_deploy.cluster.asking import IN_PLAINTEXT, Asker, fetch_all
 from diloco_deploy.cluster.findings import Finding
 from diloco_deploy.cluster.model import Totals
-from diloco_deploy.cluster.record import ClusterRecord, addresses_in, read_record
-from diloco_deploy.cluster.roll_call import Present, Roll, roll_call
+from diloco_deploy.cluster.roll_call import ClusterRecord, Present, Roll, addresses_in, read_record, roll_call
 from diloco_deploy.run.folder import is_owned, shown
-from diloco_deploy.show.terminal import Snapshot, legend, line, tables
-from diloco_deploy.trust.own import OwnCertificates
+from diloco_deploy.terminal import Snapshot, legend, line, tables
+from diloco_deploy.trust.tending import OwnCertificates
 
 SCHEMA = 1
 """Version of ClusterStatus. Increases when a field changes its meaning."""

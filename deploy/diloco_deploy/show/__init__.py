@@ -1,1 +1,0 @@
-"""Terminal output about a run: tables, lines, and the final report."""
