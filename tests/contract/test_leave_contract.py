@@ -23,7 +23,7 @@ from diloco_common.errors import WrongCall
 from diloco_common.trust.identity import Identity
 from diloco_server.shell import server
 from diloco_server.shell.servicer import ParameterServer
-from diloco_worker import learner
+from diloco_worker.shell import ending
 from diloco_worker.shell.process import Notice
 from waiting import DEADLINE_S
 
@@ -140,7 +140,7 @@ def test_a_loop_that_sigterm_has_broken_before_its_next_step_hands_over_too(serv
 
 
 def test_a_step_that_is_too_long_to_wait_for_is_broken_off(serve, train, capsys, monkeypatch):
-    monkeypatch.setattr(learner, "LEAVE_LEAST_S", 0.1)
+    monkeypatch.setattr(ending, "LEAVE_LEAST_S", 0.1)
     shard = serve(settings_with(sync=EXACT))
     a = train(shard.address, "a")
     for _ in range(7):

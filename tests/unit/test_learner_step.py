@@ -6,8 +6,9 @@ import pytest
 
 from diloco_common.errors import Superseded
 from diloco_common.wire.messages import Collect
-from diloco_worker import learner as shell
 from diloco_worker.core.events import Asked, Failed
+from diloco_worker.learner import HURRY_S, SETTLE_S
+from diloco_worker.shell import crossing as shell
 from parts import EPOCH, Rig
 
 
@@ -75,7 +76,7 @@ def test_the_end_is_heard_even_while_a_version_waits(reading: Rig) -> None:
         reading.learner.step(1)
 
 
-@pytest.mark.parametrize(("error", "settle_s"), [(KeyboardInterrupt, shell.HURRY_S), (ValueError, shell.SETTLE_S)])
+@pytest.mark.parametrize(("error", "settle_s"), [(KeyboardInterrupt, HURRY_S), (ValueError, SETTLE_S)])
 def test_pushes_under_way_get_less_time_after_ctrl_c(rig: Rig, error: type[BaseException], settle_s: float) -> None:
     with pytest.raises(error), rig.learner:
         raise error

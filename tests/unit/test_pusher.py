@@ -122,14 +122,14 @@ async def test_pushes_that_fail_are_said_after_a_minute_and_then_now_and_then(
     rig.shard.fails_with = error
     rig.shard.may_answer.set()
     rig.pushes()
-    await until_async(lambda: rig.pusher.failing, "one has failed, and the others are answered")
+    await until_async(lambda: rig.pusher.failing.why, "one has failed, and the others are answered")
     for seconds, times in ((0.0, 0), (FAILING_S + 1, 1), (1.0, 1), (FAILING_S, 2)):
         rig.clock.now += seconds
         rig.pusher.say_what_fails()
         assert caplog.text.count("PUSHES_FAIL") == times
     assert str(error) in caplog.text
     rig.shard.fails_with = None
-    await until_async(lambda: rig.pusher.failing is None, "it gets through")
+    await until_async(lambda: not rig.pusher.failing.why, "it gets through")
     rig.clock.now += 2 * FAILING_S
     rig.pusher.say_what_fails()
     assert caplog.text.count("PUSHES_FAIL") == 2

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from diloco_common.codec import memory, native
@@ -34,20 +36,20 @@ from diloco_worker.core.momentum import Companions
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import Models, Patterns, SharedSet, as_module
 from diloco_worker.global_model import pull_global_model
-from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
-from diloco_worker.shell import frozen_tensors, process
+from diloco_worker.learner import HURRY_S, Learner, make_learner
+from diloco_worker.shell import frozen_tensors
 from diloco_worker.shell.arguments import check_either, check_function, check_how, check_site, check_who, check_word
 from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.connections import Connections
-from diloco_worker.shell.ending import Patience
+from diloco_worker.shell.ending import LOOK_S, Patience
 from diloco_worker.shell.frozen_tensors import FrozenRule
 from diloco_worker.shell.island import Island, IslandGroup, check_ranks, is_together
 from diloco_worker.shell.network_thread import NetworkThread
 from diloco_worker.shell.optimizers import Compared, several
-from diloco_worker.shell.process import as_one_line
+from diloco_worker.shell.process import as_one_line, check_may_join, close_earlier, joined, say_in_one_line
 from diloco_worker.shell.telemetry import LearnerTelemetry
 from diloco_worker.shell.watch import ModelWatch
-from diloco_worker.view import read_state
+from diloco_worker.view import LearnerState, read_state
 
 
 def join(
@@ -151,63 +153,109 @@ def join(
         Refusal: a shard refuses this learner (other model, other run, wrong token, ...).
     """
     _listen(log)
-    addresses = addresses_of(shards)
-    check_who(run, learner_id, tls, token)
     check_how(wait_s, mean_merge, history, address_file, http)
     check_function("after_version", after_version)
     check_either("frozen", frozen, ("same", "any"))
     check_either("residuals", residuals, ("device", "host"))
     check_either("snapshots", snapshots, ("step", "background"))
-    credentials = Credentials(None if tls is None else Path(tls), token)
-    saved = read_state(state, run)
-    wanted = learner_id or (saved.learner_id if saved is not None else "")
-    name = credentials.learner_id(wanted, run)
-    process.check_may_join(run, name)
-    if not wanted:
-        process.close_earlier(run, name)
+    who = _who(shards, run, learner_id, tls, token, state, check_site(site))
     module = as_module(model)
     check_ranks(module, island)
     chosen = SharedSet(module, shared, private)
     compared = Compared(None if masters is not None else chosen, optimizer)
     group = IslandGroup(island) if is_together(island) else None
     if group is not None:
-        name = group.agree_on(name, saved)
+        who = replace(who, name=group.agree_on(who.name, who.saved))
     replica, averaged = _replica_of(chosen, mean_merge, companions, masters, group)
     for one in several(companions):
         compared.has(one)
     replica.reads_later = snapshots == "background" and replica.device.type == "cpu" and group is None
     world = real_world()
-    caller = Caller(run, name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
-    if caller.rank:  # the leader logs, records and serves HTTP for all ranks
-        http, address_file, history, name = None, None, None, f"{name}/{caller.rank}"
-    telemetry = _telemetry(caller, name, world, history, credentials)
+    caller = Caller(run, who.name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
+    name, shows = (
+        (f"{who.name}/{caller.rank}", Shows()) if caller.rank else (who.name, Shows(http, address_file, history))
+    )
+    telemetry = _telemetry(caller, name, world, shows, who.credentials)
     _say_what_it_takes(replica, chosen, telemetry, residuals)
-    network = NetworkThread(None if http is None else partial(_http_server, http, telemetry, credentials))
+    network = NetworkThread(
+        None if shows.http is None else partial(_http_server, shows.http, telemetry, who.credentials)
+    )
     learner = make_learner(
-        replica, addresses, caller, partial(GrpcTransport, credentials=credentials), world, network, telemetry,
-        Start() if saved is None else Start(saved.inner_step, saved.tokens, saved.tokens_merged, resumed=True),
-        index=None if saved is None else saved.index,
-        frozen=frozen_tensors.declare(chosen) if frozen == "same" else (),
+        replica, who.addresses, caller, partial(GrpcTransport, credentials=who.credentials), world, network, telemetry,
+        who.start, index=None if who.saved is None else who.saved.index, frozen=frozen_tensors.declare(chosen) if frozen == "same" else (),
         watch=None if replica.is_spread else ModelWatch(chosen, None if averaged is None else averaged.check),
-        council=None if group is None else group.council(), after_version=after_version,
-        site=check_site(site),
+        council=None if group is None else group.council(), after_version=after_version, site=who.site,
+        compared=compared, pull_average=who.average if group is None else None,
     )  # fmt: skip
-    if group is None:
-        folder = None if tls is None else Path(tls)
-        pull = partial(pull_global_model, addresses, run=run, tls=folder, bearer_token=token, average=True)
-        learner.pull_average = lambda: pull().tensors
-    learner.compared = compared
-    process.joined(run, caller.learner_id, learner)
+    joined(run, caller.learner_id, learner)
     learner.listen()
     with _closed_if_it_fails(learner, name):
         learner.start()
-        if address_file is not None:
-            with _written(f"address_file={str(address_file)!r} cannot be written: {{}}"):
-                write_address(Path(address_file), "worker", name, http=network.http_address)
+        shows.write_address(name, network.http_address)
         _wait_until_joined(learner, world, wait_s)
         if group is not None:
             learner.number(int(group.agree(str(learner.index))))
     return learner
+
+
+@dataclass(frozen=True)
+class Who:
+    """The learner that joins, where, and how it proves who it is."""
+
+    run: str
+    name: str
+    addresses: list[str]
+    tls: Path | None
+    token: str | Path | None
+    credentials: Credentials
+    saved: LearnerState | None
+    """Of an earlier process."""
+    site: str
+
+    @property
+    def start(self) -> Start:
+        saved = self.saved
+        if saved is None:
+            return Start()
+        return Start(saved.inner_step, saved.tokens, saved.tokens_merged, resumed=True)
+
+    def average(self) -> Mapping[str, Tensor]:
+        """The average of the versions, as the shards have it now."""
+        return pull_global_model(
+            self.addresses, run=self.run, tls=self.tls, bearer_token=self.token, average=True
+        ).tensors
+
+
+@dataclass(frozen=True)
+class Shows:
+    """Where the learner shows itself. Only the leader of an island does: it logs, records and serves for all ranks."""
+
+    http: str | None = None
+    address_file: str | Path | None = None
+    history: str | Path | None = None
+
+    def write_address(self, name: str, http: str) -> None:
+        if self.address_file is not None:
+            with _written(f"address_file={str(self.address_file)!r} cannot be written: {{}}"):
+                write_address(Path(self.address_file), "worker", name, http=http)
+
+
+def _who(
+    shards: str | Sequence[str], run: str, learner_id: str, tls: str | Path | None, token: str | Path | None,
+    state: Mapping[str, Any] | None, site: str,
+) -> Who:  # fmt: skip
+    """Raises what `join` raises of these arguments."""
+    addresses = addresses_of(shards)
+    check_who(run, learner_id, tls, token)
+    folder = None if tls is None else Path(tls)
+    credentials = Credentials(folder, token)
+    saved = read_state(state, run)
+    wanted = learner_id or (saved.learner_id if saved is not None else "")
+    name = credentials.learner_id(wanted, run)
+    check_may_join(run, name)
+    if not wanted:
+        close_earlier(run, name)
+    return Who(run, name, addresses, folder, token, credentials, saved, site)
 
 
 def digest_of(
@@ -259,18 +307,16 @@ def _listen(log: Literal["stderr"] | None) -> None:
     check_word("log", log, ("stderr", None))
     if log == "stderr":
         logs.listen()
-        process.say_in_one_line()
+        say_in_one_line()
     else:
         logs.keep_quiet()
 
 
-def _telemetry(
-    caller: Caller, name: str, world: World, history: str | Path | None, credentials: Credentials
-) -> LearnerTelemetry:
+def _telemetry(caller: Caller, name: str, world: World, shows: Shows, credentials: Credentials) -> LearnerTelemetry:
     recorded = None
-    if history is not None:
-        with _written(f"history={str(history)!r}: {{}}; give a folder that can be written"):
-            recorded = HistoryFile(Path(history), name)
+    if shows.history is not None:
+        with _written(f"history={str(shows.history)!r}: {{}}; give a folder that can be written"):
+            recorded = HistoryFile(Path(shows.history), name)
     telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log(name), recorded)
     if credentials.tls() is not None:
         telemetry.metrics.certificates.follow(credentials.files)

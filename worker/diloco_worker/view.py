@@ -14,13 +14,16 @@ from types import NoneType
 from typing import Any
 
 from diloco_common.errors import ConfigError
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.shell.arguments import check_seconds
 from diloco_worker.shell.boundary import StepBoundary
 from diloco_worker.shell.connections import Connections
+from diloco_worker.shell.process import Home
 from diloco_worker.shell.telemetry import LearnerTelemetry
 
 
 class LearnerView:
-    """The read-only half of `Learner`."""
+    """The half of `Learner` that tells."""
 
     def __init__(
         self, boundary: StepBoundary, connections: Connections, telemetry: LearnerTelemetry, index: int | None
@@ -30,6 +33,7 @@ class LearnerView:
         self.telemetry = telemetry
         self._boundary = boundary
         self._index = index
+        self._home = Home()
 
     # ------------------------------------------------------------ this learner
 
@@ -78,6 +82,41 @@ class LearnerView:
     def done(self) -> bool:
         """Whether to stop training: all shards have merged the token budget, or `stop` was called."""
         return self._boundary.is_stop_asked or self._boundary.shards.have_stopped
+
+    @property
+    def core(self) -> LearnerCore | None:
+        """The learner's decisions so far; None until the model is cut."""
+        return self._boundary.core
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters and identity for `join(state=...)`, as plain values for any checkpoint.
+
+        Save it with the model and the optimizer, between two steps. In an island all ranks get the same state; if a
+        rank dies during the call, the others raise IslandBroken.
+        """
+        self._home.check(self.learner_id)
+        caller = self.telemetry.caller
+        merged = self.tokens_merged
+        return LearnerState(caller.run_id, caller.learner_id, self.index, *self._boundary.trained(), merged).as_dict()
+
+    def status(self) -> dict[str, Any]:
+        """The JSON that /status serves. May be called in any thread."""
+        return self.telemetry.status(self._boundary.pulse, self.connections.figures())
+
+    @property
+    def hung_s(self) -> float:
+        """Seconds without the end of an inner step after which the learner counts as hung: with `http=`, /healthz
+        answers 503. May be set; 0: never."""
+        return self.telemetry.hung_s
+
+    @hung_s.setter
+    def hung_s(self, seconds: float) -> None:
+        check_seconds("hung_s", seconds)
+        self.telemetry.hung_s = seconds
+
+    def stop(self) -> None:
+        """Make `done` true. May be called from a signal handler."""
+        self._boundary.ask_stop()
 
     # ------------------------------------------------------------ the run
 

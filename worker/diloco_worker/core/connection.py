@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from diloco_common import errors
-from diloco_common.errors import ConfigError, DilocoError, Refusal, Superseded, Unavailable
+from diloco_common.errors import BadRequest, ConfigError, DilocoError, Refusal, Superseded, Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.calls import SAY_EVERY_S, backoff_s
 from diloco_common.wire.manifest import Manifest
@@ -225,6 +225,11 @@ class ConnectionState:
     @property
     def identity(self) -> Identity:
         return self.caller.under(self.lease)
+
+    def check_owned(self, fragment_id: int) -> None:
+        """Raises BadRequest."""
+        if fragment_id not in self.owned:
+            raise BadRequest(f"{self.address} speaks of fragment {fragment_id}, which it did not name in Join")
 
     def take_lease(self, joined: Joined) -> bool:
         """The shard gave a lease. Returns whether its epoch is new, so that its earlier announcements are void."""

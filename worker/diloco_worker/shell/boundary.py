@@ -255,6 +255,13 @@ class StepBoundary:
         return max(0.0, SEED_HOLD_S - (self._clock() - since))
 
     @torch.no_grad()
+    def take_global(self) -> None:
+        """theta <- the versions that the learner holds, replacing all local progress."""
+        for fragment in self._core.exported:
+            fragment.tensors.restore()
+        self.written()
+
+    @torch.no_grad()
     def written(self) -> None:
         """Values that no inner step produced were written to the model: let the loop clamp or project them."""
         if self._after_version is not None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from diloco_common.codec import offered_names
-from diloco_common.errors import BadRequest, DilocoError, Refusal, Unavailable, refusal_from
+from diloco_common.errors import DilocoError, Refusal, Unavailable, refusal_from
+from diloco_common.observe.logs import Log
 from diloco_common.ports import ControlStream
 from diloco_common.wire.calls import CALL_S, SILENCE_HEARTBEATS
 from diloco_common.wire.manifest import Manifest
@@ -24,6 +25,7 @@ from diloco_common.wire.messages import (
     Directive,
     Drain,
     Evicted,
+    Held,
     JoinAnswer,
     JoinRequest,
     Progress,
@@ -48,7 +50,16 @@ REPORT_EVERY_S = 0.02
 class Connection:
     """Everything that a learner keeps with one shard."""
 
-    def __init__(self, address: str, progress: Progress, context: ConnectionContext) -> None:
+    def __init__(
+        self,
+        address: str,
+        progress: Progress,
+        context: ConnectionContext,
+        agreement: Agreement,
+        objections: Objections,
+        others: Sequence[Connection],
+    ) -> None:
+        """All connections share `agreement` and `objections`; `others` are all of them."""
         self.state = ConnectionState(context.caller, address, context.council.to_pull())
         self.is_up = False
         """Whether the shard answers on the control stream."""
@@ -68,13 +79,8 @@ class Connection:
         self._deadline: asyncio.Timeout | None = None  # for the next message on the control stream
         self.why_down: DilocoError | None = None
         """The error of the last attempt; None: the shard is up, was not dialed yet, or ended the stream itself."""
-        self.others_away: Callable[[], tuple[ShardAway, ...]] = tuple
-        """Shards that this learner's other connections cannot reach; reported to this one."""
-        self.num_gone: Callable[[], int] = int
-        self.agreement = Agreement(1, context.tensors)
-        """Shared by all connections."""
-        self.objections = Objections(1)
-        """Shared by all connections."""
+        self._others = others
+        self.agreement, self.objections = agreement, objections
         self.pusher.refused = self.puller.failed = self._fails
 
     @property
@@ -197,7 +203,11 @@ class Connection:
             self.why_down = error
             redial = self._dialing.ended(error, world.clock(), world.random.random())
             is_objection = redial.is_objection or error is self._fault
-            if error is not None and is_objection and self.objections.raised(self.address, error, self.num_gone()):
+            if (
+                error is not None
+                and is_objection
+                and self.objections.raised(self.address, error, sum(one.is_gone for one in self._others))
+            ):
                 raise error
             if redial.is_lease_over:
                 self.state.lost_lease()
@@ -220,7 +230,7 @@ class Connection:
                 lease = Lease(answer.epoch, answer.generation)
                 await self._transport.leave(self._c.caller.under(lease), GOODBYE_S)
             raise
-        self._say_what_is_lost(joined)
+        _say_what_is_lost(joined, self._c.codec.held(self.state.fragment_ids), self._c.telemetry.log)
         self._take_lease(joined)
         self._c.inbox.put(joined)
         self._c.telemetry.log.event(
@@ -243,24 +253,6 @@ class Connection:
             if clock() - asked < 2.0:  # most take milliseconds
                 break
         return answer
-
-    def _say_what_is_lost(self, joined: Joined) -> None:
-        """Log if the shard has lost versions that this learner has seen."""
-        now = {status.fragment_id: status for status in joined.fragments}
-        held = [h for h in self._c.codec.held(self.state.fragment_ids) if h.fragment_id in now]
-        lost = [h for h in held if h.version and not now[h.fragment_id].seeded]
-        if lost:
-            self._c.telemetry.log.warning(
-                "the shard has lost its versions: this learner brings what it has", code="VERSIONS_LOST",
-                shard=self.address, fragments=len(lost), version=max(h.version for h in lost),
-            )  # fmt: skip
-        older = [h for h in held if now[h.fragment_id].seeded and now[h.fragment_id].version < h.version]
-        if older:
-            self._c.telemetry.log.warning(
-                "the shard continues from older versions than this learner has seen: what was merged since is lost",
-                code="VERSIONS_LOST", shard=self.address, fragments=len(older),
-                version=min(now[h.fragment_id].version for h in older), seen=max(h.version for h in older),
-            )  # fmt: skip
 
     def _take_lease(self, joined: Joined) -> None:
         mine = self.state.fragment_ids
@@ -310,9 +302,12 @@ class Connection:
         with contextlib.suppress(Unavailable):  # the reader gets the same error and reports it
             while True:
                 self._has_progress.clear()  # first: a step that ends meanwhile is reported next time
-                why, for_s = ("", 0.0) if (failing := self.pusher.failing) is None else (failing.why, failing.for_s)
-                said = replace(self._progress, away=self.others_away(), last_rounds=self._last_rounds)
-                await stream.report(replace(said, pushes_fail_why=why, pushes_fail_s=for_s))
+                failing = self.pusher.failing
+                said = replace(
+                    self._progress, away=tuple(away for one in self._others if (away := one.away) is not None),
+                    last_rounds=self._last_rounds, pushes_fail_why=failing.why, pushes_fail_s=failing.for_s,
+                )  # fmt: skip
+                await stream.report(said)
                 self.pusher.say_what_fails()
                 await asyncio.sleep(REPORT_EVERY_S)
                 with contextlib.suppress(TimeoutError):
@@ -322,10 +317,10 @@ class Connection:
     def _hear(self, directive: Directive) -> None:
         match directive:
             case Collect():
-                self._check_owned(directive)
+                self.state.check_owned(directive.fragment_id)
                 self._c.inbox.put(Asked(directive, self.state.epoch))
             case Committed():
-                self._check_owned(directive)
+                self.state.check_owned(directive.fragment_id)
                 self.state.to_pull.announced(directive.fragment_id, (directive.epoch, directive.version))
                 self.puller.near[directive.fragment_id] = directive.near
                 self.puller.wake()
@@ -339,13 +334,6 @@ class Connection:
             case Evicted():
                 raise refusal_from(directive.code, directive.message)
 
-    def _check_owned(self, directive: Collect | Committed) -> None:
-        """A shard may only speak of its own fragments. Raises BadRequest."""
-        if directive.fragment_id not in self.state.owned:
-            raise BadRequest(
-                f"{self.address} speaks of fragment {directive.fragment_id}, which it did not name in Join"
-            )
-
     def _came_up(self) -> None:
         self.is_up, self._down_since = True, None
         self.pusher.begin_anew()
@@ -355,3 +343,20 @@ class Connection:
         self.objections.withdrawn(self.address)
         self.puller.wake()
         self._c.telemetry.connected(self.address, self.times_up)
+
+
+def _say_what_is_lost(joined: Joined, seen: Sequence[Held], log: Log) -> None:
+    """Log if the shard has lost versions that this learner has seen."""
+    now = {status.fragment_id: status for status in joined.fragments}
+    held = [h for h in seen if h.fragment_id in now]
+    if lost := [h for h in held if h.version and not now[h.fragment_id].seeded]:
+        log.warning(
+            "the shard has lost its versions: this learner brings what it has", code="VERSIONS_LOST",
+            shard=joined.address, fragments=len(lost), version=max(h.version for h in lost),
+        )  # fmt: skip
+    if older := [h for h in held if now[h.fragment_id].seeded and now[h.fragment_id].version < h.version]:
+        log.warning(
+            "the shard continues from older versions than this learner has seen: what was merged since is lost",
+            code="VERSIONS_LOST", shard=joined.address, fragments=len(older),
+            version=min(now[h.fragment_id].version for h in older), seen=max(h.version for h in older),
+        )  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 
 from diloco_common.errors import DilocoError, Unavailable
 from diloco_common.wire.manifest import Manifest
-from diloco_common.wire.messages import Progress, Pulse, ShardAway
+from diloco_common.wire.messages import Progress, Pulse
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.events import (
     Act,
@@ -44,14 +44,13 @@ class Connections:
 
     def __init__(self, addresses: Sequence[str], progress: Progress, context: ConnectionContext) -> None:
         self._c = context
-        self._connections = [Connection(address, progress, context) for address in addresses]
+        agreement, objections = Agreement(len(addresses), context.tensors), Objections(len(addresses))
+        self._connections: list[Connection] = []
+        for address in addresses:
+            connection = Connection(address, progress, context, agreement, objections, self._connections)
+            self._connections.append(connection)
         self._manifest: Manifest | None = None
         self._leases: dict[int, Lease] = {}  # by shard, as agreed by all ranks
-        agreement, objections = Agreement(len(addresses), context.tensors), Objections(len(addresses))
-        for connection in self._connections:
-            connection.others_away = self._away
-            connection.agreement, connection.objections = agreement, objections
-            connection.num_gone = self._num_gone
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(self._connections)
@@ -102,14 +101,8 @@ class Connections:
     @property
     def failing_pushes(self) -> str:
         """Which pushes do not get through, and why, as text; empty: none."""
-        found = ((c, failing) for c in self._connections if c.is_up and (failing := c.pusher.failing) is not None)
+        found = ((c, failing) for c in self._connections if c.is_up and (failing := c.pusher.failing).why)
         return "; ".join(f"pushes to {c.address} have failed for {f.for_s:.0f} s: {f.why}" for c, f in found)
-
-    def _num_gone(self) -> int:
-        return sum(connection.is_gone for connection in self._connections)
-
-    def _away(self) -> tuple[ShardAway, ...]:
-        return tuple(away for connection in self._connections if (away := connection.away) is not None)
 
     def perform(self, acts: Sequence[Act]) -> None:
         """Carry out the acts of one step boundary in order. An act that fails ends the learner, not this call."""

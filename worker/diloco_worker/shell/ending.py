@@ -1,20 +1,27 @@
-"""The end of a learner: what it waits for, how long, and what it logs meanwhile."""
+"""The end of a learner: by `finish`, `leave` or SIGTERM; what it waits for, how long, and what it logs meanwhile.
+
+`Ending` owns it. `Finishing` and `Leaving` find what is still missing.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 from diloco_common.observe.logs import Log
+from diloco_common.ports import Clock
 from diloco_common.wire.calls import SAY_EVERY_S
+from diloco_worker.core.events import LastRounds
 from diloco_worker.shell.boundary import StepBoundary
 from diloco_worker.shell.connections import Connections
+from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.council import Council
+from diloco_worker.shell.crossing import Crossing
+from diloco_worker.shell.process import Notice, as_exit, say_as_before
+from diloco_worker.shell.telemetry import LearnerTelemetry
 
 FINISH_S = 60.0
 """Seconds to wait for the last versions: at most one pull of each fragment."""
@@ -22,6 +29,10 @@ LEAVE_S = 25.0
 """Seconds to hand over the work since the last contributions. Clouds warn 30 seconds ahead, or more."""
 FIRST_S = 1.5
 """Waits longer than this, in seconds, are logged."""
+LOOK_S = 0.2
+"""Seconds between two looks of a waiting learner, unless something arrives sooner."""
+LEAVE_LEAST_S = 5.0
+"""Least seconds that remain of `LEAVE_S` to leave, if the step after the warning took long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +58,7 @@ class Finished:
         return int(bool(self))
 
 
-class Ending:
+class Awaited:
     """Finds what is still missing at the end. Owned by the training thread."""
 
     usual_s: float
@@ -92,7 +103,7 @@ class Ending:
         return {shard: f"work on {n} fragments of {shard}" for shard, n in held.items()}
 
 
-class Finishing(Ending):
+class Finishing(Awaited):
     """Ends with the last version of every fragment in the model, and nothing else.
 
     A shard that has reached the budget makes no more versions, so the one that it announced last is final. If training
@@ -111,14 +122,6 @@ class Finishing(Ending):
     def look(self, waited_s: float, wait_s: float | None) -> tuple[bool, str]:
         self._hands_over = waited_s < LEAVE_S or wait_s is not None
         return super().look(waited_s, wait_s)
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """theta <- the versions that the learner holds, replacing all local progress."""
-        assert self._boundary.core is not None
-        for fragment in self._boundary.core.exported:
-            fragment.tensors.restore()
-        self._boundary.written()
 
     def missing(self) -> Mapping[str, str]:
         """Versions that have not come, and shards that do not tell whether there are any."""
@@ -169,7 +172,7 @@ class Finishing(Ending):
         return core is not None and any(f.tensors.is_being_read for f in core.fragments.values())
 
 
-class Leaving(Ending):
+class Leaving(Awaited):
     """Ends with all of the learner's work in a version.
 
     The learner tells each shard which fragments hold work that nobody else has. The shard opens an extra round for
@@ -181,6 +184,144 @@ class Leaving(Ending):
 
     def missing(self) -> Mapping[str, str]:
         return self.unmerged()
+
+
+class Loop(Protocol):
+    """The learner, as its end needs it."""
+
+    def check_end(self) -> None:
+        """Raises WrongCall and ModelChanged if it cannot end now."""
+
+    def poll(self) -> None:
+        """Apply what has arrived, and send what rounds ask for."""
+
+    def close(self) -> None:
+        """Leave the run."""
+
+
+class Ending:
+    """Ends a learner once. Owned by the training thread."""
+
+    def __init__(
+        self,
+        boundary: StepBoundary,
+        connections: Connections,
+        crossing: Crossing,
+        context: ConnectionContext,
+        loop: Loop,
+    ) -> None:
+        self._boundary, self._crossing, self._loop = boundary, crossing, loop
+        self._telemetry: LearnerTelemetry = context.telemetry
+        self._clock: Clock = context.world.clock
+        self._inbox = context.inbox
+        self._finishing = Finishing(boundary, connections, context.council)
+        self._leaving = Leaving(boundary, connections, context.council)
+        self._notice: Notice | None = None
+        self._is_leaving = False
+        self._finished: Finished | None = None
+        self._has_left: bool | None = None
+
+    def listen(self) -> None:
+        """Treat SIGTERM as the notice to leave from now on, unless the process already handles it."""
+        self._notice = Notice(self._boundary.ask_leave, self._patience_s)
+
+    def over(self) -> None:
+        """The learner is closed. May be repeated."""
+        if self._notice is not None:
+            self._notice.end(is_heeded=self._is_leaving and self._boundary.is_leave_asked)
+
+    def finish(self, wait_s: float | None, *, regardless: bool) -> Finished:
+        """See `Learner.finish`."""
+        if self._finished is None:
+            missing = self._wait(self._finishing, wait_s)
+            self._finished = self._finishing.outcome(missing, regardless=regardless)
+            if self._finished.is_global:
+                self._boundary.take_global()
+            self._say(self._finished)
+            self._loop.close()
+            say_as_before()
+        elif regardless and not self._finished.is_global:
+            self._boundary.take_global()
+            self._finished = replace(self._finished, is_global=True)
+        return self._finished
+
+    def leave(self, wait_s: float | None = None) -> bool:
+        """See `Learner.leave`."""
+        if self._finished is not None:
+            return bool(self._finished)
+        if self._has_left is not None:
+            return self._has_left
+        if self._notice is not None:
+            self._notice.heed()
+        before = self._boundary.figures().tokens_unmerged
+        self._is_leaving = True
+        missing = self._wait(self._leaving, wait_s)
+        self._has_left = not missing
+        if missing:
+            self._telemetry.log.warning("some of this learner's work is in no version", why=missing)
+        self._loop.close()
+        if self._boundary.is_leave_asked:
+            figures = self._boundary.figures()
+            share = 1 - figures.tokens_unmerged / before if before else 1.0
+            merged = (
+                f"{share:.0%} of what it alone had is merged, but not {missing}" if missing else "all of it is merged"
+            )
+            learner_id = self._telemetry.caller.learner_id
+            raise as_exit(f"{learner_id} has left the run after {figures.inner_step} steps; {merged}")
+        return not missing
+
+    def heed(self) -> None:
+        """If SIGTERM came, hand over the work and end the process."""
+        if self._boundary.is_leave_asked and not self._is_leaving:
+            if (asked_at := self._boundary.leave_asked_at) is not None:  # None: another rank got it
+                self._leaving.usual_s = max(LEAVE_LEAST_S, LEAVE_S - (self._clock() - asked_at))
+            self.leave()
+
+    def hand_over(self, waited_s: float, wait_s: float | None, how: Awaited | None = None) -> tuple[bool, str]:
+        """After a `poll`: ask for the missing rounds. Returns what `Awaited.look` returns."""
+        core = self._boundary.core
+        if core is not None and not self._boundary.shards.have_stopped:
+            self._crossing.post([LastRounds(core.last_rounds)])
+        return (how or self._leaving).look(waited_s, wait_s)
+
+    def _wait(self, how: Awaited, wait_s: float | None) -> str:
+        """Poll until nothing is missing, or the time is over. Returns what is missing, as text."""
+        self._loop.check_end()
+        began = self._clock()
+        patience = Patience(self._telemetry.log, how.waits, began)
+        while True:
+            self._loop.poll()
+            waited_s = self._clock() - began
+            is_over, missing = self.hand_over(waited_s, wait_s, how)
+            if is_over:
+                patience.over(began + waited_s)
+                return missing
+            patience.still(missing or "a round that holds work of this learner", began + waited_s)
+            self._inbox.wait(LOOK_S)
+
+    def _patience_s(self) -> float | None:
+        """Seconds that the notice waits for the step to end: its usual time, if the rest of the warning allows it.
+        None: forever, since the ranks of an island end a step together."""
+        if not self._boundary.is_alone:
+            return None
+        left_s = self._telemetry.step_left_s
+        return LEAVE_LEAST_S + (left_s if left_s < LEAVE_S - 2 * LEAVE_LEAST_S else 0.0)
+
+    def _say(self, finished: Finished) -> None:
+        log, lost = self._telemetry.log, f"{finished.tokens_unmerged} of {finished.tokens}"
+        if not finished.is_global:
+            log.warning(
+                "some of this learner's work is not in the run: the model keeps it, and "
+                "learner.finish(regardless=True) loads the global values", code="NOT_MERGED", tokens_unmerged=lost,
+                why=finished.why,
+            )  # fmt: skip
+        elif finished.work != "all":
+            log.warning(
+                "the model holds the global values, which lack some of this learner's work", code="NOT_MERGED",
+                tokens_unmerged=lost, why=finished.why,
+            )  # fmt: skip
+        elif finished.why:
+            log.warning("not everything is of the last version", why=finished.why)
 
 
 class Patience:

@@ -28,9 +28,10 @@ SEEDS_AT_ONCE = 2
 class FailingPushes:
     """Pushes that do not get through although the control stream does: a proxy's limit, the MTU of a path."""
 
-    for_s: float
+    for_s: float = 0.0
     """Seconds since the first attempt began."""
-    why: str
+    why: str = ""
+    """Empty: the last attempts all succeeded."""
 
 
 class Pusher:
@@ -71,10 +72,10 @@ class Pusher:
             await asyncio.wait(under_way, timeout=timeout_s)
 
     @property
-    def failing(self) -> FailingPushes | None:
-        """The push that has failed for longest; None: the last attempts all succeeded. May be read in any thread."""
+    def failing(self) -> FailingPushes:
+        """The push that has failed for longest. May be read in any thread."""
         oldest = min(self._failing.copy().values(), default=None)
-        return None if oldest is None else FailingPushes(self._c.world.clock() - oldest[0], oldest[1])
+        return FailingPushes() if oldest is None else FailingPushes(self._c.world.clock() - oldest[0], oldest[1])
 
     def begin_anew(self) -> None:
         """The shard is up again: earlier failures do not count."""
@@ -83,7 +84,7 @@ class Pusher:
     def say_what_fails(self) -> None:
         """Log pushes that have failed for long, now and then. Call it while the control stream is up."""
         failing, now = self.failing, self._c.world.clock()
-        if failing is not None and failing.for_s >= FAILING_S <= now - self._said_at:
+        if failing.for_s >= FAILING_S <= now - self._said_at:
             self._said_at = now
             self._c.telemetry.log.warning(
                 "pushes fail: this learner's work is not merged", code="PUSHES_FAIL",
