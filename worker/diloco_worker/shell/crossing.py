@@ -61,7 +61,7 @@ class Crossing:
         self._compared, self._settle = compared, settle
         self._diverging = Diverging(len(list(connections)))
         self._steps_told = boundary.figures().inner_step
-        self._step_ended = self._clock()
+        self._step_ended = 0.0  # set by `begin`
         self._loss = _Loss()
         self._says_no_tokens = True  # whether every step of this process did
 
