@@ -182,7 +182,8 @@ def join(
     )
     learner = make_learner(
         replica, who.addresses, caller, partial(GrpcTransport, credentials=who.credentials), world, network, telemetry,
-        who.start, index=None if who.saved is None else who.saved.index, frozen=frozen_tensors.declare(chosen) if frozen == "same" else (),
+        who.start, index=None if who.saved is None else who.saved.index,
+        frozen=frozen_tensors.declare(chosen) if frozen == "same" else (),
         watch=None if replica.is_spread else ModelWatch(chosen, None if averaged is None else averaged.check),
         council=None if group is None else group.council(), after_version=after_version, site=who.site,
         compared=compared, pull_average=who.average if group is None else None,
