@@ -222,10 +222,10 @@ sbom: $(WHEELS_INSTALLED) ## Build the wheels; write what they and the images ar
 	@ls dist
 
 # Minutes, not hours. `make quality` takes hours.
-BENCHMARKS := $(addprefix benchmarks/,outer_round.py step_cost.py shard_memory.py slices.py straggler.py recovery.py)
+BENCHMARKS := $(addprefix benchmarks/,outer_round.py step_cost.py shard_memory.py recovery.py)
 
 .PHONY: bench
-bench: $(INSTALLED) ## Run the benchmarks of a round, a step, a shard, a straggler, a recovery (docs/performance.md)
+bench: $(INSTALLED) ## Run the benchmarks of a round, a step, a shard, a recovery (docs/performance.md)
 	@missed=0; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script" || missed=1; done; exit $$missed
 
 GPU ?=

@@ -135,12 +135,11 @@ def main() -> None:
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SWEEPS), help=",".join(SWEEPS))
     parser.add_argument("--rounds", type=int, default=3, help="measured in each case, after one that is not")
     parser.add_argument("--seconds", type=float, default=1.0, help="of more rounds, where those take less")
-    parser.add_argument("--largest", type=float, default=1.0, help="share of each sweep's cases, smallest first")
     args = parser.parse_args()
     if unknown := set(args.only) - set(SWEEPS):
         parser.error(f"no such sweep: {', '.join(sorted(unknown))}; there are {', '.join(SWEEPS)}")
     torch.set_num_threads(1)
-    cases = [case for name in args.only for case in SWEEPS[name][: max(1, round(args.largest * len(SWEEPS[name])))]]
+    cases = [case for name in args.only for case in SWEEPS[name]]
     print("learners fragments M params shards  s/round shard CPU s per core: contributions/s   MB/s cores")
 
     async def all_costs() -> list[Cost]:  # in one event loop, because gRPC cannot change it

@@ -33,7 +33,7 @@ from diloco_common.wire.messages import PushHeader
 from diloco_lab.arms import load_arm
 from diloco_lab.lockstep import TICK, LearnerRig, LockstepRun, ShardRig
 from diloco_lab.tasks import EVALUATION_TOKENS, BuiltIn, Stream
-from diloco_server.core.ledger import Fact, LearnerLeftOut
+from words import Found, WatchedShard
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "results" / "hostile.md"
@@ -47,6 +47,7 @@ PATIENCE = 1.5
 """Inner steps that an attacker waits for the others' contributions."""
 ALIE_Z = 1.5
 Trust = Literal["members", "strangers"]
+TRUSTS: tuple[Trust, ...] = ("members", "strangers")
 Memory = dict[str, Tensor]
 Values = Callable[[Tensor, Sequence[Tensor], Memory], Tensor]
 """(a healthy learner's contribution, the others' contributions, this learner's memory) -> its contribution."""
@@ -199,12 +200,6 @@ class Own:
         return self.reads(*self.usual.next_batch())
 
 
-class WatchedShard(ShardRig):
-    def note(self, event: Fact) -> None:
-        if isinstance(event, LearnerLeftOut):
-            cast(Attacked, self._run).left_out.setdefault(event.learner_id, self._run.clock.now)
-
-
 class Attacked(LockstepRun):
     """A run whose last learners are faulty."""
 
@@ -219,9 +214,7 @@ class Attacked(LockstepRun):
         }
         settings = settings.model_copy(update=parts)
         conditions = arm.conditions.model_copy(update={"learners": case.learners, "noise": 0.05, "shards": 1})
-        self.case = case
-        self.left_out: dict[str, float] = {}
-        """Learner -> when it was first left out."""
+        self.case, self.found = case, Found()
         task = Reader(settings, case.what) if case.what in READS else BuiltIn(settings)
         super().__init__(settings, task, conditions)
         self.shards = [WatchedShard(self, 0, 1)]
@@ -257,10 +250,10 @@ def run(case: Case) -> Result:
     torch.set_num_threads(1)
     attacked = Attacked(case)
     loss = attacked.train()
-    after = [at - STEPS / 5 for one, at in attacked.left_out.items() if one in case.those_sick]
+    after = [at - STEPS / 5 for one, at in attacked.found.left_out.items() if one in case.those_sick]
     told = attacked.shards[0].shard.influence.told(f"worker-{case.learners - 1}").directions
     cosines = [fmean(of) if told else math.nan for of in ([d.cosine for d in told], [d.others for d in told])]
-    wrongly = attacked.left_out.keys() - (set() if case.what in READS else case.those_sick)
+    wrongly = attacked.found.left_out.keys() - (set() if case.what in READS else case.those_sick)
     return Result(loss, min(after, default=math.inf), len(wrongly), *cosines)
 
 
@@ -311,20 +304,19 @@ def told() -> list[Case]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trust", nargs="+", choices=["members", "strangers"], default=["members", "strangers"])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/hostile.md")
     args = parser.parse_args()
     seeds = range(args.seeds)
-    wanted = [replace(case, seed=seed) for trust in args.trust for case in cases(trust) for seed in seeds]
+    wanted = [replace(case, seed=seed) for trust in TRUSTS for case in cases(trust) for seed in seeds]
     wanted = [*dict.fromkeys([*wanted, *map(alone, wanted), *told()])]
     results = {}
     with ProcessPoolExecutor(args.jobs) as pool:
         for case, result in zip(wanted, pool.map(run, wanted), strict=True):
             results[case] = result
             print(f"{len(results)} of {len(wanted)}: {case}: {result}", file=sys.stderr)
-    tables, broken = zip(*(table(trust, seeds, results) for trust in args.trust), strict=True)
+    tables, broken = zip(*(table(trust, seeds, results) for trust in TRUSTS), strict=True)
     shown = "\n\n".join("\n".join(lines) for lines in (*tables, directions(results)))
     print(shown, *itertools.chain(*broken), sep="\n")
     if args.record:

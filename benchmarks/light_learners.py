@@ -20,9 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
 import torch
@@ -43,7 +41,6 @@ from diloco_common.wire.messages import (
     PullHeader,
     PushHeader,
 )
-from diloco_deploy.cluster.asking import fetch_status
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_worker.core.connection import TRY_AGAIN
@@ -84,11 +81,10 @@ def noise_of(fragments: Sequence[Fragment], scale: float, encoding: str) -> dict
 
 
 class Member:
-    """A shard or worker on free ports, with its memory and CPU time from the kernel."""
+    """A shard on free ports, with its memory and CPU time from the kernel."""
 
     def __init__(self, process: subprocess.Popen[bytes], address: Endpoints) -> None:
         self.address = address.grpc
-        self.http = address.http
         self.pid = process.pid
 
     def rss_bytes(self, line: str = "VmRSS") -> int:
@@ -98,36 +94,28 @@ class Member:
         assert found is not None
         return int(found[1]) * 1024
 
-    def status(self) -> dict[str, Any]:
-        """Its /status; ends the benchmark if it does not answer."""
-        answer = fetch_status(self.http, 5.0)
-        return answer or sys.exit(f"{self.http} does not answer")
-
     def cpu_s(self) -> float:
         """CPU seconds of all its threads so far, user and system, in nanosecond resolution."""
         return time.clock_gettime(~self.pid << 3 | SCHEDULER_CLOCK)
 
 
 @contextmanager
-def running(module: str, *settings: str) -> Iterator[Member]:
-    """A process with these settings (key=value), killed at the end. Exits if it does not start."""
+def running_shard(*settings: str) -> Iterator[Member]:
+    """A shard with these settings (key=value), killed at the end. Exits if it does not start."""
     with tempfile.TemporaryDirectory() as folder:
         address_file = Path(folder, "address.json")
-        command = [sys.executable, "-m", "diloco_common.process", str(os.getpid()), module]
+        command = [sys.executable, "-m", "diloco_common.process", str(os.getpid()), "diloco_server"]
         flags = [f"--set={setting}" for setting in settings]
         process = subprocess.Popen([*command, f"--address-file={address_file}", *flags], stderr=subprocess.DEVNULL)
         try:
             while (address := read_address(address_file)) is None:
                 if process.poll() is not None:
-                    sys.exit(f"a process did not start: python -m {module} {' '.join(flags)} says why")
+                    sys.exit(f"a process did not start: python -m diloco_server {' '.join(flags)} says why")
                 time.sleep(0.05)
             yield Member(process, address)
         finally:
             process.kill()
             process.wait()
-
-
-running_shard = partial(running, "diloco_server")
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
     python benchmarks/outer_round.py                                  # 100 M parameters, 4 learners, 2 shards
     python benchmarks/outer_round.py --push int4 --pull int8
-    python benchmarks/outer_round.py --tls                            # what mutual TLS costs: each round twice
-    python benchmarks/outer_round.py --params 1e6 --learners 1 --shards 1 --rounds 3 --json out.json
+    python benchmarks/outer_round.py --params 1e6 --learners 1 --shards 1 --rounds 3
 
 Real shard and learner processes on loopback. In a round, every learner snapshots, encodes and pushes all fragments, the
 shards merge and step, and every learner pulls, decodes and applies. In turn with the rounds, torch.distributed with
@@ -14,7 +13,6 @@ they fault in memory. Needs Linux, and about 50 bytes of memory per parameter an
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import resource
@@ -24,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,10 +34,8 @@ from torch import nn
 
 import diloco_worker
 from diloco_common.process import tune_allocator
-from diloco_common.trust.identity import subject_of
 from diloco_common.wire.manifest import TensorSpec
-from diloco_deploy.trust.authority import make_authority, open_authority
-from light_learners import Member, running_shard, running_shards, tensors_of
+from light_learners import Member, running_shards, tensors_of
 
 JOIN_S = 600.0
 FP32_BYTES = 4
@@ -62,9 +57,7 @@ class LearnerSpec:
     shards: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
     gloo: str
-    """URL of Gloo's rendezvous; empty: no all-reduce."""
-    tls: Path | None = None
-    """Folder of its certificate; None: plaintext."""
+    """URL of Gloo's rendezvous."""
 
 
 class Weights(nn.Module):
@@ -87,13 +80,12 @@ def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
     torch.set_num_threads(1)
     model = Weights(spec.tensors)
     mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.rule == "mean"}
-    reduced = torch.ones(sum(t.num_elements for t in spec.tensors)) if spec.gloo else None
-    if reduced is not None:
-        dist.init_process_group("gloo", init_method=spec.gloo, rank=spec.rank, world_size=spec.learners)
-        dist.all_reduce(reduced)  # its buffers are not ours
+    reduced = torch.ones(sum(t.num_elements for t in spec.tensors))
+    dist.init_process_group("gloo", init_method=spec.gloo, rank=spec.rank, world_size=spec.learners)
+    dist.all_reduce(reduced)  # its buffers are not ours
     memory = OwnMemory()
     learner = diloco_worker.join(
-        spec.shards, model, learner_id=f"learner-{spec.rank}", tls=spec.tls, mean_merge=mean_merge, wait_s=ROUND_S,
+        spec.shards, model, learner_id=f"learner-{spec.rank}", mean_merge=mean_merge, wait_s=ROUND_S,
         island="alone",  # the process group is only for the all-reduce
     )  # fmt: skip
     with learner:
@@ -112,7 +104,7 @@ def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
             if command == "round":
                 take_round(learner)
                 memory.end()
-            elif reduced is not None:
+            else:
                 dist.all_reduce(reduced)
                 reduced.div_(spec.learners)
             pipe.send("done")
@@ -258,29 +250,6 @@ class Usage:
         return seconds
 
 
-def usage_over_tls(
-    args: argparse.Namespace, settings: Sequence[str], tensors: Sequence[TensorSpec], stack: ExitStack
-) -> Usage:
-    """A second cluster with certificates. Its rounds alternate with those in plaintext."""
-    folder, now = Path(stack.enter_context(tempfile.TemporaryDirectory())), datetime.now(UTC)
-    make_authority(folder, "local", now)
-    authority = open_authority(folder)
-
-    def issued(who: str) -> Path:
-        return authority.issue(subject_of("local", who), now)[0]
-
-    shards = [
-        stack.enter_context(running_shard(*settings, f"shard.index={i}", f"security.tls={issued(f'shard/{i}')}"))
-        for i in range(args.shards)
-    ]
-    addresses = tuple(shard.address for shard in shards)
-    specs = [
-        LearnerSpec(i, args.learners, addresses, tuple(tensors), "", issued(f"learner/learner-{i}"))
-        for i in range(args.learners)
-    ]
-    return Usage(Learners(specs, stack), shards)
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     tensors = tensors_of(int(args.params))
     parameters = sum(t.num_elements for t in tensors)
@@ -292,67 +261,48 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ]  # fmt: skip
     with ExitStack() as stack:
         shards = stack.enter_context(running_shards(args.shards, *settings))
-        idle = [shard.rss_bytes() for shard in shards]
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        gloo = "" if args.no_gloo else f"file://{folder}/gloo"
+        gloo = f"file://{folder}/gloo"
         addresses = tuple(shard.address for shard in shards)
         specs = [LearnerSpec(i, args.learners, addresses, tensors, gloo) for i in range(args.learners)]
         usage = Usage(Learners(specs, stack), shards)
         usage.learners.timed("round")
-        encrypted = usage_over_tls(args, settings, tensors, stack) if args.tls else None
-        taken: list[list[float]] = []
-        """Seconds of each round: ours, over TLS, and of Gloo; 0 if not measured."""
+        taken: list[tuple[float, float]] = []
+        """Seconds of each round, and of Gloo."""
         for i in range(1 - WARM_UP, args.rounds):
-            seconds = [usage.in_round(count=i >= 0), encrypted.in_round(count=i >= 0) if encrypted else 0.0]
-            taken.append([*seconds, 0.0 if args.no_gloo else usage.learners.timed("gloo")])
+            taken.append((usage.in_round(count=i >= 0), usage.learners.timed("gloo")))
             which = f"round {i + 1} of {args.rounds}" if i >= 0 else "warming up"
-            print(f"{which}: {', '.join(f'{one:.2f} s' for one in taken[-1] if one)}", file=sys.stderr, flush=True)
+            print(f"{which}: {taken[-1][0]:.2f} s, {taken[-1][1]:.2f} s", file=sys.stderr, flush=True)
         rss = [shard.rss_bytes("VmHWM") for shard in shards]
         ended = usage.learners.usage()
-    ours_s, tls_s, gloo_s = zip(*taken[-args.rounds :], strict=True)
+    ours_s, gloo_s = zip(*taken[-args.rounds :], strict=True)
     per = parameters * args.learners * args.rounds
     bytes_up, bytes_down = usage.bytes_up / per, usage.bytes_down / per
-    held = bytes_up * parameters * args.learners / args.shards
     return {
         "parameters": parameters, "learners": args.learners, "shards": args.shards, "fragments": args.fragments,
-        "push": args.push, "pull": args.pull, "seconds": ours_s, "gloo_seconds": gloo_s, "tls_seconds": tls_s,
-        "ratio_to_gloo": None if args.no_gloo else median(o / g for o, g in zip(ours_s, gloo_s, strict=True)),
-        "ratio_of_tls": median(t / o for t, o in zip(tls_s, ours_s, strict=True)) if encrypted else None,
-        "cpu_ratio_of_tls": encrypted.cpu_s / usage.cpu_s if encrypted else None,
+        "push": args.push, "pull": args.pull, "seconds": ours_s, "gloo_seconds": gloo_s,
+        "ratio_to_gloo": median(o / g for o, g in zip(ours_s, gloo_s, strict=True)),
         "bytes_up_per_param": bytes_up, "bytes_down_per_param": bytes_down,
         "share_of_data_parallel_per_step": (bytes_up + bytes_down) / args.fragments / (2 * FP32_BYTES),
         "learner_cpu_seconds": usage.learner_cpu_s / args.rounds / args.learners,
         "shard_cpu_seconds": usage.shard_cpu_s / args.rounds / args.shards, "cpu_seconds": usage.cpu_s / args.rounds,
         "learner_rss_bytes": max(u["rss_bytes"] for u in ended), "shard_rss_bytes": max(rss),
         "learner_bytes_per_param": max(u["own_bytes"] for u in ended) / parameters,
-        "shard_bytes_per_param": max(p - i - held for p, i in zip(rss, idle, strict=True)) * args.shards / parameters,
     }  # fmt: skip
 
 
 def show(r: dict[str, Any]) -> None:
     up, down = r["bytes_up_per_param"], r["bytes_down_per_param"]
-    of_neighbours = "(median of the ratios of neighbouring rounds)"
-    lines = [("a round", spread(r["seconds"]))]
-    if r["ratio_of_tls"] is not None:
-        lines += [
-            ("over mutual TLS", spread(r["tls_seconds"])),
-            ("ratio", f"{r['ratio_of_tls']:.2f}  {of_neighbours};"),
-        ]
-        lines += [("", f"in CPU seconds of all processes {r['cpu_ratio_of_tls']:.2f}")]
-    if r["ratio_to_gloo"] is not None:
-        lines += [
-            ("Gloo all-reduce", spread(r["gloo_seconds"])),
-            ("ratio", f"{r['ratio_to_gloo']:.2f}  {of_neighbours}"),
-        ]
-    lines += [
+    lines = [
+        ("a round", spread(r["seconds"])),
+        ("Gloo all-reduce", spread(r["gloo_seconds"])),
+        ("ratio", f"{r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)"),
         ("bytes", f"{up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;"),
         ("", f"per step at H = {r['fragments']} {100 * r['share_of_data_parallel_per_step']:.1f} % of float32 "
          "data-parallel"),
         ("CPU seconds", f"{r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard, "
          f"{r['cpu_seconds']:.2f} together"),
-        ("peak RSS", f"{r['learner_rss_bytes'] / 1e6:.0f} MB a learner, {r['shard_rss_bytes'] / 1e6:.0f} MB a shard: "
-         f"{r['shard_bytes_per_param']:.1f} bytes per parameter that"),
-        ("", "it owns, without open contributions and idle memory;"),
+        ("peak RSS", f"{r['learner_rss_bytes'] / 1e6:.0f} MB a learner, {r['shard_rss_bytes'] / 1e6:.0f} MB a shard;"),
         ("", f"a learner has {r['learner_bytes_per_param']:.1f} beyond model, idle process and benchmark"),
     ]  # fmt: skip
     print(f"{r['parameters'] / 1e6:.1f} M parameters, {r['learners']} learners, {r['shards']} shards,",
@@ -374,17 +324,11 @@ def main() -> int:
     parser.add_argument("--pull", default="bfloat16", help="encoding of versions (sync.pull)")
     parser.add_argument("--fragments", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-gloo", action="store_true", help="without the peer: saves its memory and time")
-    parser.add_argument("--tls", action="store_true", help="each round over mutual TLS, too: twice the memory")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args()
     tune_allocator()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    result = measure(args)
-    show(result)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    show(measure(args))
     return 0
 
 

@@ -1,7 +1,7 @@
 """The cost of `learner.step` for a training loop under full traffic: real shards, real learners, steps of 100 ms.
 
-python benchmarks/step_cost.py # 1 learner, 2 shards, 100 M parameters: about 40 s python benchmarks/step_cost.py
---steps 100 # shorter
+    python benchmarks/step_cost.py                  # 1 learner, 2 shards, 100 M parameters: about 40 s
+    python benchmarks/step_cost.py --steps 100      # shorter
 
 A step sleeps for most of its time, like a loop that waits for its accelerator, and changes a 24th of the parameters.
 With P = H = 24, about one fragment is contributed and one version applied per step. For comparison, the loop also adds
@@ -16,7 +16,6 @@ merged or half a version applied per step.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -25,7 +24,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -37,7 +35,7 @@ from diloco_common.wire.manifest import TensorSpec
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
 from light_learners import running_shards, tensors_of
-from outer_round import OwnMemory, Weights
+from outer_round import Weights
 
 STEP_S = 0.1
 SLEEP_S = 0.095
@@ -118,15 +116,10 @@ def run_loop(shards: Sequence[str], tensors: Sequence[TensorSpec], steps: int, p
     tune_allocator()  # as diloco-worker does
     torch.set_num_threads(1)
     loop = Loop(tensors)
-    memory = OwnMemory()
     mean_merge = {t.name.replace(".", "_") for t in tensors if t.rule == "mean"}
     with diloco_worker.join(shards, loop.model, mean_merge=mean_merge, wait_s=WAIT_S) as learner:
         reach_second_versions(loop, learner)
-        memory.begin()
-        measured = measure_steps(loop, learner, steps)
-        memory.end()
-    measured["own_bytes"] = memory.most
-    pipe.send(measured)
+        pipe.send(measure_steps(loop, learner, steps))
 
 
 def reach_second_versions(loop: Loop, learner: diloco_worker.Learner) -> None:
@@ -226,7 +219,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "snapshot_seconds_median": median(s for s in found["snapshot_s"] if s),
         "copy_seconds_median": median(found["copy_s"]), "addition_seconds": spread(found["addition_s"]),
         "versions_applied_per_step": per_step["applied"], "contributions_merged_per_step": per_step["merged"],
-        "learner_cpu_seconds_per_step": per_step["cpu"], "learner_bytes_per_param": found["own_bytes"] / parameters,
+        "learner_cpu_seconds_per_step": per_step["cpu"],
     }  # fmt: skip
 
 
@@ -261,8 +254,6 @@ def show(r: dict[str, Any]) -> None:
         "per step": f"{r['versions_applied_per_step']:.2f} versions applied, "
         f"{r['contributions_merged_per_step']:.2f} contributions merged, "
         f"{1000 * r['learner_cpu_seconds_per_step']:.1f} ms of CPU time of the process",
-        "memory": f"{r['learner_bytes_per_param']:.1f} bytes per parameter at most, beyond model, idle process and "
-        "benchmark",
     }.items():  # fmt: skip
         print(f"{name:<22}{said}")
 
@@ -274,13 +265,10 @@ def main() -> int:
     parser.add_argument("--push", default="int8", help="encoding of contributions (sync.push)")
     parser.add_argument("--pull", default="bfloat16", help="encoding of versions (sync.pull)")
     parser.add_argument("--steps", type=int, default=300, help="that are measured (default: 300)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     result = measure(args)
     show(result)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if good_enough(result) else 1
 
 

@@ -344,13 +344,12 @@ def main() -> int:
         except NotPossible as error:
             print(f"this machine does not let us make machines and links: {error}", file=sys.stderr)
             return 2
-    if not args.no_page:
-        versus_page.write(read(args.results))
+    versus_page.write(read(RESULTS))
     return 0
 
 
 def _run_missing(args: argparse.Namespace) -> None:
-    done = set() if args.again else {Cell(r["system"], r["link"], r["case"], r["seed"]) for r in read(args.results)}
+    done = set() if args.again else {Cell(r["system"], r["link"], r["case"], r["seed"]) for r in read(RESULTS)}
     text = _text()
     for cell in (Cell(s, link, case, args.seed) for link in args.links for case in args.cases for s in args.only):
         python = _python(cell.system, args.venvs)
@@ -366,7 +365,7 @@ def _run_missing(args: argparse.Namespace) -> None:
             "times": asdict(times),
         }
         result |= {"commit": COMMIT, "defaults": versus_page.defaults()}
-        with args.results.open("a") as out:
+        with RESULTS.open("a") as out:
             out.write(json.dumps(result) + "\n")
         print(versus_page.line(result), flush=True)
 
@@ -388,9 +387,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="run also what has a result")
     parser.add_argument("--seconds", type=float, default=Times.measured, help="measured in a run; default %(default)g")
     parser.add_argument("--seed", type=int, default=0, help="of the initial values and the text")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="file with a line for each run")
     parser.add_argument("--page", action="store_true", help="run nothing, write page and picture")
-    parser.add_argument("--no-page", action="store_true", help="write neither page nor picture")
     args = parser.parse_args()
     if unknown := {*args.only, *args.links, *args.cases} - {*SYSTEMS, *LINKS, *WORKERS}:
         parser.error(f"no such thing: {', '.join(unknown)}")

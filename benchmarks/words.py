@@ -1,4 +1,4 @@
-"""A small word task on which `honest.py` and `hostile.py` train random, faulty and attacked clusters.
+"""A small word task on which `honest.py` trains random clusters; `hostile.py` watches its shards as it does.
 
 Whole runs in lockstep (`diloco_lab.lockstep`): the production cores in virtual time. Each learner has its own plan:
 speed, batch, optimizer, rates, and events. Nothing depends on the machine's pace.
@@ -225,7 +225,6 @@ class Found:
     left_out: dict[str, float] = field(default_factory=dict)
     """Learner -> when it was first left out."""
     merges: int = 0
-    merged: Counter[str] = field(default_factory=Counter)
     kept: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     """Learner and fragment -> the factor on each contribution's length."""
 
@@ -259,7 +258,6 @@ class WatchedShard(ShardRig):
         found: Found = self._run.found  # type: ignore[attr-defined]
         found.merges += 1
         for c in merge.contributions:
-            found.merged[c.learner_id] += 1
             found.kept.setdefault((c.learner_id, c.fragment_id), []).append(c.kept)
 
 
@@ -298,8 +296,6 @@ class Learner(LearnerRig):
 class Trained(LockstepRun):
     """The training of a cluster. Runs end by time, so that arms have equal wall-clock time."""
 
-    shard_kind: type[WatchedShard] = WatchedShard
-
     def __init__(self, cluster: Cluster, guard: GuardSettings | None = None) -> None:
         self.cluster, self.found = cluster, Found()
         sync = SyncSettings(fragments=cluster.fragments, sync_every=cluster.every, merge=cluster.merge)
@@ -310,14 +306,11 @@ class Trained(LockstepRun):
         speeds = tuple(plan.speed for plan in cluster.plans)
         conditions = Conditions(learners=len(speeds), speeds=speeds, shards=1, noise=0.05)
         super().__init__(settings, Task(cluster), conditions)
-        self.shards = [self.shard_kind(self, 0, 1)]
-        self.learners = {rig.learner_id: rig for rig in map(self.learner, range(len(speeds)))}
+        self.shards = [WatchedShard(self, 0, 1)]
+        self.learners = {rig.learner_id: rig for rig in (Learner(self, i) for i in range(len(speeds)))}
 
     def make_inner(self) -> Any:
         return Inner(self)
-
-    def learner(self, index: int) -> Learner:
-        return Learner(self, index)
 
     def train(self) -> Self:
         for i, learner in enumerate(self.learners.values()):

@@ -31,7 +31,7 @@ STEPS: dict[str, tuple[str, str]] = {
     "fuzz": ("make fuzz", r"^(\d+ messages .* findings)"),
     "attack": ("make attack", r"^(\d+ of \d+ attacks .*)"),
     "chaos": ("make chaos", r"^(\d+ violations|no violations)$"),
-    "honest": ("make honest", r"^(\d+ of \d+ kinds .*)"),
+    "honest": ("make honest", r"^(\d+ clusters, .*)"),
     "zoo": ("make zoo", r"^(\d+ of \d+ programs .*)"),
     "trips": ("make round-trips", r"^(\d+ draws: .*)"),
     "slurm": ("make e2e-slurm", PYTEST),
