@@ -4,8 +4,8 @@ A version file never changes once it has its name, so a hard link is as good as 
 If a file vanishes before it is linked, there is a newer one.
 
 One is made every `checkpoint.every` versions, as `checkpoints/version-NNN` in the shard's folder. Checkpoint N takes
-the first version of each fragment, from N on, that reaches the disk. That is N itself, unless versions are written by
-interval. So all shards agree on names and contents without communicating. Other kinds number their versions more
+the first version of each fragment, from N on, that is still there. That is N itself, unless linking falls two versions
+behind. So all shards agree on names and contents without communicating. Other kinds number their versions more
 slowly: a checkpoint takes the newest version of each, once those of the model are there. `diloco checkpoint` takes one
 at once.
 """
