@@ -24,11 +24,11 @@ from diloco_server.core.rounds import Rounds
 from diloco_server.core.shard import Shard
 from diloco_server.core.taking import Taking
 from diloco_server.core.versions import Versions
-from diloco_server.shell.host import ShardHost
 from diloco_server.shell.keeper import Keeper
 from diloco_server.shell.quotas import OpenPushes as PushQuota
 from diloco_server.shell.quotas import Places
 from diloco_server.shell.service import Service
+from diloco_server.shell.work import Work
 from diloco_server.storage import version_file
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import StoredVersion
@@ -247,8 +247,8 @@ def forget_without_a_trace(original: Any, self: FragmentState, learner_id: str) 
 # ------------------------------------------------------------ the disk
 
 
-@breaks(ShardHost, "keep")
-async def announce_before_saving(original: Any, self: ShardHost, version: StoredVersion) -> None:
+@breaks(Work, "keep")
+async def announce_before_saving(original: Any, self: Work, version: StoredVersion) -> None:
     """Learners are told of a version while it is being written."""
     self.start(lambda: original(self, version), "keep")
 

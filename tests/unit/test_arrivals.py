@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_common.wire.messages import Outcome, Progress
-from diloco_server.core.arrivals import Arrivals, Call, Reports, next_boundary
+from diloco_server.core.arrivals import Arrivals, Call, Expected, Reports, next_boundary
 from diloco_server.core.ledger import RoundClosed
 from diloco_server.core.patience import adaptive_s
 from rig import TOKENS, Rig
@@ -40,20 +40,20 @@ def test_a_learner_answers_at_its_next_step_boundary(reported_at, step_s, now, b
 
 def test_an_arrival_is_the_boundary_plus_the_usual_lag_plus_the_bytes_over_the_measured_link() -> None:
     arrivals = Arrivals()
-    call = Call(1, {arrivals: 10.5})
+    call = Call(1, {arrivals: Expected(10.5)})
     assert arrivals.expected_at(call, 1000) == pytest.approx(10.5)  # nothing is known yet
 
     arrivals.header(call, 10.7, wanted=True)
     assert arrivals.expected_at(call, 1000) == pytest.approx(10.7)
     arrivals.bytes_came(call, 1000, 12.7)
 
-    assert arrivals.expected_at(Call(5, {arrivals: 21.0}), 4000) == pytest.approx(21.0 + 0.2 + 8.0)
+    assert arrivals.expected_at(Call(5, {arrivals: Expected(21.0)}), 4000) == pytest.approx(21.0 + 0.2 + 8.0)
     assert arrivals.expected_at(Call(5, {}), 4000) == math.inf, "it was not asked"
 
 
 def test_a_contribution_in_parts_is_expected_until_all_are_there_and_measured_once() -> None:
     arrivals = Arrivals()
-    call = Call(1, {arrivals: 10.5})
+    call = Call(1, {arrivals: Expected(10.5)})
     for part_at in (10.7, 30.0):
         arrivals.header(call, part_at, wanted=True)
         arrivals.bytes_came(call, 1000, part_at + 2.0)
@@ -64,7 +64,7 @@ def test_a_contribution_in_parts_is_expected_until_all_are_there_and_measured_on
 def test_a_link_that_nothing_measures_any_more_is_believed_better_with_every_round() -> None:
     arrivals = Arrivals(s_per_element=1.0)
     for round_number in range(1, 101):
-        arrivals.header(Call(round_number, {arrivals: 1.0}), 9.0, wanted=False)
+        arrivals.header(Call(round_number, {arrivals: Expected(1.0)}), 9.0, wanted=False)
     assert arrivals.s_per_element < 1e-4
 
 

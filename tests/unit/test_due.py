@@ -1,4 +1,4 @@
-"""Which fragments are due: the table decides as looking at every learner one by one does, and rounds open in slices."""
+"""Which fragments are due: the table decides as looking at every learner one by one does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from builders import asking, make_settings
 from diloco_common.codec import encode_payload
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import Progress
-from diloco_server.core import rounds
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.arrivals import Reports
 from diloco_server.core.due import first_interval, is_due
@@ -104,31 +103,9 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
         shard.take_effects()
         shard.tick(float(now))
         opened = [effect.fragment_id for effect in shard.take_effects() if isinstance(effect, RoundOpened)]
-        asked = {p: list(shard.fragments[p].call.boundaries) for p in opened}
+        asked = {p: list(shard.fragments[p].call.expected) for p in opened}
         whom = {p: [members[i].arrivals for i in asks] for p, asks in found.items() if asks is not None}
         assert asked == whom
-
-
-def test_rounds_that_are_due_at_once_open_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop hears others in between. Who has gone meanwhile is not asked."""
-    monkeypatch.setattr(rounds, "ASKS_AT_ONCE", 12)
-    shard = make_shard(16, quorum=1)
-    members = [shard.join(name, asking(SPECS[:16], name), 0.0) for name in "abc"]
-    for count in (0, 8):
-        for member in members:
-            shard.progress(member, Progress(count, 0, None, 0.1), 0.0)
-        shard.tick(0.0)
-    opened = [shard.open_rounds]
-    shard.tick(0.02)
-    opened.append(shard.open_rounds)
-    shard.leave(members[0])
-    while shard.open_rounds < 16:
-        shard.tick(0.04)
-        opened.append(shard.open_rounds)
-    assert opened == [4, 8, 14, 16]
-    assert len({id(state.call.boundaries) for state in shard.fragments.values()}) == 4  # one for all of a slice
-    assert [members[0].asked, members[1].asked] == [8, 16]
-    assert sorted(shard.fragments[15].round.asked) == ["b", "c"]
 
 
 @pytest.mark.parametrize(

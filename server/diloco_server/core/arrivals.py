@@ -10,7 +10,6 @@ not used. A learner expected in time may be late once: the round waits as long a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diloco_common.wire.messages import Progress
@@ -68,17 +67,8 @@ class Call:
     """The request of a fragment's last round. It outlives the round, so that late answers are measured too."""
 
     round: int
-    boundaries: Mapping[Arrivals, float]
-    """The step boundary at which each learner is expected to snapshot; inf: it seemed to hang. Rounds that ask the same
-    learners at the same time share it: it may stand for a million contributions."""
-    apart: dict[Arrivals, Expected] = field(default_factory=dict)
-    """Learners that have answered, or were asked again."""
-
-    def of(self, arrivals: Arrivals) -> Expected | None:
-        """The expectation for a process; None: it was not asked."""
-        if arrivals in self.apart:
-            return self.apart[arrivals]
-        return Expected(self.boundaries[arrivals]) if arrivals in self.boundaries else None
+    expected: dict[Arrivals, Expected]
+    """What is expected of each process that was asked."""
 
 
 @dataclass(eq=False)
@@ -96,7 +86,7 @@ class Arrivals:
 
     def header(self, call: Call, now: float, *, wanted: bool) -> None:
         """The header of a push that answers this call arrived. `wanted`: its bytes will follow."""
-        expected = call.of(self)
+        expected = call.expected.get(self)
         if expected is None or expected.begun_at is not None:
             return
         if math.isfinite(expected.boundary_at):
@@ -104,11 +94,11 @@ class Arrivals:
             self.lag_s = lag_s if self.lag_s is None else self.lag_s + ALPHA * (lag_s - self.lag_s)
         if not wanted:
             self.s_per_element *= 0.9  # hope: unless it is asked again, nothing measures the link
-        call.apart[self] = Expected(expected.boundary_at, now if wanted else math.inf, is_measured=not wanted)
+        expected.begun_at, expected.is_measured = now if wanted else math.inf, not wanted
 
     def bytes_came(self, call: Call, num_elements: int, now: float) -> None:
         """All bytes of a push arrived. Measured once per contribution: more may follow if it comes in parts."""
-        expected = call.of(self)
+        expected = call.expected.get(self)
         if expected is None or expected.begun_at is None or expected.is_measured:
             return
         expected.is_measured = True
@@ -122,7 +112,7 @@ class Arrivals:
 
     def expected_at(self, call: Call, num_elements: int) -> float:
         """When the contribution should arrive; inf: not expected. `num_elements`: of the fragment."""
-        expected = call.of(self)
+        expected = call.expected.get(self)
         if expected is None:
             return math.inf
         begins_at = expected.boundary_at + (self.lag_s or 0.0) if expected.begun_at is None else expected.begun_at

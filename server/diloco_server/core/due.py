@@ -15,7 +15,7 @@ and one tensor operation compares it. A leaving learner takes part only in some 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -62,8 +62,6 @@ class DueFragments:
         self._sync, self._every = sync, every
         self._versions = versions
         self._found: object = None  # the inputs of the last `among`
-        self._put_off: list[int] = []
-        self._put_off_by: set[int] = set()  # the live generations at that time
         self._last: set[int] = set()  # due because the trained tokens fill the budget
         self._begin()
 
@@ -73,9 +71,6 @@ class DueFragments:
         Empty if nothing has changed. All learners passed in have reported.
         """
         # Whether a fragment is due depends on these, not on the time.
-        put_off, self._put_off = self._put_off, []
-        if put_off and self._put_off_by == {m.generation for m in live}:
-            return put_off
         found = (
             [(m.generation, m.reported, m.is_idle, m.progress.last_rounds) for m in live],
             [m.generation for m in merging],
@@ -85,7 +80,7 @@ class DueFragments:
         )
         if self._phases is not self._versions.phases:
             self._begin()
-        if found == self._found and not self._phases.changed and not put_off:
+        if found == self._found and not self._phases.changed:
             return []
         self._found = found
         self._look_at_members(live)
@@ -96,12 +91,8 @@ class DueFragments:
         of_leavers = [p for p in leaving & self._rows.keys() if self._is_due(fragments[p], merging, quorum)]
         return sorted([*(self._due_for_all(merging, quorum) - leaving), *of_leavers])
 
-    def put_off(self, due: Sequence[int]) -> None:
-        """Postpone these fragments: the next `among` returns them, unless learners have come or gone."""
-        self._put_off, self._put_off_by = list(due), {*self._columns}
-
     def asked(self, due: Sequence[int], live: Sequence[Member]) -> list[list[bool]]:
-        """Which of these learners the rounds of these fragments ask: by fragment, then by learner.
+        """Which learners the rounds of these fragments ask: by fragment, then by learner. `live`: as given to `among`.
 
         A mean is only as long as its parts: 24 steps of one learner merged with 3 of another move the model less than
         the 24 alone. So a learner with few steps since its last merged contribution is skipped. It receives the version
@@ -112,7 +103,7 @@ class DueFragments:
         for i in leaving:
             there[:, i] = torch.tensor([live[i].takes_part(p) for p in due])
         rows = [self._rows[p] for p in due]
-        steps = _tensor(m.reported.inner_step for m in live) - self._merged[rows][:, self._columns_of(live)]
+        steps = _tensor(m.reported.inner_step for m in live) - self._merged[rows]
         ready = steps >= READY * self._intervals[rows, None].double()
         ready |= steps < 0  # a process that started again counts from 0
         ready[:, leaving] = True
@@ -130,8 +121,7 @@ class DueFragments:
         self._phases: Phases = self._versions.phases
         self._ids = list(self._versions.fragments)
         self._rows = {fragment_id: row for row, fragment_id in enumerate(self._ids)}
-        self._columns: dict[int, int] = {}  # generation -> its column
-        self._free: list[int] = []  # columns
+        self._columns: dict[int, int] = {}  # generation -> its column, in the order of the live learners
         rows = len(self._ids)
         self._intervals = torch.full((rows,), NEVER)  # inner steps between rounds; NEVER: not RESTING
         self._left = torch.full((rows,), NEVER)  # tokens left in the budget
@@ -141,25 +131,23 @@ class DueFragments:
         self._phases.changed.update(self._ids)
 
     def _look_at_members(self, live: Sequence[Member]) -> None:
-        """Add columns for new generations, and free those of generations that have gone."""
-        for generation in self._columns.keys() - {m.generation for m in live}:
-            self._free.append(self._columns.pop(generation))
-        new = [m for m in live if m.generation not in self._columns]
-        if len(new) > len(self._free):
-            have = self._steps.shape[1]
-            room = torch.zeros(len(self._ids), max(have, len(new)), dtype=torch.int64)
-            self._free += range(have, have + room.shape[1])
-            self._steps = torch.cat([self._steps, room], dim=1)
-            self._merged = torch.cat([self._merged, room], dim=1)
-            self._tokens = torch.cat([self._tokens, room], dim=1) if self._ends else self._tokens
-        states = self._versions.fragments.values()
-        for member in new:
-            column = self._columns[member.generation] = self._free.pop()
-            self._steps[:, column] = _tensor(_base_steps(state, member) for state in states)
-            is_new = member.reports is None or not member.reports.merged_until
-            self._merged[:, column] = NEVER if is_new else _tensor(_merged_steps(p, member) for p in self._ids)
-            if self._ends:
-                self._tokens[:, column] = _tensor(_base_tokens(state, member) for state in states)
+        """Drop the columns of generations that have gone, and add those of new ones."""
+        if [*self._columns] == [m.generation for m in live]:
+            return
+        before, self._columns = self._columns, {m.generation: column for column, m in enumerate(live)}
+        stay = [m.generation for m in live if m.generation in before]
+        came = [m for m in live if m.generation not in before]
+
+        def moved(table: Tensor, of: Callable[[FragmentState, Member], int]) -> Tensor:
+            found = torch.empty(len(self._ids), len(live), dtype=torch.int64)
+            found[:, [self._columns[g] for g in stay]] = table[:, [before[g] for g in stay]]
+            for member in came:
+                states = self._versions.fragments.values()
+                found[:, self._columns[member.generation]] = _tensor(of(state, member) for state in states)
+            return found
+
+        self._steps, self._merged = moved(self._steps, _base_steps), moved(self._merged, _merged_steps)
+        self._tokens = moved(self._tokens, _base_tokens) if self._ends else self._tokens
 
     def _look_at_fragments(self, live: Sequence[Member]) -> None:
         """Update the rows of changed fragments. Once the run is over, buffers rest for good.
@@ -169,7 +157,6 @@ class DueFragments:
         budget, changed = self._versions.budget, self._phases.changed
         if self._versions.done:
             changed.update(self._ids)
-        columns = self._columns_of(live)
         for fragment_id in changed:
             state, row = self._versions.fragments[fragment_id], self._rows[fragment_id]
             rests = state.phase is Phase.RESTING and not self._versions.is_final(state)
@@ -178,20 +165,11 @@ class DueFragments:
             if rests and state.fragment.traits.is_of_model:
                 self._left[row] = budget.tokens - state.tokens_merged
             if rests:
-                self._steps[row, columns] = _tensor(_base_steps(state, m) for m in live)
-                self._merged[row, columns] = _tensor(_merged_steps(fragment_id, m) for m in live)
+                self._steps[row] = _tensor(_base_steps(state, m) for m in live)
+                self._merged[row] = _tensor(_merged_steps(state, m) for m in live)
             if rests and self._ends:
-                self._tokens[row, columns] = _tensor(_base_tokens(state, m) for m in live)
+                self._tokens[row] = _tensor(_base_tokens(state, m) for m in live)
         changed.clear()
-
-    def _columns_of(self, members: Sequence[Member]) -> Tensor:
-        return _tensor(self._columns[m.generation] for m in members)
-
-    def _spread(self, members: Sequence[Member], values: Iterable[int]) -> Tensor:
-        """Values of members in their columns; -NEVER in the others."""
-        spread = torch.full((self._steps.shape[1],), -NEVER)
-        spread[self._columns_of(members)] = _tensor(values)
-        return spread
 
     @property
     def _ends(self) -> bool:
@@ -214,13 +192,14 @@ class DueFragments:
         members, rows = [m for m in staying if not m.is_idle] or staying, _where(self._intervals != NEVER)
         if not members or not rows:
             return set()
-        steps = self._spread(members, (m.reported.inner_step for m in members))
-        ready = (steps - self._steps[rows] >= self._intervals[rows, None]).sum(dim=1)
+        columns = [self._columns[m.generation] for m in members]
+        steps = _tensor(m.reported.inner_step for m in members) - self._steps[rows][:, columns]
+        ready = (steps >= self._intervals[rows, None]).sum(dim=1)
         enough = max(1, needed(quorum, len(members)))
         due = {self._ids[rows[i]] for i in _where(ready >= enough)}
         if self._ends:
-            tokens = self._spread(members, (m.reported.tokens for m in members))
-            trained = (tokens - self._tokens[rows]).clamp(min=0).sum(dim=1)
+            tokens = _tensor(m.reported.tokens for m in members) - self._tokens[rows][:, columns]
+            trained = tokens.clamp(min=0).sum(dim=1)
             near = [self._versions.fragments[self._ids[rows[i]]] for i in _where(trained >= self._left[rows])]
             self._last |= {s.fragment.fragment_id for s in near if self._versions.budget.rest_is_trained(s, members)}
         self._last |= {p for p in self._versions.closing if self._intervals[self._rows[p]] != NEVER}
@@ -262,7 +241,7 @@ def _base_tokens(state: FragmentState, member: Member) -> int:
     return state.base_tokens.get(member.learner_id, NEVER)
 
 
-def _merged_steps(fragment_id: int, member: Member) -> int:
+def _merged_steps(state: FragmentState, member: Member) -> int:
     """The step up to which its work is merged into this fragment; NEVER: none is known to be."""
-    since = None if member.reports is None else member.reports.merged_until.get(fragment_id)
+    since = None if member.reports is None else member.reports.merged_until.get(state.fragment.fragment_id)
     return NEVER if since is None else since.inner_step

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-import torch
 from torch import Tensor
 
 from diloco_common.errors import Busy
@@ -51,39 +50,6 @@ class Phases:
             self.collecting[fragment_id] = state
         else:
             self.collecting.pop(fragment_id, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """The learners that rounds ask, and what they had reported then. Rounds that open at the same time share it."""
-
-    members: Sequence[Member]
-    generations: dict[str, int]
-    tokens: dict[str, int]
-    boundaries: dict[Arrivals, float]
-    """When the step ends after which each contributes."""
-    begins: Tensor
-    """When each learner's bytes should begin to arrive: float64 [members]."""
-    s_per_element: Tensor
-    """Transfer time per element: float64 [members]."""
-
-    @classmethod
-    def of(cls, members: Sequence[Member], patience_s: float, now: float) -> Asking:
-        boundaries = {m.arrivals: next_boundary(m.reports, patience_s, now) for m in members}
-        begins = [boundary_at + (arrivals.lag_s or 0.0) for arrivals, boundary_at in boundaries.items()]
-        return cls(
-            members,
-            {m.learner_id: m.generation for m in members},
-            {m.learner_id: m.reported.tokens for m in members},
-            boundaries,
-            torch.tensor(begins, dtype=torch.float64),
-            torch.tensor([m.arrivals.s_per_element for m in members], dtype=torch.float64),
-        )
-
-    def usual_at(self, num_elements: int) -> float:
-        """When the median of them is expected to have contributed."""
-        expected = self.begins + num_elements * self.s_per_element
-        return float(expected.kthvalue((len(self.members) + 1) // 2).values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,20 +169,21 @@ class FragmentState:
         self.may_bring = {i: seen for i, seen in self.may_bring.items() if seen > self.seen}
         self._enter(Phase.RESTING)
 
-    def open_round(self, asking: Asking, steps: Mapping[str, int], beside: Collection[str], now: float) -> Round:
+    def open_round(
+        self, asked: Sequence[Member], steps: Mapping[str, int], beside: Collection[str], patience_s: float, now: float
+    ) -> Round:
         """RESTING -> COLLECTING: ask these learners for contributions to the next version. `steps`: inner steps
         reported by all live learners. `beside`: learners whose contributions are not merged."""
         assert self.phase is Phase.RESTING
-        asked = asking.generations
-        left_out = frozenset(asked.keys() & beside)
+        generations = {m.learner_id: m.generation for m in asked}
+        left_out = frozenset(generations.keys() & beside)
         self.collected = Round(
-            self.version + 1, now, asked.copy(), beside=left_out if len(left_out) < len(asked) else frozenset()
+            self.version + 1, now, generations, beside=left_out if len(left_out) < len(asked) else frozenset()
         )
-        self.collected.usual_at = asking.usual_at(self.fragment.num_elements)
-        self.call = Call(self.collected.round, asking.boundaries)
+        self.call = Call(self.collected.round, _expected(asked, patience_s, now))
         self.rounds_opened += 1
         self.base_steps = dict(steps)
-        self.base_tokens |= asking.tokens
+        self.base_tokens |= {m.learner_id: m.reported.tokens for m in asked}
         self._enter(Phase.COLLECTING)
         return self.collected
 
@@ -229,7 +196,7 @@ class FragmentState:
         self.round.beside = self.round.beside - ids | ids.intersection(beside)
         self.base_steps |= {m.learner_id: m.reported.inner_step for m in again}
         self.base_tokens |= {m.learner_id: m.reported.tokens for m in again}
-        self.call.apart |= {m.arrivals: Expected(next_boundary(m.reports, patience_s, now)) for m in again}
+        self.call.expected |= _expected(again, patience_s, now)
         return again
 
     def abandon_round(self, *, is_over: bool = False) -> None:
@@ -403,6 +370,10 @@ class FragmentState:
     def may_hold(self, learner_id: str, round_number: int) -> bool:
         """Whether the learner's contribution to this round is in a version, or may be."""
         return self.record.merged_versions.get(learner_id, self.record.forgotten_version) >= round_number
+
+
+def _expected(asked: Iterable[Member], patience_s: float, now: float) -> dict[Arrivals, Expected]:
+    return {m.arrivals: Expected(next_boundary(m.reports, patience_s, now)) for m in asked}
 
 
 def status_of(record: Record, learner_id: str, *, seeded: bool = True) -> FragmentStatus:

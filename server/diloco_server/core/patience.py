@@ -152,7 +152,8 @@ class RoundPatience:
         """When the median of all learners that this round asked is expected to have contributed."""
         found = {learner_id: self._membership.get(learner_id) for learner_id in collecting.asked}
         members = [m for i, m in found.items() if m is not None and m.generation == collecting.asked[i]]
-        return median_low(m.arrivals.expected_at(state.call, state.fragment.num_elements) for m in members)
+        num_elements = state.fragment.num_elements
+        return median_low(m.arrivals.expected_at(state.call, num_elements) for m in members)
 
     def measured(self) -> Measured:
         """The measurements that bound H. Fragments that are due more rarely weigh less."""

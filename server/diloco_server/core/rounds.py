@@ -13,7 +13,7 @@ from diloco_common.settings import Settings
 from diloco_common.wire.messages import Progress
 from diloco_server.core.directions import Direction
 from diloco_server.core.effects import MergeRound, Outbox
-from diloco_server.core.fragment import Asking, FragmentState
+from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import (
     ContributionLeftOut,
@@ -31,9 +31,6 @@ from diloco_server.core.patience import RoundPatience
 from diloco_server.core.round import Contribution, Round
 from diloco_server.core.taking import Taking
 from diloco_server.core.versions import Versions
-
-ASKS_AT_ONCE = 1 << 13
-"""Most requests that one tick sends, over all rounds that it opens, so that the event loop stays responsive."""
 
 
 class Rounds:
@@ -164,7 +161,7 @@ class Rounds:
                 self._ask_again(state, live, now)
         merging = self._influence.merging(live)
         due = self.patience.due.among(live, merging, self._influence.quorum(merging, self._quorum))
-        self._open_some(due, live, now)
+        self._open_all(due, live, now)
 
     def _note_merged(self, member: Member, contribution: Contribution) -> None:
         """Record how far a learner's work is merged: its next contribution holds only later work."""
@@ -177,33 +174,21 @@ class Rounds:
     def _collecting(self) -> list[FragmentState]:
         return [state for _, state in sorted(self._versions.phases.collecting.items())]
 
-    def _open_some(self, due: Sequence[int], live: Sequence[Member], now: float) -> None:
-        """Open rounds with at most `ASKS_AT_ONCE` requests; the rest wait for the next tick."""
+    def _open_all(self, due: Sequence[int], live: Sequence[Member], now: float) -> None:
         if not due:
             return
-        at_once = max(1, ASKS_AT_ONCE // len(live))
-        self.patience.due.put_off(due[at_once:])
-        patience_s, fragments = self.patience.patience_s(), self._versions.fragments
+        patience_s = self.patience.patience_s()
         steps = {m.learner_id: m.reported.inner_step for m in live}
-        askings: dict[tuple[bool, ...], Asking] = {}  # keyed by the learners asked: most fragments ask the same ones
-        opening = due[:at_once]
-        all_asked = self.patience.due.asked(opening, live)
-        for fragment_id, asked in zip(opening, all_asked, strict=True):
-            key = tuple(asked)
-            if key not in askings:
-                askings[key] = Asking.of([*itertools.compress(live, asked)], patience_s, now)
-            self._open(fragments[fragment_id], askings[key], steps, now)
-
-    def _open(self, state: FragmentState, asking: Asking, steps: Mapping[str, int], now: float) -> None:
-        """`steps`: inner steps of all live learners, asked or not."""
-        opened, live = state.open_round(asking, steps, self._influence.left_out, now), asking.members
-        fragment_id = state.fragment.fragment_id
-        self._outbox.note(RoundOpened(fragment_id, opened.round, len(live)))
-        for member in live:
-            member.asked += 1
-            if member.is_leaving and member.takes_last(fragment_id):
-                opened.last_of.add(member.learner_id)
-        self._outbox.tell_all(live, state.request())
+        for fragment_id, asked in zip(due, self.patience.due.asked(due, live), strict=True):
+            state, members = self._versions.fragments[fragment_id], [*itertools.compress(live, asked)]
+            opened = state.open_round(members, steps, self._influence.left_out, patience_s, now)
+            opened.usual_at = self.patience.usual_at(state, opened)
+            self._outbox.note(RoundOpened(fragment_id, opened.round, len(members)))
+            for member in members:
+                member.asked += 1
+                if member.is_leaving and member.takes_last(fragment_id):
+                    opened.last_of.add(member.learner_id)
+            self._outbox.tell_all(members, state.request())
 
     def _ask_again(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
         there = [m for m in live if m.takes_part(state.fragment.fragment_id)]
