@@ -33,7 +33,7 @@ from diloco_common.wire.calls import backoff_s
 from diloco_common.wire.manifest import Fragment, Manifest, TensorSpec
 from diloco_common.wire.messages import (
     PROTOCOL,
-    PUSHES_AT_ONCE,
+    TRANSFERS_AT_ONCE,
     Collect,
     Committed,
     Evicted,
@@ -230,7 +230,7 @@ class LightLearner:
                 self.bytes_pushed += payload.header.num_bytes
 
         left = iter(range(rounds))
-        await asyncio.gather(*(contribute() for _ in range(min(rounds, PUSHES_AT_ONCE))))
+        await asyncio.gather(*(contribute() for _ in range(min(rounds, TRANSFERS_AT_ONCE))))
 
     async def pulled(self, version: int) -> None:
         """Wait until it has pulled this version of every fragment."""

@@ -12,14 +12,14 @@ from diloco_common.observe.http import HttpServer
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.program import main
-from diloco_server.core.ledger import RECORD_ANSWER_MAX, Merged, VersionCommitted
+from diloco_server.core.ledger import ANSWER_MAX, Merged, VersionCommitted
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.server import real_world
 from diloco_server.shell.status import record_since
 from diloco_server.storage.store import MemoryStore
 
 EPOCH = 7
-VERSIONS = RECORD_ANSWER_MAX
+VERSIONS = ANSWER_MAX
 """With two learners each: two answers' worth."""
 WHOSE = (Merged("ann", tokens=30, share=0.75, kept=1.0), Merged("bob", tokens=10, share=0.25, kept=0.8))
 LEFT_OUT = Merged("carl", tokens=10, share=0.0, kept=1.0)

@@ -10,7 +10,8 @@ import pytest
 
 from diloco_common.errors import ConfigError
 from diloco_common.trust.identity import Identity, Proof, subject_of
-from diloco_server.shell.audit import FILES_KEPT, REPEAT_S, REPEATED_MAX, AuditLog
+from diloco_common.wire.calls import SAY_EVERY_S
+from diloco_server.shell.audit import FILES_KEPT, REPEATED_MAX, AuditLog
 
 A = Identity("r", "a", generation=3, peer="ipv4:10.0.0.7", proof=Proof(subject_of("r", "learner/a"), "ab12", 0.0))
 STRANGER = Identity("r", "\x1b[31m\n" + "x" * 5000, peer="ipv4:10.0.0.8")
@@ -56,7 +57,7 @@ def test_a_line_says_who_did_what_and_how_it_ended(log: AuditLog, tmp_path: Path
 def test_a_refusal_that_repeats_is_counted(log: AuditLog, clock: Clock, tmp_path: Path) -> None:
     for _ in range(1000):
         log.note("Join", "REVOKED", A)
-    clock.now += REPEAT_S
+    clock.now += SAY_EVERY_S
     log.note("Leave", "OK", A)
     for serial in ("1", "2"):
         log.note("Revoke", "OK", serials=[serial])

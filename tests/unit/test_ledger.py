@@ -18,7 +18,7 @@ from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_server.core import ledger as module
 from diloco_server.core.ledger import (
-    RECORD_ANSWER_MAX,
+    ANSWER_MAX,
     BudgetReached,
     ContributionAnswered,
     ContributionDropped,
@@ -89,19 +89,19 @@ class Shard:
 
 def test_the_record_says_whose_work_is_in_each_version_and_goes_on_from_a_number(shard: Shard) -> None:
     whose = tuple(Merged(f"learner-{i}", tokens=10, share=0.5 / (i + 1), kept=0.8) for i in range(3))
-    for version in range(1, RECORD_ANSWER_MAX):
+    for version in range(1, ANSWER_MAX):
         shard.note(
             VersionCommitted(0, version, participants=3, tokens=30, round_s=1.0, merged=whose), at=float(version)
         )
     lines, epoch, seq = [], 0, 0
     while (said := record_since(shard.host, epoch, seq))["lines"]:
-        assert len(said["lines"]) <= RECORD_ANSWER_MAX
+        assert len(said["lines"]) <= ANSWER_MAX
         lines, epoch, seq = lines + said["lines"], said["epoch"], said["seq"]
     assert [(one["version"], one["learner"]) for one in lines] == [
-        (version, one.learner_id) for version in range(1, RECORD_ANSWER_MAX) for one in whose
+        (version, one.learner_id) for version in range(1, ANSWER_MAX) for one in whose
     ]
     assert lines[-1] | {"ago_s": 0.0} == {
-        "ago_s": 0.0, "fragment": 0, "version": RECORD_ANSWER_MAX - 1, "learner": "learner-2", "tokens": 10,
+        "ago_s": 0.0, "fragment": 0, "version": ANSWER_MAX - 1, "learner": "learner-2", "tokens": 10,
         "share": 0.166667, "kept": 0.8,
     }  # fmt: skip
     assert record_since(shard.host, epoch + 1, 10**9)["lines"], "after a restart of the shard everything is new"
@@ -217,4 +217,4 @@ def test_the_oldest_rounds_and_events_are_forgotten(shard: Shard) -> None:
         assert len(more) <= module.ANSWER_MAX
         rounds, seq = rounds + more, answer["seq"]
     assert [r["round"] for r in rounds] == list(range(10, module.ROUNDS_MAX + 10))
-    assert len(shard.ledger.events) == module.EVENTS_MAX
+    assert len(shard.ledger.events) == module.ANSWER_MAX

@@ -14,7 +14,7 @@ from diloco_common.codec import Payload
 from diloco_common.errors import Busy, DilocoError, Unavailable
 from diloco_common.trust.identity import Identity
 from diloco_common.wire.manifest import cut
-from diloco_common.wire.messages import PUSHES_AT_ONCE, Collect, LearnerPolicy, Outcome, PushAnswer, PushHeader
+from diloco_common.wire.messages import TRANSFERS_AT_ONCE, Collect, LearnerPolicy, Outcome, PushAnswer, PushHeader
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.events import OfferSeed, PushContribution
 from diloco_worker.core.fragment import PendingContribution
@@ -25,7 +25,7 @@ from parts import CALLER, Parts, joined
 from waiting import until_async
 
 EPOCH = 7
-FRAGMENTS = PUSHES_AT_ONCE + 1
+FRAGMENTS = TRANSFERS_AT_ONCE + 1
 POLICY = LearnerPolicy(1, "float32", "float32")
 
 
@@ -87,11 +87,11 @@ async def test_what_waits_for_its_turn_is_not_pushed_into_the_next_epoch_of_the_
     """When the learner joined that epoch, the work was given back: it would count twice."""
     rig = Rig()
     rig.pushes()
-    await until_async(lambda: len(rig.shard.pushed) == PUSHES_AT_ONCE, "as many pushes as go at once")
+    await until_async(lambda: len(rig.shard.pushed) == TRANSFERS_AT_ONCE, "as many pushes as go at once")
     rig.joins(EPOCH + 1)
     rig.shard.may_answer.set()
     await rig.pusher.settle(10.0)
-    assert len(rig.shard.pushed) == PUSHES_AT_ONCE
+    assert len(rig.shard.pushed) == TRANSFERS_AT_ONCE
     assert {(caller.epoch, caller.generation) for caller, _ in rig.shard.pushed} == {(EPOCH, 1)}
     assert rig.context.inbox.pop() is None, "and no answer of the earlier epoch counts"
 

@@ -199,10 +199,9 @@ class FragmentState:
         self.call.expected |= _expected(again, patience_s, now)
         return again
 
-    def abandon_round(self, *, is_over: bool = False) -> None:
+    def abandon_round(self) -> None:
         """COLLECTING -> RESTING: no contribution will come, so the same round opens again later; or the run is over."""
         assert self.round is not None
-        assert is_over or self.round.is_void
         self.collected = None
         self._enter(Phase.RESTING)
 

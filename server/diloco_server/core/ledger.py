@@ -17,12 +17,10 @@ from diloco_server.core.round import CloseReason
 
 ROUNDS_MAX = 2048
 """Rounds that are remembered, over all fragments. The oldest are dropped."""
-EVENTS_MAX = 512
 ANSWER_MAX = 512
-"""Rounds in one answer. The next answer continues from there."""
+"""Rounds, or lines of the record, in one answer, which the next one continues; and events that are remembered."""
 RECORD_MAX = 32_768
 """Merged contributions that are remembered, over all fragments. The oldest are dropped."""
-RECORD_ANSWER_MAX = 1024
 
 # ------------------------------------------------------------------ facts
 
@@ -370,7 +368,7 @@ class Ledger:
     """Dropped because the learner lost its lease before the round closed. It carries the work if it lives."""
     tokens_left_out: int = 0
     """Accepted, but without weight in its version because the learner was left out."""
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=ANSWER_MAX))
     _record: deque[Recorded] = field(default_factory=lambda: deque(maxlen=RECORD_MAX))
     _recorded: int = 0  # lines recorded so far
     _seq: int = 0  # grows; never reset within an epoch
@@ -397,9 +395,9 @@ class Ledger:
         return upto, shown, [event for event in self.events if seq < event.seq <= upto]
 
     def record_since(self, seq: int) -> list[Recorded]:
-        """Lines of the record after `seq`, oldest first, at most `RECORD_ANSWER_MAX`."""
+        """Lines of the record after `seq`, oldest first, at most `ANSWER_MAX`."""
         gone = self._recorded - len(self._record)
-        return list(islice(self._record, max(0, seq - gone), max(0, seq - gone) + RECORD_ANSWER_MAX))
+        return list(islice(self._record, max(0, seq - gone), max(0, seq - gone) + ANSWER_MAX))
 
     # ------------------------------------------------------------ reducing
 

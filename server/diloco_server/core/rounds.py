@@ -208,7 +208,7 @@ class Rounds:
         if collecting.is_void or is_over:
             for contribution in collecting.contributions.values() if collecting.is_void else ():
                 self.taking.drop(contribution)
-            state.abandon_round(is_over=is_over)
+            state.abandon_round()
             return
         why, _ = collecting.verdict(self.patience.quorum(collecting), waits_until, now)
         if why is None:

@@ -22,7 +22,7 @@ from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_server.shell.audit import Audit
 
 LOOK_S = 0.25
-"""How often to check the files for changes: a revoked caller is cut off within a second."""
+"""How often to check files for changes: a revoked caller is cut off within a second."""
 
 
 @dataclass(eq=False, slots=True)

@@ -20,11 +20,10 @@ from typing import Any, TypeAlias
 
 from diloco_common.errors import ConfigError
 from diloco_common.trust.identity import Identity
+from diloco_common.wire.calls import SAY_EVERY_S
 
 FILES_KEPT = 5
 """Full files kept beside the current one; NAME.jsonl.1 is the newest."""
-REPEAT_S = 10.0
-"""A repeated line is written once per this many seconds, with the number of repeats."""
 REPEATED_MAX = 512
 """Different refusals counted separately at a time, and as many successful calls; the rest share one line of each kind.
 So no caller can fill the disk, or hide actions behind refusals."""
@@ -104,11 +103,11 @@ class AuditLog(Audit):
         for repeated in (self._refused, self._done):
             while repeated:
                 key, one = next(iter(repeated.items()))  # the oldest
-                if 0 <= now - one.began < REPEAT_S:
+                if 0 <= now - one.began < SAY_EVERY_S:
                     break
                 del repeated[key]
                 if one.more:
-                    self._write(min(now, one.began + REPEAT_S), {**one.line, "repeated": one.more})
+                    self._write(min(now, one.began + SAY_EVERY_S), {**one.line, "repeated": one.more})
 
     def _write(self, now: float, line: dict[str, Any]) -> None:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))

@@ -22,6 +22,7 @@ from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.ports import World
 from diloco_common.settings import Settings
+from diloco_common.wire.calls import SAY_EVERY_S
 from diloco_common.wire.manifest import Fragment, Manifest, model_digest
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Values
@@ -32,8 +33,6 @@ from diloco_server.storage.store import Found, Store
 from diloco_server.storage.version_file import StoredVersion
 
 RETRY_S = 1.0
-SAY_AGAIN_S = 30.0
-"""How often a lasting disk failure is logged."""
 
 T = TypeVar("T")
 
@@ -160,7 +159,7 @@ class Keeper:
     def _failed(self, version: StoredVersion, error: OSError) -> None:
         self._metrics.storage.save_failures.inc()
         record, now = version.record, self._clock()
-        if not self._failing or now - self._said_at > SAY_AGAIN_S:
+        if not self._failing or now - self._said_at > SAY_EVERY_S:
             self._log.error(
                 "version not durable, so not announced; trying again", code="STORAGE", fragment=record.fragment_id,
                 version=record.version, why=error,

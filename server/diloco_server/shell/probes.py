@@ -29,13 +29,12 @@ from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
 from diloco_server.shell.quotas import Places, Rate
 from diloco_server.shell.servicer import Context, Messages, only
+from diloco_server.shell.streams import STREAMS_EACH, STREAMS_MAX
 from diloco_server.shell.waits import BODY_S, Bodies
 
 SERVICE = "grpc.health.v1.Health"
 MESSAGE_BYTES_MAX = 1 << 10
 """Limit of a request, which holds only the name of a service."""
-WATCHES_EACH, WATCHES_MAX = 2, 64
-"""Most open Watch calls, per account and in all."""
 WATCH_S = 600.0
 """Most seconds of a Watch. Callers that are still interested ask again, so others free their place."""
 PROBES, PROBES_PER_S = 4, 0.2
@@ -56,7 +55,7 @@ class Health:
         self._changed = asyncio.Event()
         self._bodies = Bodies()
         crowded = "watches of its health are open; call Check, or try again later"
-        self._watches = Places[object](WATCHES_EACH, WATCHES_MAX, crowded)
+        self._watches = Places[object](STREAMS_EACH, STREAMS_MAX, crowded)
 
     def set(self, status: int) -> None:
         self._status = status

@@ -23,6 +23,7 @@ from diloco_common.wire.messages import (
     FILE,
     FILE_CHUNK,
     SLOWEST_BYTES_PER_S,
+    TRANSFERS_AT_ONCE,
     Committed,
     Directive,
     Near,
@@ -36,9 +37,6 @@ from diloco_server.shell.quotas import SHOWN_BYTES, Places, Ranks, Takers
 from diloco_server.shell.waits import Outgoing, Unread
 from diloco_server.storage.filesystem import OldFile
 
-PULLS_AT_ONCE = 4
-"""Most pulls of one learner, and of one host's callers without a lease; more are answered BUSY. One is enough; others
-may remain for a while from broken connections."""
 PULL_S = 900.0
 """Most seconds of a pull, in addition to the time of a slow link. It ends by its deadline, because gRPC cannot drop
 what a caller does not take."""
@@ -55,8 +53,8 @@ MAY_COME_S = 10.0
 class Pulls:
     def __init__(self, host: ShardHost) -> None:
         self._host, self._shard = host, host.shard
-        self._of_learners, self._of_hosts = Places[object](PULLS_AT_ONCE), Places[object](PULLS_AT_ONCE)
-        self._of_ranks = Ranks("pulls", max(PULLS_AT_ONCE, host.settings.shard.max_pushes // 2))
+        self._of_learners, self._of_hosts = Places[object](TRANSFERS_AT_ONCE), Places[object](TRANSFERS_AT_ONCE)
+        self._of_ranks = Ranks("pulls", max(TRANSFERS_AT_ONCE, host.settings.shard.max_pushes // 2))
         self._takers = Takers()
         self._outgoing = Outgoing(bytes_most=256 << 20)
         self._own_encodings = Places[object](

@@ -25,7 +25,7 @@ from diloco_common.trust.identity import Identity
 from diloco_common.wire import bounds
 from diloco_common.wire.messages import (
     PROTOCOL,
-    PUSHES_AT_ONCE,
+    TRANSFERS_AT_ONCE,
     Directive,
     Evicted,
     FollowRequest,
@@ -65,8 +65,8 @@ class Service:
     def __init__(self, host: ShardHost) -> None:
         limits = host.settings.shard
         self._host, self._pulls = host, Pulls(host)
-        self._pushes = OpenPushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, bytes_most=4 << 30)
-        self._rank_pushes = Ranks("pushes", max(PUSHES_AT_ONCE, limits.max_pushes // 2))
+        self._pushes = OpenPushes[OpenPush](TRANSFERS_AT_ONCE, limits.max_pushes, bytes_most=4 << 30)
+        self._rank_pushes = Ranks("pushes", max(TRANSFERS_AT_ONCE, limits.max_pushes // 2))
         self._seeding: dict[tuple[int, int], OpenPush] = {}  # (fragment, part) of the seeds being received
         self._messages, self._bodies = Places[Wait](each=4), Bodies()
         # Hundreds of a host's leases may end together.
@@ -216,7 +216,7 @@ class Service:
         Raises TornUpload if they are slower than `SLOWEST_BYTES_PER_S` per push, with a lease's time more for pauses.
         """
         receiver, norms = PayloadReceiver(header.payload), self._host.norms_of(header)
-        deadlines, sizes = Deadlines(self._host.settings.lease.lease_s, PUSHES_AT_ONCE), chunk_sizes(header.payload)
+        deadlines, sizes = Deadlines(self._host.settings.lease.lease_s, TRANSFERS_AT_ONCE), chunk_sizes(header.payload)
         while (part := await push.next(parts, deadlines.due(next(sizes, 0)))) is not None:
             if isinstance(part, PushHeader):
                 raise BadRequest("after its header a push has chunks only")
@@ -235,7 +235,7 @@ class Service:
             try:
                 oldest = self._pushes.opened(account, push)
                 if oldest is not None:
-                    oldest.end(TornUpload(f"{PUSHES_AT_ONCE} later pushes of this learner are open; push again"))
+                    oldest.end(TornUpload(f"{TRANSFERS_AT_ONCE} later pushes of this learner are open; push again"))
                 yield push
             finally:
                 self._pushes.closed(account, push)

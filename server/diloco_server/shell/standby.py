@@ -29,13 +29,12 @@ from diloco_common.wire.messages import (
     PullRequest,
     Role,
 )
+from diloco_server.shell.access import LOOK_S
 from diloco_server.shell.host import ShardHost
 from diloco_server.storage.standby import StandbyFolder
 from diloco_server.storage.store import check_origin
 from diloco_server.storage.version_file import Origin
 
-LOOK_S = 0.25
-"""How often it checks whether it was promoted."""
 TELL_S = 1.0
 """How often a promoted shard tries to reach the one it replaces."""
 

@@ -32,8 +32,8 @@ from diloco_common.wire.messages import (
 from diloco_server.core.effects import Tell
 from diloco_server.shell.quotas import Places
 
-READERS_EACH, READERS_MAX = 4, 64
-"""Most open streams, per account and in all."""
+STREAMS_EACH, STREAMS_MAX = 4, 64
+"""Most open streams of one kind that callers without a lease have: per account, and in all."""
 CALLS = {Role.OBSERVER: "Follow", Role.MIRROR: "Mirror", Role.STANDBY: "Standby"}
 """The call that a scope must allow (`identity.MAY`) to follow in this role."""
 
@@ -154,7 +154,7 @@ class Readers:
         self._open: dict[Reader, None] = {}  # oldest first
         self.away: dict[tuple[Role, str], float] = {}
         """Mirrors and standbys that no longer follow -> since when."""
-        self._places = Places[object](READERS_EACH, READERS_MAX, "readers follow this shard; try again later")
+        self._places = Places[object](STREAMS_EACH, STREAMS_MAX, "readers follow this shard; try again later")
 
     def __iter__(self) -> Iterator[Reader]:
         return iter(self._open)
@@ -177,7 +177,7 @@ class Readers:
                 del self._open[reader]
                 if not self.has_standby:
                     self.copies.clear()
-                if role is not Role.OBSERVER and len(self.away) < READERS_MAX:
+                if role is not Role.OBSERVER and len(self.away) < STREAMS_MAX:
                     self.away[role, reader.name] = now()
 
     def tell(self, directive: Directive) -> None:

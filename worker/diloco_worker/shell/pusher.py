@@ -12,7 +12,7 @@ from diloco_common.codec import Payload, PayloadHeader, usual_chunk_elements
 from diloco_common.errors import DilocoError, NotFinite, Refusal, Unavailable, refusal_from
 from diloco_common.ports import Transport
 from diloco_common.wire.calls import backoff_s, call_s
-from diloco_common.wire.messages import PUSHES_AT_ONCE, Outcome, PushAnswer, PushHeader
+from diloco_common.wire.messages import TRANSFERS_AT_ONCE, Outcome, PushAnswer, PushHeader
 from diloco_worker.core.connection import TRY_AGAIN, ConnectionState
 from diloco_worker.core.events import Answered, Failed, OfferSeed, PushContribution
 from diloco_worker.core.fragment import Lease, PendingContribution
@@ -43,7 +43,7 @@ class Pusher:
         self._c = context
         self._pushes: set[asyncio.Task[None]] = set()
         self._on_hold: set[asyncio.Task[None]] = set()  # seeds that others may push first
-        self._pushing = asyncio.Semaphore(PUSHES_AT_ONCE)
+        self._pushing = asyncio.Semaphore(TRANSFERS_AT_ONCE)
         self._seeding = asyncio.Semaphore(SEEDS_AT_ONCE)
         self._failing: dict[int, tuple[float, str]] = {}  # fragment -> since when, and the last error
         self._said_at = -math.inf
