@@ -12,3 +12,16 @@
 """
 
 import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)
+
+LOOK_S = 0.1
+"""How often anything here looks again for what it waits for."""
+EVERY_S = 1.0
+"""How often whoever is shown is asked, and the view drawn anew."""
+ASK_S = 3.0
+"""Longest wait for one answer of a process; one that is silent for longer is said to be."""
+START_S = 10.0
+"""Longest wait until something of ours serves."""
+SAY_EVERY_S = 5.0
+"""How often a line says how far it is, where nothing is drawn."""
+THREADS_MAX = 16
+"""Most threads, or calls, that ask at once."""

@@ -26,6 +26,7 @@ from diloco_common.options import (
     settings_from,
 )
 from diloco_common.settings_loader import Given, Loaded
+from diloco_deploy import LOOK_S
 from diloco_deploy.health import TLS_VARIABLE, check
 
 
@@ -51,7 +52,6 @@ def health(
     return check(grpc, http, tls)
 
 
-_LOOK_S = 0.3
 _LINES = number(quantities.count, 0, 1_000_000, "a whole number")
 
 
@@ -79,7 +79,7 @@ def logs(
     shown = {name: found[name] for name in members or found}
     ends = {name: _show_end(name, path, lines, len(shown) > 1) for name, path in shown.items()}
     while follow:
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)
         if not members:  # also of workers that have come since
             shown |= {path.stem: path for path in sorted(where.glob("*.log"))}
         for name, path in shown.items():

@@ -12,12 +12,12 @@ import os
 import ssl
 import sys
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 
+from diloco_deploy import ASK_S
 from diloco_deploy.cluster import reading
 
-TIMEOUT_S = 3.0
-OK = 200
 TLS_VARIABLE = "DILOCO_SECURITY__TLS"
 """The TLS setting, which a process and its health check share in a container."""
 
@@ -61,7 +61,7 @@ def _ask_grpc(address: str, tls: Path | None) -> tuple[bool, str]:
         found = grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, chain), options=options)
     with found as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=ASK_S)
         except grpc.RpcError as error:
             return False, f"{address} does not answer: {error.code().name.lower()}"
     kinds = health_pb2.HealthCheckResponse.ServingStatus
@@ -76,8 +76,8 @@ def _ask_http(address: str, tls: Path | None) -> tuple[bool, str]:
         context = ssl.create_default_context(cafile=str(tls / "ca.pem"))
         context.check_hostname = False  # a worker's certificate names no host
     try:
-        code, body = reading.get(address, "/readyz", TIMEOUT_S, tls=context)
-        return code == OK, str(reading.read_json(body)["reason"])
+        code, body = reading.get(address, "/readyz", ASK_S, tls=context)
+        return code == HTTPStatus.OK, str(reading.read_json(body)["reason"])
     except (OSError, ValueError) as error:
         return False, f"{address} does not answer: {error}"
     except KeyError:

@@ -20,10 +20,9 @@ from rich.table import Table
 from diloco_common.command import QuietConsole
 from diloco_common.errors import CannotConnect
 from diloco_common.options import Config, Flag, Json, setting
+from diloco_deploy import EVERY_S
 from diloco_deploy.cluster.asking import Asker, NoAnswer, ask_record
 from diloco_deploy.status import whom_to_ask
-
-FOLLOW_EVERY_S = 2.0
 
 
 class Line(BaseModel):
@@ -109,7 +108,7 @@ def record(
             console.print(table(lines))
         if not follow:
             return 0
-        time.sleep(FOLLOW_EVERY_S)
+        time.sleep(EVERY_S)
         silent = {}
         lines = list(shards.news(asker, silent))
 

@@ -23,6 +23,7 @@ from diloco_common.errors import EXIT_OK, CannotConnect, ConfigError
 from diloco_common.options import Config, Flag, Json, SettingsOptions, setting, settings_from
 from diloco_common.trust.files import read_bearer_token
 from diloco_common.wire.addresses import split_addresses
+from diloco_deploy import EVERY_S
 from diloco_deploy.cluster.asking import IN_PLAINTEXT, Asker, fetch_all
 from diloco_deploy.cluster.findings import Finding
 from diloco_deploy.cluster.model import Totals
@@ -37,7 +38,6 @@ EXIT_DEGRADED = 7
 """Exit code with --strict if there is a finding."""
 ANSWER_WITHIN_S = 1.2
 """Deadline for all processes together. Without any answer, the command ends within two seconds."""
-WATCH_EVERY_S = 2.0
 
 
 class ExpectedStatus(BaseModel):
@@ -172,7 +172,7 @@ def _glances(where: Where, asker: Asker, wait: Callable[[float], None]) -> Itera
     answered_at = time.monotonic()
     while True:
         yield glance
-        wait(WATCH_EVERY_S)
+        wait(EVERY_S)
         try:
             glance = _Glance(look(where, asker=asker))
             answered_at = time.monotonic()

@@ -20,11 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_common import units
+from diloco_deploy import EVERY_S, SAY_EVERY_S
 from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster
 
-_LINE_EVERY_S = 5.0
-_DRAW_EVERY_S = 0.5
 _RATE = "tok/s"
 _RATES = {"tokens": _RATE, "samples": "samples/s"}
 _STYLES = {
@@ -216,7 +215,7 @@ class Display(Protocol):
 class LineDisplay:
     """Plain lines, for a file, a pipe or a dumb terminal."""
 
-    def __init__(self, console: Console, every_s: float = _LINE_EVERY_S) -> None:
+    def __init__(self, console: Console, every_s: float = SAY_EVERY_S) -> None:
         self._console, self._every_s = console, every_s
         self._next = 0.0
 
@@ -247,7 +246,7 @@ class LiveDisplay:
     def show(self, snapshot: Snapshot, now: float) -> None:
         if now < self._next:
             return
-        self._next = now + _DRAW_EVERY_S
+        self._next = now + EVERY_S
         self._live.update(view(snapshot, self._console.width), refresh=True)
 
     def tell(self, text: str) -> None:

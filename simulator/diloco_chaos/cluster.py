@@ -18,9 +18,10 @@ from diloco_common.errors import ConfigError, DilocoError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_json
+from diloco_deploy import LOOK_S
 from diloco_deploy.run.children import Children, Programs
 from diloco_deploy.run.folder import ClusterFolder
-from diloco_deploy.run.supervisor import ChildSpec, Interrupts, Supervisor
+from diloco_deploy.run.supervisor import DRAIN_S, ChildSpec, Interrupts, Supervisor
 
 DISK_MIB = 64
 _BALLAST = "ballast"
@@ -135,12 +136,10 @@ def _run(*command: str, given: str = "") -> None:
 
 
 HOSTILE_PROGRAM = "diloco_chaos.hostile"
-_TICK_S = 0.02
 _READY_S = 120.0
 """Seconds for the cluster to come up, until every worker trains."""
 _TAIL_S = 3.0
 """Seconds of further training after the cluster has healed, so that all work of the measured time is merged."""
-_DRAIN_S = 20.0
 
 
 class ChaosCluster:
@@ -176,8 +175,8 @@ class ChaosCluster:
             self._wait()
         self._heal(heal_s)
         self._supervisor.stop(set(self._hostile), 0.0)
-        self._supervisor.stop(set(self._children.workers), _DRAIN_S)
-        self._supervisor.stop(set(self._children.shards), _DRAIN_S)
+        self._supervisor.stop(set(self._children.workers), DRAIN_S)
+        self._supervisor.stop(set(self._children.shards), DRAIN_S)
         write_json(self._files.folder / "run.json", asdict(run))
         return run
 
@@ -282,7 +281,7 @@ class ChaosCluster:
         self._supervisor.start_due(now)
 
     def _wait(self) -> None:
-        self._interrupts.wait(_TICK_S)
+        self._interrupts.wait(LOOK_S / 5)
         if self._interrupts.count:
             raise KeyboardInterrupt
 

@@ -29,13 +29,11 @@ from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import Fragment, cut
 from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest, PullRequest, PushHeader
+from diloco_deploy import LOOK_S, SAY_EVERY_S, START_S
 from diloco_simulator.hostile import HostileLearner
 from diloco_simulator.lies import MANNERS, TACTICS, Plot
 
-CALL_S = 10.0
 ANSWERS = 0.7
-LOOK_S = 0.5
-SAY_EVERY_S = 5.0
 HONEST = 1e-3
 """Rough size of a value in an honest contribution."""
 
@@ -119,7 +117,8 @@ async def _live(settings: Settings) -> None:
     chance = random.Random(f"{settings.run.seed} {name}")
     plot = Plot(
         settings.run.id, cut(answer.tensors, answer.num_fragments, answer.num_shards), answer.policy.push_encoding,
-        answer.policy.pull_encoding, _honest, lambda: (), TACTICS, MANNERS, ANSWERS, settings.worker.step_min_s, CALL_S,
+        answer.policy.pull_encoding, _honest, lambda: (), TACTICS, MANNERS, ANSWERS, settings.worker.step_min_s,
+        START_S,
     )  # fmt: skip
     counts = Counter[str]()
     learner = HostileLearner(name, [found[i] for i in sorted(found)], plot, chance, lambda what: counts.update([what]))
@@ -135,7 +134,7 @@ async def _described(transport: HoldingTransport, run_id: str) -> JoinAnswer:
     """The shard's description of the run, once it has a model."""
     while True:
         try:
-            return await transport.join(Identity(run_id), JoinRequest(PROTOCOL, "", observe=True), CALL_S)
+            return await transport.join(Identity(run_id), JoinRequest(PROTOCOL, "", observe=True), START_S)
         except (Refusal, Unavailable) as error:
             print(f"{error} [{error.code}]", flush=True)
             await asyncio.sleep(LOOK_S)

@@ -40,7 +40,7 @@ from diloco_common.settings_loader import load
 from diloco_deploy.run.folder import Outputs
 from diloco_deploy.run.children import Programs
 from diloco_deploy.run.up import bring_up
-diloco_deploy.run.up._DRAIN_S = float(sys.argv[1])
+diloco_deploy.run.up.DRAIN_S = float(sys.argv[1])
 diloco_deploy.run.supervisor.SILENT_S = float(sys.argv[2])
 settings = load(None, {}, sys.argv[3:]).settings
 programs = Programs("fake_server", "fake_worker")

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
-from diloco_deploy.show.status import ClusterStatus
 
 from builders import make_settings
 from diloco_common.codec import Chunk, encode_payload, encoding_names
@@ -22,6 +21,7 @@ from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import PROTOCOL, JoinRequest, Outcome, Progress, PushHeader
 from diloco_deploy.cluster.reading import read_json, read_status
 from diloco_deploy.cluster.roll_call import Roll, roll_call
+from diloco_deploy.status import ClusterStatus
 from diloco_deploy.web.feed import Feed
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.server import real_world

@@ -104,7 +104,7 @@ class FakeRay:
 @pytest.fixture
 def looks_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Looks after one member until all answers are given."""
-    monkeypatch.setattr(ray_up, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(ray_up, "EVERY_S", 0.0)
     (tmp_path / "run").mkdir()
 
     def look_after(name: str, ray: FakeRay) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from diloco_deploy.checkpoint.options import Writing
 from safetensors.torch import load_file
 
+from diloco_deploy.checkpoint import Writing
 from diloco_deploy.checkpoint.work import DONE, write_each
 from diloco_worker.global_model import GlobalModel
 

@@ -16,6 +16,7 @@ from diloco_common import quantities
 from diloco_common.command import disk_errors, new_app
 from diloco_common.errors import EXIT_OK, BadCheckpoint, ConfigError, DataError
 from diloco_common.options import Json, number
+from diloco_deploy import LOOK_S, START_S
 from diloco_deploy.checkpoint import Writing
 from diloco_deploy.run.folder import existing, shards_in
 
@@ -205,10 +206,6 @@ def pull(
     return write_out(one, how, of)
 
 
-LOOK_S, WAIT_S = 0.05, 10.0
-"""How often, and how long, it looks whether a server serves from the folder."""
-
-
 def promote(
     folder: Annotated[Path, Parameter(metavar="FOLDER", help="shard.data_dir of the standby, on its machine")], /
 ) -> int:
@@ -226,7 +223,7 @@ def promote(
     versions = sorted(version for _, version in held.values())
     what = f"versions {versions[0]} to {versions[-1]}" if versions else "no version"
     print(f"{folder}: promoted, with {what} of {len(held)} fragments")
-    while owner_lives(folder) and time.monotonic() < began + WAIT_S:
+    while owner_lives(folder) and time.monotonic() < began + START_S:
         if any(name.startswith("epoch-") for name in disk.names()):
             print(f"it is the shard now, after {time.monotonic() - began:.1f} s")
             return EXIT_OK

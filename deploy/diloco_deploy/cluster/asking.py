@@ -6,18 +6,17 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_common.errors import ConfigError, Expired
 from diloco_common.trust.files import CA, CERTIFICATE, KEY, read_folder
+from diloco_deploy import ASK_S, THREADS_MAX
 from diloco_deploy.cluster import reading
 
-_THREADS_MAX = 16
 HAS_EXPIRED = 10
 """OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED, which `ssl` does not name."""
-OK = 200
-ASK_S = 3.0
 
 
 class Asker:
@@ -48,7 +47,7 @@ def fetch_status(address: str, timeout_s: float, asker: Asker = IN_PLAINTEXT) ->
 def _status(address: str, timeout_s: float, asker: Asker) -> dict[str, Any] | None:
     """Raises OSError, Unreadable."""
     code, body = asker.get(address, timeout_s)
-    return _read(body) if code == OK else None
+    return _read(body) if code == HTTPStatus.OK else None
 
 
 def _read(body: bytes) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def fetch_all(
                     found[name] = status
 
     threads = [
-        threading.Thread(target=work, name=f"diloco-ask-{i}", daemon=True) for i in range(min(_THREADS_MAX, len(todo)))
+        threading.Thread(target=work, name=f"diloco-ask-{i}", daemon=True) for i in range(min(THREADS_MAX, len(todo)))
     ]
     for thread in threads:
         thread.start()
@@ -155,7 +154,7 @@ def _get(asker: Asker, address: str, path: str, timeout_s: float) -> bytes:
         silence = NoAnswer(f"{address}: {over or ('no answer in time' if isinstance(error, TimeoutError) else said)}")
         silence.code = Expired.code if over else ""
         raise silence from None
-    if code != OK:
+    if code != HTTPStatus.OK:
         raise NoAnswer(f"{address} answers {code}")
     return body
 

@@ -13,8 +13,9 @@ from math import inf
 
 from diloco_common import units
 from diloco_common.errors import Draining, Expired, Revoked, Unavailable, VersionUndone
+from diloco_deploy import ASK_S
 from diloco_deploy.cluster.members import SeenLearner, SeenMember, Status
-from diloco_deploy.cluster.model import SILENT_AFTER_S, Cluster
+from diloco_deploy.cluster.model import Cluster
 
 FAILING_S = 5.0
 """Pushes must fail for this long to be reported: brief failures are retried."""
@@ -29,7 +30,7 @@ SKEW_S = 10.0
 BYTES_PER_PARAMETER = 10
 """Most bytes of one version with its outer optimizer, per parameter."""
 NO_TOKENS_STEPS = 10
-NAMES_SHOWN = 4
+NAMES_SHOWN = 3
 STANDS = frozenset({"STORAGE", "NO_PROGRESS"})
 """Codes that mean that the run makes no versions, or not all."""
 GONE = frozenset({"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY", "LEFT_OUT", Revoked.code, Expired.code})
@@ -54,7 +55,7 @@ class Finding:
         return f"{self.words}; {self.do} [{self.code}]"
 
 
-def findings(cluster: Cluster, now: float, silent_after_s: float = SILENT_AFTER_S) -> list[Finding]:
+def findings(cluster: Cluster, now: float, silent_after_s: float = ASK_S) -> list[Finding]:
     """Findings of shards, then of learners. `now`: by the clock of the model.
 
     `silent_after_s`: a process that has not answered for this long is away; infinite, if the caller tracks that itself.

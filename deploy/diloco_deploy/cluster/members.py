@@ -175,6 +175,10 @@ def counts_of(said: Mapping[str, Any]) -> Counter[str]:
     return Counter({key: int(said.get(key) or 0) for key in COUNTERS_OF_LEARNERS})
 
 
+KEPT_S = 900.0
+"""What happened is remembered for so long."""
+SAME_S = 1.0
+"""Tolerance for the time of an event, which is computed from its age."""
 LEARNERS_MAX = 10_000
 """Learners that are remembered. Above it, those away longest are dropped, and counted."""
 STATES = ("away", "awaited", "left_out", "stalled", "partly", "unknown", "training", "left")

@@ -11,14 +11,11 @@ from dataclasses import dataclass
 
 from diloco_common import units
 from diloco_common.wire.addresses import Role
+from diloco_deploy import ASK_S
 from diloco_deploy.cluster.members import SeenLearner, SeenMember, Status, forget_most, put_together
 
-SILENT_AFTER_S = 3.0
-"""A process that has not answered for this long is shown as silent."""
 PACE_S = 30.0
 """Time over which the pace of a run is measured."""
-PACE_FROM_S = 4.0
-"""Over a shorter time, the pace would be a guess."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class Cluster:
             return member.process + (f" {units.clock(now - member.since)}" if member.since is not None else "")
         if not member.status:
             return "starting"
-        if member.heard_at is not None and now - member.heard_at > SILENT_AFTER_S:
+        if member.heard_at is not None and now - member.heard_at > ASK_S:
             return f"silent {now - member.heard_at:.0f}s"
         if member.role == "shard":
             return "done" if member.get("done") else "ready" if member.get("ready") else "not ready"
@@ -189,6 +186,6 @@ class Pace:
         if not budget or len(self._seen) < 2:
             return None
         (then, before), (last, merged) = self._seen[0], self._seen[-1]
-        if merged <= before or last - then < PACE_FROM_S:
+        if merged <= before or last - then < PACE_S / 8:  # the pace would be a guess
             return None
         return max(0, budget - merged) * (last - then) / (merged - before)

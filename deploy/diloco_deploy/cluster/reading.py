@@ -26,7 +26,6 @@ NESTS_MAX = 1 << 17
 """Most lists and objects in one body: a few for each learner and fragment."""
 DEPTH_MAX = 8
 NUMBER_MAX = 2**63
-PIECE = 64 << 10
 
 
 class Unreadable(ValueError):
@@ -73,7 +72,7 @@ def _read(connection: socket.socket, ends_at: float) -> bytes:
     data, whole = bytearray(), None
     while whole is None or len(data) < whole:
         connection.settimeout(_left(ends_at))
-        piece = connection.recv(PIECE)
+        piece = connection.recv(HEAD_BYTES_MAX)
         if not piece:
             break
         data += piece

@@ -25,13 +25,13 @@ from diloco_common.wire.messages import (
     JoinRequest,
     PullRequest,
 )
-from diloco_deploy.doctor.checks import Door, MeasuredShard
+from diloco_deploy import ASK_S
+from diloco_deploy.doctor.checks import MEASURE_S, Door, MeasuredShard
 from diloco_protos import parameter_server_pb2 as pb
 
 T = TypeVar("T")
 
-CALL_S = 4.0
-DOWN_S, DOWN_BYTES_MAX = 2.0, 16 << 20
+DOWN_BYTES_MAX = 16 << 20
 PACKAGE_CHARACTERS_MAX = 64
 ENOUGH_BYTES = 64 << 10
 """Fewest bytes from which a bandwidth is computed."""
@@ -55,7 +55,7 @@ def describe(door: Door, protocol: int) -> JoinAnswer:
             response_deserializer=pb.JoinResponse.FromString,
         )  # fmt: skip
         return protobuf.join_answer_from_pb(
-            await join(protobuf.to_pb(request), metadata=_metadata(door), timeout=CALL_S)
+            await join(protobuf.to_pb(request), metadata=_metadata(door), timeout=ASK_S)
         )
 
     return _called(door, ask)
@@ -69,7 +69,7 @@ def measure(door: Door) -> MeasuredShard:
             f"/{rpc.PROBE}/Measure", request_serializer=protobuf.serialize,
             response_deserializer=pb.ProbeResponse.FromString,
         )  # fmt: skip
-        answer = await probe(_zeros(), metadata=_metadata(door), timeout=CALL_S + PROBE_S)
+        answer = await probe(_zeros(), metadata=_metadata(door), timeout=ASK_S + PROBE_S)
         came = time.time()
         enough = answer.num_bytes >= ENOUGH_BYTES and answer.seconds > 0
         up = 8 * answer.num_bytes / answer.seconds if enough else None
@@ -84,17 +84,17 @@ def pull_rate(door: Door, fragment_id: int) -> float | None:
 
     async def ask(channel: grpc.aio.Channel) -> float | None:
         pull = channel.unary_stream(f"/{rpc.SERVICE}/Pull", request_serializer=protobuf.serialize)
-        call = pull(request, metadata=_metadata(door), timeout=CALL_S + DOWN_S)
+        call = pull(request, metadata=_metadata(door), timeout=ASK_S + MEASURE_S)
         num_bytes, began, last = -1, 0.0, 0.0
         try:
-            async with asyncio.timeout(CALL_S + DOWN_S):
+            async with asyncio.timeout(ASK_S + MEASURE_S):
                 while (part := await call.read()) is not rpc.EOF:
                     last = time.monotonic()
                     if num_bytes < 0:  # the header: the clock starts
                         num_bytes, began = 0, last
                         continue
                     num_bytes += len(part)
-                    if num_bytes >= DOWN_BYTES_MAX or last - began > DOWN_S:
+                    if num_bytes >= DOWN_BYTES_MAX or last - began > MEASURE_S:
                         break
         except TimeoutError:
             pass

@@ -83,6 +83,10 @@ class Known:
     round_trip_s: dict[str, float] = field(default_factory=dict)
 
 
+MEASURE_S = 2.0
+"""Time for one measurement,"""
+TIMES = 3
+"""which is made so many times."""
 TOTAL_S = 16.0
 """Time limit of all checks together."""
 

@@ -20,6 +20,7 @@ from diloco_common.command import version
 from diloco_common.errors import ConfigError, plain
 from diloco_common.options import NO_SETTINGS, Flag, Json, SettingsOptions, number, setting, settings_from
 from diloco_common.settings import Settings
+from diloco_deploy import THREADS_MAX
 from diloco_deploy.doctor.checks import (
     TOTAL_S,
     Check,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from diloco_deploy.doctor.machine import PlannedShard
 
 MARKS = {State.OK: "ok", State.WARNING: "WARNING", State.FAILURE: "FAILURE", State.SKIPPED: "skipped"}
-AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _ways(patient: Patient, ends_at: float) -> Iterator[CheckedLine]:
     known, security = Known(), patient.settings.security
     credentials = Credentials(security.tls, security.token_file)
     doors = [Door(a, patient.settings.run.id, credentials.tls(), credentials.token()) for a in patient.shards]
-    pool = ThreadPoolExecutor(min(AT_ONCE, len(doors)), "way")
+    pool = ThreadPoolExecutor(min(THREADS_MAX, len(doors)), "way")
     try:
         yield from chain.from_iterable(pool.map(lambda door: list(_walked(door, known, ends_at)), doors))
     finally:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from diloco_common import units
-from diloco_deploy.doctor.checks import Check, ReportLine, failure, ok
+from diloco_deploy.doctor.checks import TIMES, Check, ReportLine, failure, ok
 
 SOAK_S = 60.0
 OPTIMIZER_STEPS = 8
-COPIES = 5
 FEW = 0.05
 """Least share of a device's memory that must be free."""
 
@@ -126,7 +125,7 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     took = []
-    for _ in range(COPIES):
+    for _ in range(TIMES):
         began = time.perf_counter()
         work()
         _wait(device)

@@ -13,12 +13,11 @@ from typing import NamedTuple
 from diloco_common import formulas, units
 from diloco_common.formulas import BITS, LINK_SHARE
 from diloco_common.settings import OVERLAP_STEPS, ShardSettings
-from diloco_deploy.doctor.checks import ReportLine, failure, ok, warning
+from diloco_deploy.doctor.checks import MEASURE_S, TIMES, ReportLine, failure, ok, warning
 from diloco_server.shell.quotas import CONNECTIONS_PER_LEARNER, ENOUGH, KEPT, connections_allowed, connections_wanted
 from diloco_server.storage.filesystem import Disk, FileSystem
 
 PROBE_BYTES = 8 << 20
-PROBES, PROBE_S = 3, 2.0
 """Files written in turn; none is started after this many seconds."""
 SYNC_SLOW_S = 0.5
 """Limit for a file of that size, whatever the model."""
@@ -67,7 +66,7 @@ def write(files: FileSystem, clock: Callable[[], float], num_bytes: int = PROBE_
     data = memoryview(os.urandom(1 << 20) * (num_bytes >> 20))
     took: list[float] = []
     began = clock()
-    while len(took) < PROBES and (not took or clock() - began < PROBE_S):
+    while len(took) < TIMES and (not took or clock() - began < MEASURE_S):
         at, temporary, name = clock(), "probe.tmp", "probe"
         try:
             file = files.create(temporary)

@@ -15,14 +15,13 @@ from diloco_common.trust.files import TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
 from diloco_common.wire.handshake import certificate_at, find_cause
 from diloco_common.wire.messages import JoinAnswer
-from diloco_deploy.cluster.findings import SKEW_S
+from diloco_deploy import ASK_S
+from diloco_deploy.cluster.findings import ENDS_SOON_S, SKEW_S
 from diloco_deploy.doctor import calls
-from diloco_deploy.doctor.checks import Door, Known, ReportLine, failure, of_error, ok, warning
+from diloco_deploy.doctor.checks import TIMES, Door, Known, ReportLine, failure, of_error, ok, warning
 
-DIAL_S = 3.0
-DIALS = 3
 FAR_S = 0.5
-ENDS_SOON = timedelta(days=14)
+ENDS_SOON = timedelta(seconds=ENDS_SOON_S)
 
 
 def name(address: str) -> ReportLine:
@@ -35,11 +34,11 @@ def name(address: str) -> ReportLine:
     return ok(f"{host} is {', '.join(sorted(found)[:4])}")
 
 
-def port(address: str, dial_s: float = DIAL_S) -> ReportLine:
+def port(address: str, dial_s: float = ASK_S) -> ReportLine:
     """Whether the port is open, and how long a round trip takes."""
     wanted = parse_address(address)
     trips: list[float] = []
-    for _ in range(DIALS):
+    for _ in range(TIMES):
         began = time.monotonic()
         try:
             socket.create_connection((wanted.host, wanted.port), dial_s).close()
@@ -96,7 +95,7 @@ def describe(door: Door, known: Known, protocol: int) -> Sequence[ReportLine]:
     except calls.NoShard as error:
         return [failure("NOT_A_SHARD", f"{door.address} does not speak our protocol ({error})")]
     except calls.Silence:
-        return [failure("NO_ANSWER", f"{door.address} takes connections, and answers no call in {calls.CALL_S:g} s")]
+        return [failure("NO_ANSWER", f"{door.address} takes connections, and answers no call in {ASK_S:g} s")]
     except NotSeeded:
         return [ok(f"a shard of run {door.run_id} that waits for its first learner; protocol {protocol}")]
     known.answers[door.address] = answer

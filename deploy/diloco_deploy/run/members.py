@@ -15,17 +15,17 @@ from pathlib import Path
 from diloco_common.errors import CannotConnect, ConfigError
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import Role, write_json
+from diloco_deploy import ASK_S, LOOK_S
 from diloco_deploy.cluster.findings import findings
-from diloco_deploy.cluster.members import Status
+from diloco_deploy.cluster.members import KEPT_S, SAME_S, Status
 from diloco_deploy.cluster.model import Cluster, Pace
 from diloco_deploy.cluster.roll_call import ClusterRecord, MemberRecord, read_record
+from diloco_deploy.run.supervisor import DRAIN_S
 from diloco_deploy.terminal import Snapshot
 
 _LOSSES_MAX = 512
-HOLD_S = 3.0
+HOLD_S = ASK_S
 """Findings that end sooner are not reported."""
-_SAME_EVENT_WITHIN_S = 1.0
-_EVENTS_KEPT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,16 @@ class Watch:
 
     def _new_events(self, name: str, status: Status, now: float) -> list[str]:
         lines = []
-        self._seen = [seen for seen in self._seen if now - seen.told_at < _EVENTS_KEPT_S]
+        self._seen = [seen for seen in self._seen if now - seen.told_at < KEPT_S]
         life, uptime_s = self.cluster.members[name].starts, float(status.get("uptime_s", now))
         for event in status.get("events", []):
             ago_s = float(event.get("ago_s", 0.0))
-            if ago_s > _EVENTS_KEPT_S:
+            if ago_s > KEPT_S:
                 continue
             at = uptime_s - ago_s
             what, learner, code = (str(event.get(key) or "") for key in ("event", "learner", "code"))
             key = (name, life, what, learner, code)
-            if any(seen.key == key and abs(seen.at - at) < _SAME_EVENT_WITHIN_S for seen in self._seen):
+            if any(seen.key == key and abs(seen.at - at) < SAME_S for seen in self._seen):
                 continue
             self._seen.append(_Seen(key, at, now))
             lines.append(f"{name}: {learner} {what}".replace("  ", " ") + (f" ({code})" if code else ""))
@@ -162,9 +162,6 @@ class Members:
 
 
 WORKERS_MAX = 256
-ANSWER_WITHIN_S = 30.0
-"""Longer than a worker may take to leave, since `diloco up` answers only after that."""
-_LOOK_S = 0.1
 
 
 def wish_file(folder: Path) -> Path:
@@ -203,7 +200,7 @@ def scale_to(folder: Path, workers: int) -> int:
     if not before.training:
         raise _not_training(folder)
     write_json(wish_file(folder), {"workers": workers})
-    deadline = time.monotonic() + ANSWER_WITHIN_S
+    deadline = time.monotonic() + DRAIN_S
     while (now := read_record(folder)) is None or now.workers != workers:
         if now is None or not now.training:
             wish_file(folder).unlink(missing_ok=True)
@@ -211,7 +208,7 @@ def scale_to(folder: Path, workers: int) -> int:
         if time.monotonic() > deadline:
             wish_file(folder).unlink(missing_ok=True)
             raise CannotConnect(f"`diloco up` in {folder} does not answer; look at it: diloco status --folder {folder}")
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)
     change = workers - before.workers
     what = f"{change} start" if change > 0 else f"{-change} leave" if change < 0 else "as it was"
     print(f"{before.workers} -> {workers} workers ({what}); see them come and go: diloco status --watch")

@@ -20,6 +20,7 @@ from diloco_common.settings_loader import save
 from diloco_common.trust.identity import subject_of
 from diloco_common.wire.addresses import Role
 from diloco_demo.cli import declared_digest
+from diloco_deploy import EVERY_S, LOOK_S, SAY_EVERY_S
 from diloco_deploy.cluster.asking import Asker, fetch_all
 from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster
@@ -27,15 +28,10 @@ from diloco_deploy.cluster.roll_call import ClusterRecord, MemberRecord, address
 from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored
 from diloco_deploy.run.placement import settle
 from diloco_deploy.run.ray_member import Look, OnRay, Plan, shard_files
-from diloco_deploy.run.supervisor import Action, Interrupts
+from diloco_deploy.run.supervisor import DRAIN_S, Action, Interrupts
 from diloco_deploy.run.up import check_cluster
 from diloco_deploy.trust.authority import make_authority, open_authority
 from diloco_deploy.trust.tending import OBSERVER, OwnCertificates
-
-_LOOK_EVERY_S = 0.5
-_SAY_EVERY_S = 10.0
-_DRAIN_S = 35.0
-"""Seconds for a process to end after SIGTERM."""
 
 
 def bring_up_on_ray(settings: Settings, outputs: Outputs, *, fresh: bool = False) -> int:
@@ -96,7 +92,7 @@ class _RayRun:
                 return self._interrupted()
             self._look_after_all()
             self._say_how_it_goes()
-            self._interrupts.wait(_LOOK_EVERY_S / 5)
+            self._interrupts.wait(LOOK_S)
         self._stop("worker")
         if not self._wait_for_shards():
             return self._interrupted()
@@ -123,7 +119,7 @@ class _RayRun:
         group = placement_group([resources] * count, strategy="SPREAD")
         self._groups.append(group)
         ready, needs = group.ready(), " and ".join(f"{share:g} {name}" for name, share in resources.items())
-        while not self._ray.wait([ready], timeout=_SAY_EVERY_S)[0]:
+        while not self._ray.wait([ready], timeout=SAY_EVERY_S)[0]:
             _say(f"waiting for room on the Ray cluster: {count} x {needs} for the {role}s")
             if self._interrupts.count:
                 return False
@@ -165,7 +161,7 @@ class _RayRun:
             if self._interrupts.count:
                 return False
             self._look_after_all("shard")
-            self._interrupts.wait(_LOOK_EVERY_S / 5)
+            self._interrupts.wait(LOOK_S)
         return True
 
     def _look_after_all(self, kind: str = "") -> None:
@@ -180,7 +176,7 @@ class _RayRun:
             return
         for done in self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0.1)[0]:
             name = self._asked.pop(done)
-            self._next_look[name] = now + _LOOK_EVERY_S
+            self._next_look[name] = now + EVERY_S
             errors = self._ray.exceptions
             try:
                 found = self._ray.get(done)
@@ -232,7 +228,7 @@ class _RayRun:
         now = time.monotonic()
         if now < self._say_at:
             return
-        self._say_at = now + _SAY_EVERY_S
+        self._say_at = now + SAY_EVERY_S
         answers = fetch_all(addresses_in(self._files.folder), 1.0, Asker(self._observer))
         if not answers:
             return  # nothing is up yet
@@ -254,7 +250,7 @@ class _RayRun:
         try:
             while child.poll() is None and not self._interrupts.count:
                 self._look_after_all("shard")  # the evaluation reads the model from them
-                self._interrupts.wait(_LOOK_EVERY_S / 5)
+                self._interrupts.wait(LOOK_S)
         finally:
             child.terminate()  # unless it has ended
             code = child.wait()
@@ -274,9 +270,9 @@ class _RayRun:
 
     def _stop(self, role: str) -> None:
         """Ask all members of a kind to end. `close` removes those that do not."""
-        asked = [actor.stop.remote(_DRAIN_S) for name, actor in self._actors.items() if name.startswith(role)]
+        asked = [actor.stop.remote(DRAIN_S) for name, actor in self._actors.items() if name.startswith(role)]
         if asked:
-            self._ray.wait(asked, num_returns=len(asked), timeout=_DRAIN_S + 5)
+            self._ray.wait(asked, num_returns=len(asked), timeout=DRAIN_S + 5)
 
 
 class _Actor(OnRay):

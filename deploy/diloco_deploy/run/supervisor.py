@@ -23,12 +23,12 @@ from typing import Any, Literal, Self
 
 from diloco_common.errors import EXIT_REFUSED, EXIT_UNEXPECTED
 from diloco_common.wire.addresses import Endpoints, read_address
+from diloco_deploy import LOOK_S
 
 DEATHS_MAX = 5
 """After more deaths in a row, a child is not started again."""
-_SETTLED_AFTER_S = 60.0
-"""After running this long, a child's deaths are counted from zero."""
-_LOOK_EVERY_S = 0.05
+DRAIN_S = 35.0
+"""Time for a child to end after SIGTERM, before it is killed. A worker leaves first."""
 
 Kind = Literal["shard", "worker", "job"]
 
@@ -165,7 +165,7 @@ class Supervisor:
             self.endpoints(name)  # it may have come up and died since the last look
             code = _reap(child.process)
             child.process = None
-            child.deaths = 1 if now - child.started_at > _SETTLED_AFTER_S else child.deaths + 1
+            child.deaths = 1 if now - child.started_at > SILENT_S else child.deaths + 1
             kills_before, self._memory_kills = self._memory_kills, memory_kills()
             verdict = verdict_on_exit(
                 child.spec.kind, code, was_up=child.was_up, deaths=child.deaths,
@@ -205,7 +205,7 @@ class Supervisor:
                     child.process = None
             if all(child.process is None for child in children):
                 return []
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(LOOK_S / 2)
         killed = [child.spec.name for child in children if child.process is not None]
         self._kill(children)
         return killed
@@ -260,7 +260,7 @@ def _has_exited(process: subprocess.Popen[bytes]) -> bool:
 def _reap(process: subprocess.Popen[bytes]) -> int:
     """Kill all processes that the child may have started, then take its exit status."""
     while not _has_exited(process):
-        time.sleep(_LOOK_EVERY_S / 5)
+        time.sleep(LOOK_S / 10)
     _signal(process, signal.SIGKILL)
     return process.wait()
 

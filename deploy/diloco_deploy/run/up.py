@@ -21,22 +21,18 @@ from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataErr
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import dialable, write_json
+from diloco_deploy import ASK_S, EVERY_S, LOOK_S
 from diloco_deploy.cluster.asking import Asker, Poller, fetch_all
 from diloco_deploy.report import Report, make_report, summary
 from diloco_deploy.run.children import EVALUATE, Children, Programs, names
 from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored, shown
 from diloco_deploy.run.members import Members, take_wish
 from diloco_deploy.run.placement import settle
-from diloco_deploy.run.supervisor import Action, Exit, Hanging, Interrupts, Supervisor
+from diloco_deploy.run.supervisor import DRAIN_S, Action, Exit, Hanging, Interrupts, Supervisor
 from diloco_deploy.terminal import display_for
 from diloco_deploy.trust.tending import OBSERVER, own_certificates
 from diloco_deploy.web.command import PageThread
 
-_TICK_S = 0.1
-_LAST_WORD_S = 4.0
-_SAMPLE_EVERY_S = 1.0
-_DRAIN_S = 35.0
-"""Seconds for a child to end after SIGTERM, before it is killed."""
 _TAIL_LINES = 8
 
 
@@ -210,7 +206,7 @@ class LocalRun:
     def _stop(self, names: Sequence[str]) -> None:
         """Let children end by themselves; kill them on a second interrupt."""
         started = set(names) & self._supervisor.names()
-        for name in self._supervisor.stop(started, _DRAIN_S, hurry=lambda: self._interrupts.count >= 2):
+        for name in self._supervisor.stop(started, DRAIN_S, hurry=lambda: self._interrupts.count >= 2):
             self._display.tell(f"{name} did not end by itself and was killed")
 
     def _interrupted(self) -> int:
@@ -261,7 +257,7 @@ class LocalRun:
                 raise _Interrupted
             if is_over():
                 return
-            self._interrupts.wait(_TICK_S)
+            self._interrupts.wait(LOOK_S)
 
     def _look_after_children(self, now: float) -> None:
         for exit in self._supervisor.look(now):
@@ -297,7 +293,7 @@ class LocalRun:
         self._children.scale(wanted)
         self._workers = self._children.workers
         for name in sorted(before - after):
-            self._leaving[name] = time.monotonic() + _DRAIN_S
+            self._leaving[name] = time.monotonic() + DRAIN_S
             if name in self._supervisor.waiting() | self._ended | self._lost:
                 self._has_left(name)
             else:
@@ -326,7 +322,7 @@ class LocalRun:
         if not found:
             return
         # They may only be slow on a busy machine: ask them once more, alone.
-        answers = fetch_all({name: self._http[name] for name in found}, _LAST_WORD_S, self._poller.asker)
+        answers = fetch_all({name: self._http[name] for name in found}, ASK_S, self._poller.asker)
         for name, why in found.items():
             if not answers.get(name, {"hung": True}).get("hung"):
                 continue
@@ -366,7 +362,7 @@ class LocalRun:
             for words in self._watch.wrong(now):
                 self._display.tell(words)
         if now >= self._next_sample:
-            self._next_sample = now + _SAMPLE_EVERY_S
+            self._next_sample = now + EVERY_S
             self._watch.sample_loss()
         snapshot = self._watch.snapshot(now)
         if not self._has_loss and (loss := snapshot.cluster.totals().loss) is not None:

@@ -53,7 +53,7 @@ _ELSE = "give another --out, or remove it if nobody needs it"
 CA_DAYS, CERTIFICATE_DAYS = 3650, 90
 CLOCKS_DIFFER = timedelta(hours=1)
 """A certificate is valid from this long ago, because clocks of other machines may be behind."""
-KEEP_SHARE = 1 / 3
+RENEW_SHARE = 1 / 3
 """A certificate is kept while at least this share of its time is left."""
 SERVES = (Scope.SHARD, Scope.MIRROR, Scope.STANDBY)
 """Scopes of processes that others dial."""
@@ -235,7 +235,7 @@ def is_good(folder: Path, subject: Subject, hosts: Sequence[str], revoked: set[s
     return (
         is_of_subject
         and serial_text(certificate.serial_number) not in revoked
-        and (ends - now) > KEEP_SHARE * (ends - begins)
+        and (ends - now) > RENEW_SHARE * (ends - begins)
         and {host.strip("[]") for host in hosts} <= known | {*HERE}
     )
 

@@ -17,9 +17,10 @@ from diloco_common.errors import ConfigError, did_you_mean
 from diloco_common.options import Days, Flag
 from diloco_common.trust.files import shown
 from diloco_common.trust.identity import Scope, subject_of
+from diloco_deploy import LOOK_S
 from diloco_deploy.trust.authority import CA_DAYS, is_good, make_authority, open_authority
 from diloco_deploy.trust.registry import Issued
-from diloco_deploy.trust.tending import LOOK_S, Tending
+from diloco_deploy.trust.tending import Tending
 
 Folder = Annotated[Path, Parameter(metavar="PATH", help="folder of the authority")]
 Run = Annotated[str, Parameter(metavar="ID", help="run.id")]

@@ -32,7 +32,15 @@ from diloco_common.settings import Settings
 from diloco_common.trust.files import CA, KEY, REVOKED, Stamp, stamp_of
 from diloco_common.trust.identity import Scope, Subject, subject_of
 from diloco_common.wire.addresses import is_loopback, parse_address
-from diloco_deploy.trust.authority import CERTIFICATE_DAYS, SERVES, Authority, is_good, make_authority, open_authority
+from diloco_deploy.trust.authority import (
+    CERTIFICATE_DAYS,
+    RENEW_SHARE,
+    SERVES,
+    Authority,
+    is_good,
+    make_authority,
+    open_authority,
+)
 from diloco_deploy.trust.registry import PUBLIC, Issued, write_file
 
 RENEW_EVERY_S = 3600.0
@@ -112,10 +120,6 @@ def _names_of_this_machine(listen: str) -> list[str]:
     return sorted({name, socket.getfqdn(), *found})
 
 
-LOOK_S = 0.25
-"""How often to check for changes. Shards check as often, so a revoked caller is cut off within a second."""
-RENEW_SHARE = 1 / 3
-"""A certificate is renewed when this share of its time is left."""
 AGAIN = timedelta(minutes=1)
 """An identity gets no second certificate within this time, whatever becomes of the folder: each is recorded."""
 LEARNERS_MAX = 1024

@@ -26,6 +26,7 @@ from starlette.staticfiles import StaticFiles
 
 from diloco_common.observe.http import finite
 from diloco_common.wire.addresses import is_no_name
+from diloco_deploy import ASK_S, THREADS_MAX
 
 _SESSION = b"diloco live page"
 
@@ -69,7 +70,6 @@ class Access:
 STATIC = Path(__file__).parent / "static"
 COOKIE = "diloco_web"
 ENTER_BYTES_MAX = 4096
-ENTER_S, ENTERING_MAX = 2.0, 16
 """Seconds for a key to arrive, and most keys awaited at once: strangers may send wrong ones, or none."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -93,7 +93,7 @@ class Hub(Protocol):
 
 
 def make_app(hub: Hub, access: Access) -> Callable[[Any, Any, Any], Awaitable[None]]:
-    entering = asyncio.Semaphore(ENTERING_MAX)
+    entering = asyncio.Semaphore(THREADS_MAX)
 
     def may_look(request: Request) -> bool:
         certificate = request.scope.get("state", {}).get("certificate")
@@ -115,7 +115,7 @@ def make_app(hub: Hub, access: Access) -> Callable[[Any, Any, Any], Awaitable[No
         if entering.locked():
             return JSONResponse({"error": "too many are entering; try again"}, 503, {"connection": "close"})
         try:
-            async with entering, asyncio.timeout(ENTER_S):
+            async with entering, asyncio.timeout(ASK_S):
                 body = await _key_in(request)
         except (TimeoutError, ClientDisconnect):
             return JSONResponse({"error": "the key did not arrive"}, 408, {"connection": "close"})

@@ -16,6 +16,7 @@ from diloco_common.options import Config, Flag, SettingsOptions, setting, settin
 from diloco_common.settings import SecuritySettings, Settings
 from diloco_common.trust.files import read_bearer_token
 from diloco_common.wire.addresses import split_addresses
+from diloco_deploy import START_S
 from diloco_deploy.trust.tending import OwnCertificates
 from diloco_deploy.web.live_page import LivePage, PageCredentials, Watched, door_of, given, in_folder
 
@@ -92,9 +93,6 @@ async def _serve(page: LivePage, page_is_of: str) -> int:
     return EXIT_OK
 
 
-_START_S = 10.0
-
-
 class PageThread:
     """The live page of `diloco up`, on a thread. A page that fails does not end the run.
 
@@ -114,7 +112,7 @@ class PageThread:
         if not self._settings.cluster.page:
             return "no live page: cluster.page is empty"
         self._thread.start()
-        self._is_up.wait(_START_S)
+        self._is_up.wait(START_S)
         return self._said
 
     def stop(self) -> None:

@@ -11,8 +11,11 @@ from itertools import count, takewhile
 from statistics import fmean, variance
 from typing import Any
 
+from diloco_deploy import EVERY_S
+from diloco_deploy.cluster.findings import NAMES_SHOWN
+from diloco_deploy.cluster.members import KEPT_S, LEARNERS_MAX, SAME_S
+
 POINTS_MAX = 720
-FIRST_EVERY_S = 1.0
 SPANS_S = (60.0, 600.0, 7200.0)
 """The trend of the loss is taken over the shortest of these spans in which it stands out from the scatter."""
 
@@ -53,7 +56,7 @@ class Course:
         self.points: list[Point] = []
         self.thinned_seq = 0
         """Number of the change that last dropped points: viewers with an older number get the whole course."""
-        self._every_s = FIRST_EVERY_S
+        self._every_s = EVERY_S
 
     def is_due(self, now: float) -> bool:
         return not self.points or now - self.points[-1].at >= 0.95 * self._every_s
@@ -89,7 +92,6 @@ class Course:
 
 
 ROUNDS_MAX = 3000
-KEPT_S = 900.0
 
 
 @dataclass
@@ -157,11 +159,6 @@ class DrawnRounds:
 EVENTS_MAX = 200
 TOGETHER_S = 3.0
 """Events this close together are shown as one: two hundred learners may join at once."""
-SAME_S = 1.0
-"""Tolerance for the time of an event, which is computed from its age."""
-NAMES_MAX = 3
-LEARNERS_MAX = 10_000
-"""Most learners named in one event."""
 
 # event of a shard -> (level, words for one learner, words for many)
 _OF_LEARNERS = {
@@ -201,7 +198,7 @@ class EventLine:
 
     def _of_learners(self) -> str:
         one, many = (_BY_CODE.get(self.code) or _OF_LEARNERS[self.kind])[1:]
-        names, more = list(self.learners)[:NAMES_MAX], len(self.learners) - NAMES_MAX
+        names, more = list(self.learners)[:NAMES_SHOWN], len(self.learners) - NAMES_SHOWN
         who = ", ".join(names) + (f" and {more} more" if more > 0 else "")
         return f"{who} {one if len(self.learners) == 1 else many}"
 

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 from diloco_deploy.cluster.findings import findings
 from diloco_deploy.cluster.members import STATES, SeenLearner, SeenMember, Status
 from diloco_deploy.cluster.model import Cluster, Pace
-from diloco_deploy.web.drawn import SPANS_S, Course, DrawnRounds, Events, Point
+from diloco_deploy.web.drawn import EVENTS_MAX, SPANS_S, Course, DrawnRounds, Events, Point
 from diloco_deploy.web.headlines import WORDS, headlines
 
-OUTAGES_MAX = 128
 FINDINGS_SHOWN = 20
 PAGE = 50
 _COUNTERS = ("rounds", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled")
@@ -46,7 +45,7 @@ class Feed:
         self._pace = Pace()
         self._rounds = DrawnRounds()
         self._events = Events()
-        self._outages: deque[Outage] = deque(maxlen=OUTAGES_MAX)
+        self._outages: deque[Outage] = deque(maxlen=EVENTS_MAX)
         self._silent_since: float | None = now
 
     # ------------------------------------------------------------ answers of shards

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from diloco_deploy.cluster.findings import GONE, OF_SHARDS, STANDS, Finding
+from diloco_deploy.cluster.findings import GONE, NAMES_SHOWN, OF_SHARDS, STANDS, Finding
 from diloco_deploy.cluster.members import HERE
 from diloco_deploy.web.drawn import Point, Trend
 
@@ -129,7 +129,8 @@ def _learners(count: int) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _said(level: str, title: str, words: str) -> dict[str, str]:

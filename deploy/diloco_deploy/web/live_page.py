@@ -23,7 +23,8 @@ from diloco_common.observe.http_listener import HttpListener, TlsDoor
 from diloco_common.trust.files import REVOKED, DenyList, TlsFiles, TlsFolder
 from diloco_common.trust.identity import Proof
 from diloco_common.wire.addresses import parse_address
-from diloco_deploy.cluster.asking import ASK_S, Asker, NoAnswer, ask
+from diloco_deploy import ASK_S, EVERY_S, THREADS_MAX
+from diloco_deploy.cluster.asking import Asker, NoAnswer, ask
 from diloco_deploy.cluster.roll_call import addresses_in, read_record
 from diloco_deploy.web.feed import Feed
 
@@ -103,11 +104,8 @@ def door_of(certificate: Path, revoked: Path | None) -> TlsDoor:
     return TlsDoor(files, is_welcome)
 
 
-EVERY_S = 1.0
-"""How often a shard is asked, and most often a page is updated."""
 REST = 9.0
 """After an answer that took long to process, pause this many times as long, to use at most a tenth of a core."""
-_THREADS_MAX = 16
 _RETRY = b"retry: 500\n\n"
 _log = logging.getLogger("diloco.web")
 
@@ -134,7 +132,7 @@ class LivePage:
         self._messages: dict[int, bytes] = {}  # number that a viewer knows -> its next message
         self._changed = asyncio.Event()
         self._ending = asyncio.Event()
-        self._threads = ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="diloco-web-ask")
+        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="diloco-web-ask")
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._telling: asyncio.Task[None] | None = None
         try:
