@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,6 +23,8 @@ from diloco_demo.shapes import built_in_companions, gpt_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from diloco_worker import Learner
 
 app = new_app("diloco-worker", "Run one worker with the built-in training.")
 
@@ -128,47 +130,36 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
     optimizer = training.make_optimizer(model, settings.train)
     checkpoint = worker.folder / "checkpoint.safetensors" if worker.folder else None
     saved = load_checkpoint(checkpoint, model, optimizer, run.id) if checkpoint else None
-    progress = saved.progress if saved is not None else TrainingProgress()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # from here on, the learner leaves its shards properly
     learner = join(
         worker.shards, model, run=run.id, learner_id=worker.learner_id, site=run.site,
-        tls=security.tls, token=security.token_file,
+        tls=security.tls, token=security.token_file, http=worker.http,
         companions=optimizer if settings.train.average_momentum else None, optimizer=optimizer,
-        state=None if saved is None else saved.learner, http=worker.http,
-        address_file=outputs.address, history=run.history,
+        state=None if saved is None else saved.learner, address_file=outputs.address, history=run.history,
         island="alone",  # the built-in loop trains alone, whatever launcher started this process
     )  # fmt: skip
     learner.hung_s = worker.hung_s
-    came: set[int] = set()
-
-    def stop(number: int, _: object) -> None:
-        came.add(number)
-        learner.stop()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    came = _signals_that_stop(learner)
     stream = TokenStream(
         corpus.train, learner_id=learner.learner_id, seed=run.seed, context=settings.model.context,
         batch=settings.train.batch,
     )  # fmt: skip
-    saver = None
-    if checkpoint is not None:
-        saver = training.Saver(
-            lambda p: save_checkpoint(checkpoint, model, optimizer, learner.state_dict(), p.data_position),
-            worker.checkpoint_every_s,
-        )
-    watchers: list[Callable[[training.InnerStep], None]] = [training.ProgressLog(Log(learner.learner_id), learner)]
-    curves = None
+
+    def save(progress: TrainingProgress) -> None:
+        assert checkpoint is not None
+        save_checkpoint(checkpoint, model, optimizer, learner.state_dict(), progress.data_position)
+
+    saver = training.Saver(save, worker.checkpoint_every_s) if checkpoint else None
+    log, curves = training.ProgressLog(Log(learner.learner_id), learner), None
     if worker.track:
         curves = StepTracker(open_tracker(worker.track, run=run.id, name=learner.learner_id), learner)
-        watchers.append(curves)
     try:
         training.train(
             learner, model, optimizer, stream, settings.train,
-            budget=learner.tokens_budget, progress=progress,
+            budget=learner.tokens_budget, progress=saved.progress if saved is not None else TrainingProgress(),
             step_min_s=worker.step_min_s, saver=saver,
-            on_step=lambda step: [watch(step) for watch in watchers],
+            on_step=lambda step: [watch(step) for watch in (log, curves) if watch is not None],
         )  # fmt: skip
         if signal.SIGTERM in came:
             learner.leave()
@@ -178,6 +169,19 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
             curves.close()
         if outputs.final_status is not None:
             write_json(outputs.final_status, learner.status())
+
+
+def _signals_that_stop(learner: Learner) -> set[int]:
+    """SIGTERM and SIGINT end the training from now on. Returns those that came."""
+    came: set[int] = set()
+
+    def stop(number: int, _: object) -> None:
+        came.add(number)
+        learner.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    return came
 
 
 def _evaluate(settings: Settings, outputs: _Outputs) -> None:
