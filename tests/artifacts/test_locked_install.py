@@ -95,21 +95,6 @@ def test_what_is_listed_is_installed_and_the_build_for_cuda_gets_its_libraries(p
     assert place.installed == {"torch": "2.0", "nvidia_blas": "1", "plain": "1"}
 
 
-def test_the_cpu_build_of_a_folder_is_preferred_and_checked_too(place: Place) -> None:
-    wheels = place.folder / "wheels"
-    cpu = make_wheel(wheels, "torch", "2.0+cpu")
-    refused = place.install("--find-links", str(wheels), "torch", "run")
-    assert refused.returncode != 0
-    assert "HASHES" in refused.stderr
-    assert "install: torch was not installed" in refused.stderr
-    assert place.installed == {}
-
-    listed = place.folder / "requirements/torch.txt"
-    listed.write_text(listed.read_text().strip() + f" --hash=sha256:{digest(cpu)}\n")
-    assert place.install("--find-links", str(wheels), "torch", "run").returncode == 0
-    assert place.installed == {"torch": "2.0+cpu", "plain": "1"}
-
-
 def test_a_wheel_that_was_exchanged_is_refused(place: Place) -> None:
     place.publish("usual", "plain", "1", body="import os  # and takes the token away")
     ended = place.install("run")

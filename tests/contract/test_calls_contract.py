@@ -15,8 +15,7 @@ from diloco_common.codec import Payload, PayloadHeader, decode_payload
 from diloco_common.errors import ConfigError, InUse
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import TensorSpec
-from diloco_common.wire.messages import Drain, Evicted, Pulse
-from diloco_protos import parameter_server_pb2 as pb
+from diloco_common.wire.messages import Drain, Pulse
 from diloco_server.shell import probes as health
 from secret_files import secret_file
 from waiting import until
@@ -97,39 +96,6 @@ def test_an_observer_sees_the_model_and_pulls_without_a_lease(shard):
     decode_payload(Payload(protobuf.from_pb(PayloadHeader, header.payload), tuple(chunks)), values)
     assert values.eq(0.25).all()
     assert [m.learner_id for m in shard.core.membership.all()] == ["a"]
-
-
-def test_what_is_said_of_a_version_in_another_encoding_is_of_one_moment(serve, clock, monkeypatch):
-    """The next version comes while this one is encoded for its caller."""
-    shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
-    joined(shard).seed(0.25)
-    host, state = shard.server.host, shard.core.fragments[0]
-    compute, named = host.work.compute, state.version_id
-
-    async def compute_slowly(*args):
-        encoded = await compute(*args)
-        epoch = state.epoch + 1
-        state.record = replace(state.record, epoch=epoch, version=1, tokens_merged=100, merged_versions={"a": 1})
-        return encoded
-
-    monkeypatch.setattr(host.work, "compute", compute_slowly)
-    header, _ = shard.caller("a").pull(encodings=["float32"])
-
-    assert ((header.epoch, header.version), header.merged_version, header.tokens_merged) == (named, 0, 0)
-
-
-@pytest.mark.parametrize("step_time_s", [float("inf"), float("nan"), -1.0])
-def test_a_report_of_an_impossible_step_time_is_refused_and_widens_no_grace_window(serve, clock, step_time_s):
-    shard = serve(settings_with(sync={"grace": "adaptive"}), clock)
-    a = joined(shard)
-    attendance = a.attend()
-    message = pb.Progress(inner_step=1, tokens=1, step_time_s=step_time_s)
-
-    shard.loop.run(attendance.call.write(message))
-
-    found = refusal(lambda: attendance.hear(Evicted))
-    assert (found.code, "step_time_s" in found.words) == ("BAD_REQUEST", True)
-    assert shard.core.rounds.patience.grace_s() == 0.0
 
 
 BAD_IDS = {

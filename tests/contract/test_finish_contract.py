@@ -112,14 +112,6 @@ def test_what_is_in_no_version_is_kept_and_said(serve, train, written, trained, 
     assert not torch.equal(a.values(), local)
 
 
-def test_the_first_steps_without_tokens_are_said_once(serve, train, written):
-    a, b = train(serve().address, "a"), train(serve().address, "b")
-    for step in range(6):
-        a.step(8, counted=0)
-        b.step(8, counted=8 * (step > 1))
-    assert written.getvalue().count("code=NO_TOKENS") == 1
-
-
 def test_finish_does_not_wait_for_shards_that_are_gone(serve, train, written, monkeypatch):
     """Nobody listens there any more: it says so, long before the minute that it would wait for a silent one."""
     monkeypatch.setattr(connection, "GONE_S", 0.5)
@@ -144,24 +136,6 @@ def test_finish_waits_for_a_shard_that_starts_again(serve, train):
     starting.start()
     assert a.learner.finish()
     starting.join()
-
-
-def test_a_model_that_is_not_finite_takes_the_global_values_and_trains_on(serve, train, written):
-    shard = serve(settings_with(sync={"quorum": 1}))
-    a, b = train(shard.address, "a"), train(shard.address, "b", seed=1)
-    a.until(lambda: shard.version() >= 1, "a version")
-    with torch.no_grad():
-        a.model[0].weight.fill_(float("nan"))
-
-    def mended() -> bool:
-        a.step()
-        b.step()
-        return bool(torch.isfinite(a.model[0].weight).all())
-
-    until(mended, "the values of the run")
-    assert "values were not finite" in written.getvalue()
-    merged = a.learner.core.contributions["merged"]
-    until(lambda: a.step() or b.step() or a.learner.core.contributions["merged"] > merged, "it contributes again")
 
 
 def test_a_model_that_is_not_finite_again_and_again_ends_the_learner(serve, train):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from diloco_common.trust.identity import Identity
 from diloco_server.shell import server
 from diloco_server.shell.servicer import ParameterServer
 from diloco_worker.shell import ending
-from diloco_worker.shell.process import Notice
 from waiting import DEADLINE_S
 
 H = 500
@@ -187,25 +185,6 @@ def test_a_learner_waits_for_the_answer_to_its_goodbye(serve, monkeypatch: pytes
     learner.close()
 
     assert shard.member_state("a") == "left"
-
-
-@pytest.fixture
-def heard() -> Iterator[list[str]]:
-    yield []
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def test_a_forked_child_ends_by_it(heard: list[str]) -> None:
-    notice = Notice(lambda: heard.append("ours"))
-    fork = multiprocessing.get_context("fork")
-    is_up = fork.Event()
-    child = fork.Process(target=lambda: (is_up.set(), threading.Event().wait()))
-    child.start()
-    assert is_up.wait(60)  # Python drops signals that come while a child begins
-    child.terminate()
-    child.join(60)
-    notice.end(is_heeded=True)
-    assert (child.exitcode, heard) == (-signal.SIGTERM, [])
 
 
 LATE = "signal.raise_signal(signal.SIGTERM); notice.end(is_heeded=False)"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 from mistakes import EXAMPLES, answer, assert_told, before_step
 from test_e2e_examples import shard
 
-from processes import Script, environment, until
+from processes import Script, until
 
 LOOP = (EXAMPLES / "own_loop.py").read_text()
 
@@ -37,18 +35,6 @@ def test_other_errors_keep_their_traceback(address: str, as_a_script: Callable[.
     said = as_a_script(before_step(LOOP, "raise ValueError('mine')"), address)
     assert "Traceback (most recent call last):" in said
     assert "ValueError: mine" in said
-
-
-def test_a_process_ends_with_the_same_line(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(LOOP)
-    ended = subprocess.run(
-        [sys.executable, str(path), "127.0.0.1"], capture_output=True, text=True, timeout=280, env=environment(),
-        check=False,
-    )  # fmt: skip
-    assert ended.returncode == 1
-    (told,) = answer(ended.stderr)
-    assert told.endswith("[BAD_CONFIG]")
 
 
 def test_who_waits_for_a_shard_is_told_for_what_and_ctrl_c_is_one_line(tmp_path: Path) -> None:

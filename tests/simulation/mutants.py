@@ -12,10 +12,9 @@ from diloco_common.errors import NotFinite, Refusal, Superseded
 from diloco_common.wire.messages import PushAnswer, VersionId
 from diloco_server.core import patience
 from diloco_server.core.admission import DUPLICATE
-from diloco_server.core.arrivals import Reports
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound
-from diloco_server.core.fragment import FragmentState, Phase
+from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Influence
 from diloco_server.core.membership import Membership
 from diloco_server.core.parts import HalfContribution
@@ -24,8 +23,6 @@ from diloco_server.core.rounds import Rounds
 from diloco_server.core.shard import Shard
 from diloco_server.core.taking import Taking
 from diloco_server.core.versions import Versions
-from diloco_server.shell.keeper import Keeper
-from diloco_server.shell.quotas import OpenPushes as PushQuota
 from diloco_server.shell.quotas import Places
 from diloco_server.shell.service import Service
 from diloco_server.shell.work import Work
@@ -34,10 +31,7 @@ from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import StoredVersion
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.options import Options
-from diloco_worker.core import events
-from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.council_log import LEADER, CouncilLog
-from diloco_worker.core.events import Answered
 from diloco_worker.core.fragment import Fate, LearnerFragment, PendingContribution, Pushes
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
@@ -181,15 +175,6 @@ def ignore_merged_version(original: Any, *args: Any) -> Any:
 
 
 @breaks(LearnerFragment, "give_back")
-def drop_what_was_not_merged(original: Any, self: LearnerFragment) -> None:
-    """Work that was not merged is not given back."""
-    assert self.contribution is not None
-    self._base_tokens += self.contribution.tokens
-    self._base_steps += self.contribution.steps
-    original(self)
-
-
-@breaks(LearnerFragment, "give_back")
 def never_give_back(original: Any, self: Any) -> Any:
     """A contribution that was not merged stays under way."""
     return None
@@ -286,32 +271,6 @@ def skip_the_sync_of_names(disk: Any) -> Any:
     return Careless(disk, sync_names=lambda: None)
 
 
-@on
-def rename_before_sync(disk: Any) -> Any:
-    """A file gets its name before it is durable."""
-    files: dict[str, Any] = {}
-
-    def create(name: str) -> Any:
-        files[name] = disk.create(name)
-        return Careless(files[name], sync=lambda: None)
-
-    def rename(old: str, new: str) -> None:
-        disk.rename(old, new)
-        if old in files:  # and not one of an earlier process, that is damaged and put aside
-            files.pop(old).sync()
-
-    return Careless(disk, create=create, rename=rename)
-
-
-@breaks(FileStore, "_begin_epoch")
-def reuse_an_epoch(original: Any, self: FileStore, before: Any) -> None:
-    """A shard that restarts goes on in the epoch that it had before."""
-    if before:
-        self.epoch = before[-1]
-    else:
-        original(self, before)
-
-
 @breaks(Versions, "restore")
 def forget_what_was_merged(original: Any, self: Versions, manifest: Any, fragments: Any) -> None:
     """A shard that restarts does not look at the merged contributions in its files."""
@@ -331,23 +290,10 @@ def keep_the_old_name(original: Any, self: FileStore, *args: Any) -> Any:
     return header, replace(found, is_behind=False)
 
 
-@breaks(CodecThread, "held")
-def forget_what_is_held(original: Any, self: Any, fragment_ids: Any) -> Any:
-    """A learner that joins does not say which versions it holds."""
-    return ()
-
-
 @breaks(FileStore, "__init__")
 def begin_every_folder_at_epoch_1(original: Any, self: FileStore, fs: Any, origin: Any, *, first_epoch: int) -> None:
     """A folder that was emptied begins with an epoch that it had before."""
     original(self, fs, origin, first_epoch=1)
-
-
-@breaks(Keeper, "_write")
-async def announce_what_the_disk_refused(original: Any, self: Keeper, version: StoredVersion, manifest: Any) -> bool:
-    """A disk that refuses a version is believed to have it."""
-    await original(self, version, manifest)
-    return True
 
 
 # ------------------------------------------------------------ what only the product's own shells can get wrong
@@ -357,23 +303,6 @@ async def announce_what_the_disk_refused(original: Any, self: Keeper, version: S
 def apply_while_a_snapshot_is_read(original: Any, self: Any) -> Any:
     """A version does not wait for the codec thread, which is copying the fragment."""
     return False
-
-
-@breaks(PushQuota, "closed")
-def count_open_pushes_for_ever(original: Any, self: Any, account: Any, push: Any) -> Any:
-    """A push that was answered still takes a place: the shard is busy for ever."""
-    return None
-
-
-@breaks(Taking, "_admit")
-def take_seeds_of_two_learners(original: Any, self: Taking, member: Any, header: Any) -> Any:
-    """A fragment that has versions is seeded again by whoever comes late."""
-    answer = original(self, member, header)
-    state = self._versions.fragments.get(header.fragment_id)
-    if header.is_seed and answer is DUPLICATE and state is not None and state.phase is Phase.RESTING:
-        state.phase = Phase.UNSEEDED
-        return None
-    return answer
 
 
 @breaks(Service, "push")
@@ -401,15 +330,6 @@ def forget_values_that_were_never_sent(original: Any, self: Pushes, lease: Any) 
     return bool(original(self, lease))
 
 
-@breaks(ConnectionState, "take_lease")
-def take_any_epoch_for_the_same(original: Any, self: ConnectionState, joined: Any) -> bool:
-    """A learner that joins a restarted shard does not forget what the shard had announced before."""
-    announced = dict(self.to_pull.now)
-    original(self, joined)
-    self.to_pull.now |= announced
-    return False
-
-
 @breaks(Versions, "committed")
 def compute_the_record_again(original: Any, self: Versions, record: Any, published: Any) -> None:
     """The record in memory is not the one on the disk: learners have come and gone in between."""
@@ -426,13 +346,6 @@ def contribute_the_checkpoint_again(
 ) -> None:
     """A learner that was resumed counts what its checkpoint had trained as its own work."""
     original(self, values, version, epoch, 0, 0)
-
-
-@breaks(CodecThread, "base")
-def decode_onto_any_base(original: Any, self: CodecThread, fragment_id: int) -> Any:
-    """A change is added to whatever version the learner holds by then."""
-    held = self._held.get(fragment_id)
-    return None if held is None else (held.epoch, held.version - 1)
 
 
 # ------------------------------------------------------------ hostile learners
@@ -454,12 +367,6 @@ def take_any_length(original: Any, self: Influence, taken: Any, before: Any, own
 def let_one_stranger_open_rounds(original: Any, self: DueFragments, live: Any, merging: Any, quorum: Any) -> Any:
     """The steps of one stranger are enough for a round."""
     return original(self, live, merging, 1)
-
-
-@breaks(Reports, "step_time_s")
-def believe_step_times(original: Any, self: Reports) -> float:
-    """A step takes as long as its learner says."""
-    return self.last.step_time_s
 
 
 # ------------------------------------------------------------ members
@@ -513,20 +420,6 @@ def take_any_refusal_for_that_of_this_one(
     return original(self, p, number, answer)
 
 
-@breaks(events, "_subject")
-def keep_one_answer_per_fragment(original: Any, event: Any) -> Any:
-    """While a refusal waits to be read, a late answer to an earlier contribution takes its place."""
-    return event.fragment_id if isinstance(event, Answered) else original(event)
-
-
-@breaks(Shard, "named")
-def give_the_latest_whatever_is_wanted(original: Any, self: Shard, fragment_id: int, want: Any, learner_id: str) -> Any:
-    """A rank that asks for a version by name gets the one after it."""
-    original(self, fragment_id, want, learner_id)
-    state = self.owned(fragment_id)
-    return state.record, state.published
-
-
 @breaks(CouncilLog, "_is_ready")
 def act_on_own_words(original: Any, self: CouncilLog, rank: int, word: Any) -> None:
     """A rank applies a version as soon as it has it, whatever the others have."""
@@ -535,13 +428,6 @@ def act_on_own_words(original: Any, self: CouncilLog, rank: int, word: Any) -> N
     if fetching is not None and rank == self.rank and p not in self._complete:
         fetching.ready.setdefault(LEADER, word)
         self._complete.append(p)
-
-
-@breaks(IslandCouncil, "applies")
-def know_only_of_own_parts(original: Any, self: IslandCouncil, event: Any, contribution: Any) -> None:
-    """Whether a contribution may have arrived is what each rank knows of its own push."""
-    is_sent = contribution is not None and contribution.pushes.may_have_arrived
-    original(self, replace(event, sent=contribution.tokens if is_sent else 0), contribution)
 
 
 @breaks(IslandCouncil, "trained")

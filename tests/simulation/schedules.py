@@ -37,19 +37,9 @@ def emptied(seed: int) -> Options:
     return hard_on_disks(seed, faults=("wipe disk", "crash shard"))
 
 
-def killed_while_writing(seed: int) -> Options:
-    """Shards crash all the time, and writes take long."""
-    return hard_on_disks(seed, faults=("crash shard",), save_s=0.3, fault_every_s=0.2)
-
-
 def killed_and_hanging(seed: int) -> Options:
     """Shards crash while learners hang, with many fragments."""
     return hard_on_disks(seed, faults=("crash shard", "hang learner"), fragments=6, fault_every_s=0.15)
-
-
-def refusing_disks(seed: int) -> Options:
-    """Disks are full or fail, and shards crash."""
-    return hard_on_disks(seed, faults=("fill disk", "crash shard"), fault_every_s=0.2)
 
 
 def forgetful(seed: int) -> Options:
