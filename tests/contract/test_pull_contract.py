@@ -162,6 +162,48 @@ def test_what_the_run_does_not_train_comes_from_the_folder_of_the_model(addresse
     model.load_state_dict({name: values.float() for name, values in found.items()})  # strict: all names are there
 
 
+class Around(nn.Module):
+    """As a LightningModule keeps a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+BASE = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
+"""What a linear layer began with."""
+
+
+@pytest.mark.parametrize(
+    ("made", "base", "flags", "says"),
+    [
+        (nn.Linear(3, 2), BASE, [], ""),
+        (Around(Around(nn.Linear(3, 2))), BASE, [], ""),
+        ({"policy": nn.Linear(3, 2)}, BASE, [], ""),
+        (nn.Linear(3, 2), BASE | {"scale": torch.zeros(1)}, [], ""),
+        ({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}, BASE, ["--partial"], "several times, under 'a.' and 'b.'"),
+        ({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}, BASE, ["--strip", "b."], "has no place for a.bias"),
+        ({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}, BASE, ["--strip", "b.", "--partial"], ""),
+        (nn.Linear(3, 2), {"bias": BASE["bias"]}, [], "has no place for weight, of the run"),
+        (nn.Linear(3, 2), BASE | {"weight": torch.zeros(2, 4)}, [], "weight [2, 4], not [2, 3]"),
+    ],
+    ids=["as it is", "in modules", "in a dict", "more in the base", "two", "one", "one of two", "less", "shapes"],
+)
+def test_every_tensor_finds_its_place_in_the_base_or_is_named(addresses, tmp_path, capsys, made, base, flags, says):
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base/net.safetensors")
+    linear = list(as_module(trained(addresses, made)).modules())[-1]
+    command = ["pull", "--shards", addresses, "--out", str(tmp_path / "out"), "--base", str(tmp_path / "base"), *flags]
+    assert main(command) == (3 if says else 0)
+    if says:
+        assert says in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        return
+    found = load_file(tmp_path / "out/net.safetensors")
+    assert found.keys() == base.keys()
+    assert torch.equal(found["weight"], linear.weight)
+
+
 def test_shards_that_start_again_and_files_know_the_names(serve, tmp_path):
     kept = settings_with(run={"tokens": 80}, sync=EXACT, shard={"data_dir": tmp_path / "data"})
     shard = serve(kept)

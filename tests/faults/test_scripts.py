@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("script", ["kill_shard.py", "kill_everything.py"])
+@pytest.mark.parametrize("script", ["kill_shard.py", "kill_everything.py", "kill_rank.py"])
 def test_a_script_begins_by_itself(script: str) -> None:
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name(script), "--help"],
