@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -169,12 +168,6 @@ def test_a_child_that_cannot_start_ends_everything_with_its_exit_code_and_last_w
     assert new_processes() == []
 
 
-def test_a_shard_that_cannot_start_ends_everything_before_any_worker(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("FAKE_SERVER", "fails")
-    assert bring_up(settings_for(tmp_path), Outputs(), PROGRAMS) == 4
-    assert not (tmp_path / "logs" / "worker-0.log").exists()
-
-
 def test_a_second_ctrl_c_kills_who_does_not_listen(command: Callable[..., Command]) -> None:
     up = command("deaf")
     children = up.children()
@@ -193,24 +186,6 @@ def test_children_end_when_the_command_is_killed(command: Callable[..., Command]
     children = up.children()
     up.process.kill()
     until(lambda: gone(children), "its children to end", 30.0)
-
-
-def test_a_killed_shard_comes_back_on_the_same_ports(command: Callable[..., Command]) -> None:
-    up = command("waits")
-    children = up.children()
-    file = up.folder / "run" / "shard-1.json"
-    before = json.loads(file.read_text())
-    children[1].kill()
-
-    def again() -> Any:
-        try:
-            found = json.loads(file.read_text())
-        except FileNotFoundError:  # until the next process is up
-            return None
-        return found if found["pid"] != before["pid"] else None
-
-    after = until(again, "the next start", 30.0)
-    assert (after["grpc"], after["http"]) == (before["grpc"], before["http"])
 
 
 def test_workers_come_and_go_while_it_runs_and_who_was_told_to_leave_is_no_end(command, capsys) -> None:

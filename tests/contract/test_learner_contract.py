@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import socket
 import threading
 
@@ -242,29 +241,6 @@ def test_dialing_again_slows_down(serve, front, train, written, switch):
 
 def _join_in_vain(address: str) -> None:
     diloco_worker.join(address, tiny_model(), learner_id="a", wait_s=20).close()
-
-
-@pytest.mark.parametrize(
-    ("of_second", "words"),
-    [
-        ({"shard": {"index": 0, "count": 2}}, r"both are shard 0.*BAD_CONFIG"),
-        ({"shard": {"index": 1, "count": 2}, "sync": {"fragments": 3}}, r"the same settings.*MANIFEST_MISMATCH"),
-        (
-            {"shard": {"index": 1, "count": 2}, "sync": {"fragments": 2, "push": "int4"}},
-            r"the same settings.*MANIFEST_MISMATCH",
-        ),
-        ({"shard": {"index": 1, "count": 2}, "run": {"id": "other"}}, r"check run.id.*WRONG_RUN"),
-        ({"shard": {"index": 1, "count": 3}, "sync": {"fragments": 6}}, "shards"),
-    ],
-)
-def test_a_learner_waits_for_a_shard_that_does_not_belong_to_the_others(serve, written, of_second, words):
-    """One of them is wrong, and who knows which: it says why, and waits until somebody has mended it."""
-    first = {"sync": {"fragments": 2}, "shard": {"index": 0, "count": 2}}
-    shards = [serve(settings_with(**first)), serve(settings_with(**(first | of_second)))]
-
-    with pytest.raises(CannotConnect, match=words):
-        diloco_worker.join([s.address for s in shards], tiny_model(), learner_id="a", wait_s=1.5)
-    assert re.search(r"trying again shard=\S+ code=(BAD_CONFIG|MANIFEST_MISMATCH|WRONG_RUN)", written.getvalue())
 
 
 def test_workers_may_come_before_their_shard(serve, train, written):

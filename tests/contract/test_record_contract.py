@@ -47,17 +47,6 @@ async def asked(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[str,
     return address, capsys.readouterr().out
 
 
-async def test_the_table_has_a_row_for_each_learner(capsys: pytest.CaptureFixture[str]) -> None:
-    _, said = await asked(capsys)
-    header, *rows = (line.split() for line in said.splitlines())
-    assert header[0] == "learner"
-    assert rows == [
-        f"ann {VERSIONS} of {VERSIONS} 0 {30 * VERSIONS:,} 75.0% 0 times 0.0%".split(),
-        f"bob {VERSIONS} of {VERSIONS} 0 {10 * VERSIONS:,} 25.0% {VERSIONS} times 20.0%".split(),
-        f"carl 0 of {VERSIONS} 1 0 0.0% 0 times 0.0%".split(),
-    ]
-
-
 async def test_json_has_a_line_for_each_contribution_to_each_version(capsys: pytest.CaptureFixture[str]) -> None:
     address, said = await asked(capsys, "--json")
     lines = [json.loads(line) for line in said.splitlines()]

@@ -22,7 +22,6 @@ from diloco_common.trust.identity import MAY
 from diloco_common.wire import rpc
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server.shell import service
 from diloco_server.shell.server import stand_by
 from diloco_worker.global_model import pull_global_model
 from waiting import DEADLINE_S, until, until_async
@@ -370,16 +369,3 @@ def test_a_pull_that_nobody_reads_ends_when_its_learner_is_revoked(shard, run, w
 
     assert refusal(lambda: bad.loop.run(read_all())).code == Revoked.code
     assert "Traceback" not in written.getvalue()
-
-
-def test_learners_behind_one_proxy_are_not_neighbours_once_they_prove_who_they_are(serve, run, monkeypatch):
-    monkeypatch.setattr(service, "HOST_LEARNERS", 1)
-    proven = serve(settings_with(security={"tls": run.issue("shard/0")}, shard={"max_learners": 3}))
-    unproven = serve(settings_with(shard={"max_learners": 3}))
-
-    for learner_id in "abc":
-        proven.caller(learner_id, tls=run.issue(f"learner/{learner_id}")).join()
-    unproven.caller("a").join()
-
-    assert len(proven.core.membership.live()) == 3
-    assert refusal(unproven.caller("b").join).code == "BUSY"

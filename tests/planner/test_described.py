@@ -1,13 +1,16 @@
 """What a file of sites says, and what is said of a wrong one."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
 
 import pytest
 
 from diloco_common.errors import ConfigError
+from diloco_common.program import main
 from diloco_planner.chips import Island
-from diloco_planner.described import Described, Site, read
+from diloco_planner.described import read
 from diloco_planner.plans import LearnerPlan, RunOutcome
 
 GOOD = """\
@@ -89,24 +92,29 @@ def test_a_wrong_file_is_told_by_its_line(tmp_path: Path, wrong: str, right: str
     assert str(caught.value).startswith(f"{path}{words}")
 
 
+ONE = '[[site]]\nname = "a"\nchips = 64\nstep_time = "2s"\n'
+
+
+LINKED = ONE + 'up = "1Gbit"\nround_trip = "9ms"\ntokens_per_step = "2M"\n'
+SHARDS = '[shards]\ncount = 3\ndisk = "1GB"\n'
+
+
 @pytest.mark.parametrize(
-    ("sites", "chips", "each"),
+    ("file", "words", "said"),
     [
-        ([], 100, [25.0] * 4),
-        ([(2, None), (1, 40)], 100, [30.0, 30.0, 40]),
-        ([(2, 10), (1, 40)], 1, [10, 10, 40]),
-        ([(2, None), (1, 40)], 41, "1 are left for 2 learners"),
-        ([(1, None), (1, 40)], 30, "0 are left for 1 learners"),
-        ([], 3, "3 are left for 4 learners"),
+        (LINKED, "--learners 2", "--learners would change nothing: {file} has learners for every site"),
+        (LINKED, "--up 1Gbit", "--up would change nothing: {file} has up for every site"),
+        (LINKED, "--round-trip 0s", "--round-trip would change nothing: {file} has round_trip for every site"),
+        (SHARDS, "--shards 2", "--shards would change nothing: {file} has count for the shards; leave out --shards"),
+        (None, "--tokens 1T", "--tokens would change nothing: without --sites FILE.toml no ways to train are weighed"),
+        (ONE, "--days 0", "--days 0: must be days, above 0"),
+        (ONE, "--days nan", "--days nan: must be days, above 0"),
     ],
 )
-def test_chips_that_no_site_claims_are_shared(
-    sites: list[tuple[int, int | None]], chips: float, each: list[float] | str
+def test_plan_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str | None, words: str, said: str
 ) -> None:
-    described = Described(tuple(Site(f"s{i}", learners, own) for i, (learners, own) in enumerate(sites)))
-    template = LearnerPlan("", Island(1))
-    if isinstance(each, str):
-        with pytest.raises(ConfigError, match=each):
-            described.learners(template, chips, 4)
-    else:
-        assert [plan.island.chips for plan in described.learners(template, chips, 4)] == each
+    path = tmp_path / "sites.toml"
+    path.write_text(file or "")
+    assert main(["plan", "--params", "1B", *words.split(), *([] if file is None else ["--sites", str(path)])]) == 2
+    assert said.format(file=path) in capsys.readouterr().err

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import schedules
 
 import forks
 from diloco_simulator.__main__ import main
-from diloco_simulator.cluster import ScheduleFailed, run_schedule
+from diloco_simulator.cluster import ScheduleFailed, SimulatedCluster, run_schedule
 from diloco_simulator.options import (
     DISK_FAULTS,
     FAULTS,
@@ -23,6 +24,7 @@ from diloco_simulator.options import (
     RARE_FAULTS,
     Options,
     draw,
+    draw_companions,
     draw_memory,
     draw_options,
     draw_short,
@@ -257,3 +259,27 @@ def _traces(repository: Path, python: str, hash_seed: str, seeds: int) -> list[s
 def test_of_two_processes_with_one_id_the_later_ends_up_with_all_shards() -> None:
     """It was silent for a while, the earlier one came back at one shard of two, and each held one for ever."""
     run_schedule(draw_memory(60))
+
+
+SEEDS = range(15)
+MORE = range(15, 60)
+
+
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MORE, marks=pytest.mark.gate)], ids=["quick", "more"])
+def test_companions_keep_all_promises_while_everything_fails(seeds: range) -> None:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        counts.update(run_schedule(draw_companions(seed)).counts)
+    assert counts["learned that merged"] > 10 * len(seeds)
+    assert counts["recoveries"] > len(seeds) / 10
+
+
+def test_schedules_make_versions_of_companions_and_of_the_model() -> None:
+    cluster = SimulatedCluster(draw_companions(1))
+    try:
+        cluster.run()
+        states = [s for shard in cluster.shards.values() if shard.host for s in shard.host.shard.fragments.values()]
+        for is_companion in (False, True):
+            assert any(s.version > 0 for s in states if s.fragment.traits.is_of_model != is_companion)
+    finally:
+        cluster.bury()

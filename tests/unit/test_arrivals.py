@@ -51,16 +51,6 @@ def test_an_arrival_is_the_boundary_plus_the_usual_lag_plus_the_bytes_over_the_m
     assert arrivals.expected_at(Call(5, {}), 4000) == math.inf, "it was not asked"
 
 
-def test_a_contribution_in_parts_is_expected_until_all_are_there_and_measured_once() -> None:
-    arrivals = Arrivals()
-    call = Call(1, {arrivals: Expected(10.5)})
-    for part_at in (10.7, 30.0):
-        arrivals.header(call, part_at, wanted=True)
-        arrivals.bytes_came(call, 1000, part_at + 2.0)
-    assert arrivals.s_per_element == pytest.approx(0.002)
-    assert arrivals.expected_at(call, 1000) == pytest.approx(12.7)
-
-
 def test_a_link_that_nothing_measures_any_more_is_believed_better_with_every_round() -> None:
     arrivals = Arrivals(s_per_element=1.0)
     for round_number in range(1, 101):
@@ -150,15 +140,6 @@ def test_who_reports_and_never_contributes_costs_the_patience_and_after_some_rou
     assert max(c.open_s for c in waiting) <= 1.1 + PATIENCE_S * 1.1 + 0.1
     later = crowd.run(24 * 12.0, paces, silent=("ghost",))
     assert max(c.open_s for c in later[-6:]) < 1.3
-
-
-def test_a_learner_that_has_hung_is_not_waited_for_although_it_holds_a_lease() -> None:
-    crowd = Crowd()
-    crowd.come("a", "b", "hung")
-    crowd.run(60.0, {"a": 1.0, "b": 1.1, "hung": 1.0})
-    closed = crowd.run(120.0, {"a": 1.0, "b": 1.1})
-    assert [c.participants for c in closed[1:]] == [2] * (len(closed) - 1)
-    assert max(c.open_s for c in closed[1:]) < 1.3
 
 
 @pytest.mark.parametrize(

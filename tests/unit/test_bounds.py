@@ -234,19 +234,6 @@ def test_a_model_is_bounded_as_a_whole_and_counted_before_it_is_read() -> None:
         next(protobuf.tensors_in_turns([pb.Tensor(name="w", shape=[1])] * (bounds.TENSORS_MAX + 1)))
 
 
-@pytest.mark.parametrize(
-    ("loss", "taken"), [(2.5, 2.5), (math.nan, None), (math.inf, None), (1e31, None), (-3.0, -3.0)]
-)
-def test_a_loss_that_is_no_number_is_dropped_not_refused(loss: float, taken: float | None) -> None:
-    assert protobuf.progress_from_pb(pb.Progress(loss=loss)).loss == taken
-
-
-def test_what_a_learner_reports_of_itself_is_always_taken() -> None:
-    """A machine that slept for a month must not be refused for the step that it slept in."""
-    report = protobuf.progress_to_pb(protobuf.Progress(7, 7, None, 3e6))
-    assert protobuf.progress_from_pb(report).step_time_s == bounds.STEP_TIME_MAX_S
-
-
 @pytest.mark.parametrize("kind", sorted(bounds.MESSAGE_BYTES_MAX))
 def test_a_message_that_is_too_long_is_not_parsed(kind: str) -> None:
     too_long = b"\xff" * (bounds.MESSAGE_BYTES_MAX[kind] + 1)

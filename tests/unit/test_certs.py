@@ -10,8 +10,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from certificates import Certificates
-from diloco_common.errors import ConfigError, SecretExposed
+from diloco_common.errors import SecretExposed
 from diloco_common.program import main
 from diloco_common.settings import SecuritySettings
 from diloco_common.trust.files import read_bearer_token, read_folder, read_revocations
@@ -135,14 +134,6 @@ def test_keep_renews_what_is_old_revoked_or_for_other_hosts(folder: Path, capsys
     )
     old = certificate_in(folder / "shard-0").serial_number
     assert serial_after("--host", "ps-9") != old
-
-
-@pytest.mark.parametrize("missing", ["ca.pem", "cert.pem", "key.pem"])
-def test_a_folder_with_a_file_too_few_is_refused_by_name(tmp_path: Path, missing: str) -> None:
-    folder = Certificates(tmp_path / "certs").issue("shard/0")
-    (folder / missing).unlink()
-    with pytest.raises(ConfigError, match=missing):
-        read_folder(folder, needs_pair=True)
 
 
 def test_what_is_proven_is_charged_under_its_own_name() -> None:

@@ -101,19 +101,6 @@ def test_where_there_are_no_links_files_are_copied_or_nothing_is_left(
     assert not (cluster / "copy").exists(), "a copy that does not fit leaves nothing"
 
 
-def test_a_version_with_a_damaged_header_is_passed_over_in_words(cluster: Path) -> None:
-    (newest,) = (cluster / "shard-0").glob(f"fragment-{MODEL.owned_by(0)[0].fragment_id:04d}-*-*2.safetensors")
-    content = bytearray(newest.read_bytes())
-    content[20] ^= 1
-    newest.write_bytes(content)
-
-    contents, damage = take_checkpoint(shards(cluster), cluster / "c", whole=True)
-
-    assert sorted(f.version for f in contents.files) == [1, 2, 2, 2, 2, 2]
-    assert newest.name in damage[0]
-    assert find_damage(Disk(cluster / "c"), contents) == []
-
-
 def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(cluster, monkeypatch) -> None:
     """Else a power cut may take the folder that it lies in."""
     synced: list[Path] = []
@@ -197,8 +184,3 @@ def test_a_file_that_differs_from_what_is_listed_is_found(contents, cluster, wha
     listed = replace(contents.files[0], **what)
     with pytest.raises(VersionDamaged, match="not the file that the manifest lists"):
         read_listed(Disk(cluster / "c"), listed, contents)
-
-
-@pytest.mark.parametrize("what", [{"run": "other"}, {"optimizer": "adam"}, {"digest": "0" * 32}])
-def test_a_file_of_another_run_or_model_than_the_manifest_says_is_found(contents, cluster, what) -> None:
-    assert len(find_damage(Disk(cluster / "c"), replace(contents, **what))) == 6

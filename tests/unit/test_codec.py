@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,6 @@ from diloco_common.codec import (
     PayloadReceiver,
     check_header,
     decode_chunk,
-    decode_payload,
     encode_payload,
     encoding_names,
     get_codec,
@@ -92,23 +90,6 @@ def test_a_chunk_or_a_range_of_it_is_decoded_alone(encoding: str) -> None:
         out = torch.empty(stop - start)
         get_codec(encoding).decode_range(data, 2048, start, out)
         assert torch.equal(out, whole[2048 + start : 2048 + stop])
-
-
-@each_encoding
-def test_parameters_and_inference_mode_are_no_obstacle(encoding: str) -> None:
-    x = random_values(3 * SLICE_ELEMENTS, 0)
-    expected = encode_payload(x, encoding)
-
-    def in_a_fresh_thread() -> Payload:
-        with torch.inference_mode():
-            first = encode_payload(x, encoding)
-        parameter = torch.nn.Parameter(x.clone())
-        decode_payload(first, parameter.data)
-        assert encode_payload(torch.nn.Parameter(x.clone()), encoding, loss=torch.empty_like(x)) == first
-        return first
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(in_a_fresh_thread).result() == expected
 
 
 @each_encoding

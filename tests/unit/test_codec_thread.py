@@ -75,16 +75,6 @@ def test_a_snapshot_that_is_read_later_and_its_encoding_are_one_job() -> None:
     assert rig.values(contribution) == [-2.0, -2.0]
 
 
-def test_a_contribution_that_is_asked_for_again_is_encoded_once() -> None:
-    rig = Rig()
-    contribution = rig.contributes()
-    rig.codec.begin(contribution, "float32")
-    rig.parts.jobs.run()
-    rig.codec.begin(contribution, "float32")
-    assert rig.parts.jobs.waiting == []
-    assert rig.values(contribution) == rig.values(contribution) == [-1.0, -1.0]
-
-
 @pytest.mark.parametrize(("version", "is_kept"), [(1, True), (2, False), (3, False)])
 def test_a_payload_is_dropped_with_the_version_of_its_round(version: int, is_kept: bool) -> None:
     rig = Rig()

@@ -12,7 +12,6 @@ from diloco_common.settings import Settings
 from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.report import make_report, summary
-from diloco_deploy.run.members import Watch
 from diloco_deploy.terminal import Snapshot, line, view
 from statuses import learner, shard, worker
 
@@ -50,55 +49,6 @@ def drawn(what: RenderableType, width: int) -> list[str]:
     console.print(what)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
-
-
-def test_people_read_samples_where_workers_count_them() -> None:
-    found = Snapshot(of(*shards(1), *workers(2, unit="samples")))
-    report = summary(make_report(found.cluster, Settings(), wall_s=1.0, evaluation=None), {})
-    for text in (" ".join(drawn(view(found, 100), 100)), line(found, 200), report):
-        assert " samples" in text
-        assert "tok" not in text
-    assert "samples/s" in line(found, 200)
-
-
-def said(uptime_s: float, *events: tuple[str, str, float]) -> dict[str, Any]:
-    """Events: what, who, and how long ago."""
-    codes = {"evicted": "LEASE_EXPIRED"}
-    told = [{"ago_s": ago_s, "event": what, "learner": who, "code": codes.get(what)} for what, who, ago_s in events]
-    return shard(0, uptime_s=uptime_s, events=told)
-
-
-@pytest.mark.parametrize(
-    "answers",
-    [
-        pytest.param(
-            [
-                (10.0, said(10.0, ("evicted", "ann", 0.2)), ["shard-0: ann evicted (LEASE_EXPIRED)"]),
-                (10.5, said(10.5, ("evicted", "ann", 0.8)), []),
-                (30.0, said(30.0, ("evicted", "ann", 20.3), ("evicted", "ann", 0.1), ("evicted", "bob", 0.1)),
-                 ["shard-0: ann evicted (LEASE_EXPIRED)", "shard-0: bob evicted (LEASE_EXPIRED)"]),
-            ],
-            id="an event is told once, however often it is polled",
-        ),
-        pytest.param(
-            [
-                (10.0, said(5.0, ("joined", "ann", 0.0)), ["shard-0: ann joined"]),
-                (14.0, said(6.0, ("joined", "ann", 1.0)), []),
-                (15.0, None, []),
-                (20.0, said(5.0, ("joined", "ann", 0.0)), ["shard-0: ann joined"]),
-            ],
-            id="an answer that comes late tells nothing again, and the next process tells anew",
-        ),
-    ],
-)  # fmt: skip
-def test_what_a_shard_tells_is_said_once(answers: list[tuple[float, Any, list[str]]]) -> None:
-    watch = Watch(0.0)
-    watch.expect("shard-0", "shard")
-    for now, status, lines in answers:
-        if status is None:
-            watch.expect("shard-0", "shard")
-        else:
-            assert watch.heard("shard-0", status, now) == lines
 
 
 @pytest.mark.parametrize("width", [40, 120])

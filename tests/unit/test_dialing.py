@@ -73,17 +73,6 @@ def test_a_connection_that_ended_is_dialed_again_and_joined_where_the_lease_is_o
     assert why in redial.why
 
 
-@pytest.mark.parametrize(
-    ("errors", "waits"),
-    [
-        ((CUT,) * 4, 3),  # each wait is longer than the one before
-        ((CUT, CUT, CUT, LEASE_OVER), 0),  # the shard answers: no need to wait for it
-    ],
-)
-def test_waits_grow_until_the_shard_answers_that_the_lease_is_over(errors: tuple[DilocoError, ...], waits: int) -> None:
-    assert attempts(*errors).after_s == backoff_s(waits, 0.0)
-
-
 @pytest.mark.parametrize(("lasting_s", "waits"), [(STEADY_S - 1, 3), (STEADY_S + 1, 0)])
 def test_a_connection_that_held_is_dialed_again_without_the_waits_before_it(lasting_s: float, waits: int) -> None:
     assert attempts(CUT, CUT, CUT, CUT, lasting_s=lasting_s).after_s == backoff_s(waits, 0.0)

@@ -108,28 +108,6 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
         assert asked == whom
 
 
-@pytest.mark.parametrize(
-    ("sections", "tokens", "asked"),
-    [
-        ({}, 0, ["fast"]),
-        ({"run": {"tokens": 12}}, 1, ["fast", "slow"]),  # the budget ends
-    ],
-)
-def test_a_round_asks_those_that_have_most_of_an_interval(
-    sections: dict[str, Any], tokens: int, asked: list[str]
-) -> None:
-    shard = make_shard(1, sections=sections, quorum=1)
-    (state,) = shard.fragments.values()
-    for name, steps in (("fast", 4), ("slow", 2)):
-        member = shard.join(name, asking(SPECS[:1], f"process {name}"), 0.0)
-        shard.progress(member, Progress(0, 0, None, 1.0), 1.0)
-        member.reports.merged_until[0] = Progress(0, 0)
-        state.base_steps[name] = state.base_tokens[name] = 0
-        shard.progress(member, Progress(steps, tokens * 4 * steps, None, 1.0), 5.0)
-    shard.tick(5.0)
-    assert sorted(state.round.asked) == asked
-
-
 def member(learner_id: str, step: int, first: int | None = 0) -> Member:
     made = Member(learner_id, "p", 1, last_heard=0.0, last_step_at=0.0)
     made.reports, made.first_step = Reports.begin(Progress(step, 0), 0.0), first

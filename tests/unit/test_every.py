@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from diloco_common.settings import EVERY_LEAST, EVERY_MOST, SyncSettings
-from diloco_server.core.arrivals import Arrivals
 from diloco_server.core.every import ASKED, QUIET, Every, Measured, carried, following
 from rig import Rig
 
@@ -67,13 +66,6 @@ def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
         assert (every.steps, look(every, 3.0, late=1)) == (18, "6.2% late")
         every.steps = 24
     assert waits == [QUIET, 2 * QUIET, 4 * QUIET]
-
-
-def test_a_version_takes_no_longer_because_it_waited_in_line() -> None:
-    arrivals = Arrivals()
-    for announced_at, at in ((1.0, 1.5), (1.0, 2.0), (1.0, 2.5), (9.0, 9.5)):
-        arrivals.pulled(announced_at, at)
-        assert arrivals.pull_s == pytest.approx(0.5)
 
 
 class Pair(Rig):

@@ -14,10 +14,7 @@ from builders import make_contribution, make_settings, random_values
 from diloco_common.codec import decode_payload, encode_payload, encoding_names, get_codec, offered_names, registry
 from diloco_common.errors import ConfigError, UnknownEncoding
 from diloco_common.extensions import find, plugin_names
-from diloco_common.settings import ModelSettings, TrainSettings
 from diloco_common.wire.manifest import Piece
-from diloco_demo.gpt import build_gpt
-from diloco_demo.training import make_optimizer
 from diloco_server.core.merge import merge
 from diloco_server.core.outer import OUR_RULES, SLICE, OuterOptimizer, make_outer_optimizer
 from diloco_server.shell.rules import check_codecs, find_rules
@@ -129,16 +126,6 @@ def test_a_rule_goes_by_its_source_as_well_as_by_its_name(tmp_path: Path, monkey
         sources.add(find("diloco.merge", "changing_rule:f").source)
     assert len(sources) == 2
     assert all(len(source) == 16 for source in sources)
-
-
-def test_the_built_in_training_takes_an_inner_optimizer_of_others(tmp_path, monkeypatch) -> None:
-    (tmp_path / "own_inner.py").write_text(
-        "import torch\ndef make(model, settings): return torch.optim.SGD(model.parameters(), lr=settings.lr)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    model = build_gpt(ModelSettings(layers=1, heads=1, width=8, context=8), 0)
-    optimizer = make_optimizer(model, TrainSettings(optimizer="own_inner:make", lr=0.125))
-    assert [group["lr_highest"] for group in optimizer.param_groups] == [0.125]
 
 
 @pytest.fixture

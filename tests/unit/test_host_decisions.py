@@ -19,7 +19,7 @@ from diloco_common.wire.manifest import TensorSpec
 from diloco_server.core import arithmetic
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState
-from diloco_server.shell.host import ShardHost
+from diloco_server.shell.host import AwakeClock, ShardHost
 from diloco_server.shell.server import real_world
 from diloco_server.storage.store import MemoryStore, Store
 from waiting import until_async
@@ -97,3 +97,19 @@ def seeded(host: ShardHost) -> FragmentState:
     state = host.shard.fragments[0]
     state.values = arithmetic.Values(torch.zeros(4), [torch.zeros(4)])
     return state
+
+
+@pytest.mark.parametrize(
+    ("asked_at", "shown"),
+    [
+        ([100.0, 100.02, 100.04], [100.0, 100.02, 100.04]),
+        ([100.0, 101.0, 102.0], [100.0, 101.0, 102.0]),
+        ([100.0, 110.0, 110.5], [100.0, 101.0, 101.5]),
+        ([100.0, 110.0, 120.0], [100.0, 101.0, 102.0]),
+    ],
+    ids=["awake", "slow", "frozen once", "frozen twice"],
+)
+def test_time_stands_still_while_nobody_looks(asked_at, shown) -> None:
+    times = iter([100.0, *asked_at])
+    clock = AwakeClock(1.0, lambda: next(times))
+    assert [clock() for _ in asked_at] == pytest.approx(shown)

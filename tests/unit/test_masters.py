@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_common.errors import VersionUndone, WrongCall
+from diloco_common.errors import WrongCall
 from diloco_common.wire.manifest import cut
 from diloco_worker.core.copies import Masters, find_copies
 from diloco_worker.core.replica import Replica
@@ -165,22 +165,6 @@ def test_copies_that_are_made_at_the_first_step_are_found_then_and_again_after_o
     assert [c.data_ptr() for c in find("conv.bias")] == [optimizer.state[model.conv.bias][k].data_ptr() for k in "zx"]
     optimizer.load_state_dict(optimizer.state_dict())
     assert find("conv.bias")[0].data_ptr() == optimizer.state[model.conv.bias]["z"].data_ptr()
-
-
-@pytest.mark.parametrize("is_among_masters", [False, True])
-def test_whoever_follows_a_schedule_free_optimizer_must_have_named_it(is_among_masters: bool) -> None:
-    """The published ones have this key. They undo versions too slowly for anybody to see."""
-    rig = Rig()
-    optimizer = ScheduleFree(rig.model.parameters())
-    optimizer.param_groups[0]["train_mode"] = True
-    if is_among_masters:
-        rig.learner._boundary.replica.keep_copies(find_copies(optimizer, SharedSet(rig.model)))
-        rig.learner.follow(optimizer, samples=1)
-    else:
-        with pytest.raises(VersionUndone, match=r"ScheduleFree is schedule-free, .* join\(masters=optimizer\)"):
-            rig.learner.follow(optimizer, samples=1)
-    stepped(rig.model, optimizer)
-    assert rig.learner.inner_step == is_among_masters
 
 
 LAYER = nn.Linear(2, 2)

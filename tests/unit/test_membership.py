@@ -171,17 +171,6 @@ def test_as_many_leases_are_held_as_the_settings_allow() -> None:
     assert [m.learner_id for m in members.live()] == ["b", "c"]
 
 
-def test_the_longest_gone_are_forgotten_first() -> None:
-    members = make_membership(max_learners=2)
-    for i, learner_id in enumerate("dacb"):
-        members.leave(members.join(learner_id, "p", float(i)))
-    assert members.forget() == ["d", "a"]
-    assert members.forget() == []
-    assert [m.learner_id for m in members.all()] == ["b", "c"]
-    with pytest.raises(NotJoined, match="join first"):
-        members.check("d", 1)
-
-
 def test_every_live_learner_has_the_smallest_number_that_is_free(members: Membership) -> None:
     assert [members.join(learner_id, "p", 0.0).index for learner_id in ("c", "a", "b")] == [0, 1, 2]
     members.leave(members.all()[0])  # a

@@ -9,7 +9,6 @@ import pytest
 
 from diloco_common.observe.logs import (
     EVENTS_MAX,
-    KINDS_MAX,
     WARNINGS_MAX,
     WINDOW_S,
     Kind,
@@ -32,20 +31,6 @@ def test_the_first_lines_of_a_kind_are_written_and_the_others_counted(kind: Kind
     assert says
     assert over == [Over(kind, 500, WINDOW_S)]
     assert repeats.heard(kind, WINDOW_S + 1) == (True, []), "that is said once"
-
-
-def test_a_flood_of_one_kind_hides_no_other_code() -> None:
-    repeats = Repeats()
-    for _ in range(10_000):
-        repeats.heard(REFUSED, 0.0)
-    assert repeats.heard((*REFUSED[:3], "SUPERSEDED"), 0.0) == (True, [])
-
-
-def test_kinds_without_number_cost_no_memory() -> None:
-    repeats = Repeats()
-    written = sum(repeats.heard(("a library", logging.ERROR, f"text {i}", ""), 0.0)[0] for i in range(10_000))
-    assert written == KINDS_MAX + WARNINGS_MAX
-    assert [one.kind[2] for one in repeats.all()] == ["lines of other kinds"]
 
 
 def test_the_log_says_how_many_lines_it_left_out() -> None:

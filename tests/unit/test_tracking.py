@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common.errors import ConfigError
 from diloco_demo.tracking import WAITING_MAX, Tracker, open_tracker
 
 
@@ -29,12 +28,6 @@ class Kept:
         self.closed = True
 
 
-class Broken(Kept):
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        self.points.append((step, figures))
-        raise OSError("disk full")
-
-
 def test_a_sink_that_hangs_costs_points_and_no_time(caplog: pytest.LogCaptureFixture) -> None:
     sink = Kept()
     tracker = Tracker(lambda: sink)
@@ -44,16 +37,6 @@ def test_a_sink_that_hangs_costs_points_and_no_time(caplog: pytest.LogCaptureFix
     tracker.close(timeout_s=0.0)
     sink.may_write.set()
     assert "its last points are lost" in caplog.text
-
-
-def test_a_sink_that_fails_ends_tracking_alone(caplog: pytest.LogCaptureFixture) -> None:
-    sink = Broken()
-    tracker = Tracker(lambda: sink)
-    for step in range(3):
-        tracker.log(step, {"loss": 1.0})
-    tracker.close()
-    assert len(sink.points) == 1
-    assert "training goes on: error=OSError: disk full" in caplog.text
 
 
 def test_a_csv_file_of_several_learners_has_one_head(tmp_path: Path) -> None:
@@ -67,9 +50,3 @@ def test_a_csv_file_of_several_learners_has_one_head(tmp_path: Path) -> None:
         ("r", "a", "7", "1.5", ""), ("r", "b", "7", "1.5", ""),
     ]  # fmt: skip
     assert not path.stat().st_mode & 0o111
-
-
-@pytest.mark.parametrize("spec", ["csv:", "csv", "paper:x", "", "tensorboard:"])
-def test_a_tracker_that_cannot_be_is_refused_at_the_start(spec: str) -> None:
-    with pytest.raises(ConfigError, match="tensorboard:DIR"):
-        open_tracker(spec, run="r", name="n")
