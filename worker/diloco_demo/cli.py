@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,8 +23,6 @@ from diloco_demo.shapes import built_in_companions, gpt_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from diloco_worker import Learner
 
 app = new_app("diloco-worker", "Run one worker with the built-in training.")
 
@@ -140,7 +138,7 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
         island="alone",  # the built-in loop trains alone, whatever launcher started this process
     )  # fmt: skip
     learner.hung_s = worker.hung_s
-    came = _signals_that_stop(learner)
+    came = _signals_that_call(learner.stop)
     stream = TokenStream(
         corpus.train, learner_id=learner.learner_id, seed=run.seed, context=settings.model.context,
         batch=settings.train.batch,
@@ -171,16 +169,16 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
             write_json(outputs.final_status, learner.status())
 
 
-def _signals_that_stop(learner: Learner) -> set[int]:
-    """SIGTERM and SIGINT end the training from now on. Returns those that came."""
+def _signals_that_call(stop: Callable[[], None]) -> set[int]:
+    """SIGTERM and SIGINT call this from now on. Returns those that came."""
     came: set[int] = set()
 
-    def stop(number: int, _: object) -> None:
+    def handle(number: int, _: object) -> None:
         came.add(number)
-        learner.stop()
+        stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        signal.signal(number, handle)
     return came
 
 
