@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from diloco_common.errors import VersionDamaged
-from diloco_server.core.arithmetic import Values
 from diloco_server.storage.filesystem import Disk, FileSystem
 from diloco_server.storage.version_file import (
     HEADER_BYTES_MAX,
@@ -118,32 +116,6 @@ def forged(change: Callable[[dict[str, Any], dict[str, Any]], object], content: 
 def sealed(header: bytes, data: bytes) -> bytes:
     head = struct.pack("<Q", len(header)) + header
     return head + data + struct.pack("<II", google_crc32c.value(head), google_crc32c.value(data))
-
-
-def test_a_file_of_an_earlier_release_has_norms_and_no_limit() -> None:
-    def of_an_earlier_release(tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
-        del metadata["record"]["limit"]
-        metadata["record"] |= {
-            "norms": [1.0, 2.0],
-            "norm_learners": ["ann", "ben"],
-            "seed_norm": 3.0,
-            "usual_norm": 0.0,
-        }
-
-    header, _ = read_version(disk_with(forged(of_an_earlier_release)), NAME)
-    assert header.record.limit is None
-
-
-@pytest.mark.parametrize("earlier", ["diloco-version-1", "diloco-version-2"])
-def test_a_file_of_an_earlier_format_is_read(earlier: str) -> None:
-    """The numbers of momentum were float32 then."""
-    disk, stored = FakeDisk(), make_version(5)
-    exact = replace(stored, values=Values(stored.values.theta, [b.float() for b in stored.values.buffers]))
-    written(disk, exact)
-    content = forged(lambda tensors, metadata: metadata.update(format=earlier), disk.content(NAME))
-    header, found = read_version(disk_with(content), NAME)
-    assert header.record.version == 5
-    assert_equal(found, exact)
 
 
 @pytest.mark.parametrize(

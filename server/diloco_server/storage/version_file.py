@@ -80,12 +80,8 @@ class Origin:
         )  # fmt: skip
 
 
-FORMAT = "diloco-version-3"
-"""2: chunks of up to 4 MiB. 3: momentum as bfloat16."""
-WITH_AVERAGE = "diloco-version-4"
-"""Format of a file with an average, which an earlier release would take for damaged."""
-FORMATS = ("diloco-version-1", "diloco-version-2", FORMAT, WITH_AVERAGE)
-"""Formats that this release reads."""
+FORMAT, WITH_AVERAGE = "diloco-version-3", "diloco-version-4"
+"""Without and with an average of the versions."""
 VERSIONS_KEPT = 2
 """Of each fragment, in a folder of a shard or a standby."""
 HEADER_BYTES_MAX = 64 * 2**20
@@ -310,9 +306,9 @@ def _decode_header(name: str, head: bytes) -> Header:
     try:
         tensors = json.loads(head[8:])
         metadata: dict[str, str] = tensors.pop("__metadata__")
-        if (found := metadata["format"]) not in map(_json, FORMATS):
+        if (found := metadata["format"]) not in map(_json, (FORMAT, WITH_AVERAGE)):
             raise DataError(
-                f"{name} has format {found}, but this release reads {' and '.join(FORMATS)}: "
+                f"{name} has format {found}, but this release reads {FORMAT} and {WITH_AVERAGE}: "
                 "use the release of decoupled-diloco that wrote it"
             )
         origin = _ORIGIN.validate_json(metadata["origin"], strict=True)
