@@ -17,7 +17,7 @@ from diloco_chaos.result import Result, make_baseline, make_result, summary
 from diloco_chaos.timeline import check_timeline, draw
 from diloco_common import quantities
 from diloco_common.command import new_app, run_app
-from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
+from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED
 from diloco_common.options import NO_SETTINGS, Flag, SettingsOptions, number, setting, settings_from
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import Given
@@ -52,7 +52,6 @@ HEAL_S = 60.0
 _MINUTES = number(float, 0.01, 10_000.0, "minutes, from 0.01 to 10000")
 _SECONDS = number(quantities.seconds, 0.1, 10_000.0, "seconds, from 0.1 to 10000, such as 5s")
 _SHARE = number(float, 0.0, 0.9, "a share, from 0 to 0.9")
-_COUNT = number(quantities.count, 0, 1000, "a number, from 0 to 1000")
 
 
 @Parameter(name="*")
@@ -86,19 +85,11 @@ class HarmOptions:
     dead: Annotated[
         float, Parameter(converter=_SHARE, metavar="SHARE", help="share of the time that workers are dead or frozen")
     ] = 0.2
-    hostile: Annotated[
-        int, Parameter(converter=_COUNT, metavar="N", help="number of hostile workers, which lie, replay and flood")
-    ] = 0
     disk_full: Annotated[Flag, Parameter(help="fill the disks of shards too (needs root)")] = False
 
     @property
     def seconds(self) -> float:
         return 60.0 * self.minutes
-
-    @property
-    def enemies(self) -> list[str]:
-        """Names of the hostile workers."""
-        return [f"hostile-{i}" for i in range(self.hostile)]
 
     def plan(self, settings: Settings, *, links: bool) -> tuple[Fault, ...]:
         cluster = settings.cluster
@@ -149,7 +140,7 @@ def chaos(
     lost or counted twice. Exit code 1 if a promise was broken.
     """
     out.check()
-    settings, baseline, links = _without(cluster.settings(options), harm.hostile), None, _links()
+    settings, baseline, links = cluster.settings(options), None, _links()
     if links is not None:
         settings = _within(settings)
     plan = harm.plan(settings, links=links is not None)
@@ -159,13 +150,9 @@ def chaos(
             run, histories = _run(settings, "fault-free", (), harm.seconds, interrupts, links)
             baseline = make_baseline(histories, run)
         _tell(f"{len(plan)} faults in {harm.seconds:.0f} s, seed {settings.run.seed}")
-        if harm.enemies:
-            _tell(f"beside {', '.join(harm.enemies)}")
-        run, histories = _run(
-            settings, "hurt", plan, harm.seconds, interrupts, links, disk_full=harm.disk_full, hostile=harm.enemies
-        )
+        run, histories = _run(settings, "hurt", plan, harm.seconds, interrupts, links, disk_full=harm.disk_full)
     result = make_result(
-        histories, run, plan, baseline, seed=settings.run.seed, gap_max_s=gap, hostile=harm.enemies,
+        histories, run, plan, baseline, seed=settings.run.seed, gap_max_s=gap
     )  # fmt: skip
     print("\n" + summary(result), flush=True)
     out.write(result, histories, run)
@@ -174,7 +161,7 @@ def chaos(
 
 def _run(
     settings: Settings, name: str, plan: tuple[Fault, ...], seconds: float, interrupts: Interrupts,
-    links: Links | None, *, disk_full: bool = False, hostile: Sequence[str] = (),
+    links: Links | None, *, disk_full: bool = False,
 ) -> tuple[ChaosRun, Histories]:  # fmt: skip
     """Run one cluster in its own folder. Empties the folder first."""
     folder = settings.cluster.folder / name
@@ -193,7 +180,7 @@ def _run(
         if disk_full:
             shards = names("shard", settings.cluster.shards)
             disks = SmallDisks({name: files.shard_folder(index) for index, name in enumerate(shards)})
-        run = ChaosCluster(mine, files, supervisor, interrupts, _tell, disks, links, hostile).run(plan, seconds, HEAL_S)
+        run = ChaosCluster(mine, files, supervisor, interrupts, _tell, disks, links).run(plan, seconds, HEAL_S)
         files.clear_addresses()
     return run, read_histories(history)
 
@@ -205,18 +192,6 @@ def _links() -> Links | None:
     except NoLinks as why:
         _tell(f"no links are cut: cutting them needs root, nft and a network namespace ({why})")
         return None
-
-
-def _without(settings: Settings, hostile: int) -> Settings:
-    """The settings of a cluster of the honest workers alone. Raises ConfigError."""
-    if not hostile:
-        return settings
-    honest = settings.cluster.workers - hostile
-    if honest < 2:
-        raise ConfigError(
-            f"--hostile {hostile} leaves {honest} of {settings.cluster.workers} workers; leave at least 2"
-        )
-    return settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"workers": honest})})
 
 
 def _within(settings: Settings) -> Settings:

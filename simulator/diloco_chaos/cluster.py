@@ -21,7 +21,7 @@ from diloco_common.wire.addresses import write_json
 from diloco_deploy import LOOK_S
 from diloco_deploy.run.children import Children, Programs
 from diloco_deploy.run.folder import ClusterFolder
-from diloco_deploy.run.supervisor import DRAIN_S, ChildSpec, Interrupts, Supervisor
+from diloco_deploy.run.supervisor import DRAIN_S, Interrupts, Supervisor
 
 DISK_MIB = 64
 _BALLAST = "ballast"
@@ -135,7 +135,6 @@ def _run(*command: str, given: str = "") -> None:
         raise NoLinks(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-HOSTILE_PROGRAM = "diloco_chaos.hostile"
 _READY_S = 120.0
 """Seconds for the cluster to come up, until every worker trains."""
 _TAIL_S = 3.0
@@ -146,14 +145,13 @@ class ChaosCluster:
     def __init__(
         self, settings: Settings, files: ClusterFolder, supervisor: Supervisor, interrupts: Interrupts,
         tell: Callable[[str], None], disks: SmallDisks | None = None, links: Links | None = None,
-        hostile: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`disks` and `links` are needed if a plan fills disks or cuts links. `hostile`: names of hostile processes."""
+        """`disks` and `links` are needed if a plan fills disks or cuts links."""
         assert settings.run.history is not None
         self._settings, self._files, self._history = settings, files, settings.run.history
         self._supervisor, self._interrupts, self._tell = supervisor, interrupts, tell
         self._children = Children(settings, files, Programs())
-        self._disks, self._links, self._hostile = disks, links, hostile
+        self._disks, self._links = disks, links
         self._run = ChaosRun()
         self._active: list[tuple[float, Fault, float]] = []  # faults to lift: when, which, and when it began
 
@@ -163,8 +161,6 @@ class ChaosCluster:
         run = self._run
         save(self._settings, self._files.settings)
         self._start()
-        for name in self._hostile:
-            self._supervisor.start(self._hostile_child(name))
         run.began = time.monotonic()
         run.ended = run.began + seconds
         left = list(plan)
@@ -174,7 +170,6 @@ class ChaosCluster:
             self._supervise(now)
             self._wait()
         self._heal(heal_s)
-        self._supervisor.stop(set(self._hostile), 0.0)
         self._supervisor.stop(set(self._children.workers), DRAIN_S)
         self._supervisor.stop(set(self._children.shards), DRAIN_S)
         write_json(self._files.folder / "run.json", asdict(run))
@@ -195,15 +190,6 @@ class ChaosCluster:
             self._supervisor.start(self._children.worker(index, self._links.host(index) if self._links else ""))
         while not all(self._grew(name, "stepped") for name in self._children.workers):
             self._until_ready(deadline)
-
-    def _hostile_child(self, name: str) -> ChildSpec:
-        """A hostile process, with a loopback address of its own where workers have them."""
-        number = len(self._children.workers) + self._hostile.index(name)
-        shards = self._children.shard_addresses(self._links.host(number) if self._links else "")
-        arguments = [
-            f"--settings={self._files.settings}", f"--set=worker.shards={shards}", f"--set=worker.learner_id={name}",
-        ]  # fmt: skip
-        return ChildSpec(name, "worker", HOSTILE_PROGRAM, lambda: arguments, self._children.log(name))
 
     def _until_ready(self, deadline: float) -> None:
         self._supervise(time.monotonic())

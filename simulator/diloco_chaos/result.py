@@ -1,46 +1,15 @@
-"""The result of `diloco_chaos`, as numbers for `--json` and in words; and what hostile processes achieved."""
+"""The result of `diloco_chaos`, as numbers for `--json` and in words."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from diloco_chaos.goodput import LOSSES, ClusterWork, longest_gaps, losses, work_of
 from diloco_chaos.plan import LINK, ChaosRun, Fault
-from diloco_simulator.verify.histories import Histories, Line
+from diloco_simulator.verify.histories import Histories
 from diloco_simulator.verify.judge import BrokenPromise, stood_still, violations
-
-
-def harm_of(histories: Histories, name: str) -> dict[str, Any]:
-    """What one hostile process achieved."""
-    declined = Counter(line["code"] or line["outcome"] for line in lines_of(histories, name, "declined"))
-    merged = [m for m in histories.merges() if m.learner == name and m.fragment not in histories.companions]
-    versions = sum(v.survives for v in histories.lineage.versions if v.fragment not in histories.companions)
-    return {
-        "name": name,
-        "joined": sum(1 for _ in lines_of(histories, name, "joined")),
-        "accepted": sum(1 for _ in lines_of(histories, name, "accepted")),
-        "declined": dict(declined.most_common()),
-        "merged": len(merged),
-        "tokens_claimed": sum(merge.tokens for merge in merged),
-        "versions_share": round(len(merged) / versions, 4) if versions else 0.0,
-    }
-
-
-def lines_of(histories: Histories, name: str, what: str) -> Iterator[Line]:
-    """What shards wrote about a learner."""
-    return (line for process in histories.shard_processes() for line in process.of(what) if line["learner"] == name)
-
-
-def _words_of(one: dict[str, Any]) -> str:
-    """The result of one hostile process, in words."""
-    declined = ", ".join(f"{count} x {code}" for code, count in one["declined"].items()) or "none"
-    return (
-        f"{one['name']}: joined {one['joined']} times; {one['accepted']} contributions accepted, "
-        f"{one['merged']} merged ({one['versions_share']:.1%} of the versions); declined {declined}"
-    )
-
 
 Result = dict[str, Any]
 CHECKS = {
@@ -77,15 +46,11 @@ def make_result(
     *,
     seed: int,
     gap_max_s: float,
-    hostile: Sequence[str] = (),
 ) -> Result:
-    """The whole result, to print and to write. `violations` must be 0. Without a `baseline` there is no goodput.
-
-    `hostile`: names of the hostile processes. The others are judged, and their work is counted.
-    """
+    """The whole result, to print and to write. `violations` must be 0. Without a `baseline` there is no goodput."""
     work, gaps = work_of(histories, run), longest_gaps(histories, run)
     found = [
-        *violations(histories, claimants=hostile),
+        *violations(histories),
         *stood_still(gaps, gap_max_s),
         *(BrokenPromise("unplanned", said) for said in run.exits),
     ]
@@ -109,11 +74,8 @@ def make_result(
         "versions": sum(1 for process in histories.shard_processes() for _ in process.of("announced")),
         "contributions": sum(merge.push is not None for merge in histories.merges()),
         "evictions": sum(
-            line["code"] != "LEFT" and line["learner"] not in hostile
-            for process in histories.shard_processes()
-            for line in process.of("gone")
+            line["code"] != "LEFT" for process in histories.shard_processes() for line in process.of("gone")
         ),
-        "hostile": [harm_of(histories, name) for name in hostile],
         "tokens": round(work.tokens),
         "tokens_accepted": round(work.tokens_accepted),
         "tokens_per_alive_s": round(work.per_alive_s, 2),
@@ -133,7 +95,6 @@ def summary(result: Result) -> str:
         f"{result['faults']} faults in {result['seconds']:.0f} s, seed {result['seed']}: {kinds}",
         f"workers dead, starting or frozen {result['dead_share']:.1%} of the time, {result['evictions']} evictions",
         f"{result['versions']} versions announced, {result['contributions']} contributions merged",
-        *map(_words_of, result["hostile"]),
         "",
         *(f"  {result[check]:6}  {words}" for check, words in CHECKS.items()),
         "",

@@ -13,7 +13,6 @@ from typing import Any
 
 from diloco_chaos.goodput import alive_times
 from diloco_chaos.plan import LINK, ChaosRun, InjectedFault
-from diloco_chaos.result import lines_of
 from diloco_common.errors import ConfigError
 from diloco_simulator.verify.histories import Histories, Process
 
@@ -22,7 +21,6 @@ STARTING = "#fbe3e0"
 AWAY = {"kill": "#f3b8b8", "freeze": "#bfe0f5", "fill": "#f5e2a9", "cut": "#dcc8ee"}
 MARKS = {"kill": ("X", "#c0272d"), "freeze": ("s", "#1b78b4"), "fill": ("D", "#a67c00"), "cut": ("P", "#7b3fb0")}
 """Kind of a fault -> marker and color."""
-HARM = "#7a1f1f"
 EVICTED, JOINED = "#e07b1a", "#2e8b3d"
 ANNOUNCED = ("announced", "restored")
 LANE, INK, FAINT = "#f5f6f7", "#22272e", "#8b949e"
@@ -48,8 +46,7 @@ def draw(histories: Histories, run: ChaosRun, result: dict[str, Any], path: Path
     from matplotlib import pyplot as plt
 
     shards, workers = sorted(histories.shards), sorted(histories.learners, key=_number)
-    hostile = [one["name"] for one in result["hostile"]]
-    names = [*shards, *workers, *hostile]
+    names = [*shards, *workers]
     height = 2.9 + _ROW_IN * len(names)
     with plt.rc_context({"font.family": "DejaVu Sans", "font.size": 10.5, "svg.fonttype": "none"}):
         figure, (rows, pace) = plt.subplots(
@@ -58,7 +55,7 @@ def draw(histories: Histories, run: ChaosRun, result: dict[str, Any], path: Path
         )  # fmt: skip
         figure.subplots_adjust(left=0.075, right=0.985, top=1 - 1.12 / height, bottom=0.62 / height)
         _title(figure, height, result)
-        gaps = dict.fromkeys(workers, 0.35) | dict.fromkeys(hostile, 0.7)
+        gaps = dict.fromkeys(workers, 0.35)
         place = {name: -row - gaps.get(name, 0.0) for row, name in enumerate(names)}
         for name in names:
             rows.barh(place[name], run.ended - run.began, 0.8, color=LANE, zorder=0)
@@ -73,8 +70,6 @@ def draw(histories: Histories, run: ChaosRun, result: dict[str, Any], path: Path
             _versions(rows, histories.shards[name], run, place[name], most)
         for name in workers:
             _steps(rows, histories.learners[name], run, place[name])
-        for name in hostile:
-            _harm(rows, histories, name, run, place[name])
         _memberships(rows, histories, run, place)
         _marks(rows, run, place)
         rows.set_yticks([place[name] for name in names], names)
@@ -83,7 +78,7 @@ def draw(histories: Histories, run: ChaosRun, result: dict[str, Any], path: Path
         _bare(rows)
         rows.tick_params(axis="x", length=0)
         _pace(pace, histories, run, result)
-        _key(figure, height, run, is_hostile=bool(hostile))
+        _key(figure, height, run)
         figure.savefig(
             path, dpi=_DPI, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None
         )
@@ -144,13 +139,6 @@ def _steps(axes: Any, processes: Sequence[Process], run: ChaosRun, y: float) -> 
     axes.vlines(at, y - 0.17, y + 0.17, color=STEP, linewidth=_tick(run), alpha=0.8, zorder=2)
 
 
-def _harm(axes: Any, histories: Histories, name: str, run: ChaosRun, y: float) -> None:
-    """A tick per push of a hostile process: upwards if it was accepted, downwards if it was declined."""
-    for what, low, high, colour in (("accepted", 0.0, 0.3, HARM), ("declined", -0.3, 0.0, FAINT)):
-        at = [line["t"] - run.began for line in lines_of(histories, name, what) if run.began <= line["t"] <= run.ended]
-        axes.vlines(at, y + low, y + high, color=colour, linewidth=_tick(run), alpha=0.8, zorder=2)
-
-
 def _tick(run: ChaosRun) -> float:
     """Ticks are thinner where there are more of them."""
     return max(0.5, min(1.3, 60.0 / (run.ended - run.began)))
@@ -201,7 +189,7 @@ def _pace(axes: Any, histories: Histories, run: ChaosRun, result: dict[str, Any]
     width = seconds / bins
     merged, alive = [0.0] * bins, [0.0] * bins
     for merge in histories.merges():
-        if merge.push is None or merge.fragment in histories.companions:  # not what hostile processes claim
+        if merge.push is None or merge.fragment in histories.companions:
             continue
         if run.began <= merge.at < run.ended:
             merged[int((merge.at - run.began) / width)] += merge.tokens / histories.num_fragments / width
@@ -244,7 +232,7 @@ def _title(figure: Any, height: float, result: dict[str, Any]) -> None:
     figure.text(0.012, 1 - 0.62 / height, second, fontsize=11, color="#57606a")
 
 
-def _key(figure: Any, height: float, run: ChaosRun, *, is_hostile: bool) -> None:
+def _key(figure: Any, height: float, run: ChaosRun) -> None:
     """The legend, in one line above the rows."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -265,7 +253,6 @@ def _key(figure: Any, height: float, run: ChaosRun, *, is_hostile: bool) -> None
         Patch(color=AWAY["freeze"], label="frozen"),
         *([mark(*MARKS["fill"], "disk full", 7)] if "fill" in done else []),
         *([mark(*MARKS["cut"], "link to a shard cut", 8)] if "cut" in done else []),
-        *([mark("|", HARM, "hostile push: up accepted, down declined", 10)] if is_hostile else []),
         mark("v", EVICTED, "evicted", 6),
         mark("^", JOINED, "joined", 6),
         Patch(color="#eceded", label="a shard is away"),

@@ -52,10 +52,6 @@ class LabOptions:
     out: Annotated[
         Path, Parameter(metavar="FILE", help="results as JSON lines; runs that it holds are not repeated")
     ] = Path("runs/lab/results.jsonl")
-    csv: Annotated[Path | None, Parameter(metavar="FILE", help="one row per run")] = None
-    track: Annotated[
-        str, Parameter(metavar="TRACKER", help="tensorboard:DIR, wandb:PROJECT or csv:FILE", show_default=False)
-    ] = ""
 
 
 @app.command(help="run arms over the same seeds, and show their paired gaps")
@@ -67,17 +63,15 @@ def compare(
     options: LabOptions = LabOptions(),
 ) -> int:
     from diloco_lab.arms import load_arm
-    from diloco_lab.runner import comparison, draw, run_all, write_csv
+    from diloco_lab.runner import comparison, draw, run_all
 
     seeds = _seeds(options)
     chosen = [load_arm(path, options.model) for path in arms]
-    check_outputs(options.out, options.csv, plot)
+    check_outputs(options.out, plot)
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install matplotlib")
-    lines = run_all(chosen, seeds, options.out, options.jobs, tell, options.track)
+    lines = run_all(chosen, seeds, options.out, options.jobs, tell)
     print("\n" + comparison(chosen, seeds, lines))
-    if options.csv is not None:
-        write_csv(options.csv, lines)
     if plot is not None:
         draw(plot, chosen, seeds, lines)
     return EXIT_OK
@@ -92,7 +86,7 @@ def sweep(
     options: LabOptions = LabOptions(),
 ) -> int:
     from diloco_lab.arms import load_arm
-    from diloco_lab.runner import ranking, run_all, write_csv
+    from diloco_lab.runner import ranking, run_all
 
     seeds, base, axes = _seeds(options), load_arm(arm, options.model), dict(map(_axis, grid))
     values: list[dict[str, Any]] = [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
@@ -102,11 +96,9 @@ def sweep(
         for name, value in point.items():
             tried = tried.with_value(name, value)
         arms.append(tried)
-    check_outputs(options.out, options.csv)
-    lines = run_all(arms, seeds, options.out, options.jobs, tell, options.track)
+    check_outputs(options.out)
+    lines = run_all(arms, seeds, options.out, options.jobs, tell)
     print("\n" + ranking(arms, values, seeds, lines))
-    if options.csv is not None:
-        write_csv(options.csv, lines)
     return EXIT_OK
 
 
@@ -135,7 +127,7 @@ def protocol(
         raise ConfigError("--jobs takes a number from 1")
     check_outputs(out, page)
     text = ""
-    run_missing = partial(run_all, path=out, jobs=jobs, say=tell, track=track)
+    run_missing = partial(run_all, path=out, jobs=jobs, say=tell)
     for cells, lines in carry_out(load_protocol(file), run_missing):
         text = tables(cells, lines)
         if page is not None:

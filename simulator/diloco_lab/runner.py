@@ -1,12 +1,11 @@
 """Runs arms with all seeds, several at once and none twice, estimates the time left, and shows what they came to.
 
 Results are JSON lines with every setting. A run whose line is in the file is not repeated, so a stopped command resumes
-where it was. They are shown as text, as CSV, and as a plot with intervals.
+where it was. They are shown as text, and as a plot with intervals.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -24,7 +23,6 @@ from pydantic import ValidationError
 from torch import nn
 
 from diloco_common.process import end_with_parent, tune_allocator
-from diloco_demo.tracking import check_tracker, open_tracker
 from diloco_lab.arms import Arm, key_today
 from diloco_lab.lockstep import LockstepRun
 from diloco_lab.tasks import CURVE_TOKENS, EVALUATION_TOKENS, Task, builder, classic_diloco, data_parallel
@@ -34,17 +32,12 @@ Line = dict[str, Any]
 DIVERGED = 1.05
 """A run has diverged if it stalled, or its loss is not finite or above this many times its loss before training."""
 CURVE_POINTS = 12
-TRACK_S = 60.0
-"""Time for a tracker to open, and to write the curve of a run."""
 
 
 def run_all(
-    arms: Sequence[Arm], seeds: Sequence[int], path: Path, jobs: int, say: Callable[[str], None], track: str = ""
+    arms: Sequence[Arm], seeds: Sequence[int], path: Path, jobs: int, say: Callable[[str], None]
 ) -> dict[str, Line]:
-    """Run whatever is missing in the file of results. Returns all requested results by key. `track`: also send their
-    curves to this tracker (`diloco_demo.tracking`). Raises ConfigError."""
-    if track:
-        check_tracker(track)
+    """Run whatever is missing in the file of results. Returns all requested results by key."""
     done = load(path)
     wanted = {arm.key(seed): (arm, seed) for seed in seeds for arm in arms}
     missing = [pair for key, pair in wanted.items() if key not in done]
@@ -59,8 +52,6 @@ def run_all(
             out.write(json.dumps(line) + "\n")
             out.flush()
             done[line["key"]] = line
-            if track:
-                _track(track, line)
             left_s = (time.monotonic() - began) / count * (len(missing) - count)
             took = f"{_loss(line)} in {line['result']['wall_s']:.0f} s"
             say(f"[{count}/{len(missing)}] {line['arm']}, seed {line['seed']}: {took}; {_minutes(left_s)}")
@@ -125,14 +116,6 @@ def load(path: Path) -> dict[str, Line]:
         except (json.JSONDecodeError, KeyError, ValidationError):
             continue
     return found
-
-
-def _track(spec: str, line: Line) -> None:
-    tracker = open_tracker(spec, run="lab", name=f"{line['arm']}-{line['seed']}")
-    budget, result = line["settings"]["run"]["tokens"], line["result"]
-    for fraction, loss in [*result["curve"], (1.0, result["loss"])]:
-        tracker.log(round(fraction * budget), {"loss": loss, "fraction": fraction, "tokens_merged": fraction * budget})
-    tracker.close(TRACK_S)
 
 
 def _train(
@@ -205,9 +188,6 @@ def paired_gap(arm: Sequence[float], base: Sequence[float]) -> Gap:
     return Gap(fmean(gaps), quantile * stdev(gaps) / math.sqrt(n), n)
 
 
-COLUMNS = ("arm", "seed", "loss", "loss_select", "diverged", "versions", "participants", "tokens_trained", "wall_s")
-
-
 def gap(arm: Arm, base: Arm, seeds: Sequence[int], lines: Mapping[str, Line]) -> Gap | None:
     """The paired gap over the seeds in which neither diverged; None if there are none."""
     pairs = [(lines[arm.key(s)]["result"], lines[base.key(s)]["result"]) for s in seeds]
@@ -248,13 +228,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """Align columns; the first row is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def write_csv(path: Path, lines: Mapping[str, Line]) -> None:
-    with path.open("w", newline="") as out:
-        writer = csv.DictWriter(out, COLUMNS, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows({**line["result"], "arm": line["arm"], "seed": line["seed"]} for line in lines.values())
 
 
 def draw(path: Path, arms: Sequence[Arm], seeds: Sequence[int], lines: Mapping[str, Line]) -> None:

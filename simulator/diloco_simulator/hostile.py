@@ -1,7 +1,7 @@
 """A hostile learner: it makes the five calls with production messages, and lies.
 
 It holds a lease with every shard, reports on it, listens, and now and then tries one of its tactics. `lies.py` draws
-its messages. It runs in any world: in simulated schedules, and beside the real processes of `diloco_chaos`.
+its messages.
 """
 
 from __future__ import annotations
