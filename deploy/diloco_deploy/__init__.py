@@ -3,7 +3,7 @@
     cluster/     one pure model of a cluster, and how processes are asked
     status.py, record.py, terminal.py, report.py    the model on a terminal, and what a run came to
     web/         the model as a live page
-    run/         `diloco up`, on this machine or on Ray: children, folder, members, resizing
+    run/         `diloco up`, on this machine or on Ray: folder, members, resizing
     trust/       certificates and tokens
     checkpoint/  checkpoints, exports, `diloco pull`
     doctor/      find problems; catalogue.py and codes.py explain their codes

@@ -22,8 +22,8 @@ from diloco_common.options import NO_SETTINGS, Flag, SettingsOptions, number, se
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import Given
 from diloco_common.wire.addresses import write_json
-from diloco_deploy.run.children import names
 from diloco_deploy.run.folder import ClusterFolder, Outputs
+from diloco_deploy.run.members import names
 from diloco_deploy.run.supervisor import Interrupts, Supervisor
 from diloco_deploy.run.up import check_cluster
 from diloco_simulator.verify.histories import Histories, read_histories
@@ -47,8 +47,6 @@ _OURS: dict[str, object] = {
 app = new_app("diloco_chaos", "Hurt a cluster on this machine, and check that nothing is lost.")
 DEFAULTS = {name: Given(value, "a default of chaos") for name, value in _OURS.items()}
 """A week of training in minutes: small steps of a fixed length that leave the machine mostly idle."""
-HEAL_S = 60.0
-"""Every process must make progress within this many seconds after the last fault."""
 _MINUTES = number(float, 0.01, 10_000.0, "minutes, from 0.01 to 10000")
 _SECONDS = number(quantities.seconds, 0.1, 10_000.0, "seconds, from 0.1 to 10000, such as 5s")
 _SHARE = number(float, 0.0, 0.9, "a share, from 0 to 0.9")
@@ -180,7 +178,7 @@ def _run(
         if disk_full:
             shards = names("shard", settings.cluster.shards)
             disks = SmallDisks({name: files.shard_folder(index) for index, name in enumerate(shards)})
-        run = ChaosCluster(mine, files, supervisor, interrupts, _tell, disks, links).run(plan, seconds, HEAL_S)
+        run = ChaosCluster(mine, files, supervisor, interrupts, _tell, disks, links).run(plan, seconds)
         files.clear_addresses()
     return run, read_histories(history)
 

@@ -19,8 +19,8 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_json
 from diloco_deploy import LOOK_S
-from diloco_deploy.run.children import Children, Programs
 from diloco_deploy.run.folder import ClusterFolder
+from diloco_deploy.run.members import Children, Programs
 from diloco_deploy.run.supervisor import DRAIN_S, Interrupts, Supervisor
 
 DISK_MIB = 64
@@ -135,8 +135,10 @@ def _run(*command: str, given: str = "") -> None:
         raise NoLinks(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-_READY_S = 120.0
-"""Seconds for the cluster to come up, until every worker trains."""
+HEAL_S = 60.0
+"""Every process must make progress within this many seconds after the last fault."""
+READY_S = 2 * HEAL_S
+"""The same from the start of the cluster, until every worker trains."""
 _TAIL_S = 3.0
 """Seconds of further training after the cluster has healed, so that all work of the measured time is merged."""
 
@@ -155,7 +157,7 @@ class ChaosCluster:
         self._run = ChaosRun()
         self._active: list[tuple[float, Fault, float]] = []  # faults to lift: when, which, and when it began
 
-    def run(self, plan: Sequence[Fault], seconds: float, heal_s: float) -> ChaosRun:
+    def run(self, plan: Sequence[Fault], seconds: float) -> ChaosRun:
         """Start the cluster, inject faults for `seconds` while it trains, let it heal, and stop it.
         Raises DilocoError, or KeyboardInterrupt if the user asks to stop."""
         run = self._run
@@ -169,7 +171,7 @@ class ChaosCluster:
                 self._inject(left.pop(0), now)
             self._supervise(now)
             self._wait()
-        self._heal(heal_s)
+        self._heal()
         self._supervisor.stop(set(self._children.workers), DRAIN_S)
         self._supervisor.stop(set(self._children.shards), DRAIN_S)
         write_json(self._files.folder / "run.json", asdict(run))
@@ -178,7 +180,7 @@ class ChaosCluster:
     # ------------------------------------------------------------ phases
 
     def _start(self) -> None:
-        deadline = time.monotonic() + _READY_S
+        deadline = time.monotonic() + READY_S
         for index in range(len(self._children.shards)):
             self._supervisor.start(self._children.shard(index))
         while not self._children.shards_are_up:
@@ -194,11 +196,11 @@ class ChaosCluster:
     def _until_ready(self, deadline: float) -> None:
         self._supervise(time.monotonic())
         if time.monotonic() > deadline or self._run.exits:
-            why = "; ".join(self._run.exits) or f"not every worker trained within {_READY_S:.0f} s"
+            why = "; ".join(self._run.exits) or f"not every worker trained within {READY_S:.0f} s"
             raise DilocoError(f"the cluster did not come up: {why}; its logs are in {self._files.logs}")
         self._wait()
 
-    def _heal(self, heal_s: float) -> None:
+    def _heal(self) -> None:
         """End all faults, and wait until every process makes progress."""
         run = self._run
         now = time.monotonic()
@@ -208,9 +210,9 @@ class ChaosCluster:
         marks = {name: len(self._written(name)) for name in (*self._children.workers, *self._children.shards)}
         progressed: set[str] = set()
         while run.healed_s is None or time.monotonic() < now + run.healed_s + _TAIL_S:
-            if run.healed_s is None and time.monotonic() > now + heal_s:
+            if run.healed_s is None and time.monotonic() > now + HEAL_S:
                 late = ", ".join(sorted(marks.keys() - progressed))
-                run.exits.append(f"{late} made no progress within {heal_s:.0f} s after the last fault")
+                run.exits.append(f"{late} made no progress within {HEAL_S:.0f} s after the last fault")
                 return
             self._supervise(time.monotonic())
             self._wait()

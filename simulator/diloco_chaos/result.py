@@ -1,15 +1,152 @@
-"""The result of `diloco_chaos`, as numbers for `--json` and in words."""
+"""How much work got through, from the histories and the faults of a run; and the result as numbers and in words.
+
+alive      from a worker's request to join until its kill, without the time during which it is frozen
+tokens     of merged contributions, per fragment of the model; one that is accepted twice (fenced off, then sent again)
+           counts once
+goodput    tokens per alive worker-second, or per second, divided by the same of a fault-free run of equal length
+progress   share of the seconds in which a version of the model was announced, so the job as a whole moved on
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
-from diloco_chaos.goodput import LOSSES, ClusterWork, longest_gaps, losses, work_of
 from diloco_chaos.plan import LINK, ChaosRun, Fault
-from diloco_simulator.verify.histories import Histories
+from diloco_simulator.verify.histories import Histories, Process
 from diloco_simulator.verify.judge import BrokenPromise, stood_still, violations
+
+
+@dataclass(frozen=True)
+class ClusterWork:
+    """The work of a cluster in its measured time."""
+
+    seconds: float
+    alive_s: float
+    """Summed over the workers."""
+    workers: int
+    tokens: float
+    """Trained in that time, and merged by the end of the run. Mean over the fragments."""
+    tokens_accepted: float
+    """Accepted by the shards in that time, mean over the fragments. A contribution that was sent again counts again."""
+    step_s: float
+    """Median time of an inner step. If it is below that of a fault-free run, dead workers left the others more CPU."""
+    progress: float
+    """Share of the seconds in which a version was announced."""
+
+    @property
+    def per_alive_s(self) -> float:
+        return self.tokens / self.alive_s if self.alive_s else 0.0
+
+    @property
+    def dead_share(self) -> float:
+        """Share of all worker-seconds in which the worker was dead, starting or frozen."""
+        return 1.0 - self.alive_s / (self.seconds * self.workers)
+
+
+def work_of(histories: Histories, run: ChaosRun) -> ClusterWork:
+    fragments = max(1, histories.num_fragments)
+    accepted = sum(
+        line["tokens"]
+        for process in histories.shard_processes()
+        for line in process.of("accepted")
+        if run.began <= line["t"] <= run.ended
+        and line["learner"] in histories.learners
+        and line["fragment"] not in histories.companions
+    )
+    merged = tokens_merged(histories, run).total()
+    alive_s = sum(end - begin for process in histories.learner_processes() for begin, end in alive_times(process, run))
+    times = [after - before for one in histories.learner_processes() for before, after in pairwise(steps_of(one))]
+    return ClusterWork(
+        run.ended - run.began, alive_s, len(histories.learners), merged / fragments, accepted / fragments,
+        median(times) if times else 0.0, _progress(histories, run),
+    )  # fmt: skip
+
+
+def tokens_merged(histories: Histories, run: ChaosRun) -> Counter[tuple[str, int, int]]:
+    """Worker, number of its process, fragment of the model -> merged tokens that it trained in the measured time."""
+    trained = {
+        (process.name, process.number): (tokens_at(process, run.began), tokens_at(process, run.ended))
+        for process in histories.learner_processes()
+    }
+    merged = Counter[tuple[str, int, int]]()
+    for merge in histories.merges():
+        if (push := merge.push) is not None and merge.fragment not in histories.companions:
+            name = push.process.name, push.process.number
+            low, high = trained[name]
+            merged[*name, merge.fragment] += max(0, min(push.end, high) - max(push.since, low))
+    return merged
+
+
+def tokens_at(process: Process, t: float) -> int:
+    """The learner's own count of tokens at a time; before its first step, its initial count."""
+    counts = [int(line["tokens"]) for line in process.of("born", "stepped") if line["t"] <= t]
+    return counts[-1] if counts else int(process.lines[0]["tokens"])
+
+
+def alive_times(process: Process, run: ChaosRun) -> Iterator[tuple[float, float]]:
+    """The parts of the measured time in which this process was alive and not frozen."""
+    begin, end = max(process.began, run.began), min(death_of(process, run), run.ended)
+    for frozen_from, frozen_to in frozen_times(process, run):
+        if begin < min(frozen_from, end):
+            yield begin, min(frozen_from, end)
+        begin = max(begin, frozen_to)
+    if begin < end:
+        yield begin, end
+
+
+def longest_gaps(histories: Histories, run: ChaosRun) -> list[tuple[float, str]]:
+    """For each learner process, the longest time without an inner step, in seconds, and its name; longest first.
+
+    Counts from its first step on, while it was alive and not frozen.
+    """
+    gaps = []
+    for process in histories.learner_processes():
+        steps = steps_of(process)
+        if not steps:
+            continue
+        gone = min(death_of(process, run), max(run.ended, steps[-1]))
+        frozen = list(frozen_times(process, run))
+        marks = [*steps, max(gone, steps[-1])]
+        longest = max(
+            end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in frozen)
+            for begin, end in pairwise(marks)
+        )
+        gaps.append((longest, process.name))
+    return sorted(gaps, reverse=True)
+
+
+def death_of(process: Process, run: ChaosRun) -> float:
+    """When the process was killed; infinity if it was not."""
+    kills = [fault.began for fault in run.faults if fault.kind == "kill" and fault.target == process.name]
+    return min((at for at in kills if at >= process.began), default=float("inf"))
+
+
+def frozen_times(process: Process, run: ChaosRun) -> list[tuple[float, float]]:
+    """From when to when the process was frozen, in order."""
+    faults = [fault for fault in run.faults if fault.kind == "freeze" and fault.target == process.name]
+    return sorted((fault.began, fault.ended) for fault in faults if fault.ended > process.began)
+
+
+def steps_of(process: Process) -> list[float]:
+    """When the inner steps of the process ended."""
+    return [float(line["t"]) for line in process.of("stepped")]
+
+
+def _progress(histories: Histories, run: ChaosRun) -> float:
+    seconds = max(1, int(run.ended - run.began))
+    times = (
+        line["t"] - run.began
+        for process in histories.shard_processes()
+        for line in process.of("announced")
+        if line["fragment"] not in histories.companions
+    )
+    return len({int(t) for t in times if 0.0 <= t < seconds}) / seconds
+
 
 Result = dict[str, Any]
 CHECKS = {
@@ -80,7 +217,6 @@ def make_result(
         "tokens_accepted": round(work.tokens_accepted),
         "tokens_per_alive_s": round(work.per_alive_s, 2),
         "step_s": round(work.step_s, 4),
-        "lost_s": losses(histories, run, work, baseline) if baseline else None,
         "alive_s": round(work.alive_s, 2),
         "baseline": baseline,
         "plan": [{"at_s": f.at_s, "harm": f.kind.value, "target": f.target, "for_s": f.for_s} for f in plan],
@@ -130,18 +266,11 @@ def _goodput(work: ClusterWork, baseline: Result | None) -> Result:
 
 
 def _compared(result: Result) -> list[str]:
-    """Goodput, and where the rest of the work went."""
     if result["baseline"] is None:
         return []
-    per_alive, alive_s = result["goodput_per_alive"], result["alive_s"]
     return [
-        f"goodput      {per_alive:.1%} of fault-free tokens per alive worker-second, "
-        f"{result['goodput_absolute']:.1%} absolute (at most {1 - result['dead_share']:.1%})",
-        f"the rest     {alive_s * (1 - per_alive):.1f} of {alive_s:.0f} alive worker-seconds:",
-        *(
-            f"  {seconds:8.1f} s  {seconds / alive_s:5.1%}  {LOSSES[cause]}"
-            for cause, seconds in result["lost_s"].items()
-        ),
+        f"goodput      {result['goodput_per_alive']:.1%} of fault-free tokens per alive worker-second, "
+        f"{result['goodput_absolute']:.1%} absolute (at most {1 - result['dead_share']:.1%})"
     ]
 
 

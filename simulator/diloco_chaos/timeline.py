@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco_chaos.goodput import alive_times
 from diloco_chaos.plan import LINK, ChaosRun, InjectedFault
+from diloco_chaos.result import alive_times
 from diloco_common.errors import ConfigError
 from diloco_simulator.verify.histories import Histories, Process
 
@@ -24,7 +24,7 @@ MARKS = {"kill": ("X", "#c0272d"), "freeze": ("s", "#1b78b4"), "fill": ("D", "#a
 EVICTED, JOINED = "#e07b1a", "#2e8b3d"
 ANNOUNCED = ("announced", "restored")
 LANE, INK, FAINT = "#f5f6f7", "#22272e", "#8b949e"
-_WIDTH_IN, _DPI = 16.0, 100
+_WIDTH_IN = 16.0
 _ROW_IN = 0.46
 _SAME_MARK_S = 0.3
 """Several shards evict the same worker within a short time. Marks this close, in seconds, are drawn as one."""
@@ -79,9 +79,7 @@ def draw(histories: Histories, run: ChaosRun, result: dict[str, Any], path: Path
         rows.tick_params(axis="x", length=0)
         _pace(pace, histories, run, result)
         _key(figure, height, run)
-        figure.savefig(
-            path, dpi=_DPI, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None
-        )
+        figure.savefig(path, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None)
         plt.close(figure)
 
 

@@ -47,10 +47,10 @@ from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 
-PUSH = 0.1
-"""Inner steps from a snapshot until it is at the shard."""
 TICK = 0.1
 """Inner steps between two ticks of the shards: the resolution of grace windows."""
+PUSH = TICK
+"""Inner steps from a snapshot until it is at the shard."""
 NOTICE = 0.02
 """Inner steps until a learner hears a directive."""
 STALLED = 50

@@ -27,7 +27,7 @@ from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.shell.optimizers import inner_of
 
 EVALUATION_TOKENS = 131_072
-CURVE_TOKENS = 16_384
+CURVE_TOKENS = EVALUATION_TOKENS // 8
 
 
 class Stream(Protocol):

@@ -55,7 +55,7 @@ class Failures:
     preempt_every_s: float = math.inf
     """Mean time between two preemptions of a whole island."""
     preempt_for_s: float = 1800.0
-    notice_s: float = 30.0
+    notice_s: float = LAST_NOTICE_S
     """Warning before a preemption. Below `LAST_NOTICE_S` there is no goodbye: what was not contributed is lost."""
 
 

@@ -18,6 +18,8 @@ EVERY, EVERY_MEASURED = DEFAULTS.first_every, 48
 """H: the default, and the largest whose quality was measured. No larger one than that of "auto" is proposed."""
 FRAGMENTS, FRAGMENTS_MOST = DEFAULTS.fragments, 256
 """P: the default, and the most if each of many shards has to own one."""
+TRAINING_BYTES = 16
+"""Bytes per parameter of the training itself: weights, gradients, two moments of AdamW."""
 FULL = 0.9
 """Highest allowed load of shard machines whose number is given."""
 

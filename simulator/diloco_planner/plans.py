@@ -109,14 +109,9 @@ class RunOutcome:
 HOURS_MAX = 3.0
 CONTRIBUTIONS_MAX = 60_000
 """Most contributions that a run decides in detail: about a minute of one core."""
-TICKS_PER_STEP = 8
-"""Ticks while a round waits. In production there is one every 20 ms."""
 LOOK_S, EACH_S = 3e-4, 3e-6
-"""Time for a learner at a step boundary; and for each other learner, since all report their progress."""
-TICK_S = 2e-5
-"""Time for a tick of the shard while a round waits."""
-JOIN_S = 1e-3
-"""Time for a learner to join again."""
+"""Time for a learner at a step boundary, and for each other learner, since all report their progress. The ticks of a
+shard within a step take half of it, and to join again takes three."""
 CHANGES_MAX = 3e6
 """Most events of chips that fail and come back. Each takes a kilobyte."""
 
@@ -152,9 +147,8 @@ def core_s(sync: SyncSettings, learners: Sequence[LearnerPlan], shards: ShardPla
     stride = 1 if decided == sync.fragments else max(1, sync.first_every // decided)
     looks = sum(until / plan.step_s / (1 if plan.noise else stride) for plan in learners)
     looks += many * until / max(10.0, stride * shortest)  # a learner with nothing to say says so
-    ticks = TICKS_PER_STEP * until / shortest
     joins = many * until / (shards.restart_s + shards.restart_every_s / (shards.count or 1))
-    return looks * (LOOK_S + many * EACH_S) + ticks * TICK_S + joins * JOIN_S
+    return looks * (LOOK_S + many * EACH_S) + (until / shortest / 2 + 3 * joins) * LOOK_S
 
 
 def changes(learners: Sequence[LearnerPlan], until: float) -> float:

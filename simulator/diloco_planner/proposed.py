@@ -16,7 +16,7 @@ from typing import NamedTuple
 from diloco_common import formulas
 from diloco_common.formulas import BITS
 from diloco_common.settings import EVERY_MOST
-from diloco_planner.choice import INSIDE, LADDER, Choice, PlannedRun, choose, settle
+from diloco_planner.choice import INSIDE, LADDER, TRAINING_BYTES, Choice, PlannedRun, choose, settle
 from diloco_planner.described import Described, Site
 from diloco_planner.plans import LearnerPlan, changes
 from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
@@ -30,8 +30,6 @@ PHASES = 20
 """Most different times at which sites start."""
 ALIKE = 0.02
 """As a share of goodput: synchronizing rarely costs about as much in loss (docs/quality.md, H = 24)."""
-TRAINING_BYTES = 16
-"""Bytes per parameter: weights, gradients, two moments of AdamW."""
 KEPT_BYTES, KEPT_WITH_COMPANIONS = 6, 10
 """Most bytes per parameter of anchor, residual and what is in flight (`diloco plan memory` is exact)."""
 ROOM = 0.7

@@ -86,12 +86,9 @@ def _restarting(chips: float, every_s: float, restart_s: float, checkpoint_s: fl
     return _at_wall_rate(island, Failures(restart_s=restart_s, checkpoint_s=checkpoint_s), every_s, 24 * 60)
 
 
-def _torchft(every_s: float) -> float:
+def _torchft(every_s: float, back_s: float = 300.0) -> float:
     """30 groups of 10. A group is back after five minutes: a round number, but chosen with the row of 60 s in view."""
-    return _at_wall_rate(Island(300, slice_chips=10), Failures(repair_s=BACK_S, loss_s=0.2, join_s=0.2), every_s)
-
-
-BACK_S = 300.0
+    return _at_wall_rate(Island(300, slice_chips=10), Failures(repair_s=back_s, loss_s=0.2, join_s=0.2), every_s)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from diloco_common.errors import ConfigError
 from diloco_common.formulas import BITS
 from diloco_common.options import NO_SETTINGS, Json, number, refuse_idle, settings_from
 from diloco_common.settings import Settings
+from diloco_common.wire.calls import SAY_EVERY_S
 from diloco_planner.chips import Island
 from diloco_planner.choice import FULL
 from diloco_planner.described import Bill, Described, read
@@ -183,9 +184,6 @@ class Run:
         return SimulatedRun(self, outcome, others, bill, time.perf_counter() - began)
 
 
-SAID_EVERY_S = 10.0
-
-
 class SimulationProgress:
     """Reports on a long simulation: a line every ten seconds."""
 
@@ -195,7 +193,7 @@ class SimulationProgress:
 
     def __call__(self, simulated_s: float) -> None:
         now = self._clock()
-        if now < self._said + SAID_EVERY_S:
+        if now < self._said + SAY_EVERY_S:
             return
         self._said = now
         left_s = (now - self._began) * (self._until / simulated_s - 1) if simulated_s else math.inf
@@ -211,7 +209,6 @@ WAYS = {
     "ours": "decoupled (this)",
 }
 """Way to train -> its name in a table."""
-WIDTH = 40
 
 
 @dataclass(frozen=True)
@@ -243,7 +240,7 @@ class SimulatedRun:
         return answer
 
     def lines(self) -> Iterator[str]:
-        """All results as a table with bars."""
+        """All results as a table."""
         o, asked = self.outcome, self.asked
         chips, sync = sum(plan.island.chips for plan in asked.learners), asked.settings.sync
         rate = sum(plan.island.chips / plan.failures.mtbi_s for plan in asked.learners) * 3600
@@ -255,7 +252,7 @@ class SimulatedRun:
         )
         yield ""
         for name, share in (self.baselines | {"ours": o.goodput}).items():
-            yield f"  {WAYS[name]:<24} {100 * share:5.1f} %  {_bar(share)}"
+            yield f"  {WAYS[name]:<24} {100 * share:5.1f} %"
         yield ""
         rows = {
             "somebody computes": f"{100 * o.uptime:.2f} % of the time",
@@ -276,8 +273,3 @@ class SimulatedRun:
         yield ""
         of = f"{o.decided} of {sync.fragments} fragments"
         yield f"  {o.events:,} events in {self.wall_s:.0f} s; the cores decided for {of}"
-
-
-def _bar(share: float) -> str:
-    full = round(WIDTH * min(1.0, max(0.0, share)))
-    return "█" * full + "░" * (WIDTH - full)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from diloco_common import formulas, units
 from diloco_common.formulas import BITS
 from diloco_common.settings import EVERY_LEAST, EVERY_MOST, OVERLAP_STEPS
-from diloco_planner.choice import Choice, Encodings, PlannedRun, calls_of, written_of
+from diloco_planner.choice import TRAINING_BYTES, Choice, Encodings, PlannedRun, calls_of, written_of
 from diloco_server.core.every import Measured, carried
 
 
@@ -137,7 +137,7 @@ def learner_figures(asked: PlannedRun, choice: Choice) -> list[PlanFigure]:
 
 
 def process_figures(
-    params: float, encodings: Encodings, fragments: int, under_way: int, ranks: int = 1, training_bytes: float = 16,
+    params: float, encodings: Encodings, fragments: int, under_way: int, ranks: int = 1,
     *, companions: bool = False,
 ) -> list[PlanFigure]:  # fmt: skip
     """What one process of a learner holds, by `sizes.py`. Imports torch.
@@ -147,7 +147,6 @@ def process_figures(
         under_way: fragments whose contribution or version is under way at once.
         companions: whether its momentum is averaged.
         ranks: over which the parameters of an island are spread (FSDP2); 1: none.
-        training_bytes: bytes per parameter of the training itself: weights, gradients, two moments of AdamW.
     """
     from diloco_common.codec import get_codec
     from diloco_planner.sizes import Share, learner_bytes
@@ -171,8 +170,8 @@ def process_figures(
         ),
         PlanFigure("diloco's part, at most", found.peak, "bytes", "the sum", sizes),
         PlanFigure(
-            "the training itself", training_bytes * found.elements, "bytes",
-            f"{training_bytes:g} bytes per parameter (weights, gradients, AdamW), beside activations", "torch",
+            "the training itself", TRAINING_BYTES * found.elements, "bytes",
+            f"{TRAINING_BYTES} bytes per parameter (weights, gradients, AdamW), beside activations", "torch",
         ),
         PlanFigure("pushed for each version", found.pushed, "bytes", "what it owns, encoded", sizes),
         PlanFigure("pulled for each version", found.pulled, "bytes", "what it holds, encoded", sizes),

@@ -28,7 +28,6 @@ NOTHING = torch.empty(0)
 NO_BYTES = cast(Payload, None)
 """Cores pass payloads on, and look only at their headers."""
 PUBLISHED = Published(NO_BYTES)
-EPOCH = 1
 
 
 def manifest_of(elements: int, fragments: int, shards: int = 1) -> Manifest:
@@ -36,7 +35,7 @@ def manifest_of(elements: int, fragments: int, shards: int = 1) -> Manifest:
     return cut([TensorSpec(f"p{i:04}", (elements,)) for i in range(fragments)], fragments, shards)
 
 
-def seeded_shard(settings: Settings, manifest: Manifest, epoch: int = EPOCH, kept: Sequence[Record] = ()) -> Shard:
+def seeded_shard(settings: Settings, manifest: Manifest, epoch: int = 1, kept: Sequence[Record] = ()) -> Shard:
     """A shard with version 0 of everything, or with the versions it had kept."""
     shard = Shard(settings, epoch)
     records = kept or [empty_record(f.fragment_id) for f in manifest.owned_by(settings.shard.index)]

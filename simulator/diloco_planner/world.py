@@ -34,7 +34,6 @@ from diloco_common.wire.messages import (
 from diloco_planner.chips import LAST_NOTICE_S, uptime
 from diloco_planner.plans import (
     CONTRIBUTIONS_MAX,
-    TICKS_PER_STEP,
     LearnerPlan,
     RunOutcome,
     ShardPlan,
@@ -57,6 +56,10 @@ from diloco_worker.core.fragment import Lease, PendingContribution
 
 TOLD_EVERY = 10_000
 """Number of events between two reports of progress."""
+
+
+TICKS_PER_STEP = 8
+"""Ticks of the shard while a round waits. In production there is one every 20 ms."""
 
 
 class PlannedWorld:

@@ -8,10 +8,9 @@ shard_process.py    host, service and store of the product in one process
 learner_process.py  a learner of the product in one process, and a training loop; island_process.py: all ranks of one;
                     followed.py: the code that both share; reader_processes.py: mirrors and standbys
 processes.py        the processes of a schedule, and everything that can be done to them
-faults.py           faults, and when they end; sickness.py: a sick member; hostile.py: the acts of hostile learners;
-                    lies.py: what they know, plan and say
+hostile.py          the acts of hostile learners; lies.py: what they know, plan and say, and what a sick member sends
 verify/             checks at any moment (invariants.py), on histories (histories.py, judge.py), of members' versions
                     (published.py), and of how much members and hostile learners count for (bounded.py)
-cluster.py          one whole schedule; start here
-runner.py           many schedules, in several processes; __main__.py: the command
+cluster.py          one whole schedule, with its faults; start here
+__main__.py         the command: many schedules, in several processes
 """

@@ -16,8 +16,9 @@ from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import Busy, DilocoError
 from diloco_common.wire.messages import PushHeader
 from diloco_simulator.followed import FollowedRun, Trainer
+from diloco_simulator.lies import Spoiler
+from diloco_simulator.options import SOMETIMES
 from diloco_simulator.reader_processes import SITE
-from diloco_simulator.sickness import Spoiler
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.model import Counting, TornReplica, part_of
 from diloco_simulator.world.stage import Checkpoint, Stage
@@ -34,10 +35,8 @@ LOOK_S = 0.2
 """Seconds between two checks of a joining learner whether it can train."""
 SAVES = 0.5
 """Share of steps that end with a checkpoint."""
-BUSY_LEASES, BUSY_S = 2.0, 2.0
+BUSY_LEASES = 2.0
 """Longest time that a push may be answered BUSY beside hostile learners: twice their longest pause, and a moment."""
-TORN = 0.3
-"""Probability that an optimizer step falls into a snapshot that the codec thread takes."""
 
 
 @dataclass(eq=False)
@@ -132,7 +131,7 @@ class LearnerProcess(Trainer, FollowedRun):
 
     def _during_a_read(self, read: Tensor) -> None:
         """A snapshot is being taken at a step boundary, or by the codec thread during training."""
-        if self._tokens and not self._ahead and self._random.random() < TORN:
+        if self._tokens and not self._ahead and self._random.random() < SOMETIMES:  # a step falls into a snapshot
             self.model.train_on(self._tokens)
             self._ahead = self._tokens
         if self.not_finite:
@@ -213,7 +212,7 @@ class LearnerProcess(Trainer, FollowedRun):
             self._busy_since.pop(of, None)
         elif self._options.hostile:
             busy_s = now - self._busy_since.setdefault(of, now)
-            at_most_s = BUSY_LEASES * self._options.lease_s + BUSY_S
+            at_most_s = BUSY_LEASES * (self._options.lease_s + 1.0)
             invariants.honest_pushes_find_a_place(self.name, header.fragment_id, busy_s, at_most_s)
 
     def _check(self) -> None:

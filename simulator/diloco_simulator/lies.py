@@ -1,7 +1,7 @@
-"""What a hostile learner knows, plans and says; the transport that it needs. `hostile.py` carries it out.
+"""What a hostile learner knows, plans and says, and the transport that it needs; what a sick one sends unknowingly.
 
-Messages and payloads are valid, off by one, or extreme, drawn from a generator. Everything here fits on the wire;
-nobody can send anything else.
+`hostile.py` carries out what a hostile one plans. Messages and payloads are valid, off by one, or extreme, drawn from a
+generator. Everything here fits on the wire; nobody can send anything else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Chunk, Payload, PayloadHeader, chunks_crc32c, encode_payload, usual_chunk_elements
+from diloco_common.codec import (
+    Chunk,
+    Payload,
+    PayloadHeader,
+    chunks_crc32c,
+    decode_payload,
+    encode_payload,
+    usual_chunk_elements,
+)
 from diloco_common.codec.payload import num_payload_bytes
 from diloco_common.errors import NotFinite
 from diloco_common.ports import Transport
@@ -248,3 +256,61 @@ def ranges(r: random.Random, num_elements: int) -> tuple[Range, ...]:
 def _some(r: random.Random, said: Mapping[str, Callable[[], Any]], most: int) -> dict[str, Any]:
     """False values for at most `most` of the fields."""
     return {field: said[field]() for field in r.sample(list(said), r.randint(1, min(most, len(said))))}
+
+
+SPOILS = ("flipped", "askew", "stuck", "still", "long", "noise")
+"""Signs flipped; most of them flipped, others each time; the same noise again and again, or next to nothing of it, as
+at a rate of zero; many times as long; noise."""
+ASKEW = 0.65
+"""Share of the flipped elements: the cosine with what was trained is -0.3."""
+TIMES = 20.0
+"""How many times as long."""
+
+
+@dataclass(frozen=True)
+class Sickness:
+    learner: int
+    """Index of the learner that has it."""
+    how: str
+    """One of `SPOILS`."""
+    from_s: float
+    until_s: float
+
+
+class Spoiler:
+    """Spoils the contributions of one process."""
+
+    def __init__(self, sickness: Sickness, name: str) -> None:
+        self._sickness = sickness
+        self._generator = torch.Generator().manual_seed(random.Random(f"{sickness} {name}").getrandbits(62))
+        self._stuck: dict[int, Tensor] = {}
+
+    def leaving(self, fragment_id: int, payload: Payload, now: float) -> Payload:
+        """What leaves the process at this time."""
+        if not self._sickness.from_s <= now < self._sickness.until_s:
+            return payload
+        header, values = payload.header, torch.empty(payload.header.num_elements)
+        decode_payload(payload, values)
+        return encode_payload(self._spoil(fragment_id, values), header.encoding, chunk_elements=header.chunk_elements)
+
+    def _spoil(self, fragment_id: int, values: Tensor) -> Tensor:
+        match self._sickness.how:
+            case "flipped":
+                return -values
+            case "askew":
+                return torch.where(torch.rand(values.numel(), generator=self._generator) < ASKEW, -values, values)
+            case "stuck":
+                return self._stuck.setdefault(fragment_id, self._noise(values))
+            case "still":
+                return self._stuck.setdefault(fragment_id, self._noise(values) / TIMES**2)
+            case "long":
+                return TIMES * values
+            case "noise":
+                return self._noise(values)
+        raise ValueError(self._sickness.how)
+
+    def _noise(self, values: Tensor) -> Tensor:
+        """As long as the values."""
+        noise = torch.randn(values.numel(), generator=self._generator)
+        as_long: Tensor = noise * (values.norm() / noise.norm())
+        return as_long

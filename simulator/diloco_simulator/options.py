@@ -18,8 +18,7 @@ from diloco_common.settings import (
     SyncSettings,
 )
 from diloco_server.core.influence import TOLD
-from diloco_simulator.lies import FOREIGN, MANNERS, TACTICS
-from diloco_simulator.sickness import SPOILS, Sickness
+from diloco_simulator.lies import FOREIGN, MANNERS, SPOILS, TACTICS, Sickness
 from diloco_worker.shell.boundary import SEED_HOLD_S
 
 FAULTS = (
@@ -29,6 +28,8 @@ FAULTS = (
 DISK_FAULTS = ("fill disk", "hurt file", "wipe disk")
 RARE_FAULTS = ("warn learner", "lose rank")
 """Only in some schedules: a notice to leave; a death in an island."""
+SOMETIMES = 0.3
+"""Share of the occasions on which something that happens now and then does."""
 MANY = 200
 """Number of fragments in schedules with very many."""
 SUM = OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0)

@@ -17,7 +17,7 @@ from diloco_simulator.hostile import HostileLearner
 from diloco_simulator.island_process import RESTART_S, IslandProcess
 from diloco_simulator.learner_process import LearnerProcess
 from diloco_simulator.lies import Plot
-from diloco_simulator.options import Options
+from diloco_simulator.options import SOMETIMES, Options
 from diloco_simulator.reader_processes import Readers
 from diloco_simulator.shard_process import ShardProcess
 from diloco_simulator.verify import invariants
@@ -66,8 +66,6 @@ def _honest(fragment: Fragment, tokens: int) -> Tensor:
     return -tokens * part_of(PATTERN, fragment)
 
 
-OF_AN_EARLIER_RUN = 0.3
-"""Share of learners that find a checkpoint of an earlier run, although they never started in this schedule."""
 TURNS_BEFORE_A_KILL = 60
 """Most callbacks that a process still runs before it is killed at an await point."""
 
@@ -133,7 +131,7 @@ class Processes(Stage):
     def start_learner(self, learner_id: str) -> None:
         drawn = self._random
         saved = self.checkpoints[learner_id]
-        if not saved and drawn.random() < OF_AN_EARLIER_RUN:
+        if not saved and drawn.random() < SOMETIMES:  # it finds a checkpoint of an earlier run
             steps = drawn.randint(1, 9)
             saved.append(Checkpoint(PATTERN * drawn.randint(1, 30), steps, 2 * steps))
         resumes = bool(saved) and drawn.random() < self.options.resumes

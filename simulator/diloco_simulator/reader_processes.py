@@ -20,6 +20,7 @@ from diloco_server.shell.standby import Standby, tell_replaced
 from diloco_server.storage.standby import StandbyFolder, promote
 from diloco_server.storage.store import FileStore, MemoryStore
 from diloco_server.storage.version_file import Origin
+from diloco_simulator.options import SOMETIMES
 from diloco_simulator.shard_process import ShardProcess
 from diloco_simulator.world.disk import ShardDisk
 from diloco_simulator.world.process import SimulatedProcess
@@ -27,10 +28,9 @@ from diloco_simulator.world.stage import QuietLog, Stage, StageSilence
 from diloco_simulator.world.transport import MemoryTransport
 
 SITE = "here"
-MIRRORS, REPLACED = 100, 200
+MIRRORS = 100
+REPLACED = 2 * MIRRORS
 """Added to a shard's index for the address of its mirror, and for its own address after it was replaced."""
-LIES = 0.3
-"""Share of a mirror's answers that are false, before the faults end."""
 STANDBY_DISKS = 4
 """Added to the seed of a disk; seeds come in steps of 8."""
 
@@ -87,7 +87,7 @@ class _Liar(Service):
         self, caller: Identity, request: PullRequest, ends_in_s: float = 0.0
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
         true = super().pull(caller, request, ends_in_s)
-        is_lie = not self._cluster.network.healed and self._process.random.random() < LIES
+        is_lie = not self._cluster.network.healed and self._process.random.random() < SOMETIMES
         self._cluster.count("answers of mirrors that are lies" if is_lie else "answers of mirrors")
         return self._bent(true) if is_lie else true
 

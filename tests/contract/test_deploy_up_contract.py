@@ -20,8 +20,8 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_common.wire.addresses import read_address
 from diloco_deploy.cluster.roll_call import read_record
-from diloco_deploy.run.children import Programs
 from diloco_deploy.run.folder import Outputs
+from diloco_deploy.run.members import Programs
 from diloco_deploy.run.supervisor import DEATHS_MAX, ChildSpec, Supervisor
 from diloco_deploy.run.up import bring_up
 from waiting import until
@@ -37,7 +37,7 @@ import diloco_deploy.run.up
 from diloco_common.command import run_command
 from diloco_common.settings_loader import load
 from diloco_deploy.run.folder import Outputs
-from diloco_deploy.run.children import Programs
+from diloco_deploy.run.members import Programs
 from diloco_deploy.run.up import bring_up
 diloco_deploy.run.up.DRAIN_S = float(sys.argv[1])
 diloco_deploy.run.supervisor.SILENT_S = float(sys.argv[2])

@@ -12,8 +12,8 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
 from diloco_common.trust.files import read_folder, read_revocations
 from diloco_common.trust.identity import subject_of
-from diloco_deploy.run.children import Children, Programs
 from diloco_deploy.run.folder import ClusterFolder, Outputs
+from diloco_deploy.run.members import Children, Programs
 from diloco_deploy.trust.authority import open_authority
 from diloco_deploy.trust.tending import RENEW_EVERY_S, OwnCertificates, own_certificates
 

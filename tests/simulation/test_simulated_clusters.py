@@ -15,8 +15,9 @@ import pytest
 import schedules
 
 import forks
-from diloco_simulator.__main__ import main
+from diloco_simulator.__main__ import main, run_seeds
 from diloco_simulator.cluster import ScheduleFailed, SimulatedCluster, run_schedule
+from diloco_simulator.lies import SPOILS
 from diloco_simulator.options import (
     DISK_FAULTS,
     FAULTS,
@@ -29,8 +30,6 @@ from diloco_simulator.options import (
     draw_options,
     draw_short,
 )
-from diloco_simulator.runner import run_seeds
-from diloco_simulator.sickness import SPOILS
 
 SCHEDULES = 150
 CHUNK = 10

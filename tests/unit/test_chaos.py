@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from recorded import clean, find, histories, sent
 
-from diloco_chaos.goodput import longest_gaps, work_of
 from diloco_chaos.plan import LINK, ChaosRun, FaultKind, make_plan
 from diloco_chaos.plan import InjectedFault as Hit
-from diloco_chaos.result import make_baseline, make_result, summary
+from diloco_chaos.result import longest_gaps, make_baseline, make_result, summary, work_of
 from diloco_simulator.verify.histories import Histories, gather
 from diloco_simulator.verify.judge import stood_still
 

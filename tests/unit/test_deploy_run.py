@@ -14,8 +14,8 @@ from diloco_common.observe.metrics.worker import WorkerMetrics
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, save
 from diloco_common.wire.messages import Pulse
-from diloco_deploy.run.children import Programs
 from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored
+from diloco_deploy.run.members import Programs
 from diloco_deploy.run.supervisor import DEATHS_MAX, Action, Hanging, verdict_on_exit
 from diloco_deploy.run.up import bring_up
 from diloco_worker.core.connection import Caller

@@ -18,8 +18,8 @@ from diloco_common.errors import EXIT_IN_USE
 from diloco_common.trust.files import REVOKED
 from diloco_common.trust.identity import subject_of
 from diloco_common.wire.addresses import Role, write_json
-from diloco_deploy.run.children import flags
 from diloco_deploy.run.folder import ClusterFolder, Outputs
+from diloco_deploy.run.members import flags
 from diloco_deploy.run.supervisor import Action, ChildSpec, Exit, Supervisor
 from diloco_deploy.trust.authority import is_good, open_authority
 from diloco_deploy.trust.tending import RENEW_EVERY_S

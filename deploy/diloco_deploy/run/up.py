@@ -24,9 +24,8 @@ from diloco_common.wire.addresses import dialable, write_json
 from diloco_deploy import ASK_S, EVERY_S, LOOK_S
 from diloco_deploy.cluster.asking import Asker, Poller, fetch_all
 from diloco_deploy.report import Report, make_report, summary
-from diloco_deploy.run.children import EVALUATE, Children, Programs, names
 from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored, shown
-from diloco_deploy.run.members import Members, take_wish
+from diloco_deploy.run.members import EVALUATE, Children, Members, Programs, names, take_wish
 from diloco_deploy.run.placement import settle
 from diloco_deploy.run.supervisor import DRAIN_S, Action, Exit, Hanging, Interrupts, Supervisor
 from diloco_deploy.terminal import display_for

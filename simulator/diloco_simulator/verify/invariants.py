@@ -28,13 +28,9 @@ TOLERANCE = 0.02
 ROUNDING = 1e-4
 """Allowed error of an element as a share of the largest value: a hostile learner can make values so large that float32
 cannot represent a token beside them."""
-RESIDUAL_ROUNDING = 2.0**-8
-"""Allowed error of a residual's element as a share of itself: it is kept as bfloat16."""
-SNAPSHOT_ROUNDING = 2.0**-8
-"""The same for a snapshot."""
-WEIGHT_CAP = 1.0
-"""Most weight of a contribution in a merge, in medians of its round."""
-NORM_CAP = 2.02
+BFLOAT16_ROUNDING = 2.0**-8
+"""Allowed error of an element of a residual or snapshot as a share of itself: they are kept as bfloat16."""
+NORM_CAP = 2 + TOLERANCE
 """Longest move of a version, in norms of the longest honest contribution: a radius may be twice the median."""
 
 
@@ -246,13 +242,13 @@ def rounds_follow_honest_steps(fragment_id: int, rounds: int, at_most: float) ->
 
 
 def nobody_outweighs_a_round(fragment_id: int, weights: Sequence[tuple[str, float]]) -> None:
-    """P10: no contribution weighs more than `WEIGHT_CAP` times the median of its round. `weights`: of each learner."""
-    cap = WEIGHT_CAP * median_low(weight for _, weight in weights)
+    """P10: no contribution weighs more than the median of its round. `weights`: of each learner."""
+    cap = median_low(weight for _, weight in weights)
     for learner_id, weight in weights:
         if not weight <= cap * (1 + 1e-9):
             raise Violation(
                 "nobody_outweighs_a_round",
-                f"fragment {fragment_id}: {learner_id} weighs {weight:.3g}, the median is {cap / WEIGHT_CAP:.3g}",
+                f"fragment {fragment_id}: {learner_id} weighs {weight:.3g}, the median is {cap:.3g}",
             )
 
 
@@ -314,7 +310,7 @@ def contribution_is_what_was_trained(
     """A contribution is what was trained since the last merged one: at least until the step boundary (`low`), at most
     until the snapshot was read (`high`). All are float32 [num_elements]."""
     trained = -meant
-    off = float((torch.maximum(low - trained, trained - high) - SNAPSHOT_ROUNDING * trained.abs()).max())
+    off = float((torch.maximum(low - trained, trained - high) - BFLOAT16_ROUNDING * trained.abs()).max())
     if not off <= TOLERANCE + ROUNDING * largest:
         raise Violation("contribution_is_what_was_trained", f"{process} fragment {fragment_id}: off by {off:.3f}")
 
@@ -323,7 +319,7 @@ def error_feedback_is_whole(
     process: str, fragment_id: int, added: Tensor, lost: Tensor, lost_now: Tensor, largest: float
 ) -> None:  # fmt: skip
     """The error of the last merged contribution was `added` to the next one, whose own is `lost_now`. Both bfloat16."""
-    kept = RESIDUAL_ROUNDING * torch.maximum(lost.abs(), lost_now.abs())
+    kept = BFLOAT16_ROUNDING * torch.maximum(lost.abs(), lost_now.abs())
     off = float(((added - lost).abs_() - kept).max())
     if not off <= TOLERANCE + ROUNDING * largest:
         raise Violation("error_feedback_is_whole", f"{process} fragment {fragment_id}: off by {off:.3f}")

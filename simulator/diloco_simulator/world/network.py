@@ -15,11 +15,9 @@ from typing import Any
 from diloco_common.errors import Refusal
 from diloco_common.ports import ShardService, Unavailable
 from diloco_simulator.lies import Sniffed
-from diloco_simulator.options import Options
+from diloco_simulator.options import SOMETIMES, Options
 from diloco_simulator.world.process import SimulatedProcess, Timeline
 
-PAUSES = 0.3
-"""Share of short calls whose items travel one by one; in others they arrive together."""
 Path = tuple[str, int]
 """Learner id and shard index."""
 Answer = Callable[[ShardService, AsyncIterator[Any]], AsyncIterator[Any]]
@@ -70,7 +68,7 @@ class Network:
         """Start a call. A short one may lose its request or its answer, or arrive twice."""
         call = NetworkCall(self, client, path, answer)
         if is_short:
-            call.pauses = self.random.random() < PAUSES
+            call.pauses = self.random.random() < SOMETIMES
             call.loses_request = self.happens(self._options.loss, "request lost")
             call.loses_answer = self.happens(self._options.loss, "answer lost")
             call.is_twice = self.happens(self._options.duplicates, "call twice")
