@@ -219,7 +219,7 @@ def status(
         str | None, Parameter(metavar="FILE", help="with --http: send this token, so that other machines show all")
     ] = None,
     strict: Annotated[Flag, Parameter(help="exit code 7 if anything is wrong")] = False,
-    watch: Annotated[Flag, Parameter(help="repeat every 2 s, until Ctrl-C")] = False,
+    watch: Annotated[Flag, Parameter(help="repeat every second, until Ctrl-C")] = False,
     json: Json = False,
 ) -> int:
     """Show a running cluster: shards and workers, including those that are away or dead, and what that means.

@@ -26,9 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -216,32 +214,6 @@ def _at_edges(cells: Sequence[Cell]) -> list[str]:
         for doubt in tuned.doubts
         if doubt.endswith(AT_EDGE)
     ]
-
-
-def carried_out(protocol: Protocol, lines: Mapping[str, Line]) -> tuple[list[Cell], dict[str, Line]]:
-    """The part of a protocol that is in these results, without running anything: the numbers of learners whose tuning
-    is complete, with as much of their reports as there is."""
-    found: tuple[list[Cell], dict[str, Line]] = [], {}
-    protocol = protocol.model_copy(update={"edges": "report"})
-    with suppress(_NotRunError):
-        for found in carry_out(protocol, partial(_recorded, lines)):  # noqa: B007 the last one counts
-            pass
-    return found
-
-
-class _NotRunError(Exception):
-    """A trial is not among the results, so later trials are not known."""
-
-
-class _Recorded(dict[str, Line]):
-    def __missing__(self, key: str) -> Line:
-        raise _NotRunError(key)
-
-
-def _recorded(lines: Mapping[str, Line], arms: Sequence[Arm], seeds: Sequence[int]) -> _Recorded:
-    """Like running the arms, but only looks up results. Raises _NotRunError if one is missing."""
-    keys = [arm.key(seed) for arm in arms for seed in seeds]
-    return _Recorded((key, lines[key]) for key in keys if key in lines)
 
 
 def _tune(protocol: Protocol, learners: int, versions: int, run_all: RunAll) -> dict[str, Tuned]:

@@ -70,7 +70,7 @@ class Access:
 STATIC = Path(__file__).parent / "static"
 COOKIE = "diloco_web"
 ENTER_BYTES_MAX = 4096
-"""Seconds for a key to arrive, and most keys awaited at once: strangers may send wrong ones, or none."""
+"""Longest key that is read. Strangers may send wrong ones, or none: few are awaited at once, and not for long."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -93,50 +93,65 @@ class Hub(Protocol):
 
 
 def make_app(hub: Hub, access: Access) -> Callable[[Any, Any, Any], Awaitable[None]]:
-    entering = asyncio.Semaphore(THREADS_MAX)
+    pages = _Pages(hub, access)
+    starlette = Starlette(
+        routes=[
+            Route("/", pages.page),
+            Route("/enter", pages.enter, methods=["POST"]),
+            Route("/events", pages.guarded(pages.events)),
+            Route("/learners", pages.guarded(pages.learners)),
+            Route("/readyz", pages.ready),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ]
+    )
+    return _Strict(starlette, access)
 
-    def may_look(request: Request) -> bool:
-        certificate = request.scope.get("state", {}).get("certificate")
-        cookie = request.cookies.get(_cookie_name(request), "")
-        return access.may_look(certificate, request.headers.get("authorization", ""), cookie)
 
-    def guarded(answer: Answer) -> Answer:
+class _Pages:
+    """What is answered at each path."""
+
+    def __init__(self, hub: Hub, access: Access) -> None:
+        self._hub, self._access = hub, access
+        self._entering = asyncio.Semaphore(THREADS_MAX)
+
+    def guarded(self, answer: Answer) -> Answer:
         async def guard(request: Request) -> Response:
-            if may_look(request):
+            if self._may_look(request):
                 return await answer(request)
             return JSONResponse({"error": "open the page first, with the key that the command printed"}, 401)
 
         return guard
 
-    async def page(request: Request) -> Response:
-        return FileResponse(STATIC / "index.html") if may_look(request) else FileResponse(STATIC / "enter.html", 401)
+    async def page(self, request: Request) -> Response:
+        is_in = self._may_look(request)
+        return FileResponse(STATIC / "index.html") if is_in else FileResponse(STATIC / "enter.html", 401)
 
-    async def enter(request: Request) -> Response:
-        if entering.locked():
+    async def enter(self, request: Request) -> Response:
+        if self._entering.locked():
             return JSONResponse({"error": "too many are entering; try again"}, 503, {"connection": "close"})
         try:
-            async with entering, asyncio.timeout(ASK_S):
+            async with self._entering, asyncio.timeout(ASK_S):
                 body = await _key_in(request)
         except (TimeoutError, ClientDisconnect):
             return JSONResponse({"error": "the key did not arrive"}, 408, {"connection": "close"})
         if len(body) > ENTER_BYTES_MAX:
             return JSONResponse({"error": "that is not a key"}, 413)
-        if not access.is_key(body.decode("utf-8", "replace")):
+        if not self._access.is_key(body.decode("utf-8", "replace")):
             return JSONResponse({"error": "that is not the key"}, 403)
         answer = Response(status_code=204)
         name, is_https = _cookie_name(request), request.url.scheme == "https"
-        answer.set_cookie(name, access.session, httponly=True, samesite="strict", secure=is_https)
+        answer.set_cookie(name, self._access.session, httponly=True, samesite="strict", secure=is_https)
         return answer
 
-    async def events(request: Request) -> Response:
+    async def events(self, request: Request) -> Response:
         headers = {"cache-control": "no-store"}
-        stream = hub.stream(request.headers.get("last-event-id", ""))
+        stream = self._hub.stream(request.headers.get("last-event-id", ""))
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
-    async def learners(request: Request) -> Response:
+    async def learners(self, request: Request) -> Response:
         asked = request.query_params
         try:
-            found = hub.learners(
+            found = self._hub.learners(
                 sort=asked.get("sort", "attention"), descending=asked.get("descending") == "1",
                 find=asked.get("find", "")[:100], page=int(asked.get("page", 0)),
             )  # fmt: skip
@@ -145,20 +160,13 @@ def make_app(hub: Hub, access: Access) -> Callable[[Any, Any, Any], Awaitable[No
         body = json.dumps(finite(found), allow_nan=False, separators=(",", ":"))
         return Response(body, media_type="application/json")
 
-    async def ready(_: Request) -> Response:
+    async def ready(self, _: Request) -> Response:
         return JSONResponse({"ready": True, "reason": "serving"})
 
-    starlette = Starlette(
-        routes=[
-            Route("/", page),
-            Route("/enter", enter, methods=["POST"]),
-            Route("/events", guarded(events)),
-            Route("/learners", guarded(learners)),
-            Route("/readyz", ready),
-            Mount("/static", StaticFiles(directory=STATIC)),
-        ]
-    )
-    return _Strict(starlette, access)
+    def _may_look(self, request: Request) -> bool:
+        certificate = request.scope.get("state", {}).get("certificate")
+        cookie = request.cookies.get(_cookie_name(request), "")
+        return self._access.may_look(certificate, request.headers.get("authorization", ""), cookie)
 
 
 class _Strict:

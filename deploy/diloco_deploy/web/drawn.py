@@ -157,7 +157,7 @@ class DrawnRounds:
 
 
 EVENTS_MAX = 200
-TOGETHER_S = 3.0
+TOGETHER_S = 3 * SAME_S
 """Events this close together are shown as one: two hundred learners may join at once."""
 
 # event of a shard -> (level, words for one learner, words for many)

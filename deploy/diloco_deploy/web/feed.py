@@ -18,7 +18,6 @@ from diloco_deploy.cluster.model import Cluster, Pace
 from diloco_deploy.web.drawn import EVENTS_MAX, SPANS_S, Course, DrawnRounds, Events, Point
 from diloco_deploy.web.headlines import WORDS, headlines
 
-FINDINGS_SHOWN = 20
 PAGE = 50
 _COUNTERS = ("rounds", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled")
 _AS_SAID = ("ready", "reason", "uptime_s", "memory_bytes", "disk_free_bytes", "bytes_saved")
@@ -139,8 +138,8 @@ class Feed:
                 shards_away=[shard.label for shard in shards if not shard.answers], wrong=wrong,
                 run=run, totals=totals, points=self._course.points, trends=self._course.trends(SPANS_S),
             ),
-            "findings": [asdict(one) for one in wrong[:FINDINGS_SHOWN]],
-            "findings_more": max(0, len(wrong) - FINDINGS_SHOWN),
+            "findings": [asdict(one) for one in wrong[:PAGE]],
+            "findings_more": max(0, len(wrong) - PAGE),
             "totals": {**totals, "learners": dict(states)},
             "shards": [self._shard_row(shard) for shard in shards],
             "glance": "".join(WORDS[one.state].letter for _, one in sorted(self._cluster.learners.items())),
