@@ -3,7 +3,7 @@
 options.py          the properties of a schedule, drawn from its seed
 world/              virtual time, processes and threads (process.py), calls that get lost (network.py), the transport,
                     and the wire as hostile learners meet it (transport.py), disks that fail (disk.py), the shared
-                    state (stage.py)
+                    state and model (stage.py)
 shard_process.py    host, service and store of the product in one process
 learner_process.py  a learner of the product in one process, and a training loop; island_process.py: all ranks of one;
                     followed.py: the code that both share; reader_processes.py: mirrors and standbys

@@ -19,8 +19,7 @@ from diloco_common.wire.manifest import Fragment
 from diloco_simulator.followed import FollowedRun, Trainer
 from diloco_simulator.learner_process import LOOK_S, SAVES
 from diloco_simulator.verify import invariants
-from diloco_simulator.world.model import AVERAGED, Counting
-from diloco_simulator.world.stage import Checkpoint, Stage
+from diloco_simulator.world.stage import AVERAGED, Checkpoint, Counting, Stage
 from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.events import Act, Answered, PushContribution, VersionApplied

@@ -20,8 +20,7 @@ from diloco_simulator.lies import Spoiler
 from diloco_simulator.options import SOMETIMES
 from diloco_simulator.reader_processes import SITE
 from diloco_simulator.verify import invariants
-from diloco_simulator.world.model import Counting, TornReplica, part_of
-from diloco_simulator.world.stage import Checkpoint, Stage
+from diloco_simulator.world.stage import Checkpoint, Counting, Stage, TornReplica, part_of
 from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.events import Act, PushContribution, VersionApplied

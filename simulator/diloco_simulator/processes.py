@@ -22,10 +22,9 @@ from diloco_simulator.reader_processes import Readers
 from diloco_simulator.shard_process import ShardProcess
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.disk import ShardDisk
-from diloco_simulator.world.model import AVERAGED, PATTERN, SHAPES, part_of
 from diloco_simulator.world.network import Path
 from diloco_simulator.world.process import SimulatedProcess
-from diloco_simulator.world.stage import Checkpoint, Stage
+from diloco_simulator.world.stage import AVERAGED, PATTERN, SHAPES, Checkpoint, Stage, part_of
 from diloco_simulator.world.transport import UntrustedTransport
 from diloco_worker.shell.boundary import Start
 

@@ -38,7 +38,7 @@ from diloco_simulator.cluster import SimulatedCluster
 from diloco_simulator.learner_process import LearnerProcess
 from diloco_simulator.options import Options, draw_memory
 from diloco_simulator.verify.invariants import Violation
-from diloco_simulator.world.model import PATTERN
+from diloco_simulator.world.stage import PATTERN
 from diloco_simulator.world.transport import MemoryTransport
 from diloco_worker.shell.boundary import Start
 

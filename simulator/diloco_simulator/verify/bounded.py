@@ -24,7 +24,7 @@ from diloco_server.core.round import Contribution, LengthLimit, Round
 from diloco_server.core.shard import Shard
 from diloco_simulator.processes import Processes
 from diloco_simulator.verify import invariants
-from diloco_simulator.world.model import PATTERN, part_of
+from diloco_simulator.world.stage import PATTERN, part_of
 
 SPARE_ROUNDS = 3
 """Per epoch of a shard: a fragment's first round comes before H steps, and steps are reported a moment late."""
