@@ -47,13 +47,13 @@ TIMEOUT = timedelta(seconds=60)
 
 def serve_ours(task: Task, index: int, more: dict[str, object] | None = None) -> None:
     """`more`: settings of the shard that are not the defaults."""
-    from diloco_server import cli
+    from diloco_server.__main__ import main
 
     settings = {
         "security.insecure": "true", "shard.listen": f"{task.hosts[index]}:{PORT}", "shard.index": index,
         "shard.count": SHARDS, **(more or {}),
     }  # fmt: skip
-    sys.exit(cli.main([f"--set={key}={value}" for key, value in settings.items()]))
+    sys.exit(main([f"--set={key}={value}" for key, value in settings.items()]))
 
 
 def serve_float32(task: Task, index: int) -> None:

@@ -18,7 +18,7 @@ ENDS_S = 60.0
 
 HUNG_DISK = """
 import sys, threading
-from diloco_server import cli
+from diloco_server import __main__ as cli
 from diloco_server.shell import server
 from diloco_server.shell.host import ShardHost
 server.LAST_WRITE_S = 0.1

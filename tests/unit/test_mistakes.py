@@ -12,7 +12,7 @@ from diloco_common import program as diloco
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_demo import cli as worker
-from diloco_server import cli as server
+from diloco_server import __main__ as server
 
 Main = Callable[[Sequence[str]], int]
 D, S, W = diloco.main, server.main, worker.main
