@@ -42,7 +42,7 @@ CHIPS = 1_200_000
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class LearnersOptions:
+class FleetOptions:
     """Learners with their chips, and how these fail."""
 
     chips: Annotated[
@@ -109,7 +109,7 @@ class SyncOptions:
 
 def simulate(
     *,
-    who: LearnersOptions = LearnersOptions(),
+    who: FleetOptions = FleetOptions(),
     hours: Annotated[float, Parameter(converter=_HOURS, metavar="HOURS", help="simulated")] = 24.0,
     params: Annotated[int, Parameter(converter=_PARAMS, metavar="5e9", help="of the model")] = 5_000_000_000,
     sync: SyncOptions = SyncOptions(),

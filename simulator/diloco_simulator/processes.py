@@ -18,7 +18,7 @@ from diloco_simulator.island_process import RESTART_S, IslandProcess
 from diloco_simulator.learner_process import LearnerProcess
 from diloco_simulator.lies import Plot
 from diloco_simulator.options import SOMETIMES, Options
-from diloco_simulator.reader_processes import Readers
+from diloco_simulator.reader_processes import SimulatedReaders
 from diloco_simulator.shard_process import ShardProcess
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.disk import ShardDisk
@@ -83,7 +83,7 @@ class Processes(Stage):
         self._fragments: defaultdict[int, set[int]] = defaultdict(set)  # shard -> fragments that it ever had
         self._to_resolve: list[Any] = []
         self._random = random.Random(f"cluster {options.seed}")
-        self.readers = Readers(self, self.shards, self.disks, self.start_shard)
+        self.readers = SimulatedReaders(self, self.shards, self.disks, self.start_shard)
 
     @property
     def claimants(self) -> set[str]:

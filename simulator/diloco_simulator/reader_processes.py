@@ -153,7 +153,7 @@ def _host(shard: ShardProcess) -> ShardHost:
     return shard.host
 
 
-class Readers:
+class SimulatedReaders:
     """The mirrors and standbys of a schedule, the shards that standbys have replaced, and what can be done to them."""
 
     def __init__(

@@ -25,7 +25,7 @@ from diloco_server.core.taking import Taking
 from diloco_server.core.versions import Versions
 from diloco_server.shell.quotas import Places
 from diloco_server.shell.service import Service
-from diloco_server.shell.work import Work
+from diloco_server.shell.work import VersionWork
 from diloco_server.storage import version_file
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import StoredVersion
@@ -232,8 +232,8 @@ def forget_without_a_trace(original: Any, self: FragmentState, learner_id: str) 
 # ------------------------------------------------------------ the disk
 
 
-@breaks(Work, "keep")
-async def announce_before_saving(original: Any, self: Work, version: StoredVersion) -> None:
+@breaks(VersionWork, "keep")
+async def announce_before_saving(original: Any, self: VersionWork, version: StoredVersion) -> None:
     """Learners are told of a version while it is being written."""
     self.start(lambda: original(self, version), "keep")
 

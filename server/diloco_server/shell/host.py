@@ -1,7 +1,7 @@
 """The host of one core `Shard`: its only caller, and the one that decides when it ticks.
 
-The core runs in the event loop. `Service` checks calls, `EffectDriver` turns effects into versions, and `Work` has the
-thread and the disk for it.
+The core runs in the event loop. `Service` checks calls, `EffectDriver` turns effects into versions, and `VersionWork`
+has the thread and the disk for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from diloco_server.shell.driver import EffectDriver
 from diloco_server.shell.keeper import recover
 from diloco_server.shell.streams import LearnerStream, Reader
 from diloco_server.shell.telemetry import ShardTelemetry
-from diloco_server.shell.work import Work
+from diloco_server.shell.work import VersionWork
 from diloco_server.storage.store import Store
 
 TICK_S = 0.02
@@ -74,7 +74,7 @@ class ShardHost:
         self.started_at = self.clock()
         self.metrics, self.log = metrics, log
         self.telemetry = ShardTelemetry(self.shard, metrics, log, history)
-        self.work = Work(self.shard, store, world, self.clock, metrics, log, self.advance)
+        self.work = VersionWork(self.shard, store, world, self.clock, metrics, log, self.advance)
         self.streams, self.readers, self.keeper = self.work.streams, self.work.readers, self.work.keeper
         self.driver = EffectDriver(self.shard, self.work, self.telemetry)
         self.driver.tell_readers = self.readers.tell

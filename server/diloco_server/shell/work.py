@@ -27,7 +27,7 @@ from diloco_server.storage.version_file import StoredVersion
 T = TypeVar("T")
 
 
-class Work:
+class VersionWork:
     """Carries out a shard's effects: the `driver.Shell` of a host. Owned by its event loop."""
 
     def __init__(
