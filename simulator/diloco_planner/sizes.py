@@ -4,7 +4,8 @@ Sources: the table at the top of `diloco_worker/core/tensors.py` for the tensors
 beside it for the part that a rank holds and pushes.
 
     peak  =  sum over all fragments  (anchor a h + residual r o)
-           + sum over those in flight (snapshot s h + encoded contribution + version as received + difference 4 h)
+           + sum over those in flight (snapshot s h + encoded contribution + what encoding lost r o
+                                       + version as received + difference 4 h)
 
     In flight are fragments with successive turns (`manifest.turn`); the largest such group counts.
 
@@ -103,16 +104,17 @@ def learner_bytes(
     feedback = get_codec(push).residual_dtype.itemsize
     kinds = (found, feedback), (companions, 0)
 
-    def moving(share: Share) -> int:
+    def moving(share: Share, residual: int) -> int:
         held, owned = share
         snapshot, difference = get_codec(push).progress_dtype.itemsize * held, 4 * held
         anchor_made = 0 if pull in VALUES else num_payload_bytes(ANCHOR, held)  # from a change
-        return snapshot + num_payload_bytes(push, owned) + num_payload_bytes(pull, held) + anchor_made + difference
+        encoded = num_payload_bytes(push, owned) + residual * owned
+        return snapshot + encoded + num_payload_bytes(pull, held) + anchor_made + difference
 
     return LearnerBytes(
         elements=sum(h for h, _ in found),
         kept=sum(anchor * h + residual * o for of, residual in kinds for h, o in of),
-        under_way=sum(_most_at_once([moving(share) for share in of], under_way) for of in (found, companions)),
+        under_way=sum(_most_at_once([moving(share, r) for share in of], under_way) for of, r in kinds),
         pushed=sum(num_payload_bytes(push, o) for _, o in [*found, *companions]),
         pulled=sum(num_payload_bytes(pull, h) for h, _ in [*found, *companions]),
     )

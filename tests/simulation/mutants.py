@@ -34,7 +34,7 @@ from diloco_simulator.options import Options
 from diloco_worker.core.council_log import LEADER, CouncilLog
 from diloco_worker.core.fragment import Fate, LearnerFragment, PendingContribution, Pushes
 from diloco_worker.core.learner import LearnerCore
-from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
+from diloco_worker.core.tensors import FragmentTensors
 from diloco_worker.shell.codec_thread import CodecThread
 from diloco_worker.shell.council import Council, IslandCouncil
 
@@ -196,10 +196,12 @@ def forget_what_encoding_lost(original: Any, self: FragmentTensors, values: Any,
     self._residual = None
 
 
-@breaks(ContributionTensors, "_take_back")
-def keep_the_loss_of_what_was_not_merged(original: Any, self: Any) -> Any:
-    """The residual stays what encoding lost of a contribution that no version holds."""
-    return None
+@breaks(FragmentTensors, "give_back")
+def keep_the_loss_of_what_was_not_merged(original: Any, self: FragmentTensors) -> None:
+    """The residual becomes what encoding lost of a contribution that no version holds."""
+    if self.contribution is not None and self.contribution.loss is not None:
+        self._residual = self.contribution.loss
+    original(self)
 
 
 @breaks(LearnerCore, "rejoined")

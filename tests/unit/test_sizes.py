@@ -86,5 +86,5 @@ def test_a_learner_holds_the_tensors_that_are_counted(pull: str) -> None:
 
     assert most.kept == kept
     assert (most.pushed, most.pulled) == (payload_bytes(payload), payload_bytes(came))
-    moving = num_bytes(contribution.snapshot, difference) + payload_bytes(payload)
+    moving = num_bytes(contribution.snapshot, contribution.loss, difference) + payload_bytes(payload)
     assert most.under_way == moving + payload_bytes(came)

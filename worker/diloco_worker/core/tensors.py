@@ -3,10 +3,9 @@
     anchor      the version applied last: 2 bytes per parameter, or 4 in a run that pulls float32
     snapshot    anchor - theta, when the contribution was taken: 2 bytes, or 4 in a run that pushes float32
     residual    encoding errors of merged contributions (error feedback): 2 bytes (some plugins: 4)
-    loss        encoding error of  snapshot + residual,  the contribution in flight: replaces the residual
+    loss        encoding error of  snapshot + residual,  the contribution in flight: as large as a residual
 
-If the contribution is merged, the loss is the next residual. If not, the next contribution first undoes it:
-residual = loss + sent values - snapshot. That is exact up to the rounding of the loss.
+If the contribution is merged, the loss is the next residual. If not, the residual stays.
 
 A 16-bit model rounds a float32 version that is added to it. The anchor stays exact, because changes build on it. But
 progress is counted from the rounded values, since rounding was not trained.
@@ -16,9 +15,8 @@ and the rest stays in the local progress for the next one.
 
 Fragments without `Traits.feeds_back` have no residual: error feedback would send the error twice.
 
-Between contributions only anchor and residual exist, and after one that was not merged also its snapshot and payload,
-until the next is encoded. A learner may keep residuals in host memory (`Replica.stow`); a residual is then on the
-device only while a contribution is encoded.
+Between contributions only anchor and residual exist. A learner may keep residuals in host memory (`Replica.stow`); a
+residual is then on the device only while a contribution is encoded.
 
 fragment.py decides which contribution is taken, and its fate. The codec thread encodes and decodes with these tensors,
 and computes ahead what applying a version adds. The training thread writes to the model.
@@ -42,9 +40,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Payload, decode_payload, encode_payload, get_codec, memory
-from diloco_common.codec.base import Reference, refuse_non_finite, subtract
-from diloco_common.codec.memory import slices_of
+from diloco_common.codec import Payload, encode_payload, get_codec, memory
+from diloco_common.codec.base import Reference, subtract
 from diloco_worker.core.device import queued_until, wait_for_device
 from diloco_worker.core.parts import LocalFragment
 from diloco_worker.core.replica import Replica
@@ -64,18 +61,16 @@ class ContributionTensors:
 
     def __init__(
         self, round_number: int, anchor: Tensor, residual: Tensor | None, read: Callable[[Tensor], None], *,
-        dtype: torch.dtype, feeds_back: bool, own: slice,
-        stow: Callable[[Tensor], Tensor] | None = None, given_back: ContributionTensors | None = None,
+        dtype: torch.dtype, feeds_back: bool, own: slice, stow: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         """`read` writes anchor - theta to a tensor of this dtype. `feeds_back`: the next contribution adds the loss.
-        `own`: the slice that this process pushes. `stow` copies a loss to where it is kept; None: it stays.
-        `given_back`: the previous contribution, if not merged."""
+        `own`: the slice that this process pushes. `stow` copies a loss to where it is kept; None: it stays."""
         self.round = round_number
         """Identifies the contribution within its fragment."""
         self.anchor = anchor
         """Values of the base version."""
         self.residual = residual
-        """The previous residual, until `encode` replaces it with the loss."""
+        """Added to the snapshot when it is encoded."""
         self.snapshot: Tensor | None = None
         self.loss: Tensor | None = None
         """Set by `encode` if it is fed back; in host memory if the learner keeps residuals there."""
@@ -89,17 +84,11 @@ class ContributionTensors:
         self._feeds_back = feeds_back
         self._own = own
         self._stow = stow
-        self._given_back = given_back
 
     @property
     def is_others(self) -> bool:
         """Whether other ranks push all of it."""
         return bool(self._own.stop == self._own.start)
-
-    @property
-    def may_overwrite(self) -> bool:
-        """Whether encoding overwrites the previous residual with the loss."""
-        return self.residual is not None and self._stow is None and not self.is_others
 
     @property
     def reference(self) -> Reference:
@@ -127,33 +116,12 @@ class ContributionTensors:
         """
         if self.payload is None:
             snapshot = self._own_snapshot()
-            self._take_back()
-            if self.may_overwrite:
-                _check_finite(snapshot)
             device, dtype = snapshot.device, get_codec(encoding).residual_dtype
-            is_kept = self._stow is not None  # it is stored elsewhere, and encoding overwrites a copy
-            residual = None if self.residual is None else self.residual.to(device, dtype, copy=is_kept)
-            loss = residual
-            if loss is None and self._feeds_back:
-                loss = memory.empty(snapshot.numel(), dtype, device)
-            try:
-                self.payload = encode_payload(snapshot, encoding, plus=residual, loss=loss)
-            except BaseException:
-                if loss is not None:
-                    loss.zero_()  # it may be half residual and half loss
-                raise
+            residual = None if self.residual is None else self.residual.to(device, dtype)
+            loss = memory.empty(snapshot.numel(), dtype, device) if self._feeds_back else None
+            self.payload = encode_payload(snapshot, encoding, plus=residual, loss=loss)
             self.loss = loss if loss is None or self._stow is None else self._stow(loss)
         return self.payload
-
-    def _take_back(self) -> None:
-        """If the previous contribution was not merged, restore the residual from before it."""
-        before = self._given_back
-        if before is None:
-            return
-        before._take_back()
-        if before.payload is not None and before.loss is not None and before.loss is before.residual:
-            _restore(before.loss, before.payload, before._own_snapshot())
-        self._given_back = None
 
     def move(self, difference: Tensor) -> None:
         """A version of an earlier round was applied: move the reference, too."""
@@ -186,7 +154,6 @@ class FragmentTensors:
         self.anchor: Tensor | None = None
         self.contribution: ContributionTensors | None = None
         self._residual: Tensor | None = None
-        self._given_back: ContributionTensors | None = None
         self.fragment = fragment
         self._replica = replica
         self._push_encoding = push_encoding
@@ -225,18 +192,14 @@ class FragmentTensors:
             round_number, self.anchor, self._residual, partial(self._replica.progress, self.fragment, self.anchor),
             dtype=get_codec(self.fragment.encoding(self._push_encoding)).progress_dtype,
             feeds_back=self.fragment.traits.feeds_back, own=self.fragment.own, stow=self._replica.stow,
-            given_back=self._given_back,
         )  # fmt: skip
-        self._given_back = None
         if not self._replica.reads_later:
             self.contribution.take_snapshot()
         return self.contribution
 
     def give_back(self) -> None:
         """The contribution was not merged: forget it. A thread that still reads it does so for nothing."""
-        contribution, self.contribution = self.contribution, None
-        if contribution is not None and contribution.may_overwrite:
-            self._given_back = contribution
+        self.contribution = None
 
     def adopt(self, values: Tensor) -> None:
         """theta <- values: this learner's first version."""
@@ -300,24 +263,3 @@ class FragmentTensors:
             self._residual = self.contribution.loss
             self.contribution = None
         self.anchor = values
-
-
-def _check_finite(values: Tensor) -> None:
-    """Raises NotFinite. Usually one pass, as the sum tells."""
-    if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
-        refuse_non_finite(values)
-
-
-def _restore(loss: Tensor, payload: Payload, snapshot: Tensor) -> None:
-    """loss <- the residual that was encoded with this snapshot: loss + sent values - snapshot.
-
-    Values no larger than rounding become zero: a contribution may have been refused for being enormous, and so is the
-    rounding of its loss, which would never go away.
-    """
-    sent = memory.empty(loss.numel(), device=loss.device)
-    decode_payload(payload, sent)
-    for part in slices_of(loss):
-        noise = sent[part].abs().mul_(2.0**-22).add_(loss[part].abs(), alpha=2.0**-7)
-        restored = sent[part].sub_(snapshot[part]).add_(loss[part])
-        loss[part].copy_(restored.masked_fill_(restored.abs() <= noise, 0.0))
-    wait_for_device(loss.device)  # the snapshot is freed, and another stream may reuse its memory
