@@ -38,7 +38,7 @@ from diloco_worker.core.shared_set import Models, Patterns, SharedSet, as_module
 from diloco_worker.global_model import pull_global_model
 from diloco_worker.learner import HURRY_S, Learner, make_learner
 from diloco_worker.shell import frozen_tensors
-from diloco_worker.shell.arguments import check_either, check_function, check_how, check_site, check_who, check_word
+from diloco_worker.shell.arguments import check_name, check_seconds, check_word
 from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.ending import LOOK_S, Patience
@@ -153,12 +153,11 @@ def join(
         Refusal: a shard refuses this learner (other model, other run, wrong token, ...).
     """
     _listen(log)
-    check_how(wait_s, mean_merge, history, address_file, http)
-    check_function("after_version", after_version)
-    check_either("frozen", frozen, ("same", "any"))
-    check_either("residuals", residuals, ("device", "host"))
-    check_either("snapshots", snapshots, ("step", "background"))
-    who = _who(shards, run, learner_id, tls, token, state, check_site(site))
+    check_seconds("wait_s", wait_s)
+    check_word("frozen", frozen, ("same", "any"))
+    check_word("residuals", residuals, ("device", "host"))
+    check_word("snapshots", snapshots, ("step", "background"))
+    who = _who(shards, run, learner_id, tls, token, state, site)
     module = as_module(model)
     check_ranks(module, island)
     chosen = SharedSet(module, shared, private)
@@ -247,7 +246,9 @@ def _who(
 ) -> Who:  # fmt: skip
     """Raises what `join` raises of these arguments."""
     addresses = addresses_of(shards)
-    check_who(run, learner_id, tls, token)
+    check_name("run", run)
+    if site:
+        check_name("site", site)
     folder = None if tls is None else Path(tls)
     credentials = Credentials(folder, token)
     saved = read_state(state, run)
