@@ -20,6 +20,8 @@ class OnMasters:
         self.parameters = list(parameters)
         self.copies = [nn.Parameter(p.detach().float().clone()) for p in self.parameters]
         self.inner = make(self.copies)
+        self.state: dict[object, object] = {}
+        self.param_groups, self.param_groups_master = [{"params": self.parameters}], [{"params": self.copies}]
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:

@@ -84,7 +84,7 @@ def test_of_an_optimizer_that_steps_on_the_parameters_nothing_is_found(name: str
 
 
 OVERWRITE = {
-    "masters": (OnMasters, torch.bfloat16, lambda o: list(zip(o.parameters, o.copies, strict=True))),
+    "masters": (OnMasters, torch.bfloat16, lambda o: o),
     "lookahead": (Lookahead, torch.float32, lambda o: o),
     "schedule-free": (ScheduleFree, torch.float32, lambda o: o),
 }  # fmt: skip

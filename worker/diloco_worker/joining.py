@@ -107,9 +107,9 @@ def join(
             Adam, AdamW, Muon and SGD, with float32 state. Equal in all learners. None: momentum stays local.
         masters: copies of the weights that the optimizer updates and then writes over the parameters; versions must
             reach them too. Examples: float32 masters of 16-bit parameters, `z` of schedule-free optimizers, the slow
-            weights of Lookahead. Give one or several optimizers that keep the copies under a known name, a dict of
-            names and tensors, a list of pairs (parameter, tensor), or a function of a name. None: the optimizer updates
-            the parameters themselves, as torch's do.
+            weights of Lookahead. Give one or several optimizers that keep the copies under a known name, or a function
+            of a parameter's name (`copies.get` of a dict). None: the optimizer updates the parameters themselves, as
+            torch's do.
         optimizer: all optimizers of this model, one or several. Shards choose the merge by whether they are of the Adam
             family (`sync.merge`). Refused if they train something other than what is shared (a target network that
             requires gradients, a head inside the loss). None: the learner checks this in the first steps if it gets to

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.codec.base import as_held
-from diloco_common.errors import WrongCall, did_you_mean, shown
+from diloco_common.errors import WrongCall, shown
 from diloco_common.wire.manifest import Fragment, Piece
 from diloco_worker.core import layout
 from diloco_worker.core.device import used_here
@@ -105,8 +105,7 @@ def _put(piece: Piece, tensor: Tensor, values: Tensor) -> None:
 
 
 Masters: TypeAlias = Any
-"""As `join` accepts it: one or several optimizers; names with their copies; pairs of a parameter and its copy; or a
-function that returns the copies of a name. Several copies of one parameter are given as a list."""
+"""As `join` accepts it: one or several optimizers, or a function that returns the copies of a name, one or a list."""
 
 KEYS = (
     "z", "x", "y",  # schedule-free
@@ -139,19 +138,14 @@ def is_schedule_free(optimizer: Any) -> bool:
 
 
 def _finder(masters: Masters, chosen: SharedSet) -> Callable[[str], Any]:
-    if isinstance(masters, Mapping) and all(isinstance(name, str) for name in masters):
-        return _by_name(masters, chosen).get
-    if _is_optimizer(masters):
-        return _of_optimizers([masters], chosen)
-    if isinstance(masters, list | tuple) and masters and all(map(_is_optimizer, masters)):
-        return _of_optimizers(masters, chosen)
-    if isinstance(masters, list | tuple) and masters and all(map(_is_pair, masters)):
-        return _by_name(_names_of(masters, chosen), chosen).get
+    optimizers = masters if isinstance(masters, list | tuple) else [masters]
+    if optimizers and all(map(_is_optimizer, optimizers)):
+        return _of_optimizers(optimizers, chosen)
     if callable(masters) and not isinstance(masters, nn.Module | type):
         return _by_any_name(masters, chosen)
     raise WrongCall(
-        f"masters= is {shown(masters)}: give the optimizer that keeps copies of the weights, a dict of names and "
-        "tensors, a list of pairs (parameter, tensor), or a function of a name"
+        f"masters= is {shown(masters)}: give the optimizer that keeps copies of the weights, or a function of a name "
+        "that returns them, such as copies.get of a dict"
     )
 
 
@@ -160,36 +154,11 @@ def _is_optimizer(one: object) -> bool:
     return hasattr(one, "param_groups") and hasattr(one, "state")
 
 
-def _is_pair(one: object) -> bool:
-    return isinstance(one, list | tuple) and len(one) == 2 and isinstance(one[0], Tensor)
-
-
-def _by_name(given: Mapping[str, Any], chosen: SharedSet) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, copies in given.items():
-        of = chosen.name_of.get(name)
-        if of is None:
-            raise WrongCall(f"masters=: the model has no parameter {name}{did_you_mean(name, chosen.name_of)}")
-        if of in chosen.shared:
-            found[of] = copies
-    return found
-
-
 def _by_any_name(ask: Callable[[str], Any], chosen: SharedSet) -> Callable[[str], Any]:
     names_of: dict[str, list[str]] = {}
     for name, of in chosen.name_of.items():
         names_of.setdefault(of, []).append(name)
     return lambda of: next((copies for name in names_of[of] if (copies := ask(name)) is not None), None)
-
-
-def _names_of(pairs: Sequence[Any], chosen: SharedSet) -> dict[str, list[Any]]:
-    by_id = {id(parameter): name for name, objects in chosen.objects.items() for parameter in objects}
-    found: dict[str, list[Any]] = {}
-    for number, (parameter, copy) in enumerate(pairs):
-        if id(parameter) not in by_id:
-            raise WrongCall(f"masters=: the first of pair {number} is no parameter of the model")
-        found.setdefault(by_id[id(parameter)], []).append(copy)
-    return found
 
 
 def _of_optimizers(optimizers: Sequence[Any], chosen: SharedSet) -> Callable[[str], list[Tensor]]:
