@@ -140,8 +140,8 @@ def spec_of(entries: Sequence[Any]) -> TensorSpec:
     if not (isinstance(name, str) and isinstance(shape, list | tuple) and all(type(n) is int for n in shape)):
         raise ValueError("a tensor has no name, or no shape")
     match rule, *rest:
-        case bool(), *marks if marks in ([], [True], [False]):  # a False is of older releases
-            return TensorSpec(name, tuple(shape), "mean" if rule else "run", "momentum" if any(marks) else "parameter")
+        case bool(), *marks if marks in ([], [True]):
+            return TensorSpec(name, tuple(shape), "mean" if rule else "run", "momentum" if marks else "parameter")
         case str(), str(dtype):
             return buffer_spec(name, tuple(shape), rule, dtype)
     raise ValueError(f"tensor {name[:64]!r} has other entries than name, shape, and what it is")

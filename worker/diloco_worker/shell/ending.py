@@ -53,10 +53,6 @@ class Finished:
     def __bool__(self) -> bool:
         return self.work == "all" and not self.why
 
-    def __int__(self) -> int:
-        """For scripts that count it: it used to be a bool."""
-        return int(bool(self))
-
 
 class Awaited:
     """Finds what is still missing at the end. Owned by the training thread."""
