@@ -17,8 +17,8 @@ from diloco_common.errors import (
     WrongRun,
 )
 from diloco_common.ports import Unavailable
-from diloco_common.wire.calls import FIRST_S, backoff_s
-from diloco_worker.core.connection import REVOKED_S, STAYS_S, STEADY_S, Dialing, Redial
+from diloco_common.wire.calls import FIRST_S, LONGEST_S, backoff_s
+from diloco_worker.core.connection import REVOKED_S, STAYS_S, Dialing, Redial
 
 
 @pytest.mark.parametrize(("after_s", "ends"), [(REVOKED_S - 0.1, False), (REVOKED_S, True)])
@@ -73,7 +73,7 @@ def test_a_connection_that_ended_is_dialed_again_and_joined_where_the_lease_is_o
     assert why in redial.why
 
 
-@pytest.mark.parametrize(("lasting_s", "waits"), [(STEADY_S - 1, 3), (STEADY_S + 1, 0)])
+@pytest.mark.parametrize(("lasting_s", "waits"), [(LONGEST_S - 1, 3), (LONGEST_S + 1, 0)])
 def test_a_connection_that_held_is_dialed_again_without_the_waits_before_it(lasting_s: float, waits: int) -> None:
     assert attempts(CUT, CUT, CUT, CUT, lasting_s=lasting_s).after_s == backoff_s(waits, 0.0)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from diloco_common.errors import Superseded
+from diloco_common.wire.calls import HURRY_S, SETTLE_S
 from diloco_common.wire.messages import Collect
 from diloco_worker.core.events import Asked, Failed
-from diloco_worker.learner import HURRY_S, SETTLE_S
 from diloco_worker.shell import crossing as shell
 from parts import EPOCH, Rig
 
@@ -26,7 +26,6 @@ def no_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look at the clock takes longer than a step may spend."""
     rig.parts.clock.tick = 1e-6
     monkeypatch.setattr(shell, "APPLY_S", 0.0)
-    monkeypatch.setattr(shell, "APPLY_SHARE", 0.0)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from diloco_common.errors import (
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.trust.credentials import Credentials
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import AGAIN_S, read_version
+from diloco_common.wire.calls import AGAIN_S, LONG_S, call_s, read_version
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import Fragment, Manifest, Tie, cut
 from diloco_common.wire.messages import (
@@ -44,10 +44,6 @@ from diloco_common.wire.messages import (
 )
 from diloco_worker.core import names
 from diloco_worker.export import empty_tensors, lay_out
-
-CALL_S = 120.0
-LOOK_S = 60.0
-"""Seconds between two looks for a newer version, if no announcement comes."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +276,7 @@ async def _news(
             stream.cancel()
 
     following = [asyncio.create_task(follow(transport)) for transport in transports.values()]
-    await asyncio.wait(following, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(following, timeout=LONG_S, return_when=asyncio.FIRST_COMPLETED)
     for task in following:
         task.cancel()
     await asyncio.gather(*following, return_exceptions=True)
@@ -299,9 +295,10 @@ async def _pull(
     """Copy the fragment's latest version into the tensors. Returns its number."""
     request = PullRequest(fragment.fragment_id, (encoding,))
     now = asyncio.get_running_loop().time
-    until = now() + CALL_S
+    timeout_s = call_s(4 * fragment.num_elements)
+    until = now() + timeout_s
     while True:
-        parts = transport.pull(observer, request, CALL_S)
+        parts = transport.pull(observer, request, timeout_s)
         try:
             header, payload = await read_version(parts, request, fragment.num_elements)
             break

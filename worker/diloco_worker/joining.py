@@ -27,6 +27,7 @@ from diloco_common.observe.metrics import WorkerMetrics
 from diloco_common.ports import World
 from diloco_common.trust.credentials import Credentials, addresses_of
 from diloco_common.wire.addresses import write_address
+from diloco_common.wire.calls import AGAIN_S, HURRY_S
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import model_digest
 from diloco_worker.core.connection import Caller
@@ -36,12 +37,12 @@ from diloco_worker.core.momentum import Companions
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import Models, Patterns, SharedSet, as_module
 from diloco_worker.global_model import pull_global_model
-from diloco_worker.learner import HURRY_S, Learner, make_learner
+from diloco_worker.learner import Learner, make_learner
 from diloco_worker.shell import frozen_tensors
 from diloco_worker.shell.arguments import check_name, check_seconds, check_word
 from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.connections import Connections
-from diloco_worker.shell.ending import LOOK_S, Patience
+from diloco_worker.shell.ending import Patience
 from diloco_worker.shell.frozen_tensors import FrozenRule
 from diloco_worker.shell.island import Island, IslandGroup, check_ranks, is_together
 from diloco_worker.shell.network_thread import NetworkThread
@@ -399,4 +400,4 @@ def _wait_until_joined(learner: Learner, world: World, wait_s: float | None) -> 
         if wait_s is not None and now - began > wait_s:
             raise CannotConnect(f"no run to join after {wait_s:g} s: {missing}")
         patience.still(missing, now)
-        learner.poll(LOOK_S)
+        learner.poll(AGAIN_S)

@@ -36,6 +36,7 @@ from diloco_common.errors import (
     WrongCall,
 )
 from diloco_common.ports import Transport, World
+from diloco_common.wire.calls import HURRY_S, SETTLE_S
 from diloco_common.wire.messages import FrozenTensor, Progress
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.copies import is_schedule_free
@@ -56,12 +57,8 @@ from diloco_worker.shell.telemetry import LearnerTelemetry
 from diloco_worker.shell.watch import ModelWatch
 from diloco_worker.view import LearnerView
 
-AWAY_S = 0.5
+AWAY_S = HURRY_S
 """Seconds that a resumed learner waits for shards that do not answer. Then it trains without them."""
-SETTLE_S = 5.0
-"""Seconds for pushes in flight to be answered when the learner ends."""
-HURRY_S = 0.5
-"""Like `SETTLE_S`, after Ctrl-C."""
 
 
 class Learner(LearnerView):

@@ -37,17 +37,17 @@ class RunProgress(Protocol):
         """0: the run has no end."""
 
 
-def share(shape: Shape, fraction: float, warmup: float, final: float, decay: float = DECAY) -> float:
+def share(shape: Shape, fraction: float, warmup: float, final: float) -> float:
     """The share of the rate to use at a progress of `fraction`, 0 to 1.
 
     It rises to 1 at progress `warmup`. Then "cosine" and "linear" come down to `final` at progress 1, "wsd" (warm-up,
-    stable, decay) stays at 1 and comes down linearly in the last `decay`, and "constant" stays.
+    stable, decay) stays at 1 and comes down linearly in the last `DECAY`, and "constant" stays.
     """
     if fraction < warmup:
         return max(WARMUP_FLOOR, fraction / warmup)
     if warmup >= 1 or shape == "constant":
         return 1.0
-    begins = max(warmup, 1 - decay) if shape == "wsd" else warmup
+    begins = max(warmup, 1 - DECAY) if shape == "wsd" else warmup
     done = min(max(0.0, (fraction - begins) / (1 - begins)), 1.0) if begins < 1 else 0.0
     down = 0.5 * (1 - math.cos(math.pi * done)) if shape == "cosine" else done
     return 1 - (1 - final) * down

@@ -24,7 +24,7 @@ from diloco_common.errors import BadChecksum, BadPayload, NotFinite, UnknownEnco
 
 CHUNK_ELEMENTS_MAX = 2**22
 """Headers with larger chunks are refused."""
-CHUNK_BYTES_MAX = (4 << 20) + (64 << 10)
+CHUNK_BYTES_MAX = CHUNK_ELEMENTS_MAX + 4 * CHUNK_ELEMENTS_MAX // BLOCK_ELEMENTS
 """Also with chunks of more bytes: 1 Mi float32 values, or 4 Mi codes of 8 bits and their scales."""
 
 

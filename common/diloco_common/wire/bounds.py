@@ -21,15 +21,15 @@ from diloco_common.errors import WORDS_MAX, BadRequest
 FRAGMENTS_MAX = 4096
 TENSORS_MAX = 2**16
 """Tensors of a model. An adapter with 128 experts in each of 60 layers, three times two tensors each, has 46,080."""
-TENSOR_NAMES_MAX = 16 << 20
-"""Characters of all names together, with prefixes (`Tensor.prefix`) written out."""
 TENSOR_NAME_MAX = 512
+TENSOR_NAMES_MAX = TENSORS_MAX * TENSOR_NAME_MAX // 2
+"""Characters of all names together, with prefixes (`Tensor.prefix`) written out."""
 DIMENSIONS_MAX = 8
 FROZEN_MAX = 8192
 """Frozen tensors compared; a learner with more combines several. A shard looks at them within 50 ms."""
 FROZEN_BYTES_MAX = 64 << 10
 """Bytes of all frozen tensors up to which their values are sent: enough for constants, not for a base model."""
-TIES_MAX = 4096
+TIES_MAX = FRAGMENTS_MAX
 """Keys of a state_dict; a learner with more omits the rest."""
 JOIN_ENTRIES_MAX = TENSORS_MAX + FROZEN_MAX + TIES_MAX + FRAGMENTS_MAX + 128
 """Entries of all fields of a Join together, counted before parsing."""
@@ -51,19 +51,17 @@ EPOCH_KEPT_MAX = 10**12 - 1
 """Limit of a version file; the name of an epoch file has 12 digits."""
 NAME_MAX = 64
 """Characters of ids, codes and names of encodings."""
-PARTS_MAX = 4096
-RANGES_MAX = 8192
+PARTS_MAX = FRAGMENTS_MAX
+RANGES_MAX = 2 * FRAGMENTS_MAX
 """Ranges in one message. A rank has about one for each tensor of the fragment."""
-RANGES_OF_ALL_MAX = 65536
+RANGES_OF_ALL_MAX = TENSORS_MAX
 """Ranges of all parts of one contribution: 64 ranks with 1024 tensors each in one fragment."""
-STEP_TIME_MAX_S = 2.0**20
-"""Twelve days."""
-AGE_MAX_S = 2.0**32
+TIME_MAX_S = 2.0**32
 """A century."""
 AWAY_MAX = 64
 """Shards that a learner reports as away; it omits the rest."""
 ADDRESS_MAX = 260
-RULES_MAX = 512
+RULES_MAX = TENSOR_NAME_MAX
 """Characters of the description of a shard's rules."""
 
 
@@ -106,7 +104,7 @@ LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
         "frozen": FieldLimit(FROZEN_MAX, 0, "entries"),
         "ties": FieldLimit(TIES_MAX, 0, "entries"),
         "index": _U32,
-        "age_s": FieldLimit(AGE_MAX_S),
+        "age_s": FieldLimit(TIME_MAX_S),
         "tokens_seen": _TOKENS_MERGED,
         "site": _NAME,
     },
@@ -149,17 +147,17 @@ LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
         "inner_step": FieldLimit(2**48),
         "tokens": _EXACT,
         "loss": FieldLimit(1e30, -1e30, is_dropped=True),
-        "step_time_s": FieldLimit(STEP_TIME_MAX_S),
+        "step_time_s": FieldLimit(TIME_MAX_S),
         "away": FieldLimit(AWAY_MAX, 0, "entries"),
         "inner": _NAME,
         "pushes_fail_why": FieldLimit(WORDS_MAX, 0, "characters"),
-        "pushes_fail_s": FieldLimit(STEP_TIME_MAX_S),
+        "pushes_fail_s": FieldLimit(TIME_MAX_S),
     },
     "Leaving": {"fragment_ids": _FRAGMENTS, "fragment_ids[]": _FRAGMENT_ID},
     "ShardAway": {
         "address": FieldLimit(ADDRESS_MAX, 0, "characters"),
         "index": _FRAGMENT_ID,
-        "for_s": FieldLimit(STEP_TIME_MAX_S),
+        "for_s": FieldLimit(TIME_MAX_S),
     },
     "Collect": {"fragment_id": _FRAGMENT_ID, "round": FieldLimit(VERSION_MAX, 1), "epoch": _EXACT},
     "Committed": {"fragment_id": _FRAGMENT_ID, "version": _VERSION, "epoch": _EXACT},

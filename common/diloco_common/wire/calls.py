@@ -13,14 +13,20 @@ SILENCE_HEARTBEATS = 2.5
 """A shard silent for this many heartbeats is frozen or cut off: dial again."""
 CALL_S = 15.0
 """Seconds for a call apart from its bytes."""
-AGAIN_S = 0.25
-"""Seconds before a call that was answered BUSY is repeated, where the caller waits for nothing else."""
 SAY_EVERY_S = 10.0
 """Seconds between log lines of who waits for a shard."""
+LONG_S = 60.0
+"""What has lasted for so many seconds is no hiccup: it is said, or nobody waits for it any longer."""
+SETTLE_S = 5.0
+"""Seconds for pushes in flight to be answered when a learner ends."""
+HURRY_S = SETTLE_S / 10
+"""Like `SETTLE_S`, for whoever is in a hurry: after Ctrl-C, for example."""
 
 FIRST_S = 0.2
 GROWTH = 1.3
 LONGEST_S = 2.0
+AGAIN_S = FIRST_S
+"""Seconds before a call that was answered BUSY is repeated, and between two looks of who waits for nothing else."""
 
 
 def call_s(num_bytes: int) -> float:

@@ -19,7 +19,8 @@ from diloco_common.trust.credentials import Credentials, Whereabouts
 from diloco_common.trust.files import TlsFiles
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
-from diloco_common.wire.handshake import find_cause
+from diloco_common.wire.calls import LONG_S
+from diloco_common.wire.handshake import DIAL_S, find_cause
 from diloco_common.wire.messages import (
     Directive,
     FollowRequest,
@@ -32,9 +33,6 @@ from diloco_common.wire.messages import (
     PushHeader,
 )
 from diloco_protos import parameter_server_pb2 as pb
-
-PROBE_FIRST_S, PROBE_LONGEST_S = 2.0, 60.0
-"""Seconds between two probes for the cause of a failing connection: each wait is twice the previous one."""
 
 
 class GrpcTransport:
@@ -160,12 +158,12 @@ class _Probe:
         self._where, self._credentials = where, credentials
         self._found: HandshakeFailed | None = None
         self._next_at = 0.0
-        self._wait_s = PROBE_FIRST_S
+        self._wait_s = DIAL_S
 
     async def explained(self, error: grpc.aio.AioRpcError) -> DilocoError:
         """The shard's Refusal, or the cause if no connection came about; else Unavailable."""
         if (refusal := rpc.refusal_of(error)) is not None:
-            self._wait_s, self._next_at, self._found = PROBE_FIRST_S, 0.0, None
+            self._wait_s, self._next_at, self._found = DIAL_S, 0.0, None
             return refusal
         unavailable = _unavailable(error)
         if not rpc.failed_to_connect(error):
@@ -173,7 +171,7 @@ class _Probe:
         loop = asyncio.get_running_loop()
         if loop.time() >= self._next_at:
             self._next_at = loop.time() + self._wait_s
-            self._wait_s = min(2 * self._wait_s, PROBE_LONGEST_S)
+            self._wait_s = min(2 * self._wait_s, LONG_S)
             self._found = await loop.run_in_executor(None, find_cause, self._where.now(), self._credentials.tls())
         return self._found or unavailable
 

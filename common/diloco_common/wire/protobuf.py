@@ -195,7 +195,10 @@ def _outcome(answer: PushAnswer) -> PushAnswer:
 
 _BY_HAND = (
     (JoinRequest, Field("tensors", lambda _: (), lambda tensors: {"tensors": tensors_to_pb(tensors)})),
-    (JoinRequest, Field("age_s", lambda message: message.age_s, lambda age_s: {"age_s": min(age_s, bounds.AGE_MAX_S)})),
+    (
+        JoinRequest,
+        Field("age_s", lambda message: message.age_s, lambda age_s: {"age_s": min(age_s, bounds.TIME_MAX_S)}),
+    ),
     (
         JoinAnswer,
         Field(
@@ -243,10 +246,10 @@ def join_request_from_pb(request: pb.JoinRequest, tensors: Sequence[TensorSpec] 
 def progress_to_pb(progress: Progress) -> pb.Progress:
     """Times beyond the limit are sent as the limit: a machine may have slept for a month."""
     away = [
-        replace(shard, address=shard.address[: bounds.ADDRESS_MAX], for_s=min(shard.for_s, bounds.STEP_TIME_MAX_S))
+        replace(shard, address=shard.address[: bounds.ADDRESS_MAX], for_s=min(shard.for_s, bounds.TIME_MAX_S))
         for shard in progress.away[: bounds.AWAY_MAX]
     ]
-    step_time_s, fail_s = (min(s, bounds.STEP_TIME_MAX_S) for s in (progress.step_time_s, progress.pushes_fail_s))
+    step_time_s, fail_s = (min(s, bounds.TIME_MAX_S) for s in (progress.step_time_s, progress.pushes_fail_s))
     why = errors.plain(progress.pushes_fail_why)
     said = replace(progress, step_time_s=step_time_s, away=tuple(away), pushes_fail_why=why, pushes_fail_s=fail_s)
     message: pb.Progress = to_pb(said)

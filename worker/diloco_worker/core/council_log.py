@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from diloco_common.codec import CHUNK_ELEMENTS_MAX
 from diloco_common.errors import IslandBroken, error_from
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Newest, Outcome, Pulse, PushAnswer
 from diloco_worker.core.events import (
@@ -43,9 +44,9 @@ from diloco_worker.core.events import (
 
 LEADER = 0
 LEADER_BYTES = 4096
-RANK_BYTES = 512
+RANK_BYTES = LEADER_BYTES // 8
 """Size of the frame of every other rank."""
-APPLY_ELEMENTS = 1 << 22
+APPLY_ELEMENTS = CHUNK_ELEMENTS_MAX
 """Versions up to this total size are applied at one step boundary, and at least one. The rest wait for the next
 boundary. The limit is a size, not a time, so that all ranks stop at the same version."""
 

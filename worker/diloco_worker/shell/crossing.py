@@ -23,16 +23,13 @@ from diloco_worker.core.learner import LearnerCore
 from diloco_worker.shell.boundary import StepBoundary
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.context import ConnectionContext
-from diloco_worker.shell.optimizers import Compared
+from diloco_worker.shell.optimizers import LOOK_AT_STEP, Compared
 
 STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
 APPLY_S = 0.003
-"""`step` spends this many seconds, or `APPLY_SHARE` of a step if that is longer, on versions that have arrived. It
-applies at least one. The rest wait for the next step."""
-APPLY_SHARE = 0.005
-NO_TOKENS_STEPS = 3
-"""Steps without a token before the learner warns."""
+"""`step` spends this many seconds on versions that have arrived. It applies at least one. The rest wait for the next
+step."""
 
 
 class Background(Protocol):
@@ -83,7 +80,7 @@ class Crossing:
         self._boundary.stepped(amount)
         self._warn_of_no_tokens(self._telemetry.log)
         self._compared.stepped(self._telemetry.log)
-        acts = self._cross(max(APPLY_S, APPLY_SHARE * self.step_time_s))
+        acts = self._cross(APPLY_S)
         progress = Progress(
             self._core.inner_step, self._core.tokens, self._loss.value, self.step_time_s, counts_samples=counts_samples,
             inner=self._compared.inner,
@@ -158,7 +155,7 @@ class Crossing:
         if not self._says_no_tokens:
             return
         steps, tokens = self._boundary.trained_here()
-        self._says_no_tokens = not tokens and steps < NO_TOKENS_STEPS
+        self._says_no_tokens = not tokens and steps < LOOK_AT_STEP
         if not tokens and not self._says_no_tokens:
             log.warning(
                 "every step so far reported no tokens, so none of this work is merged; count the tokens of the batch",

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from diloco_common.observe.logs import Log
 from diloco_common.ports import Clock
-from diloco_common.wire.calls import SAY_EVERY_S
+from diloco_common.wire.calls import AGAIN_S, LONG_S, LONGEST_S, SAY_EVERY_S, SETTLE_S
 from diloco_worker.core.events import LastRounds
 from diloco_worker.shell.boundary import StepBoundary
 from diloco_worker.shell.connections import Connections
@@ -23,15 +23,11 @@ from diloco_worker.shell.crossing import Crossing
 from diloco_worker.shell.process import Notice, as_exit, say_as_before
 from diloco_worker.shell.telemetry import LearnerTelemetry
 
-FINISH_S = 60.0
+FINISH_S = LONG_S
 """Seconds to wait for the last versions: at most one pull of each fragment."""
 LEAVE_S = 25.0
 """Seconds to hand over the work since the last contributions. Clouds warn 30 seconds ahead, or more."""
-FIRST_S = 1.5
-"""Waits longer than this, in seconds, are logged."""
-LOOK_S = 0.2
-"""Seconds between two looks of a waiting learner, unless something arrives sooner."""
-LEAVE_LEAST_S = 5.0
+LEAVE_LEAST_S = SETTLE_S
 """Least seconds that remain of `LEAVE_S` to leave, if the step after the warning took long."""
 
 
@@ -293,7 +289,7 @@ class Ending:
                 patience.over(began + waited_s)
                 return missing
             patience.still(missing or "a round that holds work of this learner", began + waited_s)
-            self._inbox.wait(LOOK_S)
+            self._inbox.wait(AGAIN_S)
 
     def _patience_s(self) -> float | None:
         """Seconds that the notice waits for the step to end: its usual time, if the rest of the warning allows it.
@@ -327,7 +323,7 @@ class Patience:
         self._log = log
         self._what = what
         self._began = began
-        self._say_at = began + FIRST_S
+        self._say_at = began + LONGEST_S
         self._has_said = False
 
     def still(self, why: str, now: float) -> None:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco_common.errors import ConfigError, IslandBroken, UnsupportedModel, WrongCall, shown
+from diloco_common.wire.calls import AGAIN_S, SETTLE_S
 from diloco_common.wire.manifest import model_digest
 from diloco_worker.core import names, parts
 from diloco_worker.core.council_log import LEADER_BYTES, RANK_BYTES
@@ -42,9 +43,6 @@ TIMEOUT_S = 1800.0
 """Seconds after which an absent rank counts as dead, as in torch's collectives."""
 _GROUPS = itertools.count()
 """Counts this process's groups. All ranks join alike, so their counts agree."""
-GOODBYE_S = 5.0
-"""Seconds that ranks wait for each other when they leave."""
-LOOK_S = 0.05
 
 
 def init_island(backend: str | None = None, **options: Any) -> None:
@@ -137,10 +135,10 @@ class IslandGroup:
         timeout (torch 2.13): a rank that fails alone would not end, and torchrun would not learn of its failure.
         """
         with contextlib.suppress(RuntimeError, TimeoutError):  # the store has ended, or not all ranks leave
-            async with asyncio.timeout(GOODBYE_S):
+            async with asyncio.timeout(SETTLE_S):
                 self._store.add("leave", 1)
                 while self._store.add("leave", 0) < self.size:  # noqa: ASYNC110 - other processes add
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(AGAIN_S)
 
 
 class GlooExchange:

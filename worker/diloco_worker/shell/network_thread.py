@@ -14,10 +14,11 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from diloco_common.observe.http import HttpServer
+from diloco_common.wire.calls import SETTLE_S
 from diloco_worker.core.events import Act
 from diloco_worker.shell.connections import Connections
 
-STOP_S = 20.0
+STOP_S = 4 * SETTLE_S
 
 T = TypeVar("T")
 

@@ -11,14 +11,14 @@ from typing import Any
 from diloco_common.codec import Payload, PayloadHeader, usual_chunk_elements
 from diloco_common.errors import DilocoError, NotFinite, Refusal, Unavailable, refusal_from
 from diloco_common.ports import Transport
-from diloco_common.wire.calls import backoff_s, call_s
+from diloco_common.wire.calls import LONG_S, backoff_s, call_s
 from diloco_common.wire.messages import TRANSFERS_AT_ONCE, Outcome, PushAnswer, PushHeader
 from diloco_worker.core.connection import TRY_AGAIN, ConnectionState
 from diloco_worker.core.events import Answered, Failed, OfferSeed, PushContribution
 from diloco_worker.core.fragment import Lease, PendingContribution
 from diloco_worker.shell.context import ConnectionContext
 
-FAILING_S = 60.0
+FAILING_S = LONG_S
 """Seconds after which failing pushes are logged, while the control stream is up."""
 SEEDS_AT_ONCE = 2
 """Seeds encoded and pushed at once; a shard accepts only a few at once, from all learners together."""
