@@ -175,8 +175,6 @@ class Lockstep:
                 learner = self.learners[learner_id]
                 moved |= self._hear(learner)
                 taken = learner.core.contribute()
-                for contribution in taken:
-                    contribution.tensors.take_snapshot()
                 learner.outbox += taken
                 if not learner.held:
                     moved |= self.send(learner_id)

@@ -123,13 +123,9 @@ class Parts:
         dial: Any = None
         return ConnectionContext(CALLER, (), dial, self.world, Council(), codec, self.telemetry)
 
-    def learner(
-        self, model: nn.Module, addresses: Sequence[str] = ("shard:1",), *, resumed: bool = False,
-        reads_later: bool = False,
-    ) -> Learner:  # fmt: skip
-        """It dials nobody. `reads_later`: as with `snapshots="background"`."""
+    def learner(self, model: nn.Module, addresses: Sequence[str] = ("shard:1",), *, resumed: bool = False) -> Learner:
+        """It dials nobody."""
         replica = Replica(model)
-        replica.reads_later = reads_later
         dial: Any = lambda address: None  # noqa: E731
         return make_learner(
             replica,
@@ -150,10 +146,10 @@ POLICY = LearnerPolicy(1, "float32", "float32")
 class Rig:
     """A learner of some fragments of one element each, which holds version 0, all 10. Its codec thread is stalled."""
 
-    def __init__(self, snapshots: str = "step", num_fragments: int = 2) -> None:
+    def __init__(self, num_fragments: int = 2) -> None:
         self.parts = Parts()
         self.model = nn.ParameterList(nn.Parameter(torch.full((1,), 10.0)) for _ in range(num_fragments))
-        self.learner = self.parts.learner(self.model, reads_later=snapshots == "background")
+        self.learner = self.parts.learner(self.model)
         digest = cut(Replica(self.model).specs, num_fragments, 1).digest
         self.hears(joined(EPOCH, POLICY, num_fragments=num_fragments, digest=digest))
         for i in range(num_fragments):
@@ -185,12 +181,8 @@ class Rig:
         assert self.learner.core is not None
         return [fragment.version for fragment in self.learner.core.fragments.values()]
 
-    def codec_goes_on_when_somebody_waits(self) -> None:
-        codec: Any = self.learner._codec
-        wait, codec.wait = codec.wait, lambda: (self.parts.jobs.run(), wait())
-
     def contributed(self) -> list[float]:
         """The codec thread goes on: what it encodes."""
         self.parts.jobs.run()
         acts = [act for acts in self.parts.posted.acts for act in acts if isinstance(act, PushContribution)]
-        return [float(act.contribution.tensors.take_snapshot()) for act in acts]
+        return [float(act.contribution.tensors.snapshot) for act in acts]

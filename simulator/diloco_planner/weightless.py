@@ -52,8 +52,6 @@ class _Contributed:
 class WeightlessTensors:
     """Replaces `FragmentTensors`: everything is there at once, and nothing is computed."""
 
-    is_being_read = False
-
     def __init__(self) -> None:
         self.anchor: torch.Tensor | None = None
 

@@ -17,7 +17,6 @@ from diloco_common.errors import Busy, DilocoError
 from diloco_common.wire.messages import PushHeader
 from diloco_simulator.followed import FollowedRun, Trainer
 from diloco_simulator.lies import Spoiler
-from diloco_simulator.options import SOMETIMES
 from diloco_simulator.reader_processes import SITE
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.stage import Checkpoint, Counting, Stage, TornReplica, part_of
@@ -56,8 +55,6 @@ class LearnerProcess(Trainer, FollowedRun):
         self.is_warned = False
         """Whether it must hand over its work and leave."""
         self.model = Counting(flat, has_buffer=options.has_buffer)
-        self._tokens = 0  # of the step in progress
-        self._ahead = 0  # those of them that the optimizer has already put into the model
         self._thawed_at = 0.0
         self._taken: dict[PendingContribution, Taken] = {}
         sickness = options.sickness
@@ -67,7 +64,6 @@ class LearnerProcess(Trainer, FollowedRun):
         caller = Caller("local", learner_id, self.name)
         telemetry = self._telemetry(caller, cluster.history_of(learner_id))
         replica = TornReplica(self.model, self._during_a_read, has_companion=options.companions_every > 0)
-        replica.reads_later = options.reads_later
         self.learner = make_learner(
             replica, [str(i) for i in range(options.shards)], caller, self._dial,
             self.process.world(), self, telemetry, start, site=SITE if options.mirrors else "",
@@ -114,12 +110,11 @@ class LearnerProcess(Trainer, FollowedRun):
     async def _step(self) -> None:
         takes_s = self._step_s * self._random.uniform(0.8, 1.2)
         due = self.stage.timeline.now + takes_s
-        self._tokens, self._ahead = self._random.randint(1, TOKENS_MAX), 0
+        tokens = self._random.randint(1, TOKENS_MAX)
         await asyncio.sleep(takes_s)
         due = await self._hang(due)
         invariants.steps_keep_their_pace(self.stage.timeline.now, max(due, self._thawed_at))
-        self.model.train_on(self._tokens - self._ahead)
-        tokens, self._tokens, self._ahead = self._tokens, 0, 0
+        self.model.train_on(tokens)
         self.learner.step(tokens)
         self._check()
         core = self.learner.core
@@ -129,10 +124,7 @@ class LearnerProcess(Trainer, FollowedRun):
             self.stage.checkpoints[self.learner_id].append(saved)
 
     def _during_a_read(self, read: Tensor) -> None:
-        """A snapshot is being taken at a step boundary, or by the codec thread during training."""
-        if self._tokens and not self._ahead and self._random.random() < SOMETIMES:  # a step falls into a snapshot
-            self.model.train_on(self._tokens)
-            self._ahead = self._tokens
+        """A snapshot is being taken at a step boundary."""
         if self.not_finite:
             self.not_finite -= 1
             self.poisoned += 1

@@ -71,8 +71,6 @@ class Options:
     """Mean time of a job of a learner's codec thread: a snapshot, an encoding."""
     stutters: float
     """Probability that a learner's clock jumps within a step boundary, so that it applies less."""
-    reads_later: bool
-    """Whether the learners' codec threads take snapshots, as with `join(snapshots="background")`."""
     resumes: float
     """Share of restarted learners that resume from a checkpoint of theirs, of any age."""
     max_pushes: int
@@ -241,7 +239,6 @@ def _draw_honest(seed: int) -> Options:
         compute_s=r.choice((0.005, 0.02, 0.04)),
         codec_s=pace_s * r.choice((0.02, 0.1, 0.3, 0.5)),
         stutters=r.choice((0.0, 0.0, 0.3)),
-        reads_later=random.Random(f"snapshots {seed}").random() < 0.5,  # drawn apart
         resumes=r.choice((0.0, 0.5, 0.9)),
         max_pushes=r.choice((1, 2, 64, 64)),
         call_s=r.uniform(3.0, 8.0),

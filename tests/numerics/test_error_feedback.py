@@ -58,7 +58,6 @@ def test_what_was_sent_and_what_is_left_add_up_to_all_local_training(encoding: s
         move = train(version)
         core.collect(Collect(0, version, 1), epoch=1)
         (contribution,) = core.contribute()
-        contribution.tensors.take_snapshot()
         tokens = contribution.tokens
         payload = contribution.tensors.encode(encoding)
         loss = contribution.tensors.loss.double()
@@ -89,7 +88,7 @@ def test_what_was_sent_and_what_is_left_add_up_to_all_local_training(encoding: s
     (contribution,) = core.contribute()
     held = decoded(contribution.tensors.encode(encoding)).double()
     left = held + contribution.tensors.loss.double()  # the residual, and what no contribution held yet
-    rounded += ROUNDING * contribution.tensors.take_snapshot().double().abs()  # what it is off stays in the model
+    rounded += ROUNDING * contribution.tensors.snapshot.double().abs()  # what it is off stays in the model
 
     assert ((sent + left - meant).abs() <= 2e-5 + rounded).all()
     assert float(sent.abs().max()) > 0.01, "nothing was sent"

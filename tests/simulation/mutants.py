@@ -301,12 +301,6 @@ def begin_every_folder_at_epoch_1(original: Any, self: FileStore, fs: Any, origi
 # ------------------------------------------------------------ what only the product's own shells can get wrong
 
 
-@breaks(FragmentTensors, "is_being_read")
-def apply_while_a_snapshot_is_read(original: Any, self: Any) -> Any:
-    """A version does not wait for the codec thread, which is copying the fragment."""
-    return False
-
-
 @breaks(Service, "push")
 async def answer_refusals_as_if_taken(original: Any, *args: Any) -> PushAnswer:
     """A push that the shard has no place for is answered as if it had been taken: nobody sends it again."""

@@ -120,8 +120,8 @@ def forgetting_ranks(seed: int) -> Options:
 
 
 def slow_codec(seed: int) -> Options:
-    """Snapshots take longer than a step, and versions arrive meanwhile."""
-    return replace(memory(seed), codec_s=1.0, reads_later=True, quorum=1, sync_every=2)
+    """Encoding takes longer than a step, and versions arrive meanwhile."""
+    return replace(memory(seed), codec_s=1.0, quorum=1, sync_every=2)
 
 
 def forgetting_divergence(seed: int) -> Options:

@@ -43,7 +43,6 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("accept_damaged_files", schedules.hard_on_disks, range(40, 200), {"differing_bytes", WELL}),
     ("keep_the_old_name", schedules.hard_on_disks, range(30), {"lost_versions_are_noticed"}),
     ("begin_every_folder_at_epoch_1", schedules.emptied, range(20), {"differing_bytes"}),
-    ("apply_while_a_snapshot_is_read", schedules.slow_codec, range(30), {"double_counted", "progress_is_kept"}),
     ("answer_refusals_as_if_taken", draw_options, range(40), {WELL}),
     ("keep_quiet_about_values_that_are_not_finite", schedules.diverging, range(20), {WELL}),
     ("compute_the_record_again", schedules.replacing, range(10), {"double_counted"}),

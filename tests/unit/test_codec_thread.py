@@ -26,14 +26,13 @@ POLICY = LearnerPolicy(1, "float32", "float32")
 class Rig:
     """A learner of one fragment of two elements, which holds version 0, all 10; its codec jobs wait."""
 
-    def __init__(self, *, reads_later: bool = False) -> None:
+    def __init__(self) -> None:
         self.parts = Parts()
         self.give_back: Callable[[], None] = lambda: None
         self.parts.world = replace(self.parts.world, give_back=lambda: self.give_back())
         self.codec = self.parts.context().codec
         self.model = nn.ParameterList([nn.Parameter(torch.full((2,), 10.0))])
         replica = Replica(self.model)
-        replica.reads_later = reads_later
         self.core = LearnerCore(replica, cut(replica.specs, 1, 1), POLICY)
         self.codec.own({0: self.core.fragments[0].tensors})
         self.core.arrived(0, 0, EPOCH, torch.full((2,), 10.0), 0)
@@ -65,16 +64,6 @@ def arrived(version: int) -> Arrived:
     return Arrived(0, version, EPOCH, torch.zeros(2), 0)
 
 
-def test_a_snapshot_that_is_read_later_and_its_encoding_are_one_job() -> None:
-    rig = Rig(reads_later=True)
-    contribution = rig.contributes(by=2.0)
-    assert len(rig.parts.jobs.waiting) == 1
-    assert rig.core.is_being_read(0)
-    rig.parts.jobs.run()
-    assert not rig.core.is_being_read(0)
-    assert rig.values(contribution) == [-2.0, -2.0]
-
-
 @pytest.mark.parametrize(("version", "is_kept"), [(1, True), (2, False), (3, False)])
 def test_a_payload_is_dropped_with_the_version_of_its_round(version: int, is_kept: bool) -> None:
     rig = Rig()
@@ -85,8 +74,8 @@ def test_a_payload_is_dropped_with_the_version_of_its_round(version: int, is_kep
 
 
 def test_a_push_that_is_cancelled_leaves_the_job_to_be_done() -> None:
-    """Otherwise the fragment would be read for ever: no version could be applied to it again."""
-    rig = Rig(reads_later=True)
+    """The same contribution may be pushed again."""
+    rig = Rig()
     contribution = rig.contributes()
 
     async def push() -> None:
@@ -98,5 +87,4 @@ def test_a_push_that_is_cancelled_leaves_the_job_to_be_done() -> None:
 
     asyncio.run(push())
     rig.parts.jobs.run()
-    assert not rig.core.is_being_read(0)
     assert rig.values(contribution) == [-1.0, -1.0]

@@ -164,7 +164,6 @@ def test_a_version_of_an_earlier_round_moves_the_reference_by_what_was_left_of_i
     held.values.fill_(8.0)
     core.collect(Collect(1, 2, 1), 1)
     (contribution,) = core.contribute()
-    contribution.tensors.take_snapshot()
     train(2)
     arrives(1, 16.0, 0)
     assert contribution.tensors.reference == (contribution.tensors.reference.values, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -65,7 +64,6 @@ class Rig:
         self.core.collect(Collect(0, round_number, epoch), epoch)
         taken = self.core.contribute()
         for contribution in taken:
-            contribution.tensors.take_snapshot()
             contribution.pushes.begin(Lease(epoch, 1))
             contribution.pushes.sending_values()
         return taken
@@ -98,7 +96,7 @@ def delta_of(contribution: PendingContribution) -> Tensor:
 
 
 def delta_of_snapshot(contribution: PendingContribution) -> Tensor:
-    return contribution.tensors.take_snapshot().float()
+    return contribution.tensors.snapshot.float()
 
 
 def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no_round() -> None:
@@ -252,27 +250,6 @@ def test_a_contribution_to_a_later_round_moves_along_with_the_version_before_it(
     assert rig.fragment.tokens_since(rig.core.tokens) == 5
 
 
-def trained_meanwhile(rig: Rig, contribution: PendingContribution, before: float, after: float) -> None:
-    """Take the snapshot; between its first and its second element the training adds `before`, and `after` behind it."""
-
-    def read(out: Tensor) -> None:
-        torch.sub(contribution.tensors.anchor[:1], rig.model.w.detach()[:1], out=out[:1])
-        rig.trains(by=before)
-        torch.sub(contribution.tensors.anchor[1:], rig.model.w.detach()[1:], out=out[1:])
-        rig.trains(by=after)
-
-    contribution.tensors.read = read
-    contribution.tensors.take_snapshot()
-
-
-def asked_to_read(rig: Rig, round_number: int = 1) -> PendingContribution:
-    """A contribution whose snapshot is still to be taken."""
-    rig.replica.reads_later = True
-    rig.core.collect(Collect(0, round_number, EPOCH), EPOCH)
-    (contribution,) = rig.core.contribute()
-    return contribution
-
-
 def theta_at(reference: Reference) -> Tensor:
     values, progress = reference
     return values.float() if progress is None else values.float() - progress.float()
@@ -283,61 +260,6 @@ def computed_ahead(rig: Rig, values: Tensor, version: int, merged_version: int) 
     reference = rig.fragment.tensors.reference_of(version, merged_version)
     assert reference is not None
     return Difference(reference, values - theta_at(reference))
-
-
-@pytest.mark.parametrize("ahead", [True, False], ids=["computed-ahead", "computed-there"])
-@pytest.mark.parametrize("merged", [True, False], ids=["merged", "not-merged"])
-@pytest.mark.parametrize("between", [False, True], ids=["directly", "after-an-earlier-version"])
-def test_what_is_trained_while_the_snapshot_is_taken_is_neither_lost_nor_counted_twice(
-    ahead: bool, merged: bool, between: bool
-) -> None:
-    """Everything trained, 2 + 3 + 4 in each element, is in the version that merged it or in the next contribution."""
-    rig = Rig(at=10.0)
-    rig.trains(by=2.0)
-    contribution = asked_to_read(rig, round_number=2)
-    trained_meanwhile(rig, contribution, before=3.0, after=4.0)
-    sent = -delta_of(contribution)
-    assert sent.tolist() == [2.0, 5.0], "a mixture of two moments"
-
-    if between:
-        rig.arrives(1, 30.0)
-        assert rig.model.w.tolist() == [39.0, 39.0]
-    new = torch.full((2,), 20.0) + (sent if merged else 0.0)
-    merged_version = 2 if merged else 0
-    with torch.no_grad():
-        difference = computed_ahead(rig, new, 2, merged_version) if ahead else None
-        rig.core.arrived(0, 2, EPOCH, new, merged_version, difference)
-
-    assert rig.model.w.tolist() == [29.0, 29.0]
-    rig.trains(by=1.0)
-    (following,) = rig.asked(3)
-    given = (sent if merged else 0.0) - delta_of(following)
-    assert given.tolist() == [10.0, 10.0]
-    assert following.tokens + (contribution.tokens if merged else 0) == rig.core.tokens
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_no_version_can_be_applied_while_the_snapshot_is_taken(fails: bool) -> None:
-    """One that could not be taken holds up none."""
-    rig = Rig(at=10.0)
-    assert not rig.core.is_being_read(0)
-    rig.trains(by=2.0)
-    contribution = asked_to_read(rig)
-    assert rig.core.is_being_read(0)
-    seen: list[bool] = []
-
-    def read(out: Tensor) -> None:
-        seen.append(rig.core.is_being_read(0))
-        if fails:
-            raise MemoryError
-
-    contribution.tensors.read = read
-    with pytest.raises(MemoryError) if fails else nullcontext():
-        contribution.tensors.take_snapshot()
-    assert seen == [True]
-    assert not rig.core.is_being_read(0)
-    rig.arrives(1, 20.0)
-    assert (rig.theta, rig.core.contributions["carried"]) == (22.0, 1)
 
 
 def overtaken(rig: Rig) -> None:
@@ -424,7 +346,7 @@ def test_a_residual_comes_back_from_contributions_that_were_not_merged(encodes: 
         rig.arrives(number, 12.0)
 
     contribution = rig.contributes(9, by=0.0)
-    x = contribution.tensors.take_snapshot().float()
+    x = contribution.tensors.snapshot.float()
     sent = decoded(contribution.tensors.encode("int4"))
     torch.testing.assert_close(sent + contribution.tensors.loss.float(), x + lost.float(), rtol=0, atol=0.005)
 
@@ -436,7 +358,6 @@ def asked_after_a_restart() -> tuple[Rig, PendingContribution]:
     rig.trains(by=2.0)
     rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
     (contribution,) = rig.core.contribute()
-    contribution.tensors.take_snapshot()
     return rig, contribution
 
 

@@ -109,16 +109,6 @@ def test_the_newest_global_values_are_in_the_model_and_then_no_longer() -> None:
     assert rig.values == [22.0, 32.0]
 
 
-def test_a_snapshot_in_the_background_is_waited_for() -> None:
-    rig = Rig("background")
-    rig.asks()
-    rig.steps()
-    rig.codec_goes_on_when_somebody_waits()
-    with rig.learner.global_values():
-        pass
-    assert rig.contributed() == [-2.0, -2.0]
-
-
 def test_who_restores_a_checkpoint_trains_on_from_it_and_contributes_the_way_there() -> None:
     rig = Rig()
     rig.steps(by=2.0)

@@ -80,7 +80,7 @@ def test_a_learner_holds_the_tensors_that_are_counted(pull: str) -> None:
         contribution = tensors.contribute(2)
         payload = contribution.encode("int8")
         came = encode_payload(values, pull)
-        difference = values.float() - contribution.take_snapshot()
+        difference = values.float() - contribution.snapshot
 
     most = learner_bytes(shares(cut(replica.specs, 1, 1)), pull=pull)
 

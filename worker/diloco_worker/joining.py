@@ -77,7 +77,6 @@ def join(
     island: Island = None,
     frozen: FrozenRule = "same",
     residuals: Literal["device", "host"] = "device",
-    snapshots: Literal["step", "background"] = "step",
     log: Literal["stderr"] | None = "stderr",
 ) -> Learner:
     """Join a run. Returns once the model holds the latest version of every fragment.
@@ -136,9 +135,6 @@ def join(
         residuals: where the learner keeps the error of its encodings, 2 bytes per parameter (4 with some plugins): on
             the model's "device", or in pinned "host" memory, copied back for each encoding. For pinned memory, torch
             rounds the bytes of each tensor up to a power of two.
-        snapshots: "step": `step` copies what a contribution holds before it returns. "background": on a CPU, a thread
-            copies it right after, which saves the loop one pass over a fragment; the loop must then leave the
-            parameters alone between steps. No effect on accelerators and in islands.
         log: "stderr": log to stderr, unless the process has handlers for our logs, and show an uncaught error of ours
             as its message alone. None: neither.
 
@@ -157,7 +153,6 @@ def join(
     check_seconds("wait_s", wait_s)
     check_word("frozen", frozen, ("same", "any"))
     check_word("residuals", residuals, ("device", "host"))
-    check_word("snapshots", snapshots, ("step", "background"))
     who = _who(shards, run, learner_id, tls, token, state, site)
     module = as_module(model)
     check_ranks(module, island)
@@ -169,7 +164,6 @@ def join(
     replica, averaged = _replica_of(chosen, mean_merge, companions, masters, group)
     for one in several(companions):
         compared.has(one)
-    replica.reads_later = snapshots == "background" and replica.device.type == "cpu" and group is None
     world = real_world()
     caller = Caller(run, who.name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
     name, shows = (

@@ -326,8 +326,6 @@ class Learner(LearnerView):
         if self._watch is not None:
             self._watch.check()
             self._watch.check_in_place()
-        if self._boundary.replica.reads_later:
-            self._codec.wait()
 
     def _check_not_ended(self) -> None:
         self._home.check(self.learner_id)

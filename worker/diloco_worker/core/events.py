@@ -157,12 +157,6 @@ class EventQueue:
     def pop(self) -> Event | None:
         return self._events.pop(next(iter(self._events))) if self._events else None
 
-    def put_back(self, event: Event) -> None:
-        """Put a popped event first again, unless `Failed` or a newer one of its kind has come since."""
-        if (key := _key(event)) not in self._events:
-            failed = {k: e for k, e in self._events.items() if isinstance(e, Failed)}
-            self._events = failed | {key: event} | self._events
-
 
 def _key(event: Event) -> tuple[type[Event], _Subject]:
     return type(event), _subject(event)

@@ -75,9 +75,7 @@ class LearnerCore:
     def contribute(self) -> list[PendingContribution]:
         """Take the contributions that rounds ask for, if there is work to contribute.
 
-        They hold their snapshots. With `reads_later`, the snapshot must still be taken soon, in any thread
-        (`ContributionTensors.take_snapshot`), and until then the fragment `is_being_read`. A round that asks again for
-        the contribution in flight gets the same one.
+        A round that asks again for the contribution in flight gets the same one.
         """
         taken = []
         for fragment in self.fragments.values():
@@ -117,10 +115,6 @@ class LearnerCore:
         self._carry_on(fragment)
         fragment.asked = fragment.asked or contribution.asked_again
 
-    def is_being_read(self, fragment_id: int) -> bool:
-        """Whether `arrived` must wait for this fragment's snapshot. Ask again later."""
-        return self.fragments[fragment_id].tensors.is_being_read
-
     def arrived(
         self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int,
         difference: Difference | None = None, forgotten_version: int = 0,
@@ -131,7 +125,6 @@ class LearnerCore:
         has this version or a later one of the same epoch.
         """
         fragment = self.fragments[fragment_id]
-        assert not fragment.tensors.is_being_read
         if fragment.tensors.anchor is None:
             fragment.adopt(values, version, epoch, self.tokens, self.inner_step)
             return Applied()
@@ -174,7 +167,7 @@ class LearnerCore:
     ) -> Applied:
         """Decide the fate of the contribution in flight by this version; give it back if it can no longer be merged."""
         contribution = fragment.contribution
-        if contribution is None or (version < contribution.round and contribution.tensors.snapshot is not None):
+        if contribution is None or version < contribution.round:
             return Applied()
         fate = contribution.fate_in(version, epoch, merged_version, forgotten_version)
         if fate is Fate.CARRIED:

@@ -73,8 +73,6 @@ class Replica:
         self.stow: Callable[[Tensor], Tensor] | None = None
         """Copies a residual to where it is kept between contributions. None: it stays where it was computed."""
         self.model = chosen.model
-        self.reads_later = False
-        """Whether the codec thread takes snapshots after the step boundary."""
         self.has_copies = False
         """Whether versions also go into copies of the weights."""
 

@@ -24,11 +24,6 @@ and computes ahead what applying a version adds. The training thread writes to t
 A snapshot is taken at the step boundary, since between two steps the loop may put other values into the parameters. On
 a CPU this is one pass over the fragment in the training thread. On an accelerator it is queued, which takes no time,
 and runs before whatever the loop queues next.
-
-With `Replica.reads_later` the codec thread takes the snapshot while training goes on. Each element is then a value that
-the parameter had (aligned reads of 2 and 4 bytes are atomic), some from before an optimizer step and some from after
-it. Any such mixture is right: work that is not in the snapshot goes into the next contribution. But a version applied
-meanwhile would move elements by something that was not trained, so versions wait (`is_being_read`).
 """
 
 from __future__ import annotations
@@ -60,27 +55,24 @@ class ContributionTensors:
     """The tensors of one contribution, from its step boundary until its fate is known."""
 
     def __init__(
-        self, round_number: int, anchor: Tensor, residual: Tensor | None, read: Callable[[Tensor], None], *,
-        dtype: torch.dtype, feeds_back: bool, own: slice, stow: Callable[[Tensor], Tensor] | None = None,
+        self, round_number: int, anchor: Tensor, residual: Tensor | None, snapshot: Tensor, *,
+        feeds_back: bool, own: slice, stow: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """`read` writes anchor - theta to a tensor of this dtype. `feeds_back`: the next contribution adds the loss.
-        `own`: the slice that this process pushes. `stow` copies a loss to where it is kept; None: it stays."""
+        """`feeds_back`: the next contribution adds the loss. `own`: the slice that this process pushes. `stow` copies a
+        loss to where it is kept; None: it stays."""
         self.round = round_number
         """Identifies the contribution within its fragment."""
         self.anchor = anchor
         """Values of the base version."""
         self.residual = residual
         """Added to the snapshot when it is encoded."""
-        self.snapshot: Tensor | None = None
+        self.snapshot = snapshot
+        """On an accelerator it may still be on its way."""
         self.loss: Tensor | None = None
         """Set by `encode` if it is fed back; in host memory if the learner keeps residuals there."""
         self.payload: Payload | None = None
-        self.is_being_read = True
-        """Whether the snapshot is not complete yet."""
-        self.read = read
         self._moved: Tensor | None = None
-        self._wait_until_read: Callable[[], None] | None = None
-        self._dtype = dtype
+        self._wait_until_read = queued_until(snapshot)
         self._feeds_back = feeds_back
         self._own = own
         self._stow = stow
@@ -93,25 +85,12 @@ class ContributionTensors:
     @property
     def reference(self) -> Reference:
         """Progress since the snapshot is counted from here: theta at the snapshot, plus versions applied since."""
-        assert self.snapshot is not None
         return Reference(self.anchor, self.snapshot) if self._moved is None else Reference(self._moved)
-
-    def take_snapshot(self) -> Tensor:
-        """Read theta, or queue that on the device, unless done. In any thread, but one at a time."""
-        if self.snapshot is None:
-            try:
-                snapshot = memory.empty(self.anchor.numel(), self._dtype, self.anchor.device)
-                self.read(snapshot)
-                self._wait_until_read = queued_until(snapshot)
-                self.snapshot = snapshot
-            finally:
-                self.is_being_read = False
-        return self.snapshot
 
     def encode(self, encoding: str) -> Payload:
         """Encode the pseudo-gradient plus the residual. Leaves the encoding error in `loss`.
 
-        Takes the snapshot. Encodes once: another call returns the same payload. All contributions of a fragment are
+        Encodes once: another call returns the same payload. All contributions of a fragment are
         encoded one after the other in one thread. Raises NotFinite.
         """
         if self.payload is None:
@@ -141,10 +120,9 @@ class ContributionTensors:
 
     def _own_snapshot(self) -> Tensor:
         """The part of the snapshot that this process pushes, ready for any thread and stream."""
-        snapshot = self.take_snapshot()
         if self._wait_until_read is not None:
             self._wait_until_read()
-        return snapshot[self._own]
+        return self.snapshot[self._own]
 
 
 class FragmentTensors:
@@ -157,11 +135,6 @@ class FragmentTensors:
         self.fragment = fragment
         self._replica = replica
         self._push_encoding = push_encoding
-
-    @property
-    def is_being_read(self) -> bool:
-        """Whether a snapshot is being taken: no version may be applied meanwhile."""
-        return self.contribution is not None and self.contribution.is_being_read
 
     def values(self) -> Tensor:
         """The global values, as far as this learner knows: the anchor, or else its own values."""
@@ -179,22 +152,22 @@ class FragmentTensors:
         if self.fragment.traits.is_whole or self._is_rounded(anchor):
             return None
         if contribution is not None and contribution.round == merged_version <= version:
-            return None if contribution.snapshot is None else contribution.reference
+            return contribution.reference
         return None if anchor is None else Reference(anchor)
 
     # ------------------------------------------------------------ at a step boundary, in the training thread
 
     def contribute(self, round_number: int) -> ContributionTensors:
-        """Make the tensors of a new contribution; with its snapshot, unless the codec thread takes that."""
+        """Make the tensors of a new contribution, with its snapshot: read theta, or queue that on the device."""
         assert self.anchor is not None
         assert self.contribution is None
+        dtype = get_codec(self.fragment.encoding(self._push_encoding)).progress_dtype
+        snapshot = memory.empty(self.anchor.numel(), dtype, self.anchor.device)
+        self._replica.progress(self.fragment, self.anchor, snapshot)
         self.contribution = ContributionTensors(
-            round_number, self.anchor, self._residual, partial(self._replica.progress, self.fragment, self.anchor),
-            dtype=get_codec(self.fragment.encoding(self._push_encoding)).progress_dtype,
+            round_number, self.anchor, self._residual, snapshot,
             feeds_back=self.fragment.traits.feeds_back, own=self.fragment.own, stow=self._replica.stow,
         )  # fmt: skip
-        if not self._replica.reads_later:
-            self.contribution.take_snapshot()
         return self.contribution
 
     def give_back(self) -> None:

@@ -130,14 +130,11 @@ class StepBoundary:
         return acts
 
     def _take_all(self, apply_s: float) -> None:
-        """Stop at a version of a fragment that is being read, or once applying took `apply_s` seconds. The rest waits:
-        an event may decide about later ones, so none overtakes another here."""
+        """Stop once applying took `apply_s` seconds. The rest waits: an event may decide about later ones, so none
+        overtakes another here."""
         began = self._clock()
         try:
             while (event := self._council.pop()) is not None:
-                if isinstance(event, Arrived) and self._core.is_being_read(event.fragment_id):
-                    self._council.put_back(event)
-                    break
                 self._take(event)
                 if self.core is not None:
                     self._acts += map(WorkCarried, self.core.take_carried())

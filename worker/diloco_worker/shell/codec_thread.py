@@ -1,8 +1,8 @@
 """The one thread that encodes and decodes for a learner, with the payloads and versions that are kept.
 
 Encoding a contribution is one job; so is decoding a version, with the computation ahead of applying it. Neither the
-training thread nor the event loop waits for a job. A contribution's job starts at the step boundary (`begin`), and
-takes the snapshot first if the replica reads later. Its payload is kept until its fate is known, and the latest pulled
+training thread nor the event loop waits for a job. A contribution's job starts at the step boundary (`begin`). Its
+payload is kept until its fate is known, and the latest pulled
 version until the next one.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -79,10 +79,6 @@ class CodecThread:
             self.drop(lambda earlier: earlier.fragment_id == contribution.fragment_id)
             self._payloads[contribution] = self._executor.submit(self._contribution, contribution, encoding)
 
-    def wait(self) -> None:
-        """Wait until all started jobs are done, and so every snapshot taken."""
-        wait(list(self._payloads.values()))
-
     # ------------------------------------------------------------ in the network thread: what goes out
 
     async def payload(self, contribution: PendingContribution) -> Payload | None:
@@ -90,7 +86,7 @@ class CodecThread:
         job = self._payloads.get(contribution)
         if job is None:
             return None
-        # A caller that stops waiting must not cancel the job: until it has run, the fragment counts as being read.
+        # A caller that stops waiting must not cancel the job: the same contribution may be pushed again.
         return await asyncio.shield(asyncio.wrap_future(job))
 
     async def encode_seed(self, values: Tensor) -> Payload:
@@ -171,9 +167,6 @@ class CodecThread:
         if self._has_encoded_seed:  # its memory is free now, and nothing later is as large
             self._give_back()
             self._has_encoded_seed = False
-        began = self._cpu_clock()
-        contribution.tensors.take_snapshot()
-        self._telemetry.computed("snapshot", self._cpu_clock() - began)
         return self._encode(lambda: contribution.tensors.encode(encoding))
 
     def _encode(self, encode: Callable[[], Payload]) -> Payload:

@@ -33,26 +33,16 @@ class Inbox:
     def __init__(self) -> None:
         self._events = EventQueue()
         self._changed = threading.Condition()
-        self._has_new = False  # whether the queue holds an event other than one put back
 
     def put(self, event: Event) -> None:
         with self._changed:
             self._events.put(event)
-            self._has_new = True
             self._changed.notify()
 
     def pop(self) -> Event | None:
         """The oldest event; None: there is none. Never waits."""
         with self._changed:
-            event = self._events.pop()
-            self._has_new = len(self._events) > 0
-            return event
-
-    def put_back(self, event: Event) -> None:
-        """Return an event that the reader cannot use yet. It is popped next, unless a newer one of its kind arrives."""
-        with self._changed:
-            self._events.put_back(event)
-            self._has_new = False
+            return self._events.pop()
 
     def unread(self) -> list[Event]:
         """A copy of the waiting events, oldest first."""
@@ -60,9 +50,9 @@ class Inbox:
             return list(self._events)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there is an event that was not put back, or the time is over."""
+        """Wait until there is an event, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._has_new, timeout_s)
+            self._changed.wait_for(lambda: len(self._events) > 0, timeout_s)
 
 
 class Council:
@@ -87,9 +77,6 @@ class Council:
     def pop(self) -> Event | None:
         """The next decided event; None: none."""
         return self.inbox.pop()
-
-    def put_back(self, event: Event) -> None:
-        self.inbox.put_back(event)
 
     def stepped(self, core: LearnerCore, tokens: int) -> None:
         core.stepped(tokens)
@@ -177,9 +164,6 @@ class IslandCouncil(Council):
 
     def pop(self) -> Event | None:
         return self._agreed.popleft() if self._agreed else None
-
-    def put_back(self, event: Event) -> None:
-        raise AssertionError("an island never reads later, so no version waits for a snapshot")
 
     def stepped(self, core: LearnerCore, tokens: int) -> None:
         """The tokens count at the next boundary, when the sum over all ranks is known."""

@@ -71,18 +71,13 @@ class Awaited:
         missing = self.missing()
         gone = {c.address for c in self._connections if c.is_gone} if wait_s is None else set()
         is_late = waited_s >= (self.usual_s if wait_s is None else wait_s)
-        is_over = not self.is_busy and (is_late or not missing.keys() - gone)
+        is_over = is_late or not missing.keys() - gone
         said = self._council.agree(f"{is_over:d}{'; '.join(missing.values())}")
         return said[0] == "1", said[1:]
 
     def missing(self) -> Mapping[str, str]:
         """Address of a shard -> what has not come from it, or reached it, as text."""
         raise NotImplementedError
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the learner cannot end at this moment."""
-        return False
 
     def unmerged(self) -> dict[str, str]:
         """Work in no version that a shard could still merge; keys as in `missing`."""
@@ -156,12 +151,6 @@ class Finishing(Awaited):
             why.insert(0, "no round opened before the run reached its budget")
         is_global = regardless or work == "all" or shards.have_stopped
         return Finished(work, tokens, math.ceil(unmerged), is_global, "; ".join(filter(None, why)))
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a snapshot is being taken, so that the model must not be written."""
-        core = self._boundary.core
-        return core is not None and any(f.tensors.is_being_read for f in core.fragments.values())
 
 
 class Leaving(Awaited):
