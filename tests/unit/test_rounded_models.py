@@ -35,7 +35,7 @@ class Rig:
         self.copies = {}
         if copies is not None:
             self.copies = {name: p.detach().to(copies, copy=True) for name, p in self.model.named_parameters()}
-            self.replica.keep_copies(find_copies(self.copies, chosen))
+            self.replica.keep_copies(find_copies(self.copies.get, chosen))
         policy = LearnerPolicy(4, "float32", "float32")
         (self.fragment,) = cut(self.replica.specs, 1, 1).fragments
         self.core = LearnerCore(self.replica, cut(self.replica.specs, 1, 1), policy)
