@@ -20,9 +20,8 @@ from diloco_worker.core.events import Act, Arrived, Asked, Event, Joined, PushCo
 from diloco_worker.core.replica import Replica
 from diloco_worker.learner import Learner, make_learner
 from diloco_worker.shell.boundary import Start
-from diloco_worker.shell.codec_thread import CodecThread
+from diloco_worker.shell.codec_thread import CodecThread, ConnectionContext
 from diloco_worker.shell.connections import Connections
-from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.council import Council
 from diloco_worker.shell.telemetry import LearnerTelemetry
 

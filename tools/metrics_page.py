@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from diloco_common.observe.metrics.registry import Certificates, Declare, MetricTotals
+from diloco_common.observe.metrics import Certificates, Declare, MetricTotals
 from diloco_common.observe.metrics.shard import Contributions, FollowingMetrics, Itself, Learners, RoundMetrics, Storage
 from diloco_common.observe.metrics.worker import ExchangeMetrics, Training
 from written import ROOT, written

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, TypeVar
 
-EXIT_OK = 0
-EXIT_UNEXPECTED = 1
-EXIT_USAGE = 2  # the command line or the configuration
-EXIT_DATA = 3  # data or a checkpoint
-EXIT_IN_USE = 4
-EXIT_CANNOT_CONNECT = 5
-EXIT_REFUSED = 6
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
+EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, EXIT_DATA, EXIT_IN_USE, EXIT_CANNOT_CONNECT, EXIT_REFUSED = range(7)
+"""USAGE: the command line or the configuration. DATA: data or a checkpoint."""
+EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 COMMANDS = "commands and training loops"
 CALLS = "refused calls"
 CONTRIBUTIONS = "rejected contributions"
@@ -541,6 +536,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The nearest known word, as the end of a message; empty if none is near."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def some(found: Sequence[str]) -> str:
+    """The first three of these, and how many more there are."""
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"{', '.join(found[:3])}{more}"
 
 
 def shown(value: object) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from diloco_common.codec import Payload
 from diloco_common.errors import Refusal
-from diloco_common.observe.metrics import ComputePhase
+from diloco_common.observe.metrics.shard import ComputePhase
 from diloco_common.ports import Clock
 from diloco_common.settings import Settings
 from diloco_common.wire.messages import PushAnswer, PushHeader

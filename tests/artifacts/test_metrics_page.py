@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import generate_latest
 
-from diloco_common.observe.metrics import ShardMetrics, WorkerMetrics
+from diloco_common.observe.metrics.shard import ShardMetrics
+from diloco_common.observe.metrics.worker import WorkerMetrics
 from programs import promtool
 
 

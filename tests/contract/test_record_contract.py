@@ -10,7 +10,7 @@ import pytest
 from builders import make_settings
 from diloco_common.observe.http import HttpServer
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.observe.metrics.shard import ShardMetrics
 from diloco_common.program import main
 from diloco_server.core.ledger import ANSWER_MAX, Merged, VersionCommitted
 from diloco_server.shell.host import ShardHost

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diloco_common.observe.metrics import ReaderMetrics
+from diloco_common.observe.metrics.shard import ReaderMetrics
 from processes import LocalCluster, http_get, until
 from programs import find, need
 from promql import FROM_TARGETS, Query, in_dashboards, in_rules

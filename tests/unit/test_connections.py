@@ -18,8 +18,8 @@ from diloco_common.wire.messages import Collect, Committed, Directive, LearnerPo
 from diloco_worker.core.events import Failed, Joined, ModelCut, StepEnded
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
+from diloco_worker.shell.codec_thread import ConnectionContext
 from diloco_worker.shell.connections import Connections
-from diloco_worker.shell.context import ConnectionContext
 from parts import Believes, Parts, joined
 from waiting import until_async
 

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_common.errors import EXIT_REFUSED, ConfigError, InUse
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics.registry import installed
+from diloco_common.observe.metrics import installed
 from diloco_common.observe.metrics.worker import WorkerMetrics
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, save

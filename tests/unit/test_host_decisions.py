@@ -12,7 +12,7 @@ import torch
 from builders import asking
 from diloco_common.errors import NotFinite
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.observe.metrics.shard import ShardMetrics
 from diloco_common.ports import Clock
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import TensorSpec

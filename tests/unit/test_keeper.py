@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.observe.metrics.shard import ShardMetrics
 from diloco_common.wire.manifest import Manifest
 from diloco_server.shell import keeper as module
 from diloco_server.shell.keeper import Keeper

@@ -111,9 +111,6 @@ RULES = {
     "diloco_server.core": core("diloco_server"),
     "diloco_worker": allow("diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
     "diloco_common.wire.grpc_transport": allow("diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE | TORCH),
-    "diloco_worker.shell.island": allow(  # timeouts of torch.distributed are timedeltas
-        "diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE - {"datetime"} | NETWORK
-    ),
     "diloco_worker.joining": allow("diloco_worker", "diloco_common", never=NETWORK),
     "diloco_worker.number": allow("diloco_worker", "diloco_common", never=NETWORK),
     "diloco_worker.core": core("diloco_worker"),
@@ -147,7 +144,7 @@ def rule_of(module: str) -> Rule:
 def why_not(module: str, imported: str) -> str | None:
     """Why `module` may not import `imported`; None if it may."""
     rule = rule_of(module)
-    if imported != "datetime.timedelta" and any(is_below(imported, name) for name in rule.never):  # no clock
+    if any(is_below(imported, name) for name in rule.never):
         return f"{imported} is ruled out here"
     top = imported.partition(".")[0]
     if top in OURS:

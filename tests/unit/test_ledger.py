@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from builders import make_settings
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.observe.metrics.shard import ShardMetrics
 from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_server.core import ledger as module
 from diloco_server.core.ledger import (

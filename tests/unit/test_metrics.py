@@ -7,7 +7,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from diloco_common.observe.metrics import ShardMetrics, WorkerMetrics
+from diloco_common.observe.metrics.shard import ShardMetrics
+from diloco_common.observe.metrics.worker import WorkerMetrics
 
 
 def values(registry: CollectorRegistry) -> dict[str, float]:

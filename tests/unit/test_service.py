@@ -16,7 +16,7 @@ from builders import make_settings
 from diloco_common.codec import Chunk, encode_payload, encoding_names
 from diloco_common.errors import Busy, Draining, NotJoined, Superseded, TornUpload
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.observe.metrics.shard import ShardMetrics
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject
 from diloco_common.wire.manifest import Manifest, TensorSpec, cut
 from diloco_common.wire.messages import (

@@ -23,7 +23,7 @@ from diloco_common.observe.history import HistoryFile
 from diloco_common.observe.http import HttpServer
 from diloco_common.observe.http_listener import TlsDoor
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import WorkerMetrics
+from diloco_common.observe.metrics.worker import WorkerMetrics
 from diloco_common.ports import World
 from diloco_common.trust.credentials import Credentials, addresses_of
 from diloco_common.wire.addresses import write_address

@@ -44,9 +44,8 @@ from diloco_worker.core.replica import Replica
 from diloco_worker.core.undone import CLAMPS, COPIES, FINDING
 from diloco_worker.shell.arguments import check_loss, check_seconds, counted
 from diloco_worker.shell.boundary import Start, StepBoundary
-from diloco_worker.shell.codec_thread import CodecThread
+from diloco_worker.shell.codec_thread import CodecThread, ConnectionContext
 from diloco_worker.shell.connections import Connections
-from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.council import Council
 from diloco_worker.shell.crossing import Background, Crossing
 from diloco_worker.shell.ending import Ending, Finished

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from diloco_common.codec.change import VALUES
-from diloco_common.observe.metrics import ComputePhase
+from diloco_common.observe.metrics.shard import ComputePhase
 from diloco_common.ports import Clock
 from diloco_common.wire.manifest import Fragment
 from diloco_common.wire.messages import Directive

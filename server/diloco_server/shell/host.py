@@ -15,7 +15,7 @@ from diloco_common import ports
 from diloco_common.codec import Chunk, Payload
 from diloco_common.errors import BadRequest, Busy, Refusal, Superseded
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.observe.metrics.shard import ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
 from diloco_common.trust.identity import Identity

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from diloco_common.errors import DataError, Draining, WrongFolder
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.observe.metrics.shard import ShardMetrics
 from diloco_common.ports import World
 from diloco_common.settings import Settings
 from diloco_common.wire.calls import SAY_EVERY_S

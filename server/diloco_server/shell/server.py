@@ -24,8 +24,8 @@ from diloco_common.errors import EXIT_OK, DataError, DilocoError
 from diloco_common.observe.history import HistoryFile
 from diloco_common.observe.http import HttpServer, check_http_is_meant
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ReaderMetrics, ShardMetrics
-from diloco_common.observe.metrics.registry import MetricsRegistry, installed
+from diloco_common.observe.metrics import MetricsRegistry, installed
+from diloco_common.observe.metrics.shard import ReaderMetrics, ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
 from diloco_common.trust.credentials import Credentials

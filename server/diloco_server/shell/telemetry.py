@@ -14,7 +14,7 @@ from diloco_common import ports
 from diloco_common.codec import decode_payload
 from diloco_common.observe.history import fingerprint
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.observe.metrics.shard import ShardMetrics
 from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from diloco_common.errors import Draining
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import ComputePhase, ShardMetrics
+from diloco_common.observe.metrics.shard import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import Committed

@@ -1,5 +1,7 @@
 """The one thread that encodes and decodes for a learner, with the payloads and versions that are kept.
 
+`ConnectionContext` is what all connections of the learner share: this thread, and what they are made of.
+
 Encoding a contribution is one job; so is decoding a version, with the computation ahead of applying it. Neither the
 training thread nor the event loop waits for a job. A contribution's job starts at the step boundary (`begin`). Its
 payload is kept until its fate is known, and the latest pulled
@@ -20,13 +22,16 @@ from torch import Tensor
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.codec.parts import sha256
-from diloco_common.ports import World
-from diloco_common.wire.messages import Held, PullHeader
+from diloco_common.ports import Transport, World
+from diloco_common.wire.manifest import TensorSpec, Tie
+from diloco_common.wire.messages import FrozenTensor, Held, PullHeader
+from diloco_worker.core.connection import Caller
 from diloco_worker.core.device import wait_for_device
 from diloco_worker.core.events import Arrived
 from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.parts import LocalFragment
 from diloco_worker.core.tensors import Difference, FragmentTensors
+from diloco_worker.shell.council import Council, Inbox
 from diloco_worker.shell.telemetry import LearnerTelemetry
 
 SEED_ENCODING = "float32"
@@ -191,3 +196,26 @@ class CodecThread:
 
     async def _run(self, job: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, job)
+
+
+@dataclass(frozen=True)
+class ConnectionContext:
+    caller: Caller
+    tensors: tuple[TensorSpec, ...]
+    dial: Callable[[str], Transport]
+    """Returns the transport to the shard at an address. Nothing is sent before the first call."""
+    world: World
+    council: Council
+    codec: CodecThread
+    telemetry: LearnerTelemetry
+    frozen: tuple[FrozenTensor, ...] = ()
+    """Tensors that must be equal in all learners, for Join."""
+    ties: tuple[Tie, ...] = ()
+    index: int | None = None
+    """This learner's number in an earlier process."""
+    site: str = ""
+    """The learner's place, for mirrors; empty: none."""
+
+    @property
+    def inbox(self) -> Inbox:
+        return self.council.inbox

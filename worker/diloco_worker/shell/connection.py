@@ -38,7 +38,7 @@ from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import GONE_S, ConnectionState, Dialing
 from diloco_worker.core.events import Asked, Failed, Fetch, FetchEnded, Joined, Stopped
 from diloco_worker.core.fragment import Lease
-from diloco_worker.shell.context import ConnectionContext
+from diloco_worker.shell.codec_thread import ConnectionContext
 from diloco_worker.shell.puller import Puller
 from diloco_worker.shell.pusher import Pusher
 

@@ -35,8 +35,8 @@ from diloco_worker.core.events import (
     StepEnded,
 )
 from diloco_worker.core.fragment import Lease
+from diloco_worker.shell.codec_thread import ConnectionContext
 from diloco_worker.shell.connection import Connection
-from diloco_worker.shell.context import ConnectionContext
 
 
 class Connections:

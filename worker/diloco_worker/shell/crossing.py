@@ -21,8 +21,8 @@ from diloco_worker.core.events import Act, Answered, Failed, PushContribution, S
 from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.shell.boundary import StepBoundary
+from diloco_worker.shell.codec_thread import ConnectionContext
 from diloco_worker.shell.connections import Connections
-from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.optimizers import LOOK_AT_STEP, Compared
 
 STEP_TIME_ALPHA = 0.1

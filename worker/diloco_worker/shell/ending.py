@@ -16,8 +16,8 @@ from diloco_common.ports import Clock
 from diloco_common.wire.calls import AGAIN_S, LONG_S, LONGEST_S, SAY_EVERY_S, SETTLE_S
 from diloco_worker.core.events import LastRounds
 from diloco_worker.shell.boundary import StepBoundary
+from diloco_worker.shell.codec_thread import ConnectionContext
 from diloco_worker.shell.connections import Connections
-from diloco_worker.shell.context import ConnectionContext
 from diloco_worker.shell.council import Council
 from diloco_worker.shell.crossing import Crossing
 from diloco_worker.shell.process import Notice, as_exit, say_as_before

@@ -20,7 +20,6 @@ import itertools
 import os
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,8 +38,6 @@ from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.shell.council import IslandCouncil
 from diloco_worker.view import LearnerState
 
-TIMEOUT_S = 1800.0
-"""Seconds after which an absent rank counts as dead, as in torch's collectives."""
 _GROUPS = itertools.count()
 """Counts this process's groups. All ranks join alike, so their counts agree."""
 
@@ -79,7 +76,9 @@ class IslandGroup:
         self.ranks = _ranks_of(island)
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
         self._store = _own_store(self.ranks)
-        self._group: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=TIMEOUT_S))
+        self._group: Any = dist.ProcessGroupGloo(
+            self._store, self.rank, self.size, dist.distributed_c10d.default_pg_timeout
+        )
 
     def agree(self, text: str) -> str:
         """The leader's text, on all ranks. At most 200 bytes."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from diloco_common.errors import ConfigError, OptimizerDiffers, WrongCall, shown
+from diloco_common.errors import ConfigError, OptimizerDiffers, WrongCall, shown, some
 from diloco_common.observe.logs import Log
 from diloco_common.wire.messages import ADAM, OTHER
 from diloco_worker.core.shared_set import SharedSet
@@ -82,7 +82,6 @@ def several(optimizers: Any) -> Sequence[Any]:
     return optimizers if isinstance(optimizers, Sequence) else (optimizers,)
 
 
-SHOWN = 3
 KIN = ("adam", "lamb", "adafactor", "soap", "adan")
 """Parts of class names of Adam-like optimizers, which divide by a mean of squared gradients, such as AdamW8bit."""
 NO_KIN = ("muon",)
@@ -112,9 +111,9 @@ class Differences:
         """For each: the difference, which tensors, and what to do."""
         if self.untrained:
             do = f"join(private={[*self.patterns]}) keeps it local, or freeze it before join, if it never changes"
-            yield "shared, but in no optimizer: a target network, a teacher?", _some(self.untrained), do
+            yield "shared, but in no optimizer: a target network, a teacher?", some(self.untrained), do
         if self.unshared:
-            shapes = _some([str(shape) for shape in self.unshared])
+            shapes = some([str(shape) for shape in self.unshared])
             do = "join([model, loss]) shares what is in both; else every learner keeps its own"
             yield "in the optimizer, but not in the model: a head in the loss?", f"tensors of shape {shapes}", do
 
@@ -145,11 +144,6 @@ def _patterns(names: Collection[str], others: Collection[str]) -> Iterator[str]:
         if pattern not in seen:
             seen.add(pattern)
             yield pattern
-
-
-def _some(found: Collection[str]) -> str:
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"{', '.join([*found][:SHOWN])}{more}"
 
 
 def inner_of(optimizers: Iterable[Any]) -> str:

@@ -20,7 +20,7 @@ from diloco_common.wire.calls import AGAIN_S, CALL_S, backoff_s, call_s, read_ve
 from diloco_common.wire.messages import Near, PullHeader, PullRequest, Range
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.events import Event
-from diloco_worker.shell.context import ConnectionContext
+from diloco_worker.shell.codec_thread import ConnectionContext
 
 UNREADABLE = (
     BadRequest, errors.BadPayload, errors.BadChecksum, errors.UnknownEncoding, errors.NotFinite,

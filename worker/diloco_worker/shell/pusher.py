@@ -16,7 +16,7 @@ from diloco_common.wire.messages import TRANSFERS_AT_ONCE, Outcome, PushAnswer, 
 from diloco_worker.core.connection import TRY_AGAIN, ConnectionState
 from diloco_worker.core.events import Answered, Failed, OfferSeed, PushContribution
 from diloco_worker.core.fragment import Lease, PendingContribution
-from diloco_worker.shell.context import ConnectionContext
+from diloco_worker.shell.codec_thread import ConnectionContext
 
 FAILING_S = LONG_S
 """Seconds after which failing pushes are logged, while the control stream is up."""

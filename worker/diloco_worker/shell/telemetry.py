@@ -11,9 +11,8 @@ from typing import Any
 
 from diloco_common.observe.history import fingerprint
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import WorkerMetrics
-from diloco_common.observe.metrics.registry import installed
-from diloco_common.observe.metrics.worker import PushOutcome, SyncPhase
+from diloco_common.observe.metrics import installed
+from diloco_common.observe.metrics.worker import PushOutcome, SyncPhase, WorkerMetrics
 from diloco_common.ports import Clock, History
 from diloco_common.settings import WorkerSettings
 from diloco_common.wire.manifest import TensorSpec, model_digest

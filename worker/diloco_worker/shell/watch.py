@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from diloco_common.errors import ModelChanged
+from diloco_common.errors import ModelChanged, some
 from diloco_worker.core import names
 from diloco_worker.core.parameters import changed_form, form_of
 from diloco_worker.core.shared_set import SharedSet
@@ -114,14 +114,14 @@ class ModelWatch:
         found = names.parameters(self._chosen.model)
         if gone := [n for n, p in self._by_name.items() if n in self._shared and n in found and found[n] is not p]:
             raise ModelChanged(
-                f"{_some(gone)}: replaced by other tensors since the model joined, as by "
+                f"{some(gone)}: replaced by other tensors since the model joined, as by "
                 f"load_state_dict(assign=True) or tie_weights(). {WHAT_TO_DO}. This learner ends"
             )
         added = [n for n, p in found.items() if self._by_name.get(n) is not p]
         removed = [n for n in self._by_name if n not in found]
         if added or removed:
             what = "; ".join(
-                f"{_some(which)}: {how} since the model joined"
+                f"{some(which)}: {how} since the model joined"
                 for which, how in ((added, "added"), (removed, "removed"))
                 if which
             )
@@ -141,7 +141,7 @@ class ModelWatch:
             return
         which = unfrozen or frozen
         how = "unfrozen since the model joined, and not shared" if unfrozen else "frozen since the model joined"
-        raise ModelChanged(f"{_some(which)}: {how}; {NAME_THEM}. This learner ends")
+        raise ModelChanged(f"{some(which)}: {how}; {NAME_THEM}. This learner ends")
 
     def _follow(self, which: slice) -> None:
         """Accept new storage, unless it makes a different model. Raises ModelChanged."""
@@ -220,8 +220,3 @@ def _addresses(parameters: Sequence[Tensor]) -> list[int]:
 
 def _share(things: Sequence[object], turn: int, turns: int) -> slice:
     return slice(turn * len(things) // turns, (turn + 1) * len(things) // turns)
-
-
-def _some(found: Sequence[str]) -> str:
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{', '.join(found[:3])}{more}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 from diloco_common.errors import CONTRIBUTIONS, all_kinds
-from diloco_common.observe.metrics.registry import COUNTS, SECONDS, Certificates, Declare, MetricsRegistry
+from diloco_common.observe.metrics import COUNTS, SECONDS, Certificates, Declare, MetricsRegistry
 
 ComputePhase = Literal["inspect", "seed", "merge", "encode"]
 """Work of the compute thread: norms of contributions, version 0, merging up to the encoded version, and encoding for an

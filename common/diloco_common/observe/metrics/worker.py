@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from diloco_common.observe.metrics.registry import SECONDS, Certificates, Declare, MetricsRegistry
+from diloco_common.observe.metrics import SECONDS, Certificates, Declare, MetricsRegistry
 
 PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
 """The four answers of the protocol, and "failed" for no answer."""
