@@ -24,7 +24,14 @@ def tiny_model(seed: int = 0, width: int = 6) -> nn.Module:
 
 def state_of(learner_id: str, inner_step: int = 0, tokens: int = 0) -> dict[str, Any]:
     """What `Learner.state_dict` gave in an earlier process."""
-    return {"run": "local", "learner_id": learner_id, "index": 0, "inner_step": inner_step, "tokens": tokens}
+    return {
+        "run": "local",
+        "learner_id": learner_id,
+        "index": 0,
+        "inner_step": inner_step,
+        "tokens": tokens,
+        "tokens_merged": 0,
+    }
 
 
 def global_values(*shards: InProcessShard) -> Tensor:

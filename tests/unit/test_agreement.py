@@ -35,7 +35,7 @@ def policy(**changes: Any) -> LearnerPolicy:
         ([], replace(FIRST, num_fragments=1), ManifestMismatch, "the model cannot be cut as ps-0:50051 says"),
         ([], replace(FIRST, policy=policy(push_encoding="os:system")), UnknownEncoding, "os:system"),
         ([FIRST], replace(SECOND, shard_index=0), ConfigError, "ps-0:50051 and ps-1:50051 both are shard 0"),
-        ([FIRST], replace(SECOND, manifest_digest="x"), ManifestMismatch, "ps-1:50051 reads this model in another way"),
+        ([FIRST], replace(SECOND, manifest_digest="x"), ManifestMismatch, "ps-1:50051 cuts the model in"),
         ([FIRST], replace(SECOND, policy=policy(sync_every=5)), ManifestMismatch, "ps-1:50051 cuts the model"),
         ([FIRST], replace(SECOND, fragments=owning(0)), ManifestMismatch, r"ps-1:50051 says that it owns .* \[0\]"),
         ([FIRST, SECOND], replace(SECOND, shard_index=0), ConfigError, "was shard 1 and says now .* shard 0"),

@@ -14,15 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.codec import decode_payload
-from diloco_common.errors import (
-    Busy,
-    CannotConnect,
-    ConfigError,
-    HandshakeFailed,
-    ManifestMismatch,
-    NotSeeded,
-    Refusal,
-)
+from diloco_common.errors import Busy, CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch, NotSeeded, Refusal
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.trust.credentials import Credentials
 from diloco_common.trust.identity import Identity

@@ -29,12 +29,7 @@ from typing import NoReturn, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from diloco_common.errors import (
-    ConfigError,
-    UnsupportedModel,
-    VersionUndone,
-    WrongCall,
-)
+from diloco_common.errors import ConfigError, UnsupportedModel, VersionUndone, WrongCall
 from diloco_common.ports import Transport, World
 from diloco_common.wire.calls import HURRY_S, SETTLE_S
 from diloco_common.wire.messages import FrozenTensor, Progress

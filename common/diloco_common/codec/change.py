@@ -19,14 +19,7 @@ from torch import Tensor
 
 from diloco_common.codec import memory
 from diloco_common.codec.base import Reference, subtract
-from diloco_common.codec.payload import (
-    ChunkWriter,
-    Payload,
-    as_tensor,
-    check_chunk_sizes,
-    check_layout,
-    of_chunk,
-)
+from diloco_common.codec.payload import ChunkWriter, Payload, as_tensor, check_chunk_sizes, check_layout, of_chunk
 from diloco_common.codec.registry import PlainCodec, get_codec
 from diloco_common.errors import BadPayload, NotFinite
 

@@ -149,10 +149,8 @@ def spec_of(entries: Sequence[Any]) -> TensorSpec:
 
 def buffer_spec(name: str, shape: tuple[int, ...], rule: str, dtype: str) -> TensorSpec:
     """A buffer. Raises ValueError for an unknown rule or dtype."""
-    for known in BUFFER_RULES:
-        for kept in DTYPES:
-            if (known, kept) == (rule, dtype):
-                return TensorSpec(name, shape, known, "buffer", kept)
+    if rule in BUFFER_RULES and dtype in DTYPES:
+        return TensorSpec(name, shape, rule, "buffer", dtype)
     raise ValueError(f"buffer {name[:64]!r} is merged by {rule[:16]!r}, as {dtype[:16]!r}, which is not known here")
 
 

@@ -86,13 +86,6 @@ class Agreement:
         if joined.address in self._index_of:
             # Each shard may change its H, and a learner accepts any pull encoding.
             policy = replace(policy, sync_every=first.policy.sync_every, pull_encoding=first.policy.pull_encoding)
-        is_cut_alike = (joined.num_fragments, joined.num_shards) == (first.num_fragments, first.num_shards)
-        if is_cut_alike and policy == first.policy and joined.manifest_digest != manifest.digest:
-            raise ManifestMismatch(
-                f"{joined.address} reads this model in another way than this learner: it is of another version, which "
-                "knows other kinds of tensors (buffers, for example). Exchange the shards first, or keep those tensors "
-                "with this learner, join(private=[...]); see docs/upgrades.md"
-            )
         if joined.manifest_digest != manifest.digest or policy != first.policy:
             raise ManifestMismatch(
                 f"{joined.address} cuts the model in {joined.num_fragments} fragments for {joined.num_shards} shards "
