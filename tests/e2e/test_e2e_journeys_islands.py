@@ -17,7 +17,7 @@ import forks
 
 DDP = (EXAMPLES / "ddp.py").read_text()
 JOIN = 'run="spirals", island=dist.group.WORLD'
-STATE = '{"run": "spirals", "learner_id": "a", "index": 0, "inner_step": 1, "tokens": 1}'
+STATE = '{"run": "spirals", "learner_id": "a", "index": 0, "inner_step": 1, "tokens": 1, "tokens_merged": 1}'
 OF_RANK_0 = f"{JOIN}, state={STATE} if dist.get_rank() == 0 else None"
 MISTAKES: dict[str, tuple[str, str]] = {
     # what is wrong -> the script, the code that rank 0 answers with
