@@ -122,21 +122,18 @@ class Copies:
     """Keeps the shard at most one version per fragment ahead of a standby, as long as that keeps pace."""
 
     def __init__(self) -> None:
-        self._on_disk: dict[int, tuple[int, int]] = {}  # fragment -> the newest version, and the one before
         self._held: dict[int, int] = {}  # for fragments in which the standby keeps pace
         self._fell_behind: set[int] = set()
 
-    def is_on_disk(self, fragment_id: int, version: int) -> None:
-        self._on_disk[fragment_id] = version, self._on_disk.get(fragment_id, (-1, -1))[0]
-
-    def holds(self, fragment_id: int, version: int) -> None:
-        if fragment_id not in self._fell_behind or version >= self._on_disk.get(fragment_id, (0, 0))[1]:
-            self._held[fragment_id] = max(version, self._held.get(fragment_id, version))
+    def holds(self, fragment_id: int, version: int, announced: int) -> None:
+        """The standby has this version; the shard has announced that one."""
+        if fragment_id not in self._fell_behind or version >= announced:
+            self._fell_behind.discard(fragment_id)
+            self._held[fragment_id] = version
 
     def may_announce(self, fragment_id: int, version: int) -> bool:
         """Whether the standby has the version before this one, or does not keep pace."""
-        newest, before = self._on_disk.get(fragment_id, (-1, -1))
-        return self._held.get(fragment_id, version) >= (before if newest == version else newest)
+        return self._held.get(fragment_id, version) >= version - 1
 
     def falls_behind(self, fragment_id: int) -> None:
         """Stop waiting for the standby until it has caught up; otherwise it could delay the run again and again."""
@@ -188,15 +185,14 @@ class Readers:
                     reader.stream.send(directive)
 
     def is_on_disk(self, committed: Committed) -> None:
-        self.copies.is_on_disk(committed.fragment_id, committed.version)
         for reader in self._open:
             if reader.role is Role.STANDBY:
                 reader.stream.send(committed)
 
-    def copied(self, fragment_id: int, version: int) -> None:
+    def copied(self, fragment_id: int, version: int, announced: int) -> None:
         """A standby has this version. Ignored unless a standby follows: its disk would be waited for in vain."""
         if self.has_standby:
-            self.copies.holds(fragment_id, version)
+            self.copies.holds(fragment_id, version, announced)
 
     @property
     def has_mirrors(self) -> bool:
