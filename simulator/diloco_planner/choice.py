@@ -25,18 +25,10 @@ FULL = 0.9
 
 
 class Encodings(NamedTuple):
-    """Encodings of contributions and versions, and their known effect on quality."""
+    """Of contributions and of versions."""
 
     push: str
     pull: str
-    price: str
-
-
-LADDER = (
-    Encodings(DEFAULTS.push, DEFAULTS.pull, "the defaults"),
-    Encodings("int8", "bfloat16", "twice the bytes; no gain that ten pairs can show (docs/quality.md)"),
-)  # fmt: skip
-"""The proposed encodings, and other usual ones."""
 
 
 INSIDE = Link()
@@ -93,12 +85,9 @@ class Choice:
 
 
 def choose(asked: PlannedRun) -> Choice:
-    """The most careful settings that links and shards can carry. Raises ConfigError if shards would own nothing."""
-    return settle(asked, LADDER[0])
-
-
-def settle(asked: PlannedRun, encodings: Encodings) -> Choice:
-    """With these encodings, the smallest H from the default on that links and shards can carry. Raises ConfigError."""
+    """The default encodings, and the smallest H from the default on that links and shards can carry. Raises ConfigError
+    if shards would own nothing."""
+    encodings = Encodings(DEFAULTS.push, DEFAULTS.pull)
     every, why_every = EVERY, "the default, and the link carries it"
     if (for_link := needed_every(asked.params_moved, encodings, asked.link, asked.step_s)) > every:
         every, why_every = for_link, _link_asks(asked, for_link)
@@ -127,7 +116,7 @@ def settle(asked: PlannedRun, encodings: Encodings) -> Choice:
         why_shards = f"{'given' if asked.shards else 'one for each fragment'}; each is busy for {FULL:.0%} of the time"
     return Choice(
         encodings, every, fragments, shards,
-        why_encodings=encodings.price,
+        why_encodings="the defaults",
         why_every=why_every,
         why_fragments="given" if asked.fragments else _why_fragments(asked, fragments),
         why_shards=why_shards,

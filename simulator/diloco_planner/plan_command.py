@@ -276,7 +276,7 @@ def memory(
         if encoding not in BITS:
             raise ConfigError(f"there is no encoding {encoding}; choose one of {', '.join(BITS)}")
     count = size.count
-    rows = process_figures(count, Encodings(push, pull, ""), fragments, min(under_way, fragments), ranks)
+    rows = process_figures(count, Encodings(push, pull), fragments, min(under_way, fragments), ranks)
     if json:
         print(dumps([row._asdict() for row in rows], indent=2))
         return 0

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from diloco_common import formulas
 from diloco_common.formulas import BITS
-from diloco_common.settings import EVERY_MOST
-from diloco_planner.choice import INSIDE, LADDER, TRAINING_BYTES, Choice, PlannedRun, choose, settle
+from diloco_planner.choice import INSIDE, TRAINING_BYTES, Choice, PlannedRun, choose
 from diloco_planner.described import Described, Site
 from diloco_planner.plans import LearnerPlan, changes
 from diloco_planner.ways import Sent, data_parallel, data_parallel_bits
@@ -135,7 +134,7 @@ def decoupled(
         egress = 0.0
         if crosses:
             prices = task.described.per_gb(plan)
-            paces = zip(encodings[:2], (plan.step_s, fastest_s), strict=True)
+            paces = zip(encodings, (plan.step_s, fastest_s), strict=True)
             moved = (formulas.rate(asked.params_moved, BITS[e], every, step_s) / 8e9 for e, step_s in paces)
             egress = goodput * sum(gb * price for gb, price in zip(moved, prices, strict=True))
         return PlannedPhase(plan.begins_s, goodput * plan.tokens_per_step / plan.step_s, egress)
@@ -149,19 +148,6 @@ def decoupled(
     why = f"push {encodings.push}, pull {encodings.pull}, H = {every}: {why}"
     shards = task.described.price_shard_hour * choice.shards / 3600
     return _way(task, learners, name, list(phases), shards, why, (asked, choice))
-
-
-def second_best(task: PlannedTask, learners: Sequence[LearnerPlan], asked: PlannedRun, choice: Choice) -> Way | None:
-    """The other careful encodings with their H, or else the same ones with twice the H. None: more than we propose."""
-    rung = next(rung for rung in LADDER if rung.push != choice.encodings.push)
-    other, why = settle(asked, rung), rung.price
-    if other.every > choice.every:
-        why = "larger encodings, at the price of a larger H"
-    if other.every > EVERY_MOST:
-        other, why = replace(choice, every=2 * choice.every), "half of the bytes, at the price of a larger H"
-    if other.every > EVERY_MOST:
-        return None
-    return decoupled(task, learners, asked, other, "decoupled, second best", why)
 
 
 def parallel(task: PlannedTask, learners: Sequence[LearnerPlan], name: str) -> Way:

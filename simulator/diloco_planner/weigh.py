@@ -14,7 +14,7 @@ from diloco_common.settings import EVERY_MOST
 from diloco_planner.choice import EVERY_MEASURED, INSIDE, Choice, PlannedRun, choose, link_words
 from diloco_planner.described import Site
 from diloco_planner.plans import LearnerPlan, Link
-from diloco_planner.proposed import ALIKE, ROOM, PlannedTask, Way, alone, decoupled, parallel, second_best
+from diloco_planner.proposed import ALIKE, ROOM, PlannedTask, Way, alone, decoupled, parallel
 
 LONGER = 2.0
 """Sites whose links need an H of unmeasured quality are left out if the others take at most this many times as long."""
@@ -73,14 +73,14 @@ def weigh(task: PlannedTask, base: PlannedRun) -> Weighed:
     able = {plan.site: site for site, plan in task.first_of_each() if task.holds(plan)}
     apart = [alone(task, site, _asked_of(task, base, task.of([name]))) for name, site in able.items()]
     found, whole, thin = _worth_it(task, base, list(able))
-    second = whole.named("decoupled, all") if thin else found.second(task)
+    every_site = whole.named("decoupled, all") if thin else None
     verdict = _verdict_of(task, found.where, found.ours, found.over, apart)
     because = [verdict.because, *_left_out(task), *_late(task, verdict.way)]
     if found.ours is None and found.over is not None:
         because.append(_too_much(task, base, found.choice))
     if verdict.way in (found.ours, found.over):
         because += _thin_links(task, base, thin)
-    ways = tuple(way for way in (found.ours, second, found.over, *apart) if way is not None)
+    ways = tuple(way for way in (found.ours, every_site, found.over, *apart) if way is not None)
     settled = None if verdict.way is None else verdict.way.settled
     asked, choice = settled or (found.asked, found.choice)
     return Weighed(task, ways, verdict._replace(because="; ".join(because)), asked, choice)
@@ -91,7 +91,6 @@ def weigh(task: PlannedTask, base: PlannedRun) -> Weighed:
 
 @dataclass(frozen=True)
 class Together:
-    learners: Sequence[LearnerPlan]
     where: str
     asked: PlannedRun
     choice: Choice
@@ -108,14 +107,11 @@ class Together:
         asked = _asked_of(task, base, learners)
         if len(sites) == 1:
             asked = replace(asked, link=INSIDE)
-            return cls(learners, where, asked, choose(asked), None, None)
+            return cls(where, asked, choose(asked), None, None)
         choice, ours = choose(asked), None
         if choice.fits:
             ours = decoupled(task, learners, asked, choice, "decoupled, as chosen", choice.why_every)
-        return cls(learners, where, asked, choice, ours, parallel(task, learners, f"data-parallel, {where}"))
-
-    def second(self, task: PlannedTask) -> Way | None:
-        return None if self.ours is None else second_best(task, self.learners, self.asked, self.choice)
+        return cls(where, asked, choice, ours, parallel(task, learners, f"data-parallel, {where}"))
 
     def named(self, name: str) -> Way | None:
         return None if self.ours is None else replace(self.ours, name=name)
