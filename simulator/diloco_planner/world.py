@@ -237,7 +237,7 @@ class PlannedWorld:
             ended_s=ended,
             events=handled,
             decided=self.decided,
-            learners=[one.account(ended, self.stands_for) for one in self.learners],
+            learners=[one.account(self.stands_for) for one in self.learners],
         )  # fmt: skip
 
 
@@ -263,6 +263,17 @@ class Tally(NamedTuple):
             self.evictions + ledger.evictions.total(),
             self.joins + ledger.joins,
         )
+
+
+class PlannedPush(NamedTuple):
+    """A push on its way."""
+
+    member: Member
+    process: int
+    """Number of the process that sent it."""
+    contribution: PendingContribution
+    header: PushHeader
+    norms: tuple[float, ...]
 
 
 class PlannedLearner:
@@ -326,11 +337,8 @@ class PlannedLearner:
     def computing_s(self, until: float) -> float:
         return self._work_at(until) if until > self.plan.begins_s else 0.0
 
-    def account(self, until: float, stands_for: float) -> dict[str, float]:
-        return {
-            "trained": self.tokens_at(until), "interruptions": self.line.interruptions,
-            "sent_gb": 1e-9 * self.sent * stands_for, "taken_gb": 1e-9 * self.taken * stands_for,
-        }  # fmt: skip
+    def account(self, stands_for: float) -> dict[str, float]:
+        return {"sent_gb": 1e-9 * self.sent * stands_for, "taken_gb": 1e-9 * self.taken * stands_for}
 
     def begin(self) -> None:
         self._draw()
@@ -512,54 +520,43 @@ class PlannedLearner:
         contribution.pushes.sending_values()
         header, norms = self.world.headers.of(contribution, self.world.elements)
         begins = max(self.world.now, self._free_up) + self.plan.to_shards.round_trip_s / 2
-        self.world.at(begins, partial(self._arrives, self.member, self._process, contribution, header, norms))
+        self.world.at(
+            begins, partial(self._arrives, PlannedPush(self.member, self._process, contribution, header, norms))
+        )
 
-    def _arrives(
-        self,
-        member: Member,
-        process: int,
-        contribution: PendingContribution,
-        header: PushHeader,
-        norms: tuple[float, ...],
-    ) -> None:
+    def _arrives(self, push: PlannedPush) -> None:
         """The header of a push is at the shard."""
         shard = self.world.shard
-        if shard is None or member is not self.member:
+        if shard is None or push.member is not self.member:
             return
         try:
-            shard.check(member.learner_id, member.generation, self.lease.epoch)
-            answer = shard.admit(member, header)
+            shard.check(push.member.learner_id, push.member.generation, self.lease.epoch)
+            answer = shard.admit(push.member, push.header)
         except Refusal:
             return
         if answer is not None:
-            self._answer(process, contribution, answer)
+            self._answer(push, answer)
             return
-        took = 8 * header.payload.num_bytes / self.plan.to_shards.up
+        took = 8 * push.header.payload.num_bytes / self.plan.to_shards.up
         self._free_up = max(self.world.now, self._free_up) + took * self.world.stands_for
-        self.world.after(took, partial(self._lands, member, process, contribution, header, norms))
+        self.world.after(took, partial(self._lands, push))
 
-    def _lands(
-        self,
-        member: Member,
-        process: int,
-        contribution: PendingContribution,
-        header: PushHeader,
-        norms: tuple[float, ...],
-    ) -> None:
+    def _lands(self, push: PlannedPush) -> None:
         """All bytes of a push are at the shard."""
-        self.sent += header.payload.num_bytes
+        self.sent += push.header.payload.num_bytes
         shard = self.world.shard
-        if shard is None or member is not self.member:
+        if shard is None or push.member is not self.member:
             return
         try:
-            answer = shard.contribute(member, header, NO_BYTES, norms, self.world.now)
+            answer = shard.contribute(push.member, push.header, NO_BYTES, push.norms, self.world.now)
         except Refusal:
             return
-        self._answer(process, contribution, answer)
+        self._answer(push, answer)
 
-    def _answer(self, process: int, contribution: PendingContribution, answer: PushAnswer) -> None:
+    def _answer(self, push: PlannedPush, answer: PushAnswer) -> None:
         def heard() -> None:
-            if process == self._process:
+            contribution = push.contribution
+            if push.process == self._process:
                 contribution.pushes.ended(self.lease, answer)
                 self.core.answered(contribution.fragment_id, contribution.round, answer, contribution.tokens)
 
