@@ -1,4 +1,4 @@
-"""Addresses: split, parse, bind, write and read them.
+"""Addresses: split, parse and bind them, and name the process that already has a port.
 
 HTTP takes the bound socket. gRPC binds by itself: pass it `str(parse_address(...))` and the option `grpc.so_reuseport`
 0, and raise `in_use(address)` if it cannot have the port.
@@ -6,12 +6,14 @@ HTTP takes the bound socket. gRPC binds by itself: pass it `str(parse_address(..
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import json
 import os
 import re
 import socket
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +21,7 @@ from typing import Any, Literal
 from diloco_common.errors import ConfigError, InUse
 
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_TCP_LISTEN = "0A"  # the state column of /proc/net/tcp
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +137,57 @@ def bound_address(sock: socket.socket) -> Address:
 
 
 def in_use(address: str) -> InUse:
-    """The error for a port in use."""
+    """The error for a port in use. It names the process that has it, if /proc tells."""
     wanted = parse_address(address)
-    return InUse(
-        f"{wanted} is in use by another process, which `ss -ltnp` names. Stop it, or listen on another port (port 0 "
-        "takes a free one)"
-    )
+    pid = who_listens(wanted.port)
+    owner = "another process" if pid is None else f"process {pid} ({_command(pid)})"
+    return InUse(f"{wanted} is in use by {owner}. Stop it, or listen on another port (port 0 takes a free one)")
+
+
+def who_listens(port: int) -> int | None:
+    """Id of the process that listens on a TCP port of this machine. None: no process, a hidden one, or no /proc."""
+    inodes = _listening_inodes(port)
+    if not inodes:
+        return None
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            if any(_links_to(fd, wanted) for fd in (process / "fd").iterdir()):
+                return int(process.name)
+    return None
+
+
+def _links_to(fd: Path, wanted: Collection[str]) -> bool:
+    """Whether an open file is one of these. False if it was just closed."""
+    try:
+        return os.readlink(fd) in wanted
+    except FileNotFoundError:
+        return False
+
+
+def _listening_inodes(port: int) -> set[str]:
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            columns = line.split()
+            local, state, inode = columns[1], columns[3], columns[9]
+            if state == _TCP_LISTEN and int(local.rpartition(":")[2], 16) == port:
+                inodes.add(inode)
+    return inodes
+
+
+def _command(pid: int) -> str:
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return "it has just ended"
+    return name if name.isprintable() else ascii(name)
 
 
 Role = Literal["shard", "worker"]
