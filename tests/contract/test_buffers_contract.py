@@ -196,15 +196,3 @@ def refused(shard: InProcessShard, model: nn.Module) -> str:
     assert refusal.value.exit_code == 6
     assert shard.member_state("other") == "unknown"
     return str(refusal.value)
-
-
-def test_after_a_restart_the_learners_that_are_there_bring_their_base_again(serve, tmp_path):
-    settings = settings_with(shard={"data_dir": str(tmp_path)})
-    first = serve(settings)
-    with join(first, "a", lora()) as learner:
-        address = first.address
-        first.stop()
-        second = serve(settings_with(shard={"data_dir": str(tmp_path), "listen": address}))
-        until(lambda: second.member_state("a") == "alive", "a is back")
-        refused(second, lora(seed=1))
-        assert learner.state == "training"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -95,30 +94,16 @@ def test_a_learner_must_decode_the_values_too(serve):
 
 
 class Watched(Front):
-    """A front that notes how versions come, holds them back, and can name a wrong base."""
+    """A front that notes how versions come, and can name a wrong base."""
 
     def __init__(self, shard: InProcessShard) -> None:
         super().__init__(shard)
         self.came: list[str] = []
         """Encodings of the payloads that went through."""
-        self.holds = False
-        """Pulls wait before the shard hears of them."""
-        self.held = 0
-        """Pulls that wait now."""
         self.lies = 0
         """Changes that will be sent as if they began at another version."""
 
-    async def stop(self) -> None:
-        self.holds = False
-        await super().stop()
-
     async def Pull(self, caller: Identity, requests: Any, context: Any) -> AsyncIterator[PullHeader | Chunk]:
-        self.held += 1
-        try:
-            while self.holds:  # noqa: ASYNC110 - a switch
-                await asyncio.sleep(0.01)
-        finally:
-            self.held -= 1
         async for part in super().Pull(caller, requests, context):
             if isinstance(part, PullHeader) and part.payload is not None:
                 self.came.append(part.payload.encoding)

@@ -27,9 +27,8 @@ TOKENS_PER_STEP = 4 * 8
 class Drawn(torch.utils.data.Dataset):
     """Windows of tokens; remembers which were drawn."""
 
-    def __init__(self, kind: str = "text") -> None:
+    def __init__(self) -> None:
         self.drawn: list[int] = []
-        self._kind = kind
         self._windows = torch.randint(0, 32, (64, 8), generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
@@ -37,8 +36,6 @@ class Drawn(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         self.drawn.append(i)
-        if self._kind == "images":
-            return {"pixel_values": torch.full((3, 8, 8), i / 64), "labels": i % 2}
         return {"input_ids": self._windows[i], "labels": self._windows[i]}
 
 
@@ -50,16 +47,14 @@ def gpt() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def trainer(
-    address: str, folder: Path, *, learner_id: str = "a", model: Any = None, data: Any = None, **arguments: Any
-) -> Any:
+def trainer(address: str, folder: Path, *, learner_id: str = "a", data: Any = None, **arguments: Any) -> Any:
     given = {
         "per_device_train_batch_size": 4, "logging_steps": 2, "save_strategy": "no", "report_to": [], "use_cpu": True,
         "disable_tqdm": True, "learning_rate": 1e-2, "max_steps": 10_000,
     }  # fmt: skip
     callback = DilocoCallback(address, learner_id=learner_id, wait_s=20.0)
     made = transformers.Trainer(
-        model if model is not None else gpt(), transformers.TrainingArguments(str(folder), **given | arguments),
+        gpt(), transformers.TrainingArguments(str(folder), **given | arguments),
         train_dataset=data if data is not None else Drawn(), eval_dataset=Drawn(), callbacks=[callback],
     )  # fmt: skip
     made.diloco = callback
@@ -164,17 +159,6 @@ def test_the_rate_follows_the_run_and_not_the_steps_of_the_trainer(serve, tmp_pa
     assert rates[0] == pytest.approx(1e-2)
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < 0.98e-2, "by the steps of the Trainer it would still be 0.998e-2"
-
-
-def test_where_there_are_no_tokens_samples_count(serve, tmp_path):
-    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
-    config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16, image_size=8, patch_size=4
-    )
-    model = transformers.ViTForImageClassification(config)
-    training = trainer(shard.address, tmp_path, model=model, data=Drawn("images"), max_steps=3)
-    training.train()
-    assert training.diloco.learner.tokens == 3 * 4
 
 
 def test_sigterm_hands_over_what_was_trained(serve, tmp_path, capsys):

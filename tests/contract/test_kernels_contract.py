@@ -95,15 +95,6 @@ def test_a_cpu_that_lacks_its_instructions_leaves_it_alone(here: Installation, m
     assert torch_encodes()
 
 
-def test_a_cpu_without_avx512_takes_the_library_for_avx2(here: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
-    if isinstance(built := here.of.build(), str) or library.platform.machine() != "x86_64":
-        pytest.skip(str(built))
-    monkeypatch.setattr(library, "_cpu", lambda: f"flags : {library.AVX2}")
-    found = here.of.load()
-    assert found[0] == here.of.folder / here.of.built_name(library.PORTABLE["x86_64"][1])
-    assert not torch_encodes()
-
-
 def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(here: Installation) -> None:
     """As one for another libc, or on a file system that forbids programs."""
     for one in library.fitting():

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from moto.server import ThreadedMotoServer
 
-from diloco_common.errors import BadCheckpoint
 from diloco_common.program import main
 from diloco_deploy.checkpoint import sources
 from diloco_server.storage.checkpoint import MANIFEST
@@ -87,15 +86,6 @@ def test_a_copy_is_verified_restored_and_exported_from_its_url(url, checkpoint, 
     assert exported[0] == exported[1] == exported[2]
 
 
-def test_a_second_copy_to_the_same_place_is_refused(url, checkpoint, capsys) -> None:
-    assert main(["checkpoint", "copy", str(checkpoint), url]) == 0
-    assert main(["checkpoint", "copy", str(checkpoint), url]) == 3
-    assert f"{MANIFEST} is there" in capsys.readouterr().err
-    with pytest.raises(BadCheckpoint):  # whoever comes at the same time: the store itself refuses
-        sources.ObjectFolder(url).put_new(MANIFEST, b"another")
-    assert main(["checkpoint", "verify", url]) == 0
-
-
 def test_a_copy_that_was_interrupted_is_no_checkpoint_and_is_begun_again(url, checkpoint, capsys, monkeypatch) -> None:
     """The manifest comes last: everything before it may be there."""
 
@@ -109,12 +99,6 @@ def test_a_copy_that_was_interrupted_is_no_checkpoint_and_is_begun_again(url, ch
     assert "BAD_CHECKPOINT" in capsys.readouterr().err
     assert main(["checkpoint", "copy", str(checkpoint), url]) == 0
     assert main(["checkpoint", "verify", url]) == 0
-
-
-def test_a_place_that_holds_something_else_is_refused(url, checkpoint, capsys) -> None:
-    sources.ObjectFolder(url).put_new("notes.txt", b"mine")
-    assert main(["checkpoint", "copy", str(checkpoint), url]) == 3
-    assert "notes.txt is there" in capsys.readouterr().err
 
 
 def test_damage_is_found_at_a_url_and_never_copied(url, checkpoint, capsys) -> None:

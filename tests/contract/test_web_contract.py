@@ -15,12 +15,10 @@ import pytest
 from certificates import Certificates
 from diloco_common.errors import ConfigError
 from diloco_common.settings import ClusterSettings, SecuritySettings, Settings
-from diloco_common.wire.addresses import write_address
 from diloco_deploy.cluster.asking import ShardReply
-from diloco_deploy.cluster.roll_call import ClusterRecord, MemberRecord
 from diloco_deploy.web import command, live_page
 from diloco_deploy.web.command import PageThread
-from diloco_deploy.web.live_page import LivePage, PageCredentials, given, in_folder
+from diloco_deploy.web.live_page import LivePage, PageCredentials, given
 from secret_files import secret_file
 from waiting import DEADLINE_S
 
@@ -185,17 +183,3 @@ def test_diloco_up_has_a_page_also_where_the_port_is_taken(tmp_path):
         for page in (first, second):
             if page is not None:
                 page.stop()
-
-
-def test_the_members_of_a_cluster_are_read_from_its_folder(tmp_path):
-    watched = in_folder(tmp_path)
-    assert not watched().shards, "nothing runs there yet"
-    (tmp_path / "run").mkdir()
-    died = MemberRecord(role="shard", process="died", since=0.0, why="died (signal 9)")
-    ClusterRecord(run="r", shards=2, workers=1, fragments=4, members={"shard-1": died}).write(tmp_path)
-    write_address(tmp_path / "run/shard-0.json", "shard", "shard-0", grpc="127.0.0.1:5", http="127.0.0.1:6")
-    write_address(tmp_path / "run/worker-0.json", "worker", "worker-0", http="127.0.0.1:7")
-
-    members = watched()
-    assert members.shards == {"shard-0": "127.0.0.1:6", "shard-1": None}
-    assert (members.learners, members.why) == (["worker-0"], {"shard-1": "died (signal 9)"})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import shlex
 import signal
 import subprocess
@@ -18,7 +16,7 @@ import pytest
 import forks
 from diloco_common.wire.addresses import read_address
 from forks import Forked
-from processes import TINY, environment, sets, until
+from processes import environment, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:50051"
@@ -105,22 +103,3 @@ def test_an_example_runs_as_its_first_lines_say(name: str, tmp_path: Path) -> No
             said += ended.stdout
     missing = [words for words in SAYS[name] if words not in said]
     assert not missing, said
-
-
-@pytest.mark.gate
-def test_rules_of_ones_own_train_the_built_in_model_as_their_first_lines_say(tmp_path: Path) -> None:
-    (command,) = commands(ROOT / "examples" / RULES)
-    path = os.pathsep.join(filter(None, [str(ROOT / "examples"), environment().get("PYTHONPATH")]))
-    small = ["--shards=1", "--workers=1", "--tokens=20_000", f"--folder={tmp_path / 'run'}", *sets(TINY)]
-
-    ended = subprocess.run(
-        [*as_here(command, ADDRESS, tmp_path), *small], capture_output=True, text=True, timeout=280,
-        env=environment() | {"PYTHONPATH": path}, check=False,
-    )  # fmt: skip
-
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "held-out loss" in ended.stdout
-    assert "Traceback" not in ended.stdout + ended.stderr
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["rounds"] > 0
-    assert report["eval_loss_final"] < report["eval_loss_first"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -158,15 +157,6 @@ def test_processes_come_to_the_same_as_one() -> None:
     assert one.split("violations; ")[1] == two.split("violations; ")[1]
 
 
-def test_the_report_says_how_much_happens_in_the_schedules(capsys: pytest.CaptureFixture[str]) -> None:
-    """So that nobody takes 10 000 schedules in which nothing happens for a proof."""
-    assert main(["--schedules", "8"]) == 0
-
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("in 1000 of them: "))
-    for what in ("faults", "shards crashed", "recoveries from disk", "versions", "contributions merged"):
-        assert re.search(rf"[1-9]\d+ {what}", line), line
-
-
 def test_a_violation_ends_the_command_with_its_replay_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,12 +165,6 @@ def test_a_violation_ends_the_command_with_its_replay_and_exit_code_1(
     assert main(["--schedules", "2", "--seed", "7"]) == 1
     assert "replay: python -m diloco_simulator --replay short:7\n" in capsys.readouterr().out
     assert main(["--replay", "short:7"]) == 1
-
-
-def test_a_name_of_no_schedule_is_told_how_to_say_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--replay", "78"]) == 2
-    families = "companions:SEED or islands:SEED or long:SEED or memory:SEED or mirrored:SEED or short:SEED or sick:SEED"
-    assert f"say {families}" in capsys.readouterr().err
 
 
 @pytest.mark.gate

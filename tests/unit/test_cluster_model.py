@@ -86,16 +86,6 @@ def test_a_member_is_described_by_the_worst_that_is_known(member: SeenMember, st
     assert of(SeenMember("shard-9", "shard", "up", shard(9, *known)), member).state_of(member, NOW) == state
 
 
-def test_sums_are_taken_over_shards_and_workers() -> None:
-    shards = [SeenMember(f"s{i}", "shard", "up", shard(i, rounds=10, evictions=1)) for i in (0, 1)]
-    totals = of(*shards, *(SeenMember(name, "worker", "up", worker(loss=loss)) for name, loss in (("a", 2), ("b", 3))))
-    found = totals.totals()
-    assert (found.tokens, found.tokens_merged, found.tokens_budget) == (600_000, 1000, 4000)
-    assert (found.loss, found.tokens_per_s, found.tokens_carried) == (2.5, 2000.0, 20)
-    assert (found.rounds, found.participants_mean, found.late, found.evictions) == (20, 2.0, 2, 2)
-    assert (found.bytes_pushed, found.bytes_pulled, found.done) == (200, 400, False)
-
-
 def test_progress_and_budget_do_not_move_while_a_shard_starts_again() -> None:
     watch = Watch(0.0)
     for index, merged in enumerate((400, 800)):
@@ -124,15 +114,6 @@ def test_the_time_left_follows_the_pace_of_merging(heard: list[tuple[int, int]],
     for now, merged in heard:
         pace.heard(now, merged)
     assert pace.left_s(1000) == (None if left_s is None else pytest.approx(left_s))
-
-
-@pytest.mark.parametrize(("for_s", "codes"), [(0.0, []), (4.0, []), (75.0, ["PUSHES_FAIL"])])
-def test_a_learner_of_which_no_push_gets_through_is_a_problem(for_s: float, codes: list[str]) -> None:
-    fails = {"pushes_fail_s": for_s, "pushes_fail_why": "unknown: status: 413"}
-    roll = called(shard(0, learner("ann")), shard(1, learner("ann", **fails)))
-    assert [problem.code for problem in roll.problems] == codes
-    for problem in roll.problems:
-        assert "pushes to shard-1 have failed for 1:15 (unknown: status: 413)" in problem.words
 
 
 @pytest.mark.parametrize(

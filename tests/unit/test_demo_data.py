@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -36,17 +35,6 @@ def test_files_are_held_out_by_a_hash_of_their_name(tmp_path):
     assert set(corpus.held_out.tolist()) == held
     assert set(corpus.train.tolist()) == set(range(60)) - held
     assert (corpus.files, corpus.train.dtype) == (60, torch.uint8)
-
-
-@pytest.mark.parametrize("size", [80, 3_000_000])
-def test_a_single_file_is_held_out_by_regions(tmp_path, size):
-    text = os.urandom(size)
-    (tmp_path / "one.bin").write_bytes(text)
-    corpus = load_corpus(str(tmp_path / "one.bin"), held_out=0.05)
-    assert len(corpus.train) + len(corpus.held_out) == size
-    assert 0.02 < len(corpus.held_out) / size < 0.08
-    first = text.find(bytes(corpus.held_out[:4].tolist()))
-    assert bytes(corpus.train[:first].tolist()) == text[:first]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from torch import Tensor
 from diloco_common.codec import encode_payload
 from diloco_common.wire.manifest import Manifest, TensorSpec, cut
 from diloco_planner.sizes import learner_bytes, shares
-from diloco_worker.core.parts import Holding, LocalFragment, Sharing, local_fragment, torch_chunk
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.tensors import FragmentTensors
 
@@ -22,37 +21,6 @@ WAYS = [(1, 1), (4, 1), (1, 4), (3, 2)]
 
 def manifest() -> Manifest:
     return cut(TENSORS, num_fragments=4, num_shards=1)
-
-
-def fragments_of(rank: int, ranks: int, replicas: int) -> list[LocalFragment]:
-    """As the worker has them, of the first replica."""
-    holdings = {}
-    for tensor in TENSORS:
-        first, rows = torch_chunk(tensor.shape[0], ranks, rank)
-        row = tensor.num_elements // tensor.shape[0]
-        holdings[tensor.name] = Holding(first * row, (first + rows) * row)
-    return [local_fragment(f, holdings, Sharing(0, replicas), rank, ranks * replicas) for f in manifest().fragments]
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 8])
-@pytest.mark.parametrize("rows", [1, 5, 301])
-def test_rows_lie_on_ranks_as_torch_cuts_them(rows: int, ranks: int) -> None:
-    chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(ranks)]
-    for rank, mine in enumerate(chunks + [[]] * (ranks - len(chunks))):
-        first, count = torch_chunk(rows, ranks, rank)
-        assert list(range(first, first + count)) == mine
-
-
-@pytest.mark.parametrize(("ranks", "replicas"), WAYS)
-def test_the_first_rank_holds_and_pushes_as_much_as_is_said_and_no_other_more(ranks: int, replicas: int) -> None:
-    said = shares(manifest(), ranks, replicas)
-    for share, local in zip(said, fragments_of(0, ranks, replicas), strict=True):
-        assert share.held == sum(piece.num_elements for piece in local.pieces)
-        owned = sum(stop - start for start, stop in local.own_ranges)
-        assert owned <= share.owned <= owned + 256
-    for rank in range(ranks):
-        mine = sum(p.num_elements for local in fragments_of(rank, ranks, replicas) for p in local.pieces)
-        assert mine <= sum(share.held for share in said)
 
 
 def num_bytes(*tensors: Tensor | None) -> int:

@@ -14,7 +14,7 @@ from diloco_common.errors import ConfigError
 from diloco_common.trust.files import read_folder, read_revocations
 from diloco_common.trust.identity import subject_of
 from diloco_deploy.trust.authority import make_authority, open_authority
-from diloco_deploy.trust.tending import AGAIN, Tending
+from diloco_deploy.trust.tending import Tending
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 NAMES = ("shard/0", "shard/1", "observer/page", "observer/prometheus")
@@ -133,23 +133,6 @@ def test_in_a_crowd_of_folders_those_that_are_known_are_served_and_new_ones_are_
     for path in (tmp_path / "learners").glob("learner-[0-9]"):
         shutil.rmtree(path)
     tending.look(NOW + timedelta(days=61))
-    assert not tending.why_not
-
-
-@pytest.mark.parametrize("name", ["key.pem", "cert.pem"])
-def test_a_folder_that_cannot_be_written_stops_nobody_else(tending, tmp_path, name):
-    for learner_id in ("a", "evil", "z"):
-        learner_wishes(tmp_path, learner_id)
-    (tmp_path / "learners/learner-evil" / name).mkdir()
-
-    assert len(tending.look(NOW)) == len(SUBJECTS) + 2
-    assert tending.why_not.startswith("learner/evil: ")
-
-    learner_wishes(tmp_path, "later")
-    assert [words.partition(",")[0] for words in tending.look(NOW)] == ["learner/later"]
-    assert tending.why_not.startswith("learner/evil: "), "it is tried again later"
-    (tmp_path / "learners/learner-evil" / name).rmdir()
-    assert [words.partition(",")[0] for words in tending.look(NOW + AGAIN)] == ["learner/evil"]
     assert not tending.why_not
 
 
