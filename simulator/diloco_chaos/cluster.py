@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from diloco_chaos.plan import LINK, ChaosRun, Fault, FaultKind, InjectedFault
+from diloco_chaos.plan import LINK, SETTLE_S, ChaosRun, Fault, FaultKind, InjectedFault
 from diloco_common.errors import ConfigError, DilocoError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
@@ -139,8 +139,6 @@ HEAL_S = 60.0
 """Every process must make progress within this many seconds after the last fault."""
 READY_S = 2 * HEAL_S
 """The same from the start of the cluster, until every worker trains."""
-_TAIL_S = 3.0
-"""Seconds of further training after the cluster has healed, so that all work of the measured time is merged."""
 
 
 class ChaosCluster:
@@ -209,7 +207,9 @@ class ChaosCluster:
             self._supervisor.kill_for(name, 0.0)
         marks = {name: len(self._written(name)) for name in (*self._children.workers, *self._children.shards)}
         progressed: set[str] = set()
-        while run.healed_s is None or time.monotonic() < now + run.healed_s + _TAIL_S:
+        while (
+            run.healed_s is None or time.monotonic() < now + run.healed_s + SETTLE_S
+        ):  # all work of the measured time is merged
             if run.healed_s is None and time.monotonic() > now + HEAL_S:
                 late = ", ".join(sorted(marks.keys() - progressed))
                 run.exits.append(f"{late} made no progress within {HEAL_S:.0f} s after the last fault")

@@ -160,7 +160,6 @@ CHECKS = {
     "unplanned": "processes that ended or made no progress",
 }
 """Check, as in the result -> what it counts, in words."""
-_SHOWN_MAX = 20
 
 
 def make_baseline(histories: Histories, run: ChaosRun) -> Result:
@@ -247,11 +246,8 @@ def summary(result: Result) -> str:
             else f"every process made progress within {result['healed_s']:.1f} s after the last fault"
         ),
         "",
-        *(f"  {one['check']}: {one['what']}" for one in result["found"][:_SHOWN_MAX]),
+        *(f"  {one['check']}: {one['what']}" for one in result["found"]),
     ]
-    more = len(result["found"]) - _SHOWN_MAX
-    if more > 0:
-        lines.append(f"  ... and {more} more, in the JSON")
     lines.append(f"{result['violations']} violations" if result["violations"] else "no violations")
     return "\n".join(lines)
 

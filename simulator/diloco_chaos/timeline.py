@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ ANNOUNCED = ("announced", "restored")
 LANE, INK, FAINT = "#f5f6f7", "#22272e", "#8b949e"
 _WIDTH_IN = 16.0
 _ROW_IN = 0.46
-_SAME_MARK_S = 0.3
-"""Several shards evict the same worker within a short time. Marks this close, in seconds, are drawn as one."""
 
 
 def check_timeline(path: Path) -> None:
@@ -150,20 +148,12 @@ def _memberships(axes: Any, histories: Histories, run: ChaosRun, place: dict[str
             if line["what"] == "joined" or line["code"] != "LEFT":
                 found[line["what"], line["learner"]].append(line["t"] - run.began)
     for (what, learner), times in found.items():
-        at = [t for t in _apart(sorted(times)) if 0 < t < run.ended - run.began]
+        at = [t for t in times if 0 < t < run.ended - run.began]
         marker, colour, edge = ("v", EVICTED, 0.33) if what == "gone" else ("^", JOINED, -0.33)
         if learner in place:
             axes.scatter(
                 at, [place[learner] + edge] * len(at), marker=marker, s=26, color=colour, linewidths=0, zorder=5
             )
-
-
-def _apart(times: Sequence[float]) -> Iterator[float]:
-    last = float("-inf")
-    for at in times:
-        if at - last > _SAME_MARK_S:
-            yield at
-        last = at
 
 
 def _marks(axes: Any, run: ChaosRun, place: dict[str, float]) -> None:

@@ -51,7 +51,7 @@ TICK = 0.1
 """Inner steps between two ticks of the shards: the resolution of grace windows."""
 PUSH = TICK
 """Inner steps from a snapshot until it is at the shard."""
-NOTICE = 0.02
+NOTICE = TICK / 5
 """Inner steps until a learner hears a directive."""
 STALLED = 50
 """A run ends after this many times H inner steps without a merged token: its contributions are being refused."""

@@ -55,7 +55,7 @@ class LearnerPlan:
     def to_shards(self) -> Link:
         return Link() if self.is_home else self.link
 
-    def chance(self, seed: int) -> random.Random:
+    def chance(self, seed: int = 0) -> random.Random:
         """Randomness for its preemptions, drawn first, and failures: so they are the same in each way of training."""
         return random.Random(f"{seed} {self.name}")
 

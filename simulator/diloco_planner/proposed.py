@@ -24,7 +24,6 @@ HOURS = 240.0
 """Least time for which chips are drawn."""
 CHANGES = 2e4
 """Failures, preemptions and returns of chips that are enough to tell the share of time that is lost."""
-SEED = 0
 PHASES = 20
 """Most different times at which sites start."""
 ALIKE = 0.02
@@ -130,7 +129,7 @@ def decoupled(
     crosses, fastest_s = len({plan.site for plan in learners}) > 1, min(plan.step_s for plan in learners)
 
     def joins(plan: LearnerPlan) -> PlannedPhase:
-        goodput = replace(plan, begins_s=0.0).drawn(until, plan.chance(SEED)).computed
+        goodput = replace(plan, begins_s=0.0).drawn(until, plan.chance()).computed
         egress = 0.0
         if crosses:
             prices = task.described.per_gb(plan)
@@ -157,7 +156,7 @@ def parallel(task: PlannedTask, learners: Sequence[LearnerPlan], name: str) -> W
 
     def since(begins_s: float) -> PlannedPhase:
         there = [replace(plan, begins_s=0.0) for plan in learners if plan.begins_s <= begins_s]
-        rate = _rate(there) * data_parallel(there, sent, task.hours * 3600, SEED, elastic=elastic)
+        rate = _rate(there) * data_parallel(there, sent, task.hours * 3600, elastic=elastic)
         sites = {site.name: site for plan in there if (site := task.site(plan)) is not None}
         gb = data_parallel_bits(task.params, len(sites)) / 8e9 if len(sites) > 1 else 0.0  # of each site, per step
         per_gb = sum(site.price_egress_gb + site.price_ingress_gb for site in sites.values())

@@ -36,7 +36,7 @@ def data_parallel_bits(params: float, replicas: int) -> float:
     return 2 * (replicas - 1) / replicas * GRADIENT_BITS * params
 
 
-def data_parallel(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int, *, elastic: bool) -> float:
+def data_parallel(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int = 0, *, elastic: bool) -> float:
     """Goodput of all chips as one island, whose every step takes as long as the slowest learner's. When a learner is
     away, the others go on without its tokens."""
     island, failures = together(learners, elastic=elastic)

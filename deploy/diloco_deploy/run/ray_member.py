@@ -18,14 +18,12 @@ from diloco_common.errors import EXIT_IN_USE
 from diloco_common.trust.files import REVOKED
 from diloco_common.trust.identity import subject_of
 from diloco_common.wire.addresses import Role, write_json
+from diloco_deploy import ASK_S
 from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.members import flags
 from diloco_deploy.run.supervisor import Action, ChildSpec, Exit, Supervisor
 from diloco_deploy.trust.authority import is_good, open_authority
 from diloco_deploy.trust.tending import RENEW_EVERY_S
-
-IN_USE_AGAIN_S = 5.0
-"""Seconds between checks whether a member's former process is gone."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class OnRay:
     def _judge(self, exit: Exit, now: float) -> str:
         verdict = exit.verdict
         if verdict.exit_code == EXIT_IN_USE:
-            self._again_at = now + IN_USE_AGAIN_S
+            self._again_at = now + ASK_S
             return "waits for its former process to end"
         if verdict.action is not Action.AGAIN:
             self._over, self._exit_code = verdict.action, verdict.exit_code

@@ -15,7 +15,7 @@ from typing import Any
 
 from diloco_common.errors import NothingIntact
 from diloco_server.storage.version_file import parse_version_name, version_names
-from diloco_simulator.options import Options
+from diloco_simulator.options import SOMETIMES, Options
 
 
 class Crashed(BaseException):
@@ -174,7 +174,7 @@ def _apply(names: dict[str, _Inode], gone: str, there: str, inode: _Inode | None
 
 
 CALLS_OF_A_WRITE = 10
-INTERRUPTED_STARTS = 0.15
+INTERRUPTED_STARTS = SOMETIMES / 2
 """Share of starts during which the power fails."""
 
 

@@ -8,6 +8,7 @@ here, except for errors that the product only logs: a schedule fails on those wi
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -32,7 +33,7 @@ AVERAGED = ("head",)
 COMPANION = "head"
 """The companion, in schedules that have one. It is trained like the others, and its values stay predictable: steps
 forget nothing of it, and its second moment limits nothing."""
-NUM_ELEMENTS = 205
+NUM_ELEMENTS = sum(math.prod(shape) for shape in SHAPES.values())
 PATTERN = torch.arange(NUM_ELEMENTS).remainder_(3).add_(1).float()
 
 
