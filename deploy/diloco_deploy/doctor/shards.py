@@ -1,24 +1,52 @@
-"""Checks the connection to a shard, from its name and port to TLS, then its version, clock, and bandwidth."""
+"""Checks the connection to a shard, from its name and port to TLS, then its version, clock, and bandwidth.
+
+Its calls only read, as an observer with the caller's credentials: Join as an observer, Pull of one fragment until
+enough bytes arrived, and Probe.Measure: each within the shard's limits and limits of its own.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
+
+import grpc
 
 from diloco_common import formulas, units
-from diloco_common.errors import HandshakeFailed, NotSeeded, Unavailable
+from diloco_common.errors import DilocoError, HandshakeFailed, NotSeeded, Unavailable
 from diloco_common.formulas import BITS, LINK_SHARE
 from diloco_common.settings import SyncSettings
 from diloco_common.trust.files import TlsFiles, shown
+from diloco_common.trust.identity import Identity
+from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.addresses import parse_address
 from diloco_common.wire.handshake import certificate_at, find_cause
-from diloco_common.wire.messages import JoinAnswer
+from diloco_common.wire.messages import (
+    PROBE_BYTES_MAX,
+    PROBE_MESSAGE_BYTES,
+    PROBE_S,
+    JoinAnswer,
+    JoinRequest,
+    PullRequest,
+)
 from diloco_deploy import ASK_S
 from diloco_deploy.cluster.findings import ENDS_SOON_S, SKEW_S
-from diloco_deploy.doctor import calls
-from diloco_deploy.doctor.checks import TIMES, Door, Known, ReportLine, failure, of_error, ok, warning
+from diloco_deploy.doctor.checks import (
+    MEASURE_S,
+    TIMES,
+    Door,
+    Known,
+    MeasuredShard,
+    ReportLine,
+    failure,
+    of_error,
+    ok,
+    warning,
+)
+from diloco_protos import parameter_server_pb2 as pb
 
 FAR_S = 0.5
 ENDS_SOON = timedelta(seconds=ENDS_SOON_S)
@@ -91,10 +119,10 @@ SKEW_MOST_S = 60.0
 def describe(door: Door, known: Known, protocol: int) -> Sequence[ReportLine]:
     """Whether a shard accepts us, and the run it serves. Raises its Refusal."""
     try:
-        answer = calls.describe(door, protocol)
-    except calls.NoShard as error:
+        answer = join_answer(door, protocol)
+    except NoShard as error:
         return [failure("NOT_A_SHARD", f"{door.address} does not speak our protocol ({error})")]
-    except calls.Silence:
+    except Silence:
         return [failure("NO_ANSWER", f"{door.address} takes connections, and answers no call in {ASK_S:g} s")]
     except NotSeeded:
         return [ok(f"a shard of run {door.run_id} that waits for its first learner; protocol {protocol}")]
@@ -126,10 +154,10 @@ def complete(known: Known) -> ReportLine:
 def measure(door: Door, known: Known) -> ReportLine:
     """Check the shard's clock, and keep its version and upload rate for `version` and `link`. Raises its Refusal."""
     try:
-        measured = calls.measure(door)
-    except (calls.NoShard, Unavailable) as error:
+        measured = probed(door)
+    except (NoShard, Unavailable) as error:
         return no_bytes(door.address, str(error))
-    except calls.Silence:
+    except Silence:
         return failure("NO_ANSWER", f"{door.address} does not answer a probe")
     known.measured[door.address] = measured
     proven = door.files is not None or door.token is not None
@@ -174,7 +202,7 @@ def link(door: Door, known: Known, step_s: float, params: float | None) -> Repor
     if answer is None:
         return warning("LINK_UNMEASURED", f"{_rates(up, None)}; the run has no model yet, so nothing comes down")
     seeded = next((fragment for fragment in answer.fragments if fragment.seeded), None)
-    down = None if seeded is None else calls.pull_rate(door, seeded.fragment_id)
+    down = None if seeded is None else pull_rate(door, seeded.fragment_id)
     params = params or float(_params(answer))
     if up is None and down is None:
         return warning("LINK_UNMEASURED", f"the bandwidth to {door.address} was not measured: too few bytes arrived")
@@ -217,3 +245,114 @@ def _params(answer: JoinAnswer) -> int:
 def _rates(up: float | None, down: float | None) -> str:
     found = [f"{units.bit_rate(rate)} {way}" for rate, way in ((up, "up"), (down, "down")) if rate is not None]
     return ", ".join(found) or "nothing measured"
+
+
+T = TypeVar("T")
+
+DOWN_BYTES_MAX = 16 << 20
+PACKAGE_CHARACTERS_MAX = 64
+ENOUGH_BYTES = 64 << 10
+"""Fewest bytes from which a bandwidth is computed."""
+
+
+class NoShard(Exception):
+    """Something other than a shard answers; the message has gRPC's words."""
+
+
+class Silence(Exception):
+    """The connection is open, but no answer comes."""
+
+
+def join_answer(door: Door, protocol: int) -> JoinAnswer:
+    """The shard's description of the run. Raises its Refusal, NoShard, Silence."""
+    request = JoinRequest(protocol, "", observe=True)
+
+    async def ask(channel: grpc.aio.Channel) -> JoinAnswer:
+        join = channel.unary_unary(
+            f"/{rpc.SERVICE}/Join", request_serializer=protobuf.serialize,
+            response_deserializer=pb.JoinResponse.FromString,
+        )  # fmt: skip
+        return protobuf.join_answer_from_pb(
+            await join(protobuf.to_pb(request), metadata=_metadata(door), timeout=ASK_S)
+        )
+
+    return _called(door, ask)
+
+
+def probed(door: Door) -> MeasuredShard:
+    """Measure upload rate, clock and package of a shard. Raises Refusal, NoShard (it has no Probe), Silence."""
+
+    async def ask(channel: grpc.aio.Channel) -> MeasuredShard:
+        probe = channel.stream_unary(
+            f"/{rpc.PROBE}/Measure", request_serializer=protobuf.serialize,
+            response_deserializer=pb.ProbeResponse.FromString,
+        )  # fmt: skip
+        answer = await probe(_zeros(), metadata=_metadata(door), timeout=ASK_S + PROBE_S)
+        came = time.time()
+        enough = answer.num_bytes >= ENOUGH_BYTES and answer.seconds > 0
+        up = 8 * answer.num_bytes / answer.seconds if enough else None
+        return MeasuredShard(up, answer.clock - came, answer.package[:PACKAGE_CHARACTERS_MAX])
+
+    return _called(door, ask)
+
+
+def pull_rate(door: Door, fragment_id: int) -> float | None:
+    """Download rate in bits per second; None: the fragment is too small to tell. Raises Refusal, NoShard, Silence."""
+    request = protobuf.to_pb(PullRequest(fragment_id))
+
+    async def ask(channel: grpc.aio.Channel) -> float | None:
+        pull = channel.unary_stream(f"/{rpc.SERVICE}/Pull", request_serializer=protobuf.serialize)
+        call = pull(request, metadata=_metadata(door), timeout=ASK_S + MEASURE_S)
+        num_bytes, began, last = -1, 0.0, 0.0
+        try:
+            async with asyncio.timeout(ASK_S + MEASURE_S):
+                while (part := await call.read()) is not rpc.EOF:
+                    last = time.monotonic()
+                    if num_bytes < 0:  # the header: the clock starts
+                        num_bytes, began = 0, last
+                        continue
+                    num_bytes += len(part)
+                    if num_bytes >= DOWN_BYTES_MAX or last - began > MEASURE_S:
+                        break
+        except TimeoutError:
+            pass
+        finally:
+            call.cancel()
+        return 8 * num_bytes / (last - began) if num_bytes >= ENOUGH_BYTES and last > began else None
+
+    return _called(door, ask)
+
+
+async def _zeros() -> AsyncIterator[pb.ProbeRequest]:
+    message = pb.ProbeRequest(zeros=bytes(PROBE_MESSAGE_BYTES - 16))
+    for _ in range(PROBE_BYTES_MAX // PROBE_MESSAGE_BYTES + 1):
+        yield message
+
+
+def _metadata(door: Door) -> tuple[tuple[str, str], ...]:
+    return rpc.metadata_of(Identity(door.run_id), door.token)
+
+
+def _called(door: Door, ask: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
+    async def call() -> T:
+        channel = rpc.channel(door.address, door.files, rpc.BULK_CHANNEL_OPTIONS)
+        try:
+            return await ask(channel)
+        except grpc.aio.AioRpcError as error:
+            raise _cause(error) from None
+        finally:
+            await channel.close(0.0)
+
+    return asyncio.run(call())
+
+
+def _cause(error: grpc.aio.AioRpcError) -> Exception:
+    if (refusal := rpc.refusal_of(error)) is not None:
+        return refusal
+    words = f"{error.code().name.lower()}: {(error.details() or '')[:200]}"
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or "timed out before receiving SETTINGS" in words:
+        return Silence(words)
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL):
+        return NoShard(words)
+    found: DilocoError = Unavailable(words)
+    return found
